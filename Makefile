@@ -1,0 +1,44 @@
+# Every target makes what it needs: Python >= 3.11 and make are enough on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEV := $(VENV)/.dev
+SERVICE := $(VENV)/.service
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test lint bench clean
+help:
+	@echo "make demo    the whole service on this machine, on text that is already there"
+	@echo "make test    lint, then every test"
+	@echo "make lint    ruff, mypy, import-linter"
+	@echo "make bench   the quick benchmarks"
+	@echo "make clean   remove what the targets made"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(SERVICE): $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) -e '.[service]'
+	@touch $@
+
+$(DEV): $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) -e '.[dev]'
+	@touch $@ $(SERVICE)
+
+demo: $(SERVICE)
+	$(BIN)/streampack demo $(ARGS)
+
+lint: $(DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(DEV)
+	$(BIN)/python benchmarks/throughput.py --quick --json
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,76 @@
+"""Every error that streampack raises, in one tree.
+
+::
+
+    StreampackError
+    ├── UserError              what was asked for cannot be; exit code 2
+    │   ├── ConfigError        a configuration key or value (message holds its path)
+    │   ├── MeshError          the rules cannot serve this mesh, or a rank is taken
+    │   └── SampleError        a sample that the policies do not admit (also a ValueError)
+    ├── SourceError            files that are missing, broken or changed; exit code 1
+    ├── PeerError              the other end: gone, refused us, or sent what it should not
+    │   ├── Unreachable        nobody answers at the endpoint
+    │   ├── Rejected           the broker said no, and why
+    │   ├── Fenced             a newer attempt or session took over
+    │   └── WireError          a message that is damaged, hostile or of another version
+    └── InternalError          our bug: an invariant does not hold
+
+A message says what was got, what was expected and what to do.
+"""
+
+
+class StreampackError(Exception):
+    """The root; ``exit_code`` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class UserError(StreampackError):
+    """What was asked for cannot be done as asked."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A configuration key or value is wrong; the message holds its path in the file."""
+
+
+class MeshError(UserError):
+    """The recorded rules cannot serve this mesh, or another reader holds the rank."""
+
+
+class SampleError(UserError, ValueError):
+    """A sample that no policy admits: too long, empty, ragged or of a wrong dtype."""
+
+
+class SourceError(StreampackError):
+    """Source files are missing, broken, or not what they were."""
+
+
+class PeerError(StreampackError):
+    """The other end of a socket is gone, refused us, or sent what it should not."""
+
+
+class Unreachable(PeerError):
+    """Nobody answers at the endpoint."""
+
+
+class Rejected(PeerError):
+    """The broker refused; its own words are the message."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(f"{detail} [{code}]")
+        self.code = code
+        self.detail = detail
+
+
+class Fenced(PeerError):
+    """A newer attempt or session has taken over; this one must stop."""
+
+
+class WireError(PeerError):
+    """A message that is damaged, hostile, or of another protocol version."""
+
+
+class InternalError(StreampackError):
+    """An invariant of streampack itself does not hold: please report it."""
