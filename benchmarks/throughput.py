@@ -48,7 +48,7 @@ def main() -> None:
         "transport": args.transport,
         "seconds": seconds,
         "machine": machine_facts(),
-        "load_before": round(os.getloadavg()[0], 2),  # above about 0.5, somebody else was computing
+        "load_before": round(os.getloadavg()[0], 2),  # of the last minute: runs just before this one count, too
     }
     results = compare(pipes(), rounds, seconds, args.transport)
     report["results"] = {name: summary(runs) for name, runs in results.items()}
