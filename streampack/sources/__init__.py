@@ -310,10 +310,11 @@ def expand(shards: str | list[str]) -> list[str]:
     for pattern in patterns:
         for path in _expand_braces(pattern):
             paths.extend(_expand_glob(path))
-    twice = len(paths) - len(set(paths))
-    if twice:
-        first = next(path for path in paths if paths.count(path) > 1)
-        raise SourceError(f"shards: {first} comes more than once; make the patterns disjoint")
+    seen: set[str] = set()
+    for path in map(os.path.abspath, paths):
+        if path in seen:
+            raise SourceError(f"shards: {path} comes more than once: make the patterns disjoint")
+        seen.add(path)
     return paths
 
 
@@ -341,7 +342,7 @@ def _expand_glob(path: str) -> list[str]:
         return [path]
     found = sorted(glob.glob(path, recursive=True))
     if not found:
-        raise SourceError(f"{path}: got no file, expected at least one to match; check the folder {os.getcwd()}")
+        raise SourceError(f"{os.path.abspath(path)}: got no file, expected at least one to match: fix `shards`")
     return found
 
 

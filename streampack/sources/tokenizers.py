@@ -145,7 +145,8 @@ def as_tokens(values: object) -> Tokens | str:
         return "range" if huge else "dtype"
     if ids.ndim != 1:
         return "ragged"
-    if (ids.dtype.kind == "i" and ids.min() < 0) or (ids.dtype.itemsize >= 4 and ids.max() >= 2**31):
+    signed, size = ids.dtype.kind == "i", ids.dtype.itemsize
+    if (signed and ids.min() < 0) or (size + (not signed) > 4 and ids.max() >= 2**31):  # int32 needs the first only
         return "range"
     return ids.astype(np.int32, order="C", copy=False)
 
