@@ -1,0 +1,67 @@
+"""How full the packs are: the figures that every packer and every run is judged by.
+
+The definitions are NeMo-RL's (``nemo_rl/data/packing/metrics.py``), so that numbers can be laid
+side by side. All of them are functions of the packs' token sums and the budget: whether the sums
+count real or padded tokens is the caller's choice, and alignment waste is the difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Section 7's figures; ratios are of 1, not of 100. All are 0 when there are no packs."""
+
+    packs: int = 0
+    tokens: int = 0
+    #: tokens / (packs * budget)
+    utilisation: float = 0.0
+    #: 1 - utilisation
+    waste_ratio: float = 0.0
+    #: 1 - sample standard deviation (n - 1) of the packs' utilisation / its mean; 1 for one pack; may be negative
+    bin_balance: float = 0.0
+    #: ceil(tokens / budget): no packing has fewer, and lengths above budget / 2 may allow no packing with so few
+    theoretical_min_packs: int = 0
+    #: theoretical_min_packs / packs
+    packing_efficiency: float = 0.0
+
+
+def figures(sums: NDArray[np.int64], budget: int) -> Figures:
+    """The figures of packs that hold ``sums`` tokens, int64 [packs], of ``budget`` tokens each.
+
+    Raises ValueError for a budget below 1, a negative sum, or one above the budget.
+
+    >>> figures(np.array([8, 4]), 8).utilisation
+    0.75
+    """
+    if budget < 1:
+        raise ValueError(f"got a budget of {budget} tokens, expected at least 1")
+    packs = len(sums)
+    if not packs:
+        return Figures()
+    if int(sums.min()) < 0 or int(sums.max()) > budget:
+        raise ValueError(f"got packs of {int(sums.min())} to {int(sums.max())} tokens, expected 0 to {budget}")
+    tokens = int(sums.sum())
+    minimum = -(-tokens // budget)
+    return Figures(
+        packs=packs,
+        tokens=tokens,
+        utilisation=tokens / (packs * budget),
+        waste_ratio=1 - tokens / (packs * budget),
+        bin_balance=_balance(sums),
+        theoretical_min_packs=minimum,
+        packing_efficiency=minimum / packs,
+    )
+
+
+def _balance(sums: NDArray[np.int64]) -> float:
+    """1 - sample deviation / mean; the budget cancels out. Empty packs alone balance nothing: 0."""
+    mean = float(sums.mean())
+    if mean == 0:
+        return 0.0
+    return 1.0 if len(sums) == 1 else 1.0 - float(sums.std(ddof=1)) / mean

@@ -1,0 +1,64 @@
+"""``sliding_ffd``: decreasing first fit that never stops to empty its window.
+
+The oldest sample held seeds the pack; the rest is filled from the window by decreasing length,
+each sample taken if it still fits (ties: the later sample first, as ``first_fit_decreasing``).
+One pack is emitted, the window is refilled, and so on: what a tumbling window loses at the end
+of every block is lost here once, at the end of the stream. Every pack holds the oldest sample,
+so none waits more packs than there were samples held when it came.
+
+First fit decreasing: Johnson, "Near-optimal bin packing algorithms", MIT 1973; one bin of it
+with a given seed is the greedy step of Martello and Toth, "Knapsack Problems", 1990, ch. 8.
+
+>>> import numpy as np
+>>> sliding = SlidingFFD()
+>>> lengths = np.array([3, 6, 5, 2, 4])
+>>> choice = sliding.choose(lengths, np.full(5, -1), 8, 9, True, window=4)
+>>> choice.indices.tolist(), choice.bounds.tolist()
+([0, 2, 1, 3, 4], [0, 2, 4, 5])
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+from streampack.core.packers.window import I64, Choice, Window, slide
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingFFD:
+    """See the module; ``choose`` is the Packer protocol's."""
+
+    name: str = "sliding_ffd"
+
+    def choose(self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int) -> Choice:
+        """Up to ``count`` packs; the seed first, the rest longest first."""
+        view = Window(lengths, ages, budget, window)
+        order: list[tuple[int, int]] = []  # (-length, -position): longest first, then latest first
+        sorted_to = 0
+
+        def next_pack(view: Window) -> list[int]:
+            nonlocal sorted_to
+            for position in range(sorted_to, view.edge):
+                insort(order, (-view.held[position], -position))
+            sorted_to = view.edge
+            return _take_pack(view, order)
+
+        return slide(view, count, closed, next_pack)
+
+
+def _take_pack(view: Window, order: list[tuple[int, int]]) -> list[int]:
+    """The oldest sample and what decreasing first fit puts with it; removed from ``order``."""
+    seed, length = next(iter(view.held.items()))
+    del order[bisect_left(order, (-length, -seed))]
+    pack = [seed]
+    room = view.budget - length
+    at = 0
+    while room:
+        at = bisect_left(order, (-room, -view.edge), at)
+        if at == len(order):
+            break
+        negated, position = order.pop(at)
+        pack.append(-position)
+        room += negated
+    return pack

@@ -1,0 +1,134 @@
+"""What a packer is, what it returns, and the sliding window that the streaming ones share.
+
+A packer knows lengths, never tokens. It is called again and again with the samples that are left
+(the window, and those admitted behind it) and answers with the packs to take out. It remembers
+nothing between calls: all that a pack depends on is the lengths left, in order, their ages, and
+whether more may come. So the packs are a function of the order of samples alone, never of how
+many were asked for at once or how far ahead the producers were.
+
+The window is the shortest prefix of the remaining samples with at least ``size`` samples *and*
+at least two budgets of tokens: short samples would starve a window counted in samples. It is
+refilled after every pack; a sample's age is the number of packs formed since it came in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The packs that a packer takes out of ``lengths``.
+
+    ``indices`` int64 [m]: positions in ``lengths``, pack after pack, in the order of the pack.
+    ``bounds`` int64 [p + 1]: pack i is ``indices[bounds[i]:bounds[i + 1]]``.
+    ``ages`` int64 [len(lengths)]: the new ages of all positions, -1 for those not in the window yet;
+    the caller drops the chosen ones and hands the others back with its next call.
+    """
+
+    indices: I64
+    bounds: I64
+    ages: I64
+
+
+class Packer(Protocol):
+    """A pure function of (lengths, ages, parameters); the registry names the packers there are."""
+
+    @property
+    def name(self) -> str:
+        """What configuration calls it."""
+        ...
+
+    def choose(self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int) -> Choice:
+        """Up to ``count`` packs from the head of ``lengths``.
+
+        ``lengths`` int64 [n], each in 1..``budget``, in age order: the window and what waits behind it.
+        ``ages`` int64 [n], -1 for what no call has seen. ``closed`` says that no more will come: then
+        the window may run dry, and all is packed in the end. ``window`` is its size in samples.
+        """
+        ...
+
+
+def choice_of(packs: Sequence[Sequence[int]], ages: I64) -> Choice:
+    """A Choice of packs that are lists of positions."""
+    bounds = np.fromiter(accumulate(map(len, packs), initial=0), np.int64, len(packs) + 1)
+    return Choice(np.fromiter(chain.from_iterable(packs), np.int64, int(bounds[-1])), bounds, ages)
+
+
+class Window:
+    """The sliding window in plain Python: what the packers that are not compiled work on.
+
+    ``held`` maps position to length in age order, ``full`` is a queue of the samples as long as
+    the budget (some may have left), ``num_long`` counts those longer than half of it.
+    """
+
+    def __init__(self, lengths: I64, ages: I64, budget: int, size: int) -> None:
+        self.budget = budget
+        self.size = size
+        self.held: dict[int, int] = {}
+        self.tokens = 0
+        self.num_long = 0
+        self.full: deque[int] = deque()
+        self.edge = 0
+        self.packs = 0
+        self._lengths: list[int] = lengths.tolist()
+        self._ages = ages
+        #: the number of the pack before which a sample came in; negative: before this call
+        self._since: list[int] = []
+
+    def is_ready(self) -> bool:
+        """Whether it holds as much as it should."""
+        return len(self.held) >= self.size and self.tokens >= 2 * self.budget
+
+    def refill(self) -> None:
+        """Take in samples from behind the edge until it is ready or there are none."""
+        while self.edge < len(self._lengths) and not self.is_ready():
+            length = self._lengths[self.edge]
+            self.held[self.edge] = length
+            self.tokens += length
+            self.num_long += 2 * length > self.budget
+            if length == self.budget:
+                self.full.append(self.edge)
+            self._since.append(self.packs - max(int(self._ages[self.edge]), 0))
+            self.edge += 1
+
+    def age(self, position: int) -> int:
+        """Packs formed since the sample came in."""
+        return self.packs - self._since[position]
+
+    def remove(self, pack: Sequence[int]) -> None:
+        """Take a formed pack out."""
+        for position in pack:
+            length = self.held.pop(position)
+            self.tokens -= length
+            self.num_long -= 2 * length > self.budget
+        while self.full and self.full[0] not in self.held:
+            self.full.popleft()
+        self.packs += 1
+
+    def ages(self) -> I64:
+        """The ages of all positions, int64 [n]; -1 behind the edge."""
+        ages = np.full(len(self._lengths), -1, np.int64)
+        ages[: self.edge] = self.packs - np.array(self._since, np.int64)
+        return ages
+
+
+def slide(view: Window, count: int, closed: bool, next_pack: Callable[[Window], list[int]]) -> Choice:
+    """Refill and form, until there are ``count`` packs, nothing is left, or the window waits for more."""
+    packs: list[list[int]] = []
+    while True:
+        view.refill()
+        if len(packs) >= count or not view.held or not (closed or view.is_ready()):
+            return choice_of(packs, view.ages())
+        pack = next_pack(view)
+        view.remove(pack)
+        packs.append(pack)
