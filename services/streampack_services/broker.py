@@ -1,0 +1,282 @@
+"""The broker daemon: a thin shell that gives the pure broker its sockets, memory, thread and clock.
+
+One thread owns both sockets and the arena. Packing runs on a second one, in kernels that hold no
+GIL; it wakes the first when a step is chosen. What others may want to see is published as a
+snapshot that is replaced whole. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streampack import wire
+from streampack.config import BrokerConfig, parse_size
+from streampack.core.broker import Broker, Capacity, needed_tokens
+from streampack.core.effects import (
+    Drain,
+    Form,
+    Formed,
+    FromProducer,
+    FromTrainer,
+    Release,
+    SendProducer,
+    SendShard,
+    SendTrainer,
+    Store,
+)
+from streampack.core.events import Effect, Event, Report, Tick
+from streampack.core.form import Request
+from streampack.core.leases import StreamTerms
+from streampack.core.messages import Envelope
+from streampack.core.packers import Choice, packer
+from streampack.core.rules import Rules
+from streampack.errors import ConfigError, InternalError, WireError
+from streampack.transport import Poller, Router, Waker, drain
+from streampack_services.arena import SLACK, Arena, arena_tokens
+
+log = logging.getLogger("streampack.broker")
+
+TICK_S = 0.2
+DRAIN_AT_MOST = 64
+"""Messages of one socket before the other has its turn."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a configuration comes to: rules, streams, and how memory is shared out (bytes and tokens)."""
+
+    rules: Rules
+    streams: list[StreamTerms]
+    capacity: Capacity
+    memory_bytes: int
+    token_bytes: int
+    block_tokens: int
+
+
+def plan(config: BrokerConfig) -> Plan:
+    """Raises ConfigError where the memory cannot hold what the rules need, with the figure that would."""
+    rules = config.plan()
+    memory = parse_size(config.memory, "memory")
+    size = np.dtype(config.tokens).itemsize
+    chunk = parse_size(config.limits.chunk, "limits.chunk")
+    sample = max(config.limits.sample_tokens, rules.budget)
+    block = max(chunk // size, sample)
+    least_quota = 2 * block
+    partitions = sum(count for _, _, count in rules.streams)
+    needed = needed_tokens(rules, sample)
+    capacity = arena_tokens(memory, size, block)
+    if capacity < needed + partitions * least_quota:
+        enough = int(((needed + partitions * least_quota) * SLACK + 4 * block) * size)
+        raise ConfigError(
+            f"memory: got {config.memory}, expected at least {-(-enough // 2**20)}MiB for a window of {rules.window} "
+            f"samples and {rules.packs} packs a step of {rules.budget} tokens, and {partitions} partitions"
+        )
+    quota = max(least_quota, min(capacity // 4, capacity - needed) // partitions)
+    merged = capacity - quota * partitions
+    streams = [
+        StreamTerms(
+            name, stream.partitions, rules.budget, None if stream.repeat else stream.passes,
+            config.rules.overlong, config.rules.poison,
+        )
+        for name, stream in config.streams.items()
+    ]  # fmt: skip
+    shares = Capacity(quota, merged, sample, block * size)
+    return Plan(rules, streams, shares, memory, size, block)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed megabyte buffers instead of faulting each one in again: a third of the
+    time of a message of 1 MiB otherwise. Elsewhere than on glibc nothing happens."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+    except (OSError, AttributeError):
+        return
+
+
+class BrokerService:
+    """One broker; ``run`` serves until it is drained, in the thread that calls it.
+
+    ``endpoints`` are those that others connect to, known once made. ``exit_when_finished`` ends
+    ``run`` when every step is delivered and all readers have left.
+    """
+
+    def __init__(self, config: BrokerConfig, *, exit_when_finished: bool = False) -> None:
+        self.config = config
+        self.plan = plan(config)
+        capacity = self.plan.capacity
+        self.core = Broker(
+            run=config.run_id, epoch=time.time_ns(), feed=config.feed, rules=self.plan.rules,
+            streams=self.plan.streams, capacity=capacity, dtype=config.tokens, token_bytes=self.plan.token_bytes,
+            layout=config.feeds[config.feed].cp_layout, steps_ahead=config.steps_ahead,
+        )  # fmt: skip
+        self.arena = Arena(self.plan.memory_bytes, config.tokens, self.plan.block_tokens)
+        self.started = time.monotonic()
+        self.ready = False
+        self.damaged = 0
+        self.unsent = 0
+        self.form_seconds = 0.0
+        self.tokens_sent = 0
+        self._exit_when_finished = exit_when_finished
+        self._formed: deque[Future[tuple[str, Choice, float]]] = deque()
+        self._drain_until: float | None = None
+        self._drain_asked = threading.Event()
+        self._stop_now = False
+        self._waker = Waker()
+        producer_limit = max(capacity.max_chunk_bytes, 2 << 20)
+        self._producers = Router(config.listen.producers, producer_limit)
+        try:
+            self._trainers = Router(config.listen.trainers, 1 << 20)
+        except Exception:
+            self._producers.close()
+            raise
+        self._packing = ThreadPoolExecutor(1, "streampack-form")
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        return {"producers": self._producers.endpoint, "trainers": self._trainers.endpoint}
+
+    def drain(self) -> None:
+        """Stop gently; a second call stops at once. Any thread or signal handler may."""
+        if self._drain_asked.is_set():
+            self._stop_now = True
+        self._drain_asked.set()
+        self._waker.wake()
+
+    def write_rendezvous(self, path: Path, http: str) -> None:
+        """Where producers and clients find this broker, replaced whole."""
+        host = socket.gethostname()
+        found = {side: url.replace("0.0.0.0", host).replace("[::]", host) for side, url in self.endpoints.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_text(json.dumps({"run": self.config.run, **found, "http": http, "epoch": self.core.epoch}))
+        part.replace(path)
+
+    def warm_up(self) -> None:
+        """Compile or load the kernels, so that the first step is as fast as the others."""
+        lengths = np.full(64, max(self.plan.rules.budget // 8, 1), np.int64)
+        packer(self.plan.rules.packer).choose(
+            lengths, np.full(64, -1, np.int64), self.plan.rules.budget, 4, True, window=16
+        )
+        handles = np.arange(1, dtype=np.int64)
+        trial = Arena(8 * 64 * self.plan.token_bytes, self.config.tokens, 64)
+        trial.store(handles, np.zeros(1, np.int64), np.full(1, 8, np.int64), bytes(8 * self.plan.token_bytes))
+        trial.gather((handles,), 8, 16, 1, 0)
+        trial.gather((handles,), 8, 8, 2, 0)
+        self.core.handle(Tick(time.monotonic()))
+
+    def run(self) -> None:
+        """Serve. Closes everything in the end."""
+        try:
+            self.warm_up()
+            self.ready = True
+            poller = Poller([self._producers, self._trainers], self._waker)
+            while not self._done():
+                poller.wait(TICK_S)
+                self._turn()
+        finally:
+            self.ready = False
+            self._packing.shutdown(wait=True, cancel_futures=True)
+            self._producers.close()
+            self._trainers.close()
+            self._waker.close()
+
+    def _done(self) -> bool:
+        if self._stop_now or (self._exit_when_finished and self.core.finished):
+            return True
+        if self._drain_until is None:
+            return False
+        return not self.core.readers.num_readers or time.monotonic() > self._drain_until
+
+    _ticked = 0.0
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        if now - self._ticked >= TICK_S:
+            self._ticked = now
+            self._handle(Tick(now))
+        for router, kind in ((self._trainers, FromTrainer), (self._producers, FromProducer)):
+            for frames in drain(router, DRAIN_AT_MOST):
+                self._receive(frames, kind)
+                while self._formed:
+                    self._on_formed(self._formed.popleft())
+        while self._formed:
+            self._on_formed(self._formed.popleft())
+        if self._drain_asked.is_set() and self._drain_until is None:
+            self.ready = False
+            self._drain_until = now + self.config.drain_timeout_s
+            log.info("draining: serving what is formed, for %.0f s at most", self.config.drain_timeout_s)
+            self._handle(Drain())
+
+    def _receive(self, frames: list[Any], kind: type[FromProducer] | type[FromTrainer]) -> None:
+        try:
+            envelope = wire.decode([frame.buffer for frame in frames[1:]])
+        except WireError as error:
+            self.damaged += 1
+            log.warning("dropped a message: %s", error)
+            return
+        self._handle(kind(frames[0].bytes, envelope))
+
+    def _on_formed(self, future: Future[tuple[str, Choice, float]]) -> None:
+        feed, choice, seconds = future.result()
+        self.form_seconds += seconds
+        self._handle(Formed(feed, choice))
+
+    def _handle(self, event: Event) -> None:
+        for effect in self.core.handle(event):
+            self._perform(effect)
+
+    def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, Store):
+            self.arena.store(effect.handles, effect.offsets, effect.lengths, effect.payload[0])
+        elif isinstance(effect, SendShard):
+            self._send_shard(effect)
+        elif isinstance(effect, SendTrainer):
+            self.unsent += not self._trainers.send(effect.peer, wire.encode(effect.envelope))
+        elif isinstance(effect, SendProducer):
+            self.unsent += not self._producers.send(effect.peer, wire.encode(effect.envelope))
+        elif isinstance(effect, Release):
+            self.arena.release(effect.handles)
+        elif isinstance(effect, Form):
+            self._packing.submit(_choose, effect.feed, effect.request).add_done_callback(self._wake_formed)
+        elif isinstance(effect, Report):
+            log.log(logging.getLevelName(effect.level.upper()), effect.text)
+        else:
+            raise InternalError(f"got effect {type(effect).__name__}, which nobody performs")
+
+    def _send_shard(self, effect: SendShard) -> None:
+        rules = self.plan.rules
+        width = rules.budget // effect.cp
+        tokens, edges = self.arena.gather(effect.packs, rules.align.sample, width, effect.cp, effect.cp_rank)
+        payload = (tokens,) if edges is None else (tokens, edges)
+        envelope = effect.envelope
+        whole = Envelope(
+            run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message, payload=payload
+        )
+        self.unsent += not self._trainers.send(effect.peer, wire.encode(whole))
+        self.tokens_sent += tokens.size
+
+    def _wake_formed(self, future: Future[tuple[str, Choice, float]]) -> None:
+        self._formed.append(future)
+        self._waker.wake()
+
+
+def _choose(feed: str, request: Request) -> tuple[str, Choice, float]:
+    began = time.perf_counter()
+    choice = request.choose()
+    return feed, choice, time.perf_counter() - began

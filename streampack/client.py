@@ -1,0 +1,300 @@
+"""The client: what a trainer iterates. A thin shell around ``core.client_session``.
+
+One thread owns the socket, keeps a few steps ready and turns them into packs; the trainer's
+thread only takes them. Nothing waits silently: a wait of more than 5 s is logged with what it
+waits for, and an error of the session is raised where the trainer asks for its next pack.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from streampack import wire
+from streampack.core.client_session import Broken, ClientSession, Deliver, Detach, Ended, Returned
+from streampack.core.events import Effect, FromBroker, Send, Tick
+from streampack.core.messages import Mesh
+from streampack.errors import Fenced, MeshError, PeerError, Rejected, StreampackError, Unreachable, UserError, WireError
+from streampack.formats import FORMATS, Pack, Step, build_step
+from streampack.transport import Dealer, Poller, Waker, drain
+
+log = logging.getLogger("streampack.client")
+
+TICK_S = 0.2
+SAY_S = 5.0
+MAX_MESSAGE_BYTES = 1 << 30
+_WAITS_KEPT = 65_536
+
+
+def connect(
+    endpoint: str | None = None,
+    *,
+    feed: str = "train",
+    mesh: Mesh | Mapping[str, int] | None = None,
+    format: str = "numpy",
+    prefetch: int = 2,
+    timeout_s: float = 60.0,
+) -> Client:
+    """Attach to a broker and iterate its packs.
+
+    ``endpoint``: the broker's trainers' address, ``tcp://host:port`` or ``ipc:///path``, or
+    ``file://`` and its rendezvous file; by default the environment's STREAMPACK_ENDPOINT.
+    ``mesh``: sizes and ranks, such as ``{"dp": 8, "dp_rank": 3}``; one rank by default.
+    ``prefetch``: steps kept ready beyond the one in use. ``timeout_s``: how long a broker may
+    take to answer at first.
+
+    Raises UserError for arguments that cannot be; MeshError if the rules cannot serve this mesh or
+    another holds the rank, Unreachable if nobody answers.
+
+    >>> with connect("tcp://node0:7402", mesh={"dp": 2, "dp_rank": 0}) as loader:  # doctest: +SKIP
+    ...     for pack in loader:
+    ...         train(pack.input_ids, pack.labels, pack.position_ids)
+    """
+    if format not in FORMATS:
+        raise UserError(f"got format {format!r}, expected one of: {', '.join(FORMATS)}")
+    if prefetch < 1:
+        raise UserError(f"got prefetch={prefetch}, expected at least 1 step")
+    return Client(_endpoint(endpoint), feed, _mesh(mesh), prefetch, timeout_s)
+
+
+def _mesh(mesh: Mesh | Mapping[str, int] | None) -> Mesh:
+    if isinstance(mesh, Mesh):
+        return mesh
+    try:
+        return msgspec.convert(dict(mesh or {}), Mesh)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise MeshError(f"mesh: {error}; expected sizes dp, cp, tp, pp and ranks dp_rank, cp_rank, ...") from None
+
+
+def _endpoint(endpoint: str | None) -> str:
+    found = endpoint or os.environ.get("STREAMPACK_ENDPOINT")
+    if not found:
+        raise UserError("got no endpoint, expected tcp://host:port, or STREAMPACK_ENDPOINT in the environment")
+    if found.startswith("file://"):
+        return read_rendezvous(Path(found.removeprefix("file://")), "trainers")
+    return found
+
+
+def read_rendezvous(path: Path, side: str, timeout_s: float = 60.0) -> str:
+    """The broker's address for ``side`` (``producers`` or ``trainers``) from its rendezvous file.
+
+    Waits up to ``timeout_s`` for the file. Raises Unreachable without one.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return str(json.loads(path.read_text())[side])
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise Unreachable(f"{path}: no such file after {timeout_s:.0f} s: is the broker running?") from None
+            time.sleep(0.2)
+        except (OSError, ValueError, KeyError) as error:
+            raise Unreachable(f"{path}: is no rendezvous file of a broker: {error}") from None
+
+
+class Client:
+    """An iterable of packs, and ``steps()`` of steps; a context manager. Made by ``connect``.
+
+    One thread of the trainer uses it, in the process that made it.
+    """
+
+    def __init__(self, endpoint: str, feed: str, mesh: Mesh, prefetch: int, timeout_s: float) -> None:
+        self._endpoint, self._timeout_s, self._mesh = endpoint, timeout_s, mesh
+        self._session = ClientSession(
+            run=0, feed=feed, reader=uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), mesh=mesh,
+            prefetch=prefetch,
+        )  # fmt: skip
+        self._pid = os.getpid()
+        self._ready: deque[Step] = deque()
+        self._returned: deque[int] = deque()
+        self._changed = threading.Condition()
+        self._error: StreampackError | None = None
+        self._ended = False
+        self._attached = False
+        self._closing = False
+        self._waits: deque[float] = deque(maxlen=_WAITS_KEPT)
+        self._counts = {"steps": 0, "packs": 0, "tokens": 0, "wait_s": 0.0, "starved_s": 0.0}
+        self._started = self._steady = time.monotonic()
+        self._current: Iterator[Step] | None = None
+        self._packs: Iterator[Pack] | None = None
+        dealer = Dealer(endpoint, MAX_MESSAGE_BYTES, linger_ms=500)
+        self._waker = Waker()
+        self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-client", daemon=True)
+        self._thread.start()
+        try:
+            self._wait_for(lambda: self._attached)
+        except StreampackError:
+            self.close()
+            raise
+
+    # What a trainer uses
+
+    def __iter__(self) -> Iterator[Pack]:
+        return self
+
+    def __next__(self) -> Pack:
+        """The rank's next pack. Raises StopIteration at the end, on the same step on every rank."""
+        while True:
+            if self._packs is not None:
+                pack = next(self._packs, None)
+                if pack is not None:
+                    return pack
+            if self._current is None:
+                self._current = self.steps()
+            self._packs = iter(next(self._current))
+
+    def steps(self) -> Iterator[Step]:
+        """The rank's steps, from the next one not returned on."""
+        while True:
+            began = time.perf_counter()
+            self._wait_for(lambda: bool(self._ready) or self._ended)
+            self._note_wait(time.perf_counter() - began)
+            if not self._ready:
+                return
+            step = self._ready.popleft()
+            self._counts["steps"] += 1
+            self._counts["packs"] += len(step)
+            self._counts["tokens"] += int(sum(int(pack.cu_seqlens[-1]) for pack in step.packs))
+            yield step
+            self._returned.append(step.index + 1)
+            self._waker.wake()
+
+    def stats(self) -> dict[str, float]:
+        """Counts and times so far: ``steps``, ``packs``, ``tokens`` (real ones of this rank's packs), ``wait_s``,
+        ``next_p50_ms``, ``next_p99_ms``, ``next_p999_ms`` of a step's wait, and ``starved_fraction``: the share of
+        the time since the third step was asked for that was spent waiting."""
+        waits = np.array(self._waits) * 1000 if self._waits else np.zeros(1)
+        p50, p99, p999 = np.percentile(waits, [50, 99, 99.9]).tolist()
+        steady = max(time.monotonic() - self._steady, 1e-9)
+        figures = {"next_p50_ms": p50, "next_p99_ms": p99, "next_p999_ms": p999}
+        counts = {key: value for key, value in self._counts.items() if key != "starved_s"}
+        return {**counts, **figures, "starved_fraction": min(1.0, self._counts["starved_s"] / steady)}
+
+    def close(self) -> None:
+        """Give the rank up and end the thread; idempotent."""
+        if os.getpid() != self._pid:
+            return
+        self._closing = True
+        self._waker.wake()
+        self._thread.join(timeout=10)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        raise TypeError("the length of a stream is not known: iterate until it ends, or count steps")
+
+    # Waiting
+
+    def _wait_for(self, condition: Any) -> None:
+        """Until ``condition()``; raises the session's error; says every 5 s what it waits for."""
+        if os.getpid() != self._pid:
+            raise PeerError("got a client of the parent process, expected one made after the fork: connect there")
+        with self._changed:
+            while not condition():
+                if self._error is not None:
+                    raise self._error
+                if self._closing:
+                    raise UserError("the client is closed: connect again")
+                if not self._changed.wait(timeout=SAY_S) and not condition():
+                    log.warning("%s: waiting for %s", self._mesh, self._session.waiting_for())
+
+    def _note_wait(self, seconds: float) -> None:
+        self._counts["wait_s"] += seconds
+        if self._counts["steps"] <= 2:
+            self._steady = time.monotonic()
+            return
+        self._waits.append(seconds)
+        self._counts["starved_s"] += seconds
+
+    # The thread
+
+    def _run(self, dealer: Dealer) -> None:
+        poller = Poller([dealer], self._waker)
+        ticked = 0.0
+        try:
+            while not self._closing:
+                poller.wait(TICK_S)
+                for frames in drain(dealer, 64):
+                    self._perform(dealer, self._receive(frames))
+                while self._returned:
+                    self._perform(dealer, self._session.handle(Returned(self._returned.popleft())))
+                now = time.monotonic()
+                if now - ticked >= TICK_S:
+                    ticked = now
+                    self._session.stats = self.stats()
+                    self._perform(dealer, self._session.handle(Tick(now)))
+                    self._check_reached(now)
+            self._perform(dealer, self._session.handle(Detach()))
+        except StreampackError as error:
+            self._fail(error)
+        finally:
+            dealer.close()
+            self._waker.close()
+
+    def _receive(self, frames: list[Any]) -> list[Effect]:
+        try:
+            return self._session.handle(FromBroker(wire.decode(frames)))
+        except WireError as error:
+            log.warning("dropped a message of the broker: %s", error)
+            return []
+
+    def _perform(self, dealer: Dealer, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                dealer.send(wire.encode(effect.envelope))
+            elif isinstance(effect, Deliver):
+                step = build_step(effect.parts, effect.attached, self._mesh)
+                with self._changed:
+                    self._ready.append(step)
+                    self._changed.notify_all()
+            elif isinstance(effect, Ended):
+                with self._changed:
+                    self._ended = True
+                    self._changed.notify_all()
+            elif isinstance(effect, Broken):
+                self._fail(_error(effect))
+        if self._session.attached is not None and not self._attached:
+            with self._changed:
+                self._attached = True
+                self._changed.notify_all()
+
+    def _check_reached(self, now: float) -> None:
+        if not self._session.reached and now - self._started > self._timeout_s:
+            raise Unreachable(
+                f"{self._endpoint}: got no answer in {self._timeout_s:.0f} s, expected a broker: "
+                f"is 'streampack broker' running, and listening for trainers there?"
+            )
+
+    def _fail(self, error: StreampackError) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+
+def _error(broken: Broken) -> StreampackError:
+    if broken.code in ("mesh", "rank_taken"):
+        return MeshError(broken.detail)
+    if broken.code == "fenced":
+        return Fenced(broken.detail)
+    if broken.code == "stopped":
+        return PeerError(broken.detail)
+    return Rejected(broken.code, broken.detail)

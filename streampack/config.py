@@ -1,0 +1,216 @@
+"""What users write in broker.yaml and producer.yaml: one typed, frozen tree each.
+
+A file is read whole and checked before anything starts: an unknown key, a wrong type or values
+that contradict each other are a ``ConfigError`` that names file, path and what was expected.
+Most lines have defaults; only ``streams`` must be given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from streampack.core.rules import Align, Balance, Overlong, PackerName, Positive, Rules
+from streampack.errors import ConfigError
+from streampack.sources import SourceSettings, TokenizerSettings
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
+T = TypeVar("T")
+
+
+class _Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings refuse what they do not know."""
+
+
+class Listen(_Settings, frozen=True, kw_only=True):
+    """Where the broker listens: ``tcp://host:port`` (``*`` for a free port) or ``ipc:///path``; http: ``host:port``."""
+
+    producers: str = "tcp://127.0.0.1:7401"
+    trainers: str = "tcp://127.0.0.1:7402"
+    http: str = "127.0.0.1:7400"
+
+
+class Window(_Settings, frozen=True, kw_only=True):
+    """How many samples the packer looks over."""
+
+    samples: Positive = 1024
+
+
+class StepSettings(_Settings, frozen=True, kw_only=True):
+    """What one optimizer update eats: ``packs`` over all data-parallel ranks."""
+
+    packs: Positive = 64
+
+
+class PlannedMesh(_Settings, frozen=True, kw_only=True):
+    """The mesh the run is planned for; the alignment is derived from it where none is given."""
+
+    dp: Positive = 1
+    cp: Positive = 1
+    tp: Positive = 1
+
+
+class RulesSettings(_Settings, frozen=True, kw_only=True):
+    """The planning constants; ``core.rules`` explains each."""
+
+    packer: PackerName = "exact_fill"
+    budget: Positive = 8192
+    window: Window = Window()
+    align: Align | None = None
+    step: StepSettings = StepSettings()
+    balance: Balance = Balance()
+    overlong: Overlong = "error"
+    poison: Literal["error", "drop"] = "error"
+    tail: Literal["pad", "drop"] = "pad"
+
+
+class StreamSettings(_Settings, frozen=True, kw_only=True):
+    """A stream: its share of the tokens, how often its data is gone over, and over how many partitions."""
+
+    weight: Annotated[float, Meta(gt=0)] = 1.0
+    passes: Positive = 1
+    repeat: bool = False
+    partitions: Annotated[int, Meta(ge=1, le=4096)] = 4
+
+
+class FeedSettings(_Settings, frozen=True, kw_only=True):
+    """What a trainer connects to."""
+
+    streams: tuple[str, ...] = ()
+    cp_layout: Literal["zigzag", "whole"] = "zigzag"
+
+
+class Limits(_Settings, frozen=True, kw_only=True):
+    """Bounds on what is believed of a producer."""
+
+    sample_tokens: Positive = 262_144
+    chunk: str | int = "1MiB"
+
+
+class BrokerConfig(_Settings, frozen=True, kw_only=True):
+    """broker.yaml. ``tokens`` is the dtype of token ids: uint16 halves every byte where the vocabulary allows."""
+
+    run: Annotated[str, Meta(min_length=1, max_length=200)] = "streampack"
+    listen: Listen = Listen()
+    rendezvous: str | None = None
+    memory: str | int = "1GiB"
+    seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
+    merge: Literal["schedule"] = "schedule"
+    tokens: Literal["uint16", "int32"] = "int32"
+    rules: RulesSettings = RulesSettings()
+    planned_mesh: PlannedMesh = PlannedMesh()
+    streams: Annotated[dict[str, StreamSettings], Meta(min_length=1)]
+    feeds: dict[str, FeedSettings] = msgspec.field(default_factory=lambda: {"train": FeedSettings()})
+    limits: Limits = Limits()
+    steps_ahead: Annotated[int, Meta(ge=1, le=64)] = 8
+    drain_timeout_s: Annotated[float, Meta(gt=0)] = 25.0
+
+    @property
+    def run_id(self) -> int:
+        """The number that stands for the run on the wire."""
+        return int.from_bytes(hashlib.blake2b(self.run.encode(), digest_size=7).digest(), "little") or 1
+
+    @property
+    def feed(self) -> str:
+        """The one feed of this version."""
+        return next(iter(self.feeds))
+
+    def plan(self) -> Rules:
+        """The rules that these settings mean. Raises ConfigError where they contradict each other."""
+        mesh, settings = self.planned_mesh, self.rules
+        derived = 2 * mesh.cp if mesh.cp > 1 else 1
+        derived *= mesh.tp if mesh.tp > 1 else 1
+        align = settings.align or Align(sample=derived, pack=derived)
+        streams = tuple((name, stream.weight, stream.partitions) for name, stream in self.streams.items())
+        try:
+            return Rules(
+                packer=settings.packer, budget=settings.budget, window=settings.window.samples, align=align,
+                packs=settings.step.packs, balance=settings.balance, overlong=settings.overlong, tail=settings.tail,
+                seed=self.seed, streams=streams,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ConfigError(f"rules: {error}") from None
+
+    def check(self) -> BrokerConfig:
+        """Raises ConfigError for what one key alone cannot show."""
+        if len(self.feeds) != 1:
+            raise ConfigError(f"feeds: got {len(self.feeds)} feeds, expected 1: this version serves one feed")
+        feed = self.feeds[self.feed]
+        if feed.streams and set(feed.streams) != set(self.streams):
+            raise ConfigError(
+                f"feeds.{self.feed}.streams: got {', '.join(feed.streams)}, expected all of {', '.join(self.streams)}"
+            )
+        rules = self.plan()
+        if rules.packs % self.planned_mesh.dp:
+            raise ConfigError(
+                f"planned_mesh.dp: got {self.planned_mesh.dp}, expected a divisor of the {rules.packs} packs of a step"
+            )
+        parse_size(self.memory, "memory")
+        parse_size(self.limits.chunk, "limits.chunk")
+        return self
+
+
+class ProducerStream(SourceSettings, frozen=True, kw_only=True):
+    """A stream to read, and its tokenizer where it differs from the file's."""
+
+    tokenizer: TokenizerSettings | None = None
+
+
+class ProducerConfig(_Settings, frozen=True, kw_only=True):
+    """producer.yaml. ``broker`` is the producers' endpoint, or ``file://`` and the rendezvous file."""
+
+    broker: str = "tcp://127.0.0.1:7401"
+    processes: Annotated[int, Meta(ge=1, le=1024)] = 1
+    tokenizer: TokenizerSettings = TokenizerSettings()
+    streams: Annotated[dict[str, ProducerStream], Meta(min_length=1)]
+
+
+def parse_size(value: str | int, path: str) -> int:
+    """Bytes of ``16GiB``, ``500MB`` or a number. Raises ConfigError naming ``path``.
+
+    >>> parse_size("1.5KiB", "memory")
+    1536
+    """
+    match = _SIZE.match(str(value))
+    if not match or match[2] not in _UNITS:
+        raise ConfigError(f"{path}: got {value!r}, expected a size such as 16GiB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def read_broker(path: str | Path) -> BrokerConfig:
+    """broker.yaml. Raises ConfigError."""
+    return _read(path, BrokerConfig).check()
+
+
+def read_producer(path: str | Path) -> ProducerConfig:
+    """producer.yaml. Raises ConfigError."""
+    return _read(path, ProducerConfig)
+
+
+def convert(tree: Any, kind: type[T], where: str = "configuration") -> T:
+    """A typed tree of plain dictionaries and lists. Raises ConfigError with the path of what is wrong."""
+    try:
+        return msgspec.convert(tree, kind)
+    except (msgspec.ValidationError, ValueError) as error:
+        text = str(error).replace("`$.", "`").replace("`$`", "the top")
+        raise ConfigError(f"{where}: {text}") from None
+
+
+def _read(path: str | Path, kind: type[T]) -> T:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    try:
+        tree = msgspec.yaml.decode(text)
+    except (msgspec.DecodeError, ValueError) as error:
+        first = " ".join(str(error).split())
+        raise ConfigError(f"{path}: is not YAML: {first}") from None
+    return convert({} if tree is None else tree, kind, str(path))

@@ -1,0 +1,82 @@
+"""What the broker's state machine hears and what it asks its shell to do: events in, effects out.
+
+All are small frozen structs; ``events`` has those that every machine knows. Payload is opaque: the
+core passes frames on, by reference, to the effect that stores them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streampack.core.events import Effect, Event
+from streampack.core.form import Request
+from streampack.core.messages import Envelope
+from streampack.core.packers import Choice
+from streampack.core.samples import I64
+
+
+class FromProducer(Event, frozen=True):
+    """A message of a producer; ``peer`` is what an answer is addressed to."""
+
+    peer: bytes
+    envelope: Envelope
+
+
+class FromTrainer(Event, frozen=True):
+    """A message of a client."""
+
+    peer: bytes
+    envelope: Envelope
+
+
+class Formed(Event, frozen=True):
+    """A packer's choice for the last ``Form`` of a feed."""
+
+    feed: str
+    choice: Choice
+
+
+class Drain(Event, frozen=True):
+    """Take nothing new; serve what is formed."""
+
+
+class SendProducer(Effect, frozen=True):
+    peer: bytes
+    envelope: Envelope
+
+
+class SendTrainer(Effect, frozen=True):
+    peer: bytes
+    envelope: Envelope
+
+
+class Store(Effect, frozen=True):
+    """Copy samples into the arena: ``lengths`` int64 [n] tokens from ``offsets`` of ``payload[0]``."""
+
+    handles: I64
+    offsets: I64
+    lengths: I64
+    payload: tuple[Any, ...]
+
+
+class Release(Effect, frozen=True):
+    """The arena may forget these samples."""
+
+    handles: I64
+
+
+class Form(Effect, frozen=True):
+    """Run ``request.choose()`` somewhere and say ``Formed``."""
+
+    feed: str
+    request: Request
+
+
+class SendShard(Effect, frozen=True):
+    """Cut a rank's shard of each pack (``handles`` of each) out of the arena and send it with its plan."""
+
+    peer: bytes
+    envelope: Envelope
+    packs: tuple[I64, ...]
+    cp: int
+    cp_rank: int

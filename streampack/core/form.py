@@ -1,0 +1,201 @@
+"""FORM: which samples make step k, in which packs, with which denominators.
+
+A function of the admitted order and the recorded rules, never of the mesh, the clock or who was
+faster. The former holds the samples in merge order: the window and whatever waits behind it.
+Choosing packs is the costly part, so it may run on another thread: ``request`` gives the arrays
+that a packer needs and ``apply`` takes its choice; samples may be admitted in between, since
+they only join the end. A step's digest is a hash of its packs' digests, a pack's one of its
+samples' identities, lengths and checksums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from streampack.core.packers import Choice, Packer, packer
+from streampack.core.rules import Rules
+from streampack.core.samples import I64, SampleTable
+
+_ROW = np.dtype(
+    [("stream", "<u4"), ("part", "<u4"), ("index", "<u8"), ("length", "<u4"), ("crc", "<u4")],
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Samples that share one budget: their ``handles`` int64 [n], empty for an empty pack.
+
+    ``num_tokens`` real, ``num_slot_tokens`` with alignment, ``num_loss_tokens`` and ``cost`` are sums over them.
+    """
+
+    handles: I64
+    num_tokens: int
+    num_slot_tokens: int
+    num_loss_tokens: int
+    cost: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """G packs, one optimizer update, with the denominators of the whole of it."""
+
+    number: int
+    packs: tuple[Pack, ...]
+    num_loss_tokens: int
+    num_samples: int
+    digest: bytes
+    chain: bytes
+    """Digest of this step and all before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a packer is asked for: ``count`` packs of ``lengths`` (int64 [n]); they and ``budget`` are in
+    units of the sample alignment."""
+
+    packer: Packer
+    lengths: I64
+    ages: I64
+    budget: int
+    count: int
+    closed: bool
+    window: int
+
+    def choose(self) -> Choice:
+        """Run the packer; pure, and without the GIL where its kernel is compiled."""
+        return self.packer.choose(self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window)
+
+
+class Former:
+    """The samples admitted to a feed and not yet in a step, and the packs not yet in a step."""
+
+    def __init__(self, rules: Rules, table: SampleTable) -> None:
+        self._rules = rules
+        self._table = table
+        self._packer = packer(rules.packer)
+        self._handles: I64 = np.zeros(0, np.int64)
+        self._lengths: I64 = np.zeros(0, np.int64)
+        self._ages: I64 = np.zeros(0, np.int64)
+        self._arrived: list[tuple[I64, I64]] = []
+        self._pending: list[Pack] = []
+        self._asked_held = -1  # samples held when the packer last said that it needs more
+        self._asked_count = 0
+        self.closed = False
+        self.next_step = 0
+        self.chain = bytes(16)
+        self.queued_tokens = 0
+        """Real tokens held outside packs."""
+        self.dropped: I64 = np.zeros(0, np.int64)
+        """Handles of a tail that ``tail: drop`` left over, once all is done."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples held outside packs."""
+        return len(self._handles) + sum(len(handles) for handles, _ in self._arrived)
+
+    @property
+    def starved(self) -> bool:
+        """The packer wanted more samples than are held, and none has come since."""
+        return self._asked_held == self.num_samples
+
+    @property
+    def finished(self) -> bool:
+        """Closed, and every sample is in a step or dropped."""
+        return self.closed and not self.num_samples and not self._pending
+
+    def admit(self, handles: I64, lengths: I64) -> None:
+        """Samples that follow in merge order; ``lengths`` int64 [n] are real tokens."""
+        if len(handles):
+            self._arrived.append((handles, lengths))
+            self.queued_tokens += int(lengths.sum())
+
+    def request(self, max_steps: int = 1) -> Request | None:
+        """What to ask the packer for now, or None while nothing new could come of it."""
+        if not self.num_samples or (self.starved and not self.closed):
+            return None
+        self._gather()
+        rules = self._rules
+        self._asked_count = max(max_steps * rules.packs - len(self._pending), 1)
+        return Request(
+            self._packer,
+            self._lengths,
+            self._ages,
+            rules.budget // rules.align.sample,
+            self._asked_count,
+            self.closed,
+            rules.window,
+        )
+
+    def apply(self, choice: Choice) -> list[Step]:
+        """Take the packer's choice over the samples of the last ``request``; the steps now whole."""
+        bounds = choice.bounds
+        if len(bounds) > 1:
+            packs = self._make_packs(self._handles[choice.indices], bounds)
+            self.queued_tokens -= sum(pack.num_tokens for pack in packs)
+            self._pending += packs
+        stays = np.ones(len(choice.ages), np.bool_)
+        stays[choice.indices] = False
+        self._handles = self._handles[stays]
+        self._lengths = self._lengths[stays]
+        self._ages = choice.ages[stays]
+        self._asked_held = len(self._handles) if len(bounds) - 1 < self._asked_count else -1
+        return self.cut()
+
+    def cut(self) -> list[Step]:
+        """Whole steps out of the pending packs; once closed, the tail by its policy."""
+        size = self._rules.packs
+        steps = []
+        while len(self._pending) >= size:
+            steps.append(self._make_step(self._pending[:size]))
+            del self._pending[:size]
+        if self.closed and not self.num_samples and self._pending:
+            tail, self._pending = self._pending, []
+            if self._rules.tail == "drop":
+                self.dropped = np.concatenate([pack.handles for pack in tail])
+            else:
+                empty = self._make_packs(np.zeros(0, np.int64), np.array([0, 0]))
+                steps.append(self._make_step(tail + empty * (size - len(tail))))
+        return steps
+
+    def _gather(self) -> None:
+        if not self._arrived:
+            return
+        align = self._rules.align.sample
+        handles = np.concatenate([handles for handles, _ in self._arrived])
+        lengths = np.concatenate([lengths for _, lengths in self._arrived])
+        self._arrived.clear()
+        self._handles = np.concatenate([self._handles, handles])
+        self._lengths = np.concatenate([self._lengths, -(-lengths // align)])
+        self._ages = np.concatenate([self._ages, np.full(len(handles), -1, np.int64)])
+
+    def _make_packs(self, handles: I64, bounds: I64) -> list[Pack]:
+        table, align = self._table, self._rules.align.sample
+        length = table.length[handles].astype(np.int64)
+        slot = -(-length // align) * align
+        rows = np.empty(len(handles), _ROW)
+        rows["stream"], rows["part"], rows["index"] = table.stream[handles], table.part[handles], table.index[handles]
+        rows["length"], rows["crc"] = length, table.crc[handles]
+        columns = np.stack([length, slot, table.loss_tokens[handles], self._rules.balance.costs(slot)], axis=1)
+        sums = np.zeros((len(handles) + 1, 4), np.int64)
+        np.cumsum(columns, axis=0, out=sums[1:])
+        totals = (sums[bounds[1:]] - sums[bounds[:-1]]).tolist()
+        packs = []
+        for i, (tokens, slots, loss, cost) in enumerate(totals):
+            begin, end = int(bounds[i]), int(bounds[i + 1])
+            digest = hashlib.blake2b(rows[begin:end].tobytes(), digest_size=16).digest()
+            packs.append(Pack(handles[begin:end], tokens, slots, loss, cost, digest))
+        return packs
+
+    def _make_step(self, packs: list[Pack]) -> Step:
+        loss = sum(pack.num_loss_tokens for pack in packs)
+        samples = sum(len(pack.handles) for pack in packs)
+        head = f"{self.next_step}:{loss}:{samples}:".encode()
+        digest = hashlib.blake2b(head + b"".join(pack.digest for pack in packs), digest_size=16).digest()
+        self.chain = hashlib.blake2b(self.chain + digest, digest_size=16).digest()
+        step = Step(self.next_step, tuple(packs), loss, samples, digest, self.chain)
+        self.next_step += 1
+        return step

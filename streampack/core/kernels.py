@@ -1,0 +1,127 @@
+"""The hot loops of merging and of cutting shards, compiled by numba where it is installed.
+
+Each is plain Python over numpy arrays, so that ``kernel.py_func`` (or the function itself where
+numba is missing) is the twin that the tests compare with. They hold no GIL and allocate nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streampack.core.samples import I32, I64
+
+try:
+    from numba import njit
+except ImportError:  # a trainer's machine: nothing hot runs there
+
+    def njit(**_: Any) -> Callable[[Any], Any]:  # type: ignore[no-redef]
+        return lambda function: function
+
+
+@njit(nogil=True, cache=True)
+def merge_take(
+    clock: I64,
+    stride: I64,
+    first: I64,
+    turn: I64,
+    live: NDArray[np.bool_],
+    head: I64,
+    tail: I64,
+    ended: NDArray[np.bool_],
+    ring_handle: I64,
+    ring_length: I64,
+    ring_part: I64,
+    merged_samples: I64,
+    merged_tokens: I64,
+    max_tokens: int,
+    out_handle: I64,
+    out_length: I64,
+) -> tuple[int, int]:
+    """Take samples in merge order until one is missing, ``max_tokens`` are taken or the output is full.
+
+    Streams ``s`` own partitions ``first[s]:first[s + 1]``; partition ``p`` holds entries
+    ``head[p]:tail[p]`` of row ``p`` of the rings, modulo their width. Updates ``clock``,
+    ``turn``, ``live``, ``head`` and the counts by partition in place. An entry of length 0 is a tombstone: it takes its
+    turn and gives nothing. Returns (samples taken, partition waited for or -1).
+    """
+    width = ring_handle.shape[1]
+    taken = 0
+    tokens = 0
+    while tokens < max_tokens:
+        stream = -1
+        for s in range(len(clock)):
+            if live[s] and (stream < 0 or clock[s] < clock[stream]):
+                stream = s
+        if stream < 0:
+            return taken, -1
+        count = first[stream + 1] - first[stream]
+        partition = -1
+        for step in range(count):
+            p = first[stream] + (turn[stream] + step) % count
+            if head[p] < tail[p] or not ended[p]:
+                partition = p
+                break
+        if partition < 0:
+            live[stream] = False
+            continue
+        at = head[partition]
+        if at == tail[partition]:
+            return taken, partition
+        pieces = 1
+        while at + pieces < tail[partition] and ring_part[partition, (at + pieces) % width] > 0:
+            pieces += 1
+        if taken + pieces > len(out_handle):
+            return taken, -1
+        for piece in range(pieces):
+            slot = (at + piece) % width
+            length = ring_length[partition, slot]
+            if length > 0:
+                out_handle[taken] = ring_handle[partition, slot]
+                out_length[taken] = length
+                taken += 1
+                tokens += length
+                merged_tokens[partition] += length
+                clock[stream] += stride[stream] * length
+        merged_samples[partition] += 1
+        head[partition] = at + pieces
+        turn[stream] = (partition - first[stream] + 1) % count
+    return taken, -1
+
+
+@njit(nogil=True, cache=True)
+def gather_zigzag(
+    arena: NDArray[Any], offsets: I64, lengths: I64, slots: I64, cp: int, rank: int, out: NDArray[Any], edges: I32
+) -> int:
+    """Copy one pack's shard out of the arena: two chunks of every sample, for ``rank`` of ``cp``.
+
+    ``offsets``, ``lengths`` and ``slots`` int64 [n]: where a sample lies in ``arena``, its real
+    tokens and its padded ones. ``out`` [T / cp] must hold the pad value already; ``edges`` int32
+    [2n] takes the token after each chunk, -100 where the sample has none. Returns tokens written
+    or skipped, that is where the tail begins in ``out``.
+    """
+    to = 0
+    for i in range(len(offsets)):
+        chunk = slots[i] // (2 * cp)
+        for half in range(2):
+            start = rank * chunk if half == 0 else slots[i] - (rank + 1) * chunk
+            stop = start + chunk
+            real = min(stop, lengths[i])
+            for k in range(start, real):
+                out[to + k - start] = arena[offsets[i] + k]
+            edges[2 * i + half] = arena[offsets[i] + stop] if stop < lengths[i] else -100
+            to += chunk
+    return to
+
+
+@njit(nogil=True, cache=True)
+def gather_whole(arena: NDArray[Any], offsets: I64, lengths: I64, slots: I64, out: NDArray[Any]) -> int:
+    """Copy one pack out of the arena, each sample at its slot; as ``gather_zigzag`` with cp = 1."""
+    to = 0
+    for i in range(len(offsets)):
+        out[to : to + lengths[i]] = arena[offsets[i] : offsets[i] + lengths[i]]
+        to += slots[i]
+    return to

@@ -1,0 +1,417 @@
+"""The producers' side of the broker: who sends which partition, from where on, and how much.
+
+Partitions of a stream are shared out among the producers that offer it, and move when one comes
+or goes, so that any number of producer processes gives the same stream. Every move begins a new
+session at the next sample that is missing; messages of an older session change nothing. Knows
+partitions by number (``p``), streams in the order of the rules; knows nothing of packs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from streampack.core.effects import SendProducer, Store
+from streampack.core.events import Effect, Report
+from streampack.core.intake import Intake, apply_overlong
+from streampack.core.merge import Merge
+from streampack.core.messages import (
+    MAX_CHUNK_SAMPLES,
+    Bye,
+    Done,
+    Envelope,
+    Eos,
+    Flow,
+    Hello,
+    Lease,
+    Message,
+    ProducerPing,
+    Reject,
+    Revoke,
+    Samples,
+    Who,
+)
+from streampack.core.samples import I64, SampleTable, index_of
+
+SILENT_S = 15.0
+"""A producer not heard of for so long has lost its leases."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTerms:
+    """What the broker asks of a stream's producers: the rules' part of a lease."""
+
+    name: str
+    partitions: int
+    limit: int
+    """Tokens over which a sample is over-long."""
+    passes: int | None = 1
+    overlong: str = "error"
+    poison: str = "error"
+
+
+@dataclass(slots=True)
+class StreamCounts:
+    """What became of a stream's samples, since the broker started."""
+
+    samples: int = 0
+    tokens: int = 0
+    overlong: int = 0
+    lost_tokens: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Producer:
+    name: str
+    peer: bytes
+    where: str
+    offers: frozenset[str]
+    heard: float
+
+
+class Leases:
+    """Every partition's books and holder; ``merge`` and ``table`` are the broker's, and filled from here."""
+
+    def __init__(
+        self, run: int, epoch: int, seed: int, dtype: str, token_bytes: int, streams: list[StreamTerms],
+        quota_bytes: int, max_sample_tokens: int, max_chunk_bytes: int, table: SampleTable, merge: Merge,
+    ) -> None:  # fmt: skip
+        self._run, self._epoch, self._seed, self._dtype = run, epoch, seed, dtype
+        self._token_bytes = token_bytes
+        self._max_sample_tokens, self._max_chunk_bytes = max_sample_tokens, max_chunk_bytes
+        self._table, self._merge = table, merge
+        self._streams = {terms.name: (number, terms) for number, terms in enumerate(streams)}
+        self._terms = streams
+        self._stream_of = [s for s, terms in enumerate(streams) for _ in range(terms.partitions)]
+        self._first = np.concatenate([[0], np.cumsum([terms.partitions for terms in streams])]).tolist()
+        self.intakes = [Intake(quota_bytes, token_bytes) for _ in self._stream_of]
+        self._holder: list[str | None] = [None] * len(self._stream_of)
+        self._granted = [0] * len(self._stream_of)
+        self._producers: dict[str, _Producer] = {}
+        self._by_peer: dict[bytes, str] = {}
+        self._digests: dict[str, str] = {}
+        self._sessions = 0
+        self._now = 0.0
+        self._drained = False
+        self.counts = [StreamCounts() for _ in streams]
+        self.failure = ""
+        self.refused = 0
+        """Messages that broke the protocol."""
+
+    # What comes in
+
+    def receive(self, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
+        """A producer's message."""
+        self._now = now
+        message = envelope.message
+        if isinstance(message, Hello):
+            return self._hello(peer, message)
+        name = self._by_peer.get(peer)
+        if name is None:
+            return [] if isinstance(message, Bye) else self._send(peer, Who())
+        self._producers[name].heard = now
+        if isinstance(message, Samples):
+            return self._samples(name, envelope, message)
+        if isinstance(message, Eos):
+            return self._eos(name, envelope.fence, message)
+        if isinstance(message, ProducerPing):
+            return self._ping(name, message)
+        if isinstance(message, Bye):
+            return self._leave(name, message.reason or "said goodbye")
+        return self._refuse(peer, "protocol", f"got {type(message).__name__} from a producer")
+
+    def tick(self, now: float) -> list[Effect]:
+        """Drop producers that fell silent; repeat the credits of the others."""
+        self._now = now
+        effects: list[Effect] = []
+        for name, producer in list(self._producers.items()):
+            if now - producer.heard > SILENT_S:
+                effects += self._leave(name, f"silent for {SILENT_S:.0f} s")
+        for p in range(len(self.intakes)):
+            effects += self._flow(p, repeat=True)
+        return effects
+
+    def drain(self) -> list[Effect]:
+        """Give no further credit, lease nothing, and send every producer away."""
+        self._drained = True
+        peers = [producer.peer for producer in self._producers.values()]
+        return [e for peer in peers for e in self._send(peer, Bye(reason="the broker is stopping"))]
+
+    def merged(self) -> list[Effect]:
+        """The merge has taken samples: widen the credits that this frees."""
+        effects: list[Effect] = []
+        for p, intake in enumerate(self.intakes):
+            intake.merged_seq = int(self._merge.merged_samples[p])
+            intake.merged_tokens = int(self._merge.merged_tokens[p])
+            effects += self._flow(p)
+        return effects
+
+    @property
+    def ended(self) -> bool:
+        """Every partition has been taken whole."""
+        return all(intake.ended for intake in self.intakes)
+
+    @property
+    def num_producers(self) -> int:
+        return len(self._producers)
+
+    def describe(self, p: int) -> str:
+        """Partition ``p`` and who should send it, for a person."""
+        number = self._stream_of[p]
+        terms, holder = self._terms[number], self._holder[p]
+        text = f"stream {terms.name!r} partition {p - self._first[number]} of {terms.partitions}"
+        if self.failure:
+            return f"{text}: {self.failure}"
+        if holder is None:
+            return f"{text}: no producer offers it, start one with 'streampack produce'"
+        return f"{text}: held by the producer at {self._producers[holder].where}"
+
+    # Producers come and go
+
+    def _hello(self, peer: bytes, hello: Hello) -> list[Effect]:
+        for offer in hello.offers:
+            if offer.stream not in self._streams:
+                known = ", ".join(self._streams)
+                return self._refuse(peer, "unknown_stream", f"got stream {offer.stream!r}, expected one of: {known}")
+            digest = self._digests.setdefault(offer.stream, offer.source_digest)
+            if digest != offer.source_digest:
+                return self._refuse(
+                    peer, "source_digest",
+                    f"stream {offer.stream!r}: got other data than its first producer reads "
+                    f"(source digest {offer.source_digest}, expected {digest}): give both the same files and tokenizer",
+                )  # fmt: skip
+        if self._drained:
+            return self._send(peer, Bye(reason="the broker is stopping"))
+        known_producer = self._producers.get(hello.producer)
+        if known_producer is not None:
+            self._by_peer.pop(known_producer.peer, None)
+        offers = frozenset(offer.stream for offer in hello.offers)
+        where = f"{hello.host}:{hello.pid}"
+        self._producers[hello.producer] = _Producer(hello.producer, peer, where, offers, self._now)
+        self._by_peer[peer] = hello.producer
+        effects: list[Effect] = []
+        if known_producer is None:
+            self.failure = ""
+            effects.append(Report("info", f"producer {where} joined, offering {', '.join(sorted(offers))}"))
+        moved = self._share_out()
+        held = [p for p, holder in enumerate(self._holder) if holder == hello.producer and p not in moved]
+        effects += [e for p in held for e in self._lease(p)]
+        effects += [e for p in moved for e in self._lease(p)]
+        return effects + (self._send(peer, Done()) if self.ended else [])
+
+    def _leave(self, name: str, why: str) -> list[Effect]:
+        producer = self._producers.pop(name)
+        self._by_peer.pop(producer.peer, None)
+        for p, holder in enumerate(self._holder):
+            if holder == name:
+                self._holder[p] = None
+        level = "info" if self.ended or "goodbye" in why else "warning"
+        effects: list[Effect] = [Report(level, f"producer {producer.where} left: {why}")]
+        return effects + [e for p in self._share_out() for e in self._lease(p)]
+
+    def _share_out(self) -> list[int]:
+        """Give every open partition to a producer that offers its stream, evenly; those that moved."""
+        moved = []
+        for number, terms in enumerate(self._terms):
+            able = [name for name, producer in self._producers.items() if terms.name in producer.offers]
+            mine = range(self._first[number], self._first[number + 1])
+            open_ = [p for p in mine if not self.intakes[p].ended]
+            if not able:
+                continue
+            load = {name: [p for p in open_ if self._holder[p] == name] for name in able}
+            orphans = [p for p in open_ if self._holder[p] not in load]
+            while True:
+                least = min(able, key=lambda name: len(load[name]))
+                most = max(able, key=lambda name: len(load[name]))
+                if orphans:
+                    p = orphans.pop(0)
+                elif len(load[most]) - len(load[least]) > 1:
+                    p = load[most].pop()
+                else:
+                    break
+                load[least].append(p)
+                moved.append(p)
+                self._holder[p] = least
+        for p in moved:
+            self._begin(p)
+        return sorted(moved)
+
+    def _begin(self, p: int) -> None:
+        self._sessions += 1
+        self.intakes[p].begin(self._sessions)
+        self._granted[p] = 0
+
+    # Samples
+
+    def _samples(self, name: str, envelope: Envelope, message: Samples) -> list[Effect]:
+        p = self._partition(message.stream, message.partition)
+        if p is None or self._holder[p] != name or envelope.fence != self.intakes[p].session:
+            return self._stale(name, envelope.fence, message)
+        if self._drained:
+            return []
+        intake, number = self.intakes[p], self._stream_of[p]
+        lengths = np.frombuffer(message.lengths_u32, "<u4").astype(np.int64)
+        wrong = self._malformed(message, lengths, envelope)
+        if wrong:
+            return self._refuse(self._producers[name].peer, "malformed", wrong)
+        stop = message.base_seq + len(lengths)
+        if stop <= intake.expected_seq:
+            return self._flow(p, repeat=True)
+        num_bytes = int(lengths.sum()) * self._token_bytes
+        if message.base_seq > intake.expected_seq or not intake.fits(stop, num_bytes):
+            self._begin(p)
+            return self._lease(p)
+        skip = intake.expected_seq - message.base_seq
+        offsets = np.cumsum(lengths) - lengths
+        effects = self._admit(p, message, lengths[skip:], offsets[skip:], skip, envelope)
+        if not effects:
+            return self._refuse(self._producers[name].peer, "overlong", self._overlong_text(p, lengths, message))
+        for reason, count in message.rejected.items() if skip == 0 else ():
+            counted = self.counts[number].rejected
+            counted[reason] = counted.get(reason, 0) + count
+        return effects + self._flow(p)
+
+    def _admit(
+        self, p: int, message: Samples, lengths: I64, offsets: I64, skip: int, envelope: Envelope
+    ) -> list[Effect]:
+        """Enter samples into table, merge and books; nothing at all if policy ``error`` forbids one."""
+        number, intake = self._stream_of[p], self.intakes[p]
+        terms, counts = self._terms[number], self.counts[number]
+        if terms.overlong == "error" and int(lengths.max()) > terms.limit:
+            return []
+        pieces = apply_overlong(lengths, terms.limit, terms.overlong)
+        kept = pieces.length > 0
+        source = pieces.source[kept]
+        handles = self._table.take(len(source))
+        table = self._table
+        table.stream[handles] = number
+        table.index[handles] = index_of(intake.expected_seq + source, p - self._first[number], terms.partitions)
+        table.part[handles] = pieces.part[kept]
+        table.length[handles] = pieces.length[kept]
+        table.crc[handles] = np.frombuffer(message.crcs_u32, "<u4")[skip:][source]
+        loss = np.frombuffer(message.loss_tokens_u32, "<u4")[skip:][source].astype(np.int64)
+        whole = pieces.length[kept] == lengths[source]
+        table.loss_tokens[handles] = np.where(whole, loss, pieces.length[kept] - 1)
+        entries = np.full(len(pieces.length), -1, np.int64)
+        entries[kept] = handles
+        self._merge.push(p, entries, pieces.length, pieces.part)
+        kept_tokens = int(pieces.length.sum())
+        num_bytes = int(lengths.sum()) * self._token_bytes
+        intake.accept(intake.expected_seq + len(lengths), num_bytes, kept_tokens, message.cursor)
+        counts.samples += len(lengths)
+        counts.tokens += kept_tokens
+        counts.overlong += pieces.num_touched
+        counts.lost_tokens += pieces.lost_tokens
+        return [Store(handles, offsets[source] + pieces.offset[kept], pieces.length[kept], envelope.payload)]
+
+    def _malformed(self, message: Samples, lengths: I64, envelope: Envelope) -> str:
+        count = len(lengths)
+        if not 0 < count <= MAX_CHUNK_SAMPLES or len(message.lengths_u32) % 4:
+            return f"got a chunk of {count} samples, expected 1 to {MAX_CHUNK_SAMPLES}"
+        if not len(message.lengths_u32) == len(message.crcs_u32) == len(message.loss_tokens_u32):
+            return "got lengths, crcs and loss tokens of different sizes"
+        if len(envelope.payload) != 1:
+            return f"got {len(envelope.payload)} payload frames, expected 1"
+        got, expected = len(envelope.payload[0]), int(lengths.sum()) * self._token_bytes
+        if got != expected:
+            return f"got {got} payload bytes, expected {expected} for the lengths given"
+        if int(lengths.max()) > self._max_sample_tokens:
+            return f"got a sample of {int(lengths.max())} tokens, expected at most {self._max_sample_tokens}"
+        return ""
+
+    def _overlong_text(self, p: int, lengths: I64, message: Samples) -> str:
+        number = self._stream_of[p]
+        terms = self._terms[number]
+        at = int(np.argmax(lengths > terms.limit))
+        index = index_of(message.base_seq + at, message.partition, terms.partitions)
+        return (
+            f"sample {terms.name}:{index}: got {int(lengths[at])} tokens, expected at most the budget of "
+            f"{terms.limit}: set rules.overlong to truncate, split or drop, or raise rules.budget"
+        )
+
+    def _eos(self, name: str, session: int, message: Eos) -> list[Effect]:
+        p = self._partition(message.stream, message.partition)
+        if p is None or self._holder[p] != name or session != self.intakes[p].session:
+            return self._stale(name, session, message)
+        intake = self.intakes[p]
+        if message.total > intake.expected_seq:
+            self._begin(p)
+            return self._lease(p)
+        if message.total < intake.expected_seq:
+            return self._refuse(
+                self._producers[name].peer, "short_stream",
+                f"stream {message.stream!r} partition {message.partition}: got an end after {message.total} samples, "
+                f"expected at least the {intake.expected_seq} taken before: the files have changed",
+            )  # fmt: skip
+        intake.total = message.total
+        self._merge.end(p)
+        effects = self._flow(p, repeat=True)
+        if self.ended:
+            for producer in self._producers.values():
+                effects += self._send(producer.peer, Done())
+        return effects
+
+    def _ping(self, name: str, message: ProducerPing) -> list[Effect]:
+        peer = self._producers[name].peer
+        if message.failure:
+            self.failure = message.failure
+            return [Report("error", f"producer {self._producers[name].where}: {message.failure}")]
+        if self.ended:
+            return self._send(peer, Done())
+        mine = [p for p, holder in enumerate(self._holder) if holder == name]
+        return [e for p in mine for e in self._flow(p, repeat=True)]
+
+    # What goes out
+
+    def _lease(self, p: int) -> list[Effect]:
+        holder = self._holder[p]
+        if holder is None:
+            return []
+        number, intake = self._stream_of[p], self.intakes[p]
+        terms = self._terms[number]
+        lease = Lease(
+            stream=terms.name, partition=p - self._first[number], partitions=terms.partitions,
+            first_seq=intake.expected_seq, cursor=intake.cursor, seed=self._seed, passes=terms.passes,
+            dtype=self._dtype, overlong=terms.overlong, poison=terms.poison,
+            max_sample_tokens=terms.limit if terms.overlong == "error" else self._max_sample_tokens,
+            max_chunk_bytes=self._max_chunk_bytes,
+        )  # fmt: skip
+        peer = self._producers[holder].peer
+        return self._send(peer, lease, intake.session) + self._flow(p, repeat=True)
+
+    def _flow(self, p: int, repeat: bool = False) -> list[Effect]:
+        """The partition's credits, if they grew by a quarter of the quota, or on ``repeat``."""
+        intake, holder = self.intakes[p], self._holder[p]
+        if holder is None or self._drained:
+            return []
+        grant = intake.grant_bytes
+        if not repeat and grant - self._granted[p] < intake.quota_bytes // 4:
+            return []
+        self._granted[p] = grant
+        number = self._stream_of[p]
+        flow = Flow(
+            stream=self._terms[number].name, partition=p - self._first[number], expected_seq=intake.expected_seq,
+            grant_seq=intake.grant_seq, grant_bytes=grant, durable_seq=intake.expected_seq, ended=intake.ended,
+        )  # fmt: skip
+        return self._send(self._producers[holder].peer, flow, intake.session)
+
+    def _stale(self, name: str, session: int, message: Samples | Eos) -> list[Effect]:
+        """Of a session that is over: say so, and say again what is held now."""
+        revoke = Revoke(stream=message.stream, partition=message.partition)
+        return self._send(self._producers[name].peer, revoke, session)
+
+    def _refuse(self, peer: bytes, code: str, detail: str) -> list[Effect]:
+        self.refused += 1
+        effects: list[Effect] = [Report("warning", f"refused a producer: {detail}")]
+        return effects + self._send(peer, Reject(code=code, detail=detail[:2000]))
+
+    def _partition(self, stream: str, partition: int) -> int | None:
+        known = self._streams.get(stream)
+        if known is None or not 0 <= partition < known[1].partitions:
+            return None
+        return int(self._first[known[0]]) + partition
+
+    def _send(self, peer: bytes, message: Message, session: int = 0) -> list[Effect]:
+        return [SendProducer(peer, Envelope(run=self._run, epoch=self._epoch, fence=session, message=message))]

@@ -1,0 +1,333 @@
+"""Every message between producers, broker and clients, typed.
+
+Names are those of the design's wire section. A message is what both ends' state machines see;
+how it becomes frames is ``wire``'s. All control messages carry state, not changes of state, so
+they may be lost, repeated or reordered. Arrays travel as little-endian bytes (``*_u32`` and so
+on), tokens as raw payload frames beside the message.
+
+Every envelope names the run, the broker's epoch, and a *fence*: the producer's session for the
+partition it speaks of, or the trainers' attempt.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta, Struct
+
+from streampack.core.rules import Rules
+
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+Text = Annotated[str, Meta(max_length=2000)]
+Count = Annotated[int, Meta(ge=0, lt=2**62)]
+Small = Annotated[int, Meta(ge=0, lt=2**20)]
+Cursor = tuple[Count, Count, Count]
+"""(pass, shard, sample): where a source goes on; only the source reads it."""
+MAX_STREAMS = 1024
+MAX_CHUNK_SAMPLES = 65_536
+
+
+class Message(Struct, frozen=True, kw_only=True):
+    """The root of all messages; ``TYPE`` is its number in the header."""
+
+    TYPE: ClassVar[int] = 0
+
+
+# Producer -> broker
+
+
+class Offer(Struct, frozen=True, kw_only=True):
+    """A stream that a producer can read; ``source_digest`` tells whether two mean the same data."""
+
+    stream: Name
+    source_digest: Name
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """A producer and what it can read; repeated until leases come, and whenever the broker asks."""
+
+    TYPE: ClassVar[int] = 1
+    producer: Name
+    host: Text
+    pid: Count
+    offers: Annotated[list[Offer], Meta(max_length=MAX_STREAMS)]
+
+
+class Samples(Message, frozen=True, kw_only=True):
+    """A chunk: consecutive samples of one partition, from ``base_seq``; payload: one frame a field.
+
+    ``lengths_u32``, ``crcs_u32`` and ``loss_tokens_u32`` [n]: tokens (0: rejected where it was
+    read, counted in ``rejected`` by reason), crc32c of the sample's bytes, labels that count.
+    """
+
+    TYPE: ClassVar[int] = 2
+    stream: Name
+    partition: Small
+    base_seq: Count
+    lengths_u32: bytes
+    crcs_u32: bytes
+    loss_tokens_u32: bytes
+    cursor: Cursor
+    rejected: Annotated[dict[Name, Count], Meta(max_length=64)] = {}
+
+
+class Eos(Message, frozen=True, kw_only=True):
+    """The partition has ``total`` samples, over all its passes."""
+
+    TYPE: ClassVar[int] = 3
+    stream: Name
+    partition: Small
+    total: Count
+
+
+class ProducerPing(Message, frozen=True, kw_only=True):
+    """Alive, from the main loop; ``failure`` is why this producer must stop, where it must."""
+
+    TYPE: ClassVar[int] = 4
+    producer: Name
+    failure: Text = ""
+
+
+class Bye(Message, frozen=True, kw_only=True):
+    """Leaves at once: its leases or its rank are free. From the broker: it stops, and why."""
+
+    TYPE: ClassVar[int] = 5
+    reason: Text = ""
+
+
+# Broker -> producer
+
+
+class Lease(Message, frozen=True, kw_only=True):
+    """Partition ``partition`` of ``partitions`` is yours from ``first_seq`` on; the fence is the session.
+
+    ``dtype`` of tokens; a sample of more than ``max_sample_tokens`` is the over-long policy's
+    before it is sent; a chunk's payload stays below ``max_chunk_bytes``.
+    """
+
+    TYPE: ClassVar[int] = 10
+    stream: Name
+    partition: Small
+    partitions: Small
+    first_seq: Count
+    cursor: Cursor | None
+    seed: Count
+    passes: Count | None
+    dtype: Name
+    overlong: Name
+    poison: Name
+    max_sample_tokens: Count
+    max_chunk_bytes: Count
+
+
+class Flow(Message, frozen=True, kw_only=True):
+    """What the broker has and what it allows, of one session: send samples below ``grant_seq``
+    and no more than ``grant_bytes`` in all. ``durable_seq``: below it nothing will be asked again."""
+
+    TYPE: ClassVar[int] = 11
+    stream: Name
+    partition: Small
+    expected_seq: Count
+    grant_seq: Count
+    grant_bytes: Count
+    durable_seq: Count
+    ended: bool = False
+
+
+class Revoke(Message, frozen=True, kw_only=True):
+    """The session is over: another holds the partition, or nobody."""
+
+    TYPE: ClassVar[int] = 12
+    stream: Name
+    partition: Small
+
+
+class Who(Message, frozen=True, kw_only=True):
+    """The broker does not know you: say HELLO or ATTACH again."""
+
+    TYPE: ClassVar[int] = 13
+
+
+class Reject(Message, frozen=True, kw_only=True):
+    """No, and why: for a person to read. Final for what was asked."""
+
+    TYPE: ClassVar[int] = 14
+    code: Name
+    detail: Text
+
+
+class Done(Message, frozen=True, kw_only=True):
+    """Every partition of every stream has been taken whole: producers may go."""
+
+    TYPE: ClassVar[int] = 15
+
+
+# Trainer -> broker
+
+
+class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes and ranks of the trainers' mesh, as one rank sees it.
+
+    Raises ValueError for a rank outside its size.
+    """
+
+    dp: Annotated[int, Meta(ge=1, le=65_536)] = 1
+    cp: Annotated[int, Meta(ge=1, le=4096)] = 1
+    tp: Annotated[int, Meta(ge=1, le=4096)] = 1
+    pp: Annotated[int, Meta(ge=1, le=4096)] = 1
+    dp_rank: Small = 0
+    cp_rank: Small = 0
+    tp_rank: Small = 0
+    pp_rank: Small = 0
+
+    def __post_init__(self) -> None:
+        for size, rank, name in zip(self.sizes, self.ranks, ("dp", "cp", "tp", "pp"), strict=True):
+            if rank >= size:
+                raise ValueError(f"got {name}_rank={rank} with {name}={size}, expected {name}_rank < {name}")
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.dp, self.cp, self.tp, self.pp
+
+    @property
+    def ranks(self) -> tuple[int, int, int, int]:
+        return self.dp_rank, self.cp_rank, self.tp_rank, self.pp_rank
+
+    def __str__(self) -> str:
+        names = ("dp", "cp", "tp", "pp")
+        return " ".join(f"{n}={r}/{s}" for n, r, s in zip(names, self.ranks, self.sizes, strict=True))
+
+
+class Attach(Message, frozen=True, kw_only=True):
+    """A reader and the rank it claims; ``next_step`` is the first it has not wholly returned.
+
+    ``chain`` is the digest of all steps before it, where it knows one; repeated until answered.
+    """
+
+    TYPE: ClassVar[int] = 20
+    feed: Name
+    reader: Name
+    host: Text
+    pid: Count
+    mesh: Mesh
+    next_step: Count
+    chain: bytes = b""
+
+
+class Get(Message, frozen=True, kw_only=True):
+    """Steps ``start`` to ``stop`` (exclusive) for my rank; those before ``done_upto`` are returned.
+
+    A higher ``resend`` says that what was sent from ``start`` on has not arrived.
+    """
+
+    TYPE: ClassVar[int] = 21
+    feed: Name
+    lineage: Count
+    start: Count
+    stop: Count
+    done_upto: Count
+    resend: Count
+
+
+class ReaderPing(Message, frozen=True, kw_only=True):
+    """Alive, whether or not anything is wanted; ``stats`` are figures of the client for the metrics."""
+
+    TYPE: ClassVar[int] = 22
+    feed: Name
+    reader: Name
+    done_upto: Count
+    have_upto: Count
+    stats: Annotated[dict[Name, float], Meta(max_length=32)] = {}
+
+
+# Broker -> trainer
+
+
+class Attached(Message, frozen=True, kw_only=True):
+    """The rank is yours; the fence is the attempt. What a client must know to rebuild packs."""
+
+    TYPE: ClassVar[int] = 30
+    feed: Name
+    reader: Name
+    lineage: Count
+    next_step: Count
+    rules: Rules
+    dtype: Name
+    layout: Name
+
+
+class StepPart(Message, frozen=True, kw_only=True):
+    """A step's plan for one rank, and the payload of some of its micro-batches.
+
+    Part ``part`` of ``parts`` holds micro-batches ``first`` and up, one pack each: ``packs_u32``
+    [p] their numbers in the step, ``counts_u32`` [p] their samples, ``loss_tokens_u32`` [p];
+    ``lengths_u32``, ``streams_u32``, ``indices_u64`` and ``parts_u32`` [sum of counts] describe
+    the samples. Payload: tokens [p, T / cp] and, where the layout cuts samples, edges int32
+    [sum of counts, 2]. ``num_loss_tokens`` and ``num_samples`` are those of the whole step.
+    """
+
+    TYPE: ClassVar[int] = 31
+    feed: Name
+    lineage: Count
+    step: Count
+    part: Small
+    parts: Small
+    first: Small
+    micro_batches: Small
+    digest: bytes
+    chain: bytes
+    num_loss_tokens: Count
+    num_samples: Count
+    packs_u32: bytes
+    counts_u32: bytes
+    loss_tokens_u32: bytes
+    lengths_u32: bytes
+    streams_u32: bytes
+    indices_u64: bytes
+    parts_u32: bytes
+
+
+class Wait(Message, frozen=True, kw_only=True):
+    """Step ``step`` is not there yet, and what it waits for, in words."""
+
+    TYPE: ClassVar[int] = 32
+    feed: Name
+    step: Count
+    reason: Name
+    detail: Text
+
+
+class End(Message, frozen=True, kw_only=True):
+    """There is no step from ``num_steps`` on; ``chain`` is the digest of the whole run."""
+
+    TYPE: ClassVar[int] = 33
+    feed: Name
+    lineage: Count
+    num_steps: Count
+    chain: bytes
+
+
+class Fenced(Message, frozen=True, kw_only=True):
+    """A newer attempt took over: stop."""
+
+    TYPE: ClassVar[int] = 34
+    detail: Text
+
+
+ALL: tuple[type[Message], ...] = (
+    Hello, Samples, Eos, ProducerPing, Bye, Lease, Flow, Revoke, Who, Reject, Done,
+    Attach, Get, ReaderPing, Attached, StepPart, Wait, End, Fenced,
+)  # fmt: skip
+
+
+class Envelope(Struct, frozen=True, kw_only=True):
+    """A message with its fences and payload. ``payload`` frames are opaque to the core.
+
+    ``run`` 0 is that of a peer that has not heard from the broker yet.
+    """
+
+    run: Count
+    epoch: Count
+    fence: Count
+    message: Message
+    payload: tuple[Any, ...] = ()

@@ -1,0 +1,285 @@
+"""A producer's side of the protocol, as a pure state machine: ``handle(event) -> effects``.
+
+The broker leases partitions and says where each begins; the session asks its shell to read there,
+holds at most one chunk a partition until the credits allow it, and sends it once. It never sends
+again what it sent: if something was lost the broker begins a new session at the gap, and the
+source, which can seek, reads it again. What a chunk holds is the shell's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
+from streampack.core.messages import (
+    Bye,
+    Cursor,
+    Done,
+    Envelope,
+    Eos,
+    Flow,
+    Hello,
+    Lease,
+    Message,
+    Offer,
+    ProducerPing,
+    Reject,
+    Revoke,
+    Samples,
+    Who,
+)
+
+PING_S = 1.0
+HELLO_S = 1.0
+Key = tuple[str, int]
+"""(stream, partition)."""
+
+
+class Chunk(Event, frozen=True):
+    """What the shell read for ``Read``: ``payload`` is [tokens], ``num_bytes`` its size."""
+
+    key: Key
+    session: int
+    lengths_u32: bytes
+    crcs_u32: bytes
+    loss_tokens_u32: bytes
+    num_samples: int
+    num_bytes: int
+    cursor: Cursor
+    rejected: dict[str, int]
+    payload: tuple[object, ...]
+
+
+class EndOfPartition(Event, frozen=True):
+    """The source has no more for ``Read``."""
+
+    key: Key
+    session: int
+
+
+class Failed(Event, frozen=True):
+    """The shell cannot go on; the broker and, through it, the trainers are told why."""
+
+    text: str
+
+
+class Leave(Event, frozen=True):
+    """The shell was asked to stop."""
+
+
+class Read(Effect, frozen=True):
+    """Read the next chunk of a lease: answer with ``Chunk`` or ``EndOfPartition``."""
+
+    lease: Lease
+    session: int
+    seq: int
+
+
+class Forget(Effect, frozen=True):
+    """The lease is over: close its reader."""
+
+    key: Key
+    session: int
+
+
+class Finish(Effect, frozen=True):
+    """Nothing is left to do, or the broker refused: ``error`` says so."""
+
+    error: str
+    code: str = ""
+
+
+class _Held(Struct):
+    lease: Lease
+    session: int
+    next_seq: int
+    grant_seq: int = 0
+    grant_bytes: int = 0
+    sent_bytes: int = 0
+    reading: bool = False
+    chunk: Chunk | None = None
+    ended: bool = False
+    ended_known: bool = False
+
+
+@dataclass(slots=True)
+class ProducerSession:
+    """State of one producer process; ``offers`` are the streams it can read."""
+
+    run: int
+    producer: str
+    host: str
+    pid: int
+    offers: list[Offer]
+    epoch: int = 0
+    held: dict[Key, _Held] = field(default_factory=dict)
+    _now: float = 0.0
+    _last_ping: float = -PING_S
+    _last_hello: float = -HELLO_S
+    _last_heard: float | None = None
+    _finished: bool = False
+
+    def handle(self, event: Event) -> list[Effect]:
+        """What to do about an event; never performs it."""
+        if self._finished:
+            return []
+        if isinstance(event, Tick):
+            return self._tick(event.now)
+        if isinstance(event, FromBroker):
+            return self._receive(event.envelope)
+        if isinstance(event, Chunk):
+            return self._chunk(event)
+        if isinstance(event, EndOfPartition):
+            return self._end(event)
+        if isinstance(event, Failed):
+            return [self._send(ProducerPing(producer=self.producer, failure=event.text[:2000]))]
+        if isinstance(event, Leave):
+            self._finished = True
+            return [self._send(Bye(reason="goodbye")), Finish("")]
+        return []
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the broker was last heard, by the ticks."""
+        return self._now - (self._last_heard if self._last_heard is not None else 0.0)
+
+    @property
+    def reached(self) -> bool:
+        """The broker has answered at least once."""
+        return self._last_heard is not None
+
+    def waiting_for(self) -> str:
+        """What keeps the producer from sending, for a person; empty if nothing does."""
+        if self._last_heard is None or self.silent_s > 5:
+            return "an answer of the broker"
+        if not self.held:
+            return "a lease: other producers hold every partition, or all have ended"
+        if all(held.chunk is not None or held.ended for held in self.held.values()):
+            return "credit: the broker is full, trainers take no more"
+        return ""
+
+    # Events
+
+    def _tick(self, now: float) -> list[Effect]:
+        self._now = now
+        effects: list[Effect] = []
+        if not self.held and now - self._last_hello >= HELLO_S:
+            effects.append(self._hello())
+        if now - self._last_ping >= PING_S:
+            self._last_ping = now
+            effects.append(self._send(ProducerPing(producer=self.producer)))
+            ends = [held for held in self.held.values() if held.ended and not held.ended_known]
+            effects += [self._eos(held) for held in ends]
+        return effects
+
+    def _receive(self, envelope: Envelope) -> list[Effect]:
+        self.run = self.run or envelope.run
+        if envelope.run != self.run or envelope.epoch < self.epoch:
+            return []
+        self._last_heard = self._now
+        effects: list[Effect] = []
+        if envelope.epoch > self.epoch:
+            effects += [Forget(key, held.session) for key, held in self.held.items()]
+            known, self.epoch = self.epoch, envelope.epoch
+            self.held.clear()
+            if known:
+                effects += [Report("info", "the broker was restarted"), self._hello()]
+        message, fence = envelope.message, envelope.fence
+        if isinstance(message, Lease):
+            effects += self._lease(message, fence)
+        elif isinstance(message, Flow):
+            effects += self._flow(message, fence)
+        elif isinstance(message, Revoke):
+            effects += self._revoke((message.stream, message.partition), fence)
+        elif isinstance(message, Who):
+            effects += [self._hello()] if self._now - self._last_hello >= HELLO_S / 2 else []
+        elif isinstance(message, (Reject, Done, Bye)):
+            effects += self._over(message)
+        return effects
+
+    def _lease(self, lease: Lease, session: int) -> list[Effect]:
+        key = (lease.stream, lease.partition)
+        known = self.held.get(key)
+        if known is not None and known.session >= session:
+            return []
+        effects: list[Effect] = [Forget(key, known.session)] if known is not None else []
+        held = self.held[key] = _Held(lease, session, lease.first_seq)
+        return effects + self._move(held)
+
+    def _flow(self, flow: Flow, session: int) -> list[Effect]:
+        held = self.held.get((flow.stream, flow.partition))
+        if held is None or held.session != session:
+            newer = held is None or held.session < session
+            return [self._hello()] if newer and self._now - self._last_hello >= HELLO_S / 2 else []
+        held.grant_seq = max(held.grant_seq, flow.grant_seq)
+        held.grant_bytes = max(held.grant_bytes, flow.grant_bytes)
+        held.ended_known = held.ended_known or flow.ended
+        return self._move(held)
+
+    def _revoke(self, key: Key, session: int) -> list[Effect]:
+        held = self.held.get(key)
+        if held is None or held.session != session:
+            return []
+        del self.held[key]
+        return [Forget(key, session)]
+
+    def _over(self, message: Reject | Done | Bye) -> list[Effect]:
+        self._finished = True
+        if isinstance(message, Reject):
+            return [Finish(message.detail, message.code)]
+        said: list[Effect] = [Report("info", message.reason)] if isinstance(message, Bye) else []
+        return [*said, Finish("")]
+
+    def _chunk(self, chunk: Chunk) -> list[Effect]:
+        held = self.held.get(chunk.key)
+        if held is None or held.session != chunk.session:
+            return []
+        held.reading = False
+        held.chunk = chunk
+        return self._move(held)
+
+    def _end(self, event: EndOfPartition) -> list[Effect]:
+        held = self.held.get(event.key)
+        if held is None or held.session != event.session:
+            return []
+        held.reading = False
+        held.ended = True
+        return [self._eos(held)]
+
+    # Moving on
+
+    def _move(self, held: _Held) -> list[Effect]:
+        """Send the chunk held if the credits allow it, and read the next."""
+        effects: list[Effect] = []
+        chunk = held.chunk
+        if chunk is not None:
+            stop = held.next_seq + chunk.num_samples
+            if stop > held.grant_seq or held.sent_bytes + chunk.num_bytes > held.grant_bytes:
+                return []
+            samples = Samples(
+                stream=chunk.key[0], partition=chunk.key[1], base_seq=held.next_seq, lengths_u32=chunk.lengths_u32,
+                crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=chunk.cursor,
+                rejected=chunk.rejected,
+            )  # fmt: skip
+            effects.append(self._send(samples, held.session, chunk.payload))
+            held.next_seq = stop
+            held.sent_bytes += chunk.num_bytes
+            held.chunk = None
+        if not held.reading and not held.ended:
+            held.reading = True
+            effects.append(Read(held.lease, held.session, held.next_seq))
+        return effects
+
+    def _eos(self, held: _Held) -> Effect:
+        eos = Eos(stream=held.lease.stream, partition=held.lease.partition, total=held.next_seq)
+        return self._send(eos, held.session)
+
+    def _hello(self) -> Effect:
+        self._last_hello = self._now
+        return self._send(Hello(producer=self.producer, host=self.host, pid=self.pid, offers=self.offers))
+
+    def _send(self, message: Message, session: int = 0, payload: tuple[object, ...] = ()) -> Send:
+        envelope = Envelope(run=self.run, epoch=self.epoch, fence=session, message=message, payload=payload)
+        return Send(envelope)

@@ -1,0 +1,376 @@
+"""The trainers' side of the broker: who reads which rank, and what each has had.
+
+A step goes out whole, to every rank, once all ranks of the mesh are attached. Reads are pure:
+asking again for a step gives the same bytes; only ``done_upto`` moves, and only up. A step is
+kept until every rank has returned it. Knows steps and packs by number, never tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from streampack.core.deal import deal
+from streampack.core.effects import Release, SendShard, SendTrainer
+from streampack.core.events import Effect, Report
+from streampack.core.form import Step
+from streampack.core.messages import (
+    Attach,
+    Attached,
+    Bye,
+    End,
+    Envelope,
+    Fenced,
+    Get,
+    Mesh,
+    Message,
+    ReaderPing,
+    Reject,
+    StepPart,
+    Wait,
+    Who,
+)
+from streampack.core.rules import Rules
+from streampack.core.samples import I64, SampleTable
+
+SILENT_S = 15.0
+"""A reader not heard of for so long has lost its rank."""
+PART_BYTES = 1 << 20
+"""Payload of one message, about: large steps travel as several."""
+MAX_AHEAD = 64
+"""Steps that one GET may ask for."""
+LINEAGE = 0
+
+Ranks = tuple[int, int, int, int]
+
+
+@dataclass(slots=True)
+class _Reader:
+    name: str
+    peer: bytes
+    where: str
+    mesh: Mesh
+    heard: float
+    done_upto: int
+    sent_upto: int
+    want_stop: int = 0
+    resend: int = 0
+    have_upto: int = 0
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Kept:
+    """A step that some rank may still ask for, and how it was dealt over dp ranks."""
+
+    step: Step
+    dp: int = 0
+    dealt: I64 = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+
+
+class Readers:
+    """One feed's readers and the steps kept for them."""
+
+    def __init__(
+        self, run: int, epoch: int, feed: str, rules: Rules, dtype: str, token_bytes: int, layout: str,
+        table: SampleTable, waiting_for: Callable[[], tuple[str, str]],
+    ) -> None:  # fmt: skip
+        self._run, self._epoch, self._feed = run, epoch, feed
+        self._rules, self._dtype, self._token_bytes, self._layout = rules, dtype, token_bytes, layout
+        self._table = table
+        self._waiting_for = waiting_for
+        self._readers: dict[Ranks, _Reader] = {}
+        self._by_peer: dict[bytes, Ranks] = {}
+        self._steps: dict[int, Kept] = {}
+        self._chains: dict[int, bytes] = {}
+        self._attempt = 0
+        self._now = 0.0
+        self.released_upto = 0
+        """Steps below are returned by every rank and forgotten."""
+        self.formed_upto = 0
+        self.end: End | None = None
+        self.draining = False
+        self.cost_max_over_mean = 0.0
+        """Over ranks at each micro-batch index, mean over the steps dealt."""
+        self._dealt_rows = 0
+
+    # What the broker adds
+
+    def add(self, step: Step) -> list[Effect]:
+        """A step was formed: serve whoever waits for it."""
+        self._steps[step.number] = Kept(step)
+        self._chains[step.number + 1] = step.chain
+        self._chains.pop(step.number - 4096, None)
+        self.formed_upto = step.number + 1
+        return self._release() + self._serve_all()
+
+    def finish(self, num_steps: int, chain: bytes) -> list[Effect]:
+        """No step follows: said once, and never taken back."""
+        self.end = End(feed=self._feed, lineage=LINEAGE, num_steps=num_steps, chain=chain)
+        return self._serve_all()
+
+    def drain(self) -> list[Effect]:
+        """No further step will be formed: readers get what there is, then a farewell."""
+        self.draining = True
+        return self._serve_all()
+
+    # What comes in
+
+    def receive(self, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
+        """A client's message."""
+        self._now = now
+        message = envelope.message
+        if isinstance(message, Attach):
+            return self._attach(peer, message)
+        ranks = self._by_peer.get(peer)
+        if ranks is None:
+            return [] if isinstance(message, Bye) else self._send(peer, Who())
+        if envelope.fence != self._attempt:
+            return self._send(peer, Fenced(detail=f"attempt {envelope.fence} was followed by {self._attempt}"))
+        reader = self._readers[ranks]
+        reader.heard = now
+        if isinstance(message, Get):
+            return self._get(reader, message)
+        if isinstance(message, ReaderPing):
+            return self._ping(reader, message)
+        if isinstance(message, Bye):
+            return self._leave(ranks, message.reason or "said goodbye")
+        return self._reject(peer, "protocol", f"got {type(message).__name__} from a client")
+
+    def tick(self, now: float) -> list[Effect]:
+        """Drop readers that fell silent; tell those that wait what they wait for."""
+        self._now = now
+        effects: list[Effect] = []
+        for ranks, reader in list(self._readers.items()):
+            if now - reader.heard > SILENT_S:
+                effects += self._leave(ranks, f"silent for {SILENT_S:.0f} s")
+        for reader in self._readers.values():
+            effects += self._wait(reader)
+        return effects
+
+    @property
+    def num_readers(self) -> int:
+        return len(self._readers)
+
+    @property
+    def slowest(self) -> str:
+        """The rank that has returned the fewest steps, for a person."""
+        if not self._readers:
+            return "no rank is attached"
+        reader = min(self._readers.values(), key=lambda r: r.done_upto)
+        return f"rank {reader.mesh} at {reader.where} has returned {reader.done_upto} steps"
+
+    def stats(self) -> list[dict[str, object]]:
+        """One row a reader: rank, where, progress and its own figures."""
+        rows: list[dict[str, object]] = []
+        for ranks, reader in sorted(self._readers.items()):
+            row: dict[str, object] = dict(zip(("dp_rank", "cp_rank", "tp_rank", "pp_rank"), ranks, strict=True))
+            row |= {"where": reader.where, "done_upto": reader.done_upto, "have_upto": reader.have_upto}
+            rows.append(row | {"silent_s": round(self._now - reader.heard, 3), "stats": reader.stats})
+        return rows
+
+    @property
+    def joined(self) -> bool:
+        """Every rank of the mesh is attached."""
+        return bool(self._readers) and len(self._readers) == int(np.prod(self._sizes()))
+
+    # Attaching
+
+    def _attach(self, peer: bytes, message: Attach) -> list[Effect]:
+        where = f"{message.host}:{message.pid}"
+        held = self._readers.get(message.mesh.ranks)
+        again = held is not None and held.name == message.reader
+        refusal = self._refusal(message, held, where)
+        if refusal:
+            return self._reject(peer, *refusal)
+        if not self._readers:
+            self._attempt += 1
+        if held is not None:
+            self._by_peer.pop(held.peer, None)
+        at = message.next_step
+        self._readers[message.mesh.ranks] = _Reader(message.reader, peer, where, message.mesh, self._now, at, at)
+        self._by_peer[peer] = message.mesh.ranks
+        attached = Attached(
+            feed=self._feed, reader=message.reader, lineage=LINEAGE, next_step=at, rules=self._rules,
+            dtype=self._dtype, layout=self._layout,
+        )  # fmt: skip
+        effects = self._send(peer, attached)
+        if not again:
+            effects.append(Report("info", f"reader {where} took rank {message.mesh} of feed {self._feed!r}"))
+        if self.joined and not again:
+            effects.append(Report("info", f"all {len(self._readers)} ranks of feed {self._feed!r} are attached"))
+        return effects + self._release() + self._serve_all()
+
+    def _refusal(self, message: Attach, held: _Reader | None, where: str) -> tuple[str, str] | None:
+        """Why this reader cannot have this rank: (code, detail), or None."""
+        mesh, rules = message.mesh, self._rules
+        if rules.packs % mesh.dp:
+            divisors = ", ".join(str(d) for d in range(1, min(rules.packs, 512) + 1) if rules.packs % d == 0)
+            return "mesh", (
+                f"got dp={mesh.dp}, expected one that divides the {rules.packs} packs of a step "
+                f"({divisors}): change the mesh or rules.step.packs"
+            )
+        need = 2 * mesh.cp if mesh.cp > 1 and self._layout == "zigzag" else 1
+        if rules.align.sample % need or rules.align.pack % need:
+            return "mesh", (
+                f"got cp={mesh.cp} and align sample={rules.align.sample} pack={rules.align.pack}, expected multiples "
+                f"of 2 * cp = {need}: set rules.align or rules.planned_mesh.cp before the run starts"
+            )
+        if self._readers and self._sizes() != mesh.sizes and not (held and len(self._readers) == 1):
+            other = next(iter(self._readers.values()))
+            return "mesh", (
+                f"got a mesh of dp, cp, tp, pp = {mesh.sizes}, expected {self._sizes()} as attached by {other.where}: "
+                f"give every rank the same mesh"
+            )
+        if held is not None and held.name != message.reader:
+            return "rank_taken", (
+                f"got rank {mesh} from {where}, which {held.where} holds: start one client a rank, or stop that one"
+            )
+        if message.next_step < self.released_upto:
+            return "step_gone", (
+                f"got a request to start at step {message.next_step}, expected {self.released_upto} or later, "
+                f"the oldest step kept: restart the broker to read from the beginning"
+            )
+        chain = self._chains.get(message.next_step)
+        if message.chain and chain and chain != message.chain:
+            return "diverged", f"the steps before {message.next_step} are not those that this run served"
+        return None
+
+    def _leave(self, ranks: Ranks, why: str) -> list[Effect]:
+        reader = self._readers.pop(ranks)
+        self._by_peer.pop(reader.peer, None)
+        level = "info" if "goodbye" in why else "warning"
+        return [Report(level, f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why}")]
+
+    def _sizes(self) -> tuple[int, int, int, int]:
+        return next(iter(self._readers.values())).mesh.sizes
+
+    # Serving
+
+    def _get(self, reader: _Reader, message: Get) -> list[Effect]:
+        reader.want_stop = max(reader.want_stop, min(message.stop, message.start + MAX_AHEAD))
+        if message.resend > reader.resend:
+            reader.resend = message.resend
+            reader.sent_upto = max(message.start, self.released_upto)
+        return self._done(reader, message.done_upto) + self._serve(reader)
+
+    def _ping(self, reader: _Reader, message: ReaderPing) -> list[Effect]:
+        reader.have_upto = max(reader.have_upto, message.have_upto)
+        reader.stats = message.stats
+        return self._done(reader, message.done_upto) + self._wait(reader)
+
+    def _done(self, reader: _Reader, done_upto: int) -> list[Effect]:
+        if done_upto <= reader.done_upto:
+            return []
+        reader.done_upto = min(done_upto, reader.sent_upto)
+        return self._release()
+
+    def _release(self) -> list[Effect]:
+        """Forget the steps that every rank has returned."""
+        if not self.joined:
+            return []
+        upto = min(self.formed_upto, min(reader.done_upto for reader in self._readers.values()))
+        effects: list[Effect] = []
+        for number in range(self.released_upto, upto):
+            kept = self._steps.pop(number)
+            effects.append(Release(np.concatenate([pack.handles for pack in kept.step.packs])))
+        self.released_upto = max(self.released_upto, upto)
+        return effects
+
+    def _serve_all(self) -> list[Effect]:
+        return [e for reader in self._readers.values() for e in self._serve(reader)]
+
+    def _serve(self, reader: _Reader) -> list[Effect]:
+        """All that the reader wants and that is there."""
+        if not self.joined:
+            return []
+        effects: list[Effect] = []
+        while reader.sent_upto < min(reader.want_stop, self.formed_upto):
+            number = max(reader.sent_upto, self.released_upto)
+            effects += self._shards(reader, self._steps[number])
+            reader.sent_upto = number + 1
+        if self.end is not None and reader.sent_upto >= self.end.num_steps:
+            effects += self._send(reader.peer, self.end)
+        elif self.draining and reader.sent_upto >= self.formed_upto:
+            effects += self._send(reader.peer, Bye(reason="the broker is stopping"))
+        return effects
+
+    def _shards(self, reader: _Reader, kept: Kept) -> list[Effect]:
+        mesh, rules, step = reader.mesh, self._rules, kept.step
+        if kept.dp != mesh.dp:
+            self._deal(kept, mesh.dp)
+        column = kept.dealt[:, mesh.dp_rank]
+        width = rules.budget // (mesh.cp if self._layout == "zigzag" else 1)
+        each = max(1, PART_BYTES // (width * self._token_bytes))
+        parts = -(-len(column) // each)
+        effects: list[Effect] = []
+        for part in range(parts):
+            numbers = column[part * each : (part + 1) * each]
+            packs = [step.packs[n] for n in numbers.tolist()]
+            handles = np.concatenate([pack.handles for pack in packs])
+            table = self._table
+            plan = StepPart(
+                feed=self._feed, lineage=LINEAGE, step=step.number, part=part, parts=parts, first=part * each,
+                micro_batches=len(column), digest=step.digest, chain=step.chain,
+                num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples,
+                packs_u32=numbers.astype("<u4").tobytes(),
+                counts_u32=np.array([len(pack.handles) for pack in packs], "<u4").tobytes(),
+                loss_tokens_u32=np.array([pack.num_loss_tokens for pack in packs], "<u4").tobytes(),
+                lengths_u32=table.length[handles].astype("<u4").tobytes(),
+                streams_u32=table.stream[handles].astype("<u4").tobytes(),
+                indices_u64=table.index[handles].astype("<u8").tobytes(),
+                parts_u32=table.part[handles].astype("<u4").tobytes(),
+            )  # fmt: skip
+            rows = tuple(pack.handles for pack in packs)
+            cp, cp_rank = (mesh.cp, mesh.cp_rank) if self._layout == "zigzag" else (1, 0)
+            effects.append(SendShard(reader.peer, self._envelope(plan), rows, cp, cp_rank))
+        return effects
+
+    def _deal(self, kept: Kept, dp: int) -> None:
+        costs = np.array([pack.cost for pack in kept.step.packs], np.int64)
+        kept.dp, kept.dealt = dp, deal(costs, dp, self._rules.balance.kind)
+        rows = costs[kept.dealt]
+        mean = rows.mean(axis=1)
+        ratio = float((rows.max(axis=1)[mean > 0] / mean[mean > 0]).sum())
+        full = int((mean > 0).sum())
+        if full:
+            before = self.cost_max_over_mean * self._dealt_rows
+            self._dealt_rows += full
+            self.cost_max_over_mean = (before + ratio) / self._dealt_rows
+
+    def _wait(self, reader: _Reader) -> list[Effect]:
+        """What the reader's next step waits for, if it asked for one that is not there."""
+        if reader.sent_upto >= reader.want_stop and self.joined:
+            return []
+        if self.end is not None and reader.sent_upto >= self.end.num_steps:
+            return self._send(reader.peer, self.end)
+        if not self.joined:
+            reason, detail = "join", self._missing()
+        elif reader.sent_upto < self.formed_upto:
+            return self._serve(reader)
+        else:
+            reason, detail = self._waiting_for()
+        wait = Wait(feed=self._feed, step=reader.sent_upto, reason=reason, detail=detail[:2000])
+        return self._send(reader.peer, wait)
+
+    def _missing(self) -> str:
+        dp, cp, tp, pp = self._sizes()
+        names = [
+            f"dp={d} cp={c}" + (f" tp={t}" if tp > 1 else "") + (f" pp={p}" if pp > 1 else "")
+            for d in range(dp) for c in range(cp) for t in range(tp) for p in range(pp)
+            if (d, c, t, p) not in self._readers
+        ]  # fmt: skip
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        return f"{len(names)} of {dp * cp * tp * pp} ranks are not attached: {'; '.join(names[:8])}{more}"
+
+    def _reject(self, peer: bytes, code: str, detail: str) -> list[Effect]:
+        effects: list[Effect] = [Report("warning", f"refused a client: {detail}")]
+        return effects + self._send(peer, Reject(code=code, detail=detail[:2000]))
+
+    def _envelope(self, message: Message) -> Envelope:
+        return Envelope(run=self._run, epoch=self._epoch, fence=self._attempt, message=message)
+
+    def _send(self, peer: bytes, message: Message) -> list[Effect]:
+        return [SendTrainer(peer, self._envelope(message))]

@@ -1,0 +1,86 @@
+"""The planning constants that a run records: what FORM and DEAL depend on beside the samples.
+
+Two runs with equal rules and equal sources have equal steps, whatever machines, processes and
+meshes they run on. ``digest`` names them; a trainer may insist on one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from streampack.core.samples import I64
+
+Positive = Annotated[int, Meta(ge=1)]
+Overlong = Literal["error", "drop", "truncate", "split"]
+PackerName = Literal["exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative"]
+
+
+class Align(Struct, frozen=True, forbid_unknown_fields=True):
+    """Multiples, in tokens, to which samples and packs are padded.
+
+    With ``cp`` context-parallel ranks (zigzag) both must be multiples of 2 * cp.
+    """
+
+    sample: Positive = 1
+    pack: Positive = 1
+
+
+class Balance(Struct, frozen=True, forbid_unknown_fields=True):
+    """How packs are matched over ranks: by cost a*s + b*s*s of each sample of s padded tokens.
+
+    The default is the cost of a transformer layer of hidden size 4096; ``hidden_size`` h gives
+    a = 6 * h, b = 1. ``none`` deals packs in order.
+    """
+
+    kind: Literal["none", "deal"] = "deal"
+    hidden_size: Positive | None = None
+    a: Annotated[int, Meta(ge=0)] = 24576
+    b: Annotated[int, Meta(ge=0)] = 1
+
+    def costs(self, slots: I64) -> I64:
+        """Work of samples of ``slots`` padded tokens, int64 [n]."""
+        a, b = (6 * self.hidden_size, 1) if self.hidden_size else (self.a, self.b)
+        costs: I64 = np.asarray(slots, np.int64) * (a + b * np.asarray(slots, np.int64))
+        return costs
+
+
+class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The rules of one feed. ``budget`` tokens a pack, ``packs`` a step, ``window`` samples.
+
+    ``overlong`` says what happens to a sample longer than the budget, ``tail`` what happens to
+    the packs that do not fill the last step: ``pad`` adds empty packs, ``drop`` counts and drops them.
+    """
+
+    budget: Positive = 8192
+    packs: Positive = 64
+    window: Positive = 1024
+    packer: PackerName = "exact_fill"
+    align: Align = Align()
+    balance: Balance = Balance()
+    overlong: Overlong = "error"
+    tail: Literal["pad", "drop"] = "pad"
+    seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
+    streams: tuple[tuple[str, float, int], ...] = ()
+    """(name, weight, partitions) of each stream, in the order of their numbers."""
+
+    def __post_init__(self) -> None:
+        if self.budget % self.align.pack:
+            raise ValueError(
+                f"got budget {self.budget} and align.pack {self.align.pack}, expected a multiple: "
+                f"take {self.budget // self.align.pack * self.align.pack or self.align.pack}"
+            )
+        if self.align.pack % self.align.sample:
+            raise ValueError(
+                f"got align.pack {self.align.pack} and align.sample {self.align.sample}, expected a multiple"
+            )
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits that name these rules: blake2b over their canonical JSON."""
+        text = msgspec.json.encode(self, order="sorted")
+        return hashlib.blake2b(text, digest_size=16).hexdigest()

@@ -1,0 +1,280 @@
+"""The producer: reads what it is leased, cuts it into chunks and sends them. A thin shell.
+
+All decisions are ``core.producer_session``'s; this module reads sources, computes checksums and
+owns the socket, in one thread. Sources give records; chunks of up to ``max_chunk_bytes`` are what
+travels, because a hop of ZeroMQ costs by the message.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from streampack import wire
+from streampack.core.events import Effect, FromBroker, Report, Send, Tick
+from streampack.core.messages import Lease, Offer
+from streampack.core.producer_session import (
+    Chunk,
+    EndOfPartition,
+    Failed,
+    Finish,
+    Forget,
+    Key,
+    Leave,
+    ProducerSession,
+    Read,
+)
+from streampack.errors import Rejected, SampleError, StreampackError, Unreachable, WireError
+from streampack.sources import Cursor, Record, Source
+from streampack.transport import Dealer, Poller, Waker, drain
+
+log = logging.getLogger("streampack.producer")
+
+TICK_S = 0.2
+SAY_S = 5.0
+"""A wait longer than this is said, and what for."""
+MAX_CHUNK_SAMPLES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Consecutive samples of a partition: ``tokens`` [sum of lengths], ``lengths`` uint32 [n].
+
+    A length of 0 is a rejected sample, counted in ``rejected`` by reason; ``cursor`` is the place after the last.
+    """
+
+    tokens: NDArray[np.int32] | NDArray[np.uint16]
+    lengths: NDArray[np.uint32]
+    cursor: Cursor
+    rejected: dict[str, int]
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """A source that gives whole batches: for data that needs no work by the sample."""
+
+    digest: str
+
+    def batches(self, lease: Lease) -> Iterator[Batch]:
+        """Batches from the lease's cursor on, within its limits."""
+        ...
+
+
+def batches(source: Source, lease: Lease) -> Iterator[Batch]:
+    """Records of a source gathered into batches that keep the lease's limits.
+
+    Raises SampleError for what the lease's policies do not admit, naming the sample.
+    """
+    start = Cursor(*lease.cursor) if lease.cursor is not None else None
+    skip = lease.first_seq if start is None else 0
+    dtype = np.dtype(lease.dtype)
+    room = lease.max_chunk_bytes // dtype.itemsize
+    records = source.read(
+        lease.partition, lease.partitions, seed=lease.seed, passes=lease.passes, start=start, skip=skip
+    )
+    tokens: list[NDArray[np.int32]] = []
+    rejected: dict[str, int] = {}
+    held = 0
+    cursor: Cursor | None = None
+    for record in records:
+        sample, reason = _admitted(record, lease, int(np.iinfo(dtype).max))
+        if tokens and (held + len(sample) > room or len(tokens) >= MAX_CHUNK_SAMPLES):
+            assert cursor is not None
+            yield _batch(tokens, cursor, rejected, dtype)
+            tokens, rejected, held = [], {}, 0
+        tokens.append(sample)
+        held += len(sample)
+        cursor = record.cursor
+        if reason:
+            rejected[reason] = rejected.get(reason, 0) + 1
+    if tokens and cursor is not None:
+        yield _batch(tokens, cursor, rejected, dtype)
+
+
+def _admitted(record: Record, lease: Lease, largest: int) -> tuple[NDArray[np.int32], str | None]:
+    """The record's tokens, empty with a reason where the policies drop it."""
+    tokens, reason = record.tokens, record.reason
+    if reason is None and largest < 2**31 - 1 and int(tokens.max()) > largest:
+        reason = "range"
+    if reason is not None:
+        if lease.poison == "error":
+            raise SampleError(
+                f"{record.where}: got a sample that cannot be used ({reason}), expected a 1-D array of ids within "
+                f"{lease.dtype}: mend it, or set rules.poison: drop to count it and go on"
+            )
+        return tokens[:0], reason
+    if len(tokens) <= lease.max_sample_tokens:
+        return tokens, None
+    if lease.overlong == "truncate":
+        return tokens[: lease.max_sample_tokens], None
+    if lease.overlong == "drop":
+        return tokens[:0], "overlong"
+    advice = (
+        "set rules.overlong to truncate, split or drop, or raise rules.budget"
+        if lease.overlong == "error"
+        else "raise limits.sample_tokens"
+    )
+    raise SampleError(
+        f"{record.where}: got a sample of {len(tokens)} tokens, expected at most {lease.max_sample_tokens}: {advice}"
+    )
+
+
+def _batch(
+    tokens: list[NDArray[np.int32]], cursor: Cursor, rejected: dict[str, int], dtype: np.dtype[np.int32]
+) -> Batch:
+    lengths = np.array([len(sample) for sample in tokens], np.uint32)
+    return Batch(np.concatenate(tokens).astype(dtype, copy=False), lengths, cursor, rejected)
+
+
+def chunk_of(batch: Batch, key: Key, session: int) -> Chunk:
+    """A batch with the checksum of every sample, ready to be sent."""
+    lengths = batch.lengths.tolist()
+    data = np.ascontiguousarray(batch.tokens).view(np.uint8).data
+    size = batch.tokens.itemsize
+    crcs, at = [], 0
+    for length in lengths:
+        end = at + length * size
+        crcs.append(crc32c(data[at:end]))
+        at = end
+    loss = np.maximum(batch.lengths.astype(np.int64) - 1, 0).astype("<u4")
+    return Chunk(
+        key=key, session=session, lengths_u32=batch.lengths.astype("<u4").tobytes(),
+        crcs_u32=np.array(crcs, "<u4").tobytes(), loss_tokens_u32=loss.tobytes(), num_samples=len(lengths),
+        num_bytes=len(data), cursor=(batch.cursor.pass_, batch.cursor.shard, batch.cursor.sample),
+        rejected=batch.rejected, payload=(data,),
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Progress:
+    """What one producer has sent, by stream: (samples, tokens)."""
+
+    sent: dict[str, tuple[int, int]]
+
+
+class ProducerLoop:
+    """One producer process: ``run`` until everything is delivered, or ``stop`` is called.
+
+    ``sources`` by stream name. Raises Unreachable if no broker answers within ``timeout_s``,
+    Rejected if it refuses, and what sources raise.
+    """
+
+    def __init__(
+        self, endpoint: str, sources: Mapping[str, Source | BatchSource], *, timeout_s: float = 60.0,
+        on_progress: Callable[[Progress], None] | None = None, pause_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        self._sources = dict(sources)
+        self._timeout_s = timeout_s
+        self._on_progress = on_progress
+        self._pause_s = pause_s
+        offers = [Offer(stream=name, source_digest=source.digest) for name, source in self._sources.items()]
+        self._session = ProducerSession(
+            run=0, producer=uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), offers=offers
+        )
+        self._waker = Waker()
+        self._dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500)
+        self._endpoint = endpoint
+        self._reads: deque[Read] = deque()
+        self._readers: dict[tuple[Key, int], Iterator[Batch]] = {}
+        self._finish: Finish | None = None
+        self._stopping = False
+        self._said_at = time.monotonic()
+        self.progress = Progress(dict.fromkeys(self._sources, (0, 0)))
+
+    def stop(self) -> None:
+        """Ask ``run`` to return soon; any thread or signal handler may."""
+        self._stopping = True
+        self._waker.wake()
+
+    def run(self) -> None:
+        """Produce until done; closes the socket in any case."""
+        poller = Poller([self._dealer], self._waker)
+        try:
+            while self._finish is None:
+                poller.wait(0.0 if self._reads else TICK_S)
+                self._turn()
+        except StreampackError as error:
+            self._perform(self._session.handle(Failed(str(error))))
+            raise
+        finally:
+            self._dealer.close()
+            self._waker.close()
+        if self._finish.error:
+            raise Rejected(self._finish.code, self._finish.error)
+
+    def _turn(self) -> None:
+        for frames in drain(self._dealer, 64):
+            try:
+                envelope = wire.decode(frames)
+            except WireError as error:
+                log.warning("dropped a message of the broker: %s", error)
+                continue
+            self._perform(self._session.handle(FromBroker(envelope)))
+        self._perform(self._session.handle(Tick(time.monotonic())))
+        if self._stopping:
+            self._perform(self._session.handle(Leave()))
+        if self._reads and self._finish is None:
+            self._read(self._reads.popleft())
+        self._say()
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._dealer.send(wire.encode(effect.envelope))
+            elif isinstance(effect, Read):
+                self._reads.append(effect)
+            elif isinstance(effect, Forget):
+                self._readers.pop((effect.key, effect.session), None)
+            elif isinstance(effect, Report):
+                log.log(logging.getLevelName(effect.level.upper()), effect.text)
+            elif isinstance(effect, Finish):
+                self._finish = effect
+
+    def _read(self, read: Read) -> None:
+        lease = read.lease
+        key = (lease.stream, lease.partition)
+        held = self._session.held.get(key)
+        if held is None or held.session != read.session:
+            return
+        reader = self._readers.get((key, read.session))
+        if reader is None:
+            source = self._sources[lease.stream]
+            reader = source.batches(lease) if isinstance(source, BatchSource) else batches(source, lease)
+            self._readers[key, read.session] = reader
+        batch = next(reader, None)
+        if batch is None:
+            self._perform(self._session.handle(EndOfPartition(key, read.session)))
+            return
+        samples, tokens = self.progress.sent[lease.stream]
+        self.progress.sent[lease.stream] = (samples + len(batch.lengths), tokens + len(batch.tokens))
+        if self._on_progress is not None:
+            self._on_progress(self.progress)
+        if self._pause_s:
+            time.sleep(self._pause_s)
+        self._perform(self._session.handle(chunk_of(batch, key, read.session)))
+
+    def _say(self) -> None:
+        """Say what a long wait is for; give up on a broker that never answered."""
+        now = time.monotonic()
+        if not self._session.reached and now - self._said_at > self._timeout_s:
+            raise Unreachable(
+                f"{self._endpoint}: got no answer in {self._timeout_s:.0f} s, expected a broker: "
+                f"is 'streampack broker' running, and listening for producers there?"
+            )
+        if self._reads or not (what := self._session.waiting_for()):
+            if self._session.reached:
+                self._said_at = now
+        elif self._session.reached and now - self._said_at > SAY_S:
+            self._said_at = now
+            log.info("waiting for %s", what)

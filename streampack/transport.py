@@ -1,0 +1,219 @@
+"""Sockets: the only module that knows ZeroMQ.
+
+A ``Router`` serves many ``Dealer``s; both are used by one thread, never block, and never promise
+that a message arrives: a full queue, a peer that is gone or a broker that restarts lose messages,
+and the state machines ask again. What they see to is what ZeroMQ leaves open: an address that
+another process serves already (``ipc://`` would be stolen silently), sockets inherited through a
+fork (they would swallow messages), and lingering at exit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import zmq
+
+from streampack.errors import PeerError, UserError
+
+HEARTBEAT_MS = 5000
+HEARTBEAT_TIMEOUT_MS = 15_000
+HIGH_WATER = 1000
+"""Messages: bounds what waits for a peer; credits and prefetching keep queues far below it."""
+
+
+def _configure(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.SNDHWM, HIGH_WATER)
+    sock.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    sock.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    sock.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    sock.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    sock.setsockopt(zmq.IPV6, 1)
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises UserError for an endpoint that is not ``tcp://host:port`` or ``ipc://path`` of 100 bytes at most."""
+    kind, _, rest = endpoint.partition("://")
+    if kind == "tcp":
+        host, _, port = rest.rpartition(":")
+        if host and (port == "*" or (port.isdigit() and int(port) < 65536)):
+            return
+    elif kind == "ipc" and rest:
+        if len(rest.encode()) <= 100:
+            return
+        raise UserError(f"got an ipc path of {len(rest.encode())} bytes, expected at most 100: take a shorter folder")
+    raise UserError(f"got endpoint {endpoint!r}, expected tcp://host:port or ipc:///path/of/a/socket")
+
+
+class _Socket:
+    """What Router and Dealer share; made, used and closed by one thread of one process."""
+
+    def __init__(self, kind: int, max_message_bytes: int) -> None:
+        self._pid = os.getpid()
+        self._context = zmq.Context()
+        self.raw: zmq.Socket[bytes] = self._context.socket(kind)
+        self.dropped = 0
+        """Messages that could not be sent now, and were not."""
+        _configure(self.raw, max_message_bytes)
+
+    def receive(self) -> list[zmq.Frame] | None:
+        """The frames of one message, or None when there is none now."""
+        try:
+            return self.raw.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+
+    def _send(self, frames: Sequence[Any]) -> bool:
+        self._check_pid()
+        try:
+            self.raw.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except (zmq.Again, zmq.ZMQError):
+            self.dropped += 1
+            return False
+        return True
+
+    def _check_pid(self) -> None:
+        if os.getpid() != self._pid:
+            raise PeerError("got a socket of the parent process, expected one made after the fork: connect there")
+
+    def close(self) -> None:
+        """Idempotent; what is still queued is dropped."""
+        if os.getpid() == self._pid and not self.raw.closed:
+            self.raw.close()
+            self._context.term()
+
+
+class Router(_Socket):
+    """A bound socket that knows its peers by the opaque ids that ZeroMQ gives them.
+
+    Raises UserError if the address is taken, saying by whom as far as that can be known.
+    """
+
+    def __init__(self, endpoint: str, max_message_bytes: int) -> None:
+        check_endpoint(endpoint)
+        self._lock: TextIO | None = None
+        if endpoint.startswith("ipc://"):
+            self._lock = _lock_ipc(Path(endpoint.removeprefix("ipc://")))
+        super().__init__(zmq.ROUTER, max_message_bytes)
+        self.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self.raw.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            what = "an address in use" if error.errno == zmq.EADDRINUSE else f"{error.strerror or error}".lower()
+            raise UserError(
+                f"cannot listen on {endpoint}: got {what}, expected a free one: "
+                f"stop the other process or choose another address"
+            ) from None
+        self.endpoint = self.raw.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def send(self, peer: bytes, frames: Sequence[Any]) -> bool:
+        """Queue a message for a peer; False if it was dropped instead."""
+        return self._send([peer, *frames])
+
+    def close(self) -> None:
+        super().close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+class Dealer(_Socket):
+    """A socket connected to one router; it reconnects for ever, and what it could not send is dropped."""
+
+    def __init__(self, endpoint: str, max_message_bytes: int, linger_ms: int = 0) -> None:
+        check_endpoint(endpoint)
+        super().__init__(zmq.DEALER, max_message_bytes)
+        self.raw.setsockopt(zmq.IMMEDIATE, 1)
+        self.raw.setsockopt(zmq.LINGER, linger_ms)
+        self.raw.connect(endpoint)
+        self.endpoint = endpoint
+
+    def send(self, frames: Sequence[Any]) -> bool:
+        """Queue a message; False if it was dropped instead."""
+        return self._send(frames)
+
+
+class Waker:
+    """Wakes a poll from another thread; ``wake`` may be called by any."""
+
+    def __init__(self) -> None:
+        self._near, self._far = socket.socketpair()
+        self._near.setblocking(False)
+        self._far.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._near.fileno()
+
+    def wake(self) -> None:
+        try:
+            self._far.send(b"\0")
+        except (BlockingIOError, OSError):
+            return  # a full pipe wakes as well; a closed one has nobody to wake
+
+    def clear(self) -> None:
+        """Forget all wakes so far."""
+        try:
+            while self._near.recv(4096):
+                continue
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        self._near.close()
+        self._far.close()
+
+
+class Poller:
+    """Waits on sockets and a waker together."""
+
+    def __init__(self, sockets: Sequence[_Socket], waker: Waker | None = None) -> None:
+        self._poller = zmq.Poller()
+        self._waker = waker
+        for sock in sockets:
+            self._poller.register(sock.raw, zmq.POLLIN)
+        if waker is not None:
+            self._poller.register(waker.fileno(), zmq.POLLIN)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something came or the time is up; sockets are to be drained after every wait."""
+        ready = self._poller.poll(max(0, int(timeout_s * 1000)))
+        if self._waker is not None and any(source == self._waker.fileno() for source, _ in ready):
+            self._waker.clear()
+
+
+def drain(sock: _Socket, at_most: int) -> Iterator[list[zmq.Frame]]:
+    """Messages that have come, up to a bound so that no socket starves another."""
+    for _ in range(at_most):
+        frames = sock.receive()
+        if frames is None:
+            return
+        yield frames
+
+
+def _lock_ipc(path: Path) -> TextIO:
+    """Take the lock beside an ipc socket: binding would silently steal it from its server."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (path.parent / f"{path.name}.lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on ipc://{path}: {error.strerror}: choose a folder that can be written"
+        ) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise UserError(
+            f"cannot listen on ipc://{path}: got an address that another process serves, expected a free one: "
+            f"stop that process or choose another path"
+        ) from None
+    return lock
