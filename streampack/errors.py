@@ -9,7 +9,7 @@
     │   └── SampleError        a sample that the policies do not admit (also a ValueError)
     ├── SourceError            files that are missing, broken or changed; exit code 1
     ├── PeerError              the other end: gone, refused us, or sent what it should not
-    │   ├── Unreachable        nobody answers at the endpoint
+    │   ├── Unreachable        nobody answers at the endpoint; exit code 75: try again
     │   ├── Rejected           the broker said no, and why
     │   ├── Fenced             a newer attempt or session took over
     │   └── WireError          a message that is damaged, hostile or of another version
@@ -53,6 +53,9 @@ class PeerError(StreampackError):
 
 class Unreachable(PeerError):
     """Nobody answers at the endpoint."""
+
+    exit_code = 75
+    """EX_TEMPFAIL of sysexits.h: the same command may succeed later."""
 
 
 class Rejected(PeerError):

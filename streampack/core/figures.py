@@ -59,6 +59,39 @@ def figures(sums: NDArray[np.int64], budget: int) -> Figures:
     )
 
 
+def from_moments(packs: int, tokens: int, square_tokens: int, budget: int) -> Figures:
+    """The figures of ``packs`` packs whose sums add up to ``tokens`` and their squares to ``square_tokens``.
+
+    For a run that counts and keeps no sums: the integers are exact, so this equals ``figures`` up to rounding.
+
+    >>> from_moments(2, 12, 80, 8) == figures(np.array([8, 4]), 8)
+    True
+    """
+    if budget < 1:
+        raise ValueError(f"got a budget of {budget} tokens, expected at least 1")
+    if not packs:
+        return Figures()
+    minimum = -(-tokens // budget)
+    return Figures(
+        packs=packs,
+        tokens=tokens,
+        utilisation=tokens / (packs * budget),
+        waste_ratio=1 - tokens / (packs * budget),
+        bin_balance=_balance_from_moments(packs, tokens, square_tokens),
+        theoretical_min_packs=minimum,
+        packing_efficiency=minimum / packs,
+    )
+
+
+def _balance_from_moments(packs: int, tokens: int, square_tokens: int) -> float:
+    if not tokens:
+        return 0.0
+    if packs == 1:
+        return 1.0
+    variance = (packs * square_tokens - tokens**2) / (packs * (packs - 1))
+    return 1.0 - variance**0.5 * packs / tokens
+
+
 def _balance(sums: NDArray[np.int64]) -> float:
     """1 - sample deviation / mean; the budget cancels out. Empty packs alone balance nothing: 0."""
     mean = float(sums.mean())
