@@ -7,6 +7,7 @@ count real or padded tokens is the caller's choice, and alignment waste is the d
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,7 +90,7 @@ def _balance_from_moments(packs: int, tokens: int, square_tokens: int) -> float:
     if packs == 1:
         return 1.0
     variance = (packs * square_tokens - tokens**2) / (packs * (packs - 1))
-    return 1.0 - variance**0.5 * packs / tokens
+    return 1.0 - math.sqrt(variance) * packs / tokens
 
 
 def _balance(sums: NDArray[np.int64]) -> float:

@@ -10,13 +10,18 @@ longer than half the budget ("long") shares its pack with no other long one, so 
 ones alone need almost as many packs as there are tokens for, every long one must get its share of
 the small ones, and a perfect fill of three small samples starves two later packs. Therefore
 
-- *crowded*: ``num_long * budget > 0.7 * tokens`` held (or the stream is closed and the window runs
-  dry). A small seed first gets the longest long sample that fits, and the rest is tried longest
-  first, so that the smallest, which fit anywhere, are kept for last;
+- *crowded*: ``num_long * budget > 0.7 * tokens`` held. A small seed first gets the longest long
+  sample that fits, and the rest is tried longest first, so that the smallest, which fit anywhere,
+  are kept for last;
 - *scarce*: crowded, and ``num_long * budget > 0.75 * tokens``. The rest is taken longest first,
   whatever fits, and a small gap is accepted: one bin of best fit decreasing, which is what is
   near-optimal there (Johnson, "Near-optimal bin packing algorithms", MIT 1973; Shor, "The
   average-case analysis of some on-line algorithms for bin packing", Combinatorica 6, 1986).
+
+Once the stream is closed and the window runs dry, all that will come is known. First fit decreasing
+packs it; where that plan is provably minimal, or the window scarce, its pack with the oldest sample
+is the next. Otherwise the window counts as crowded, and the plan is tried again after the pack.
+Nothing is remembered: without one of its packs, first fit decreasing makes the others as before.
 
 A *full* sample, as long as the budget, leaves alone and at once, so that full ones do not crowd the
 window. This alone makes others wait: when the oldest has waited W packs, it goes first.
@@ -40,6 +45,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from streampack.core.packers.decreasing import first_fit_decreasing
 from streampack.core.packers.window import I64, Choice, Window, slide
 
 #: Samples tried in one subset sum. 20 to 40 are enough for a perfect fill unless lengths share a factor.
@@ -90,16 +96,28 @@ def _next_pack(view: Window) -> list[int]:
     room = view.budget - length
     rest = [sample for sample in view.held.items() if sample[1] <= room and sample[0] != seed]
     long_share = view.num_long * view.budget
+    scarce = 4 * long_share > 3 * view.tokens
+    if not view.is_ready():
+        last = _last_packs(view)
+        if scarce or len(last) == max(-(-view.tokens // view.budget), view.num_long):
+            return next(sorted(pack) for pack in last if seed in pack)
     if 10 * long_share > 7 * view.tokens or not view.is_ready():
         rest.sort(key=lambda sample: -sample[1])
         if 2 * length <= view.budget and rest and 2 * rest[0][1] > view.budget:
             partner, length = rest.pop(0)
             pack.append(partner)
             room -= length
-        if 4 * long_share > 3 * view.tokens:
+        if scarce:
             return sorted(pack + _fill_greedily(rest, room))
     room = _take_ahead(view, rest, room, pack)
     return sorted(pack + _fill_exactly(rest, room))
+
+
+def _last_packs(view: Window) -> list[list[int]]:
+    """First fit decreasing over all that is held. Without one of its packs it would form the others just so."""
+    youngest_first = list(view.held)[::-1]  # so that ties go to the oldest
+    packs = first_fit_decreasing([view.held[position] for position in youngest_first], view.budget)
+    return [[youngest_first[i] for i in pack] for pack in packs]
 
 
 def _fill_greedily(rest: list[Sample], room: int) -> list[int]:

@@ -70,20 +70,24 @@ def exact_fill(lengths, ages, budget, count, closed, size):  # type: ignore[no-u
             indices[end] = seed
             end += 1
             room = budget - lengths[seed]
+            scarce = 4 * num_long * budget > 3 * tokens
+            planned = False
             if 10 * num_long * budget > 7 * tokens or not ready:
                 num_sorted = _sort_in(by_length, num_sorted, lengths, gone, sorted_to, edge)
                 sorted_to = edge
-                num_rest = _gather(rest, by_length, num_sorted, seed, lengths, room)
-                if 2 * lengths[seed] <= budget and num_rest and 2 * lengths[rest[0]] > budget:
+                if not ready:
+                    num_rest, num_packs = _last_pack(rest, by_length, num_sorted, seed, lengths, budget)
+                    planned = scarce or num_packs == max(-(-tokens // budget), num_long)
+                if not planned:
+                    num_rest = _gather(rest, by_length, num_sorted, seed, lengths, room)
+                if not planned and 2 * lengths[seed] <= budget and num_rest and 2 * lengths[rest[0]] > budget:
                     indices[end] = rest[0]
                     end += 1
                     room -= lengths[rest[0]]
                     num_rest = _gather(rest, rest, num_rest, rest[0], lengths, room)
-                greedy = 4 * num_long * budget > 3 * tokens
             else:
                 num_rest = _gather_by_age(rest, after, after[seed], edge, lengths, room)
-                greedy = False
-            if greedy:
+            if scarce or planned:
                 end = _fill_greedily(rest, num_rest, lengths, room, indices, end)
             else:
                 num_rest, room, end = _take_ahead(rest, num_rest, lengths, room, held, tokens, indices, end)
@@ -148,6 +152,39 @@ def _gather_by_age(rest, after, first, edge, lengths, room):  # type: ignore[no-
             num_rest += 1
         i = after[i]
     return num_rest
+
+
+@_compiled
+def _last_pack(rest, by_length, num_sorted, seed, lengths, budget):  # type: ignore[no-untyped-def]
+    """First fit decreasing over all held: what shares the seed's pack, into ``rest``; how many, and how many packs.
+
+    A tournament tree over the room of the packs, as in ``decreasing.first_fit_decreasing``.
+    """
+    leaves = 1
+    while leaves < num_sorted:
+        leaves *= 2
+    open_room = np.full(2 * leaves, budget)
+    pack_of = np.empty(num_sorted, np.int64)
+    num_packs, seeded = 0, 0
+    for k in range(num_sorted):
+        length = lengths[by_length[k]]
+        node = 1
+        while node < leaves:
+            node = 2 * node if open_room[2 * node] >= length else 2 * node + 1
+        pack_of[k] = node
+        num_packs = max(num_packs, node - leaves + 1)
+        if by_length[k] == seed:
+            seeded = node
+        open_room[node] -= length
+        while node > 1:
+            node //= 2
+            open_room[node] = max(open_room[2 * node], open_room[2 * node + 1])
+    num_rest = 0
+    for k in range(num_sorted):
+        if pack_of[k] == seeded and by_length[k] != seed:
+            rest[num_rest] = by_length[k]
+            num_rest += 1
+    return num_rest, num_packs
 
 
 @_compiled

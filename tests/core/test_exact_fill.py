@@ -1,0 +1,161 @@
+"""exact_fill: how full its packs are, how long samples wait, and that its two halves agree."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack.core.packers import PACKERS, pack_lengths
+from streampack.core.packers.decreasing import first_fit_decreasing
+from streampack.core.packers.exact_fill import _kernel, choose_in_python
+from streampack.core.packers.window import I64
+
+BUDGETS = (2048, 8192, 32768)
+KINDS = ("lognormal", "zipf", "uniform", "bimodal", "mostly_full", "short")
+#: Every pack needs a sample longer than half the budget, and there are just about as many as tokens allow.
+CRITICAL = ("uniform", "mostly_full")
+
+
+def lengths_of(kind: str, budget: int, n: int = 49_152, seed: int = 0) -> I64:
+    rng = np.random.default_rng([seed, KINDS.index(kind)])
+    chat = np.clip(rng.lognormal(5, 0.8, n), 1, budget)
+    half = np.clip(rng.normal(budget / 2, budget / 16, n), 1, budget)
+    uniform = rng.integers(1, budget + 1, n)
+    return {
+        "lognormal": np.clip(rng.lognormal(6.5, 1.2, n), 1, budget),
+        "zipf": np.minimum(rng.zipf(1.5, n), budget),
+        "uniform": uniform,
+        "bimodal": np.where(rng.random(n) < 0.7, chat, half),
+        "mostly_full": np.where(rng.random(n) < 0.6, budget, uniform),
+        "short": np.full(n, 16),
+    }[kind].astype(np.int64)
+
+
+def num_packs(lengths: I64, budget: int, window: int = 1024) -> int:
+    choice = PACKERS["exact_fill"].choose(lengths, np.full(len(lengths), -1), budget, len(lengths), True, window=window)
+    sums = np.add.reduceat(lengths[choice.indices], choice.bounds[:-1])
+    assert len(choice.indices) == len(lengths)
+    assert int(sums.sum()) == int(lengths.sum())
+    assert int(sums.max()) <= budget
+    return len(sums)
+
+
+def test_packs_are_at_the_bound_of_tokens_the_drain_included() -> None:
+    over = []
+    for kind in KINDS:
+        for budget in BUDGETS:
+            if kind not in CRITICAL:
+                lengths = lengths_of(kind, budget)
+                over.append(num_packs(lengths, budget) / -(-int(lengths.sum()) // budget) - 1)
+    assert np.mean(over) <= 0.0005
+    assert max(over) <= 0.002
+
+
+@pytest.mark.parametrize("kind", CRITICAL)
+def test_critical_lengths_come_within_a_fifth_of_a_percent_of_packing_all_of_them_at_once(kind: str) -> None:
+    # ceil(tokens / budget) cannot be had here: the long samples alone may need more packs. First fit
+    # decreasing over the whole set, which sees every sample before its first pack, is what can.
+    for budget in BUDGETS:
+        lengths = lengths_of(kind, budget)
+        assert num_packs(lengths, budget) <= 1.002 * len(first_fit_decreasing(lengths.tolist(), budget))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_other_packer_needs_fewer_packs_with_the_same_window(kind: str) -> None:
+    lengths = lengths_of(kind, 8192, n=8192)
+    ours = num_packs(lengths, 8192, window=256)
+    assert all(ours <= len(pack_lengths(lengths, 8192, name, window=256)) for name in PACKERS)
+
+
+def assert_the_twins_agree(lengths: I64, budget: int, count: int, closed: bool, window: int) -> None:
+    kernel = _kernel()
+    assert kernel is not None, "numba is needed for this test"
+    ages = np.full(len(lengths), -1)
+    for _ in range(3):  # the second and third call begin with ages
+        twin = choose_in_python(lengths, ages, budget, count, closed, window)
+        indices, bounds, new_ages = kernel(lengths, ages, budget, count, closed, window)
+        assert indices.tolist() == twin.indices.tolist()
+        assert bounds.tolist() == twin.bounds.tolist()
+        assert new_ages.tolist() == twin.ages.tolist()
+        left = np.setdiff1d(np.arange(len(lengths)), indices)
+        lengths, ages = lengths[left], new_ages[left]
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[I64, int]:
+    budget = draw(st.integers(1, 300))
+    some = draw(
+        st.sampled_from(
+            [
+                st.integers(1, budget),
+                st.integers(1, 1 + budget // 20),
+                st.integers(1, 1 + budget // 8) | st.integers(budget // 2 + 1, budget),
+                st.integers(1 + budget // 3, 1 + budget // 2) | st.just(budget),
+            ]
+        )
+    )
+    return np.array(draw(st.lists(some, max_size=120)), np.int64).clip(1, budget), budget
+
+
+@given(stream=streams(), count=st.integers(0, 20), closed=st.booleans(), window=st.integers(1, 40))
+@settings(max_examples=400, deadline=None)
+def test_the_kernel_and_its_plain_twin_agree(stream: tuple[I64, int], count: int, closed: bool, window: int) -> None:
+    assert_the_twins_agree(*stream, count, closed, window)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_the_kernel_and_its_plain_twin_agree_on_real_kinds_of_lengths(kind: str, budget: int) -> None:
+    lengths = lengths_of(kind, budget, n=4096 if kind == "short" else 1500, seed=1)
+    assert_the_twins_agree(lengths, budget, 40, True, 200)
+    assert_the_twins_agree(lengths, budget, len(lengths), True, 200)
+
+
+@given(stream=streams(), window=st.integers(1, 12))
+@settings(max_examples=300, deadline=None)
+def test_no_sample_waits_more_than_the_window_in_packs_plus_those_held_when_it_came(
+    stream: tuple[I64, int], window: int
+) -> None:
+    lengths, budget = stream
+    left = list(range(len(lengths)))
+    came: dict[int, tuple[int, int]] = {}
+    for number, pack in enumerate(pack_lengths(lengths, budget, window=window)):
+        held = tokens = 0
+        for i in left:
+            if held >= window and tokens >= 2 * budget:
+                break
+            came.setdefault(i, (number, held))
+            held, tokens = held + 1, tokens + int(lengths[i])
+        for i in pack:
+            since, ahead = came[i]  # a KeyError here is a sample from behind the window
+            assert number - since <= window + ahead
+        left = [i for i in left if i not in pack]
+
+
+@given(st.lists(st.integers(5, 19), min_size=8, max_size=12))
+def test_where_no_sample_is_long_a_pack_is_the_fullest_that_holds_the_oldest(lengths: list[int]) -> None:
+    budget = 40
+    choice = choose_in_python(np.array(lengths), np.full(len(lengths), -1), budget, 1, False, len(lengths))
+    if len(choice.indices):  # else the window lacks two budgets
+        rest = lengths[1:]
+        sums = (lengths[0] + sum(some) for k in range(8) for some in combinations(rest, k))
+        assert sum(lengths[i] for i in choice.indices) == max(s for s in sums if s <= budget)
+
+
+def test_inside_a_pack_samples_are_in_age_order() -> None:
+    for kind in KINDS:
+        for pack in pack_lengths(lengths_of(kind, 2048, n=3000), 2048, window=128):
+            assert pack == sorted(pack)
+
+
+def test_full_samples_leave_at_once_but_the_oldest_goes_first_when_it_has_waited_a_window() -> None:
+    packs = pack_lengths([5, 8, 8, 8, 8, 8, 8], 8, window=3)
+    assert packs[:4] == [[1], [2], [3], [0]]
+
+
+def test_lengths_that_share_a_factor_with_no_multiple_at_the_budget_are_packed_as_full_as_can_be() -> None:
+    assert num_packs(np.full(3000, 17), 8192, window=64) == -(-3000 // (8192 // 17))

@@ -1,0 +1,272 @@
+"""Every packer: nothing lost, nothing over budget, and the same packs however the stream is cut."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack.core.packers import PACKERS, Choice, Packer, pack_lengths, packer
+from streampack.core.packers.concatenative import Concatenative
+from streampack.core.packers.exact_fill import choose_in_python
+from streampack.core.packers.window import I64
+from streampack.errors import ConfigError, SampleError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class ExactFillTwin:
+    """The plain-Python half of exact_fill, held to the same rules as the packers."""
+
+    name: str = "exact_fill twin"
+
+    def choose(self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int) -> Choice:
+        return choose_in_python(lengths, ages, budget, count, closed, window)
+
+
+EVERY: list[Packer] = [*PACKERS.values(), ExactFillTwin(), Concatenative(max_samples_per_pack=3)]
+every_packer = pytest.mark.parametrize("each", EVERY, ids=lambda each: f"{each.name}-{EVERY.index(each)}")
+
+budgets = st.integers(1, 40)
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Lengths and a budget; some streams are mostly short, mostly long or mostly full."""
+    budget = draw(budgets)
+    short, long = st.integers(1, max(1, budget // 4)), st.integers(budget // 2 + 1, budget)
+    some = draw(
+        st.sampled_from([st.integers(1, budget), short, short | long, long | st.just(budget), short | st.just(budget)])
+    )
+    return draw(st.lists(some, max_size=80)), budget
+
+
+def in_one_call(each: Packer, lengths: list[int], budget: int, window: int) -> list[list[int]]:
+    choice = each.choose(as_array(lengths), np.full(len(lengths), -1), budget, len(lengths), True, window=window)
+    return packs_of(choice)
+
+
+def in_many_calls(
+    each: Packer, lengths: list[int], budget: int, window: int, cuts: list[tuple[int, int]]
+) -> list[list[int]]:
+    """The packs when ``cuts`` says how many samples arrive before each call, and how many packs it asks for."""
+    packs: list[list[int]] = []
+    names, ages, arrived = np.empty(0, np.int64), np.empty(0, np.int64), 0
+    turn = 0
+    while arrived < len(lengths) or len(names):
+        more, count = cuts[turn % len(cuts)] if cuts else (1, 1)
+        turn += 1
+        if turn > len(cuts):  # whatever the cuts were, it ends
+            more, count = max(more, 1), max(count, 1)
+        new = np.arange(arrived, min(arrived + more, len(lengths)))
+        arrived += len(new)
+        names, ages = np.concatenate([names, new]), np.concatenate([ages, np.full(len(new), -1)])
+        choice = each.choose(as_array(lengths)[names], ages, budget, count, arrived == len(lengths), window=window)
+        assert len(choice.ages) == len(names)
+        packs += [names[pack].tolist() for pack in packs_of(choice)]
+        left = np.ones(len(names), np.bool_)
+        left[choice.indices] = False
+        names, ages = names[left], choice.ages[left]
+    return packs
+
+
+def packs_of(choice: Choice) -> list[list[int]]:
+    assert choice.indices.dtype == choice.bounds.dtype == choice.ages.dtype == np.int64
+    return [pack.tolist() for pack in np.split(choice.indices, choice.bounds[1:-1])] if len(choice.bounds) > 1 else []
+
+
+def as_array(lengths: list[int]) -> I64:
+    return np.array(lengths, np.int64)
+
+
+@every_packer
+@given(stream=streams(), window=st.integers(1, 20))
+@settings(max_examples=100, deadline=None)
+def test_every_sample_is_in_one_pack_and_no_pack_is_over_budget(
+    each: Packer, stream: tuple[list[int], int], window: int
+) -> None:
+    lengths, budget = stream
+    packs = in_one_call(each, lengths, budget, window)
+    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in pack) <= budget for pack in packs)
+
+
+@every_packer
+@given(
+    stream=streams(),
+    window=st.integers(1, 20),
+    cuts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)), max_size=12),
+)
+@settings(max_examples=200, deadline=None)
+def test_packs_do_not_depend_on_how_the_stream_is_cut(
+    each: Packer, stream: tuple[list[int], int], window: int, cuts: list[tuple[int, int]]
+) -> None:
+    lengths, budget = stream
+    assert in_many_calls(each, lengths, budget, window, cuts) == in_one_call(each, lengths, budget, window)
+
+
+@every_packer
+def test_a_long_stream_gives_the_same_packs_in_slices(each: Packer) -> None:
+    rng = np.random.default_rng(3)
+    lengths = np.clip(rng.lognormal(5, 1.3, 3000), 1, 1024).astype(np.int64).tolist()
+    cuts = [(int(a), int(b)) for a, b in zip(rng.integers(0, 200, 40), rng.integers(0, 20, 40), strict=True)]
+    assert in_many_calls(each, lengths, 1024, 128, cuts) == in_one_call(each, lengths, 1024, 128)
+
+
+@pytest.mark.parametrize("each", [PACKERS["exact_fill"], ExactFillTwin()], ids=lambda e: e.name)
+def test_the_window_holds_enough_samples_and_two_budgets_and_its_ages_say_so(each: Packer) -> None:
+    lengths = as_array([1] * 40)
+    choice = each.choose(lengths, np.full(40, -1), 8, 1, False, window=4)
+    # 16 samples are two budgets; the 8 that left were replaced at once
+    assert choice.indices.tolist() == list(range(8))
+    assert choice.ages.tolist() == [1] * 16 + [0] * 8 + [-1] * 16
+    starved = each.choose(lengths[:15], np.full(15, -1), 8, 1, False, window=4)
+    assert starved.indices.tolist() == []
+
+
+@given(stream=streams())
+def test_first_fit_decreasing_is_what_brute_force_says(stream: tuple[list[int], int]) -> None:
+    lengths, budget = stream
+    packs: list[list[int]] = []
+    left = list(enumerate(lengths))
+    while left:
+        longest = max(left, key=lambda sample: (sample[1], sample[0]))  # ties: the later sample
+        left.remove(longest)
+        for pack in packs:
+            if sum(lengths[i] for i in pack) + longest[1] <= budget:
+                pack.append(longest[0])
+                break
+        else:
+            packs.append([longest[0]])
+    assert pack_lengths(lengths, budget, "first_fit_decreasing", window=max(1, len(lengths))) == packs
+
+
+@given(stream=streams(), window=st.integers(1, 12))
+def test_sliding_ffd_is_what_brute_force_says(stream: tuple[list[int], int], window: int) -> None:
+    lengths, budget = stream
+    packs, left = [], list(range(len(lengths)))
+    while left:
+        size = 0
+        while size < len(left) and (size < window or sum(lengths[i] for i in left[:size]) < 2 * budget):
+            size += 1
+        pack = [left[0]]
+        for i in sorted(left[1:size], key=lambda i: (-lengths[i], -i)):
+            if sum(lengths[k] for k in pack) + lengths[i] <= budget:
+                pack.append(i)
+        packs.append(pack)
+        left = [i for i in left if i not in pack]
+    assert pack_lengths(lengths, budget, "sliding_ffd", window=window) == packs
+
+
+def test_first_fit_decreasing_takes_the_later_of_two_equals_first() -> None:
+    assert pack_lengths([2, 2, 2], 4, "first_fit_decreasing") == [[2, 1], [0]]
+
+
+def test_first_fit_decreasing_packs_whole_blocks_and_a_partial_one_only_when_closed() -> None:
+    lengths, ages = as_array([3] * 10), np.full(10, -1)
+    each = packer("first_fit_decreasing")
+    assert packs_of(each.choose(lengths, ages, 4, 1, False, window=4)) == [[3], [2], [1], [0]]
+    assert len(each.choose(lengths, ages, 4, 99, False, window=4).indices) == 8
+    assert len(each.choose(lengths, ages, 4, 99, True, window=4).indices) == 10
+
+
+@pytest.mark.parametrize(
+    ("budget", "packs"),
+    [(5, [[0, 1], [2, 3], [4, 5], [6], [7]]), (8, [[0, 1, 2], [3, 4, 5], [6], [7]])],
+)
+def test_concatenative_gives_the_golden_packs(budget: int, packs: list[list[int]]) -> None:
+    assert pack_lengths([4, 1, 3, 2, 1, 3, 4, 5], budget, "concatenative") == packs
+
+
+def test_concatenative_keeps_to_its_cap_on_samples() -> None:
+    assert in_one_call(Concatenative(max_samples_per_pack=2), [1, 1, 1, 5, 1], 5, 1) == [[0, 1], [2], [3], [4]]
+    with pytest.raises(ValueError, match="max_samples_per_pack=0"):
+        Concatenative(max_samples_per_pack=0)
+
+
+def test_an_empty_stream_has_no_packs() -> None:
+    for name in PACKERS:
+        assert pack_lengths([], 8, name) == []
+        assert pack_lengths(np.empty(0, np.int64), 8, name) == []
+
+
+def test_lengths_are_rounded_up_to_the_alignment() -> None:
+    assert pack_lengths([5, 4, 4, 3], 16, "concatenative", align=4) == [[0, 1, 2], [3]]
+    with pytest.raises(SampleError, match=r"sample 1: got 13 tokens \(16 when aligned to 8\)"):
+        pack_lengths([3, 13], 8, align=8)
+    with pytest.raises(ConfigError, match="budget: got 20, expected a multiple of align, 8"):
+        pack_lengths([3], 20, align=8)
+
+
+@given(stream=streams(), align=st.integers(1, 8))
+@settings(deadline=None)
+def test_packing_in_units_of_the_alignment_fills_aligned_budgets(stream: tuple[list[int], int], align: int) -> None:
+    lengths, budget = stream
+    for name in PACKERS:
+        packs = pack_lengths([n * align for n in lengths], budget * align, name, window=8, align=align)
+        assert packs == pack_lengths(lengths, budget, name, window=8)
+
+
+@pytest.mark.parametrize("wrong", [0, -4, 9, True, 2.0, "3", None, 2**70, np.bool_(True)])
+def test_a_length_that_cannot_be_names_its_sample(wrong: object) -> None:
+    with pytest.raises(ValueError, match="sample 2"):
+        pack_lengths([1, 2, wrong], 8)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.bool_])
+def test_arrays_that_hold_no_integers_are_refused(dtype: type) -> None:
+    with pytest.raises(SampleError, match="expected integers"):
+        pack_lengths(np.ones(3, dtype), 8)
+    with pytest.raises(SampleError, match="shape"):
+        pack_lengths(np.ones((2, 2), np.int64), 8)
+
+
+def test_any_sequence_or_array_of_integers_will_do() -> None:
+    for lengths in ((3, 5), range(3, 5), np.array([3, 5], np.uint16), [np.int32(3), np.uint64(5)]):
+        assert pack_lengths(lengths, 8) == [[0, 1]]  # type: ignore[arg-type]
+    with pytest.raises(SampleError, match="sample 0"):
+        pack_lengths(np.array([2**63 + 5], np.uint64), 8)
+
+
+@pytest.mark.parametrize("arguments", [{"budget": 0}, {"budget": 8.0}, {"window": 0}, {"align": 0}, {"align": True}])
+def test_rules_that_cannot_be_are_refused(arguments: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(arguments))):
+        pack_lengths([1], **{"budget": 8, **arguments})  # type: ignore[arg-type]
+
+
+def test_an_unknown_packer_lists_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"'best'.*exact_fill, sliding_ffd, first_fit_decreasing, concatenative"):
+        pack_lengths([1], 8, "best")
+    assert all(packer(name).name == name for name in PACKERS)
+
+
+DIGEST = """
+import hashlib, sys
+{before}
+import streampack.core.packers as packers
+assert sys.modules.get("numba") is None, "numba was imported before the first pack"
+lengths = [1 + i * i * 7919 % 97 for i in range(600)]
+packs = [packers.pack_lengths(lengths, 128, name, window=64) for name in packers.PACKERS]
+print(hashlib.sha256(repr(packs).encode()).hexdigest(), "numba" in sys.modules and sys.modules["numba"] is not None)
+"""
+
+
+def digest(hash_seed: str, before: str = "") -> list[str]:
+    environment = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
+    code = [sys.executable, "-c", DIGEST.format(before=before)]
+    return subprocess.run(code, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_packs_depend_neither_on_the_hash_seed_nor_on_numba() -> None:
+    with_numba, again = digest("0"), digest("4242")
+    without = digest("7", before='sys.modules["numba"] = None')
+    assert with_numba == again
+    assert (with_numba[1], without[1]) == ("True", "False")
+    assert with_numba[0] == without[0]
