@@ -1,11 +1,13 @@
 """The arena: the tokens of every sample held, in memory of a size set at the start.
 
 Tokens arrive in chunks, each copied once, one after another into the block that is being filled.
-Samples leave in another order than they came, so blocks grow holes; when no empty block is left,
-the one with the fewest live tokens is moved into the spare and becomes empty (the cleaning of a
-log-structured store: Rosenblum and Ousterhout, 1992). Handles, not addresses, are what others
-hold, so nobody notices. The broker's credits bound live tokens to ``capacity_tokens``; the slack
-of a fifth on top makes each cleaning worth its copy. One thread uses it.
+Samples leave in another order than they came, so blocks grow holes; when but one empty block is
+left, the one with the fewest live tokens is moved behind what was filled last, into that spare
+where need be, and becomes the spare (the cleaning of a log-structured store: Rosenblum and
+Ousterhout, 1992). Handles, not addresses, are what others hold, so nobody notices. The broker's
+credits bound live tokens to ``arena_tokens``; the slack of a fifth makes each cleaning worth its
+copy, and covers the end of a block that a sample did not fit into, as long as no sample is longer
+than an eighth of a block. One thread uses it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ SLACK = 1.25
 
 
 def arena_tokens(memory_bytes: int, token_bytes: int, block_tokens: int) -> int:
-    """Live tokens that an arena of ``memory_bytes`` can promise to hold."""
+    """Live tokens that an arena of ``memory_bytes`` can promise to hold, of samples up to an eighth of a block."""
     blocks = memory_bytes // token_bytes // block_tokens
     return int(max(blocks - 3, 0) * block_tokens / SLACK)
 
@@ -60,19 +62,31 @@ class Arena:
         """Copy samples in: ``lengths`` int64 [n] tokens each, from ``offsets`` int64 [n] of ``frame``'s tokens."""
         if not len(handles):
             return
+        if int(lengths.max()) > self._block_tokens:
+            raise InternalError(f"got a sample of {int(lengths.max())} tokens, expected at most {self._block_tokens}")
         tokens = np.frombuffer(frame, self._tokens.dtype)
         self._reserve(int(handles.max()))
-        total = int(lengths.sum())
-        if total == len(tokens) and total <= self._block_tokens:
-            start = self._room(total)
-            self._tokens[start : start + total] = tokens
-            self._enter(handles, start + offsets, lengths, total)
-            return
-        for handle, offset, length in zip(handles, offsets.tolist(), lengths.tolist(), strict=True):
-            start = self._room(length)
-            self._tokens[start : start + length] = tokens[offset : offset + length]
-            one = np.array([handle], np.int64)
-            self._enter(one, np.array([start], np.int64), np.array([length], np.int64), length)
+        ends = np.cumsum(lengths)
+        joined = bool((offsets - offsets[0] == ends - lengths).all())
+        at = base = 0
+        while at < len(handles):
+            stop = int(np.searchsorted(ends, base + self._block_tokens - self._fill, "right"))
+            if stop == at:
+                self._open()
+                continue
+            to = self._block * self._block_tokens + self._fill
+            total = int(ends[stop - 1]) - base
+            targets = ends[at:stop] - lengths[at:stop] + (to - base)
+            if joined:
+                start = int(offsets[at])
+                self._tokens[to : to + total] = tokens[start : start + total]
+            else:
+                for target, start, length in zip(
+                    targets.tolist(), offsets[at:stop].tolist(), lengths[at:stop].tolist(), strict=True
+                ):
+                    self._tokens[target : target + length] = tokens[start : start + length]
+            self._enter(handles[at:stop], targets, lengths[at:stop], total)
+            at, base = stop, base + total
 
     def release(self, handles: I64) -> None:
         """Forget samples; a block without any is empty again."""
@@ -99,6 +113,11 @@ class Arena:
             lengths = self._length[handles]
             slots = -(-lengths // align) * align
             offsets = self._offset[handles]
+            if int(slots.sum()) > width * cp or not lengths.all():
+                raise InternalError(
+                    f"got a pack of {int(slots.sum())} tokens, {int((lengths == 0).sum())} of its samples released, "
+                    f"expected at most {width * cp} and none"
+                )
             if edges is None:
                 gather_whole(self._tokens, offsets, lengths, slots, row)
             else:
@@ -114,16 +133,8 @@ class Arena:
         self._live[self._block] += total
         self._fill += total
 
-    def _room(self, tokens: int) -> int:
-        """Where the next ``tokens`` go, opening another block if need be."""
-        if self._fill + tokens > self._block_tokens:
-            self._open()
-            while self._fill + tokens > self._block_tokens:
-                self._open()
-        return self._block * self._block_tokens + self._fill
-
     def _open(self) -> None:
-        """Go on in an empty block; with only the spare left, clean until there is another."""
+        """Make room: in an empty block, or with only the spare left by cleaning one."""
         if not self._live[self._block]:
             self._members[self._block].clear()
             self._fill = 0
@@ -134,27 +145,40 @@ class Arena:
         live = self._live.astype(np.float64)
         live[self._empty] = np.inf
         live[self._block] = np.inf
-        victim = int(np.argmin(live))
-        if not self._empty or self._live[victim] >= self._block_tokens:
+        open_tokens = self._open_tokens
+        if self._empty:
+            self._move(int(np.argmin(live)))
+        if self._open_tokens <= open_tokens:
             raise InternalError("the arena is over its capacity: credits were not kept")
-        self._block, self._fill = self._empty.pop(), 0
-        self._move(victim)
+
+    @property
+    def _open_tokens(self) -> int:
+        """Room in empty blocks and at the end of the one being filled."""
+        return (len(self._empty) + 1) * self._block_tokens - self._fill
 
     def _move(self, victim: int) -> None:
-        """Copy a block's live samples into the block being filled, which has room for all of them."""
+        """Copy a block's live samples behind what was filled last, and what does not fit there into the spare."""
         members = np.concatenate(self._members[victim])
         base = victim * self._block_tokens
         inside = (self._offset[members] >= base) & (self._offset[members] < base + self._block_tokens)
         members = np.unique(members[inside & (self._length[members] > 0)])
-        lengths = self._length[members]
-        start = self._block * self._block_tokens + self._fill
-        offsets = start + np.cumsum(lengths) - lengths
-        gather_whole(self._tokens, self._offset[members], lengths, lengths, self._tokens[start:])
-        total = int(lengths.sum())
-        self._enter(members, offsets, lengths, total)
+        ends = np.cumsum(self._length[members])
+        fit = int(np.searchsorted(ends, self._block_tokens - self._fill, "right"))
+        self._append(members[:fit])
+        if fit < len(members):
+            self._block, self._fill = self._empty.pop(), 0
+            self._append(members[fit:])
         self._live[victim] = 0
-        self.moved_tokens += total
         self._forget(victim)
+
+    def _append(self, handles: I64) -> None:
+        """Copy samples that the arena holds to the end of the block being filled."""
+        lengths = self._length[handles]
+        start = self._block * self._block_tokens + self._fill
+        gather_whole(self._tokens, self._offset[handles], lengths, lengths, self._tokens[start:])
+        total = int(lengths.sum())
+        self._enter(handles, start + np.cumsum(lengths) - lengths, lengths, total)
+        self.moved_tokens += total
 
     def _forget(self, block: int) -> None:
         self._members[block].clear()

@@ -11,7 +11,8 @@ from streampack.core.layout import Layout, layout, positions_of, round_up, shard
 
 
 def held(cu: list[int], cp: int, rank: int, kind: str = "zigzag") -> list[int]:
-    return positions_of(*shard_slices(np.array(cu, np.int32), cp, rank, kind)).tolist()
+    held: list[int] = positions_of(*shard_slices(np.array(cu, np.int32), cp, rank, kind)).tolist()
+    return held
 
 
 def drawn(pack: Layout, cp: int, rank: int) -> str:
