@@ -193,6 +193,16 @@ def read_producer(path: str | Path) -> ProducerConfig:
     return _read(path, ProducerConfig)
 
 
+def read_either(path: str | Path) -> BrokerConfig | ProducerConfig:
+    """broker.yaml or producer.yaml, whichever it is: only a producer's streams name a source. Raises ConfigError."""
+    tree = _tree(path)
+    streams = tree.get("streams") if isinstance(tree, dict) else None
+    named = list(streams.values()) if isinstance(streams, dict) else []
+    if any(isinstance(stream, dict) and "source" in stream for stream in named):
+        return convert(tree, ProducerConfig, str(path))
+    return convert(tree, BrokerConfig, str(path)).check()
+
+
 def convert(tree: Any, kind: type[T], where: str = "configuration") -> T:
     """A typed tree of plain dictionaries and lists. Raises ConfigError with the path of what is wrong."""
     try:
@@ -203,6 +213,10 @@ def convert(tree: Any, kind: type[T], where: str = "configuration") -> T:
 
 
 def _read(path: str | Path, kind: type[T]) -> T:
+    return convert(_tree(path), kind, str(path))
+
+
+def _tree(path: str | Path) -> Any:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -213,4 +227,4 @@ def _read(path: str | Path, kind: type[T]) -> T:
     except (msgspec.DecodeError, ValueError) as error:
         first = " ".join(str(error).split())
         raise ConfigError(f"{path}: is not YAML: {first}") from None
-    return convert({} if tree is None else tree, kind, str(path))
+    return {} if tree is None else tree

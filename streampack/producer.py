@@ -42,6 +42,7 @@ from streampack.transport import Dealer, Poller, Waker, drain
 log = logging.getLogger("streampack.producer")
 
 TICK_S = 0.2
+TELL_S = 0.5
 SAY_S = 5.0
 """A wait longer than this is said, and what for."""
 MAX_CHUNK_SAMPLES = 4096
@@ -158,16 +159,17 @@ def chunk_of(batch: Batch, key: Key, session: int) -> Chunk:
 
 @dataclass(slots=True)
 class Progress:
-    """What one producer has sent, by stream: (samples, tokens)."""
+    """What one producer has read to send, by stream: (samples, tokens); and what it waits for, if anything."""
 
     sent: dict[str, tuple[int, int]]
+    waiting: str = ""
 
 
 class ProducerLoop:
     """One producer process: ``run`` until everything is delivered, or ``stop`` is called.
 
-    ``sources`` by stream name. Raises Unreachable if no broker answers within ``timeout_s``,
-    Rejected if it refuses, and what sources raise.
+    ``sources`` by stream name; ``on_progress`` is called twice a second. Raises Unreachable if no
+    broker answers within ``timeout_s``, Rejected if it refuses, and what sources raise.
     """
 
     def __init__(
@@ -189,13 +191,18 @@ class ProducerLoop:
         self._readers: dict[tuple[Key, int], Iterator[Batch]] = {}
         self._finish: Finish | None = None
         self._stopping = False
-        self._said_at = time.monotonic()
+        self._started = self._told_at = self._idle_since = self._said_at = time.monotonic()
         self.progress = Progress(dict.fromkeys(self._sources, (0, 0)))
 
     def stop(self) -> None:
         """Ask ``run`` to return soon; any thread or signal handler may."""
         self._stopping = True
         self._waker.wake()
+
+    @property
+    def broker_stopped(self) -> bool:
+        """``run`` has returned because the broker is stopping, perhaps before everything was delivered."""
+        return self._finish is not None and self._finish.code == "stopped"
 
     def run(self) -> None:
         """Produce until done; closes the socket in any case."""
@@ -258,23 +265,24 @@ class ProducerLoop:
             return
         samples, tokens = self.progress.sent[lease.stream]
         self.progress.sent[lease.stream] = (samples + len(batch.lengths), tokens + len(batch.tokens))
-        if self._on_progress is not None:
-            self._on_progress(self.progress)
         if self._pause_s:
             time.sleep(self._pause_s)
         self._perform(self._session.handle(chunk_of(batch, key, read.session)))
 
     def _say(self) -> None:
-        """Say what a long wait is for; give up on a broker that never answered."""
+        """Tell the progress, say what a long wait is for, give up on a broker that never answered."""
         now = time.monotonic()
-        if not self._session.reached and now - self._said_at > self._timeout_s:
+        if not self._session.reached and now - self._started > self._timeout_s:
             raise Unreachable(
-                f"{self._endpoint}: got no answer in {self._timeout_s:.0f} s, expected a broker: "
+                f"{self._endpoint}: got no answer in {self._timeout_s:g} s, expected a broker: "
                 f"is 'streampack broker' running, and listening for producers there?"
             )
-        if self._reads or not (what := self._session.waiting_for()):
-            if self._session.reached:
-                self._said_at = now
-        elif self._session.reached and now - self._said_at > SAY_S:
+        self.progress.waiting = "" if self._reads else self._session.waiting_for()
+        if not self.progress.waiting:
+            self._idle_since = now
+        elif min(now - self._idle_since, now - self._said_at) > SAY_S:
             self._said_at = now
-            log.info("waiting for %s", what)
+            log.info("waiting for %s", self.progress.waiting)
+        if self._on_progress is not None and now - self._told_at > TELL_S:
+            self._told_at = now
+            self._on_progress(self.progress)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from streampack.errors import PeerError, UserError
 
 HEARTBEAT_MS = 5000
 HEARTBEAT_TIMEOUT_MS = 15_000
+_MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
+"""How ZeroMQ writes an IPv4 address that it serves through IPv6: hosts without IPv6 cannot connect to it so."""
 HIGH_WATER = 1000
 """Messages: bounds what waits for a peer; credits and prefetching keep queues far below it."""
 
@@ -113,7 +116,7 @@ class Router(_Socket):
                 f"cannot listen on {endpoint}: got {what}, expected a free one: "
                 f"stop the other process or choose another address"
             ) from None
-        self.endpoint = self.raw.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = _MAPPED.sub(r"\1", self.raw.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def send(self, peer: bytes, frames: Sequence[Any]) -> bool:
         """Queue a message for a peer; False if it was dropped instead."""

@@ -46,6 +46,7 @@ from streampack.core.rules import Rules
 from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport import Poller, Router, Waker, drain
 from streampack_services.arena import SLACK, Arena, arena_tokens
+from streampack_services.status import Reporter, Snapshot
 
 log = logging.getLogger("streampack.broker")
 
@@ -146,6 +147,10 @@ class BrokerService:
             self._producers.close()
             raise
         self._packing = ThreadPoolExecutor(1, "streampack-form")
+        self._reporter = Reporter(self)
+        self._served = False
+        self.snapshot: Snapshot = self._reporter.take(self.started)
+        """Replaced whole twice a second; any thread may read it, nobody changes it."""
 
     @property
     def endpoints(self) -> dict[str, str]:
@@ -185,19 +190,26 @@ class BrokerService:
         try:
             self.warm_up()
             self.ready = True
+            self.snapshot = self._reporter.take(time.monotonic())
+            log.info("ready")
             poller = Poller([self._producers, self._trainers], self._waker)
             while not self._done():
                 poller.wait(TICK_S)
                 self._turn()
         finally:
-            self.ready = False
-            self._packing.shutdown(wait=True, cancel_futures=True)
-            self._producers.close()
-            self._trainers.close()
-            self._waker.close()
+            self.close()
+
+    def close(self) -> None:
+        """Give up sockets and threads; idempotent."""
+        self.ready = False
+        self._packing.shutdown(wait=True, cancel_futures=True)
+        self._producers.close()
+        self._trainers.close()
+        self._waker.close()
 
     def _done(self) -> bool:
-        if self._stop_now or (self._exit_when_finished and self.core.finished):
+        self._served = self._served or self.core.readers.num_readers > 0
+        if self._stop_now or (self._exit_when_finished and self._served and self.core.finished):
             return True
         if self._drain_until is None:
             return False
@@ -210,6 +222,7 @@ class BrokerService:
         if now - self._ticked >= TICK_S:
             self._ticked = now
             self._handle(Tick(now))
+            self.snapshot = self._reporter.tick(now) or self.snapshot
         for router, kind in ((self._trainers, FromTrainer), (self._producers, FromProducer)):
             for frames in drain(router, DRAIN_AT_MOST):
                 self._receive(frames, kind)
@@ -222,6 +235,7 @@ class BrokerService:
             self._drain_until = now + self.config.drain_timeout_s
             log.info("draining: serving what is formed, for %.0f s at most", self.config.drain_timeout_s)
             self._handle(Drain())
+            self.snapshot = self._reporter.take(now)
 
     def _receive(self, frames: list[Any], kind: type[FromProducer] | type[FromTrainer]) -> None:
         try:

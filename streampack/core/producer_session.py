@@ -85,7 +85,7 @@ class Forget(Effect, frozen=True):
 
 
 class Finish(Effect, frozen=True):
-    """Nothing is left to do, or the broker refused: ``error`` says so."""
+    """Nothing is left to do, or the broker refused: ``error`` says so; code ``stopped``: the broker is stopping."""
 
     error: str
     code: str = ""
@@ -229,8 +229,9 @@ class ProducerSession:
         self._finished = True
         if isinstance(message, Reject):
             return [Finish(message.detail, message.code)]
-        said: list[Effect] = [Report("info", message.reason)] if isinstance(message, Bye) else []
-        return [*said, Finish("")]
+        if isinstance(message, Bye):
+            return [Report("info", message.reason), Finish("", "stopped")]
+        return [Finish("")]
 
     def _chunk(self, chunk: Chunk) -> list[Effect]:
         held = self.held.get(chunk.key)

@@ -1,0 +1,261 @@
+"""The command ``streampack``: parses, calls, and turns errors into one line and an exit code.
+
+Exit codes: 0 good, 1 failed, 2 misuse, 75 try again, 130 interrupted. What a command does is
+elsewhere and imported when it runs, so that ``--help`` is quick. Only this module prints.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from msgspec.structs import replace
+
+import streampack
+from streampack.core.rules import PackerName
+from streampack.errors import StreampackError
+from streampack_services import logs
+
+app = typer.Typer(
+    name="streampack", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)  # fmt: skip
+
+
+def main() -> int:
+    """Run the command line. Returns the exit code; only a bug of ours shows a traceback."""
+    try:
+        app()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except StreampackError as error:
+        print("streampack:", " ".join(str(error).split()), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        traceback.print_exc()
+        print(
+            f"streampack: this is a bug of streampack {streampack.__version__}: please report it with the lines above",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+PACKERS: tuple[str, ...] = get_args(PackerName)
+
+
+# Options that several commands share
+
+LogLevel = Annotated[logs.Level, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object a line.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait for an answer.")]
+Endpoint = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="ENDPOINT", show_default=False,
+        help="The broker's HTTP address, http://host:port, or file:// and its rendezvous file. "
+        "Default: STREAMPACK_HTTP of the environment, else http://127.0.0.1:7400.",
+    ),
+]  # fmt: skip
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"streampack {streampack.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Tokens to GPUs with nothing wasted, nothing lost and nobody waiting.
+
+    \b
+    Producers stream tokenized samples to a broker; the broker packs them into
+    steps; each rank of the trainers gets its shard. To see all of it at work:
+
+    \b
+        streampack demo
+
+    Exit codes: 0 good, 1 failed, 2 misuse, 75 try again, 130 interrupted.
+    """
+
+
+@app.command()
+def broker(
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="broker.yaml.")],
+    http: Annotated[
+        str | None,
+        typer.Option("--http", metavar="HOST:PORT", help="Instead of listen.http; port 0 is any.", show_default=False),
+    ] = None,
+    exit_when_finished: Annotated[
+        bool, typer.Option("--exit-when-finished", help="End once every step is delivered and all ranks have left.")
+    ] = False,
+    log_level: LogLevel = "info",
+    log_json: LogJson = False,
+) -> None:
+    """Run the broker, until it is told to stop.
+
+    SIGTERM or Ctrl-C drains: ranks get the steps that are formed, then it ends
+    with 0. A second one ends it at once.
+
+    \b
+    Example:
+        streampack broker -c broker.yaml --http 0.0.0.0:7400
+    """
+    from streampack.config import read_broker
+
+    logs.set_up(log_level, as_json=log_json)
+    settings = read_broker(config)
+    if http is not None:
+        settings = replace(settings, listen=replace(settings.listen, http=http))
+    from streampack_services.daemon import serve
+
+    serve(settings, exit_when_finished=exit_when_finished)
+
+
+@app.command()
+def produce(
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="producer.yaml.")],
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", metavar="SECONDS", help="How long the broker may take to answer at first."),
+    ] = 60.0,
+    log_level: LogLevel = "info",
+    log_json: LogJson = False,
+) -> None:
+    """Read, tokenize and send streams to a broker.
+
+    Ends when all is delivered. A broker that falls silent later is waited for. Start as many of these as
+    needed, here or elsewhere: results do not depend on how many there are.
+
+    \b
+    Example:
+        streampack produce -c producer.yaml
+    """
+    from streampack.config import read_producer
+    from streampack_services import producer
+
+    logs.set_up(log_level, as_json=log_json)
+    producer.produce(read_producer(config), timeout_s=timeout, level=log_level, as_json=log_json)
+
+
+@app.command()
+def status(endpoint: Endpoint = None, as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
+    """Show what a broker does, holds and waits for.
+
+    \b
+    Example:
+        streampack status http://node0:7400
+    """
+    from streampack_services import report
+
+    snapshot = report.fetch_status(endpoint, timeout)
+    if as_json:
+        print(json.dumps(snapshot))
+    else:
+        report.show_status(snapshot)
+
+
+@app.command()
+def health(
+    endpoint: Endpoint = None,
+    live: Annotated[bool, typer.Option("--live", help="Ask whether it is alive, not whether it is ready.")] = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Exit with 0 if a broker is ready, with 1 if not.
+
+    For a container's health check.
+
+    \b
+    Example:
+        streampack health http://127.0.0.1:7400
+    """
+    from streampack_services import report
+
+    good, said = report.fetch_health(endpoint, "/livez" if live else "/readyz", timeout)
+    print(said, file=sys.stdout if good else sys.stderr)
+    raise typer.Exit(0 if good else 1)
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="broker.yaml or producer.yaml.")], as_json: AsJson = False
+) -> None:
+    """Check a configuration and show what it comes to.
+
+    Prints the rules with all defaults, how memory is shared out, and what the
+    files of a producer are; starts nothing.
+
+    \b
+    Example:
+        streampack check broker.yaml
+    """
+    from streampack_services import report
+
+    found = report.check(file)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        report.show_check(found)
+
+
+@app.command()
+def demo(
+    steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", min=1, help="Optimizer steps to read.", show_default=False)
+    ] = None,
+    budget: Annotated[
+        int | None, typer.Option("--budget", metavar="TOKENS", min=1, help="Tokens a pack.", show_default=False)
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option("--window", metavar="SAMPLES", min=1, help="What the packer looks over.", show_default=False),
+    ] = None,
+    packer: Annotated[
+        str | None,
+        typer.Option("--packer", metavar="NAME", help=f"{', '.join(PACKERS)}.", show_default=False),
+    ] = None,
+    dp: Annotated[
+        int | None, typer.Option("--dp", metavar="N", min=1, help="Data-parallel ranks.", show_default=False)
+    ] = None,
+    cp: Annotated[
+        int | None, typer.Option("--cp", metavar="N", min=1, help="Context-parallel ranks.", show_default=False)
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", metavar="FILES", help="Files to read instead of what is there.", show_default=False),
+    ] = None,
+    work_ms: Annotated[
+        float | None,
+        typer.Option("--work-ms", metavar="MS", min=0, help="Pretend that a step trains so long.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the result alone.")] = False,
+) -> None:
+    """See the whole service at work on this machine.
+
+    A broker, producers and trainers, on text that is already there.
+
+    \b
+    Example:
+        streampack demo --steps 50 --dp 2 --cp 2
+    """
+    module: Any = importlib.import_module("streampack_services.demo")
+    given: dict[str, Any] = {
+        "steps": steps, "budget": budget, "window": window, "packer": packer, "dp": dp, "cp": cp, "source": source,
+        "work_ms": work_ms,
+    }  # fmt: skip
+    chosen = {name: value for name, value in given.items() if value is not None}
+    raise typer.Exit(module.run_demo(module.DemoOptions(**chosen, json=as_json, quiet=quiet)))

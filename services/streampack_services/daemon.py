@@ -1,0 +1,90 @@
+"""The broker as a process: HTTP beside it, a file that says where it is, and signals.
+
+SIGTERM or SIGINT drains: nothing new is taken, ranks get the steps that are formed, then the
+process ends with 0. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from streampack.config import BrokerConfig
+from streampack.errors import UserError
+from streampack_services.broker import BrokerService, keep_freed_memory
+from streampack_services.http import HttpServer
+
+log = logging.getLogger("streampack.broker")
+
+
+def serve(config: BrokerConfig, *, exit_when_finished: bool = False) -> None:
+    """Serve until drained. Raises UserError or ConfigError for what cannot be served."""
+    keep_freed_memory()
+    service = BrokerService(config, exit_when_finished=exit_when_finished)
+    with _drained_by_signals(service), _closing(service):
+        http = HttpServer(config.listen.http, lambda: service.snapshot)
+        http.start()
+        try:
+            where = service.endpoints
+            log.info("run %s: producers %s, trainers %s", config.run, where["producers"], where["trainers"])
+            log.info("status, metrics and probes at %s", http.url)
+            with _rendezvous(service, http.url):
+                service.run()
+            log.info("stopped after %d steps", service.core.totals.steps)
+        finally:
+            http.close()
+
+
+@contextlib.contextmanager
+def _closing(service: BrokerService) -> Iterator[None]:
+    """Close what ``run`` would, where it is never reached."""
+    try:
+        yield
+    finally:
+        service.close()
+
+
+@contextlib.contextmanager
+def _drained_by_signals(service: BrokerService) -> Iterator[None]:
+    signals = (signal.SIGTERM, signal.SIGINT)
+    caught = 0
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        nonlocal caught
+        caught += 1
+        service.drain()
+        if caught > 1:  # the loop ends at once; should it be stuck, a third ends the process
+            for each in signals:
+                signal.signal(each, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, on_signal) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _rendezvous(service: BrokerService, http: str) -> Iterator[None]:
+    """The rendezvous file, there while the broker is; another broker's is left alone."""
+    if service.config.rendezvous is None:
+        yield
+        return
+    path = Path(service.config.rendezvous)
+    try:
+        service.write_rendezvous(path, http)
+    except OSError as error:
+        raise UserError(f"rendezvous: {path}: cannot be written: {error.strerror}: choose another path") from None
+    log.info("rendezvous file %s", path.absolute())
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(path.read_text()).get("epoch") == service.core.epoch:
+                path.unlink()

@@ -1,0 +1,118 @@
+"""The broker's HTTP side: metrics, probes and status, from its last snapshot.
+
+Runs in a thread of its own beside the broker and only ever reads. ``/livez`` says whether the
+broker's loop still turns and depends on nobody else; ``/readyz`` whether it serves: not while it
+starts, not while it drains. Binds before it starts, so that a taken port is known at once.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from html import escape
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from streampack.errors import ConfigError, UserError
+from streampack_services.metrics import registry
+from streampack_services.status import Snapshot
+
+STUCK_AFTER_S = 30.0
+"""A loop that has taken no snapshot for so long is stuck."""
+_PATHS = ("/status", "/metrics", "/readyz", "/livez")
+
+
+def make_app(snapshot: Callable[[], Snapshot]) -> Starlette:
+    """The application; ``snapshot()`` is the last one taken, and may come from any thread."""
+    own = registry(snapshot)
+
+    def home(_: Request) -> Response:
+        now = snapshot()
+        links = "".join(f'<li><a href="{path}">{path}</a></li>' for path in _PATHS)
+        title = f"streampack: run {escape(now['run'])}, feed {escape(now['feed'])}"
+        return HTMLResponse(
+            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>'
+            f"<body><h1>{title}</h1><p>The broker is {escape(now['state'])}.</p><ul>{links}</ul></body></html>\n"
+        )
+
+    def metrics(_: Request) -> Response:
+        return Response(generate_latest(own), media_type=CONTENT_TYPE_LATEST)
+
+    def livez(_: Request) -> Response:
+        now = snapshot()
+        age = time.time() - now["taken_at"]
+        if now["ready"] and age > STUCK_AFTER_S:
+            return PlainTextResponse(f"stuck: the broker's loop has not turned for {age:.0f} s\n", 503)
+        return PlainTextResponse("alive\n")
+
+    def readyz(_: Request) -> Response:
+        now = snapshot()
+        return PlainTextResponse("ready\n") if now["ready"] else PlainTextResponse(f"not ready: {now['state']}\n", 503)
+
+    def status(_: Request) -> Response:
+        return JSONResponse(snapshot())
+
+    handlers = {"/": home, "/metrics": metrics, "/livez": livez, "/readyz": readyz, "/status": status}
+    return Starlette(routes=[Route(path, handler) for path, handler in handlers.items()])
+
+
+class HttpServer:
+    """Serves ``make_app`` on ``host:port`` (port 0: any free one) in a thread; ``url`` says where."""
+
+    def __init__(self, address: str, snapshot: Callable[[], Snapshot]) -> None:
+        host, port = parse_address(address)
+        self._socket = _listen(host, port, address)
+        bound = self._socket.getsockname()[1]
+        shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{bound}"
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                make_app(snapshot),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._thread = threading.Thread(target=self._serve, name="streampack-http", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening; waits a little for answers under way."""
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(timeout=3)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        self._server.run(sockets=[self._socket])
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """``("127.0.0.1", 7400)`` of ``127.0.0.1:7400``. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"listen.http: got {address!r}, expected host:port such as 127.0.0.1:7400; port 0 is any")
+    return host, int(port)
+
+
+def _listen(host: str, port: int, address: str) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=64)
+    except OSError as error:
+        raise UserError(
+            f"cannot listen on {address} for HTTP: got {(error.strerror or str(error)).lower()}, expected a free one: "
+            f"stop the other process, or give another with listen.http or --http, port 0 for any"
+        ) from None

@@ -1,0 +1,172 @@
+"""The broker's metrics for Prometheus, read from its snapshot.
+
+Names follow https://prometheus.io/docs/practices/naming: one prefix, base units, ``_total`` for
+counters, few labels whose sum means something. Tokens, samples, packs and steps are things that
+are counted and have no unit. Ratios are of 1. A custom collector makes the families when it is
+scraped, so nothing is updated, locked or kept twice.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from streampack_services.status import Snapshot
+
+Rows = Iterable[tuple[tuple[str, ...], float]]
+"""(label values, value) of each series."""
+RANKS = ("dp_rank", "cp_rank", "tp_rank", "pp_rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric: its name without prefix and ``_total``, and where the snapshot has its series."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    text: str
+    rows: Callable[[Snapshot], Rows]
+    labels: tuple[str, ...] = ()
+
+
+def _at(*path: str) -> Callable[[Snapshot], Rows]:
+    def rows(snapshot: Snapshot) -> Rows:
+        value: object = snapshot
+        for key in path:
+            assert isinstance(value, dict)
+            value = value[key]
+        assert isinstance(value, (bool, int, float))
+        return [((), float(value))]
+
+    return rows
+
+
+def _by(path: str) -> Callable[[Snapshot], Rows]:
+    return lambda snapshot: [((key,), float(value)) for key, value in snapshot[path].items()]
+
+
+def _of_streams(key: str) -> Callable[[Snapshot], Rows]:
+    return lambda snapshot: [((row["stream"],), float(row[key])) for row in snapshot["streams"]]
+
+
+def _rejected(snapshot: Snapshot) -> Rows:
+    return [
+        ((row["stream"], reason), float(count))
+        for row in snapshot["streams"]
+        for reason, count in row["rejected"].items()
+    ]
+
+
+def _ranks(row: Snapshot) -> tuple[str, ...]:
+    return tuple(str(row[name]) for name in RANKS)
+
+
+def _of_readers(key: str, scale: float = 1.0) -> Callable[[Snapshot], Rows]:
+    """A figure that the clients send with their pings."""
+    return lambda snapshot: [
+        (_ranks(row), row["stats"][key] * scale) for row in snapshot["readers"] if key in row["stats"]
+    ]
+
+
+def _returned(snapshot: Snapshot) -> Rows:
+    return [(_ranks(row), float(row["done_upto"])) for row in snapshot["readers"]]
+
+
+def _build(snapshot: Snapshot) -> Rows:
+    return [((snapshot["version"], platform.python_version()), 1.0)]
+
+
+def _run(snapshot: Snapshot) -> Rows:
+    return [((snapshot["run"], snapshot["feed"], snapshot["rules"]["digest"]), 1.0)]
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("build_info", "gauge", "1, with the broker's version and that of its Python.", _build,
+           ("version", "python")),
+    Metric("run_info", "gauge", "1, with the run, its feed and the digest of its rules.", _run,
+           ("run", "feed", "rules")),
+    Metric("ready", "gauge", "1 while the broker serves, 0 while it starts or drains.", _at("ready")),
+    # What came in
+    Metric("received_samples", "counter", "Samples taken from producers.", _of_streams("samples"), ("stream",)),
+    Metric("received_tokens", "counter", "Tokens taken from producers and kept.", _of_streams("tokens"), ("stream",)),
+    Metric("overlong_samples", "counter", "Samples that the over-long policy cut, split or dropped.",
+           _of_streams("overlong"), ("stream",)),
+    Metric("lost_tokens", "counter", "Tokens that the over-long policy cut off or dropped.",
+           _of_streams("lost_tokens"), ("stream",)),
+    Metric("rejected_samples", "counter", "Samples that could not be used and were dropped, by reason.",
+           _rejected, ("stream", "reason")),
+    # What was formed
+    Metric("steps", "counter", "Steps formed.", _at("totals", "steps")),
+    Metric("packs", "counter", "Packs formed, empty ones too.", _at("totals", "packs")),
+    Metric("packed_samples", "counter", "Samples in the packs formed.", _at("totals", "samples")),
+    Metric("packed_tokens", "counter", "Real tokens in the packs formed.", _at("totals", "tokens")),
+    Metric("tail_dropped_samples", "counter", "Samples of the last, partial step that policy tail: drop left out.",
+           _at("totals", "dropped_samples")),
+    Metric("waste_tokens", "counter", "Tokens of the packs formed that are nobody's, by cause.",
+           _by("waste_tokens"), ("cause",)),
+    Metric("form_seconds", "counter", "Time spent packing.", _at("form_seconds")),
+    Metric("utilisation_ratio", "gauge", "Real tokens over packs * budget, since the start.",
+           _at("figures", "utilisation")),
+    Metric("waste_ratio", "gauge", "1 - utilisation.", _at("figures", "waste_ratio")),
+    Metric("packing_efficiency_ratio", "gauge", "Packs that the tokens alone would need, over packs formed.",
+           _at("figures", "packing_efficiency")),
+    Metric("bin_balance_ratio", "gauge", "1 - deviation of the packs' fill over its mean; may be negative.",
+           _at("figures", "bin_balance")),
+    Metric("cost_max_over_mean_ratio", "gauge", "Dearest pack over the mean of its micro-batch, mean over all dealt.",
+           _at("figures", "cost_max_over_mean")),
+    # What is held
+    Metric("window_samples", "gauge", "Samples merged and not in a step yet.", _at("window", "samples")),
+    Metric("window_tokens", "gauge", "Tokens of samples merged and not in a step yet.", _at("window", "tokens")),
+    Metric("arena_live_tokens", "gauge", "Tokens held in the arena.", _at("memory", "live_tokens")),
+    Metric("arena_capacity_bytes", "gauge", "Size of the arena.", _at("memory", "arena_bytes")),
+    Metric("arena_token_bytes", "gauge", "Size of a token.", _at("memory", "token_bytes")),
+    Metric("arena_moved_tokens", "counter", "Tokens copied within the arena to make room.",
+           _at("memory", "moved_tokens")),
+    # Who is there, and what went out
+    Metric("sent_tokens", "counter", "Tokens sent to trainers, padding too.", _at("sent_tokens")),
+    Metric("bad_messages", "counter", "Messages damaged, refused, of another run, or that could not be sent.",
+           _by("messages"), ("reason",)),
+    Metric("producers_connected", "gauge", "Producers connected.", _at("producers")),
+    Metric("readers_connected", "gauge", "Ranks attached.", lambda snapshot: [((), float(len(snapshot["readers"])))]),
+    Metric("reader_returned_steps", "gauge", "Steps that a rank has returned.", _returned, RANKS),
+    Metric("reader_starved_ratio", "gauge", "Share of a rank's time spent waiting for data.",
+           _of_readers("starved_fraction"), RANKS),
+    Metric("reader_next_p99_seconds", "gauge", "99th percentile of a rank's wait for a step.",
+           _of_readers("next_p99_ms", 1e-3), RANKS),
+)  # fmt: skip
+
+
+class _SnapshotCollector(Collector):
+    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+        self._snapshot = snapshot
+
+    def describe(self) -> Iterable[Family]:
+        return [_family(metric) for metric in METRICS]
+
+    def collect(self) -> Iterator[Family]:
+        snapshot = self._snapshot()
+        for metric in METRICS:
+            family = _family(metric)
+            for labels, value in metric.rows(snapshot):
+                family.add_metric(labels, value)
+            yield family
+
+
+def _family(metric: Metric) -> CounterMetricFamily | GaugeMetricFamily:
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    return kind(f"streampack_{metric.name}", metric.text, labels=metric.labels)
+
+
+def registry(snapshot: Callable[[], Snapshot]) -> CollectorRegistry:
+    """A registry of this process alone, whose every scrape reads ``snapshot()`` once."""
+    own = CollectorRegistry()
+    own.register(_SnapshotCollector(snapshot))
+    ProcessCollector(registry=own)
+    return own

@@ -1,0 +1,275 @@
+"""What ``streampack status``, ``health`` and ``check`` show: fetched or worked out, then laid out for a person.
+
+Knows the snapshot's keys (``status.py``) and the configuration's; starts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from streampack.client import read_rendezvous
+from streampack.config import BrokerConfig, ProducerConfig, read_either
+from streampack.errors import PeerError, Unreachable, UserError
+from streampack_services.status import describe
+
+DEFAULT_ENDPOINT = "http://127.0.0.1:7400"
+Tree = dict[str, Any]
+
+
+# Fetching
+
+
+def _base(endpoint: str | None, timeout_s: float) -> str:
+    found = endpoint or os.environ.get("STREAMPACK_HTTP") or DEFAULT_ENDPOINT
+    if found.startswith("file://"):
+        found = read_rendezvous(Path(found.removeprefix("file://")), "http", timeout_s)
+    if "://" not in found:
+        found = f"http://{found}"
+    if not found.startswith(("http://", "https://")):
+        raise UserError(f"got endpoint {found!r}, expected the broker's HTTP address such as {DEFAULT_ENDPOINT}")
+    return found.rstrip("/")
+
+
+def _fetch(base: str, path: str, timeout_s: float) -> tuple[int, str]:
+    """(HTTP status, text). Raises Unreachable. Proxies of the environment are not used: a broker is near."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(base + path, timeout=timeout_s) as answer:
+            return int(answer.status), answer.read().decode("utf-8", "replace")
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode("utf-8", "replace")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        what = getattr(reason, "strerror", None) or str(reason)
+        raise Unreachable(
+            f"{base}: got no answer ({what.lower()}), expected a broker: is 'streampack broker' running, "
+            f"with listen.http there?"
+        ) from None
+
+
+def fetch_status(endpoint: str | None, timeout_s: float) -> Tree:
+    """The broker's snapshot. Raises Unreachable, or PeerError if something else answers there."""
+    base = _base(endpoint, timeout_s)
+    code, text = _fetch(base, "/status", timeout_s)
+    try:
+        found = json.loads(text)
+        if code == 200 and isinstance(found, dict) and "run" in found:
+            return found
+    except ValueError:
+        pass
+    raise PeerError(f"{base}/status: got an answer {code} that is no broker's, expected one: check the address")
+
+
+def fetch_health(endpoint: str | None, path: str, timeout_s: float) -> tuple[bool, str]:
+    """(good, what was said)."""
+    try:
+        code, text = _fetch(_base(endpoint, timeout_s), path, timeout_s)
+    except Unreachable as error:
+        return False, f"streampack: {error}"
+    return code == 200, text.strip() or f"got an answer {code}"
+
+
+# status
+
+
+def show_status(snapshot: Tree) -> None:
+    """Print a snapshot."""
+    console = Console(highlight=False)
+    steps, figures, memory = snapshot["steps"], snapshot["figures"], snapshot["memory"]
+    end = "" if steps["end"] is None else f" of {steps['end']}"
+    console.print(
+        f"[bold]{snapshot['run']}[/bold]  feed {snapshot['feed']}  {snapshot['state']}  "
+        f"up {_duration(snapshot['uptime_s'])}  streampack {snapshot['version']}"
+    )
+    if snapshot["waiting_for"]:
+        console.print(describe(**snapshot["waiting_for"]))
+    live, arena = memory["live_tokens"] * memory["token_bytes"], memory["arena_bytes"]
+    packed = f"{_count(snapshot['totals']['tokens'])} tokens in {_count(snapshot['totals']['packs'])} packs"
+    waste = [f"{cause.replace('_', ' ')} {_count(tokens)}" for cause, tokens in snapshot["waste_tokens"].items()]
+    rows = [
+        ("steps", f"{steps['formed']} formed{end}, {steps['returned']} returned by every rank"),
+        ("packed", f"{packed}, {_count(snapshot['tokens_per_s'])} tokens/s"),
+        ("utilisation", f"{figures['utilisation']:.2%}, packing efficiency {figures['packing_efficiency']:.2%}"),
+        ("balance", f"{figures['bin_balance']:.3f} of fill, cost max/mean {figures['cost_max_over_mean']:.3f}"),
+        ("wasted tokens", ", ".join(waste)),
+        ("window", f"{snapshot['window']['samples']} samples, {_count(snapshot['window']['tokens'])} tokens"),
+        ("memory", f"{_bytes(live)} of {_bytes(arena)}"),
+        ("bad messages", ", ".join(f"{what} {count}" for what, count in snapshot["messages"].items())),
+    ]
+    facts = Table.grid(padding=(0, 2))
+    for row in rows:
+        facts.add_row(*row)
+    console.print(facts)
+    console.print(_streams_table(snapshot))
+    console.print(_readers_table(snapshot))
+
+
+def _streams_table(snapshot: Tree) -> Table:
+    table = _table("stream", "weight", "samples", "tokens", "over-long", "lost", "rejected", "ended")
+    for row in snapshot["streams"]:
+        rejected = ", ".join(f"{reason} {count}" for reason, count in row["rejected"].items()) or "0"
+        table.add_row(
+            row["stream"], f"{row['weight']:g}", _count(row["samples"]), _count(row["tokens"]), str(row["overlong"]),
+            _count(row["lost_tokens"]), rejected, f"{row['ended_partitions']} of {row['partitions']}",
+        )  # fmt: skip
+    table.title = f"{snapshot['producers']} producers"
+    return table
+
+
+def _readers_table(snapshot: Tree) -> Table:
+    table = _table("rank", "where", "steps returned", "ready ahead", "starved", "next() p99")
+    for row in snapshot["readers"]:
+        stats = row["stats"]
+        rank = " ".join(f"{name}={row[f'{name}_rank']}" for name in ("dp", "cp", "tp", "pp"))
+        starved = f"{stats['starved_fraction']:.1%}" if "starved_fraction" in stats else "-"
+        p99 = f"{stats['next_p99_ms']:.2f} ms" if "next_p99_ms" in stats else "-"
+        ahead = max(0, row["have_upto"] - row["done_upto"])
+        table.add_row(rank, row["where"], str(row["done_upto"]), str(ahead), starved, p99)
+    all_ = "" if snapshot["all_ranks_attached"] or not snapshot["readers"] else ", not yet all of their mesh"
+    table.title = f"{len(snapshot['readers'])} ranks{all_}"
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="left" if name == "where" else "right")
+    return table
+
+
+# check
+
+
+def check(file: Path) -> Tree:
+    """What a configuration file comes to. Raises ConfigError, and SourceError for shards that are not there."""
+    config = read_either(file)
+    return _check_broker(config) if isinstance(config, BrokerConfig) else _check_producer(config)
+
+
+def _check_broker(config: BrokerConfig) -> Tree:
+    from streampack_services.broker import plan
+
+    found = plan(config)
+    size, capacity = np.dtype(config.tokens).itemsize, found.capacity
+    partitions = sum(count for _, _, count in found.rules.streams)
+    rules = {key: value for key, value in msgspec.to_builtins(found.rules).items() if key != "streams"}
+    return {
+        "kind": "broker",
+        "run": config.run,
+        "rules": rules | {"digest": found.rules.digest, "poison": config.rules.poison},
+        "step_tokens": found.rules.packs * found.rules.budget,
+        "micro_batches": found.rules.packs // config.planned_mesh.dp,
+        "planned_mesh": msgspec.to_builtins(config.planned_mesh),
+        "streams": msgspec.to_builtins(config.streams),
+        "memory": {
+            "total_bytes": found.memory_bytes,
+            "merged_bytes": capacity.merged_tokens * size,
+            "partition_bytes": capacity.quota_tokens * size,
+            "partitions": partitions,
+            "spare_bytes": found.memory_bytes - (capacity.merged_tokens + partitions * capacity.quota_tokens) * size,
+        },
+        "listen": msgspec.to_builtins(config.listen),
+    }
+
+
+def _check_producer(config: ProducerConfig) -> Tree:
+    from streampack_services.producer import open_sources
+
+    sources = open_sources(config)
+    return {
+        "kind": "producer",
+        "broker": config.broker,
+        "processes": config.processes,
+        "streams": {
+            name: {
+                "source": config.streams[name].source, "shards": source.num_shards, "digest": source.digest,
+                "tokenizer": (config.streams[name].tokenizer or config.tokenizer).name,
+            }
+            for name, source in sources.items()
+        },
+    }  # fmt: skip
+
+
+def show_check(found: Tree) -> None:
+    """Print what ``check`` found."""
+    console = Console(highlight=False)
+    facts = Table.grid(padding=(0, 2))
+    for name, text in _broker_facts(found) if found["kind"] == "broker" else _producer_facts(found):
+        facts.add_row(name, text)
+    console.print(facts)
+    console.print(f"good: {'broker' if found['kind'] == 'broker' else 'producer'}.yaml can be used")
+
+
+def _broker_facts(found: Tree) -> list[tuple[str, str]]:
+    rules, memory, mesh = found["rules"], found["memory"], found["planned_mesh"]
+    balance = rules["balance"]
+    cost = f"a sample of s tokens costs {6 * balance['hidden_size'] if balance.get('hidden_size') else balance['a']}*s"
+    square = 1 if balance.get("hidden_size") else balance["b"]
+    return [
+        ("run", found["run"]),
+        ("rules", f"digest {rules['digest']}"),
+        ("  packs", f"{rules['budget']} tokens each, by {rules['packer']} over a window of {rules['window']} samples"),
+        ("  step", (f"{rules['packs']} packs, {_count(found['step_tokens'])} tokens; "
+                   f"on dp={mesh['dp']} {found['micro_batches']} micro-batches a rank")),
+        ("  align", f"samples to {rules['align']['sample']}, packs to {rules['align']['pack']} tokens"),
+        ("  balance", f"{balance['kind']}: {cost} + {square}*s*s"),
+        ("  policies", f"overlong {rules['overlong']}, poison {rules['poison']}, tail {rules['tail']}"),
+        ("  seed", str(rules["seed"])),
+        *[(f"stream {name}", _stream_text(stream)) for name, stream in found["streams"].items()],
+        ("memory", (f"{_bytes(memory['total_bytes'])}: {_bytes(memory['merged_bytes'])} for window and steps, "
+                   f"{memory['partitions']} partitions of {_bytes(memory['partition_bytes'])}, "
+                   f"{_bytes(memory['spare_bytes'])} spare for cleaning")),
+        *[(f"listens for {side}", where) for side, where in found["listen"].items()],
+    ]  # fmt: skip
+
+
+def _stream_text(stream: Tree) -> str:
+    passes = "for ever" if stream["repeat"] else f"{stream['passes']} passes" if stream["passes"] > 1 else "1 pass"
+    return f"weight {stream['weight']:g}, {passes}, {stream['partitions']} partitions"
+
+
+def _producer_facts(found: Tree) -> list[tuple[str, str]]:
+    return [
+        ("broker", found["broker"]),
+        ("processes", str(found["processes"])),
+        *[
+            (f"stream {name}", (f"{row['shards']} {row['source']} files, tokenizer {row['tokenizer']}, "
+                               f"digest {row['digest'][:16]}"))
+            for name, row in found["streams"].items()
+        ],
+    ]  # fmt: skip
+
+
+# Numbers for people
+
+
+def _count(value: float) -> str:
+    """``12.3M``."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def _bytes(value: float) -> str:
+    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
