@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.layout import derive, layout, positions_of, shard_slices
+from streampack.core.layout import Layouts, cut, derive, layouts, positions_of
 from streampack.core.messages import Attached, Envelope, Mesh, StepPart
-from streampack.core.samples import I32, I64
+from streampack.core.samples import I32, I64, IGNORE_INDEX
 from streampack.errors import WireError
+from streampack.slabs import Slabs
 
 FORMATS = ("numpy",)
+_TOGETHER = 16
+"""Packs derived in one go: enough to share numpy's cost by the call, few enough to stay in cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +57,12 @@ class Pack(Mapping[str, Any]):
     dp_rank: int
     pack: int
     """Its number in the step, the same on every mesh."""
-    tokens_index: I64
-    """[T'] where in the whole pack each token lies."""
+    slices: I64
+    """[k, 2] the parts [start, stop) of the whole pack that this rank holds, in its order."""
+
+    def positions(self) -> I64:
+        """[T'] where in the whole pack each token lies."""
+        return positions_of(self.slices[:, 0], self.slices[:, 1])
 
     def __getitem__(self, key: str) -> Any:
         if key not in _KEYS:
@@ -96,8 +103,11 @@ class Step:
         return len(self.packs)
 
 
-def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh) -> Step:
-    """A step from its parts. Raises WireError if what the broker sent breaks an invariant."""
+def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs: Slabs) -> Step:
+    """A step from its parts, its arrays in memory of ``slabs``.
+
+    Raises WireError if what the broker sent breaks an invariant.
+    """
     packs: list[Pack] = []
     first: StepPart | None = None
     for envelope in parts:
@@ -105,7 +115,7 @@ def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh) -> Ste
         if not isinstance(message, StepPart):
             raise WireError(f"got {type(message).__name__} among the parts of a step")
         first = first or message
-        packs += _build_packs(message, envelope.payload, attached, mesh)
+        packs += _build_packs(message, envelope.payload, attached, mesh, slabs)
     if first is None or len(packs) != first.micro_batches:
         raise WireError(f"got {len(packs)} micro-batches, expected {first.micro_batches if first else 'some'}")
     return Step(
@@ -113,7 +123,7 @@ def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh) -> Ste
     )
 
 
-def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: Mesh) -> list[Pack]:
+def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: Mesh, slabs: Slabs) -> list[Pack]:
     rules = attached.rules
     cp, rank = (mesh.cp, mesh.cp_rank) if attached.layout == "zigzag" else (1, 0)
     counts = np.frombuffer(part.counts_u32, "<u4").astype(np.int64)
@@ -132,33 +142,54 @@ def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mes
     tokens = np.frombuffer(payload[0], attached.dtype)
     if len(tokens) != len(counts) * width or int(counts.sum()) != len(lengths) or not len(counts) == len(loss):
         raise WireError(f"got {len(tokens)} tokens for {len(counts)} packs, expected {width} each")
-    rows = tokens.reshape(len(counts), width).astype(np.int64)
     edges = np.frombuffer(payload[1], "<i4").reshape(-1, 2) if cp > 1 else None
-    packs = []
-    stops = np.cumsum(counts).tolist()
-    for i, stop in enumerate(stops):
-        start = stop - int(counts[i])
-        pack = layout(lengths[start:stop], rules.align.sample, rules.budget)
-        begins, ends = shard_slices(pack.cu_seqlens_padded, cp, rank, attached.layout)
-        derived = derive(pack, rows[i], begins, ends, None if edges is None else edges[start:stop].reshape(-1))
-        packs.append(
-            Pack(
-                input_ids=rows[i],
-                labels=derived.labels,
-                position_ids=derived.position_ids,
-                padding_mask=derived.padding_mask,
-                cu_seqlens=pack.cu_seqlens,
-                cu_seqlens_padded=pack.cu_seqlens_padded,
-                max_seqlen=pack.max_seqlen,
-                num_samples=pack.num_samples,
-                num_segments=pack.num_segments,
-                sample_ids=ids[start:stop],
-                num_loss_tokens=loss[i],
-                step=part.step,
-                micro_batch=part.first + i,
-                dp_rank=mesh.dp_rank,
-                pack=numbers[i],
-                tokens_index=positions_of(begins, ends),
+    packs: list[Pack] = []
+    stops = np.cumsum(counts)
+    for at in range(0, len(counts), _TOGETHER):
+        some = slice(at, at + _TOGETHER)
+        first, last = int(stops[at] - counts[at]), int(stops[some][-1])
+        laid = layouts(lengths[first:last], counts[some], rules.align.sample, rules.budget)
+        starts, ends = cut(laid.start, laid.stop, cp, rank, attached.layout)
+        each = len(starts) // max(len(laid.start), 1)
+        slices = np.stack([starts, ends], axis=1)
+        size = len(counts[some]) * width
+        slab = slabs.take(25 * size)
+        input_ids, labels, position_ids = np.frombuffer(slab, np.int64, 3 * size).reshape(3, size)
+        padding_mask = np.frombuffer(slab, np.bool_, size, 24 * size)
+        input_ids[:] = tokens[at * width : at * width + size]
+        derive(
+            input_ids, starts - np.repeat(laid.start, each), ends - starts, np.repeat(laid.real, each),
+            None if edges is None else _edges(edges[first:last], laid), labels, position_ids, padding_mask,
+        )  # fmt: skip
+        bounds = (laid.first_segment * each).tolist()
+        samples = (laid.first_sample + first).tolist()
+        for i, pack in enumerate(laid.packs()):
+            row = slice(i * width, (i + 1) * width)
+            packs.append(
+                Pack(
+                    input_ids=input_ids[row],
+                    labels=labels[row],
+                    position_ids=position_ids[row],
+                    padding_mask=padding_mask[row],
+                    cu_seqlens=pack.cu_seqlens,
+                    cu_seqlens_padded=pack.cu_seqlens_padded,
+                    max_seqlen=pack.max_seqlen,
+                    num_samples=pack.num_samples,
+                    num_segments=pack.num_segments,
+                    sample_ids=ids[samples[i] : samples[i + 1]],
+                    num_loss_tokens=loss[at + i],
+                    step=part.step,
+                    micro_batch=part.first + at + i,
+                    dp_rank=mesh.dp_rank,
+                    pack=numbers[at + i],
+                    slices=slices[bounds[i] : bounds[i + 1]],
+                )
             )
-        )
     return packs
+
+
+def _edges(edges: I32, laid: Layouts) -> I32:
+    """Edges by slice, int32 [2 * segments]: the tail padding has none."""
+    found = np.full((len(laid.start), 2), IGNORE_INDEX, np.int32)
+    found[laid.real > 0] = edges
+    return found.reshape(-1)

@@ -16,6 +16,7 @@ every segment a multiple of 2W) are checked here, since the kernel loses tokens 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,20 +73,57 @@ def layout(lengths: I64, align: int, total: int) -> Layout:
     [0, 4, 6, 8]
     """
     lengths = np.asarray(lengths, np.int64)
+    return layouts(lengths, np.array([len(lengths)]), align, total).packs()[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """Several packs at once, their segments concatenated: one pass of numpy for all of them.
+
+    ``lengths`` int64 [samples]; ``real``, ``start`` and ``stop`` int64 [segments]: real tokens and
+    storage of each, from its own pack's start; ``first_sample`` and ``first_segment`` int64 [packs + 1].
+    """
+
+    lengths: I64
+    real: I64
+    start: I64
+    stop: I64
+    first_sample: I64
+    first_segment: I64
+
+    def packs(self) -> list[Layout]:
+        """Each pack's own boundaries."""
+        real, stop, count = self.real.astype(np.int32), self.stop.astype(np.int32), len(self.first_segment) - 1
+        spans = pairwise(self.first_segment.tolist())
+        samples = list(pairwise(self.first_sample.tolist()))
+        found = []
+        for i, (begin, end) in zip(range(count), spans, strict=True):
+            bounds = np.zeros((2, end - begin + 1), np.int32)
+            np.cumsum(real[begin:end], out=bounds[0, 1:])
+            bounds[1, 1:] = stop[begin:end]
+            found.append(Layout(self.lengths[slice(*samples[i])], bounds[0], bounds[1]))
+        return found
+
+
+def layouts(lengths: I64, counts: I64, align: int, total: int) -> Layouts:
+    """Lay packs of ``counts`` int64 [p] samples each out, as ``layout`` does; same errors."""
     if len(lengths) and int(lengths.min()) <= 0:
         raise ValueError(f"got a sample of {int(lengths.min())} tokens, expected at least 1")
+    first_sample = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=first_sample[1:])
     slots = -(-lengths // align) * align
-    used = int(slots.sum())
-    if used > total:
-        raise ValueError(f"got {used} tokens with padding, expected at most {total}")
-    tail = int(used < total)
-    real = np.zeros(len(lengths) + 1 + tail, np.int32)
-    padded = np.zeros_like(real)
-    np.cumsum(lengths, out=real[1 : len(lengths) + 1])
-    np.cumsum(slots, out=padded[1 : len(lengths) + 1])
-    if tail:
-        real[-1], padded[-1] = real[-2], total
-    return Layout(lengths, real, padded)
+    filled = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(slots, out=filled[1:])
+    tails = total - (filled[first_sample[1:]] - filled[first_sample[:-1]])
+    if len(tails) and int(tails.min()) < 0:
+        raise ValueError(f"got {total - int(tails.min())} tokens with padding, expected at most {total}")
+    open_ = np.flatnonzero(tails)  # packs with tail padding, which is a segment of its own
+    at = first_sample[open_ + 1]
+    slots = np.insert(slots, at, tails[open_])
+    first_segment = first_sample.copy()
+    first_segment[1:] += np.cumsum(tails > 0)
+    stop = np.cumsum(slots) - np.repeat(np.arange(len(counts)) * total, np.diff(first_segment))
+    return Layouts(lengths, np.insert(lengths, at, 0), stop - slots, stop, first_sample, first_segment)
 
 
 def shard_slices(cu_seqlens_padded: I32, cp: int, rank: int, kind: str) -> tuple[I64, I64]:
@@ -97,14 +135,18 @@ def shard_slices(cu_seqlens_padded: I32, cp: int, rank: int, kind: str) -> tuple
     >>> [a.tolist() for a in shard_slices(np.array([0, 8, 16]), 2, 0, "zigzag")]
     [[0, 6, 8, 14], [2, 8, 10, 16]]
     """
+    cu = np.asarray(cu_seqlens_padded, np.int64)
+    return cut(cu[:-1], cu[1:], cp, rank, kind)
+
+
+def cut(start: I64, stop: I64, cp: int, rank: int, kind: str) -> tuple[I64, I64]:
+    """``shard_slices`` of segments [start, stop), of one pack or of many."""
     if kind not in LAYOUTS:
         raise ValueError(f"got context-parallel layout {kind!r}, expected one of {', '.join(LAYOUTS)}")
     if not 0 <= rank < cp:
         raise ValueError(f"got context-parallel rank {rank}, expected 0 <= rank < {cp}")
-    cu = np.asarray(cu_seqlens_padded, np.int64)
-    start, stop = cu[:-1], cu[1:]
     if kind == "whole" or cp == 1:
-        return start.copy(), stop.copy()
+        return start, stop
     ragged = (stop - start) % (2 * cp) != 0
     if ragged.any():
         at = int(np.argmax(ragged))
@@ -119,42 +161,49 @@ def shard_slices(cu_seqlens_padded: I32, cp: int, rank: int, kind: str) -> tuple
 
 
 def positions_of(starts: I64, stops: I64) -> I64:
-    """The pack positions of a shard's tokens, int64 [T / cp], from its slices."""
+    """The positions [start, stop) of all slices, one after another, int64 [sum of sizes]."""
     sizes = stops - starts
-    shift = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
-    positions: I64 = np.arange(int(sizes.sum()), dtype=np.int64) + shift
+    some = sizes > 0
+    positions = np.empty(int(sizes.sum()), np.int64)
+    _count_up(starts[some], sizes[some], positions)
     return positions
 
 
-@dataclass(frozen=True, slots=True)
-class Derived:
-    """What a client derives for its shard from lengths: arrays of [T / cp]."""
+def _count_up(starts: I64, sizes: I64, out: I64) -> None:
+    """Fill ``out`` with starts[i], starts[i] + 1, ... for each slice, all of at least one, in place."""
+    if len(out):
+        out.fill(1)
+        out[np.cumsum(sizes[:-1])] = starts[1:] - (starts + sizes)[:-1] + 1
+        out[0] = starts[0]
+        np.cumsum(out, out=out)
 
-    position_ids: I64
-    labels: I64
-    padding_mask: NDArray[np.bool_]
 
+def derive(
+    input_ids: I64, offset: I64, size: I64, real: I64, edges: I32 | None,
+    labels: I64, position_ids: I64, padding_mask: NDArray[np.bool_],
+) -> None:  # fmt: skip
+    """Fill in the labels, positions and padding mask of a shard, or of several one after another.
 
-def derive(pack: Layout, input_ids: I64, starts: I64, stops: I64, edges: I32 | None) -> Derived:
-    """Positions, labels and padding mask of a shard.
+    ``input_ids`` int64 [N] are the tokens; the last three arrays, [N] as well, are filled in.
+    Slice i is ``size[i]`` tokens and begins ``offset[i]`` tokens into its segment, which holds
+    ``real[i]`` real ones; all int64 [k]. ``edges`` int32 [k] holds the token that follows each
+    slice in its sample (-100 where none does): the label at a slice's end is a token that another
+    rank holds. None where slices are whole segments.
 
-    ``input_ids`` int64 [T / cp] are the shard's tokens, ``starts`` and ``stops`` its slices.
-    ``edges`` int32 [slices of samples] holds, for each slice, the token that follows it in its
-    sample (-100 where none does): a label at a slice's end is a token that another rank holds.
-    None where slices are whole segments. Positions restart at 0 in each segment; labels are
-    shifted inside each sample and -100 at its last real token and at all padding.
+    Positions restart at 0 in each segment; labels are shifted inside each sample and -100 at its
+    last real token and at all padding.
     """
-    sizes = stops - starts
-    segment = np.searchsorted(pack.cu_seqlens_padded, starts, side="right") - 1
-    begin = pack.cu_seqlens_padded[segment].astype(np.int64)
-    real = np.diff(pack.cu_seqlens).astype(np.int64)[segment]
-    ends = np.cumsum(sizes)
-    local = np.arange(len(input_ids), dtype=np.int64)
-    position_ids = local + np.repeat(starts - begin - (ends - sizes), sizes)
-    left = np.repeat(real, sizes) - position_ids
-    labels = np.empty_like(input_ids)
+    ends = np.cumsum(size)
+    begins = ends - size
+    kept = np.clip(real - offset, 0, size)  # real tokens of each slice; padding is all behind them
+    _count_up(offset, size, position_ids)
+    padding = positions_of(begins + kept, ends)
+    padding_mask[:] = False
+    padding_mask[padding] = True
     labels[:-1] = input_ids[1:]
+    labels[-1:] = IGNORE_INDEX
     if edges is not None:
-        labels[ends[: len(edges)] - 1] = edges
-    labels[left <= 1] = IGNORE_INDEX
-    return Derived(position_ids, labels, left <= 0)
+        labels[ends - 1] = edges
+    last = (kept > 0) & (offset + kept == real)
+    labels[(begins + kept - 1)[last]] = IGNORE_INDEX
+    labels[padding] = IGNORE_INDEX

@@ -53,7 +53,6 @@ class _Reader:
     where: str
     mesh: Mesh
     heard: float
-    done_upto: int
     sent_upto: int
     want_stop: int = 0
     resend: int = 0
@@ -83,6 +82,7 @@ class Readers:
         self._waiting_for = waiting_for
         self._readers: dict[Ranks, _Reader] = {}
         self._by_peer: dict[bytes, Ranks] = {}
+        self._returned: dict[Ranks, int] = {}  # steps returned, by rank; of ranks that left, too
         self._steps: dict[int, Kept] = {}
         self._chains: dict[int, bytes] = {}
         self._attempt = 0
@@ -159,22 +159,25 @@ class Readers:
         """The rank that has returned the fewest steps, for a person."""
         if not self._readers:
             return "no rank is attached"
-        reader = min(self._readers.values(), key=lambda r: r.done_upto)
-        return f"rank {reader.mesh} at {reader.where} has returned {reader.done_upto} steps"
+        ranks = min(self._returned, key=lambda ranks: self._returned[ranks])
+        if ranks not in self._readers:
+            return f"{_name(ranks)} left after {self._returned[ranks]} steps: start it again"
+        reader = self._readers[ranks]
+        return f"rank {reader.mesh} at {reader.where} has returned {self._returned[ranks]} steps"
 
     def stats(self) -> list[dict[str, object]]:
         """One row a reader: rank, where, progress and its own figures."""
         rows: list[dict[str, object]] = []
         for ranks, reader in sorted(self._readers.items()):
             row: dict[str, object] = dict(zip(("dp_rank", "cp_rank", "tp_rank", "pp_rank"), ranks, strict=True))
-            row |= {"where": reader.where, "done_upto": reader.done_upto, "have_upto": reader.have_upto}
+            row |= {"where": reader.where, "done_upto": self._returned[ranks], "have_upto": reader.have_upto}
             rows.append(row | {"silent_s": round(self._now - reader.heard, 3), "stats": reader.stats})
         return rows
 
     @property
     def joined(self) -> bool:
-        """Every rank of the mesh is attached."""
-        return bool(self._readers) and len(self._readers) == int(np.prod(self._sizes()))
+        """Every rank of the mesh has attached in this attempt; some may have left since."""
+        return bool(self._readers) and len(self._returned) == int(np.prod(self._sizes()))
 
     # Attaching
 
@@ -187,10 +190,12 @@ class Readers:
             return self._reject(peer, *refusal)
         if not self._readers:
             self._attempt += 1
+            self._returned.clear()
         if held is not None:
             self._by_peer.pop(held.peer, None)
         at = message.next_step
-        self._readers[message.mesh.ranks] = _Reader(message.reader, peer, where, message.mesh, self._now, at, at)
+        self._readers[message.mesh.ranks] = _Reader(message.reader, peer, where, message.mesh, self._now, at)
+        self._returned[message.mesh.ranks] = at
         self._by_peer[peer] = message.mesh.ranks
         attached = Attached(
             feed=self._feed, reader=message.reader, lineage=LINEAGE, next_step=at, rules=self._rules,
@@ -262,16 +267,17 @@ class Readers:
         return self._done(reader, message.done_upto) + self._wait(reader)
 
     def _done(self, reader: _Reader, done_upto: int) -> list[Effect]:
-        if done_upto <= reader.done_upto:
+        done_upto = min(done_upto, reader.sent_upto)
+        if done_upto <= self._returned[reader.mesh.ranks]:
             return []
-        reader.done_upto = min(done_upto, reader.sent_upto)
+        self._returned[reader.mesh.ranks] = done_upto
         return self._release()
 
     def _release(self) -> list[Effect]:
         """Forget the steps that every rank has returned."""
         if not self.joined:
             return []
-        upto = min(self.formed_upto, min(reader.done_upto for reader in self._readers.values()))
+        upto = min(self.formed_upto, min(self._returned.values()))
         effects: list[Effect] = []
         for number in range(self.released_upto, upto):
             kept = self._steps.pop(number)
@@ -358,9 +364,9 @@ class Readers:
     def _missing(self) -> str:
         dp, cp, tp, pp = self._sizes()
         names = [
-            f"dp={d} cp={c}" + (f" tp={t}" if tp > 1 else "") + (f" pp={p}" if pp > 1 else "")
+            _name((d, c, t, p))
             for d in range(dp) for c in range(cp) for t in range(tp) for p in range(pp)
-            if (d, c, t, p) not in self._readers
+            if (d, c, t, p) not in self._returned
         ]  # fmt: skip
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         return f"{len(names)} of {dp * cp * tp * pp} ranks are not attached: {'; '.join(names[:8])}{more}"
@@ -374,3 +380,7 @@ class Readers:
 
     def _send(self, peer: bytes, message: Message) -> list[Effect]:
         return [SendTrainer(peer, self._envelope(message))]
+
+
+def _name(ranks: Ranks) -> str:
+    return " ".join(f"{name}={rank}" for name, rank in zip(("dp", "cp", "tp", "pp"), ranks, strict=True))
