@@ -26,8 +26,9 @@ Nothing is remembered: without one of its packs, first fit decreasing makes the 
 A *full* sample, as long as the budget, leaves alone and at once, so that full ones do not crowd the
 window. This alone makes others wait: when the oldest has waited W packs, it goes first.
 
-No sample waits more than W packs plus the samples held when it came: every pack but a full
-sample's holds the oldest, and after W packs all do.
+No sample waits more than W packs plus the samples held when it came: from W packs on it is the
+oldest, and every pack takes the oldest, or all that are older were held when it came, and each
+pack takes one of them.
 
 Lengths and budget are in any one unit: tokens, or multiples of the alignment, which is faster.
 Below is the plain-Python twin, where a row of the bitset is one big int. ``kernels`` holds the
@@ -41,6 +42,7 @@ same in numba, used where numba is installed; tests hold the two equal, pack for
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -50,6 +52,9 @@ from streampack.core.packers.window import I64, Choice, Window, slide
 
 #: Samples tried in one subset sum. 20 to 40 are enough for a perfect fill unless lengths share a factor.
 MAX_TRIED = 1024
+#: In a scarce window: seeds tried for a pack, and the part of the budget that may be left empty without trying on.
+MAX_SEEDS = 64
+NEARLY_FULL = 1024
 
 Sample = tuple[int, int]  # position, length
 Kernel = Callable[[I64, I64, int, int, bool, int], tuple[I64, I64, I64]]
@@ -92,23 +97,23 @@ def _next_pack(view: Window) -> list[int]:
     seed, length = next(iter(view.held.items()))
     if view.full and view.age(seed) < view.size:
         return [view.full[0]]
-    pack = [seed]
-    room = view.budget - length
-    rest = [sample for sample in view.held.items() if sample[1] <= room and sample[0] != seed]
     long_share = view.num_long * view.budget
     scarce = 4 * long_share > 3 * view.tokens
     if not view.is_ready():
         last = _last_packs(view)
         if scarce or len(last) == max(-(-view.tokens // view.budget), view.num_long):
             return next(sorted(pack) for pack in last if seed in pack)
+    elif scarce:
+        return sorted(_scarce_pack(view))
+    pack = [seed]
+    room = view.budget - length
+    rest = [sample for sample in view.held.items() if sample[1] <= room and sample[0] != seed]
     if 10 * long_share > 7 * view.tokens or not view.is_ready():
         rest.sort(key=lambda sample: -sample[1])
         if 2 * length <= view.budget and rest and 2 * rest[0][1] > view.budget:
             partner, length = rest.pop(0)
             pack.append(partner)
             room -= length
-        if scarce:
-            return sorted(pack + _fill_greedily(rest, room))
     room = _take_ahead(view, rest, room, pack)
     return sorted(pack + _fill_exactly(rest, room))
 
@@ -120,14 +125,39 @@ def _last_packs(view: Window) -> list[list[int]]:
     return [[youngest_first[i] for i in pack] for pack in packs]
 
 
-def _fill_greedily(rest: list[Sample], room: int) -> list[int]:
-    """Everything that still fits, in order."""
-    picks = []
-    for position, length in rest:
-        if length <= room:
-            picks.append(position)
-            room -= length
-    return picks
+def _scarce_pack(view: Window) -> list[int]:
+    """The first of the oldest samples' packs that is as good as full; if there is none, the fullest of them."""
+    by_length = sorted(view.held.items(), key=lambda sample: -sample[1])
+    negated = [-length for _, length in by_length]
+    best: list[int] = []
+    least = view.budget
+    for i, seed in enumerate(view.held):
+        pack, gap = _greedy_pack(view, by_length, negated, seed)
+        if gap < least:
+            best, least = pack, gap
+        if NEARLY_FULL * least <= view.budget or i + 1 == MAX_SEEDS or view.age(seed) >= view.size:
+            break
+    return best
+
+
+def _greedy_pack(view: Window, by_length: list[Sample], negated: list[int], seed: int) -> tuple[list[int], int]:
+    """The seed, a long sample if it is none, and longest first whatever still fits; and the gap left."""
+    pack = [seed]
+    room = view.budget - view.held[seed]
+    at = bisect_left(negated, -room)
+    if 2 * view.held[seed] <= view.budget and at < len(by_length) and 2 * by_length[at][1] > view.budget:
+        pack.append(by_length[at][0])
+        room -= by_length[at][1]
+    while room:
+        at = bisect_left(negated, -room, at)
+        while at < len(by_length) and by_length[at][0] in pack:
+            at += 1
+        if at == len(by_length):
+            break
+        pack.append(by_length[at][0])
+        room -= by_length[at][1]
+        at += 1
+    return pack, room
 
 
 def _take_ahead(view: Window, rest: list[Sample], room: int, pack: list[int]) -> int:

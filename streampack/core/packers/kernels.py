@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-MAX_TRIED = 1024  # as in exact_fill; a kernel freezes it
+MAX_TRIED, MAX_SEEDS, NEARLY_FULL = 1024, 64, 1024  # as in exact_fill; a kernel freezes them
 ONE = np.uint64(1)
 
 
@@ -61,37 +61,40 @@ def exact_fill(lengths, ages, budget, count, closed, size):  # type: ignore[no-u
 
         start = end
         seed = after[n]
+        late = packs - since[seed] >= size
+        scarce = 4 * num_long * budget > 3 * tokens
+        crowded = 10 * num_long * budget > 7 * tokens or not ready
         while first_full < last_full and gone[full[first_full]]:
             first_full += 1
-        if first_full < last_full and packs - since[seed] < size:
+        if first_full < last_full and not late:
             indices[end] = full[first_full]
             end += 1
         else:
+            if crowded:
+                num_sorted = _sort_in(by_length, num_sorted, lengths, gone, sorted_to, edge)
+                sorted_to = edge
+            if not ready:
+                stop, num_packs = _last_pack(by_length, num_sorted, lengths, budget, seed, indices, end)
+                if scarce or num_packs == max(-(-tokens // budget), num_long):
+                    end = stop
+            elif scarce:
+                num_seeds = 1 if late else MAX_SEEDS
+                end = _scarce_pack(by_length, num_sorted, lengths, budget, after, edge, num_seeds, rest, indices, end)
+        if end == start:
             indices[end] = seed
             end += 1
             room = budget - lengths[seed]
-            scarce = 4 * num_long * budget > 3 * tokens
-            planned = False
-            if 10 * num_long * budget > 7 * tokens or not ready:
-                num_sorted = _sort_in(by_length, num_sorted, lengths, gone, sorted_to, edge)
-                sorted_to = edge
-                if not ready:
-                    num_rest, num_packs = _last_pack(rest, by_length, num_sorted, seed, lengths, budget)
-                    planned = scarce or num_packs == max(-(-tokens // budget), num_long)
-                if not planned:
-                    num_rest = _gather(rest, by_length, num_sorted, seed, lengths, room)
-                if not planned and 2 * lengths[seed] <= budget and num_rest and 2 * lengths[rest[0]] > budget:
+            if crowded:
+                num_rest = _gather(rest, by_length, num_sorted, seed, lengths, room)
+                if 2 * lengths[seed] <= budget and num_rest and 2 * lengths[rest[0]] > budget:
                     indices[end] = rest[0]
                     end += 1
                     room -= lengths[rest[0]]
                     num_rest = _gather(rest, rest, num_rest, rest[0], lengths, room)
             else:
                 num_rest = _gather_by_age(rest, after, after[seed], edge, lengths, room)
-            if scarce or planned:
-                end = _fill_greedily(rest, num_rest, lengths, room, indices, end)
-            else:
-                num_rest, room, end = _take_ahead(rest, num_rest, lengths, room, held, tokens, indices, end)
-                end = _fill_exactly(rest, num_rest, lengths, room, rows, indices, end)
+            num_rest, room, end = _take_ahead(rest, num_rest, lengths, room, held, tokens, indices, end)
+            end = _fill_exactly(rest, num_rest, lengths, room, rows, indices, end)
 
         indices[start:end].sort()
         for i in indices[start:end]:
@@ -155,8 +158,8 @@ def _gather_by_age(rest, after, first, edge, lengths, room):  # type: ignore[no-
 
 
 @_compiled
-def _last_pack(rest, by_length, num_sorted, seed, lengths, budget):  # type: ignore[no-untyped-def]
-    """First fit decreasing over all held: what shares the seed's pack, into ``rest``; how many, and how many packs.
+def _last_pack(by_length, num_sorted, lengths, budget, seed, indices, end):  # type: ignore[no-untyped-def]
+    """First fit decreasing over all held: the seed's pack to ``indices``; its end, and how many packs there are.
 
     A tournament tree over the room of the packs, as in ``decreasing.first_fit_decreasing``.
     """
@@ -179,22 +182,64 @@ def _last_pack(rest, by_length, num_sorted, seed, lengths, budget):  # type: ign
         while node > 1:
             node //= 2
             open_room[node] = max(open_room[2 * node], open_room[2 * node + 1])
-    num_rest = 0
     for k in range(num_sorted):
-        if pack_of[k] == seeded and by_length[k] != seed:
-            rest[num_rest] = by_length[k]
-            num_rest += 1
-    return num_rest, num_packs
+        if pack_of[k] == seeded:
+            indices[end] = by_length[k]
+            end += 1
+    return end, num_packs
 
 
 @_compiled
-def _fill_greedily(rest, num_rest, lengths, room, indices, end):  # type: ignore[no-untyped-def]
-    for i in rest[:num_rest]:
-        if lengths[i] <= room:
-            indices[end] = i
-            end += 1
-            room -= lengths[i]
-    return end
+def _scarce_pack(by_length, num_sorted, lengths, budget, after, edge, num_seeds, best, indices, end):  # type: ignore[no-untyped-def]
+    """The first of the oldest samples' greedy packs that is as good as full, else the fullest; its end."""
+    least, num_best = budget, 0
+    seed = after[len(lengths)]
+    while seed < edge and num_seeds and (num_best == 0 or NEARLY_FULL * least > budget):
+        stop, gap = _greedy_pack(by_length, num_sorted, lengths, budget, seed, indices, end)
+        if gap < least:
+            least, num_best = gap, stop - end
+            best[:num_best] = indices[end:stop]
+        num_seeds -= 1
+        seed = after[seed]
+    indices[end : end + num_best] = best[:num_best]
+    return end + num_best
+
+
+@_compiled
+def _greedy_pack(by_length, num_sorted, lengths, budget, seed, indices, end):  # type: ignore[no-untyped-def]
+    """The seed, a long sample if it is none, and longest first whatever still fits; its end and the gap left."""
+    indices[end] = seed
+    end += 1
+    room = budget - lengths[seed]
+    at = _first_that_fits(by_length, 0, num_sorted, lengths, room)
+    partner = seed
+    if 2 * lengths[seed] <= budget and at < num_sorted and 2 * lengths[by_length[at]] > budget:
+        partner = by_length[at]
+        indices[end] = partner
+        end += 1
+        room -= lengths[partner]
+    while room:
+        at = _first_that_fits(by_length, at, num_sorted, lengths, room)
+        while at < num_sorted and (by_length[at] == seed or by_length[at] == partner):
+            at += 1
+        if at == num_sorted:
+            break
+        indices[end] = by_length[at]
+        end += 1
+        room -= lengths[by_length[at]]
+        at += 1
+    return end, room
+
+
+@_compiled
+def _first_that_fits(by_length, start, stop, lengths, room):  # type: ignore[no-untyped-def]
+    while start < stop:
+        middle = (start + stop) // 2
+        if lengths[by_length[middle]] <= room:
+            stop = middle
+        else:
+            start = middle + 1
+    return start
 
 
 @_compiled
