@@ -29,6 +29,7 @@ from streampack.core.events import Effect, FromBroker, Send, Tick
 from streampack.core.messages import Mesh
 from streampack.errors import Fenced, MeshError, PeerError, Rejected, StreampackError, Unreachable, UserError, WireError
 from streampack.formats import FORMATS, Pack, Step, build_step
+from streampack.slabs import Slabs
 from streampack.transport import Dealer, Poller, Waker, drain
 
 log = logging.getLogger("streampack.client")
@@ -128,6 +129,7 @@ class Client:
         self._waits: deque[float] = deque(maxlen=_WAITS_KEPT)
         self._counts = {"steps": 0, "packs": 0, "tokens": 0, "wait_s": 0.0, "starved_s": 0.0}
         self._started = self._steady = time.monotonic()
+        self._slabs = Slabs()
         self._current: Iterator[Step] | None = None
         self._packs: Iterator[Pack] | None = None
         dealer = Dealer(endpoint, MAX_MESSAGE_BYTES, linger_ms=500)
@@ -262,7 +264,7 @@ class Client:
             if isinstance(effect, Send):
                 dealer.send(wire.encode(effect.envelope))
             elif isinstance(effect, Deliver):
-                step = build_step(effect.parts, effect.attached, self._mesh)
+                step = build_step(effect.parts, effect.attached, self._mesh, self._slabs)
                 with self._changed:
                     self._ready.append(step)
                     self._changed.notify_all()

@@ -259,14 +259,14 @@ class Readers:
         if message.resend > reader.resend:
             reader.resend = message.resend
             reader.sent_upto = max(message.start, self.released_upto)
-        return self._done(reader, message.done_upto) + self._serve(reader)
+        return self._note_done(reader, message.done_upto) + self._serve(reader)
 
     def _ping(self, reader: _Reader, message: ReaderPing) -> list[Effect]:
         reader.have_upto = max(reader.have_upto, message.have_upto)
         reader.stats = message.stats
-        return self._done(reader, message.done_upto) + self._wait(reader)
+        return self._note_done(reader, message.done_upto) + self._wait(reader)
 
-    def _done(self, reader: _Reader, done_upto: int) -> list[Effect]:
+    def _note_done(self, reader: _Reader, done_upto: int) -> list[Effect]:
         done_upto = min(done_upto, reader.sent_upto)
         if done_upto <= self._returned[reader.mesh.ranks]:
             return []
