@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from streampack.core.packers.exact_fill import choose_in_python
 from streampack.core.packers.window import I64
 from streampack.errors import ConfigError, SampleError
 
+FILES = ("exact_fill", "sliding_ffd", "decreasing", "concatenative")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -245,6 +248,11 @@ def test_an_unknown_packer_lists_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"'best'.*exact_fill, sliding_ffd, first_fit_decreasing, concatenative"):
         pack_lengths([1], 8, "best")
     assert all(packer(name).name == name for name in PACKERS)
+
+
+@pytest.mark.parametrize("name", ["packers", "figures", *(f"packers.{name}" for name in FILES)])
+def test_the_examples_in_the_docstrings_hold(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"streampack.core.{name}")).failed == 0
 
 
 DIGEST = """

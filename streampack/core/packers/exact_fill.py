@@ -14,9 +14,11 @@ the small ones, and a perfect fill of three small samples starves two later pack
   sample that fits, and the rest is tried longest first, so that the smallest, which fit anywhere,
   are kept for last;
 - *scarce*: crowded, and ``num_long * budget > 0.75 * tokens``. The rest is taken longest first,
-  whatever fits, and a small gap is accepted: one bin of best fit decreasing, which is what is
-  near-optimal there (Johnson, "Near-optimal bin packing algorithms", MIT 1973; Shor, "The
-  average-case analysis of some on-line algorithms for bin packing", Combinatorica 6, 1986).
+  whatever fits, and a small gap is accepted: a bin of first fit decreasing, near-optimal there
+  (Johnson, "Near-optimal bin packing algorithms", MIT 1973; Shor, "The average-case analysis of
+  some on-line algorithms for bin packing", Combinatorica 6, 1986). A seed that would leave more
+  than budget / 1024 waits for a better partner, and the next oldest is tried; if none of 64 does
+  better, the least gap wins.
 
 Once the stream is closed and the window runs dry, all that will come is known. First fit decreasing
 packs it; where that plan is provably minimal, or the window scarce, its pack with the oldest sample
@@ -24,11 +26,12 @@ is the next. Otherwise the window counts as crowded, and the plan is tried again
 Nothing is remembered: without one of its packs, first fit decreasing makes the others as before.
 
 A *full* sample, as long as the budget, leaves alone and at once, so that full ones do not crowd the
-window. This alone makes others wait: when the oldest has waited W packs, it goes first.
+window. Both rules make others wait; when the oldest has waited W packs, it goes first, whatever
+the gap.
 
-No sample waits more than W packs plus the samples held when it came: from W packs on it is the
-oldest, and every pack takes the oldest, or all that are older were held when it came, and each
-pack takes one of them.
+No sample waits more than W packs plus the samples held when it came. For once it has waited W packs, so
+has every older one, and each pack takes the oldest until it has gone itself; the older ones were
+held when it came.
 
 Lengths and budget are in any one unit: tokens, or multiples of the alignment, which is faster.
 Below is the plain-Python twin, where a row of the bitset is one big int. ``kernels`` holds the
