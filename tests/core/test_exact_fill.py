@@ -153,6 +153,13 @@ def test_the_kernel_and_its_plain_twin_have_the_same_constants(name: str) -> Non
     assert getattr(kernels, name) == getattr(exact_fill, name)
 
 
+def test_views_and_arrays_that_are_read_only_do_not_make_the_kernel_compile_again() -> None:
+    lengths, ages = np.arange(1, 41)[::2], np.full(20, -1)
+    ages.setflags(write=False)
+    PACKERS["exact_fill"].choose(lengths, ages, 64, 2, True, window=4)
+    assert len(kernels.exact_fill.signatures) == 1
+
+
 def test_inside_a_pack_samples_are_in_age_order() -> None:
     for kind in KINDS:
         for pack in pack_lengths(lengths_of(kind, 2048, n=3000), 2048, window=128):

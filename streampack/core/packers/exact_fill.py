@@ -50,6 +50,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
 from streampack.core.packers.decreasing import first_fit_decreasing
 from streampack.core.packers.window import I64, Choice, Window, slide
 
@@ -74,7 +76,9 @@ class ExactFill:
         kernel = _kernel()
         if kernel is None:
             return choose_in_python(lengths, ages, budget, count, closed, window)
-        return Choice(*kernel(lengths, ages, budget, count, closed, window))
+        # Of one type, layout and access, or numba would stop to compile another variant.
+        lengths, ages = (np.require(array, np.int64, ["C", "W"]) for array in (lengths, ages))
+        return Choice(*kernel(lengths, ages, int(budget), int(count), bool(closed), int(window)))
 
 
 @cache
