@@ -1,0 +1,370 @@
+"""``streampack demo``: the whole service on this machine, checked sample by sample.
+
+It starts what a user would start, the same commands with the same files: a broker, two producers,
+and a mesh of client processes that check every pack (``demo_client``). In the end it reads the
+source once more, alone, and compares: each sample must have arrived exactly once, with its bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from crc32c import crc32c
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from streampack import Mesh
+from streampack.client import read_rendezvous
+from streampack.config import BrokerConfig, convert
+from streampack.core.figures import figures
+from streampack.core.samples import index_of
+from streampack.errors import StreampackError, UserError
+from streampack.sources import SourceSettings, open_source
+from streampack_services.demo_client import RankReport, run_rank
+from streampack_services.demo_text import write_shards
+
+PARTITIONS = 4
+PRODUCERS = 2
+MICRO_BATCHES = 2
+SEED = 17
+START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What ``streampack demo`` takes; ``steps`` sizes the text that is made, and ``source`` replaces it."""
+
+    steps: int = 300
+    budget: int = 8192
+    window: int = 1024
+    packer: str = "exact_fill"
+    dp: int = 2
+    cp: int = 2
+    source: str | None = None
+    work_ms: float = 20.0
+    json: bool = False
+    quiet: bool = False
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run it, show it, and return 0 only if every sample arrived exactly once and every check held."""
+    quiet = options.json or options.quiet
+    console = Console(stderr=quiet, quiet=quiet)
+    folder = Path(tempfile.mkdtemp(prefix="streampack-demo-"))
+    processes: list[subprocess.Popen[bytes]] = []
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        found = _run(options, folder, processes, console)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        _stop(processes)
+        shutil.rmtree(folder, ignore_errors=True)
+    if options.json:
+        print(json.dumps(found))
+    else:
+        Console().print(_table(found, options))
+    return 0 if found["ok"] else 1
+
+
+def _run(
+    options: DemoOptions, folder: Path, processes: list[subprocess.Popen[bytes]], console: Console
+) -> dict[str, Any]:
+    packs = options.dp * MICRO_BATCHES
+    broker = _broker_tree(options, folder, packs)
+    rules = convert(broker, BrokerConfig).check().plan()
+    pattern = options.source
+    if pattern is None:
+        tokens = int((options.steps - 0.5) * packs * options.budget)
+        pattern, count = write_shards(folder, tokens, options.budget // 4)
+        console.print(f"made {count:,} documents of the Python standard library's text, about {tokens:,} tokens")
+    source = {"source": "jsonl" if pattern.endswith(".jsonl") else "webdataset", "shards": pattern}
+    expected = _expected(source, options.budget)
+    steps = -(-sum(length for _, length in expected.values()) // (packs * options.budget))
+
+    rendezvous = folder / "streampack.json"
+    _start(processes, folder, "broker", broker, "broker", "--exit-when-finished")
+    endpoint = _wait_for_broker(rendezvous, processes[0], folder)
+    http = read_rendezvous(rendezvous, "http")
+    console.print(f"broker with its live figures at {http}/metrics")
+    producer = {"broker": f"file://{rendezvous}", "streams": {"text": source}}
+    for i in range(PRODUCERS):
+        _start(processes, folder, f"producer-{i}", producer, "produce")
+    with _bar(console) as bar:
+        task = bar.add_task("training on nothing", total=steps)
+        reports, status, seconds = _train(
+            options, endpoint, http, processes, folder, lambda n: bar.update(task, completed=n)
+        )
+        bar.update(task, completed=max(report.steps for report in reports))
+    console.print()
+    return _judge(options, reports, expected, status, rules, seconds, http)
+
+
+# The processes
+
+
+def _broker_tree(options: DemoOptions, folder: Path, packs: int) -> dict[str, Any]:
+    """broker.yaml of the demo."""
+    return {
+        "run": "demo",
+        "listen": {side: f"ipc://{folder}/{side}" for side in ("producers", "trainers")} | {"http": "127.0.0.1:0"},
+        "rendezvous": str(folder / "streampack.json"),
+        "memory": "1GiB" if options.budget <= 65_536 and options.window <= 4096 else "8GiB",
+        "seed": SEED,
+        "tokens": "uint16",
+        "planned_mesh": {"dp": options.dp, "cp": options.cp},
+        "rules": {
+            "packer": options.packer, "budget": options.budget, "window": {"samples": options.window},
+            "step": {"packs": packs}, "overlong": "truncate", "poison": "drop",
+        },
+        "streams": {"text": {"partitions": PARTITIONS}},
+    }  # fmt: skip
+
+
+def _start(
+    processes: list[subprocess.Popen[bytes]], folder: Path, name: str, tree: dict[str, Any], *command: str
+) -> None:
+    config = folder / f"{name}.yaml"
+    config.write_text(json.dumps(tree))  # JSON is YAML
+    with (folder / f"{name}.log").open("wb") as log:
+        words = [sys.executable, "-m", "streampack", command[0], "-c", str(config), *command[1:]]
+        processes.append(subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+
+
+def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_for_broker(rendezvous: Path, broker: subprocess.Popen[bytes], folder: Path) -> str:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not rendezvous.exists():
+        if broker.poll() is not None or time.monotonic() > deadline:
+            raise StreampackError(f"the broker did not start: {_last_line(folder / 'broker.log')}")
+        time.sleep(0.02)
+    return read_rendezvous(rendezvous, "trainers")
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"
+
+
+def _train(
+    options: DemoOptions, endpoint: str, http: str, daemons: list[subprocess.Popen[bytes]], folder: Path, progress: Any
+) -> tuple[list[RankReport], dict[str, Any], float]:
+    """Run the mesh to its end; each rank's report, the broker's last status, and the seconds it took."""
+    context = multiprocessing.get_context("spawn")
+    ranks, pipes = [], []
+    for dp_rank in range(options.dp):
+        links = [context.Pipe() for _ in range(options.cp - 1)]
+        for cp_rank in range(options.cp):
+            ours, theirs = context.Pipe(duplex=False)
+            mesh = Mesh(dp=options.dp, cp=options.cp, dp_rank=dp_rank, cp_rank=cp_rank)
+            peers = [links[cp_rank - 1][1]] if cp_rank else [near for near, _ in links]
+            arguments = (endpoint, mesh, options.work_ms, peers, theirs)
+            rank = context.Process(target=run_rank, args=arguments, daemon=True)
+            rank.start()
+            theirs.close()
+            ranks.append(rank)
+            pipes.append(ours)
+        for near, far in links:
+            near.close()
+            far.close()
+    try:
+        return _gather(pipes, http, daemons, folder, progress)
+    finally:
+        for rank in ranks:
+            rank.join(timeout=5)
+            if rank.is_alive():
+                rank.kill()
+
+
+def _gather(
+    pipes: list[Connection], http: str, daemons: list[subprocess.Popen[bytes]], folder: Path, progress: Any
+) -> tuple[list[RankReport], dict[str, Any], float]:
+    reports: list[RankReport] = []
+    status: dict[str, Any] = {}
+    open_ = list(pipes)
+    began = asked = time.monotonic()
+    first: float | None = None
+    while open_:
+        for pipe in wait(open_, timeout=1.0):
+            assert isinstance(pipe, Connection)
+            try:
+                said = pipe.recv()
+            except EOFError:
+                said = RankReport(error="a rank ended without a word")
+            if isinstance(said, int):
+                first = first or time.monotonic()
+                progress(said)
+                continue
+            reports.append(said)
+            open_.remove(pipe)
+            if said.error:
+                return reports, status, 0.0
+        if time.monotonic() - asked > 0.5:
+            asked = time.monotonic()
+            status = _status(http) or status
+        failed = [process for process in daemons if process.poll() not in (None, 0)]
+        if failed:
+            name = ["broker", *(f"producer-{i}" for i in range(PRODUCERS))][daemons.index(failed[0])]
+            raise StreampackError(f"{name} failed: {_last_line(folder / f'{name}.log')}")
+    return reports, status, time.monotonic() - (first or began)
+
+
+def _status(http: str) -> dict[str, Any] | None:
+    try:
+        with urllib.request.urlopen(f"{http}/status", timeout=1.0) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except (OSError, ValueError):
+        return None
+
+
+# The verdict
+
+
+def _expected(settings: dict[str, str], budget: int) -> dict[tuple[int, int, int], tuple[int, int]]:
+    """(crc32c, length) of every sample by its id, as the source has it; read with no service around."""
+    source = open_source(convert(settings, SourceSettings))
+    found = {}
+    for partition in range(PARTITIONS):
+        for seq, record in enumerate(source.read(partition, PARTITIONS, seed=SEED, passes=1)):
+            if record.reason is None:
+                tokens = record.tokens[:budget]
+                index = int(index_of(seq, partition, PARTITIONS))
+                found[0, index, 0] = crc32c(tokens.astype("<i4").tobytes()), len(tokens)
+    if not found:
+        raise UserError(f"{settings['shards']}: got no sample, expected at least one")
+    return found
+
+
+def _judge(
+    options: DemoOptions, reports: list[RankReport], expected: dict[tuple[int, int, int], tuple[int, int]],
+    status: dict[str, Any], rules: Any, seconds: float, http: str,
+) -> dict[str, Any]:  # fmt: skip
+    errors = [report.error for report in reports if report.error]
+    arrived = Counter((stream, index, part) for report in reports for stream, index, part, _ in report.samples)
+    wrong = sum(
+        expected.get((stream, index, part), (None, 0))[0] != crc
+        for report in reports for stream, index, part, crc in report.samples
+    )  # fmt: skip
+    lost = sum(key not in arrived for key in expected)
+    repeated = sum(count - 1 for count in arrived.values())
+    real = np.array([row[2] for report in reports for row in report.packs], np.int64)
+    slots = np.array([sum(row) for report in reports for row in report.slots], np.int64)
+    full = figures(real, options.budget)
+    capacity = max(full.packs * options.budget, 1)
+    empty = int((real == 0).sum())
+    waits = np.array([ms for report in reports for ms in report.next_ms] or [0.0])
+    chains = {report.chain for report in reports}
+    ranks = options.dp * options.cp
+    steps = max((report.steps for report in reports), default=0)
+    starved = max((report.stats.get("starved_fraction", 1.0) for report in reports), default=1.0)
+    verified = sum(report.shards_verified for report in reports)
+    same = len(chains) == 1 and len({report.steps for report in reports}) == 1 and len(reports) == ranks
+    return {
+        "ok": not (errors or lost or repeated or wrong) and same and verified == full.packs * options.cp,
+        "error": errors[0] if errors else "",
+        "samples_produced": len(expected),
+        "samples_delivered": sum(arrived.values()),
+        "samples_lost": lost,
+        "samples_duplicated": repeated,
+        "samples_damaged": wrong,
+        "steps": steps,
+        "packs": full.packs,
+        "tokens": full.tokens,
+        "utilisation": full.utilisation,
+        "waste_ratio": full.waste_ratio,
+        "waste": {
+            "alignment": float(slots.sum() - real.sum()) / capacity,
+            "pack_tail": float(capacity - slots.sum() - empty * options.budget) / capacity,
+            "empty_packs": empty * options.budget / capacity,
+        },
+        "packing_efficiency": full.packing_efficiency,
+        "bin_balance": full.bin_balance,
+        "cost_max_over_mean": _cost_max_over_mean(reports, rules),
+        "tokens_per_second": full.tokens / seconds if seconds else 0.0,
+        "next_p50_ms": float(np.percentile(waits, 50)),
+        "next_p99_ms": float(np.percentile(waits, 99)),
+        "starved_fraction": starved,
+        "shards_verified": verified,
+        "chain": min(chains, default=""),
+        "metrics": f"{http}/metrics",
+        "waiting_for": status.get("waiting_for"),
+    }
+
+
+def _cost_max_over_mean(reports: list[RankReport], rules: Any) -> float:
+    """Cost of the dearest pack over the mean of those that run at the same time, mean over the run."""
+    by_time: dict[tuple[int, int], list[int]] = {}
+    for report in reports:
+        for (step, micro_batch, _, _), slots in zip(report.packs, report.slots, strict=True):
+            cost = int(rules.balance.costs(np.array(slots, np.int64)).sum())
+            by_time.setdefault((step, micro_batch), []).append(cost)
+    ratios = [max(costs) * len(costs) / sum(costs) for costs in by_time.values() if all(costs)]
+    return float(np.mean(ratios)) if ratios else 1.0
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn(),
+        console=console, transient=False, disable=console.quiet,
+    )  # fmt: skip
+
+
+def _table(found: dict[str, Any], options: DemoOptions) -> Table:
+    """Fits a terminal of 80 columns."""
+    verdict = "every sample arrived exactly once" if found["ok"] else f"FAILED {found['error']}".strip()
+    style = "bold green" if found["ok"] else "bold red"
+    caption = f"while it ran, Prometheus could read {found['metrics']}"
+    table = Table(title=f"streampack demo: {verdict}", title_style=style, caption=caption)
+    table.add_column("figure", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("what it says", style="dim")
+    percent = "{:.3%}".format
+    waste = found["waste"]
+    bad = ", ".join(str(found[f"samples_{what}"]) for what in ("lost", "duplicated", "damaged"))
+    rows = [
+        ("samples delivered", f"{found['samples_delivered']:,}", f"of {found['samples_produced']:,} in the source"),
+        ("lost, repeated, damaged", bad, "by id and checksum"),
+        ("steps", f"{found['steps']:,}", f"of {options.dp * MICRO_BATCHES} packs, same on all ranks"),
+        ("packs", f"{found['packs']:,}", f"of {options.budget:,} tokens"),
+        ("tokens", f"{found['tokens']:,}", "real ones, no padding"),
+        ("utilisation", percent(found["utilisation"]), "tokens / (packs x budget)"),
+        ("waste: alignment", percent(waste["alignment"]), f"samples padded for cp={options.cp}"),
+        ("waste: tails of packs", percent(waste["pack_tail"]), "what no sample filled"),
+        ("waste: empty packs", percent(waste["empty_packs"]), "they complete the last step"),
+        ("packing efficiency", percent(found["packing_efficiency"]), "fewest possible packs / packs"),
+        ("bin balance", f"{found['bin_balance']:.4f}", "1: all packs equally full"),
+        ("cost max / mean", f"{found['cost_max_over_mean']:.4f}", "1: no rank waits for another"),
+        ("tokens/s", f"{found['tokens_per_second']:,.0f}", f"while training {options.work_ms:g} ms a pack"),
+        ("next() p50, p99", f"{found['next_p50_ms']:.3f}, {found['next_p99_ms']:.3f} ms", "after the second step"),
+        ("starved", percent(found["starved_fraction"]), "of the hungriest rank's time"),
+        ("shards verified", f"{found['shards_verified']:,}", "labels, positions, boundaries"),
+    ]  # fmt: skip
+    for row in rows:
+        table.add_row(*row)
+    return table
