@@ -115,7 +115,14 @@ def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs:
         if not isinstance(message, StepPart):
             raise WireError(f"got {type(message).__name__} among the parts of a step")
         first = first or message
-        packs += _build_packs(message, envelope.payload, attached, mesh, slabs)
+        if (message.step, message.first) != (first.step, len(packs)):
+            raise WireError(
+                f"got step {message.step} from micro-batch {message.first} on, expected {first.step} from {len(packs)}"
+            )
+        try:
+            packs += _build_packs(message, envelope.payload, attached, mesh, slabs)
+        except ValueError as error:
+            raise WireError(f"got step {message.step}, which cannot be laid out: {error}") from None
     if first is None or len(packs) != first.micro_batches:
         raise WireError(f"got {len(packs)} micro-batches, expected {first.micro_batches if first else 'some'}")
     return Step(
@@ -126,23 +133,25 @@ def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs:
 def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: Mesh, slabs: Slabs) -> list[Pack]:
     rules = attached.rules
     cp, rank = (mesh.cp, mesh.cp_rank) if attached.layout == "zigzag" else (1, 0)
-    counts = np.frombuffer(part.counts_u32, "<u4").astype(np.int64)
-    lengths = np.frombuffer(part.lengths_u32, "<u4").astype(np.int64)
-    loss = np.frombuffer(part.loss_tokens_u32, "<u4").tolist()
-    numbers = np.frombuffer(part.packs_u32, "<u4").tolist()
+    width = rules.budget // cp
+    if len(payload) != (2 if cp > 1 else 1):
+        raise WireError(f"got {len(payload)} payload frames, expected tokens, and edges if cp > 1")
+    num_packs = len(part.counts_u32) // 4
+    counts = _array(part.counts_u32, "<u4", num_packs).astype(np.int64)
+    num_samples = int(counts.sum())
+    lengths = _array(part.lengths_u32, "<u4", num_samples).astype(np.int64)
+    loss = _array(part.loss_tokens_u32, "<u4", num_packs).tolist()
+    numbers = _array(part.packs_u32, "<u4", num_packs).tolist()
     ids = np.stack(
         [
-            np.frombuffer(part.streams_u32, "<u4").astype(np.int64),
-            np.frombuffer(part.indices_u64, "<u8").astype(np.int64),
-            np.frombuffer(part.parts_u32, "<u4").astype(np.int64),
+            _array(part.streams_u32, "<u4", num_samples).astype(np.int64),
+            _array(part.indices_u64, "<u8", num_samples).astype(np.int64),
+            _array(part.parts_u32, "<u4", num_samples).astype(np.int64),
         ],
         axis=1,
     )
-    width = rules.budget // cp
-    tokens = np.frombuffer(payload[0], attached.dtype)
-    if len(tokens) != len(counts) * width or int(counts.sum()) != len(lengths) or not len(counts) == len(loss):
-        raise WireError(f"got {len(tokens)} tokens for {len(counts)} packs, expected {width} each")
-    edges = np.frombuffer(payload[1], "<i4").reshape(-1, 2) if cp > 1 else None
+    tokens = _array(payload[0], attached.dtype, num_packs * width)
+    edges = _array(payload[1], "<i4", 2 * num_samples).reshape(-1, 2) if cp > 1 else None
     packs: list[Pack] = []
     stops = np.cumsum(counts)
     for at in range(0, len(counts), _TOGETHER):
@@ -186,6 +195,14 @@ def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mes
                 )
             )
     return packs
+
+
+def _array(data: Any, dtype: str, count: int) -> NDArray[Any]:
+    """``data`` as [count] of ``dtype``, not copied. Raises ValueError for another size."""
+    got, expected = memoryview(data).nbytes, count * np.dtype(dtype).itemsize
+    if got != expected:
+        raise ValueError(f"got {got} bytes, expected {count} numbers of {dtype}, {expected} bytes")
+    return np.frombuffer(data, dtype)
 
 
 def _edges(edges: I32, laid: Layouts) -> I32:

@@ -1,0 +1,353 @@
+"""What a trainer gets, from the arena to the pack, against packs built one token at a time."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from streampack_services import arena as arena_module
+from streampack_services.arena import Arena
+
+from streampack.core.kernels import gather_whole, gather_zigzag
+from streampack.core.layout import positions_of, round_up, shard_slices
+from streampack.core.messages import Attached, Envelope, Mesh, StepPart, Wait
+from streampack.core.rules import Align, Rules
+from streampack.core.samples import I64
+from streampack.errors import WireError
+from streampack.formats import Pack, Step, build_step
+from streampack.slabs import Slabs
+
+IGNORED = -100
+SLABS = Slabs()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to come: packs of samples of tokens, and how they are stored and shared."""
+
+    packs: list[list[list[int]]]
+    align: int
+    budget: int
+    cp: int
+    layout: str = "zigzag"
+    dtype: str = "int32"
+
+    @property
+    def ranks(self) -> int:
+        """Shards that differ."""
+        return self.cp if self.layout == "zigzag" else 1
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Random packs that hold the invariants: every sample and every pack a multiple of 2 * cp."""
+    cp = draw(st.sampled_from([1, 2, 4]))
+    layout = draw(st.sampled_from(["zigzag", "zigzag", "whole"]))
+    unit = 2 * cp if cp > 1 and layout == "zigzag" else 1
+    align = unit * draw(st.integers(1, 3))
+    lengths = draw(st.lists(st.lists(st.integers(1, 40), max_size=5), min_size=1, max_size=4))
+    fullest = max(sum(round_up(length, align) for length in pack) for pack in lengths)
+    budget = round_up(max(fullest, 1), align) + align * draw(st.integers(0, 4))
+    dtype = draw(st.sampled_from(["uint16", "int32"]))
+    token = st.integers(0, np.iinfo(dtype).max)
+    packs = [[draw(st.lists(token, min_size=n, max_size=n)) for n in pack] for pack in lengths]
+    return Case(packs, align, budget, cp, layout, dtype)
+
+
+def u32(values: list[int]) -> bytes:
+    return np.array(values, "<u4").tobytes()
+
+
+def filled(case: Case) -> tuple[Arena, list[I64]]:
+    """An arena that holds the samples, behind others, stored in another order; and each pack's handles."""
+    samples = [sample for pack in case.packs for sample in pack]
+    arena = Arena(4 * 64 * 512 * 4, case.dtype, 64 * 512)
+    arena.store(np.array([len(samples)]), np.array([0]), np.array([5]), np.arange(5, dtype=case.dtype))
+    for i in reversed(range(len(samples))):
+        tokens = np.array(samples[i], case.dtype)
+        arena.store(np.array([i]), np.array([0]), np.array([len(tokens)]), tokens.tobytes())
+    ends = np.cumsum([len(pack) for pack in case.packs]).tolist()
+    handles = [np.arange(end - len(pack), end) for end, pack in zip(ends, case.packs, strict=True)]
+    return arena, handles
+
+
+def attached(case: Case) -> Attached:
+    rules = Rules(budget=case.budget, packs=len(case.packs), align=Align(sample=case.align, pack=case.align))
+    return Attached(
+        feed="train", reader="r", lineage=0, next_step=0, rules=rules, dtype=case.dtype, layout=case.layout
+    )  # fmt: skip
+
+
+def parts(case: Case, rank: int, sizes: list[int]) -> list[Envelope]:
+    """The messages of a step for one context-parallel rank, in parts of ``sizes`` packs."""
+    arena, handles = filled(case)
+    assert sum(sizes) == len(case.packs)
+    envelopes = []
+    for part, size in enumerate(sizes):
+        first = sum(sizes[:part])
+        mine, rows = case.packs[first : first + size], tuple(handles[first : first + size])
+        tokens, edges = arena.gather(rows, case.align, case.budget // case.ranks, case.ranks, rank % case.ranks)
+        flat = np.concatenate([*rows, np.zeros(0, np.int64)]).tolist()
+        message = StepPart(
+            feed="train", lineage=0, step=3, part=part, parts=len(sizes), first=first, micro_batches=len(case.packs),
+            digest=b"d" * 16, chain=b"c" * 16, num_samples=sum(len(pack) for pack in case.packs),
+            num_loss_tokens=sum(len(sample) - 1 for pack in case.packs for sample in pack),
+            packs_u32=u32([100 + first + i for i in range(size)]), counts_u32=u32([len(pack) for pack in mine]),
+            loss_tokens_u32=u32([sum(len(sample) - 1 for sample in pack) for pack in mine]),
+            lengths_u32=u32([len(sample) for pack in mine for sample in pack]),
+            streams_u32=u32([handle % 3 for handle in flat]),
+            indices_u64=np.array([2**40 + handle for handle in flat], "<u8").tobytes(),
+            parts_u32=u32([handle % 2 for handle in flat]),
+        )  # fmt: skip
+        payload = tuple(memoryview(array.tobytes()) for array in (tokens, edges) if array is not None)
+        envelopes.append(Envelope(run=1, epoch=1, fence=1, message=message, payload=payload))
+    return envelopes
+
+
+def naive(case: Case, pack: list[list[int]]) -> dict[str, list[int]]:
+    """The whole pack: one sample after the other, one token after the other."""
+    ids: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+    padding: list[int] = []
+    for sample in pack:
+        slot = 0
+        while slot < len(sample) or slot % case.align:
+            real = slot < len(sample)
+            ids.append(sample[slot] if real else 0)
+            labels.append(sample[slot + 1] if slot + 1 < len(sample) else IGNORED)
+            padding.append(not real)
+            positions.append(slot)
+            slot += 1
+    tail = case.budget - len(ids)
+    return {
+        "input_ids": ids + [0] * tail,
+        "labels": labels + [IGNORED] * tail,
+        "position_ids": positions + list(range(tail)),
+        "padding_mask": padding + [True] * tail,
+    }
+
+
+def reassembled(case: Case, steps: list[Step], micro_batch: int) -> dict[str, list[int]]:
+    """A pack from the shards of all its ranks; every position must be filled exactly once."""
+    names = ("input_ids", "labels", "position_ids", "padding_mask")
+    whole = {name: np.full(case.budget, -7, np.int64) for name in names}
+    times = np.zeros(case.budget, np.int64)
+    for rank, step in enumerate(steps):
+        pack = step[micro_batch]
+        at = positions_of(*shard_slices(pack.cu_seqlens_padded, case.ranks, rank, case.layout))
+        times[at] += 1
+        for name in names:
+            assert pack[name].shape == (case.budget // case.ranks,)
+            assert pack[name].dtype == (np.bool_ if name == "padding_mask" else np.int64)
+            whole[name][at] = pack[name]
+    assert (times == 1).all(), "no token is lost, none is there twice"
+    return {name: array.tolist() for name, array in whole.items()}
+
+
+def built(parts: list[Envelope], case: Case, mesh: Mesh) -> Step:
+    return build_step(parts, attached(case), mesh, SLABS)
+
+
+def steps_of(case: Case, sizes: list[int]) -> list[Step]:
+    return [
+        built(parts(case, rank, sizes), case, Mesh(cp=case.cp, cp_rank=rank, dp=2, dp_rank=1))
+        for rank in range(case.ranks)
+    ]
+
+
+@pytest.fixture(params=["compiled", "python"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both twins of the kernels that cut shards."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "python":
+            patch.setattr(arena_module, "gather_whole", plain(gather_whole))
+            patch.setattr(arena_module, "gather_zigzag", plain(gather_zigzag))
+        yield
+
+
+def plain(kernel: Any) -> Callable[..., Any]:
+    """The kernel as the Python that it was compiled from."""
+    return getattr(kernel, "py_func", kernel)  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("kernels")
+@settings(max_examples=60)
+@given(case=cases(), data=st.data())
+def test_the_shards_of_all_ranks_are_the_pack_that_one_would_build_by_hand(case: Case, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(case.packs)), "first part")
+    steps = steps_of(case, [size for size in (cut, len(case.packs) - cut) if size])
+    for micro_batch, samples in enumerate(case.packs):
+        found = reassembled(case, steps, micro_batch)
+        assert found == naive(case, samples)
+        for step in steps:
+            check_counts(case, step[micro_batch], samples, micro_batch)
+
+
+def check_counts(case: Case, pack: Pack, samples: list[list[int]], micro_batch: int) -> None:
+    """Everything of a pack that is no array over its tokens: section 3's invariants among them."""
+    lengths = [len(sample) for sample in samples]
+    before = sum(len(pack) for pack in case.packs[:micro_batch])
+    handles = range(before, before + len(samples))
+    slots = [round_up(length, case.align) for length in lengths]
+    tail = case.budget - sum(slots)
+    assert pack.cu_seqlens_padded[0] == 0
+    assert np.diff(pack.cu_seqlens_padded).tolist() == slots + [tail] * (tail > 0)
+    assert np.diff(pack.cu_seqlens).tolist() == lengths + [0] * (tail > 0)
+    assert pack.cu_seqlens.dtype == pack.cu_seqlens_padded.dtype == np.int32
+    assert pack.cu_seqlens_padded[-1] == case.budget
+    assert pack.max_seqlen == max([*slots, tail])
+    assert (pack.num_samples, pack.num_segments) == (len(lengths), len(lengths) + (tail > 0))
+    assert pack.num_loss_tokens == sum(length - 1 for length in lengths)
+    assert pack.sample_ids.tolist() == [[handle % 3, 2**40 + handle, handle % 2] for handle in handles]
+    assert (pack.step, pack.micro_batch, pack.pack, pack.dp_rank) == (3, micro_batch, 100 + micro_batch, 1)
+
+
+@given(cases())
+def test_the_labels_that_count_are_the_pack_s_denominator(case: Case) -> None:
+    steps = steps_of(case, [len(case.packs)])
+    for micro_batch in range(len(case.packs)):
+        counted = sum(int((step[micro_batch].labels != IGNORED).sum()) for step in steps)
+        assert all(step[micro_batch].num_loss_tokens == counted for step in steps)
+    assert sum(pack.num_loss_tokens for pack in steps[0]) == steps[0].num_loss_tokens
+
+
+@given(cases())
+def test_positions_say_where_a_shard_lies_in_its_pack(case: Case) -> None:
+    for rank, step in enumerate(steps_of(case, [len(case.packs)])):
+        for pack in step:
+            expected = positions_of(*shard_slices(pack.cu_seqlens_padded, case.ranks, rank, case.layout))
+            assert pack.positions().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_many_packs_are_no_different_from_few(cp: int) -> None:
+    """More than are derived in one go, empty ones and full ones among them."""
+    draw = np.random.default_rng(5)
+    lengths = [draw.integers(1, 12, draw.integers(0, 4)).tolist() for _ in range(37)] + [[8, 24, 8], [], [40]]
+    packs = [[list(range(1, n + 1)) for n in pack] for pack in lengths]
+    case = Case(packs, 4, 40, cp, dtype="uint16")
+    steps = steps_of(case, [33, 7])
+    for micro_batch, samples in enumerate(packs):
+        assert reassembled(case, steps, micro_batch) == naive(case, samples)
+        check_counts(case, steps[0][micro_batch], samples, micro_batch)
+
+
+def test_parts_of_two_steps_are_refused() -> None:
+    case = Case([[[1, 2, 3]], [[4]]], 4, 16, 2)
+    one, two = parts(case, 0, [1, 1])
+    built([one, two], case, Mesh(cp=2))
+    for wrong in ([two, one], [one, changed(two, step=4)], [one], [one, one]):
+        with pytest.raises(WireError):
+            built(wrong, case, Mesh(cp=2))
+
+
+# Golden packs
+
+
+def test_automodel_s_pack_of_twelve() -> None:
+    """Positions run on through alignment padding; labels are AutoModel's shifted by one."""
+    (step,) = steps_of(Case([[[1, 2, 3], [4, 5, 6, 7, 8]]], 4, 12, 1), [1])
+    pack = step[0]
+    assert pack.input_ids.tolist() == [1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0]
+    assert pack.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert np.diff(pack.cu_seqlens).tolist() == [3, 5]
+    assert np.diff(pack.cu_seqlens_padded).tolist() == [4, 8]
+    assert pack.labels.tolist() == [2, 3, *[IGNORED] * 2, 5, 6, 7, 8, *[IGNORED] * 4]
+    assert pack.padding_mask.tolist() == [mark == "p" for mark in "...p.....ppp"]
+
+
+def test_nemo_rl_s_pack_over_two_ranks() -> None:
+    """Lengths 5, 8, 1, 3; token 10 * i + j is token j of sample i, counted from 1."""
+    samples = [[10 * i + j for j in range(1, n + 1)] for i, n in enumerate([5, 8, 1, 3], 1)]
+    zero, one = (step[0] for step in steps_of(Case([samples], 4, 24, 2), [1]))
+    assert zero.input_ids.tolist() == [11, 12, 0, 0, 21, 22, 27, 28, 31, 0, 41, 0]
+    assert zero.labels.tolist() == [12, 13, *[IGNORED] * 2, 22, 23, 28, *[IGNORED] * 3, 42, IGNORED]
+    assert zero.position_ids.tolist() == [0, 1, 6, 7, 0, 1, 6, 7, 0, 3, 0, 3]
+    assert one.input_ids.tolist() == [13, 14, 15, 0, 23, 24, 25, 26, 0, 0, 42, 43]
+    assert one.labels.tolist() == [14, 15, *[IGNORED] * 2, 24, 25, 26, 27, *[IGNORED] * 2, 43, IGNORED]
+    assert one.position_ids.tolist() == [2, 3, 4, 5, 2, 3, 4, 5, 1, 2, 1, 2]
+
+
+def test_positions_restart_in_the_tail_padding() -> None:
+    (step,) = steps_of(Case([[[9, 9, 9]]], 2, 8, 1), [1])
+    assert step[0].position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert step[0].cu_seqlens_padded.tolist() == [0, 4, 8]
+    assert step[0].cu_seqlens.tolist() == [0, 3, 3]
+
+
+# The mapping
+
+
+def test_a_pack_is_a_mapping_of_its_fields() -> None:
+    (step,) = steps_of(Case([[[1, 2]]], 1, 4, 1), [1])
+    pack = step[0]
+    assert {**pack}.keys() == set(pack) == set(pack.keys())
+    assert len(pack) == len(list(pack))
+    assert pack["labels"] is pack.labels
+    for name in ("positions", "__len__", "label"):
+        with pytest.raises(KeyError):
+            pack[name]
+    assert [pack is each for each in step] == [True]
+    assert (len(step), step.index, step.digest, step.chain) == (1, 3, b"d".hex() * 16, b"c".hex() * 16)
+
+
+# What a broker must not send
+
+
+def changed(envelope: Envelope, **fields: Any) -> Envelope:
+    return msgspec.structs.replace(envelope, message=msgspec.structs.replace(envelope.message, **fields))
+
+
+BROKEN: dict[str, Callable[[Envelope], Envelope]] = {
+    "a sample too many": lambda e: changed(e, lengths_u32=u32([3, 2, 4, 1])),
+    "a sample too few": lambda e: changed(e, lengths_u32=u32([3, 2])),
+    "a sample of no tokens": lambda e: changed(e, lengths_u32=u32([3, 0, 4])),
+    "samples that do not fit": lambda e: changed(e, lengths_u32=u32([3, 2, 400])),
+    "ragged lengths": lambda e: changed(e, lengths_u32=bytes(11)),
+    "ragged counts": lambda e: changed(e, counts_u32=bytes(9)),
+    "counts that say more": lambda e: changed(e, counts_u32=u32([2, 2])),
+    "counts of another step": lambda e: changed(e, counts_u32=u32([1, 1, 1])),
+    "no packs": lambda e: changed(e, counts_u32=b"", packs_u32=b"", loss_tokens_u32=b""),
+    "too few loss tokens": lambda e: changed(e, loss_tokens_u32=u32([1])),
+    "too few numbers": lambda e: changed(e, packs_u32=u32([1])),
+    "ids of fewer samples": lambda e: changed(e, streams_u32=u32([0])),
+    "indices of fewer samples": lambda e: changed(e, indices_u64=bytes(8)),
+    "parts of all ids missing": lambda e: changed(e, parts_u32=b"", streams_u32=b"", indices_u64=b""),
+    "micro-batches that begin later": lambda e: changed(e, first=1),
+    "a micro-batch too few": lambda e: changed(e, micro_batches=3),
+    "no payload": lambda e: msgspec.structs.replace(e, payload=()),
+    "no edges": lambda e: msgspec.structs.replace(e, payload=e.payload[:1]),
+    "ragged tokens": lambda e: msgspec.structs.replace(e, payload=(bytes(63), e.payload[1])),
+    "too few tokens": lambda e: msgspec.structs.replace(e, payload=(bytes(32), e.payload[1])),
+    "ragged edges": lambda e: msgspec.structs.replace(e, payload=(e.payload[0], bytes(23))),
+    "too few edges": lambda e: msgspec.structs.replace(e, payload=(e.payload[0], bytes(16))),
+    "another message": lambda e: msgspec.structs.replace(e, message=Wait(feed="f", step=1, reason="r", detail="")),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_step_that_breaks_an_invariant_is_refused(what: str) -> None:
+    case = Case([[[1, 2, 3], [4, 5]], [[6, 7, 8, 9]]], 4, 16, 2)
+    (envelope,) = parts(case, 0, [2])
+    built([envelope], case, Mesh(cp=2))
+    with pytest.raises(WireError):
+        built([BROKEN[what](envelope)], case, Mesh(cp=2))
+
+
+def test_rules_that_do_not_suit_the_mesh_are_refused() -> None:
+    case = Case([[[1, 2, 3]]], 4, 12, 2)
+    (envelope,) = parts(case, 0, [1])
+    with pytest.raises(WireError):
+        built([envelope], replace(case, align=3), Mesh(cp=2))
+    with pytest.raises(WireError):
+        built([envelope], replace(case, layout="spiral"), Mesh(cp=1))
+
+
+def test_a_step_of_no_parts_is_refused() -> None:
+    with pytest.raises(WireError, match="got 0 micro-batches"):
+        built([], Case([[]], 1, 8, 1), Mesh())
