@@ -100,7 +100,10 @@ def read_rendezvous(path: Path, side: str, timeout_s: float = 60.0) -> str:
             return str(json.loads(path.read_text())[side])
         except FileNotFoundError:
             if time.monotonic() > deadline:
-                raise Unreachable(f"{path}: no such file after {timeout_s:.0f} s: is the broker running?") from None
+                raise Unreachable(
+                    f"{path}: got no such file in {timeout_s:g} s, expected a broker's rendezvous file: "
+                    f"is the broker running?"
+                ) from None
             time.sleep(0.2)
         except (OSError, ValueError, KeyError) as error:
             raise Unreachable(f"{path}: is no rendezvous file of a broker: {error}") from None
@@ -282,7 +285,7 @@ class Client:
     def _check_reached(self, now: float) -> None:
         if not self._session.reached and now - self._started > self._timeout_s:
             raise Unreachable(
-                f"{self._endpoint}: got no answer in {self._timeout_s:.0f} s, expected a broker: "
+                f"{self._endpoint}: got no answer in {self._timeout_s:g} s, expected a broker: "
                 f"is 'streampack broker' running, and listening for trainers there?"
             )
 

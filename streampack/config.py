@@ -7,10 +7,12 @@ Most lines have defaults; only ``streams`` must be given.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from msgspec import Meta, Struct
@@ -208,8 +210,47 @@ def convert(tree: Any, kind: type[T], where: str = "configuration") -> T:
     try:
         return msgspec.convert(tree, kind)
     except (msgspec.ValidationError, ValueError) as error:
-        text = str(error).replace("`$.", "`").replace("`$`", "the top")
-        raise ConfigError(f"{where}: {text}") from None
+        raise ConfigError(f"{where}: {_explained(str(error), kind)}") from None
+
+
+_AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_ENUM = re.compile(r"Invalid enum value (.*)")
+
+
+def _explained(text: str, kind: Any) -> str:
+    """msgspec's words in ours: the path first, what was got, what was expected."""
+    at = _AT.search(text)
+    path, what = (at[1], text[: at.start()]) if at else ("", text)
+    if unknown := _UNKNOWN.fullmatch(what):
+        known = [field.encode_name for field in _fields(_type_at(kind, path))]
+        near = difflib.get_close_matches(unknown[1], known, 1)
+        meant = f"'{near[0]}' perhaps, or another" if near else "one"
+        what = f"got the unknown key '{unknown[1]}', expected {meant} of: {', '.join(known)}"
+    elif missing := _MISSING.fullmatch(what):
+        what = f"got no key '{missing[1]}', expected one: add it"
+    elif enum := _ENUM.fullmatch(what):
+        what = f"got {enum[1]}, expected one of: {', '.join(map(str, get_args(_type_at(kind, path))))}"
+    else:
+        what = what[:1].lower() + what[1:]
+    return f"{path}: {what}" if path else what
+
+
+def _type_at(kind: Any, path: str) -> Any:
+    """The type of what ``path`` names, such as ``streams[...].weight``; for an optional one the type itself."""
+    for step in filter(None, path.replace("[...]", ".[]").split(".")):
+        if step == "[]":
+            kind = get_args(kind)[-1]
+        else:
+            kind = next(field.type for field in _fields(kind) if field.encode_name == step)
+        while get_origin(kind) in (Annotated, Union, UnionType):
+            kind = get_args(kind)[0]
+    return kind
+
+
+def _fields(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(kind)
 
 
 def _read(path: str | Path, kind: type[T]) -> T:

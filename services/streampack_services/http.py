@@ -7,6 +7,7 @@ starts, not while it drains. Binds before it starts, so that a taken port is kno
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -112,7 +113,8 @@ def _listen(host: str, port: int, address: str) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=64)
     except OSError as error:
+        what = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
         raise UserError(
-            f"cannot listen on {address} for HTTP: got {(error.strerror or str(error)).lower()}, expected a free one: "
+            f"cannot listen on {address} for HTTP: got {what.lower()}, expected a free one: "
             f"stop the other process, or give another with listen.http or --http, port 0 for any"
         ) from None

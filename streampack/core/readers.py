@@ -2,13 +2,17 @@
 
 A step goes out whole, to every rank, once all ranks of the mesh are attached. Reads are pure:
 asking again for a step gives the same bytes; only ``done_upto`` moves, and only up. A step is
-kept until every rank has returned it. Knows steps and packs by number, never tokens.
+kept until every rank has returned it. An attempt lasts while any rank is attached; what was said
+in another one, or to another broker, changes nothing. Knows steps and packs by number, never
+tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice, product
+from math import prod
 
 import numpy as np
 
@@ -22,7 +26,6 @@ from streampack.core.messages import (
     Bye,
     End,
     Envelope,
-    Fenced,
     Get,
     Mesh,
     Message,
@@ -39,6 +42,8 @@ SILENT_S = 15.0
 """A reader not heard of for so long has lost its rank."""
 PART_BYTES = 1 << 20
 """Payload of one message, about: large steps travel as several."""
+MAX_RANKS = 1 << 17
+"""Of a mesh: bounds what is believed of a peer."""
 MAX_AHEAD = 64
 """Steps that one GET may ask for."""
 LINEAGE = 0
@@ -53,6 +58,9 @@ class _Reader:
     where: str
     mesh: Mesh
     heard: float
+    first_step: int
+    chain: bytes
+    """Digest of the steps before ``first_step``, as the reader knows them; empty if it does not."""
     sent_upto: int
     want_stop: int = 0
     resend: int = 0
@@ -104,7 +112,7 @@ class Readers:
         self._chains[step.number + 1] = step.chain
         self._chains.pop(step.number - 4096, None)
         self.formed_upto = step.number + 1
-        return self._release() + self._serve_all()
+        return self._check_chains(step) + self._release() + self._serve_all()
 
     def finish(self, num_steps: int, chain: bytes) -> list[Effect]:
         """No step follows: said once, and never taken back."""
@@ -125,18 +133,18 @@ class Readers:
         if isinstance(message, Attach):
             return self._attach(peer, message)
         ranks = self._by_peer.get(peer)
+        if isinstance(message, Bye):
+            return self._leave(ranks, message.reason or "said goodbye") if ranks is not None else []
         if ranks is None:
-            return [] if isinstance(message, Bye) else self._send(peer, Who())
-        if envelope.fence != self._attempt:
-            return self._send(peer, Fenced(detail=f"attempt {envelope.fence} was followed by {self._attempt}"))
+            return self._send(peer, Who())
         reader = self._readers[ranks]
+        if (envelope.epoch, envelope.fence) != (self._epoch, self._attempt):
+            return self._send(peer, self._attached(reader))
         reader.heard = now
         if isinstance(message, Get):
             return self._get(reader, message)
         if isinstance(message, ReaderPing):
             return self._ping(reader, message)
-        if isinstance(message, Bye):
-            return self._leave(ranks, message.reason or "said goodbye")
         return self._reject(peer, "protocol", f"got {type(message).__name__} from a client")
 
     def tick(self, now: float) -> list[Effect]:
@@ -177,40 +185,52 @@ class Readers:
     @property
     def joined(self) -> bool:
         """Every rank of the mesh has attached in this attempt; some may have left since."""
-        return bool(self._readers) and len(self._returned) == int(np.prod(self._sizes()))
+        return bool(self._readers) and len(self._returned) == self._num_ranks()
 
     # Attaching
 
     def _attach(self, peer: bytes, message: Attach) -> list[Effect]:
-        where = f"{message.host}:{message.pid}"
-        held = self._readers.get(message.mesh.ranks)
-        again = held is not None and held.name == message.reader
-        refusal = self._refusal(message, held, where)
+        ranks, where = message.mesh.ranks, f"{message.host}:{message.pid}"
+        held = self._readers.get(ranks)
+        again = held is not None and held.name == message.reader and held.mesh == message.mesh
+        refusal = None if again else self._refusal(message, held, where)
         if refusal:
             return self._reject(peer, *refusal)
+        effects: list[Effect] = []
+        if self._by_peer.get(peer, ranks) != ranks:
+            effects += self._leave(self._by_peer[peer], "its peer took another rank")
+        if again and held is not None:  # said again, or an older copy of it: what was returned since stays so
+            self._by_peer.pop(held.peer, None)
+            held.peer, held.heard = peer, self._now
+            self._by_peer[peer] = ranks
+            return effects + self._send(peer, self._attached(held))
         if not self._readers:
             self._attempt += 1
             self._returned.clear()
-        if held is not None:
-            self._by_peer.pop(held.peer, None)
         at = message.next_step
-        self._readers[message.mesh.ranks] = _Reader(message.reader, peer, where, message.mesh, self._now, at)
-        self._returned[message.mesh.ranks] = at
-        self._by_peer[peer] = message.mesh.ranks
-        attached = Attached(
-            feed=self._feed, reader=message.reader, lineage=LINEAGE, next_step=at, rules=self._rules,
-            dtype=self._dtype, layout=self._layout,
-        )  # fmt: skip
-        effects = self._send(peer, attached)
-        if not again:
-            effects.append(Report("info", f"reader {where} took rank {message.mesh} of feed {self._feed!r}"))
-        if self.joined and not again:
+        reader = _Reader(message.reader, peer, where, message.mesh, self._now, at, message.chain, at)
+        self._readers[ranks], self._returned[ranks], self._by_peer[peer] = reader, at, ranks
+        effects += self._send(peer, self._attached(reader))
+        effects.append(Report("info", f"reader {where} took rank {message.mesh} of feed {self._feed!r}"))
+        if len(self._readers) == self._num_ranks():
             effects.append(Report("info", f"all {len(self._readers)} ranks of feed {self._feed!r} are attached"))
         return effects + self._release() + self._serve_all()
+
+    def _attached(self, reader: _Reader) -> Attached:
+        return Attached(
+            feed=self._feed, reader=reader.name, lineage=LINEAGE, next_step=reader.first_step, rules=self._rules,
+            dtype=self._dtype, layout=self._layout,
+        )  # fmt: skip
 
     def _refusal(self, message: Attach, held: _Reader | None, where: str) -> tuple[str, str] | None:
         """Why this reader cannot have this rank: (code, detail), or None."""
         mesh, rules = message.mesh, self._rules
+        if message.feed != self._feed:
+            return "feed", f"got feed {message.feed!r}, expected {self._feed!r}, the one that this broker serves"
+        if prod(mesh.sizes) > MAX_RANKS:
+            return "mesh", f"got a mesh of {prod(mesh.sizes)} ranks, expected at most {MAX_RANKS}"
+        if message.feed != self._feed:
+            return "unknown_feed", f"got feed {message.feed!r}, expected {self._feed!r}, the one that is served"
         if rules.packs % mesh.dp:
             divisors = ", ".join(str(d) for d in range(1, min(rules.packs, 512) + 1) if rules.packs % d == 0)
             return "mesh", (
@@ -223,7 +243,7 @@ class Readers:
                 f"got cp={mesh.cp} and align sample={rules.align.sample} pack={rules.align.pack}, expected multiples "
                 f"of 2 * cp = {need}: set rules.align or rules.planned_mesh.cp before the run starts"
             )
-        if self._readers and self._sizes() != mesh.sizes and not (held and len(self._readers) == 1):
+        if self._readers and self._sizes() != mesh.sizes:
             other = next(iter(self._readers.values()))
             return "mesh", (
                 f"got a mesh of dp, cp, tp, pp = {mesh.sizes}, expected {self._sizes()} as attached by {other.where}: "
@@ -240,8 +260,17 @@ class Readers:
             )
         chain = self._chains.get(message.next_step)
         if message.chain and chain and chain != message.chain:
-            return "diverged", f"the steps before {message.next_step} are not those that this run served"
+            return "diverged", _diverged(message.next_step)
         return None
+
+    def _check_chains(self, step: Step) -> list[Effect]:
+        """Refuse readers that come from an earlier broker and had other steps before the one that follows."""
+        effects: list[Effect] = []
+        for ranks, reader in list(self._readers.items()):
+            if reader.first_step == step.number + 1 and reader.chain not in (b"", step.chain):
+                effects += self._reject(reader.peer, "diverged", _diverged(reader.first_step))
+                effects += self._leave(ranks, "it had other steps")
+        return effects
 
     def _leave(self, ranks: Ranks, why: str) -> list[Effect]:
         reader = self._readers.pop(ranks)
@@ -251,6 +280,9 @@ class Readers:
 
     def _sizes(self) -> tuple[int, int, int, int]:
         return next(iter(self._readers.values())).mesh.sizes
+
+    def _num_ranks(self) -> int:
+        return prod(self._sizes())
 
     # Serving
 
@@ -362,14 +394,11 @@ class Readers:
         return self._send(reader.peer, wait)
 
     def _missing(self) -> str:
-        dp, cp, tp, pp = self._sizes()
-        names = [
-            _name((d, c, t, p))
-            for d in range(dp) for c in range(cp) for t in range(tp) for p in range(pp)
-            if (d, c, t, p) not in self._returned
-        ]  # fmt: skip
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        return f"{len(names)} of {dp * cp * tp * pp} ranks are not attached: {'; '.join(names[:8])}{more}"
+        absent = (ranks for ranks in product(*map(range, self._sizes())) if ranks not in self._returned)
+        names = [_name(ranks) for ranks in islice(absent, 8)]
+        count = self._num_ranks() - len(self._returned)
+        more = f" and {count - len(names)} more" if count > len(names) else ""
+        return f"{count} of {self._num_ranks()} ranks are not attached: {'; '.join(names)}{more}"
 
     def _reject(self, peer: bytes, code: str, detail: str) -> list[Effect]:
         effects: list[Effect] = [Report("warning", f"refused a client: {detail}")]
@@ -384,3 +413,10 @@ class Readers:
 
 def _name(ranks: Ranks) -> str:
     return " ".join(f"{name}={rank}" for name, rank in zip(("dp", "cp", "tp", "pp"), ranks, strict=True))
+
+
+def _diverged(step: int) -> str:
+    return (
+        f"the steps before {step} are not those that this run serves: the data, the rules or the seed have changed, "
+        f"put them back or start a new run"
+    )

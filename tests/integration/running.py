@@ -1,0 +1,139 @@
+"""Real processes for the integration tests: started on loopback, ended by their ids, outputs in files."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+STREAMPACK = (sys.executable, "-m", "streampack")
+_LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) ")
+
+
+def streampack(*arguments: str | Path, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run([*STREAMPACK, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s)
+
+
+def the_error(result: subprocess.CompletedProcess[str], exit_code: int) -> str:
+    """The one line that a command has failed with, beside what it logged; no traceback."""
+    assert result.returncode == exit_code, result.stderr
+    said = [line for line in result.stderr.splitlines() if not _LOG_LINE.match(line)]
+    assert len(said) == 1, result.stderr
+    assert said[0].startswith("streampack: ")
+    return said[0]
+
+
+class Daemon:
+    """A command that runs on; standard output and error go to ``<folder>/<name>.log``."""
+
+    def __init__(self, folder: Path, name: str, *arguments: str | Path) -> None:
+        self.log = folder / f"{name}.log"
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen([*STREAMPACK, *map(str, arguments)], stdout=out, stderr=out)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, text: str, timeout_s: float = 30.0) -> None:
+        """Until the log holds ``text``."""
+        until(lambda: text in self.said or self.process.poll() is not None, timeout_s)
+        assert text in self.said, self.said
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self, timeout_s: float = 15.0) -> int:
+        """Its exit code, when it has ended by itself."""
+        return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+class RunningBroker(Daemon):
+    """``streampack broker`` on free ports, ready; ``settings`` are broker.yaml's."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any], *arguments: str) -> None:
+        self.rendezvous = folder / "streampack.json"
+        tree = {
+            "listen": {"producers": "tcp://127.0.0.1:*", "trainers": "tcp://127.0.0.1:*", "http": "127.0.0.1:0"},
+            "rendezvous": str(self.rendezvous),
+            "memory": "32MiB",
+            "limits": {"sample_tokens": 4096, "chunk": "16KiB"},
+            **settings,
+        }
+        super().__init__(folder, "broker", "broker", "-c", write(folder / "broker.yaml", tree), *arguments)
+        try:
+            self.wait_for(" broker: ready\n", 60.0)
+            where = json.loads(self.rendezvous.read_text())
+        except BaseException:
+            self.kill()
+            raise
+        self.producers, self.trainers, self.http = where["producers"], where["trainers"], where["http"]
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.http + path, timeout=5) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.get("/status"))
+        return found
+
+
+@contextmanager
+def running_broker(settings: dict[str, Any], *arguments: str) -> Iterator[RunningBroker]:
+    with folder() as path:
+        broker = RunningBroker(path, settings, *arguments)
+        try:
+            yield broker
+        finally:
+            broker.kill()
+
+
+@contextmanager
+def running(name: str, *arguments: str | Path) -> Iterator[Daemon]:
+    with folder() as path:
+        daemon = Daemon(path, name, *arguments)
+        try:
+            yield daemon
+        finally:
+            daemon.kill()
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A short path: a unix socket's may have 100 bytes."""
+    with tempfile.TemporaryDirectory(prefix="sp", dir="/tmp") as path:
+        yield Path(path)
+
+
+def write(path: Path, tree: dict[str, Any]) -> Path:
+    """A YAML file; JSON is YAML."""
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"nothing came in {timeout_s} s"
+        time.sleep(0.05)

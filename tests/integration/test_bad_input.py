@@ -1,0 +1,283 @@
+"""Every mistake gives one line that says what was got, what was expected and what to do, and no traceback."""
+
+from __future__ import annotations
+
+import io
+import re
+import socket
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streampack as sp
+from streampack.errors import MeshError, Rejected, Unreachable, UserError
+from tests.integration.running import (
+    RunningBroker,
+    folder,
+    running,
+    running_broker,
+    streampack,
+    the_error,
+    until,
+    write,
+    write_jsonl,
+)
+
+RULES = {"budget": 256, "window": {"samples": 64}, "step": {"packs": 4}}
+STREAMS = ("overlong", "empty", "ragged", "floats", "broken", "shared", "good")
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[RunningBroker]:
+    """Strict about samples; a stream for each test, since all producers of one must read the same."""
+    settings = {"rules": RULES, "streams": {name: {"partitions": 1} for name in STREAMS}, "memory": "64MiB"}
+    with running_broker(settings) as found:
+        yield found
+
+
+def produce_line(path: Path, broker: str, stream: str, source: dict[str, Any], exit_code: int, *more: str) -> str:
+    config = write(path / "producer.yaml", {"broker": broker, "streams": {stream: source}})
+    return the_error(streampack("produce", "-c", config, *more), exit_code)
+
+
+def broker_line(path: Path, exit_code: int = 2, **settings: Any) -> str:
+    """What a broker with wrong settings says, and nothing more."""
+    listen = {"producers": "tcp://127.0.0.1:*", "trainers": "tcp://127.0.0.1:*", "http": "127.0.0.1:0"}
+    tree = {"listen": listen, "memory": "64MiB", "rules": RULES, "streams": {"web": {}}, **settings}
+    tree.setdefault("limits", {"sample_tokens": 4096, "chunk": "16KiB"})
+    return the_error(streampack("broker", "-c", write(path / "broker.yaml", tree)), exit_code)
+
+
+# Configuration
+
+
+def test_an_unknown_key_is_named_with_its_path(tmp_path: Path) -> None:
+    line = broker_line(tmp_path, rules={"budgett": 256})
+    assert (
+        "broker.yaml: rules: got the unknown key 'budgett', expected 'budget' perhaps, or another of: packer, budget"
+        in line
+    )
+
+
+def test_an_unknown_key_of_a_producer_is_named(tmp_path: Path) -> None:
+    source = {"source": "jsonl", "path": "x.jsonl", "shards": "x.jsonl"}
+    line = produce_line(tmp_path, "tcp://127.0.0.1:1", "web", source, 2)
+    assert "producer.yaml: streams[...]: got the unknown key 'path', expected one of: source, shards" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("streams: {web: {}\nrules: [", "is not YAML"),
+        ("streams: {web: {passes: 0}}", "streams[...].passes: expected `int` >= 1"),
+        (
+            "streams: {web: {}}\nrules: {packer: ffd}",
+            "rules.packer: got 'ffd', expected one of: exact_fill, sliding_ffd",
+        ),
+        ("rules: {budget: 8}", "got no key 'streams', expected one: add it"),
+        ("- web", "expected `object`, got `array`"),
+        ("streams: {web: {}}\nmemory: plenty", "expected a size such as 16GiB"),
+        ("streams: {web: {}}\nrules: {budget: 100, align: {sample: 8, pack: 8}}", "take 96"),
+        ("streams: {web: {}}\nlisten: {http: somewhere}", "expected host:port"),
+        ("streams: {web: {}}\nlisten: {producers: udp://a:1}", "expected tcp://host:port or ipc:///path"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "broker.yaml").write_text(text)
+    assert said in the_error(streampack("broker", "-c", tmp_path / "broker.yaml"), 2)
+
+
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    assert "none.yaml: cannot be read: No such file" in the_error(streampack("check", tmp_path / "none.yaml"), 2)
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "bytes.yaml: cannot be read" in the_error(streampack("check", tmp_path / "bytes.yaml"), 2)
+
+
+def test_a_memory_that_is_too_small_is_refused_with_one_that_is_enough(tmp_path: Path) -> None:
+    line = broker_line(tmp_path, memory="100KiB")
+    enough = re.search(r"got 100KiB, expected at least (\d+MiB)", line)
+    assert enough is not None
+    tree: dict[str, Any] = {"memory": enough[1], "rules": RULES, "streams": {"web": {}}}
+    tree["limits"] = {"sample_tokens": 4096, "chunk": "16KiB"}
+    assert streampack("check", write(tmp_path / "enough.yaml", tree)).returncode == 0
+
+
+# Addresses
+
+
+def test_a_tcp_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        listen = {"producers": f"tcp://127.0.0.1:{port}", "trainers": "tcp://127.0.0.1:*", "http": "127.0.0.1:0"}
+        line = broker_line(tmp_path, listen=listen)
+        assert f"cannot listen on tcp://127.0.0.1:{port}: got an address in use, expected a free one" in line
+
+
+def test_an_http_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        listen = {"producers": "tcp://127.0.0.1:*", "trainers": "tcp://127.0.0.1:*", "http": address}
+        line = broker_line(tmp_path, listen=listen)
+        assert f"cannot listen on {address} for HTTP: got address already in use" in line
+        assert "listen.http or --http" in line
+
+
+def test_an_ipc_address_that_is_served_is_not_stolen(tmp_path: Path) -> None:
+    with folder() as short:
+        listen = {"producers": f"ipc://{short}/p", "trainers": f"ipc://{short}/t", "http": "127.0.0.1:0"}
+        with running_broker({"listen": listen, "rules": RULES, "streams": {"web": {}}}) as first:
+            line = broker_line(tmp_path, listen=listen)
+            assert "got an address that another process serves, expected a free one" in line
+            assert first.status()["ready"]
+
+
+def test_a_producer_that_nobody_answers_says_so_and_may_be_tried_again(tmp_path: Path) -> None:
+    shards = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}]))
+    source = {"source": "jsonl", "shards": shards}
+    line = produce_line(tmp_path, "tcp://127.0.0.1:1", "web", source, 75, "--timeout", "0.5")
+    assert "tcp://127.0.0.1:1: got no answer in 0.5 s, expected a broker: is 'streampack broker' running" in line
+    line = produce_line(tmp_path, f"file://{tmp_path}/none.json", "web", source, 75, "--timeout", "0.5")
+    assert "none.json: got no such file in 0.5 s, expected" in line
+
+
+def test_a_client_that_nobody_answers_says_so() -> None:
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1: got no answer in .* s, expected a broker"):
+        sp.connect("tcp://127.0.0.1:1", timeout_s=0.5)
+    with pytest.raises(UserError, match="expected tcp://host:port or ipc:///path"):
+        sp.connect("localhost")
+
+
+def test_status_of_nobody_may_be_tried_again_and_health_is_bad() -> None:
+    assert "127.0.0.1:1: got no answer (connection refused)" in the_error(streampack("status", "127.0.0.1:1"), 75)
+    assert "connection refused" in the_error(streampack("health", "http://127.0.0.1:1"), 1)
+
+
+# Data
+
+
+def test_a_sample_over_the_budget_ends_the_producer_and_is_named(tmp_path: Path, broker: RunningBroker) -> None:
+    shards = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 20}, {"text": "y" * 300}])
+    line = produce_line(tmp_path, broker.producers, "overlong", {"source": "jsonl", "shards": str(shards)}, 2)
+    assert "a.jsonl:line 2: got a sample of 301 tokens, expected at most 256: set rules.overlong to" in line
+    broker.wait_for("a.jsonl:line 2: got a sample of 301 tokens")
+
+
+def test_an_empty_sample_ends_the_producer_and_is_named(tmp_path: Path, broker: RunningBroker) -> None:
+    shards = write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}, {"text": ""}])
+    line = produce_line(tmp_path, broker.producers, "empty", {"source": "jsonl", "shards": str(shards)}, 2)
+    assert "a.jsonl:line 2: got a sample that cannot be used (empty)" in line
+    assert "set rules.poison: drop" in line
+
+
+def test_bad_samples_that_may_be_dropped_are_counted(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"tokens": [1, 2, 3]},
+        {"tokens": []},
+        {"tokens": [[1], [2, 3]]},
+        {"tokens": [1.5]},
+        {"tokens": [7]},
+    ]
+    shards = write_jsonl(tmp_path / "a.jsonl", rows)
+    settings = {"rules": {**RULES, "poison": "drop"}, "streams": {"web": {"partitions": 1}}}
+    with running_broker(settings) as broker:
+        source = {"source": "jsonl", "shards": str(shards)}
+        config = write(tmp_path / "p.yaml", {"broker": broker.producers, "streams": {"web": source}})
+        assert streampack("produce", "-c", config).returncode == 0
+        until(lambda: 'streampack_received_samples_total{stream="web"} 5.0' in broker.get("/metrics"))
+        metrics = broker.get("/metrics")
+        for reason in ("empty", "ragged", "dtype"):
+            assert f'streampack_rejected_samples_total{{reason="{reason}",stream="web"}} 1.0' in metrics
+        assert 'streampack_received_tokens_total{stream="web"} 4.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("stream", "array", "reason"),
+    [("ragged", np.zeros((2, 3), np.int32), "ragged"), ("floats", np.zeros(3, np.float32), "dtype")],
+)
+def test_an_npy_that_is_no_sequence_of_ids_is_named(
+    tmp_path: Path, broker: RunningBroker, stream: str, array: np.ndarray[Any, Any], reason: str
+) -> None:
+    write_tar(tmp_path / "a.tar", {"0.npy": npy(np.arange(4, dtype=np.int32)), "1.npy": npy(array)})
+    source = {"source": "webdataset", "shards": str(tmp_path / "a.tar")}
+    line = produce_line(tmp_path, broker.producers, stream, source, 2)
+    assert "a.tar" in line
+    assert f"cannot be used ({reason}), expected a 1-D array of ids" in line
+
+
+def test_a_broken_tar_is_named_with_the_place(tmp_path: Path, broker: RunningBroker) -> None:
+    write_tar(tmp_path / "a.tar", {"0.npy": npy(np.arange(4, dtype=np.int32))})
+    (tmp_path / "a.tar").write_bytes((tmp_path / "a.tar").read_bytes()[:700])
+    source = {"source": "webdataset", "shards": str(tmp_path / "a.tar")}
+    line = produce_line(tmp_path, broker.producers, "broken", source, 1)
+    assert "a.tar" in line
+    assert "expected" in line
+
+
+def test_a_missing_shard_is_named_before_anything_starts(tmp_path: Path) -> None:
+    source = {"source": "webdataset", "shards": str(tmp_path / "web-{0..1}.tar")}
+    line = produce_line(tmp_path, "tcp://127.0.0.1:1", "web", source, 1)
+    assert "streams.web:" in line
+    assert "web-0.tar: cannot be read (No such file or directory); expected a file" in line
+
+
+def test_a_stream_that_the_broker_does_not_know_is_refused(tmp_path: Path, broker: RunningBroker) -> None:
+    shards = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}]))
+    line = produce_line(tmp_path, broker.producers, "other", {"source": "jsonl", "shards": shards}, 1)
+    assert "got stream 'other', expected one of: overlong, empty" in line
+
+
+def test_other_data_for_the_same_stream_is_refused(tmp_path: Path, broker: RunningBroker) -> None:
+    first, second = write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}]), write_jsonl(tmp_path / "b.jsonl", [])
+    config = {"broker": broker.producers, "streams": {"shared": {"source": "jsonl", "shards": str(first)}}}
+    with folder() as path:
+        write(path / "p.yaml", config)
+        with running("producer", "produce", "-c", path / "p.yaml"):
+            until(lambda: any(r["stream"] == "shared" and r["samples"] for r in broker.status()["streams"]))
+            line = produce_line(tmp_path, broker.producers, "shared", {"source": "jsonl", "shards": str(second)}, 1)
+    assert "got other data than its first producer reads" in line
+
+
+# Meshes
+
+
+def test_a_mesh_that_the_rules_cannot_serve_is_refused_with_those_they_can(broker: RunningBroker) -> None:
+    with pytest.raises(MeshError, match=r"got dp=3, expected one that divides the 4 packs of a step \(1, 2, 4\)"):
+        sp.connect(broker.trainers, mesh={"dp": 3})
+    with pytest.raises(MeshError, match=r"got cp=2 and align sample=1 pack=1, expected multiples of 2 \* cp = 4"):
+        sp.connect(broker.trainers, mesh={"cp": 2})
+    with pytest.raises(MeshError, match=r"got dp_rank=2 with dp=2"):
+        sp.connect(broker.trainers, mesh={"dp": 2, "dp_rank": 2})
+
+
+def test_a_rank_that_is_held_and_another_mesh_are_refused(broker: RunningBroker) -> None:
+    with sp.connect(broker.trainers, mesh={"dp": 2, "dp_rank": 0}):
+        with pytest.raises(MeshError, match=r"got rank dp=0/2 .* holds: start one client a rank"):
+            sp.connect(broker.trainers, mesh={"dp": 2, "dp_rank": 0})
+        with pytest.raises(MeshError, match="give every rank the same mesh"):
+            sp.connect(broker.trainers, mesh={"dp": 4, "dp_rank": 1})
+
+
+def test_a_feed_that_is_not_served_is_refused(broker: RunningBroker) -> None:
+    with pytest.raises(Rejected, match=r"got feed 'valid', expected 'train'"):
+        sp.connect(broker.trainers, feed="valid")
+
+
+# Files
+
+
+def npy(array: np.ndarray[Any, Any]) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+def write_tar(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
