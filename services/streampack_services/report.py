@@ -127,10 +127,15 @@ def _streams_table(snapshot: Tree) -> Table:
 
 
 def _readers_table(snapshot: Tree) -> Table:
-    table = _table("rank", "where", "steps returned", "ready ahead", "starved", "next() p99")
+    table = _table("rank", "where", "returned", "ahead", "starved", "next() p99")
+    dimensions = [
+        name
+        for name in ("dp", "cp", "tp", "pp")
+        if name == "dp" or any(row[f"{name}_rank"] for row in snapshot["readers"])
+    ]
     for row in snapshot["readers"]:
         stats = row["stats"]
-        rank = " ".join(f"{name}={row[f'{name}_rank']}" for name in ("dp", "cp", "tp", "pp"))
+        rank = " ".join(f"{name}={row[f'{name}_rank']}" for name in dimensions)
         starved = f"{stats['starved_fraction']:.1%}" if "starved_fraction" in stats else "-"
         p99 = f"{stats['next_p99_ms']:.2f} ms" if "next_p99_ms" in stats else "-"
         ahead = max(0, row["have_upto"] - row["done_upto"])

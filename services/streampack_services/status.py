@@ -146,7 +146,7 @@ def waiting_for(core: Broker) -> tuple[str, str] | None:
     if core.draining:
         return None
     if readers.num_readers and not readers.joined:
-        return "join", f"{readers.num_readers} ranks are attached, and not all of their mesh"
+        return "join", f"{readers.num_readers} attached so far, their mesh has more"
     if readers.end is not None:
         left = readers.end.num_steps - readers.released_upto
         return ("peers", f"{left} last steps are not returned: {readers.slowest}") if left else None

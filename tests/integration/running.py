@@ -66,6 +66,9 @@ class Daemon:
 class RunningBroker(Daemon):
     """``streampack broker`` on free ports, ready; ``settings`` are broker.yaml's."""
 
+    num_steps = 0
+    """For a test to note how many it read."""
+
     def __init__(self, folder: Path, settings: dict[str, Any], *arguments: str) -> None:
         self.rendezvous = folder / "streampack.json"
         tree = {

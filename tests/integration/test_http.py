@@ -1,0 +1,172 @@
+"""The broker's HTTP side: probes, status and metrics agree with what really went through."""
+
+from __future__ import annotations
+
+import math
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from streampack_services.broker import BrokerService
+from streampack_services.http import HttpServer
+from streampack_services.metrics import METRICS
+
+import streampack as sp
+from streampack.config import BrokerConfig, Listen, StreamSettings
+from tests.integration.running import RunningBroker, running_broker, streampack, until, write, write_jsonl
+
+BUDGET, PACKS = 256, 4
+LENGTHS = [1 + (7 * i) % 300 for i in range(200)]
+CUT = [min(length, BUDGET) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
+    """A broker that has taken 200 samples and two bad ones, and served all steps to one rank, still attached."""
+    path = tmp_path_factory.mktemp("data")
+    rows: list[dict[str, Any]] = [{"tokens": list(range(length))} for length in LENGTHS]
+    write_jsonl(path / "a.jsonl", [*rows, {"tokens": []}, {"tokens": "no"}])
+    settings = {
+        "run": "served",
+        "rules": {"budget": BUDGET, "window": {"samples": 32}, "step": {"packs": PACKS},
+                  "align": {"sample": 8, "pack": 8}, "overlong": "truncate", "poison": "drop"},
+        "streams": {"web": {"partitions": 1}},
+    }  # fmt: skip
+    with running_broker(settings) as broker:
+        source = {"source": "jsonl", "shards": str(path / "a.jsonl")}
+        config = write(path / "p.yaml", {"broker": f"file://{broker.rendezvous}", "streams": {"web": source}})
+        with sp.connect(f"file://{broker.rendezvous}") as loader:
+            assert streampack("produce", "-c", config).returncode == 0
+            broker.num_steps = sum(1 for _ in loader.steps())
+            until(lambda: all(row["stats"].get("steps") for row in broker.status()["readers"]))
+            until(lambda: broker.status()["steps"]["returned"] == broker.status()["steps"]["end"])
+            yield broker
+
+
+def values(broker: RunningBroker) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Every series of the broker's own: (name, label values in the order of their names)."""
+    return {
+        (
+            sample.name.removeprefix("streampack_"),
+            tuple(sample.labels[name] for name in sorted(sample.labels)),
+        ): sample.value
+        for family in text_string_to_metric_families(broker.get("/metrics"))
+        for sample in family.samples
+        if sample.name.startswith("streampack_")
+    }
+
+
+def test_metrics_count_what_came_in(served: RunningBroker) -> None:
+    found = values(served)
+    assert found["received_samples_total", ("web",)] == len(LENGTHS) + 2
+    assert found["received_tokens_total", ("web",)] == sum(CUT)
+    assert found["overlong_samples_total", ("web",)] == sum(length > BUDGET for length in LENGTHS)
+    assert found["lost_tokens_total", ("web",)] == sum(LENGTHS) - sum(CUT)
+    assert found["rejected_samples_total", ("empty", "web")] == 1
+    assert found["rejected_samples_total", ("dtype", "web")] == 1
+
+
+def test_metrics_count_what_was_packed_and_waste_adds_up(served: RunningBroker) -> None:
+    found = values(served)
+    packs = found["packs_total", ()]
+    assert found["steps_total", ()] == served.num_steps
+    assert packs == PACKS * found["steps_total", ()]
+    assert found["packed_samples_total", ()] == len(LENGTHS)
+    assert found["packed_tokens_total", ()] == sum(CUT)
+    waste = {cause: found["waste_tokens_total", (cause,)] for cause in ("alignment", "pack_tail", "empty_pack")}
+    assert waste["alignment"] == sum(-length % 8 for length in CUT)
+    assert waste["empty_pack"] % BUDGET == 0
+    assert sum(waste.values()) == packs * BUDGET - sum(CUT)
+
+
+def test_the_figures_are_those_of_the_packs_that_a_reader_got(served: RunningBroker) -> None:
+    found = values(served)
+    packs = found["packs_total", ()]
+    assert found["utilisation_ratio", ()] == pytest.approx(sum(CUT) / (packs * BUDGET))
+    assert found["waste_ratio", ()] == pytest.approx(1 - found["utilisation_ratio", ()])
+    assert found["packing_efficiency_ratio", ()] == pytest.approx(math.ceil(sum(CUT) / BUDGET) / packs)
+    assert found["bin_balance_ratio", ()] <= 1
+    assert found["cost_max_over_mean_ratio", ()] == pytest.approx(1.0), "one rank is its own mean"
+
+
+def test_metrics_show_who_is_there_and_what_is_held(served: RunningBroker) -> None:
+    found = values(served)
+    rank = ("0", "0", "0", "0")
+    assert found["readers_connected", ()] == 1
+    assert found["producers_connected", ()] <= 1
+    assert found["reader_returned_steps", rank] == found["steps_total", ()]
+    assert 0 <= found["reader_starved_ratio", rank] <= 1
+    assert 0 <= found["reader_next_p99_seconds", rank] < 60
+    assert found["window_samples", ()] == found["window_tokens", ()] == found["arena_live_tokens", ()] == 0
+    assert found["arena_capacity_bytes", ()] == 32 * 2**20
+    assert found["sent_tokens_total", ()] == found["packs_total", ()] * BUDGET
+    assert found["ready", ()] == 1
+    assert all(found["bad_messages_total", (reason,)] == 0 for reason in ("damaged", "refused", "foreign"))
+
+
+def test_metrics_keep_prometheus_rules(served: RunningBroker) -> None:
+    text = served.get("/metrics")
+    assert "_created" not in text
+    names = {(metric.name, metric.kind) for metric in METRICS}
+    for family in text_string_to_metric_families(text):
+        if family.name.startswith("streampack_"):
+            assert family.documentation.endswith(".")
+            assert (family.name.removeprefix("streampack_"), family.type) in names
+    for metric in METRICS:
+        assert f"# TYPE streampack_{metric.name}" in text
+        assert not metric.name.endswith(("_total", "_count", "_sum"))
+
+
+def test_status_agrees_with_metrics(served: RunningBroker) -> None:
+    status = served.status()
+    assert status["run"] == "served"
+    assert status["state"] == "ended"
+    assert status["waiting_for"] is None
+    assert status["totals"]["tokens"] == sum(CUT)
+    assert status["steps"]["formed"] == status["steps"]["returned"] == status["steps"]["end"]
+    assert status["streams"][0]["rejected"] == {"dtype": 1, "empty": 1}
+    assert status["rules"]["budget"] == BUDGET
+    until(lambda: served.status()["taken_at"] > status["taken_at"])
+
+
+def test_probes_and_the_page_answer(served: RunningBroker) -> None:
+    assert served.get("/livez") == "alive\n"
+    assert served.get("/readyz") == "ready\n"
+    page = served.get("/")
+    assert all(f'href="{path}"' in page for path in ("/status", "/metrics", "/readyz", "/livez"))
+    assert answer(served.http + "/nothing")[0] == 404
+
+
+def test_readiness_follows_the_state_and_liveness_the_loop() -> None:
+    listen = Listen(producers="tcp://127.0.0.1:*", trainers="tcp://127.0.0.1:*")
+    config = BrokerConfig(run="<b>&", streams={"web": StreamSettings()}, listen=listen, memory="64MiB")
+    service = BrokerService(config)
+    server = HttpServer("127.0.0.1:0", lambda: service.snapshot)
+    server.start()
+    try:
+        assert answer(server.url + "/readyz") == (503, "not ready: starting\n")
+        assert answer(server.url + "/livez") == (200, "alive\n")
+        service.snapshot = service.snapshot | {"ready": True, "state": "serving"}
+        assert answer(server.url + "/readyz") == (200, "ready\n")
+        service.snapshot = service.snapshot | {"ready": False, "state": "draining"}
+        assert answer(server.url + "/readyz") == (503, "not ready: draining\n")
+        assert answer(server.url + "/livez") == (200, "alive\n")
+        service.snapshot = service.snapshot | {"ready": True, "taken_at": time.time() - 60}
+        assert answer(server.url + "/livez")[0] == 503
+        assert "&lt;b&gt;&amp;" in answer(server.url + "/")[1]
+    finally:
+        server.close()
+        service.close()
+
+
+def answer(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as got:
+            return got.status, got.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
