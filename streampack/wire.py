@@ -73,7 +73,7 @@ def decode(frames: Sequence[Any]) -> Envelope:
     if not 2 <= len(frames) <= 2 + MAX_PAYLOAD_FRAMES:
         raise WireError(f"got {len(frames)} frames, expected 2 to {2 + MAX_PAYLOAD_FRAMES}")
     header, meta = memoryview(frames[0]).cast("B"), memoryview(frames[1]).cast("B")
-    payload = tuple(memoryview(frame).cast("B") for frame in frames[2:])
+    payload = tuple(_flat(frame) for frame in frames[2:])
     if len(header) != HEADER_BYTES or bytes(header[:4]) != MAGIC:
         raise WireError(f"got {len(header)} bytes that are no header of streampack, expected {HEADER_BYTES}")
     if header[4] != VERSION:
@@ -94,6 +94,12 @@ def decode(frames: Sequence[Any]) -> Envelope:
     if checksum([meta, *payload]) != crc:
         raise WireError("got a damaged message (crc32c differs)")
     return Envelope(run=run, epoch=epoch, fence=fence, message=_decode(kind, meta), payload=payload)
+
+
+def _flat(frame: Any) -> memoryview:
+    """A frame's bytes; an array of shape (0, 2), which cannot be cast, is no bytes."""
+    view = memoryview(frame)
+    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def _decode(kind: int, meta: memoryview) -> Message:
