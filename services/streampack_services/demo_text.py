@@ -1,6 +1,7 @@
 """Text that every machine has, as WebDataset shards: the Python standard library's sources and docs.
 
-Documents are cut at line ends, to a quarter of the budget at most, so that a pack holds several.
+A document is what a module defines at its top level, a function or a class with what precedes it,
+cut at line ends to a quarter of the budget at most, so that a pack holds several.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import webdataset
 from streampack.errors import SourceError
 
 SHARDS = 16
+_DEFINES = ("def ", "class ", "async def ", "@")
 
 
 def documents(max_bytes: int) -> Iterator[str]:
@@ -63,10 +65,10 @@ def _pieces(text: str, max_bytes: int) -> Iterator[str]:
         length = len(line.encode())
         if length > max_bytes:
             continue  # a table in one line, say: no place to cut it
-        if size + length > max_bytes:
+        if held and (size + length > max_bytes or line.startswith(_DEFINES)):
             yield "".join(held)
             held, size = [], 0
         held.append(line)
         size += length
-    if held and "".join(held).strip():
+    if held:
         yield "".join(held)
