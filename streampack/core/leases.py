@@ -2,8 +2,10 @@
 
 Partitions of a stream are shared out among the producers that offer it, and move when one comes
 or goes, so that any number of producer processes gives the same stream. Every move begins a new
-session at the next sample that is missing; messages of an older session change nothing. Knows
-partitions by number (``p``), streams in the order of the rules; knows nothing of packs.
+session at the next sample that is missing; messages of an older session or of an older broker
+change nothing. A producer that breaks the protocol, or says that it must stop, loses its leases,
+and what it said is what the trainers then wait for. Knows partitions by number (``p``), streams in
+the order of the rules; knows nothing of packs.
 """
 
 from __future__ import annotations
@@ -30,12 +32,15 @@ from streampack.core.messages import (
     Reject,
     Revoke,
     Samples,
+    Sent,
     Who,
 )
 from streampack.core.samples import I64, SampleTable, index_of
 
 SILENT_S = 15.0
 """A producer not heard of for so long has lost its leases."""
+MAX_REASONS = 64
+"""Reasons for rejecting samples that are counted apart, by stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ class Leases:
         self._now = 0.0
         self._drained = False
         self.counts = [StreamCounts() for _ in streams]
-        self.failure = ""
+        self._failed: dict[int, str] = {}  # why the last holder of a partition stopped, until samples come again
         self.refused = 0
         """Messages that broke the protocol."""
 
@@ -109,17 +114,19 @@ class Leases:
         if isinstance(message, Hello):
             return self._hello(peer, message)
         name = self._by_peer.get(peer)
-        if name is None:
-            return [] if isinstance(message, Bye) else self._send(peer, Who())
+        if isinstance(message, Bye):
+            return self._leave(name, message.reason or "said goodbye") if name is not None else []
+        if name is None or envelope.epoch < self._epoch:
+            return self._send(peer, Who())
         self._producers[name].heard = now
         if isinstance(message, Samples):
             return self._samples(name, envelope, message)
         if isinstance(message, Eos):
             return self._eos(name, envelope.fence, message)
+        if isinstance(message, Sent):
+            return self._sent(name, envelope.fence, message)
         if isinstance(message, ProducerPing):
             return self._ping(name, message)
-        if isinstance(message, Bye):
-            return self._leave(name, message.reason or "said goodbye")
         return self._refuse(peer, "protocol", f"got {type(message).__name__} from a producer")
 
     def tick(self, now: float) -> list[Effect]:
@@ -162,8 +169,8 @@ class Leases:
         number = self._stream_of[p]
         terms, holder = self._terms[number], self._holder[p]
         text = f"stream {terms.name!r} partition {p - self._first[number]} of {terms.partitions}"
-        if self.failure:
-            return f"{text}: {self.failure}"
+        if p in self._failed:
+            return f"{text}: {self._failed[p]}"
         if holder is None:
             return f"{text}: no producer offers it, start one with 'streampack produce'"
         return f"{text}: held by the producer at {self._producers[holder].where}"
@@ -175,7 +182,7 @@ class Leases:
             if offer.stream not in self._streams:
                 known = ", ".join(self._streams)
                 return self._refuse(peer, "unknown_stream", f"got stream {offer.stream!r}, expected one of: {known}")
-            digest = self._digests.setdefault(offer.stream, offer.source_digest)
+            digest = self._digests.get(offer.stream, offer.source_digest)
             if digest != offer.source_digest:
                 return self._refuse(
                     peer, "source_digest",
@@ -184,6 +191,10 @@ class Leases:
                 )  # fmt: skip
         if self._drained:
             return self._send(peer, Bye(reason="the broker is stopping"))
+        self._digests |= {offer.stream: offer.source_digest for offer in hello.offers}
+        effects: list[Effect] = []
+        if self._by_peer.get(peer, hello.producer) != hello.producer:
+            effects += self._leave(self._by_peer[peer], "its peer took another name")
         known_producer = self._producers.get(hello.producer)
         if known_producer is not None:
             self._by_peer.pop(known_producer.peer, None)
@@ -191,9 +202,7 @@ class Leases:
         where = f"{hello.host}:{hello.pid}"
         self._producers[hello.producer] = _Producer(hello.producer, peer, where, offers, self._now)
         self._by_peer[peer] = hello.producer
-        effects: list[Effect] = []
         if known_producer is None:
-            self.failure = ""
             effects.append(Report("info", f"producer {where} joined, offering {', '.join(sorted(offers))}"))
         moved = self._share_out()
         held = [p for p, holder in enumerate(self._holder) if holder == hello.producer and p not in moved]
@@ -219,6 +228,8 @@ class Leases:
             mine = range(self._first[number], self._first[number + 1])
             open_ = [p for p in mine if not self.intakes[p].ended]
             if not able:
+                for p in mine:
+                    self._holder[p] = None
                 continue
             load = {name: [p for p in open_ if self._holder[p] == name] for name in able}
             orphans = [p for p in open_ if self._holder[p] not in load]
@@ -255,21 +266,22 @@ class Leases:
         lengths = np.frombuffer(message.lengths_u32, "<u4").astype(np.int64)
         wrong = self._malformed(message, lengths, envelope)
         if wrong:
-            return self._refuse(self._producers[name].peer, "malformed", wrong)
+            return self._expel(name, "malformed", wrong, p)
         stop = message.base_seq + len(lengths)
         if stop <= intake.expected_seq:
             return self._flow(p, repeat=True)
         num_bytes = int(lengths.sum()) * self._token_bytes
         if message.base_seq > intake.expected_seq or not intake.fits(stop, num_bytes):
-            self._begin(p)
-            return self._lease(p)
+            return self._again(p)
         skip = intake.expected_seq - message.base_seq
         offsets = np.cumsum(lengths) - lengths
         effects = self._admit(p, message, lengths[skip:], offsets[skip:], skip, envelope)
         if not effects:
-            return self._refuse(self._producers[name].peer, "overlong", self._overlong_text(p, lengths, message))
+            return self._expel(name, "overlong", self._overlong_text(p, lengths, message), p)
+        self._failed.pop(p, None)
         for reason, count in message.rejected.items() if skip == 0 else ():
             counted = self.counts[number].rejected
+            reason = reason if reason in counted or len(counted) < MAX_REASONS else "other"
             counted[reason] = counted.get(reason, 0) + count
         return effects + self._flow(p)
 
@@ -319,6 +331,9 @@ class Leases:
             return f"got {got} payload bytes, expected {expected} for the lengths given"
         if int(lengths.max()) > self._max_sample_tokens:
             return f"got a sample of {int(lengths.max())} tokens, expected at most {self._max_sample_tokens}"
+        rejected, empty = sum(message.rejected.values()), int((lengths == 0).sum())
+        if rejected > empty:
+            return f"got {rejected} rejected samples, expected at most the {empty} that are empty"
         return ""
 
     def _overlong_text(self, p: int, lengths: I64, message: Samples) -> str:
@@ -337,13 +352,12 @@ class Leases:
             return self._stale(name, session, message)
         intake = self.intakes[p]
         if message.total > intake.expected_seq:
-            self._begin(p)
-            return self._lease(p)
+            return self._again(p)
         if message.total < intake.expected_seq:
-            return self._refuse(
-                self._producers[name].peer, "short_stream",
+            return self._expel(
+                name, "short_stream",
                 f"stream {message.stream!r} partition {message.partition}: got an end after {message.total} samples, "
-                f"expected at least the {intake.expected_seq} taken before: the files have changed",
+                f"expected at least the {intake.expected_seq} taken before: the files have changed", p,
             )  # fmt: skip
         intake.total = message.total
         self._merge.end(p)
@@ -353,21 +367,34 @@ class Leases:
                 effects += self._send(producer.peer, Done())
         return effects
 
+    def _sent(self, name: str, session: int, message: Sent) -> list[Effect]:
+        p = self._partition(message.stream, message.partition)
+        if p is None or self._holder[p] != name or session != self.intakes[p].session:
+            return self._stale(name, session, message)
+        lost = message.next_seq > self.intakes[p].expected_seq and not self._drained
+        return self._again(p) if lost else self._flow(p, repeat=True)
+
     def _ping(self, name: str, message: ProducerPing) -> list[Effect]:
         peer = self._producers[name].peer
+        mine = [p for p, holder in enumerate(self._holder) if holder == name]
         if message.failure:
-            self.failure = message.failure
-            return [Report("error", f"producer {self._producers[name].where}: {message.failure}")]
+            self._failed |= dict.fromkeys([p for p in mine if not self.intakes[p].ended], message.failure)
+            report = Report("error", f"producer {self._producers[name].where}: {message.failure}")
+            return [report, *self._leave(name, "it failed")]
         if self.ended:
             return self._send(peer, Done())
-        mine = [p for p, holder in enumerate(self._holder) if holder == name]
         return [e for p in mine for e in self._flow(p, repeat=True)]
 
     # What goes out
 
+    def _again(self, p: int) -> list[Effect]:
+        """Something was lost: the holder goes back to where it is missing (go-back-N)."""
+        self._begin(p)
+        return self._lease(p)
+
     def _lease(self, p: int) -> list[Effect]:
         holder = self._holder[p]
-        if holder is None:
+        if holder is None or self._drained:
             return []
         number, intake = self._stream_of[p], self.intakes[p]
         terms = self._terms[number]
@@ -397,10 +424,16 @@ class Leases:
         )  # fmt: skip
         return self._send(self._producers[holder].peer, flow, intake.session)
 
-    def _stale(self, name: str, session: int, message: Samples | Eos) -> list[Effect]:
-        """Of a session that is over: say so, and say again what is held now."""
+    def _stale(self, name: str, session: int, message: Samples | Eos | Sent) -> list[Effect]:
+        """Of a session that is over: say so."""
         revoke = Revoke(stream=message.stream, partition=message.partition)
         return self._send(self._producers[name].peer, revoke, session)
+
+    def _expel(self, name: str, code: str, detail: str, p: int) -> list[Effect]:
+        """Refuse what a producer sent, and send it away: its leases go to others."""
+        effects = self._refuse(self._producers[name].peer, code, detail)
+        self._failed[p] = detail
+        return effects + self._leave(name, code)
 
     def _refuse(self, peer: bytes, code: str, detail: str) -> list[Effect]:
         self.refused += 1

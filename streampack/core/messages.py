@@ -80,6 +80,15 @@ class Eos(Message, frozen=True, kw_only=True):
     total: Count
 
 
+class Sent(Message, frozen=True, kw_only=True):
+    """All samples below ``next_seq`` were sent a while ago: what the broker lacks of them was lost."""
+
+    TYPE: ClassVar[int] = 6
+    stream: Name
+    partition: Small
+    next_seq: Count
+
+
 class ProducerPing(Message, frozen=True, kw_only=True):
     """Alive, from the main loop; ``failure`` is why this producer must stop, where it must."""
 
@@ -315,7 +324,7 @@ class Fenced(Message, frozen=True, kw_only=True):
 
 
 ALL: tuple[type[Message], ...] = (
-    Hello, Samples, Eos, ProducerPing, Bye, Lease, Flow, Revoke, Who, Reject, Done,
+    Hello, Samples, Eos, Sent, ProducerPing, Bye, Lease, Flow, Revoke, Who, Reject, Done,
     Attach, Get, ReaderPing, Attached, StepPart, Wait, End, Fenced,
 )  # fmt: skip
 

@@ -3,7 +3,8 @@
 The broker leases partitions and says where each begins; the session asks its shell to read there,
 holds at most one chunk a partition until the credits allow it, and sends it once. It never sends
 again what it sent: if something was lost the broker begins a new session at the gap, and the
-source, which can seek, reads it again. What a chunk holds is the shell's business.
+source, which can seek, reads it again. Where nothing follows that would show the gap, the session
+says how far it has sent. What a chunk holds is the shell's business.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from streampack.core.messages import (
     Reject,
     Revoke,
     Samples,
+    Sent,
     Who,
 )
 
@@ -98,6 +100,10 @@ class _Held(Struct):
     grant_seq: int = 0
     grant_bytes: int = 0
     sent_bytes: int = 0
+    known_seq: int = 0
+    """The broker has every sample below."""
+    still_seq: int = 0
+    """``next_seq`` at the last ping."""
     reading: bool = False
     chunk: Chunk | None = None
     ended: bool = False
@@ -170,8 +176,7 @@ class ProducerSession:
         if now - self._last_ping >= PING_S:
             self._last_ping = now
             effects.append(self._send(ProducerPing(producer=self.producer)))
-            ends = [held for held in self.held.values() if held.ended and not held.ended_known]
-            effects += [self._eos(held) for held in ends]
+            effects += [e for held in self.held.values() for e in self._remind(held)]
         return effects
 
     def _receive(self, envelope: Envelope) -> list[Effect]:
@@ -205,7 +210,7 @@ class ProducerSession:
         if known is not None and known.session >= session:
             return []
         effects: list[Effect] = [Forget(key, known.session)] if known is not None else []
-        held = self.held[key] = _Held(lease, session, lease.first_seq)
+        held = self.held[key] = _Held(lease, session, lease.first_seq, known_seq=lease.first_seq)
         return effects + self._move(held)
 
     def _flow(self, flow: Flow, session: int) -> list[Effect]:
@@ -215,6 +220,7 @@ class ProducerSession:
             return [self._hello()] if newer and self._now - self._last_hello >= HELLO_S / 2 else []
         held.grant_seq = max(held.grant_seq, flow.grant_seq)
         held.grant_bytes = max(held.grant_bytes, flow.grant_bytes)
+        held.known_seq = max(held.known_seq, flow.expected_seq)
         held.ended_known = held.ended_known or flow.ended
         return self._move(held)
 
@@ -272,6 +278,16 @@ class ProducerSession:
             held.reading = True
             effects.append(Read(held.lease, held.session, held.next_seq))
         return effects
+
+    def _remind(self, held: _Held) -> list[Effect]:
+        """Say again what the broker seems not to know: the end, or that all of this was sent."""
+        if held.ended:
+            return [] if held.ended_known else [self._eos(held)]
+        still, held.still_seq = held.still_seq == held.next_seq, held.next_seq
+        if not still or held.next_seq <= held.known_seq:
+            return []
+        stream, partition = held.lease.stream, held.lease.partition
+        return [self._send(Sent(stream=stream, partition=partition, next_seq=held.next_seq), held.session)]
 
     def _eos(self, held: _Held) -> Effect:
         eos = Eos(stream=held.lease.stream, partition=held.lease.partition, total=held.next_seq)

@@ -225,8 +225,6 @@ class Readers:
     def _refusal(self, message: Attach, held: _Reader | None, where: str) -> tuple[str, str] | None:
         """Why this reader cannot have this rank: (code, detail), or None."""
         mesh, rules = message.mesh, self._rules
-        if message.feed != self._feed:
-            return "feed", f"got feed {message.feed!r}, expected {self._feed!r}, the one that this broker serves"
         if prod(mesh.sizes) > MAX_RANKS:
             return "mesh", f"got a mesh of {prod(mesh.sizes)} ranks, expected at most {MAX_RANKS}"
         if message.feed != self._feed:
@@ -394,7 +392,8 @@ class Readers:
         return self._send(reader.peer, wait)
 
     def _missing(self) -> str:
-        absent = (ranks for ranks in product(*map(range, self._sizes())) if ranks not in self._returned)
+        dp, cp, tp, pp = map(range, self._sizes())
+        absent = (ranks for ranks in product(dp, cp, tp, pp) if ranks not in self._returned)
         names = [_name(ranks) for ranks in islice(absent, 8)]
         count = self._num_ranks() - len(self._returned)
         more = f" and {count - len(names)} more" if count > len(names) else ""

@@ -1,0 +1,97 @@
+"""What must hold of a broker after every event, whatever its peers and the network do.
+
+The checks read the books of the core; they never change them. Each names the rule that it guards.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from streampack.core.effects import FromProducer, FromTrainer, SendProducer, SendShard
+from streampack.core.events import Effect, Event
+from streampack.core.messages import Attach, Bye, Eos, Flow, Hello, Samples, StepPart
+
+if TYPE_CHECKING:
+    from tests.simulation.processes import BrokerProcess
+
+
+class BrokerChecks:
+    """The checks of one broker process."""
+
+    def __init__(self, process: BrokerProcess) -> None:
+        self._process, self._core = process, process.core
+        self._grants: dict[tuple[str, int, int], tuple[int, int]] = {}
+
+    def before(self, event: Event) -> Any:
+        """What a stale message must not change; None if the event is none."""
+        core = self._core
+        if isinstance(event, FromProducer):
+            if self._is_stale(event):
+                return [msgspec.structs.astuple(m) if isinstance(m, msgspec.Struct) else m for m in self._intakes()]
+        elif isinstance(event, FromTrainer) and not isinstance(event.envelope.message, Attach | Bye):
+            fence = (event.envelope.epoch, event.envelope.fence)
+            if fence != (core.epoch, core.readers._attempt):
+                return self._readers()
+        return None
+
+    def after(self, event: Event, before: Any, effects: list[Effect]) -> None:
+        """R3 (whole steps), R5 (fences), R6 (credits)."""
+        if before is not None:
+            now = self._intakes() if isinstance(event, FromProducer) else self._readers()
+            assert now == before, f"R5: a stale message changed something: {event}"
+        for effect in effects:
+            if isinstance(effect, SendProducer) and isinstance(effect.envelope.message, Flow):
+                self._flow(effect.envelope.fence, effect.envelope.message)
+            elif isinstance(effect, SendShard):
+                self._shard(effect)
+
+    def memory(self) -> None:
+        """Waiting, merged and live tokens are within their bounds, and the books agree with the arena."""
+        core, process = self._core, self._process
+        waiting = 0
+        for intake in core.leases.intakes:
+            tokens = intake.kept_tokens - intake.merged_tokens
+            assert 0 <= tokens * intake.token_bytes <= intake.quota_bytes, "a partition is over its quota"
+            waiting += tokens
+        assert 0 <= core.held_tokens <= process.capacity.merged_tokens, "the merged tokens are over their capacity"
+        assert process.arena.live_tokens == waiting + core.held_tokens, "the books differ from the arena"
+
+    def granted(self, stream: str, partition: int, session: int) -> tuple[int, int]:
+        """(samples, bytes) that this broker ever granted to a session."""
+        return self._grants.get((stream, partition, session), (0, 0))
+
+    def _is_stale(self, event: FromProducer) -> bool:
+        message, envelope = event.envelope.message, event.envelope
+        if isinstance(message, Samples | Eos):
+            p = self._core.leases._partition(message.stream, message.partition)
+            assert p is not None
+            return (envelope.epoch, envelope.fence) != (self._core.epoch, self._core.leases.intakes[p].session)
+        return envelope.epoch < self._core.epoch and not isinstance(message, Hello | Bye)
+
+    def _intakes(self) -> list[Any]:
+        return [
+            (i.expected_seq, i.total, i.session, i.session_bytes, i.kept_tokens, i.cursor)
+            for i in self._core.leases.intakes
+        ]
+
+    def _readers(self) -> list[Any]:
+        readers = self._core.readers
+        rows = [(ranks, r.name, r.sent_upto, r.want_stop) for ranks, r in readers._readers.items()]
+        return [readers.released_upto, dict(readers._returned), *rows]
+
+    def _flow(self, session: int, flow: Flow) -> None:
+        key = (flow.stream, flow.partition, session)
+        seq, size = self._grants.get(key, (0, 0))
+        assert flow.grant_seq >= seq, "R6: a grant of samples was taken back"
+        assert flow.grant_bytes >= size, "R6: a grant of bytes was taken back"
+        self._grants[key] = (flow.grant_seq, flow.grant_bytes)
+
+    def _shard(self, effect: SendShard) -> None:
+        message, readers = effect.envelope.message, self._core.readers
+        assert isinstance(message, StepPart)
+        world = self._process.world
+        if message.step not in world.published:
+            assert len(readers._returned) == world.num_ranks, "R3: a step went out before all ranks were there"
+            world.published.add(message.step)

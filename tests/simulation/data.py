@@ -1,0 +1,219 @@
+"""What a simulated run reads, and what it must give: sources as functions of (stream, partition, seq).
+
+``Case`` n is one of a few small jobs that between them use every packer, over-long policy and
+tail. ``reference`` packs a case with no network at all: the steps that every simulated run of it
+must serve, whatever happens to its processes and messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from streampack.core.form import Former, Step
+from streampack.core.intake import apply_overlong
+from streampack.core.leases import StreamTerms
+from streampack.core.merge import Merge
+from streampack.core.messages import Envelope, StepPart
+from streampack.core.rules import Align, Overlong, PackerName, Rules
+from streampack.core.samples import I64, SampleTable
+
+NUM_CASES = 8
+BUDGET = 64
+MAX_SAMPLE = 128
+_PACKERS: tuple[PackerName, ...] = ("exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative")
+_OVERLONG: tuple[Overlong, ...] = ("truncate", "split", "drop", "error")
+
+Id = tuple[int, int, int]
+"""(stream, index, part)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job: rules, sources' sizes ``counts[stream][partition]``, and the mesh that reads it."""
+
+    number: int
+    rules: Rules
+    counts: tuple[tuple[int, ...], ...]
+    dp: int
+    cp: int
+    dtype: str
+    steps_ahead: int
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.rules.streams]
+
+    @property
+    def terms(self) -> list[StreamTerms]:
+        """The streams as the broker is told of them."""
+        poison = "drop" if self.number % 2 else "error"
+        return [StreamTerms(n, p, BUDGET, 1, self.rules.overlong, poison) for n, _, p in self.rules.streams]
+
+    @lru_cache  # noqa: B019 - cases live as long as the tests
+    def lengths(self, stream: int, partition: int) -> I64:
+        """Tokens of each sample of a partition; 0 is one that its source rejects."""
+        draw = np.random.default_rng([self.number, stream, partition])
+        count = self.counts[stream][partition]
+        lengths = np.minimum(draw.geometric(1 / 16, count), BUDGET).astype(np.int64)
+        lengths[draw.random(count) < 0.05] = BUDGET
+        if self.rules.overlong != "error":
+            lengths[draw.random(count) < 0.06] = draw.integers(BUDGET + 1, MAX_SAMPLE)
+        if self.number % 2:
+            lengths[draw.random(count) < 0.05] = 0
+        return lengths
+
+    def tokens(self, stream: int, partition: int, seq: int) -> NDArray[Any]:
+        """The tokens of one sample, never 0."""
+        length = int(self.lengths(stream, partition)[seq])
+        first = stream * 7919 + partition * 104_729 + seq * 31
+        return ((first + np.arange(length) * (1 + seq % 7)) % 60_000 + 1).astype(self.dtype)
+
+
+@lru_cache
+def case(number: int) -> Case:
+    """Case ``number``, below NUM_CASES."""
+    draw = np.random.default_rng([20, number])
+    cp = 1 + number % 2
+    counts = tuple(
+        tuple(int(n) for n in draw.integers(20, 90, int(draw.integers(1, 4)))) for _ in range(1 + number % 3)
+    )
+    streams = tuple((f"s{s}", float(draw.integers(1, 5)), len(sizes)) for s, sizes in enumerate(counts))
+    rules = Rules(
+        budget=BUDGET, packs=4, window=int(draw.integers(8, 17)), packer=_PACKERS[number % 4],
+        align=Align(2 * cp, 2 * cp) if cp > 1 else Align(), overlong=_OVERLONG[(number + number // 4) % 4],
+        tail="drop" if number == 5 else "pad", seed=number, streams=streams,
+    )  # fmt: skip
+    return Case(
+        number, rules, counts, dp=(1, 2, 4)[number % 3], cp=cp, dtype="int32" if number % 2 else "uint16",
+        steps_ahead=int(draw.integers(2, 9)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The steps of a case; ``rows[step][pack]`` are a pack's tokens [T], ``ids[step][pack]`` its samples."""
+
+    steps: tuple[Step, ...]
+    rows: tuple[NDArray[Any], ...]
+    ids: tuple[tuple[list[Id], ...], ...]
+    chain: bytes
+    num_dropped: int
+
+
+@lru_cache
+def reference(number: int) -> Reference:
+    """Case ``number`` packed offline; every sample is seen to be there exactly once."""
+    this = case(number)
+    rules, table = this.rules, SampleTable()
+    merge = Merge([w for _, w, _ in rules.streams], [p for _, _, p in rules.streams], rules.seed)
+    tokens: dict[int, NDArray[Any]] = {}
+    expected: set[Id] = set()
+    place = 0
+    for stream, (_, _, partitions) in enumerate(rules.streams):
+        for partition in range(partitions):
+            _enter(this, stream, partition, place, merge, table, tokens, expected)
+            place += 1
+    former = Former(rules, table)
+    while not merge.closed:
+        taken = merge.take(1 << 40)
+        former.admit(taken.handles, taken.lengths)
+    former.closed = True
+    steps: list[Step] = []
+    while (request := former.request()) is not None:
+        steps += former.apply(request.choose())
+    steps += former.cut()
+    assert former.finished
+
+    def identify(handles: I64) -> list[Id]:
+        return [(int(table.stream[h]), int(table.index[h]), int(table.part[h])) for h in handles]
+
+    ids = tuple(tuple(identify(pack.handles) for pack in step.packs) for step in steps)
+    found = [one for packs in ids for pack in packs for one in pack] + identify(former.dropped)
+    assert len(found) == len(set(found)) == len(expected)
+    assert set(found) == expected
+    rows = tuple(np.stack([_row(this, pack.handles, tokens) for pack in step.packs]) for step in steps)
+    return Reference(tuple(steps), rows, ids, former.chain, len(former.dropped))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank got of one pack: tokens [T / cp] that lie at ``positions`` of the whole pack."""
+
+    number: int
+    ids: list[Id]
+    num_loss_tokens: int
+    tokens: NDArray[Any]
+    positions: I64
+
+
+def shards_of(parts: tuple[Envelope, ...], this: Case, cp_rank: int) -> list[Shard]:
+    """The shards in a delivered step, by micro-batch; positions are derived here and not by ``core.layout``."""
+    shards: list[Shard] = []
+    for envelope in parts:
+        part = envelope.message
+        assert isinstance(part, StepPart)
+        assert len(shards) == part.first
+        ids = list(zip(*(np.frombuffer(column, kind).tolist() for column, kind in (
+            (part.streams_u32, "<u4"), (part.indices_u64, "<u8"), (part.parts_u32, "<u4"))), strict=True))  # fmt: skip
+        lengths = np.frombuffer(part.lengths_u32, "<u4").tolist()
+        numbers = np.frombuffer(part.packs_u32, "<u4").tolist()
+        loss = np.frombuffer(part.loss_tokens_u32, "<u4").tolist()
+        rows = np.frombuffer(envelope.payload[0], this.dtype).reshape(len(numbers), BUDGET // this.cp)
+        at = 0
+        for i, count in enumerate(np.frombuffer(part.counts_u32, "<u4").tolist()):
+            positions = _positions(lengths[at : at + count], this, cp_rank)
+            shards.append(Shard(numbers[i], ids[at : at + count], loss[i], rows[i], positions))
+            at += count
+    return shards
+
+
+def _positions(lengths: list[int], this: Case, cp_rank: int) -> I64:
+    """Chunks r and 2W - 1 - r of each segment, padded to the alignment, the tail being one, too."""
+    align, pieces, start = this.rules.align.sample, 2 * this.cp, 0
+    segments = [-(-length // align) * align for length in lengths]
+    positions: list[int] = []
+    for size in [*segments, BUDGET - sum(segments)]:
+        chunks = np.arange(start, start + size).reshape(pieces, -1) if this.cp > 1 else np.arange(start, start + size)
+        mine = chunks[[cp_rank, pieces - 1 - cp_rank]] if this.cp > 1 else chunks
+        positions += mine.ravel().tolist()
+        start += size
+    return np.array(positions, np.int64)
+
+
+def _enter(
+    this: Case, stream: int, partition: int, place: int, merge: Merge, table: SampleTable,
+    tokens: dict[int, NDArray[Any]], expected: set[Id],
+) -> None:  # fmt: skip
+    lengths = this.lengths(stream, partition)
+    pieces = apply_overlong(lengths, BUDGET, this.rules.overlong)
+    partitions = this.rules.streams[stream][2]
+    handles = np.full(len(pieces.length), -1, np.int64)
+    for i, (seq, offset, length, part) in enumerate(
+        zip(pieces.source.tolist(), pieces.offset.tolist(), pieces.length.tolist(), pieces.part.tolist(), strict=True)
+    ):
+        if not length:
+            continue
+        h = handles[i] = int(table.take(1)[0])
+        whole = this.tokens(stream, partition, seq)
+        tokens[h] = whole[offset : offset + length]
+        table.stream[h], table.index[h], table.part[h] = stream, seq * partitions + partition, part
+        table.length[h], table.loss_tokens[h] = length, length - 1
+        table.crc[h] = crc32c(whole.tobytes())
+        expected.add((stream, seq * partitions + partition, part))
+    merge.push(place, handles, pieces.length, pieces.part)
+    merge.end(place)
+
+
+def _row(this: Case, handles: I64, tokens: dict[int, NDArray[Any]]) -> NDArray[Any]:
+    row = np.zeros(BUDGET, this.dtype)
+    at, align = 0, this.rules.align.sample
+    for h in handles.tolist():
+        row[at : at + len(tokens[h])] = tokens[h]
+        at += -(-len(tokens[h]) // align) * align
+    return row

@@ -1,0 +1,69 @@
+"""A network that loses, repeats, delays and reorders messages, as its seed says; time is a number.
+
+``Clock`` runs callbacks in the order of their virtual times. ``Network`` carries encoded frames, so
+that every message of a simulation goes through the real codec and nobody shares an object.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from streampack import wire
+from streampack.core.messages import Envelope
+
+
+class Clock:
+    """Virtual time, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._order = 0
+        self._due: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+
+    def after(self, delay_s: float, call: Callable[..., None], *args: Any) -> None:
+        """Call ``call(*args)`` in ``delay_s``."""
+        self._order += 1
+        heapq.heappush(self._due, (self.now + delay_s, self._order, call, args))
+
+    def step(self) -> None:
+        """Go on to what is due next, and do it."""
+        self.now, _, call, args = heapq.heappop(self._due)
+        call(*args)
+
+
+@dataclass
+class Weather:
+    """How bad the links are: shares of messages, and a mean delay in seconds."""
+
+    lost: float = 0.0
+    repeated: float = 0.0
+    reordered: float = 0.0
+    delay_s: float = 0.005
+
+
+class Network:
+    """Links named by bytes; a link keeps the order of its messages but for those that are reordered."""
+
+    def __init__(self, clock: Clock, rng: random.Random, weather: Weather) -> None:
+        self._clock, self._rng, self.weather = clock, rng, weather
+        self._last: dict[bytes, float] = {}
+        self.cut: set[bytes] = set()
+        """Links that carry nothing."""
+
+    def carry(self, link: bytes, envelope: Envelope, arrive: Callable[[Envelope], None]) -> None:
+        """Send a message over ``link``; ``arrive`` gets what comes out, if anything, now or later."""
+        frames = [memoryview(frame).tobytes() for frame in wire.encode(envelope)]
+        weather, rng = self.weather, self._rng
+        if link in self.cut or rng.random() < weather.lost:
+            return
+        for _ in range(2 if rng.random() < weather.repeated else 1):
+            due = self._clock.now + rng.expovariate(1 / weather.delay_s)
+            if rng.random() < weather.reordered:
+                due += rng.expovariate(1 / 0.4)
+            else:
+                due = self._last[link] = max(due, self._last.get(link, 0.0))
+            self._clock.after(due - self._clock.now, lambda: arrive(wire.decode(frames)))

@@ -1,0 +1,305 @@
+"""The processes of a simulated run: the real state machines in shells that share one virtual world.
+
+Each shell does what its daemon does (perform effects, feed events, tick) with the clock and the
+links of its ``World``; none decides anything. What they see is checked in ``checks``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+from crc32c import crc32c
+from streampack_services.arena import SLACK, Arena
+
+from streampack.core.broker import Broker, Capacity, needed_tokens
+from streampack.core.client_session import Broken, ClientSession, Deliver, Detach, Ended, Returned
+from streampack.core.effects import (
+    Form,
+    Formed,
+    FromProducer,
+    FromTrainer,
+    Release,
+    SendProducer,
+    SendShard,
+    SendTrainer,
+    Store,
+)
+from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
+from streampack.core.messages import Envelope, Mesh, Offer
+from streampack.core.producer_session import (
+    Chunk,
+    EndOfPartition,
+    Finish,
+    Forget,
+    Key,
+    Leave,
+    ProducerSession,
+    Read,
+)
+from tests.simulation.checks import BrokerChecks
+from tests.simulation.data import MAX_SAMPLE, Case
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+RUN = 77
+TICK_S = 0.25
+QUOTA = 2 * MAX_SAMPLE
+
+
+class BrokerProcess:
+    """A broker with a real arena; ``Form`` takes a while."""
+
+    def __init__(self, world: World, epoch: int) -> None:
+        self.world, self.epoch, self.alive = world, epoch, True
+        case = world.case
+        size = np.dtype(case.dtype).itemsize
+        merged = needed_tokens(case.rules, MAX_SAMPLE)
+        self.capacity = Capacity(QUOTA, merged, MAX_SAMPLE, MAX_SAMPLE * size)
+        self.core = Broker(
+            run=RUN, epoch=epoch, feed="train", rules=case.rules, streams=case.terms, capacity=self.capacity,
+            dtype=case.dtype, token_bytes=size, steps_ahead=case.steps_ahead,
+        )  # fmt: skip
+        partitions = sum(p for _, _, p in case.rules.streams)
+        self.live_tokens = merged + QUOTA * partitions
+        blocks = int(self.live_tokens * SLACK / MAX_SAMPLE) + 4
+        self.arena = Arena(blocks * MAX_SAMPLE * size, case.dtype, MAX_SAMPLE)
+        self.checks = BrokerChecks(self)
+        world.clock.after(0.0, self._tick)
+
+    def receive(self, peer: bytes, envelope: Envelope, from_producer: bool) -> None:
+        kind = FromProducer if from_producer else FromTrainer
+        self.handle(kind(peer, envelope))
+
+    def handle(self, event: Event) -> None:
+        if not self.alive:
+            return
+        before = self.checks.before(event)
+        effects = self.core.handle(event)
+        self.checks.after(event, before, effects)
+        for effect in effects:
+            self._perform(effect)
+        self.checks.memory()
+
+    def _tick(self) -> None:
+        self.handle(Tick(self.world.clock.now))
+        if self.alive:
+            self.world.clock.after(TICK_S, self._tick)
+
+    def _perform(self, effect: Effect) -> None:
+        world = self.world
+        if isinstance(effect, Store):
+            self.arena.store(effect.handles, effect.offsets, effect.lengths, effect.payload[0])
+        elif isinstance(effect, Release):
+            self.arena.release(effect.handles)
+        elif isinstance(effect, SendShard):
+            rules, envelope = world.case.rules, effect.envelope
+            tokens, edges = self.arena.gather(
+                effect.packs, rules.align.sample, rules.budget // effect.cp, effect.cp, effect.cp_rank
+            )
+            whole = Envelope(
+                run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message,
+                payload=(tokens,) if edges is None else (tokens, edges),
+            )  # fmt: skip
+            world.to_peer(effect.peer, whole)
+        elif isinstance(effect, SendProducer | SendTrainer):
+            world.to_peer(effect.peer, effect.envelope)
+        elif isinstance(effect, Form):
+            choice = effect.request.choose()
+            world.clock.after(world.rng.expovariate(20), self.handle, Formed(effect.feed, choice))
+        else:
+            assert isinstance(effect, Report), effect
+
+
+class Process:
+    """What producers and clients share: a peer name, life and death, and freezing (SIGSTOP, a hung host)."""
+
+    kind = ""
+
+    def __init__(self, world: World, machine: ProducerSession | ClientSession) -> None:
+        self.world, self._machine = world, machine
+        self.alive, self.frozen = True, False
+        self._inbox: list[Event] = []
+        self.reconnect()
+        world.clock.after(world.rng.random() * TICK_S, self._tick)
+
+    def reconnect(self) -> None:
+        """A new connection: what is on its way to the old one is lost, what came from it may still arrive."""
+        self.world.disconnect(self)
+        self.peer = self.world.connect(self)
+
+    def kill(self) -> None:
+        self.alive = False
+        self.world.disconnect(self)
+
+    def freeze(self, seconds: float) -> None:
+        """Do nothing for a while; messages wait."""
+        self.frozen = True
+        self.world.clock.after(seconds, self._thaw)
+
+    def handle(self, event: Event) -> None:
+        if not self.alive:
+            return
+        if self.frozen:
+            if not isinstance(event, Tick):
+                self._inbox.append(event)
+            return
+        stale = isinstance(event, FromBroker) and event.envelope.epoch < self._machine.epoch
+        effects = self._machine.handle(event)
+        assert not (stale and effects), f"a message of an older broker had effects {effects}"
+        for effect in effects:
+            if isinstance(effect, Send):
+                self.world.to_broker(self, effect.envelope)
+            else:
+                self.perform(effect)
+
+    def perform(self, effect: Effect) -> None:
+        raise NotImplementedError
+
+    def _tick(self) -> None:
+        self.handle(Tick(self.world.clock.now))
+        if self.alive:
+            self.world.clock.after(TICK_S, self._tick)
+
+    def _thaw(self) -> None:
+        self.frozen = False
+        waiting, self._inbox = self._inbox, []
+        for event in waiting:
+            self.handle(event)
+
+
+class ProducerProcess(Process):
+    """A producer of some streams, reading chunks of random sizes."""
+
+    kind = "producer"
+
+    def __init__(self, world: World, name: str, streams: list[str]) -> None:
+        self.name, self.streams = name, streams
+        self._at: dict[tuple[Key, int], int] = {}
+        offers = [Offer(stream=stream, source_digest="data") for stream in streams]
+        self.session = ProducerSession(run=0, producer=name, host="host", pid=1, offers=offers)
+        super().__init__(world, self.session)
+
+    def leave(self) -> None:
+        """Stop with a farewell."""
+        self.handle(Leave())
+
+    def perform(self, effect: Effect) -> None:
+        if isinstance(effect, Read):
+            self.world.clock.after(self.world.rng.expovariate(1 / self.world.read_s), self._read, effect)
+        elif isinstance(effect, Forget):
+            self._at.pop((effect.key, effect.session), None)
+        elif isinstance(effect, Finish):
+            assert not effect.error, effect
+            self.alive = False
+        else:
+            assert isinstance(effect, Report), effect
+
+    def _read(self, read: Read) -> None:
+        lease, key = read.lease, (read.lease.stream, read.lease.partition)
+        held = self.session.held.get(key)
+        if not self.alive or held is None or held.session != read.session:
+            return
+        case = self.world.case
+        stream = case.names.index(lease.stream)
+        seq = self._at.get((key, read.session))
+        if seq is None:
+            seq = lease.cursor[0] if lease.cursor is not None else lease.first_seq
+            assert seq == lease.first_seq, "a cursor that is not where the lease begins"
+        assert seq == read.seq
+        lengths = case.lengths(stream, lease.partition)
+        if seq >= len(lengths):
+            self.handle(EndOfPartition(key, read.session))
+            return
+        stop = seq + 1
+        room = lease.max_chunk_bytes // np.dtype(case.dtype).itemsize
+        most = self.world.rng.randint(1, 12)
+        while stop < len(lengths) and stop - seq < most and int(lengths[seq : stop + 1].sum()) <= room:
+            stop += 1
+        self._at[key, read.session] = stop
+        self.handle(chunk_of(case, key, read.session, seq, stop))
+
+
+def chunk_of(case: Case, key: Key, session: int, start: int, stop: int) -> Chunk:
+    """Samples ``start`` to ``stop`` of a partition, as a producer sends them; the cursor is ``stop``."""
+    stream, partition = case.names.index(key[0]), key[1]
+    lengths = case.lengths(stream, partition)[start:stop]
+    samples = [case.tokens(stream, partition, seq).tobytes() for seq in range(start, stop)]
+    payload, empty = b"".join(samples), int((lengths == 0).sum())
+    return Chunk(
+        key=key, session=session, lengths_u32=lengths.astype("<u4").tobytes(),
+        crcs_u32=np.array([crc32c(sample) for sample in samples], "<u4").tobytes(),
+        loss_tokens_u32=np.maximum(lengths - 1, 0).astype("<u4").tobytes(), num_samples=len(samples),
+        num_bytes=len(payload), cursor=(stop, 0, 0), rejected={"empty": empty} if empty else {}, payload=(payload,),
+    )  # fmt: skip
+
+
+class ClientProcess(Process):
+    """One rank's trainer: takes the steps in order, works on each for a while, and returns it."""
+
+    kind = "client"
+
+    def __init__(self, world: World, name: str, mesh: Mesh, next_step: int, chain: bytes) -> None:
+        self.name, self.mesh = name, mesh
+        self.session = ClientSession(
+            run=0, feed="train", reader=name, host="host", pid=1, mesh=mesh, prefetch=world.prefetch,
+            next_step=next_step, chain=chain,
+        )  # fmt: skip
+        self.done, self.chain = next_step, chain
+        self.ended: tuple[int, bytes] | None = None
+        self.refused = ""
+        self._ready: deque[tuple[int, bytes]] = deque()
+        self._working = False
+        super().__init__(world, self.session)
+
+    def leave(self) -> None:
+        """Detach, as a client that is closed does."""
+        self.handle(Detach())
+        self.kill()
+
+    def perform(self, effect: Effect) -> None:
+        if isinstance(effect, Deliver):
+            step = self.world.delivered(self, effect.parts)
+            self._ready.append((step.step, step.chain))
+            self._work()
+        elif isinstance(effect, Ended):
+            assert self.ended is None, "ended twice"
+            self.ended = (effect.num_steps, effect.chain)
+            self.world.note("ended", self.name, *self.ended)
+            self._check_finished()
+        else:
+            assert isinstance(effect, Broken), effect
+            self.refused = effect.code
+            assert effect.code == "rank_taken", effect
+            self.world.refused(self)
+
+    def _work(self) -> None:
+        if self._working or not self._ready:
+            return
+        self._working = True
+        step, _ = self._ready[0]
+        self.world.take(self, step)
+
+    def work_done(self, step: int) -> None:
+        """``step`` is done with, if it is in hand; said by the world, which may have ranks wait for each other."""
+        if not self.alive or not self._working or step != self.done:
+            return
+        if self.frozen:
+            self.world.clock.after(TICK_S, self.work_done, step)
+            return
+        self._working = False
+        _, self.chain = self._ready.popleft()
+        self.done = step + 1
+        self.handle(Returned(self.done))
+        self._check_finished()
+        self._work()
+
+    def _check_finished(self) -> None:
+        if self.ended is not None and self.done >= self.ended[0]:
+            self.world.finished(self)
+
+    def state(self) -> tuple[int, bytes]:
+        """What a checkpoint of the trainer holds: the next step, and the digest of those before."""
+        return self.done, self.chain

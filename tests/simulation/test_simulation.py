@@ -1,0 +1,58 @@
+"""The whole service, simulated: whatever the network and the processes do, ranks get the reference's steps.
+
+``SIM_SEEDS`` sets how many seeds run (``SIM_SEEDS=5000``) or which (``SIM_SEEDS=17:18``).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.simulation.data import NUM_CASES, case, reference
+from tests.simulation.world import run
+
+CHUNK = 20
+
+
+def _chunks() -> list[range]:
+    first, _, stop = os.environ.get("SIM_SEEDS", "400").rpartition(":")
+    begin, end = int(first or 0), int(stop)
+    return [range(at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK)]
+
+
+@pytest.mark.parametrize("seeds", _chunks(), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+def test_every_rank_gets_exactly_the_offline_steps_whatever_fails(seeds: range) -> None:
+    for seed in seeds:
+        run(seed)
+
+
+@pytest.mark.parametrize("number", range(NUM_CASES))
+def test_the_cases_are_worth_simulating(number: int) -> None:
+    found = reference(number)
+    assert len(found.steps) >= 8
+    assert case(number).rules.packs % case(number).dp == 0
+
+
+@pytest.mark.parametrize("seed", [3, 6, 13])
+def test_a_seed_happens_the_same_way_twice(seed: int) -> None:
+    assert run(seed) == run(seed)
+
+
+def test_a_seed_happens_the_same_way_under_another_hash_seed() -> None:
+    code = "from tests.simulation.world import run; print(run(13).trace)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def trace(hash_seed: str) -> str:
+        once = {**env, "PYTHONHASHSEED": hash_seed}
+        return subprocess.run([sys.executable, "-c", code], env=once, capture_output=True, text=True, check=True).stdout
+
+    assert trace("1") == trace("2")
+
+
+def test_steps_depend_on_neither_network_nor_producers_nor_their_order() -> None:
+    outcomes = [run(seed, case_number=2) for seed in range(1000, 1012)]
+    assert len({(outcome.chain, outcome.num_steps) for outcome in outcomes}) == 1
+    assert len({outcome.trace for outcome in outcomes}) == len(outcomes)
