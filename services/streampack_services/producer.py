@@ -91,7 +91,7 @@ def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "in
         how = "stopped"
     else:
         how = "the broker is stopping" if any(worker.broker_stopped for worker in workers) else "all delivered"
-    log.info("%s: sent %d samples, %d tokens", how, samples, tokens)
+    log.info("%s: read %d samples, %d tokens", how, samples, tokens)
 
 
 def _endpoint(broker: str, timeout_s: float) -> str:
@@ -151,7 +151,7 @@ def _add_up(workers: list[_Worker]) -> Sent:
 def progress_line(sent: Sent, tokens_per_s: float, waiting: list[str]) -> str:
     """``web 1200 samples 48000 tokens; 9600 tokens/s; 2 of 4 wait for credit: ...``, for a person."""
     parts = [f"{stream} {samples} samples {tokens} tokens" for stream, (samples, tokens) in sent.items()]
-    line = "; ".join([", ".join(parts) or "nothing sent yet", f"{tokens_per_s:.0f} tokens/s"])
+    line = "; ".join([", ".join(parts) or "nothing read yet", f"{tokens_per_s:.0f} tokens/s"])
     reasons = [reason for reason in waiting if reason]
     if not reasons:
         return line

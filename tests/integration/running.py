@@ -80,7 +80,7 @@ class RunningBroker(Daemon):
         }
         super().__init__(folder, "broker", "broker", "-c", write(folder / "broker.yaml", tree), *arguments)
         try:
-            self.wait_for(" broker: ready\n", 60.0)
+            self.wait_for('"text": "ready"' if "--log-json" in arguments else " broker: ready\n", 60.0)
             where = json.loads(self.rendezvous.read_text())
         except BaseException:
             self.kill()

@@ -1,0 +1,136 @@
+"""The command line: its help, its exit codes, and what status, health and check show."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from streampack_services import cli, report
+
+import streampack as sp
+from streampack.errors import ConfigError, StreampackError, Unreachable
+from tests.integration.running import RunningBroker, running_broker, streampack, the_error, write, write_jsonl
+
+COMMANDS = ("broker", "produce", "status", "health", "check", "demo")
+BROKER = {
+    "run": "shown",
+    "rules": {"budget": 4096, "window": {"samples": 256}, "step": {"packs": 16}},
+    "planned_mesh": {"dp": 4, "cp": 2},
+    "streams": {"web": {"weight": 0.7}, "code": {"weight": 0.3, "repeat": True, "partitions": 2}},
+    "limits": {"sample_tokens": 8192, "chunk": "64KiB"},
+    "memory": "64MiB",
+}
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[RunningBroker]:
+    with running_broker(BROKER) as found:
+        yield found
+
+
+def test_help_names_every_command_and_the_exit_codes() -> None:
+    text = streampack("--help").stdout
+    assert all(f"\n  {name}" in text for name in COMMANDS)
+    assert "75 try again" in text
+    assert "..." not in text.split("Commands:")[1], "no summary is cut"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_each_command_has_an_example(command: str) -> None:
+    result = streampack(command, "--help")
+    assert result.returncode == 0
+    assert f"Example:\n      streampack {command}" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_the_version_is_the_librarys() -> None:
+    assert streampack("--version").stdout == f"streampack {sp.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("broker",), ("broker", "-c"), ("health", "--timeout", "x")])
+def test_misuse_ends_with_2_and_no_traceback(arguments: tuple[str, ...]) -> None:
+    result = streampack(*arguments)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert not arguments or result.stderr.splitlines()[-1].startswith("Error: ")
+
+
+def test_status_is_a_page_for_a_person_or_json(broker: RunningBroker) -> None:
+    shown = streampack("status", broker.http)
+    assert shown.returncode == 0, shown.stderr
+    for text in ("shown  feed train  serving", "waiting for samples: no sample has come", "web", "0.7", "0 ranks"):
+        assert text in shown.stdout
+    found = json.loads(streampack("status", f"file://{broker.rendezvous}", "--json").stdout)
+    assert found["run"] == "shown"
+    assert [row["stream"] for row in found["streams"]] == ["web", "code"]
+
+
+def test_health_says_ready_and_ends_with_0(broker: RunningBroker) -> None:
+    result = streampack("health", broker.http)
+    assert (result.returncode, result.stdout) == (0, "ready\n")
+    assert streampack("health", "--live", broker.http).stdout == "alive\n"
+
+
+def test_what_is_no_broker_is_said_to_be_none(broker: RunningBroker) -> None:
+    line = the_error(streampack("status", broker.http + "/nowhere"), 1)
+    assert "got an answer 404 that is no broker's" in line
+    assert "expected the broker's HTTP address" in the_error(streampack("status", "tcp://127.0.0.1:1"), 2)
+
+
+def test_check_shows_the_rules_with_what_is_derived(tmp_path: Path) -> None:
+    path = write(tmp_path / "broker.yaml", BROKER)
+    shown = streampack("check", path).stdout
+    for text in ("4096 tokens each, by exact_fill", "16 packs, 65.5k tokens; on dp=4 4", "samples to 4, packs to 4",
+                 "weight 0.3, for ever, 2 partitions", "good: broker.yaml can be used"):  # fmt: skip
+        assert text in " ".join(shown.split())
+    found = json.loads(streampack("check", path, "--json").stdout)
+    memory = found["memory"]
+    assert memory["total_bytes"] == 64 * 2**20
+    shares = memory["merged_bytes"] + memory["partitions"] * memory["partition_bytes"] + memory["spare_bytes"]
+    assert shares == memory["total_bytes"]
+    assert found["rules"]["align"] == {"sample": 4, "pack": 4}
+
+
+def test_check_of_a_producer_looks_for_its_files(tmp_path: Path) -> None:
+    shards = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}]))
+    path = write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards}}})
+    shown = streampack("check", path)
+    assert "1 jsonl files, tokenizer bytes" in " ".join(shown.stdout.split())
+    path = write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards + ".gone"}}})
+    assert "a.jsonl.gone: cannot be read" in the_error(streampack("check", path), 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError("a: got\n1"), 2, "streampack: a: got 1\n"),
+        (Unreachable("nobody"), 75, "streampack: nobody\n"),
+        (StreampackError("no"), 1, "streampack: no\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (RuntimeError("oh"), 1, "please report it"),
+    ],
+)
+def test_errors_become_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, said: str
+) -> None:
+    def fail(file: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(report, "check", fail)
+    monkeypatch.setattr(sys, "argv", ["streampack", "check", "x"])
+    assert cli.main() == code
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert ("Traceback" in shown) == isinstance(error, RuntimeError)
+
+
+def test_the_daemons_and_the_command_load_no_torch() -> None:
+    code = (
+        "import sys; import streampack_services.daemon, streampack_services.producer, streampack_services.report; "
+        "import streampack_services.cli; assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

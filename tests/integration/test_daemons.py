@@ -1,0 +1,203 @@
+"""The broker and the producers as processes: they start, say what they wait for, and end as they are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import streampack as sp
+from streampack.errors import PeerError
+from tests.integration.running import (
+    Daemon,
+    RunningBroker,
+    folder,
+    running,
+    running_broker,
+    streampack,
+    the_error,
+    until,
+    write,
+    write_jsonl,
+)
+
+RULES = {"budget": 256, "window": {"samples": 64}, "step": {"packs": 4}}
+ENDLESS = {"rules": RULES, "streams": {"web": {"partitions": 2, "repeat": True}}}
+
+
+def producer_config(path: Path, broker: str, processes: int = 1) -> Path:
+    """producer.yaml for a stream ``web`` of 2 files, 300 samples of 1 to 97 tokens each."""
+    for number in range(2):
+        rows = [{"tokens": [number] * (1 + 31 * i % 97)} for i in range(300)]
+        write_jsonl(path / f"{number}.jsonl", rows)
+    source = {"source": "jsonl", "shards": str(path / "?.jsonl")}
+    return write(path / "producer.yaml", {"broker": broker, "processes": processes, "streams": {"web": source}})
+
+
+def readiness(broker: RunningBroker) -> int:
+    try:
+        broker.get("/readyz")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    return 200
+
+
+def children(daemon: Daemon) -> list[psutil.Process]:
+    """A producer's processes, once all have begun to send."""
+    found: list[psutil.Process] = psutil.Process(daemon.process.pid).children(recursive=True)
+    return [child for child in found if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+# The broker
+
+
+def test_sigterm_drains_the_broker_and_its_last_steps_are_read(tmp_path: Path) -> None:
+    with running_broker({**ENDLESS, "steps_ahead": 4}) as broker, sp.connect(broker.trainers, prefetch=1) as loader:
+        with running("producer", "produce", "-c", producer_config(tmp_path, broker.producers)) as producer:
+            steps = loader.steps()
+            assert next(steps).index == 0
+            until(lambda: broker.status()["steps"]["formed"] == 4)
+            broker.signal(signal.SIGTERM)
+            assert producer.end() == 0
+            assert "the broker is stopping: read" in producer.said
+        until(lambda: readiness(broker) == 503)
+        assert broker.status()["state"] == "draining"
+        assert [next(steps).index for _ in range(3)] == [1, 2, 3]
+        with pytest.raises(PeerError, match="the broker is stopping"):
+            next(steps)
+        loader.close()
+        assert broker.end() == 0
+        assert not broker.rendezvous.exists()
+        assert "stopped after 4 steps" in broker.said
+
+
+def test_a_second_signal_ends_the_broker_at_once() -> None:
+    with running_broker(ENDLESS) as broker, sp.connect(broker.trainers):
+        broker.signal(signal.SIGINT)
+        until(lambda: readiness(broker) == 503)
+        assert broker.process.poll() is None, "a rank is attached, and may want what is formed"
+        broker.signal(signal.SIGTERM)
+        assert broker.end(5) == 0
+
+
+def test_a_broker_without_readers_drains_at_once() -> None:
+    with running_broker(ENDLESS) as broker:
+        broker.signal(signal.SIGTERM)
+        assert broker.end(5) == 0
+
+
+def test_the_broker_says_what_it_waits_for() -> None:
+    with running_broker(ENDLESS, "--log-json") as broker:
+        assert broker.status()["waiting_for"]["reason"] == "stream"
+        broker.wait_for("no step for 5 s: waiting for samples: no sample has come from stream 'web' partition 0 of 2")
+        assert "start one with 'streampack produce'" in broker.said
+        lines = [json.loads(line) for line in broker.said.splitlines()]
+        assert {line["level"] for line in lines} == {"info"}
+
+
+def test_a_broker_ends_by_itself_when_all_is_delivered(tmp_path: Path) -> None:
+    settings = {"rules": RULES, "streams": {"web": {"partitions": 2}}}
+    with running_broker(settings, "--exit-when-finished") as broker:
+        config = producer_config(tmp_path, f"file://{broker.rendezvous}", processes=2)
+        result = streampack("produce", "-c", config)
+        assert result.returncode == 0, result.stderr
+        assert "all delivered: read " in result.stderr
+        with sp.connect(f"file://{broker.rendezvous}") as loader:
+            samples = sum(int(pack.num_samples) for pack in loader)
+        assert samples == 600
+        assert broker.end() == 0
+
+
+# The producers
+
+
+def test_sigterm_ends_every_producer_process(tmp_path: Path) -> None:
+    with running_broker(ENDLESS) as broker:
+        config = producer_config(tmp_path, broker.producers, processes=2)
+        with running("producer", "produce", "-c", config) as producer:
+            until(lambda: broker.status()["producers"] == 2)
+            mine = children(producer)
+            assert len(mine) == 2
+            producer.signal(signal.SIGTERM)
+            assert producer.end() == 0
+            assert "stopped: read" in producer.said
+            until(lambda: broker.status()["producers"] == 0)
+            assert not psutil.wait_procs(mine, 5)[1]
+
+
+def test_ctrl_c_ends_every_producer_process_and_says_130(tmp_path: Path) -> None:
+    with running_broker(ENDLESS) as broker:
+        config = producer_config(tmp_path, broker.producers, processes=2)
+        with running("producer", "produce", "-c", config) as producer:
+            until(lambda: broker.status()["producers"] == 2)
+            mine = children(producer)
+            for pid in [producer.process.pid, *(child.pid for child in mine)]:  # as a terminal does
+                os.kill(pid, signal.SIGINT)
+            assert producer.end() == 130
+            assert not psutil.wait_procs(mine, 5)[1]
+            assert "Traceback" not in producer.said
+
+
+def test_a_killed_producer_process_ends_the_others(tmp_path: Path) -> None:
+    with running_broker(ENDLESS) as broker:
+        config = producer_config(tmp_path, broker.producers, processes=2)
+        with running("producer", "produce", "-c", config) as producer:
+            until(lambda: broker.status()["producers"] == 2)
+            mine = children(producer)
+            mine[0].kill()
+            assert producer.end() == 1
+            assert "streampack: a producer process ended with -9: killed, perhaps for its memory" in producer.said
+            assert not psutil.wait_procs(mine, 5)[1]
+
+
+def test_producer_processes_do_not_outlive_their_parent(tmp_path: Path) -> None:
+    with running_broker(ENDLESS) as broker:
+        config = producer_config(tmp_path, broker.producers, processes=2)
+        with running("producer", "produce", "-c", config) as producer:
+            until(lambda: broker.status()["producers"] == 2)
+            mine = children(producer)
+            producer.process.kill()
+            assert not psutil.wait_procs(mine, 10)[1]
+
+
+def test_a_failing_stream_ends_every_process_with_its_line(tmp_path: Path) -> None:
+    with running_broker(ENDLESS) as broker:
+        config = producer_config(tmp_path, broker.producers, processes=2)
+        write_jsonl(tmp_path / "1.jsonl", [{"tokens": [1]}] * 20 + [{"tokens": [1] * 300}])
+        assert "1.jsonl:line 21: got a sample of 300 tokens" in the_error(streampack("produce", "-c", config), 2)
+
+
+def test_a_silent_broker_is_waited_for_and_its_successor_served(tmp_path: Path) -> None:
+    with folder() as short:
+        listen = {"producers": f"ipc://{short}/p", "trainers": f"ipc://{short}/t", "http": "127.0.0.1:0"}
+        settings: dict[str, Any] = {"rules": RULES, "streams": {"web": {"partitions": 2}}, "listen": listen}
+        config = producer_config(tmp_path, f"ipc://{short}/p")
+        with running("producer", "produce", "-c", config) as producer:
+            with running_broker({**settings, **ENDLESS}) as broker:
+                until(lambda: broker.status()["producers"] == 1)
+                broker.kill()
+            producer.wait_for("waits for an answer of the broker", 20)
+            with running_broker(settings) as broker, sp.connect(broker.trainers) as loader:
+                assert sum(int(pack.num_samples) for pack in loader) == 600
+                assert producer.end() == 0
+            assert "all delivered" in producer.said
+
+
+def test_nothing_is_logged_once_a_pack(tmp_path: Path) -> None:
+    with running_broker(ENDLESS) as broker, sp.connect(broker.trainers) as loader:
+        config = producer_config(tmp_path, broker.producers)
+        with running("producer", "produce", "-c", config):
+            steps = loader.steps()
+            began = time.monotonic()
+            for _ in range(300):
+                next(steps)
+        seconds = time.monotonic() - began
+        assert len(broker.said.splitlines()) < 20 + seconds
