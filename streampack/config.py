@@ -17,13 +17,16 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
-from streampack.core.rules import Align, Balance, Overlong, PackerName, Positive, Rules
+from streampack.core.rules import MAX_WEIGHT_RATIO, Align, Balance, Overlong, PackerName, Positive, Rules
 from streampack.errors import ConfigError
 from streampack.sources import SourceSettings, TokenizerSettings
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
+_MAX_BYTES = 1 << 62
 T = TypeVar("T")
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+"""As long as a message can carry."""
 
 
 class _Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -75,7 +78,7 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
 class StreamSettings(_Settings, frozen=True, kw_only=True):
     """A stream: its share of the tokens, how often its data is gone over, and over how many partitions."""
 
-    weight: Annotated[float, Meta(gt=0)] = 1.0
+    weight: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
     passes: Positive = 1
     repeat: bool = False
     partitions: Annotated[int, Meta(ge=1, le=4096)] = 4
@@ -107,8 +110,8 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
     tokens: Literal["uint16", "int32"] = "int32"
     rules: RulesSettings = RulesSettings()
     planned_mesh: PlannedMesh = PlannedMesh()
-    streams: Annotated[dict[str, StreamSettings], Meta(min_length=1)]
-    feeds: dict[str, FeedSettings] = msgspec.field(default_factory=lambda: {"train": FeedSettings()})
+    streams: Annotated[dict[Name, StreamSettings], Meta(min_length=1)]
+    feeds: dict[Name, FeedSettings] = msgspec.field(default_factory=lambda: {"train": FeedSettings()})
     limits: Limits = Limits()
     steps_ahead: Annotated[int, Meta(ge=1, le=64)] = 8
     drain_timeout_s: Annotated[float, Meta(gt=0)] = 25.0
@@ -148,6 +151,13 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
             raise ConfigError(
                 f"feeds.{self.feed}.streams: got {', '.join(feed.streams)}, expected all of {', '.join(self.streams)}"
             )
+        heaviest = max(stream.weight for stream in self.streams.values())
+        for name, stream in self.streams.items():
+            if heaviest / stream.weight > MAX_WEIGHT_RATIO:
+                raise ConfigError(
+                    f"streams.{name}.weight: got {stream.weight:g}, expected at least {heaviest / MAX_WEIGHT_RATIO:g}, "
+                    f"a {MAX_WEIGHT_RATIO}th of the heaviest"
+                )
         rules = self.plan()
         if rules.packs % self.planned_mesh.dp:
             raise ConfigError(
@@ -170,7 +180,7 @@ class ProducerConfig(_Settings, frozen=True, kw_only=True):
     broker: str = "tcp://127.0.0.1:7401"
     processes: Annotated[int, Meta(ge=1, le=1024)] = 1
     tokenizer: TokenizerSettings = TokenizerSettings()
-    streams: Annotated[dict[str, ProducerStream], Meta(min_length=1)]
+    streams: Annotated[dict[Name, ProducerStream], Meta(min_length=1)]
 
 
 def parse_size(value: str | int, path: str) -> int:
@@ -182,12 +192,15 @@ def parse_size(value: str | int, path: str) -> int:
     match = _SIZE.match(str(value))
     if not match or match[2] not in _UNITS:
         raise ConfigError(f"{path}: got {value!r}, expected a size such as 16GiB or 500MB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = float(match[1]) * _UNITS[match[2]]
+    if size > _MAX_BYTES:
+        raise ConfigError(f"{path}: got {str(value)[:40]}, expected at most {_MAX_BYTES} bytes")
+    return int(size)
 
 
 def read_broker(path: str | Path) -> BrokerConfig:
     """broker.yaml. Raises ConfigError."""
-    return _read(path, BrokerConfig).check()
+    return _checked(_read(path, BrokerConfig), path)
 
 
 def read_producer(path: str | Path) -> ProducerConfig:
@@ -202,7 +215,14 @@ def read_either(path: str | Path) -> BrokerConfig | ProducerConfig:
     named = list(streams.values()) if isinstance(streams, dict) else []
     if any(isinstance(stream, dict) and "source" in stream for stream in named):
         return convert(tree, ProducerConfig, str(path))
-    return convert(tree, BrokerConfig, str(path)).check()
+    return _checked(convert(tree, BrokerConfig, str(path)), path)
+
+
+def _checked(config: BrokerConfig, path: str | Path) -> BrokerConfig:
+    try:
+        return config.check()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def convert(tree: Any, kind: type[T], where: str = "configuration") -> T:
@@ -210,16 +230,16 @@ def convert(tree: Any, kind: type[T], where: str = "configuration") -> T:
     try:
         return msgspec.convert(tree, kind)
     except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"{where}: {_explained(str(error), kind)}") from None
+        raise ConfigError(f"{where}: {_explained(str(error), kind, tree)}") from None
 
 
-_AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _ENUM = re.compile(r"Invalid enum value (.*)")
 
 
-def _explained(text: str, kind: Any) -> str:
+def _explained(text: str, kind: Any, tree: Any) -> str:
     """msgspec's words in ours: the path first, what was got, what was expected."""
     at = _AT.search(text)
     path, what = (at[1], text[: at.start()]) if at else ("", text)
@@ -234,7 +254,21 @@ def _explained(text: str, kind: Any) -> str:
         what = f"got {enum[1]}, expected one of: {', '.join(map(str, get_args(_type_at(kind, path))))}"
     else:
         what = what[:1].lower() + what[1:]
-    return f"{path}: {what}" if path else what
+    return f"{_named(path, kind, tree)}: {what}" if path else what
+
+
+def _named(path: str, kind: Any, tree: Any) -> str:
+    """``streams[...].weight`` as ``streams.web.weight``: msgspec does not say in which of them it is."""
+    field, dots, rest = path.partition("[...]")
+    if not dots or "." in field:
+        return path
+    each = get_args(_type_at(kind, field))[-1]
+    for key, value in tree[field].items():
+        try:
+            msgspec.convert(value, each)
+        except (msgspec.ValidationError, ValueError):
+            return f"{field}.{key}{rest}"
+    return path
 
 
 def _type_at(kind: Any, path: str) -> Any:

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from streampack.core.kernels import merge_take
+from streampack.core.rules import MAX_WEIGHT_RATIO
 from streampack.core.samples import I64
 
 STRIDE_ONE = 1 << 20
-MAX_WEIGHT_RATIO = 4096
-"""Between the heaviest and the lightest stream: keeps the clocks inside 64 bits."""
 
 
 def strides(weights: list[float]) -> I64:

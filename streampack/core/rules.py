@@ -17,6 +17,8 @@ from streampack.core.samples import I64
 
 Positive = Annotated[int, Meta(ge=1)]
 Overlong = Literal["error", "drop", "truncate", "split"]
+MAX_WEIGHT_RATIO = 4096
+"""Between the heaviest and the lightest stream: keeps the merge's clocks inside 64 bits."""
 PackerName = Literal["exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative"]
 
 
@@ -38,9 +40,9 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     kind: Literal["none", "deal"] = "deal"
-    hidden_size: Positive | None = None
-    a: Annotated[int, Meta(ge=0)] = 24576
-    b: Annotated[int, Meta(ge=0)] = 1
+    hidden_size: Annotated[int, Meta(ge=1, lt=2**24)] | None = None
+    a: Annotated[int, Meta(ge=0, lt=2**32)] = 24576
+    b: Annotated[int, Meta(ge=0, lt=2**12)] = 1
 
     def costs(self, slots: I64) -> I64:
         """Work of samples of ``slots`` padded tokens, int64 [n]."""

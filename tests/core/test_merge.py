@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from streampack.core import merge as merge_module
 from streampack.core.kernels import merge_take
-from streampack.core.merge import MAX_WEIGHT_RATIO, STRIDE_ONE, Merge, phase, strides
+from streampack.core.merge import STRIDE_ONE, Merge, phase, strides
+from streampack.core.rules import MAX_WEIGHT_RATIO
 
 Sample = list[int]
 """Lengths of its pieces; [0] for a tombstone."""

@@ -1,0 +1,244 @@
+"""Rules and configuration: a mistake is an error that names the key and says what was expected."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streampack.config import (
+    BrokerConfig,
+    ProducerConfig,
+    convert,
+    parse_size,
+    read_broker,
+    read_either,
+    read_producer,
+)
+from streampack.core.rules import Align, Balance, Rules
+from streampack.errors import ConfigError
+
+# Rules
+
+
+def test_golden_digests_of_rules_are_held_still() -> None:
+    """Runs are recorded under these, and trainers insist on them."""
+    assert Rules().digest == GOLDEN_DEFAULT
+    full = Rules(
+        budget=32768, packs=128, window=4096, packer="sliding_ffd", align=Align(sample=4, pack=64),
+        balance=Balance(kind="none", hidden_size=4096), overlong="split", tail="drop", seed=2**61,
+        streams=(("web", 0.75, 4), ("código", 0.25, 1)),
+    )  # fmt: skip
+    assert full.digest == GOLDEN_FULL
+
+
+GOLDEN_DEFAULT = "a9a61db30807a246f690744ff10b355f"
+GOLDEN_FULL = "75f71e380c1e75c044ac529502febd76"
+
+
+def test_every_rule_changes_the_digest() -> None:
+    changes: list[dict[str, Any]] = [
+        {}, {"budget": 4096}, {"packs": 32}, {"window": 512}, {"packer": "concatenative"}, {"align": Align(pack=2)},
+        {"align": Align(sample=2, pack=2)}, {"balance": Balance(kind="none")}, {"balance": Balance(a=1)},
+        {"balance": Balance(b=2)}, {"balance": Balance(hidden_size=4096)}, {"overlong": "drop"}, {"tail": "drop"},
+        {"seed": 1}, {"streams": (("a", 1.0, 1),)}, {"streams": (("a", 1.0, 2),)}, {"streams": (("a", 2.0, 1),)},
+        {"streams": (("b", 1.0, 1),)}, {"streams": (("a", 1.0, 1), ("b", 1.0, 1))},
+        {"streams": (("b", 1.0, 1), ("a", 1.0, 1))},
+    ]  # fmt: skip
+    assert {key for change in changes for key in change} == {field.name for field in msgspec.structs.fields(Rules)}
+    assert len({Rules(**change).digest for change in changes}) == len(changes)
+
+
+@given(st.integers(1, 400), st.integers(1, 12), st.integers(1, 12))
+def test_rules_exist_only_where_their_multiples_fit(budget: int, sample: int, pack: int) -> None:
+    align = Align(sample=sample, pack=pack)
+    if budget % pack == 0 and pack % sample == 0:
+        assert Rules(budget=budget, align=align).align == align
+    else:
+        with pytest.raises(ValueError, match="expected a multiple"):
+            Rules(budget=budget, align=align)
+
+
+def test_a_budget_that_is_no_multiple_is_told_one_that_is() -> None:
+    with pytest.raises(ValueError, match=r"got budget 100 and align.pack 64, expected a multiple: take 64"):
+        Rules(budget=100, align=Align(pack=64))
+    with pytest.raises(ValueError, match="take 64"):
+        Rules(budget=10, align=Align(pack=64))
+
+
+def test_a_sample_costs_a_s_and_b_s_squared() -> None:
+    slots = np.array([0, 1, 1000])
+    assert Balance(a=3, b=2).costs(slots).tolist() == [0, 5, 3000 + 2 * 10**6]
+    assert Balance(hidden_size=10, a=3, b=2).costs(slots).tolist() == [0, 61, 60 * 1000 + 10**6]
+    assert Balance().costs(slots).tolist() == Balance(hidden_size=4096).costs(slots).tolist()
+    dearest = Balance(a=2**32 - 1, b=2**12 - 1).costs(np.array([2**22]))
+    assert dearest.tolist() == [2**22 * (2**32 - 1 + (2**12 - 1) * 2**22)], "within 64 bits"
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (0, 0), (123, 123), ("123", 123), ("5B", 5), ("1KB", 1000), ("1KiB", 1024), ("1.5KiB", 1536),
+        (" 2 MiB ", 2 << 20), ("16GiB", 16 << 30), ("500MB", 500 * 10**6), ("1TiB", 1 << 40), ("0.5GB", 5 * 10**8),
+    ],
+)  # fmt: skip
+def test_sizes_are_read(text: str | int, size: int) -> None:
+    assert parse_size(text, "memory") == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "-1", -1, "1e9", "1 Mb", "1kib", "1,5GiB", "1GiB2", "0x10", "1.", ".5GiB", "١GiB", "inf", "nan"],
+)
+def test_what_is_no_size_is_refused(text: str | int) -> None:
+    with pytest.raises(ConfigError, match=r"^limits.chunk: got .*, expected a size such as 16GiB or 500MB$"):
+        parse_size(text, "limits.chunk")
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "9999999TiB", 2**63])
+def test_a_size_that_nobody_has_is_refused(text: str | int) -> None:
+    with pytest.raises(ConfigError, match=r"^memory: got \d+(TiB)?, expected at most"):
+        parse_size(text, "memory")
+
+
+# Files
+
+
+def refusal(path: Path, text: str) -> str:
+    file = path / "broker.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_broker(file)
+    return str(error.value).removeprefix(f"{file}: ")
+
+
+WEB = "streams: {web: {}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        # keys
+        ("", "got no key 'streams', expected one: add it"),
+        (WEB + "bogus: 1", "got the unknown key 'bogus', expected one of: run, listen,"),
+        (WEB + "rules: {windw: {}}", "rules: got the unknown key 'windw', expected 'window' perhaps, or another of:"),
+        (WEB + "rules: {align: {smaple: 4}}", "rules.align: got the unknown key 'smaple', expected 'sample' perhaps"),
+        ("streams: {a: {}, web: {weigth: 1}}", "streams.web: got the unknown key 'weigth', expected 'weight' perhaps"),
+        # types
+        (WEB + "rules: {budget: 8k}", "rules.budget: expected `int`, got `str`"),
+        (WEB + "rules: {budget: 8.5}", "rules.budget: expected `int`, got `float`"),
+        (WEB + "memory: true", "memory: expected `int | str`, got `bool`"),
+        (WEB + "run: 5", "run: expected `str`, got `int`"),
+        ("streams: [web]", "streams: expected `object`, got `array`"),
+        ("streams: {a: {}, web: null}", "streams.web: expected `object`, got `null`"),
+        ("streams: {1: {}}", "streams: expected `str`, got `int`"),
+        ("just text", "expected `object`, got `str`"),
+        # bounds
+        (WEB + "rules: {budget: 0}", "rules.budget: expected `int` >= 1"),
+        (WEB + "rules: {align: {pack: 0}}", "rules.align.pack: expected `int` >= 1"),
+        (WEB + "steps_ahead: 65", "steps_ahead: expected `int` <= 64"),
+        (WEB + "seed: -1", "seed: expected `int` >= 0"),
+        ("streams: {}", "streams: expected `object` of length >= 1"),
+        ("streams: {'': {}}", "streams: expected `str` of length >= 1"),
+        ("streams: {web: {partitions: 4097}}", "streams.web.partitions: expected `int` <= 4096"),
+        ("streams: {web: {weight: 0}}", "streams.web.weight: expected `float` > 0.0"),
+        ("streams: {web: {weight: .nan}}", "streams.web.weight: expected `float` > 0.0"),
+        ("streams: {web: {weight: .inf}}", "streams.web.weight: expected `float` <= 1000000000.0"),
+        # choices
+        (WEB + "tokens: int8", "tokens: got 'int8', expected one of: uint16, int32"),
+        (WEB + "rules: {packer: best}", "rules.packer: got 'best', expected one of: exact_fill, sliding_ffd,"),
+        (WEB + "rules: {overlong: cut}", "rules.overlong: got 'cut', expected one of: error, drop, truncate, split"),
+        (WEB + "feeds: {train: {cp_layout: ring}}", "feeds.train.cp_layout: got 'ring', expected one of: zigzag,"),
+        # what contradicts itself
+        (WEB + "rules: {budget: 10, align: {sample: 4, pack: 8}}", "rules: got budget 10 and align.pack 8, expected a"),
+        (WEB + "rules: {align: {sample: 3, pack: 8}}", "rules: got align.pack 8 and align.sample 3, expected a mul"),
+        (WEB + "planned_mesh: {cp: 3}", "rules: got budget 8192 and align.pack 6, expected a multiple: take 8190"),
+        (WEB + "planned_mesh: {dp: 7}", "planned_mesh.dp: got 7, expected a divisor of the 64 packs of a step"),
+        (WEB + "feeds: {a: {}, b: {}}", "feeds: got 2 feeds, expected 1"),
+        (WEB + "feeds: {train: {streams: [web, code]}}", "feeds.train.streams: got web, code, expected all of web"),
+        ("streams: {a: {}, b: {weight: 1.0e-5}}", "streams.b.weight: got 1e-05, expected at least 0.000244141"),
+        # sizes
+        (WEB + "memory: lots", "memory: got 'lots', expected a size such as 16GiB or 500MB"),
+        (WEB + "limits: {chunk: 1 Mb}", "limits.chunk: got '1 Mb', expected a size such as 16GiB or 500MB"),
+        # YAML
+        ("streams: {", "is not YAML:"),
+        ("streams:\n\t- a", "is not YAML:"),
+    ],
+)
+def test_a_mistake_names_its_key_and_what_was_expected(tmp_path: Path, text: str, said: str) -> None:
+    found = refusal(tmp_path, text)
+    assert found.startswith(said)
+    assert "\n" not in found
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for read in (read_broker, read_producer, read_either):
+        with pytest.raises(ConfigError, match=r"absent.yaml: cannot be read: No such file"):
+            read(tmp_path / "absent.yaml")
+        with pytest.raises(ConfigError, match=r"cannot be read: Is a directory"):
+            read(tmp_path)
+
+
+def test_a_producer_s_mistake_is_named_too(tmp_path: Path) -> None:
+    file = tmp_path / "producer.yaml"
+    file.write_text("streams: {web: {source: jsonl, shards: a.jsonl}, code: {source: zip, shards: b}}")
+    with pytest.raises(ConfigError, match=r"producer.yaml: streams.code.source: got 'zip', expected one of: "):
+        read_producer(file)
+    file.write_text("streams: {web: {source: jsonl, shards: a.jsonl}}\nprocesses: 0")
+    with pytest.raises(ConfigError, match=r"producer.yaml: processes: expected `int` >= 1"):
+        read_either(file)
+
+
+# What a good file means
+
+
+def test_a_file_is_known_by_its_streams(tmp_path: Path) -> None:
+    file = tmp_path / "any.yaml"
+    file.write_text(WEB)
+    assert isinstance(read_either(file), BrokerConfig)
+    file.write_text("streams: {web: {source: jsonl, shards: a.jsonl}}")
+    assert isinstance(read_either(file), ProducerConfig)
+
+
+def broker(**tree: Any) -> BrokerConfig:
+    return convert({"streams": {"web": {}}, **tree}, BrokerConfig).check()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "align"),
+    [({}, 1), ({"cp": 2}, 4), ({"cp": 4}, 8), ({"tp": 4}, 4), ({"cp": 2, "tp": 2}, 8), ({"dp": 8}, 1)],
+)
+def test_the_alignment_is_derived_from_the_planned_mesh(mesh: dict[str, int], align: int) -> None:
+    assert broker(planned_mesh=mesh).plan().align == Align(sample=align, pack=align)
+
+
+def test_an_alignment_that_is_given_is_kept() -> None:
+    given_align = {"sample": 16, "pack": 128}
+    assert broker(planned_mesh={"cp": 2}, rules={"align": given_align}).plan().align == Align(**given_align)
+
+
+def test_the_rules_are_those_of_the_file() -> None:
+    found = broker(
+        seed=5, streams={"b": {"weight": 2, "partitions": 3}, "a": {}},
+        rules={"budget": 4096, "window": {"samples": 7}, "step": {"packs": 9}, "packer": "concatenative",
+               "balance": {"kind": "none"}, "overlong": "split", "tail": "drop"},
+    ).plan()  # fmt: skip
+    assert found == Rules(
+        budget=4096, window=7, packs=9, packer="concatenative", balance=Balance(kind="none"), overlong="split",
+        tail="drop", seed=5, streams=(("b", 2.0, 3), ("a", 1.0, 4)),
+    )  # fmt: skip
+    assert found.digest != broker(seed=6).plan().digest
+
+
+def test_a_run_s_number_is_held_still() -> None:
+    assert broker(run="streampack").run_id == GOLDEN_RUN
+    assert broker(run="other").run_id != GOLDEN_RUN
+
+
+GOLDEN_RUN = 0xBA7D1E0C14C2C0
