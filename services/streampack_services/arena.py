@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.kernels import gather_whole, gather_zigzag
+from streampack.core.kernels import gather
 from streampack.core.samples import I32, I64
 from streampack.errors import InternalError
 
@@ -105,26 +105,19 @@ class Arena:
 
         ``width`` is the pack's length over cp; see ``core.layout`` for what a shard holds.
         """
-        out = np.zeros((len(packs), width), self._tokens.dtype)
-        count = sum(len(handles) for handles in packs)
-        edges = np.empty((count, 2), np.int32) if cp > 1 else None
-        at = 0
-        for row, handles in zip(out, packs, strict=True):
-            lengths = self._length[handles]
-            slots = -(-lengths // align) * align
-            offsets = self._offset[handles]
-            if int(slots.sum()) > width * cp or not lengths.all():
-                raise InternalError(
-                    f"got a pack of {int(slots.sum())} tokens, {int((lengths == 0).sum())} of its samples released, "
-                    f"expected at most {width * cp} and none"
-                )
-            if edges is None:
-                gather_whole(self._tokens, offsets, lengths, slots, row)
-            else:
-                flat = edges[at : at + len(handles)].reshape(-1)
-                gather_zigzag(self._tokens, offsets, lengths, slots, cp, rank, row, flat)
-                at += len(handles)
-        return out, edges
+        handles = np.concatenate(packs) if packs else np.zeros(0, np.int64)
+        bounds = np.zeros(len(packs) + 1, np.int64)
+        np.cumsum([len(pack) for pack in packs], out=bounds[1:])
+        out = np.empty((len(packs), width), self._tokens.dtype)
+        edges = np.empty((len(handles) if cp > 1 else 0, 2), np.int32)
+        wrong = gather(self._tokens, self._offset, self._length, handles, bounds, align, cp, rank, out, edges)
+        if wrong >= 0:
+            lengths = self._length[packs[wrong]]
+            raise InternalError(
+                f"got a pack of {int((-(-lengths // align) * align).sum())} tokens, {int((lengths == 0).sum())} of its "
+                f"samples released, expected at most {width * cp} and none"
+            )
+        return out, edges if cp > 1 else None
 
     def _enter(self, handles: I64, offsets: I64, lengths: I64, total: int) -> None:
         self._offset[handles] = offsets
@@ -175,8 +168,10 @@ class Arena:
         """Copy samples that the arena holds to the end of the block being filled."""
         lengths = self._length[handles]
         start = self._block * self._block_tokens + self._fill
-        gather_whole(self._tokens, self._offset[handles], lengths, lengths, self._tokens[start:])
         total = int(lengths.sum())
+        room = self._tokens[start : start + total].reshape(1, total)
+        bounds, edges = np.array([0, len(handles)]), np.empty((0, 2), np.int32)
+        gather(self._tokens, self._offset, self._length, handles, bounds, 1, 1, 0, room, edges)
         self._enter(handles, start + np.cumsum(lengths) - lengths, lengths, total)
         self.moved_tokens += total
 

@@ -93,35 +93,47 @@ def merge_take(
 
 
 @njit(nogil=True, cache=True)
-def gather_zigzag(
-    arena: NDArray[Any], offsets: I64, lengths: I64, slots: I64, cp: int, rank: int, out: NDArray[Any], edges: I32
+def gather(
+    arena: NDArray[Any],
+    offset: I64,
+    length: I64,
+    handles: I64,
+    bounds: I64,
+    align: int,
+    cp: int,
+    rank: int,
+    out: NDArray[Any],
+    edges: I32,
 ) -> int:
-    """Copy one pack's shard out of the arena: two chunks of every sample, for ``rank`` of ``cp``.
+    """Copy the shards of packs for ``rank`` of ``cp`` out of the arena; padding becomes 0.
 
-    ``offsets``, ``lengths`` and ``slots`` int64 [n]: where a sample lies in ``arena``, its real
-    tokens and its padded ones. ``out`` [T / cp] must hold the pad value already; ``edges`` int32
-    [2n] takes the token after each chunk, -100 where the sample has none. Returns tokens written
-    or skipped, that is where the tail begins in ``out``.
+    Pack i is samples ``handles[bounds[i]:bounds[i + 1]]``; a sample lies at ``offset[handle]`` of
+    ``arena``, ``length[handle]`` tokens, padded to ``align``. ``out`` [packs, T / cp] is filled
+    whole. With cp > 1 a sample is cut in 2 * cp chunks, of which the rank has two, and ``edges``
+    int32 [len(handles), 2] takes the token after each, -100 where the sample has none.
+
+    Returns -1, or the first pack that does not fit or holds a sample of no tokens: then ``out`` is not whole.
+    Loops, not slices: numba asks of a slice assignment first whether the two overlap.
     """
-    to = 0
-    for i in range(len(offsets)):
-        chunk = slots[i] // (2 * cp)
-        for half in range(2):
-            start = rank * chunk if half == 0 else slots[i] - (rank + 1) * chunk
-            stop = start + chunk
-            real = min(stop, lengths[i])
-            for k in range(start, real):
-                out[to + k - start] = arena[offsets[i] + k]
-            edges[2 * i + half] = arena[offsets[i] + stop] if stop < lengths[i] else -100
-            to += chunk
-    return to
-
-
-@njit(nogil=True, cache=True)
-def gather_whole(arena: NDArray[Any], offsets: I64, lengths: I64, slots: I64, out: NDArray[Any]) -> int:
-    """Copy one pack out of the arena, each sample at its slot; as ``gather_zigzag`` with cp = 1."""
-    to = 0
-    for i in range(len(offsets)):
-        out[to : to + lengths[i]] = arena[offsets[i] : offsets[i] + lengths[i]]
-        to += slots[i]
-    return to
+    width = out.shape[1]
+    for row in range(len(bounds) - 1):
+        to = 0
+        for i in range(bounds[row], bounds[row + 1]):
+            at, real = offset[handles[i]], length[handles[i]]
+            slot = (real + align - 1) // align * align
+            if real < 1 or to + slot // cp > width:
+                return row
+            chunk = slot if cp == 1 else slot // (2 * cp)
+            for half in range(1 if cp == 1 else 2):
+                start = rank * chunk if half == 0 else slot - (rank + 1) * chunk
+                held = max(min(start + chunk, real) - start, 0)
+                for k in range(held):
+                    out[row, to + k] = arena[at + start + k]
+                for k in range(held, chunk):
+                    out[row, to + k] = 0
+                if cp > 1:
+                    edges[i, half] = arena[at + start + chunk] if start + chunk < real else -100
+                to += chunk
+        for k in range(to, width):
+            out[row, k] = 0
+    return -1

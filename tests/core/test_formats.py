@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streampack_services import arena as arena_module
 from streampack_services.arena import Arena
 
-from streampack.core.kernels import gather_whole, gather_zigzag
+from streampack.core.kernels import gather
 from streampack.core.layout import positions_of, round_up, shard_slices
 from streampack.core.messages import Attached, Envelope, Mesh, StepPart, Wait
 from streampack.core.rules import Align, Rules
@@ -165,8 +165,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Both twins of the kernels that cut shards."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "python":
-            patch.setattr(arena_module, "gather_whole", plain(gather_whole))
-            patch.setattr(arena_module, "gather_zigzag", plain(gather_zigzag))
+            patch.setattr(arena_module, "gather", plain(gather))
         yield
 
 
