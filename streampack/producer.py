@@ -34,6 +34,7 @@ from streampack.core.producer_session import (
     Leave,
     ProducerSession,
     Read,
+    Session,
 )
 from streampack.errors import Rejected, SampleError, StreampackError, Unreachable, WireError
 from streampack.sources import Cursor, Record, Source
@@ -138,7 +139,7 @@ def _batch(
     return Batch(np.concatenate(tokens).astype(dtype, copy=False), lengths, cursor, rejected)
 
 
-def chunk_of(batch: Batch, key: Key, session: int) -> Chunk:
+def chunk_of(batch: Batch, key: Key, session: Session) -> Chunk:
     """A batch with the checksum of every sample, ready to be sent."""
     lengths = batch.lengths.tolist()
     data = np.ascontiguousarray(batch.tokens).view(np.uint8).data
@@ -188,7 +189,7 @@ class ProducerLoop:
         self._dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500)
         self._endpoint = endpoint
         self._reads: deque[Read] = deque()
-        self._readers: dict[tuple[Key, int], Iterator[Batch]] = {}
+        self._readers: dict[tuple[Key, Session], Iterator[Batch]] = {}
         self._finish: Finish | None = None
         self._stopping = False
         self._started = self._told_at = self._idle_since = self._said_at = time.monotonic()

@@ -37,13 +37,15 @@ PING_S = 1.0
 HELLO_S = 1.0
 Key = tuple[str, int]
 """(stream, partition)."""
+Session = tuple[int, int]
+"""(broker's epoch, session): every broker counts its sessions from 1."""
 
 
 class Chunk(Event, frozen=True):
     """What the shell read for ``Read``: ``payload`` is [tokens], ``num_bytes`` its size."""
 
     key: Key
-    session: int
+    session: Session
     lengths_u32: bytes
     crcs_u32: bytes
     loss_tokens_u32: bytes
@@ -58,7 +60,7 @@ class EndOfPartition(Event, frozen=True):
     """The source has no more for ``Read``."""
 
     key: Key
-    session: int
+    session: Session
 
 
 class Failed(Event, frozen=True):
@@ -75,7 +77,7 @@ class Read(Effect, frozen=True):
     """Read the next chunk of a lease: answer with ``Chunk`` or ``EndOfPartition``."""
 
     lease: Lease
-    session: int
+    session: Session
     seq: int
 
 
@@ -83,7 +85,7 @@ class Forget(Effect, frozen=True):
     """The lease is over: close its reader."""
 
     key: Key
-    session: int
+    session: Session
 
 
 class Finish(Effect, frozen=True):
@@ -95,7 +97,7 @@ class Finish(Effect, frozen=True):
 
 class _Held(Struct):
     lease: Lease
-    session: int
+    session: Session
     next_seq: int
     grant_seq: int = 0
     grant_bytes: int = 0
@@ -121,6 +123,7 @@ class ProducerSession:
     offers: list[Offer]
     epoch: int = 0
     held: dict[Key, _Held] = field(default_factory=dict)
+    _last_session: dict[Key, Session] = field(default_factory=dict)
     _now: float = 0.0
     _last_ping: float = -PING_S
     _last_hello: float = -HELLO_S
@@ -204,17 +207,18 @@ class ProducerSession:
             effects += self._over(message)
         return effects
 
-    def _lease(self, lease: Lease, session: int) -> list[Effect]:
+    def _lease(self, lease: Lease, number: int) -> list[Effect]:
         key = (lease.stream, lease.partition)
-        known = self.held.get(key)
-        if known is not None and known.session >= session:
+        known, session = self.held.get(key), (self.epoch, number)
+        if self._last_session.get(key, (0, 0)) >= session:
             return []
+        self._last_session[key] = session
         effects: list[Effect] = [Forget(key, known.session)] if known is not None else []
         held = self.held[key] = _Held(lease, session, lease.first_seq, known_seq=lease.first_seq)
         return effects + self._move(held)
 
-    def _flow(self, flow: Flow, session: int) -> list[Effect]:
-        held = self.held.get((flow.stream, flow.partition))
+    def _flow(self, flow: Flow, number: int) -> list[Effect]:
+        held, session = self.held.get((flow.stream, flow.partition)), (self.epoch, number)
         if held is None or held.session != session:
             newer = held is None or held.session < session
             return [self._hello()] if newer and self._now - self._last_hello >= HELLO_S / 2 else []
@@ -224,8 +228,8 @@ class ProducerSession:
         held.ended_known = held.ended_known or flow.ended
         return self._move(held)
 
-    def _revoke(self, key: Key, session: int) -> list[Effect]:
-        held = self.held.get(key)
+    def _revoke(self, key: Key, number: int) -> list[Effect]:
+        held, session = self.held.get(key), (self.epoch, number)
         if held is None or held.session != session:
             return []
         del self.held[key]
@@ -297,6 +301,6 @@ class ProducerSession:
         self._last_hello = self._now
         return self._send(Hello(producer=self.producer, host=self.host, pid=self.pid, offers=self.offers))
 
-    def _send(self, message: Message, session: int = 0, payload: tuple[object, ...] = ()) -> Send:
-        envelope = Envelope(run=self.run, epoch=self.epoch, fence=session, message=message, payload=payload)
+    def _send(self, message: Message, session: Session = (0, 0), payload: tuple[object, ...] = ()) -> Send:
+        envelope = Envelope(run=self.run, epoch=self.epoch, fence=session[1], message=message, payload=payload)
         return Send(envelope)

@@ -91,7 +91,8 @@ class BrokerChecks:
     def _shard(self, effect: SendShard) -> None:
         message, readers = effect.envelope.message, self._core.readers
         assert isinstance(message, StepPart)
-        world = self._process.world
-        if message.step not in world.published:
-            assert len(readers._returned) == world.num_ranks, "R3: a step went out before all ranks were there"
-            world.published.add(message.step)
+        published = self._process.published
+        if message.step not in published:
+            here = len(readers._returned)
+            assert here == self._process.world.num_ranks, "R3: a step went out before all ranks were there"
+            published.add(message.step)

@@ -43,6 +43,8 @@ class Weather:
     repeated: float = 0.0
     reordered: float = 0.0
     delay_s: float = 0.005
+    late_s: float = 1.0
+    """Mean delay of repeats: those that come long after are the messages of sessions and brokers that are over."""
 
 
 class Network:
@@ -60,10 +62,11 @@ class Network:
         weather, rng = self.weather, self._rng
         if link in self.cut or rng.random() < weather.lost:
             return
-        for _ in range(2 if rng.random() < weather.repeated else 1):
-            due = self._clock.now + rng.expovariate(1 / weather.delay_s)
-            if rng.random() < weather.reordered:
-                due += rng.expovariate(1 / 0.4)
-            else:
-                due = self._last[link] = max(due, self._last.get(link, 0.0))
-            self._clock.after(due - self._clock.now, lambda: arrive(wire.decode(frames)))
+        if rng.random() < weather.repeated:
+            self._clock.after(rng.expovariate(1 / weather.late_s), lambda: arrive(wire.decode(frames)))
+        due = self._clock.now + rng.expovariate(1 / weather.delay_s)
+        if rng.random() < weather.reordered:
+            due += rng.expovariate(1 / 0.4)
+        else:
+            due = self._last[link] = max(due, self._last.get(link, 0.0))
+        self._clock.after(due - self._clock.now, lambda: arrive(wire.decode(frames)))

@@ -37,6 +37,7 @@ from streampack.core.producer_session import (
     Leave,
     ProducerSession,
     Read,
+    Session,
 )
 from tests.simulation.checks import BrokerChecks
 from tests.simulation.data import MAX_SAMPLE, Case
@@ -66,8 +67,12 @@ class BrokerProcess:
         self.live_tokens = merged + QUOTA * partitions
         blocks = int(self.live_tokens * SLACK / MAX_SAMPLE) + 4
         self.arena = Arena(blocks * MAX_SAMPLE * size, case.dtype, MAX_SAMPLE)
+        self.published: set[int] = set()
         self.checks = BrokerChecks(self)
         world.clock.after(0.0, self._tick)
+
+    def kill(self) -> None:
+        self.alive = False
 
     def receive(self, peer: bytes, envelope: Envelope, from_producer: bool) -> None:
         kind = FromProducer if from_producer else FromTrainer
@@ -177,7 +182,7 @@ class ProducerProcess(Process):
 
     def __init__(self, world: World, name: str, streams: list[str]) -> None:
         self.name, self.streams = name, streams
-        self._at: dict[tuple[Key, int], int] = {}
+        self._at: dict[tuple[Key, Session], int] = {}
         offers = [Offer(stream=stream, source_digest="data") for stream in streams]
         self.session = ProducerSession(run=0, producer=name, host="host", pid=1, offers=offers)
         super().__init__(world, self.session)
@@ -222,7 +227,7 @@ class ProducerProcess(Process):
         self.handle(chunk_of(case, key, read.session, seq, stop))
 
 
-def chunk_of(case: Case, key: Key, session: int, start: int, stop: int) -> Chunk:
+def chunk_of(case: Case, key: Key, session: Session, start: int, stop: int) -> Chunk:
     """Samples ``start`` to ``stop`` of a partition, as a producer sends them; the cursor is ``stop``."""
     stream, partition = case.names.index(key[0]), key[1]
     lengths = case.lengths(stream, partition)[start:stop]

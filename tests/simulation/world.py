@@ -47,7 +47,6 @@ class World:
         self.work_s = self.rng.choice((0.02, 0.1, 0.5))
         self.lockstep = self.rng.random() < 0.6
         self.early_leavers = self.rng.random() < 0.4
-        self.published: set[int] = set()
         self._trace = hashlib.blake2b(digest_size=16)
         self._events = 0
         self._peers: dict[bytes, Process] = {}
@@ -206,7 +205,7 @@ class World:
             return Weather()
         return Weather(
             lost=rng.choice((0.0, 0.02, 0.15)), repeated=rng.choice((0.0, 0.05)), reordered=rng.choice((0.0, 0.05)),
-            delay_s=rng.choice((0.002, 0.02, 0.1)),
+            delay_s=rng.choice((0.002, 0.02, 0.1)), late_s=rng.choice((0.05, 1.0, 5.0)),
         )  # fmt: skip
 
     def _plan_faults(self) -> None:
@@ -284,16 +283,20 @@ class World:
             self.clock.after(self.rng.uniform(0.5, 3), self._start_client, client.mesh, *client.state())
 
     def _kill_broker(self) -> None:
-        """Killed, and started again with a higher epoch and nothing else; producers that are done start again."""
+        """Killed, or cut off and alive, and another started with a higher epoch and nothing else.
+
+        Producers that are done start again.
+        """
         if any(client.ended is not None for client in self.clients.values()):
             return
         self.note("kills the broker")
-        self.broker.alive = False
-        self.published.clear()
+        if self.rng.random() < 0.5:
+            self.broker.alive = False
         self.clock.after(self.rng.uniform(0.1, 2.0), self._restart_broker, self.broker.epoch + 1)
 
     def _restart_broker(self, epoch: int) -> None:
         if epoch > self.broker.epoch:
+            self.clock.after(8.0, self.broker.kill)
             self.broker = BrokerProcess(self, epoch)
         self._start_producer(list(self.case.names))
 

@@ -1,0 +1,252 @@
+"""The test of the simulation: take a rule of the protocol away, and some seed must fail.
+
+Each mutant names its rule (R1 to R10 are those of the recovery design) and takes it out of the
+real code for the length of a test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from streampack.core.client_session import ClientSession
+from streampack.core.events import Effect, FromBroker, Send
+from streampack.core.form import Former, Request
+from streampack.core.intake import Intake
+from streampack.core.leases import Leases
+from streampack.core.messages import Envelope, Eos, Flow, Get, Hello, ProducerPing, ReaderPing, Samples
+from streampack.core.producer_session import ProducerSession
+from streampack.core.readers import Kept, Readers
+from tests.simulation.world import run
+
+MAX_SEEDS = 150
+Patch = pytest.MonkeyPatch
+MUTANTS: list[Any] = []
+
+
+def mutant(rule: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Register a mutant under the rule that it breaks."""
+
+    def register(patch: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTANTS.append(pytest.param(patch, id=f"{rule}-{patch.__name__}"))
+        return patch
+
+    return register
+
+
+@pytest.mark.parametrize("patch", MUTANTS)
+def test_a_rule_that_is_taken_out_is_missed(patch: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    patch(monkeypatch)
+    for seed in range(MAX_SEEDS):
+        try:
+            run(seed)
+        except AssertionError as error:
+            print(f"{patch.__name__}: seed {seed}: {str(error)[:120]}")
+            return
+    pytest.fail(f"{MAX_SEEDS} seeds passed without the rule")
+
+
+def _wrap(patch: Patch, kind: type, name: str, around: Callable[..., Any]) -> None:
+    """Replace a method by ``around(original, self, *args)``."""
+    original = getattr(kind, name)
+    patch.setattr(kind, name, lambda self, *args, **more: around(original, self, *args, **more))
+
+
+def _without(effects: list[Effect], *kinds: type) -> list[Effect]:
+    return [e for e in effects if not (isinstance(e, Send) and isinstance(e.envelope.message, kinds))]
+
+
+def _changed(envelope: Envelope, **changes: int) -> Envelope:
+    return msgspec.structs.replace(envelope, **changes)
+
+
+@mutant("R3")
+def a_step_goes_out_before_all_ranks_are_there(patch: Patch) -> None:
+    patch.setattr(Readers, "joined", property(lambda self: bool(self._readers)))
+
+
+@mutant("R4")
+def a_step_is_forgotten_when_the_fastest_rank_returned_it(patch: Patch) -> None:
+    def note_done(original: Any, self: Readers, reader: Any, done_upto: int) -> Any:
+        self._returned = dict.fromkeys(self._returned, max(*self._returned.values(), done_upto, 0))
+        return original(self, reader, done_upto)
+
+    _wrap(patch, Readers, "_note_done", note_done)
+
+
+@mutant("R4")
+def a_step_is_dealt_anew_each_time_it_is_read(patch: Patch) -> None:
+    def shards(original: Any, self: Readers, reader: Any, kept: Kept) -> Any:
+        effects = original(self, reader, kept)
+        kept.dealt = np.roll(kept.dealt, 1)
+        return effects
+
+    _wrap(patch, Readers, "_shards", shards)
+
+
+@mutant("R5")
+def samples_of_an_old_session_are_taken(patch: Patch) -> None:
+    def receive(original: Any, self: Leases, peer: bytes, envelope: Envelope, now: float) -> Any:
+        if isinstance(envelope.message, Samples | Eos):
+            p = self._partition(envelope.message.stream, envelope.message.partition)
+            assert p is not None
+            envelope = _changed(envelope, fence=self.intakes[p].session)
+        return original(self, peer, envelope, now)
+
+    _wrap(patch, Leases, "receive", receive)
+
+
+@mutant("R5")
+def producers_of_an_old_broker_are_believed(patch: Patch) -> None:
+    def receive(original: Any, self: Leases, peer: bytes, envelope: Envelope, now: float) -> Any:
+        return original(self, peer, _changed(envelope, epoch=self._epoch), now)
+
+    _wrap(patch, Leases, "receive", receive)
+
+
+@mutant("R5")
+def readers_of_an_old_broker_or_attempt_are_believed(patch: Patch) -> None:
+    def receive(original: Any, self: Readers, peer: bytes, envelope: Envelope, now: float) -> Any:
+        return original(self, peer, _changed(envelope, epoch=self._epoch, fence=self._attempt), now)
+
+    _wrap(patch, Readers, "receive", receive)
+
+
+@mutant("R5")
+def a_producer_believes_an_old_broker(patch: Patch) -> None:
+    def receive(original: Any, self: ProducerSession, envelope: Envelope) -> Any:
+        return original(self, _changed(envelope, epoch=max(envelope.epoch, self.epoch)))
+
+    _wrap(patch, ProducerSession, "_receive", receive)
+
+
+@mutant("R5")
+def a_client_believes_an_old_broker(patch: Patch) -> None:
+    def receive(original: Any, self: ClientSession, envelope: Envelope) -> Any:
+        return original(self, _changed(envelope, epoch=max(envelope.epoch, self.epoch)))
+
+    _wrap(patch, ClientSession, "_receive", receive)
+
+
+@mutant("R5")
+def a_partition_moves_without_a_new_session(patch: Patch) -> None:
+    def begin(original: Any, self: Leases, p: int) -> None:
+        if not self.intakes[p].session:
+            original(self, p)
+
+    _wrap(patch, Leases, "_begin", begin)
+
+
+@mutant("R6")
+def credits_are_added_up(patch: Patch) -> None:
+    def flow(original: Any, self: ProducerSession, flow: Flow, session: int) -> Any:
+        held = self.held.get((flow.stream, flow.partition))
+        granted = held.grant_bytes if held is not None else 0
+        return original(self, msgspec.structs.replace(flow, grant_bytes=granted + flow.grant_bytes), session)
+
+    _wrap(patch, ProducerSession, "_flow", flow)
+
+
+@mutant("R6")
+def credits_forget_what_waits_for_the_merge(patch: Patch) -> None:
+    patch.setattr(Intake, "grant_bytes", property(lambda self: self.session_bytes + self.quota_bytes))
+
+
+@mutant("R6")
+def credits_of_an_old_session_count(patch: Patch) -> None:
+    def flow(original: Any, self: ProducerSession, flow: Flow, session: int) -> Any:
+        held = self.held.get((flow.stream, flow.partition))
+        return original(self, flow, held.session if held is not None else session)
+
+    _wrap(patch, ProducerSession, "_flow", flow)
+
+
+@mutant("R9")
+def a_client_does_not_ping(patch: Patch) -> None:
+    _wrap(patch, ClientSession, "_tick", lambda original, self, now: _without(original(self, now), ReaderPing))
+
+
+@mutant("R9")
+def a_client_does_not_ask_again(patch: Patch) -> None:
+    _wrap(patch, ClientSession, "_tick", lambda original, self, now: _without(original(self, now), Get))
+
+
+@mutant("R9")
+def a_producer_does_not_say_how_far_it_has_sent(patch: Patch) -> None:
+    patch.setattr(ProducerSession, "_remind", lambda self, held: [self._eos(held)] if held.ended else [])
+
+
+@mutant("R9")
+def a_producer_says_the_end_once(patch: Patch) -> None:
+    _wrap(patch, ProducerSession, "_remind", lambda original, self, held: [] if held.ended else original(self, held))
+
+
+@mutant("R9")
+def a_producer_does_not_ping(patch: Patch) -> None:
+    _wrap(patch, ProducerSession, "_tick", lambda original, self, now: _without(original(self, now), ProducerPing))
+
+
+@mutant("R9")
+def a_producer_says_hello_once(patch: Patch) -> None:
+    def handle(original: Any, self: ProducerSession, event: Any) -> Any:
+        effects = original(self, event)
+        return effects if self._now < 0.6 else _without(effects, Hello)
+
+    _wrap(patch, ProducerSession, "handle", handle)
+
+
+@mutant("R9")
+def credits_are_said_once(patch: Patch) -> None:
+    def flow(original: Any, self: Leases, p: int, repeat: bool = False) -> Any:
+        return original(self, p, repeat and not self._granted[p])
+
+    _wrap(patch, Leases, "_flow", flow)
+
+
+@mutant("go-back-N")
+def a_gap_is_not_asked_for(patch: Patch) -> None:
+    patch.setattr(Leases, "_again", lambda self, p: [])
+
+
+@mutant("go-back-N")
+def a_chunk_is_taken_whatever_its_number(patch: Patch) -> None:
+    def samples(original: Any, self: Leases, name: str, envelope: Envelope, message: Samples) -> Any:
+        p = self._partition(message.stream, message.partition)
+        assert p is not None
+        placed = msgspec.structs.replace(message, base_seq=self.intakes[p].expected_seq)
+        return original(self, name, envelope, placed)
+
+    _wrap(patch, Leases, "_samples", samples)
+
+
+@mutant("go-back-N")
+def a_client_takes_a_step_with_parts_missing_before_it(patch: Patch) -> None:
+    def part(original: Any, self: ClientSession, envelope: Envelope, message: Any) -> Any:
+        self._have_upto = max(self._have_upto, message.step)
+        return original(self, envelope, message)
+
+    _wrap(patch, ClientSession, "_part", part)
+
+
+@mutant("no timer touches FORM")
+def packs_are_formed_of_what_is_there(patch: Patch) -> None:
+    def request(original: Any, self: Former, max_steps: int = 1) -> Request | None:
+        found = original(self, max_steps)
+        return None if found is None else dataclasses.replace(found, closed=True)
+
+    _wrap(patch, Former, "request", request)
+
+
+@mutant("in place")
+def a_client_forgets_where_it_was_when_it_attaches_again(patch: Patch) -> None:
+    def handle(original: Any, self: ClientSession, event: Any) -> Any:
+        if isinstance(event, FromBroker) and event.envelope.epoch > self.epoch > 0:
+            self._have_upto = self._done_upto
+        return original(self, event)
+
+    _wrap(patch, ClientSession, "handle", handle)
