@@ -131,9 +131,8 @@ def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs:
 
 
 def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: Mesh, slabs: Slabs) -> list[Pack]:
-    rules = attached.rules
     cp, rank = (mesh.cp, mesh.cp_rank) if attached.layout == "zigzag" else (1, 0)
-    width = rules.budget // cp
+    width = attached.rules.budget // cp
     if len(payload) != (2 if cp > 1 else 1):
         raise WireError(f"got {len(payload)} payload frames, expected tokens, and edges if cp > 1")
     num_packs = len(part.counts_u32) // 4
@@ -142,35 +141,23 @@ def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mes
     lengths = _array(part.lengths_u32, "<u4", num_samples).astype(np.int64)
     loss = _array(part.loss_tokens_u32, "<u4", num_packs).tolist()
     numbers = _array(part.packs_u32, "<u4", num_packs).tolist()
-    ids = np.stack(
-        [
-            _array(part.streams_u32, "<u4", num_samples).astype(np.int64),
-            _array(part.indices_u64, "<u8", num_samples).astype(np.int64),
-            _array(part.parts_u32, "<u4", num_samples).astype(np.int64),
-        ],
-        axis=1,
-    )
+    columns = ((part.streams_u32, "<u4"), (part.indices_u64, "<u8"), (part.parts_u32, "<u4"))
+    ids = np.stack([_array(data, dtype, num_samples).astype(np.int64) for data, dtype in columns], axis=1)
     tokens = _array(payload[0], attached.dtype, num_packs * width)
     edges = _array(payload[1], "<i4", 2 * num_samples).reshape(-1, 2) if cp > 1 else None
     packs: list[Pack] = []
-    stops = np.cumsum(counts)
-    for at in range(0, len(counts), _TOGETHER):
-        some = slice(at, at + _TOGETHER)
-        first, last = int(stops[at] - counts[at]), int(stops[some][-1])
-        laid = layouts(lengths[first:last], counts[some], rules.align.sample, rules.budget)
+    last = 0
+    for at in range(0, num_packs, _TOGETHER):
+        stop = min(at + _TOGETHER, num_packs)
+        first, last = last, last + int(counts[at:stop].sum())
+        laid = layouts(lengths[first:last], counts[at:stop], attached.rules.align.sample, attached.rules.budget)
         starts, ends = cut(laid.start, laid.stop, cp, rank, attached.layout)
-        each = len(starts) // max(len(laid.start), 1)
+        input_ids, labels, position_ids, padding_mask = _derived(
+            tokens[at * width : stop * width], laid, starts, ends, None if edges is None else edges[first:last], slabs
+        )
         slices = np.stack([starts, ends], axis=1)
-        size = len(counts[some]) * width
-        slab = slabs.take(25 * size)
-        input_ids, labels, position_ids = np.frombuffer(slab, np.int64, 3 * size).reshape(3, size)
-        padding_mask = np.frombuffer(slab, np.bool_, size, 24 * size)
-        input_ids[:] = tokens[at * width : at * width + size]
-        derive(
-            input_ids, starts - np.repeat(laid.start, each), ends - starts, np.repeat(laid.real, each),
-            None if edges is None else _edges(edges[first:last], laid), labels, position_ids, padding_mask,
-        )  # fmt: skip
-        bounds = (laid.first_segment * each).tolist()
+        bounds = (laid.first_segment * (len(starts) // len(laid.start))).tolist()
+        widest = np.maximum.reduceat(laid.stop - laid.start, laid.first_segment[:-1]).tolist()
         samples = (laid.first_sample + first).tolist()
         for i, pack in enumerate(laid.packs()):
             row = slice(i * width, (i + 1) * width)
@@ -182,7 +169,7 @@ def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mes
                     padding_mask=padding_mask[row],
                     cu_seqlens=pack.cu_seqlens,
                     cu_seqlens_padded=pack.cu_seqlens_padded,
-                    max_seqlen=pack.max_seqlen,
+                    max_seqlen=widest[i],
                     num_samples=pack.num_samples,
                     num_segments=pack.num_segments,
                     sample_ids=ids[samples[i] : samples[i + 1]],
@@ -195,6 +182,22 @@ def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mes
                 )
             )
     return packs
+
+
+def _derived(
+    tokens: NDArray[Any], laid: Layouts, starts: I64, ends: I64, edges: I32 | None, slabs: Slabs
+) -> tuple[I64, I64, I64, NDArray[np.bool_]]:
+    """input_ids, labels, position_ids and padding_mask of some packs' shards, one after another, in one slab."""
+    size = len(tokens)
+    slab = slabs.take(25 * size)
+    input_ids, labels, position_ids = np.frombuffer(slab, np.int64, 3 * size).reshape(3, size)
+    padding_mask = np.frombuffer(slab, np.bool_, size, 24 * size)
+    input_ids[:] = tokens
+    each = len(starts) // len(laid.start)
+    offset, real = starts - np.repeat(laid.start, each), np.repeat(laid.real, each)
+    after = None if edges is None else _edges(edges, laid)
+    derive(input_ids, offset, ends - starts, real, after, labels, position_ids, padding_mask)
+    return input_ids, labels, position_ids, padding_mask
 
 
 def _array(data: Any, dtype: str, count: int) -> NDArray[Any]:

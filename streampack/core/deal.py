@@ -28,6 +28,8 @@ def deal(costs: I64, dp: int, balance: str) -> I64:
     if balance == "none":
         return np.arange(count, dtype=np.int64).reshape(-1, dp)
     order = np.argsort(-costs, kind="stable").reshape(-1, dp)
+    if dp == 1:
+        return order
     dealt = np.empty_like(order)
     load = np.zeros(dp, np.int64)
     for micro_batch, packs in enumerate(order):
