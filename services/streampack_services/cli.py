@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 import streampack
 from streampack.core.rules import PackerName
-from streampack.errors import StreampackError
+from streampack.errors import InternalError, StreampackError
 from streampack_services import logs
 
 app = typer.Typer(
@@ -33,19 +33,23 @@ def main() -> int:
         app()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except InternalError:
+        return _our_bug()
     except StreampackError as error:
         print("streampack:", " ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except Exception:
-        traceback.print_exc()
-        print(
-            f"streampack: this is a bug of streampack {streampack.__version__}: please report it with the lines above",
-            file=sys.stderr,
-        )
-        return 1
+        return _our_bug()
     return 0
+
+
+def _our_bug() -> int:
+    traceback.print_exc()
+    said = f"streampack: this is a bug of streampack {streampack.__version__}: please report it with the lines above"
+    print(said, file=sys.stderr)
+    return 1
 
 
 PACKERS: tuple[str, ...] = get_args(PackerName)

@@ -163,9 +163,14 @@ def check(file: Path) -> Tree:
 
 
 def _check_broker(config: BrokerConfig) -> Tree:
+    from streampack.transport import check_endpoint
     from streampack_services.broker import plan
+    from streampack_services.http import parse_address
 
     found = plan(config)
+    for endpoint in (config.listen.producers, config.listen.trainers):
+        check_endpoint(endpoint)
+    parse_address(config.listen.http)
     size, capacity = np.dtype(config.tokens).itemsize, found.capacity
     partitions = sum(count for _, _, count in found.rules.streams)
     rules = {key: value for key, value in msgspec.to_builtins(found.rules).items() if key != "streams"}

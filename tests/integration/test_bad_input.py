@@ -18,6 +18,7 @@ from streampack.errors import MeshError, Rejected, Unreachable, UserError
 from tests.integration.running import (
     RunningBroker,
     folder,
+    in_process,
     running,
     running_broker,
     streampack,
@@ -88,13 +89,13 @@ def test_an_unknown_key_of_a_producer_is_named(tmp_path: Path) -> None:
 )
 def test_a_configuration_that_cannot_be_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "broker.yaml").write_text(text)
-    assert said in the_error(streampack("broker", "-c", tmp_path / "broker.yaml"), 2)
+    assert said in the_error(in_process("check", tmp_path / "broker.yaml"), 2)
 
 
 def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    assert "none.yaml: cannot be read: No such file" in the_error(streampack("check", tmp_path / "none.yaml"), 2)
+    assert "none.yaml: cannot be read: No such file" in the_error(in_process("check", tmp_path / "none.yaml"), 2)
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "bytes.yaml: cannot be read" in the_error(streampack("check", tmp_path / "bytes.yaml"), 2)
+    assert "bytes.yaml: cannot be read" in the_error(in_process("check", tmp_path / "bytes.yaml"), 2)
 
 
 def test_a_memory_that_is_too_small_is_refused_with_one_that_is_enough(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_memory_that_is_too_small_is_refused_with_one_that_is_enough(tmp_path:
     assert enough is not None
     tree: dict[str, Any] = {"memory": enough[1], "rules": RULES, "streams": {"web": {}}}
     tree["limits"] = {"sample_tokens": 4096, "chunk": "16KiB"}
-    assert streampack("check", write(tmp_path / "enough.yaml", tree)).returncode == 0
+    assert in_process("check", write(tmp_path / "enough.yaml", tree)).returncode == 0
 
 
 # Addresses
@@ -152,8 +153,8 @@ def test_a_client_that_nobody_answers_says_so() -> None:
 
 
 def test_status_of_nobody_may_be_tried_again_and_health_is_bad() -> None:
-    assert "127.0.0.1:1: got no answer (connection refused)" in the_error(streampack("status", "127.0.0.1:1"), 75)
-    assert "connection refused" in the_error(streampack("health", "http://127.0.0.1:1"), 1)
+    assert "127.0.0.1:1: got no answer (connection refused)" in the_error(in_process("status", "127.0.0.1:1"), 75)
+    assert "connection refused" in the_error(in_process("health", "http://127.0.0.1:1"), 1)
 
 
 # Data

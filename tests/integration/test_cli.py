@@ -12,8 +12,16 @@ import pytest
 from streampack_services import cli, report
 
 import streampack as sp
-from streampack.errors import ConfigError, StreampackError, Unreachable
-from tests.integration.running import RunningBroker, running_broker, streampack, the_error, write, write_jsonl
+from streampack.errors import ConfigError, InternalError, StreampackError, Unreachable
+from tests.integration.running import (
+    RunningBroker,
+    in_process,
+    running_broker,
+    streampack,
+    the_error,
+    write,
+    write_jsonl,
+)
 
 COMMANDS = ("broker", "produce", "status", "health", "check", "demo")
 BROKER = {
@@ -33,7 +41,7 @@ def broker() -> Iterator[RunningBroker]:
 
 
 def test_help_names_every_command_and_the_exit_codes() -> None:
-    text = streampack("--help").stdout
+    text = in_process("--help").stdout
     assert all(f"\n  {name}" in text for name in COMMANDS)
     assert "75 try again" in text
     assert "..." not in text.split("Commands:")[1], "no summary is cut"
@@ -41,7 +49,7 @@ def test_help_names_every_command_and_the_exit_codes() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_each_command_has_an_example(command: str) -> None:
-    result = streampack(command, "--help")
+    result = in_process(command, "--help")
     assert result.returncode == 0
     assert f"Example:\n      streampack {command}" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
@@ -53,7 +61,7 @@ def test_the_version_is_the_librarys() -> None:
 
 @pytest.mark.parametrize("arguments", [(), ("nonsense",), ("broker",), ("broker", "-c"), ("health", "--timeout", "x")])
 def test_misuse_ends_with_2_and_no_traceback(arguments: tuple[str, ...]) -> None:
-    result = streampack(*arguments)
+    result = in_process(*arguments)
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert not arguments or result.stderr.splitlines()[-1].startswith("Error: ")
@@ -78,16 +86,16 @@ def test_health_says_ready_and_ends_with_0(broker: RunningBroker) -> None:
 def test_what_is_no_broker_is_said_to_be_none(broker: RunningBroker) -> None:
     line = the_error(streampack("status", broker.http + "/nowhere"), 1)
     assert "got an answer 404 that is no broker's" in line
-    assert "expected the broker's HTTP address" in the_error(streampack("status", "tcp://127.0.0.1:1"), 2)
+    assert "expected the broker's HTTP address" in the_error(in_process("status", "tcp://127.0.0.1:1"), 2)
 
 
 def test_check_shows_the_rules_with_what_is_derived(tmp_path: Path) -> None:
     path = write(tmp_path / "broker.yaml", BROKER)
-    shown = streampack("check", path).stdout
+    shown = in_process("check", path).stdout
     for text in ("4096 tokens each, by exact_fill", "16 packs, 65.5k tokens; on dp=4 4", "samples to 4, packs to 4",
                  "weight 0.3, for ever, 2 partitions", "good: broker.yaml can be used"):  # fmt: skip
         assert text in " ".join(shown.split())
-    found = json.loads(streampack("check", path, "--json").stdout)
+    found = json.loads(in_process("check", path, "--json").stdout)
     memory = found["memory"]
     assert memory["total_bytes"] == 64 * 2**20
     shares = memory["merged_bytes"] + memory["partitions"] * memory["partition_bytes"] + memory["spare_bytes"]
@@ -98,10 +106,10 @@ def test_check_shows_the_rules_with_what_is_derived(tmp_path: Path) -> None:
 def test_check_of_a_producer_looks_for_its_files(tmp_path: Path) -> None:
     shards = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}]))
     path = write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards}}})
-    shown = streampack("check", path)
+    shown = in_process("check", path)
     assert "1 jsonl files, tokenizer bytes" in " ".join(shown.stdout.split())
     path = write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards + ".gone"}}})
-    assert "a.jsonl.gone: cannot be read" in the_error(streampack("check", path), 1)
+    assert "a.jsonl.gone: cannot be read" in the_error(in_process("check", path), 1)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +120,7 @@ def test_check_of_a_producer_looks_for_its_files(tmp_path: Path) -> None:
         (StreampackError("no"), 1, "streampack: no\n"),
         (KeyboardInterrupt(), 130, ""),
         (RuntimeError("oh"), 1, "please report it"),
+        (InternalError("oh"), 1, "please report it"),
     ],
 )
 def test_errors_become_exit_codes(
@@ -125,7 +134,7 @@ def test_errors_become_exit_codes(
     assert cli.main() == code
     shown = capsys.readouterr().err
     assert said in shown
-    assert ("Traceback" in shown) == isinstance(error, RuntimeError)
+    assert ("Traceback" in shown) == isinstance(error, (RuntimeError, InternalError))
 
 
 def test_the_daemons_and_the_command_load_no_torch() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from streampack_services.producer import progress_line
 
 import streampack as sp
 from streampack.errors import PeerError
@@ -175,7 +176,7 @@ def test_a_failing_stream_ends_every_process_with_its_line(tmp_path: Path) -> No
         assert "1.jsonl:line 21: got a sample of 300 tokens" in the_error(streampack("produce", "-c", config), 2)
 
 
-def test_a_silent_broker_is_waited_for_and_its_successor_served(tmp_path: Path) -> None:
+def test_a_broker_that_is_gone_is_waited_for_and_its_successor_served(tmp_path: Path) -> None:
     with folder() as short:
         listen = {"producers": f"ipc://{short}/p", "trainers": f"ipc://{short}/t", "http": "127.0.0.1:0"}
         settings: dict[str, Any] = {"rules": RULES, "streams": {"web": {"partitions": 2}}, "listen": listen}
@@ -184,11 +185,17 @@ def test_a_silent_broker_is_waited_for_and_its_successor_served(tmp_path: Path) 
             with running_broker({**settings, **ENDLESS}) as broker:
                 until(lambda: broker.status()["producers"] == 1)
                 broker.kill()
-            producer.wait_for("waits for an answer of the broker", 20)
             with running_broker(settings) as broker, sp.connect(broker.trainers) as loader:
                 assert sum(int(pack.num_samples) for pack in loader) == 600
                 assert producer.end() == 0
             assert "all delivered" in producer.said
+
+
+def test_the_progress_line_says_what_most_processes_wait_for() -> None:
+    sent = {"web": (3, 40), "code": (1, 2)}
+    assert progress_line(sent, 12.3, ["", ""]) == "web 3 samples 40 tokens, code 1 samples 2 tokens; 12 tokens/s"
+    line = progress_line({}, 0, ["an answer of the broker", "credit", "an answer of the broker"])
+    assert line == "nothing read yet; 0 tokens/s; 3 of 3 wait for an answer of the broker"
 
 
 def test_nothing_is_logged_once_a_pack(tmp_path: Path) -> None:
