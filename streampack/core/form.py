@@ -14,10 +14,11 @@ import hashlib
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from streampack.core.packers import Choice, Packer, packer
 from streampack.core.rules import Rules
-from streampack.core.samples import I64, SampleTable
+from streampack.core.samples import I64, ROW, SampleTable
 
 _ROW = np.dtype(
     [("stream", "<u4"), ("part", "<u4"), ("index", "<u8"), ("length", "<u4"), ("crc", "<u4")],
@@ -68,6 +69,22 @@ class Request:
     def choose(self) -> Choice:
         """Run the packer; pure, and without the GIL where its kernel is compiled."""
         return self.packer.choose(self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window)
+
+
+class FormState(Struct, frozen=True):
+    """FORM between two choices: samples as references with checksums (``samples.ROW``), never tokens.
+
+    ``window`` are those held, in merge order, with their ``ages``; ``pending`` those of the packs not
+    in a step yet, ``counts`` of them each.
+    """
+
+    next_step: int
+    chain: bytes
+    closed: bool
+    window: bytes
+    ages: list[int]
+    pending: bytes
+    counts: list[int]
 
 
 class Former:
@@ -160,6 +177,27 @@ class Former:
                 empty = self._make_packs(np.zeros(0, np.int64), np.array([0, 0]))
                 steps.append(self._make_step(tail + empty * (size - len(tail))))
         return steps
+
+    def state(self) -> FormState:
+        """What decides every later step, beside samples that are yet to come. Not while a choice is being made."""
+        self._gather()
+        handles = [pack.handles for pack in self._pending]
+        pending = np.concatenate([*handles, np.zeros(0, np.int64)])
+        rows = self._table.rows
+        return FormState(
+            self.next_step, self.chain, self.closed, rows(self._handles).tobytes(), self._ages.tolist(),
+            rows(pending).tobytes(), [len(each) for each in handles],
+        )  # fmt: skip
+
+    def load(self, state: FormState) -> None:
+        """Go on from a state, in a former of the same rules that has taken nothing; fills the table."""
+        self.next_step, self.chain, self.closed = state.next_step, state.chain, state.closed
+        handles = self._table.enter(np.frombuffer(state.window, ROW))
+        self.admit(handles, self._table.length[handles].astype(np.int64))
+        self._gather()
+        self._ages = np.array(state.ages, np.int64)
+        pending = self._table.enter(np.frombuffer(state.pending, ROW))
+        self._pending = self._make_packs(pending, np.concatenate([[0], np.cumsum(state.counts)]).astype(np.int64))
 
     def _gather(self) -> None:
         if not self._arrived:

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
+from msgspec import Struct
 
 from streampack.core.kernels import merge_take
 from streampack.core.rules import MAX_WEIGHT_RATIO
@@ -50,6 +52,17 @@ class Taken:
     handles: I64
     lengths: I64
     blocked: int | None
+
+
+class MergeState(Struct, frozen=True):
+    """A merge between two samples: by stream clock, turn, live; by partition ended, samples and tokens taken."""
+
+    clock: list[int]
+    turn: list[int]
+    live: list[bool]
+    ended: list[bool]
+    merged_samples: list[int]
+    merged_tokens: list[int]
 
 
 class Merge:
@@ -107,6 +120,23 @@ class Merge:
     def waiting(self, partition: int) -> int:
         """Entries of a partition not merged yet."""
         return int(self._tail[partition] - self._head[partition])
+
+    def state(self) -> MergeState:
+        """What decides the order of all that is not merged yet; entries that wait are read again."""
+        done = self._ended & (self._head == self._tail)
+        return MergeState(
+            self._clock.tolist(), self._turn.tolist(), self._live.tolist(), done.tolist(),
+            self.merged_samples.tolist(), self.merged_tokens.tolist(),
+        )  # fmt: skip
+
+    def load(self, state: MergeState) -> None:
+        """Go on from a state, in a merge of the same streams that has taken nothing.
+
+        Each partition's next entry is the one after its first ``merged_samples``.
+        """
+        columns = (self._clock, self._turn, self._live, self._ended, self.merged_samples, self.merged_tokens)
+        for column, values in zip(columns, msgspec.structs.astuple(state), strict=True):
+            column[:] = values
 
     @property
     def closed(self) -> bool:

@@ -15,6 +15,13 @@ I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 U32 = NDArray[np.uint32]
 
+ROW = np.dtype(
+    [
+        ("stream", "<i4"), ("index", "<i8"), ("part", "<i4"), ("length", "<i4"), ("loss_tokens", "<i4"), ("crc", "<u4"),
+    ]
+)  # fmt: skip
+"""One sample's row where it leaves the table: a reference with a checksum, 28 bytes, never the tokens."""
+
 IGNORE_INDEX = -100
 """The label that no loss counts: a sample's last real token and all padding."""
 
@@ -62,9 +69,23 @@ class SampleTable:
         self._free[self._num_free : self._num_free + len(handles)] = handles[::-1]
         self._num_free += len(handles)
 
+    def rows(self, handles: I64) -> NDArray[np.void]:
+        """Rows of these samples, ``ROW`` [n]."""
+        found = np.empty(len(handles), ROW)
+        for name in ROW.names or ():
+            found[name] = getattr(self, name)[handles]
+        return found
+
+    def enter(self, rows: NDArray[np.void]) -> I64:
+        """New handles for samples of ``rows``, ``ROW`` [n]."""
+        handles = self.take(len(rows))
+        for name in ROW.names or ():
+            getattr(self, name)[handles] = rows[name]
+        return handles
+
     def _grow(self) -> None:
         old = self.capacity
-        for name in ("stream", "index", "part", "length", "loss_tokens", "crc"):
+        for name in ROW.names or ():
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(old, column.dtype)]))
         free = np.zeros(2 * old, np.int64)
