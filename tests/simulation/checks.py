@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from streampack.core.effects import FromProducer, FromTrainer, SendProducer, SendShard
 from streampack.core.events import Effect, Event
 from streampack.core.messages import Attach, Bye, Eos, Flow, Hello, Samples, StepPart
@@ -29,7 +27,7 @@ class BrokerChecks:
         core = self._core
         if isinstance(event, FromProducer):
             if self._is_stale(event):
-                return [msgspec.structs.astuple(m) if isinstance(m, msgspec.Struct) else m for m in self._intakes()]
+                return self._leases(event)
         elif isinstance(event, FromTrainer) and not isinstance(event.envelope.message, Attach | Bye):
             fence = (event.envelope.epoch, event.envelope.fence)
             if fence != (core.epoch, core.readers._attempt):
@@ -39,7 +37,7 @@ class BrokerChecks:
     def after(self, event: Event, before: Any, effects: list[Effect]) -> None:
         """R3 (whole steps), R5 (fences), R6 (credits)."""
         if before is not None:
-            now = self._intakes() if isinstance(event, FromProducer) else self._readers()
+            now = self._leases(event) if isinstance(event, FromProducer) else self._readers()
             assert now == before, f"R5: a stale message changed something: {event}"
         for effect in effects:
             if isinstance(effect, SendProducer) and isinstance(effect.envelope.message, Flow):
@@ -70,15 +68,16 @@ class BrokerChecks:
             return (envelope.epoch, envelope.fence) != (self._core.epoch, self._core.leases.intakes[p].session)
         return envelope.epoch < self._core.epoch and not isinstance(message, Hello | Bye)
 
-    def _intakes(self) -> list[Any]:
-        return [
-            (i.expected_seq, i.total, i.session, i.session_bytes, i.kept_tokens, i.cursor)
-            for i in self._core.leases.intakes
-        ]
+    def _leases(self, event: FromProducer) -> list[Any]:
+        """The books, and for a message of an older broker also when producers were last heard."""
+        leases = self._core.leases
+        books = [(i.expected_seq, i.total, i.session, i.session_bytes, i.kept_tokens, i.cursor) for i in leases.intakes]
+        old = event.envelope.epoch < self._core.epoch
+        return [books, [producer.heard for producer in leases._producers.values()] if old else None]
 
     def _readers(self) -> list[Any]:
         readers = self._core.readers
-        rows = [(ranks, r.name, r.sent_upto, r.want_stop) for ranks, r in readers._readers.items()]
+        rows = [(ranks, r.name, r.heard, r.sent_upto, r.want_stop) for ranks, r in readers._readers.items()]
         return [readers.released_upto, dict(readers._returned), *rows]
 
     def _flow(self, session: int, flow: Flow) -> None:

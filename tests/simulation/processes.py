@@ -152,8 +152,11 @@ class Process:
                 self._inbox.append(event)
             return
         stale = isinstance(event, FromBroker) and event.envelope.epoch < self._machine.epoch
+        before = repr(self._machine) if stale else ""
         effects = self._machine.handle(event)
-        assert not (stale and effects), f"a message of an older broker had effects {effects}"
+        if stale:
+            assert not effects, f"R5: a message of an older broker had effects {effects}"
+            assert repr(self._machine) == before, "R5: a message of an older broker changed something"
         for effect in effects:
             if isinstance(effect, Send):
                 self.world.to_broker(self, effect.envelope)

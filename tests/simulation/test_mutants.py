@@ -161,7 +161,7 @@ def credits_forget_what_waits_for_the_merge(patch: Patch) -> None:
 def credits_of_an_old_session_count(patch: Patch) -> None:
     def flow(original: Any, self: ProducerSession, flow: Flow, session: int) -> Any:
         held = self.held.get((flow.stream, flow.partition))
-        return original(self, flow, held.session if held is not None else session)
+        return original(self, flow, held.session[1] if held is not None else session)
 
     _wrap(patch, ProducerSession, "_flow", flow)
 

@@ -214,6 +214,8 @@ class World:
             self._kill_client, self._kill_broker,
         ]  # fmt: skip
         chosen = self.rng.sample(faults, self.rng.randint(0, 3))
+        if self.rng.random() < 0.25 and self._kill_broker not in chosen:
+            chosen.append(self._kill_broker)
         for fault in chosen:
             for _ in range(self.rng.randint(1, 3)):
                 self.clock.after(self.rng.uniform(0.1, self.quiet_at), fault)
