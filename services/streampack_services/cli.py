@@ -217,49 +217,42 @@ def check(
 
 @app.command()
 def demo(
-    steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", min=1, help="Optimizer steps to read.", show_default=False)
-    ] = None,
-    budget: Annotated[
-        int | None, typer.Option("--budget", metavar="TOKENS", min=1, help="Tokens a pack.", show_default=False)
-    ] = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Optimizer steps of text to make.")] = 300,
+    budget: Annotated[int, typer.Option("--budget", metavar="TOKENS", min=8, help="Tokens a pack.")] = 8192,
     window: Annotated[
-        int | None,
-        typer.Option("--window", metavar="SAMPLES", min=1, help="What the packer looks over.", show_default=False),
-    ] = None,
-    packer: Annotated[
-        str | None,
-        typer.Option("--packer", metavar="NAME", help=f"{', '.join(PACKERS)}.", show_default=False),
-    ] = None,
-    dp: Annotated[
-        int | None, typer.Option("--dp", metavar="N", min=1, help="Data-parallel ranks.", show_default=False)
-    ] = None,
-    cp: Annotated[
-        int | None, typer.Option("--cp", metavar="N", min=1, help="Context-parallel ranks.", show_default=False)
-    ] = None,
+        int, typer.Option("--window", metavar="SAMPLES", min=1, help="Samples that the packer looks over.")
+    ] = 1024,
+    packer: Annotated[str, typer.Option("--packer", metavar="NAME", help=f"{', '.join(PACKERS)}.")] = "exact_fill",
+    dp: Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Data-parallel ranks.")] = 2,
+    cp: Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Context-parallel ranks of each.")] = 2,
     source: Annotated[
         str | None,
-        typer.Option("--source", metavar="FILES", help="Files to read instead of what is there.", show_default=False),
+        typer.Option(
+            "--source",
+            metavar="FILES",
+            show_default=False,
+            help="Your own .tar shards or .jsonl files, whole, instead of the text that is made.",
+        ),
     ] = None,
     work_ms: Annotated[
-        float | None,
-        typer.Option("--work-ms", metavar="MS", min=0, help="Pretend that a step trains so long.", show_default=False),
-    ] = None,
+        float, typer.Option("--work-ms", metavar="MS", min=0, help="What a client pretends to compute for a pack.")
+    ] = 20.0,
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the result alone.")] = False,
 ) -> None:
     """See the whole service at work on this machine.
 
-    A broker, producers and trainers, on text that is already there.
+    A broker, two producers and a mesh of clients, on text that every machine has: the Python standard library's
+    own. Every pack is put together again, every sample is compared with the source. Ends with 0 only if each
+    arrived exactly once.
 
     \b
     Example:
         streampack demo --steps 50 --dp 2 --cp 2
     """
     module: Any = importlib.import_module("streampack_services.demo")
-    given: dict[str, Any] = {
-        "steps": steps, "budget": budget, "window": window, "packer": packer, "dp": dp, "cp": cp, "source": source,
-        "work_ms": work_ms,
-    }  # fmt: skip
-    chosen = {name: value for name, value in given.items() if value is not None}
-    raise typer.Exit(module.run_demo(module.DemoOptions(**chosen, json=as_json, quiet=quiet)))
+    options = module.DemoOptions(
+        steps=steps, budget=budget, window=window, packer=packer, dp=dp, cp=cp, source=source, work_ms=work_ms,
+        json=as_json, quiet=quiet,
+    )  # fmt: skip
+    raise typer.Exit(module.run_demo(options))

@@ -33,6 +33,8 @@ def serve(config: BrokerConfig, *, exit_when_finished: bool = False) -> None:
             where = service.endpoints
             log.info("run %s: producers %s, trainers %s", config.run, where["producers"], where["trainers"])
             log.info("status, metrics and probes at %s", http.url)
+            log.info("loading kernels; the first time on a machine they are compiled, which takes a while")
+            service.warm_up()  # before anybody is told to come
             with _rendezvous(service, http.url):
                 service.run()
             log.info("stopped after %d steps", service.core.totals.steps)

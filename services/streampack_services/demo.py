@@ -42,23 +42,23 @@ PARTITIONS = 4
 PRODUCERS = 2
 MICRO_BATCHES = 2
 SEED = 17
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
     """What ``streampack demo`` takes; ``steps`` sizes the text that is made, and ``source`` replaces it."""
 
-    steps: int = 300
-    budget: int = 8192
-    window: int = 1024
-    packer: str = "exact_fill"
-    dp: int = 2
-    cp: int = 2
-    source: str | None = None
-    work_ms: float = 20.0
-    json: bool = False
-    quiet: bool = False
+    steps: int
+    budget: int
+    window: int
+    packer: str
+    dp: int
+    cp: int
+    source: str | None
+    work_ms: float
+    json: bool
+    quiet: bool
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -98,7 +98,8 @@ def _run(
 
     rendezvous = folder / "streampack.json"
     _start(processes, folder, "broker", broker, "broker", "--exit-when-finished")
-    endpoint = _wait_for_broker(rendezvous, processes[0], folder)
+    with console.status("starting the broker (the first time on a machine it compiles its kernels)"):
+        endpoint = _wait_for_broker(rendezvous, processes[0], folder)
     http = read_rendezvous(rendezvous, "http")
     console.print(f"broker with its live figures at {http}/metrics")
     producer = {"broker": f"file://{rendezvous}", "streams": {"text": source}}
