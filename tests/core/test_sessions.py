@@ -1,0 +1,815 @@
+"""The three state machines, case by case: who may send and read what, and what each side is told.
+
+No socket, clock or thread: events go in, effects come out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack import wire
+from streampack.core.broker import Broker, Capacity, needed_tokens
+from streampack.core.client_session import Broken, ClientSession, Deliver, Ended, Returned
+from streampack.core.effects import (
+    Drain,
+    Form,
+    Formed,
+    FromProducer,
+    FromTrainer,
+    Release,
+    SendProducer,
+    SendShard,
+    SendTrainer,
+    Store,
+)
+from streampack.core.events import Effect, Event, FromBroker, Send, Tick
+from streampack.core.leases import SILENT_S, StreamTerms
+from streampack.core.messages import (
+    ALL,
+    Attach,
+    Attached,
+    Bye,
+    Done,
+    End,
+    Envelope,
+    Eos,
+    Flow,
+    Get,
+    Hello,
+    Lease,
+    Mesh,
+    Message,
+    Offer,
+    ProducerPing,
+    ReaderPing,
+    Reject,
+    Revoke,
+    Samples,
+    Sent,
+    StepPart,
+    Wait,
+    Who,
+)
+from streampack.core.producer_session import (
+    PING_S,
+    Chunk,
+    EndOfPartition,
+    Failed,
+    Finish,
+    Forget,
+    Leave,
+    ProducerSession,
+    Read,
+)
+from streampack.core.rules import Overlong, Rules
+
+RUN, EPOCH, BUDGET, QUOTA, MAX_SAMPLE = 9, 4, 16, 64, 32
+M = TypeVar("M", bound=Message)
+
+
+class Bench:
+    """A broker with streams ``a`` (2 partitions) and ``b`` (1), and what it said, by peer."""
+
+    def __init__(self, *, overlong: Overlong = "error", merged: int = 0) -> None:
+        self.rules = Rules(
+            budget=BUDGET, packs=4, window=4, overlong=overlong,
+            streams=(("a", 1.0, 2), ("b", 1.0, 1)),
+        )  # fmt: skip
+        terms = [StreamTerms(name, count, BUDGET, 1, overlong) for name, _, count in self.rules.streams]
+        self.capacity = Capacity(QUOTA, merged or needed_tokens(self.rules, MAX_SAMPLE), MAX_SAMPLE, 4 * MAX_SAMPLE)
+        self.core = Broker(
+            run=RUN, epoch=EPOCH, feed="train", rules=self.rules, streams=terms, capacity=self.capacity,
+            dtype="int32", token_bytes=4,
+        )  # fmt: skip
+        self.said: list[tuple[bytes, Envelope]] = []
+        self.stored: list[Store] = []
+        self.live: set[int] = set()
+        """Handles that an arena would hold."""
+
+    def handle(self, event: Event) -> None:
+        """Feed an event, perform what an arena would, note what is said, form at once."""
+        effects = self.core.handle(event)
+        for effect in effects:
+            if isinstance(effect, SendProducer | SendTrainer | SendShard):
+                wire.decode(wire.encode(effect.envelope))
+                self.said.append((effect.peer, effect.envelope))
+            if isinstance(effect, Store):
+                self._store(effect)
+            elif isinstance(effect, Release):
+                gone = set(effect.handles.tolist())
+                assert gone <= self.live, "a sample was released twice"
+                self.live -= gone
+            elif isinstance(effect, SendShard):
+                assert {h for pack in effect.packs for h in pack.tolist()} <= self.live
+        for form in [e for e in effects if isinstance(e, Form)]:
+            self.handle(Formed("train", form.request.choose()))
+
+    def _store(self, store: Store) -> None:
+        fresh = set(store.handles.tolist())
+        assert not self.live & fresh, "a handle was given out twice"
+        assert (store.offsets >= 0).all()
+        assert ((store.offsets + store.lengths) * 4 <= len(store.payload[0])).all()
+        self.live |= fresh
+        self.stored.append(store)
+
+    def produce(self, peer: bytes, message: Message, session: int = 0, payload: bytes | None = None) -> None:
+        """A message of a producer."""
+        frames = () if payload is None else (payload,)
+        self.handle(FromProducer(peer, Envelope(run=RUN, epoch=EPOCH, fence=session, message=message, payload=frames)))
+
+    def read(self, peer: bytes, message: Message, fence: int | None = None) -> None:
+        """A message of a client."""
+        fence = self.core.readers._attempt if fence is None else fence
+        self.handle(FromTrainer(peer, Envelope(run=RUN, epoch=EPOCH, fence=fence, message=message)))
+
+    def heard(self, peer: bytes, kind: type[M]) -> list[M]:
+        """What ``peer`` was told of a kind, oldest first."""
+        return [e.message for to, e in self.said if to == peer and isinstance(e.message, kind)]
+
+    def sessions(self, peer: bytes) -> dict[tuple[str, int], int]:
+        """The newest session of each partition that a producer was leased."""
+        leases = [(e.message, e.fence) for to, e in self.said if to == peer and isinstance(e.message, Lease)]
+        return {(lease.stream, lease.partition): session for lease, session in leases}
+
+    def samples(self, peer: bytes, key: tuple[str, int], base: int, lengths: list[int], session: int) -> None:
+        """A chunk whose tokens are their places in it."""
+        self.produce(peer, samples(key, base, lengths), session, np.arange(sum(lengths), dtype="<i4").tobytes())
+
+    @property
+    def taken(self) -> list[int]:
+        return [intake.expected_seq for intake in self.core.leases.intakes]
+
+
+def samples(key: tuple[str, int], base: int, lengths: list[int]) -> Samples:
+    column = np.array(lengths, "<u4").tobytes()
+    return Samples(
+        stream=key[0], partition=key[1], base_seq=base, lengths_u32=column, crcs_u32=column, loss_tokens_u32=column,
+        cursor=(0, 0, base + len(lengths)),
+    )  # fmt: skip
+
+
+def hello(name: str, *streams: str, digest: str = "same") -> Hello:
+    offers = [Offer(stream=stream, source_digest=digest) for stream in streams]
+    return Hello(producer=name, host=f"{name}-host", pid=1, offers=offers)
+
+
+def attach(name: str, *, feed: str = "train", next_step: int = 0, chain: bytes = b"", **mesh: int) -> Attach:
+    return Attach(
+        feed=feed, reader=name, host=f"{name}-host", pid=1, mesh=Mesh(**mesh), next_step=next_step, chain=chain
+    )
+
+
+def get(stop: int, *, start: int = 0, done: int = 0, resend: int = 0) -> Get:
+    return Get(feed="train", lineage=0, start=start, stop=stop, done_upto=done, resend=resend)
+
+
+def fill(bench: Bench, peer: bytes = b"p", chunks: int = 6) -> None:
+    """Send chunks of every partition in turn, and the end of each: 288 tokens, 5 steps."""
+    for n in range(chunks):
+        for key, session in sorted(bench.sessions(peer).items()):
+            bench.samples(peer, key, 4 * n, [4, 5, 3, 4], session)
+    for key, session in sorted(bench.sessions(peer).items()):
+        bench.produce(peer, Eos(stream=key[0], partition=key[1], total=4 * chunks), session)
+
+
+# Readers
+
+
+def test_a_rank_that_is_taken_names_the_holder() -> None:
+    bench = Bench()
+    bench.read(b"1", attach("first", dp=2))
+    bench.read(b"2", attach("second", dp=2))
+    (refused,) = bench.heard(b"2", Reject)
+    assert refused.code == "rank_taken"
+    assert "first-host" in refused.detail
+    assert "second-host" in refused.detail
+
+
+@pytest.mark.parametrize(
+    ("dp", "cp", "words"), [(3, 1, ["dp=3", "4 packs", "1, 2, 4"]), (1, 2, ["cp=2", "align", "2 * cp = 4"])]
+)
+def test_a_mesh_that_the_rules_cannot_serve_is_refused_naming_both(dp: int, cp: int, words: list[str]) -> None:
+    bench = Bench()
+    bench.read(b"1", attach("r", dp=dp, cp=cp))
+    (refused,) = bench.heard(b"1", Reject)
+    assert refused.code == "mesh"
+    assert all(word in refused.detail for word in words), refused.detail
+
+
+def test_a_mesh_that_differs_from_the_other_ranks_is_refused_naming_both() -> None:
+    bench = Bench()
+    bench.read(b"1", attach("one", dp=2))
+    bench.read(b"2", attach("two", dp=4, dp_rank=1))
+    (refused,) = bench.heard(b"2", Reject)
+    assert "(4, 1, 1, 1)" in refused.detail
+    assert "(2, 1, 1, 1)" in refused.detail
+    assert "one-host" in refused.detail
+
+
+def test_a_mesh_of_absurd_size_costs_nothing() -> None:
+    bench = Bench()
+    bench.read(b"1", attach("r", tp=4096, pp=4096))
+    assert bench.heard(b"1", Reject)
+    bench.read(b"1", attach("r", tp=4096, pp=32))
+    bench.read(b"1", get(1))
+    bench.handle(Tick(1.0))
+    assert "131071 of 131072 ranks" in bench.heard(b"1", Wait)[-1].detail
+
+
+def test_missing_ranks_are_named_and_nothing_is_served() -> None:
+    bench = Bench()
+    bench.produce(b"p", hello("p", "a", "b"))
+    fill(bench)
+    bench.read(b"1", attach("r", dp=2))
+    bench.read(b"1", get(3))
+    bench.handle(Tick(1.0))
+    wait = bench.heard(b"1", Wait)[-1]
+    assert wait.reason == "join"
+    assert "1 of 2 ranks" in wait.detail
+    assert "dp=1" in wait.detail
+    assert not bench.heard(b"1", StepPart)
+
+
+def test_a_stream_that_gives_nothing_is_named() -> None:
+    bench = Bench()
+    bench.produce(b"p", hello("p", "b"))
+    bench.read(b"1", attach("r"))
+    bench.read(b"1", get(1))
+    bench.handle(Tick(1.0))
+    wait = bench.heard(b"1", Wait)[-1]
+    assert wait.reason == "stream"
+    assert "'a' partition 0 of 2" in wait.detail
+    assert "no producer offers it" in wait.detail
+
+
+def test_a_feed_that_is_not_served_is_refused_naming_both() -> None:
+    bench = Bench()
+    bench.read(b"1", attach("r", feed="valid"))
+    (refused,) = bench.heard(b"1", Reject)
+    assert "'valid'" in refused.detail
+    assert "'train'" in refused.detail
+
+
+def serve_two_steps(bench: Bench) -> None:
+    bench.produce(b"p", hello("p", "a", "b"))
+    fill(bench)
+    bench.read(b"1", attach("r"))
+    bench.read(b"1", get(3))
+    bench.read(b"1", get(4, start=3, done=2))
+    assert bench.core.readers.released_upto == 2
+
+
+def test_a_step_that_is_gone_is_refused_naming_the_oldest() -> None:
+    bench = Bench()
+    serve_two_steps(bench)
+    bench.read(b"1", Bye())
+    bench.read(b"2", attach("new", next_step=1))
+    (refused,) = bench.heard(b"2", Reject)
+    assert refused.code == "step_gone"
+    assert "step 1" in refused.detail
+    assert "expected 2 or later" in refused.detail
+
+
+def test_an_older_copy_of_attach_changes_nothing() -> None:
+    bench = Bench()
+    serve_two_steps(bench)
+    bench.read(b"1", attach("r"))
+    assert not bench.heard(b"1", Reject)
+    assert len(bench.heard(b"1", Attached)) == 2
+    assert bench.core.readers.released_upto == 2
+    bench.read(b"1", get(4, start=2, done=2, resend=1))
+    assert bench.heard(b"1", StepPart)[-1].step == 3
+
+
+def test_a_reader_whose_past_differs_is_refused_at_once_or_when_its_step_comes() -> None:
+    at_once, later = Bench(), Bench()
+    serve_two_steps(at_once)
+    at_once.read(b"1", Bye())
+    at_once.read(b"2", attach("other", next_step=2, chain=b"another past"))
+    assert at_once.heard(b"2", Reject)[-1].code == "diverged"
+    later.read(b"2", attach("other", next_step=2, chain=b"another past"))
+    assert not later.heard(b"2", Reject)
+    later.produce(b"p", hello("p", "a", "b"))
+    fill(later)
+    assert later.heard(b"2", Reject)[-1].code == "diverged"
+    assert not later.heard(b"2", StepPart)
+
+
+def test_reads_are_pure() -> None:
+    bench = Bench()
+    bench.produce(b"p", hello("p", "a", "b"))
+    fill(bench)
+    bench.read(b"1", attach("r"))
+    bench.read(b"1", get(2))
+    bench.read(b"1", get(2, resend=1))
+    first, second = bench.heard(b"1", StepPart)[:2], bench.heard(b"1", StepPart)[2:]
+    assert first == second
+    assert [part.step for part in first] == [0, 1]
+
+
+def test_what_was_said_in_another_attempt_changes_nothing_and_is_answered_with_this_one() -> None:
+    bench = Bench()
+    serve_two_steps(bench)
+    told = len(bench.heard(b"1", Attached))
+    bench.read(b"1", get(64, start=4, done=4), fence=0)
+    assert bench.core.readers.released_upto == 2
+    assert len(bench.heard(b"1", Attached)) == told + 1
+
+
+def test_a_rank_that_left_after_the_end_does_not_keep_the_others_from_it() -> None:
+    bench = Bench(merged=1024)
+    bench.produce(b"p", hello("p", "a", "b"))
+    bench.read(b"1", attach("one", dp=2))
+    bench.read(b"2", attach("two", dp=2, dp_rank=1))
+    fill(bench)
+    bench.read(b"1", get(8))
+    bench.read(b"1", get(8, start=5, done=5))
+    assert bench.heard(b"1", End)
+    bench.read(b"1", Bye())
+    bench.read(b"2", get(8))
+    assert [part.step for part in bench.heard(b"2", StepPart)] == [0, 1, 2, 3, 4]
+    assert bench.heard(b"2", End)
+
+
+def test_a_farewell_counts_whatever_attempt_it_names() -> None:
+    bench = Bench()
+    bench.read(b"1", attach("r"))
+    bench.read(b"1", Bye(), fence=0)
+    assert bench.core.readers.num_readers == 0
+
+
+# Producers
+
+
+def test_other_data_under_a_streams_name_is_refused_naming_both_digests() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a", digest="first"))
+    bench.produce(b"2", hello("two", "a", digest="second"))
+    (refused,) = bench.heard(b"2", Reject)
+    assert refused.code == "source_digest"
+    assert "first" in refused.detail
+    assert "second" in refused.detail
+
+
+def test_a_stream_that_is_not_known_is_refused_naming_those_that_are() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a", "typo", digest="of one"))
+    (refused,) = bench.heard(b"1", Reject)
+    assert refused.code == "unknown_stream"
+    assert "'typo'" in refused.detail
+    assert "a, b" in refused.detail
+    bench.produce(b"2", hello("two", "a", digest="of two"))
+    assert not bench.heard(b"2", Reject), "a refused producer decided what the stream's data are"
+
+
+def test_leases_are_shared_evenly_and_moved_when_a_producer_joins_or_leaves() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a", "b"))
+    before = bench.sessions(b"1")
+    assert set(before) == {("a", 0), ("a", 1), ("b", 0)}
+    bench.produce(b"2", hello("two", "a"))
+    (moved,) = bench.sessions(b"2").items()
+    assert moved[0][0] == "a"
+    assert moved[1] > max(before.values()), "a move begins a new session"
+    bench.produce(b"1", Bye())
+    assert set(bench.sessions(b"2")) == {("a", 0), ("a", 1)}
+    assert "no producer offers it" in bench.core.leases.describe(2)
+
+
+def test_a_producer_that_falls_silent_loses_its_leases() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a"))
+    bench.produce(b"2", hello("two", "a"))
+    bench.handle(Tick(SILENT_S - 1))
+    bench.produce(b"2", ProducerPing(producer="two"))
+    bench.handle(Tick(SILENT_S + 1))
+    assert set(bench.sessions(b"2")) == {("a", 0), ("a", 1)}
+    bench.produce(b"1", ProducerPing(producer="one"))
+    assert bench.heard(b"1", Who)
+
+
+def test_messages_of_an_old_session_are_revoked_and_change_nothing() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a"))
+    old = bench.sessions(b"1")["a", 1]
+    bench.produce(b"2", hello("two", "a"))
+    bench.samples(b"1", ("a", 1), 0, [4, 4], old)
+    bench.produce(b"1", Eos(stream="a", partition=1, total=0), old)
+    bench.produce(b"1", Sent(stream="a", partition=1, next_seq=7), old)
+    assert bench.taken == [0, 0, 0]
+    assert len(bench.heard(b"1", Revoke)) == 3
+    assert not bench.core.leases.intakes[1].ended
+
+
+def test_messages_of_an_older_broker_change_nothing() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    old = Envelope(
+        run=RUN, epoch=EPOCH - 1, fence=bench.sessions(b"1")["b", 0], message=samples(("b", 0), 0, [1]),
+        payload=(bytes(4),),
+    )  # fmt: skip
+    bench.handle(FromProducer(b"1", old))
+    assert bench.taken == [0, 0, 0]
+    assert bench.heard(b"1", Who)
+
+
+@pytest.mark.parametrize(("run", "epoch"), [(RUN + 1, EPOCH), (RUN, EPOCH + 1)])
+def test_messages_of_another_run_or_a_newer_broker_are_dropped_and_counted(run: int, epoch: int) -> None:
+    bench = Bench()
+    bench.handle(FromProducer(b"1", Envelope(run=run, epoch=epoch, fence=0, message=hello("one", "a"))))
+    bench.handle(FromTrainer(b"2", Envelope(run=run, epoch=epoch, fence=0, message=attach("r"))))
+    assert bench.core.foreign == 2
+    assert not bench.said
+
+
+def test_a_partial_overlap_of_a_chunk_is_cut() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    session = bench.sessions(b"1")["b", 0]
+    bench.samples(b"1", ("b", 0), 0, [3, 4], session)
+    bench.samples(b"1", ("b", 0), 1, [4, 5, 6], session)
+    assert bench.taken[2] == 4
+    assert bench.stored[-1].lengths.tolist() == [5, 6]
+    assert bench.stored[-1].offsets.tolist() == [4, 9]
+    bench.samples(b"1", ("b", 0), 0, [3, 4], session)
+    assert bench.taken[2] == 4
+
+
+def test_a_gap_begins_a_new_session_where_samples_are_missing() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    session = bench.sessions(b"1")["b", 0]
+    bench.samples(b"1", ("b", 0), 0, [3, 4], session)
+    bench.samples(b"1", ("b", 0), 3, [5], session)
+    lease = bench.heard(b"1", Lease)[-1]
+    assert (lease.first_seq, lease.cursor) == (2, (0, 0, 2))
+    assert bench.sessions(b"1")["b", 0] > session
+
+
+def test_a_lost_last_chunk_is_asked_for_when_the_producer_says_how_far_it_is() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    session = bench.sessions(b"1")["b", 0]
+    bench.produce(b"1", Sent(stream="b", partition=0, next_seq=0), session)
+    assert bench.sessions(b"1")["b", 0] == session
+    bench.produce(b"1", Sent(stream="b", partition=0, next_seq=2), session)
+    assert bench.sessions(b"1")["b", 0] > session
+
+
+def test_a_stream_that_ends_before_what_was_taken_is_refused() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    session = bench.sessions(b"1")["b", 0]
+    bench.samples(b"1", ("b", 0), 0, [3, 4], session)
+    bench.produce(b"1", Eos(stream="b", partition=0, total=1), session)
+    (refused,) = bench.heard(b"1", Reject)
+    assert refused.code == "short_stream"
+    assert "after 1 samples" in refused.detail
+    assert "the 2 taken" in refused.detail
+    assert "files have changed" in bench.core.leases.describe(2)
+
+
+def test_a_producer_that_fails_gives_its_leases_up_and_its_reason_is_told() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    bench.produce(b"1", ProducerPing(producer="one", failure="b.jsonl:7: is not JSON"))
+    assert "b.jsonl:7" in bench.core.leases.describe(2)
+    bench.produce(b"2", hello("two", "b"))
+    bench.samples(b"2", ("b", 0), 0, [3], bench.sessions(b"2")["b", 0])
+    assert "b.jsonl:7" not in bench.core.leases.describe(2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "lengths"), [("truncate", [3, 16, 4]), ("drop", [3, 4]), ("split", [3, 16, 4, 4]), ("error", [])]
+)
+def test_an_over_long_sample_meets_the_policy(policy: Overlong, lengths: list[int]) -> None:
+    bench = Bench(overlong=policy)
+    bench.produce(b"1", hello("one", "b"))
+    bench.samples(b"1", ("b", 0), 0, [3, 20, 4], bench.sessions(b"1")["b", 0])
+    stored = [length for store in bench.stored for length in store.lengths.tolist()]
+    assert stored == lengths
+    if policy == "error":
+        (refused,) = bench.heard(b"1", Reject)
+        assert "sample b:1" in refused.detail
+        assert "20 tokens" in refused.detail
+        assert bench.taken[2] == 0
+    else:
+        assert bench.taken[2] == 3
+        assert bench.core.leases.counts[1].overlong == 1
+
+
+def test_a_chunk_beyond_the_credits_is_not_taken() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    bench.samples(b"1", ("b", 0), 0, [1] * (QUOTA + 1), bench.sessions(b"1")["b", 0])
+    assert bench.taken[2] == 0
+    assert not bench.stored
+
+
+def test_all_producers_are_told_when_everything_is_taken() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a", "b"))
+    fill(bench, b"1")
+    assert bench.heard(b"1", Done)
+
+
+def test_a_drain_says_farewell_to_both_sides_and_gives_no_lease() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a"))
+    bench.read(b"2", attach("r"))
+    bench.handle(Drain())
+    assert "stopping" in bench.heard(b"1", Bye)[-1].reason
+    assert "stopping" in bench.heard(b"2", Bye)[-1].reason
+    bench.produce(b"3", hello("two", "a", "b"))
+    assert bench.heard(b"3", Bye)
+    assert not bench.heard(b"3", Lease)
+
+
+# A producer's side
+
+
+def producer() -> ProducerSession:
+    return ProducerSession(run=0, producer="p", host="h", pid=1, offers=[Offer(stream="b", source_digest="d")])
+
+
+def from_broker(message: Message, fence: int = 1, epoch: int = EPOCH) -> FromBroker:
+    return FromBroker(Envelope(run=RUN, epoch=epoch, fence=fence, message=message))
+
+
+def lease(first: int = 0) -> Lease:
+    return Lease(
+        stream="b", partition=0, partitions=1, first_seq=first, cursor=None, seed=0, passes=1, dtype="int32",
+        overlong="error", poison="error", max_sample_tokens=16, max_chunk_bytes=64,
+    )  # fmt: skip
+
+
+def flow(grant_bytes: int, *, expected: int = 0, ended: bool = False) -> Flow:
+    return Flow(
+        stream="b", partition=0, expected_seq=expected, grant_seq=100, grant_bytes=grant_bytes, durable_seq=expected,
+        ended=ended,
+    )  # fmt: skip
+
+
+def chunk(num: int = 2, session: int = 1, epoch: int = EPOCH) -> Chunk:
+    column = np.full(num, 4, "<u4").tobytes()
+    return Chunk(
+        key=("b", 0), session=(epoch, session), lengths_u32=column, crcs_u32=column, loss_tokens_u32=column,
+        num_samples=num, num_bytes=16 * num, cursor=(0, 0, num), rejected={}, payload=(bytes(16 * num),),
+    )  # fmt: skip
+
+
+def sent(effects: list[Effect], kind: type[M]) -> list[M]:
+    return [e.envelope.message for e in effects if isinstance(e, Send) and isinstance(e.envelope.message, kind)]
+
+
+def test_a_lost_lease_heals() -> None:
+    session = producer()
+    assert sent(session.handle(Tick(0.0)), Hello)
+    assert sent(session.handle(Tick(1.5)), Hello), "no lease came, so it asks again"
+    assert sent(session.handle(Tick(3.0)), Hello)
+    session.handle(from_broker(lease(), fence=1))
+    assert not sent(session.handle(Tick(9.0)), Hello)
+    assert sent(session.handle(from_broker(flow(64), fence=2)), Hello), "credit of a lease that it does not know"
+
+
+def test_a_lost_flow_heals() -> None:
+    bench, session = Bench(), producer()
+    bench.produce(b"1", hello("p", "b"))
+    fence = bench.sessions(b"1")["b", 0]
+    session.handle(from_broker(lease(), fence))
+    assert not sent(session.handle(chunk(session=fence)), Samples), "sent without credit"
+    bench.said.clear()
+    (ping,) = sent(session.handle(Tick(PING_S)), ProducerPing)
+    bench.produce(b"1", ping)
+    (again,) = bench.heard(b"1", Flow)
+    assert sent(session.handle(from_broker(again, fence)), Samples)
+
+
+def test_a_producer_keeps_its_credit_and_credits_are_absolute() -> None:
+    session = producer()
+    session.handle(from_broker(lease()))
+    session.handle(chunk(2))
+    assert not sent(session.handle(from_broker(flow(31))), Samples)
+    assert not sent(session.handle(from_broker(flow(31))), Samples)
+    assert sent(session.handle(from_broker(flow(32))), Samples)
+
+
+def test_a_producer_says_how_far_it_is_when_the_broker_does_not_know() -> None:
+    session = producer()
+    session.handle(from_broker(lease()))
+    session.handle(from_broker(flow(64)))
+    assert sent(session.handle(chunk(2)), Samples)
+    assert not sent(session.handle(Tick(PING_S)), Sent), "it has just sent"
+    assert [say.next_seq for say in sent(session.handle(Tick(2 * PING_S)), Sent)] == [2]
+    session.handle(from_broker(flow(64, expected=2)))
+    assert not sent(session.handle(Tick(3 * PING_S)), Sent)
+
+
+def test_the_end_is_said_until_it_is_known() -> None:
+    session = producer()
+    session.handle(from_broker(lease()))
+    assert sent(session.handle(EndOfPartition(("b", 0), (EPOCH, 1))), Eos)
+    assert sent(session.handle(Tick(PING_S)), Eos)
+    session.handle(from_broker(flow(64, ended=True)))
+    assert not sent(session.handle(Tick(2 * PING_S)), Eos)
+
+
+def test_a_read_of_an_older_broker_is_not_taken_for_one_of_the_new() -> None:
+    session = producer()
+    session.handle(from_broker(lease()))
+    effects = session.handle(from_broker(lease(5), epoch=EPOCH + 1))
+    assert [e.session for e in effects if isinstance(e, Forget)] == [(EPOCH, 1)]
+    assert [(e.session, e.seq) for e in effects if isinstance(e, Read)] == [((EPOCH + 1, 1), 5)]
+    session.handle(chunk(session=1, epoch=EPOCH))
+    assert session.held["b", 0].chunk is None
+
+
+def test_a_lease_that_was_revoked_is_not_taken_up_again() -> None:
+    session = producer()
+    session.handle(from_broker(lease()))
+    session.handle(from_broker(Revoke(stream="b", partition=0)))
+    assert not session.handle(from_broker(lease()))
+    assert not session.held
+
+
+def test_a_producer_that_leaves_or_is_refused_does_nothing_more() -> None:
+    left, refused = producer(), producer()
+    assert sent(left.handle(Leave()), Bye)
+    assert not left.handle(Tick(9.0))
+    (finish,) = refused.handle(from_broker(Reject(code="short_stream", detail="why")))
+    assert isinstance(finish, Finish)
+    assert (finish.error, finish.code) == ("why", "short_stream")
+    assert sent(producer().handle(Failed("why")), ProducerPing)[0].failure == "why"
+
+
+# A client's side
+
+
+def client(prefetch: int = 1) -> ClientSession:
+    return ClientSession(run=0, feed="train", reader="r", host="h", pid=1, mesh=Mesh(), prefetch=prefetch)
+
+
+def attached() -> Attached:
+    return Attached(
+        feed="train", reader="r", lineage=0, next_step=0, rules=Rules(), dtype="int32", layout="zigzag"
+    )  # fmt: skip
+
+
+def part(step: int, number: int = 0, of: int = 1) -> StepPart:
+    return StepPart(
+        feed="train", lineage=0, step=step, part=number, parts=of, first=0, micro_batches=1, digest=b"d",
+        chain=b"chain%d" % step, num_loss_tokens=0, num_samples=0, packs_u32=b"", counts_u32=b"", loss_tokens_u32=b"",
+        lengths_u32=b"", streams_u32=b"", indices_u64=b"", parts_u32=b"",
+    )  # fmt: skip
+
+
+def test_parts_and_steps_in_any_order_are_delivered_whole_and_in_order_once() -> None:
+    session = client()
+    session.handle(from_broker(attached()))
+    assert not session.handle(from_broker(part(1)))
+    assert not session.handle(from_broker(part(0, 1, of=2)))
+    assert not session.handle(from_broker(part(0, 1, of=2)))
+    delivered = [e for e in session.handle(from_broker(part(0, 0, of=2))) if isinstance(e, Deliver)]
+    assert [[p.message.part for p in e.parts] for e in delivered if isinstance(e.parts[0].message, StepPart)] == [  # type: ignore[attr-defined]
+        [0, 1],
+        [0],
+    ]
+    assert not session.handle(from_broker(part(0, 0, of=2)))
+
+
+def test_the_end_waits_for_the_steps_before_it() -> None:
+    session = client()
+    session.handle(from_broker(attached()))
+    assert not session.handle(from_broker(End(feed="train", lineage=0, num_steps=1, chain=b"chain0")))
+    effects = session.handle(from_broker(part(0)))
+    assert isinstance(effects[-1], Ended)
+    assert (effects[-1].num_steps, effects[-1].chain) == (1, b"chain0")
+
+
+def test_a_client_attaches_in_place_to_a_new_broker_with_what_it_has() -> None:
+    session = client()
+    session.handle(from_broker(attached()))
+    session.handle(from_broker(part(0)))
+    session.handle(Returned(1))
+    (again,) = sent(session.handle(from_broker(Who(), epoch=EPOCH + 1)), Attach)
+    assert (again.next_step, again.chain) == (1, b"chain0")
+    assert not session.handle(from_broker(part(1))), "a step of the old broker"
+
+
+def test_a_client_asks_again_and_pings_even_if_it_wants_nothing() -> None:
+    session = client(prefetch=1)
+    session.handle(from_broker(attached()))
+    first, second = (sent(session.handle(Tick(now)), Get) for now in (0.5, 3.0))
+    assert not first
+    assert second[0].resend == 2
+    session.handle(from_broker(part(0)))
+    session.handle(from_broker(part(1)))
+    assert sent(session.handle(Tick(30.0)), ReaderPing)
+
+
+def test_a_refusal_breaks_the_session() -> None:
+    (broken,) = client().handle(from_broker(Reject(code="mesh", detail="why")))
+    assert isinstance(broken, Broken)
+    assert (broken.code, broken.detail) == ("mesh", "why")
+
+
+# Hostile peers
+
+_SMALL = st.integers(0, 6)
+_COUNTS = st.one_of(_SMALL, _SMALL, st.sampled_from([63, 2**20 - 1, 2**31, 2**32, 2**62 - 1]))
+_NAMES = st.sampled_from(["a", "b", "p", "q", "train", "zz"])
+_LENGTHS = st.lists(st.sampled_from([0, 1, 4, 5, 16, 17, 40, 2**32 - 1]), max_size=6)
+
+
+def _column(values: list[int]) -> bytes:
+    return np.array(values, "<u4").tobytes()
+
+
+@st.composite
+def _messages(draw: st.DrawFn) -> tuple[Message, bytes]:
+    """A message that decodes, of any type, with fields that are likely to hit; and its payload."""
+    often: list[type[Message]] = [Hello, Samples, Samples, Samples, Eos, Sent, Attach, Attach, Get, Get]
+    kind = draw(st.sampled_from([*often, *ALL]))
+    if kind is Samples:
+        lengths = draw(_LENGTHS)
+        size = 4 * sum(lengths)
+        column = _column(lengths)
+        other = draw(st.sampled_from([column, column, column, b"", column + b"\0"]))
+        message = Samples(
+            stream=draw(_NAMES), partition=draw(_SMALL), base_seq=draw(_COUNTS), lengths_u32=column, crcs_u32=other,
+            loss_tokens_u32=column, cursor=(0, 0, 0), rejected=draw(st.dictionaries(_NAMES, _COUNTS, max_size=2)),
+        )  # fmt: skip
+        return message, bytes(size if size < 4096 and draw(st.integers(0, 9)) else draw(_SMALL))
+    known: dict[type, Any] = {str: _NAMES, int: _COUNTS, bytes: st.binary(max_size=8), bool: st.booleans()}
+    fields: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        fields[field.name] = draw(_field(field.name, known))
+    return msgspec.convert(fields, kind), b""
+
+
+def _field(name: str, known: dict[type, Any]) -> Any:
+    if name == "offers":
+        return st.lists(st.builds(lambda s, d: {"stream": s, "source_digest": d}, _NAMES, st.just("d")), max_size=3)
+    if name == "mesh":
+        sizes = st.sampled_from([1, 1, 1, 2, 3, 4096])
+        return st.builds(lambda d, c, t: {"dp": d, "cp": c, "tp": t, "dp_rank": d - 1}, sizes, sizes, sizes)
+    if name in ("rejected", "stats"):
+        return st.just({})
+    if name == "cursor":
+        return st.none() if known is None else st.just((0, 0, 0))
+    if name == "rules":
+        return st.just({})
+    if name == "ended":
+        return known[bool]
+    if name in ("partition", "partitions", "part", "parts", "first", "micro_batches"):
+        return _SMALL
+    if name.endswith(("_u32", "_u64")) or name in ("digest", "chain"):
+        return known[bytes]
+    if name in (
+        "stream", "producer", "host", "failure", "reason", "dtype", "overlong", "poison", "code", "detail", "feed",
+        "reader", "layout",
+    ):  # fmt: skip
+        return known[str]
+    return known[int]
+
+
+_EVENTS = st.tuples(
+    st.sampled_from([b"1", b"2", b"3"]), st.booleans(), st.integers(0, 5), st.sampled_from([EPOCH, EPOCH, EPOCH, 0, 5]),
+    st.sampled_from([RUN, RUN, RUN, 0, 3]), _messages(), st.sampled_from([0.0, 0.0, 0.3, 20.0]),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(_EVENTS, max_size=40), st.sampled_from(["error", "truncate", "drop", "split"]), st.integers(0, 4))
+def test_no_sequence_of_messages_breaks_the_broker_or_moves_its_memory_beyond_its_bounds(
+    events: list[Any], overlong: Overlong, chunks: int
+) -> None:
+    bench, now = Bench(overlong=overlong), 0.0
+    script: list[Event] = []
+    if chunks:
+        bench.produce(b"1", hello("p", "a", "b", digest="d"))
+        bench.read(b"2", attach("r"))
+        fill(bench, b"1", chunks)
+    for peer, is_producer, fence, epoch, run, (message, payload), wait in events:
+        frames = (payload,) if isinstance(message, Samples) else ()
+        envelope = wire.decode(
+            wire.encode(Envelope(run=run, epoch=epoch, fence=fence, message=message, payload=frames))
+        )
+        script.append(FromProducer(peer, envelope) if is_producer else FromTrainer(peer, envelope))
+        now += wait
+        script.append(Tick(now))
+    for event in script:
+        bench.handle(event)
+    leases = bench.core.leases
+    waiting = [intake.kept_tokens - intake.merged_tokens for intake in leases.intakes]
+    assert all(0 <= tokens <= QUOTA for tokens in waiting)
+    assert 0 <= bench.core.held_tokens <= bench.capacity.merged_tokens
+    assert int(bench.core.table.length[sorted(bench.live)].sum()) == sum(waiting) + bench.core.held_tokens
+    assert leases.num_producers <= 3
+    assert bench.core.readers.num_readers <= 3
