@@ -266,6 +266,24 @@ def test_nothing_is_asked_again_until_something_new_could_come_of_it() -> None:
     assert run.form()
 
 
+def test_what_is_held_is_asked_for_until_it_gives_no_more_steps() -> None:
+    run = Run(Rules(budget=8, packs=2, window=4), samples_of([4] * 40))
+    run.admit(40)
+    while run.form():
+        pass
+    assert len(run.steps) == 9, "a window of 4 stays behind, all else is formed without new arrivals"
+
+
+@pytest.mark.parametrize("max_steps", [1, 2, 30])
+def test_a_sample_that_waits_grows_older_from_one_request_to_the_next(max_steps: int) -> None:
+    """Full samples overtake it until it has waited as many packs as the window has samples."""
+    run = Run(Rules(budget=8, packs=1, window=3), samples_of([3, *[8] * 20]))
+    run.admit(21)
+    while run.form(max_steps):
+        pass
+    assert [run.numbers(step) for step in run.steps[:5]] == [[[1]], [[2]], [[3]], [[0]], [[4]]]
+
+
 def test_what_is_queued_is_counted_in_real_tokens() -> None:
     rules = Rules(budget=16, packs=1, window=1, align=Align(sample=8, pack=8))
     run = Run(rules, samples_of([3, 9, 16]))

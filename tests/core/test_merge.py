@@ -94,7 +94,11 @@ class Feed:
         taken = self.merge.take(max_tokens)
         assert taken.lengths.tolist() == [self.lengths[handle] for handle in taken.handles.tolist()]
         longest = max((sum(sample) for _, samples in self.all for sample in samples), default=0)
-        assert int(taken.lengths.sum()) < max(max_tokens, 1) + longest
+        tokens = int(taken.lengths.sum())
+        assert tokens < max_tokens + longest or (max_tokens, tokens) == (0, 0)
+        assert tokens >= max_tokens or taken.blocked is not None or self.merge.closed
+        if max_tokens == 0:
+            assert tokens == 0
         self.order += [self.names[handle] for handle in taken.handles.tolist()]
         self.blocked = taken.blocked
 
@@ -181,7 +185,7 @@ def stream_of(lengths: list[int], partitions: int) -> list[list[Sample]]:
 @pytest.mark.parametrize("means", [[1000, 10, 100], [10, 1000, 30]])
 def test_token_shares_are_the_weights_whatever_the_lengths(weights: list[float], means: list[int]) -> None:
     draw = np.random.default_rng(3)
-    goal = 2_000_000
+    goal = 800_000
     streams = [
         stream_of(draw.integers(1, 2 * mean, int(1.4 * goal / mean)).tolist(), 3) for mean in means[: len(weights)]
     ]
@@ -194,7 +198,7 @@ def test_token_shares_are_the_weights_whatever_the_lengths(weights: list[float],
     shares = np.array(weights) / sum(weights)
     assert feed.blocked is None
     assert abs(tokens.sum() - goal) < 2000
-    np.testing.assert_allclose(tokens / tokens.sum(), shares, atol=0.005)
+    np.testing.assert_allclose(tokens / tokens.sum(), shares, atol=0.01)
 
 
 def test_an_exhausted_stream_leaves_its_share_to_the_others() -> None:
@@ -207,6 +211,19 @@ def test_an_exhausted_stream_leaves_its_share_to_the_others() -> None:
 def test_tombstones_take_their_turn_and_give_nothing() -> None:
     run = Run([1.0], [[[[5], [0], [7]], [[0], [0], [6]]]], 0)
     assert fed_at_once(run) == [(0, 0, 0, 0), (0, 0, 2, 0), (0, 1, 2, 0)]
+
+
+def test_clocks_stay_within_64_bits() -> None:
+    """Light streams whose heavy peer has ended: 2**33 tokens at a stride of 2**32."""
+    merge, length = Merge([MAX_WEIGHT_RATIO, 1.0, 1.0], [1, 1, 1], 0), 1 << 20
+    merge.end(0)
+    order: list[int] = []
+    for _ in range(8):
+        for stream in (1, 2):
+            merge.push(stream, np.full(512, stream), np.full(512, length), np.zeros(512, np.int64))
+        order += merge.take(2**60).handles.tolist()
+    assert len(order) > 8000
+    assert all(after != before for before, after in pairwise(order)), "they take turns to the end"
 
 
 def test_a_golden_order_is_held_still() -> None:
