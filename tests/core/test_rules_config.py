@@ -142,6 +142,8 @@ WEB = "streams: {web: {}}\n"
         # bounds
         (WEB + "rules: {budget: 0}", "rules.budget: expected `int` >= 1"),
         (WEB + "rules: {align: {pack: 0}}", "rules.align.pack: expected `int` >= 1"),
+        (WEB + "rules: {balance: {a: 4294967296}}", "rules.balance.a: expected `int` <= 4294967295"),
+        (WEB + "rules: {balance: {b: 4096}}", "rules.balance.b: expected `int` <= 4095"),
         (WEB + "steps_ahead: 65", "steps_ahead: expected `int` <= 64"),
         (WEB + "seed: -1", "seed: expected `int` >= 0"),
         ("streams: {}", "streams: expected `object` of length >= 1"),
