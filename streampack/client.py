@@ -27,7 +27,7 @@ from streampack import wire
 from streampack.core.client_session import Broken, ClientSession, Deliver, Detach, Ended, Returned
 from streampack.core.events import Effect, FromBroker, Send, Tick
 from streampack.core.messages import Mesh
-from streampack.errors import Fenced, MeshError, PeerError, Rejected, StreampackError, Unreachable, UserError, WireError
+from streampack.errors import MeshError, PeerError, Rejected, StreampackError, Unreachable, UserError, WireError
 from streampack.formats import FORMATS, Pack, Step, build_step
 from streampack.slabs import Slabs
 from streampack.transport import Dealer, Poller, Waker, drain
@@ -298,8 +298,6 @@ class Client:
 def _error(broken: Broken) -> StreampackError:
     if broken.code in ("mesh", "rank_taken"):
         return MeshError(broken.detail)
-    if broken.code == "fenced":
-        return Fenced(broken.detail)
     if broken.code == "stopped":
         return PeerError(broken.detail)
     return Rejected(broken.code, broken.detail)

@@ -11,7 +11,6 @@
     ├── PeerError              the other end: gone, refused us, or sent what it should not
     │   ├── Unreachable        nobody answers at the endpoint; exit code 75: try again
     │   ├── Rejected           the broker said no, and why
-    │   ├── Fenced             a newer attempt or session took over
     │   └── WireError          a message that is damaged, hostile or of another version
     └── InternalError          our bug: an invariant does not hold
 
@@ -65,10 +64,6 @@ class Rejected(PeerError):
         super().__init__(f"{detail} [{code}]")
         self.code = code
         self.detail = detail
-
-
-class Fenced(PeerError):
-    """A newer attempt or session has taken over; this one must stop."""
 
 
 class WireError(PeerError):

@@ -75,8 +75,9 @@ def plan(config: BrokerConfig) -> Plan:
     size = np.dtype(config.tokens).itemsize
     chunk = parse_size(config.limits.chunk, "limits.chunk")
     sample = max(config.limits.sample_tokens, rules.budget)
-    block = max(chunk // size, sample)
-    least_quota = 2 * block
+    block = max(chunk // size, 8 * rules.budget)  # large beside a stored sample: little is lost where none fits
+    max_chunk = max(chunk // size, sample)
+    least_quota = 2 * max_chunk
     partitions = sum(count for _, _, count in rules.streams)
     needed = needed_tokens(rules, sample)
     capacity = arena_tokens(memory, size, block)
@@ -95,7 +96,7 @@ def plan(config: BrokerConfig) -> Plan:
         )
         for name, stream in config.streams.items()
     ]  # fmt: skip
-    shares = Capacity(quota, merged, sample, block * size)
+    shares = Capacity(quota, merged, sample, max_chunk * size)
     return Plan(rules, streams, shares, memory, size, block)
 
 

@@ -19,7 +19,6 @@ from streampack.core.messages import (
     Bye,
     End,
     Envelope,
-    Fenced,
     Get,
     Mesh,
     Message,
@@ -191,8 +190,6 @@ class ClientSession:
             self.waiting = f"{message.reason}: {message.detail}"
         elif isinstance(message, End):
             return self._end(message)
-        elif isinstance(message, Fenced):
-            return self._break("fenced", message.detail)
         elif isinstance(message, Bye):
             return self._break("stopped", message.reason)
         return []

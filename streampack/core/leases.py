@@ -263,10 +263,10 @@ class Leases:
         if self._drained:
             return []
         intake, number = self.intakes[p], self._stream_of[p]
-        lengths = np.frombuffer(message.lengths_u32, "<u4").astype(np.int64)
-        wrong = self._malformed(message, lengths, envelope)
+        wrong = self._malformed(message, envelope, intake.total)
         if wrong:
             return self._expel(name, "malformed", wrong, p)
+        lengths = np.frombuffer(message.lengths_u32, "<u4").astype(np.int64)
         stop = message.base_seq + len(lengths)
         if stop <= intake.expected_seq:
             return self._flow(p, repeat=True)
@@ -318,14 +318,23 @@ class Leases:
         counts.lost_tokens += pieces.lost_tokens
         return [Store(handles, offsets[source] + pieces.offset[kept], pieces.length[kept], envelope.payload)]
 
-    def _malformed(self, message: Samples, lengths: I64, envelope: Envelope) -> str:
-        count = len(lengths)
-        if not 0 < count <= MAX_CHUNK_SAMPLES or len(message.lengths_u32) % 4:
+    def _malformed(self, message: Samples, envelope: Envelope, total: int | None) -> str:
+        """What is wrong with a chunk of a partition of ``total`` samples, if that is known; empty if nothing."""
+        columns = (message.lengths_u32, message.crcs_u32, message.loss_tokens_u32)
+        count = len(message.lengths_u32) // 4
+        if any(len(column) != 4 * count for column in columns):
+            return (
+                f"got {[len(column) for column in columns]} bytes of lengths, crcs and loss tokens, expected 4 a sample"
+            )
+        if not 0 < count <= MAX_CHUNK_SAMPLES:
             return f"got a chunk of {count} samples, expected 1 to {MAX_CHUNK_SAMPLES}"
-        if not len(message.lengths_u32) == len(message.crcs_u32) == len(message.loss_tokens_u32):
-            return "got lengths, crcs and loss tokens of different sizes"
+        if total is not None and message.base_seq + count > total:
+            return f"got sample {message.base_seq + count - 1} of a partition that ended after {total}"
         if len(envelope.payload) != 1:
             return f"got {len(envelope.payload)} payload frames, expected 1"
+        lengths = np.frombuffer(message.lengths_u32, "<u4").astype(np.int64)
+        if (np.frombuffer(message.loss_tokens_u32, "<u4") > np.maximum(lengths - 1, 0)).any():
+            return "got a sample with as many loss tokens as tokens, expected fewer: its last one has no next"
         got, expected = len(envelope.payload[0]), int(lengths.sum()) * self._token_bytes
         if got != expected:
             return f"got {got} payload bytes, expected {expected} for the lengths given"

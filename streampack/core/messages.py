@@ -316,16 +316,9 @@ class End(Message, frozen=True, kw_only=True):
     chain: bytes
 
 
-class Fenced(Message, frozen=True, kw_only=True):
-    """A newer attempt took over: stop."""
-
-    TYPE: ClassVar[int] = 34
-    detail: Text
-
-
 ALL: tuple[type[Message], ...] = (
     Hello, Samples, Eos, Sent, ProducerPing, Bye, Lease, Flow, Revoke, Who, Reject, Done,
-    Attach, Get, ReaderPing, Attached, StepPart, Wait, End, Fenced,
+    Attach, Get, ReaderPing, Attached, StepPart, Wait, End,
 )  # fmt: skip
 
 

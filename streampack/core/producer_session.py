@@ -241,7 +241,7 @@ class ProducerSession:
             return [Finish(message.detail, message.code)]
         if isinstance(message, Bye):
             return [Report("info", message.reason), Finish("", "stopped")]
-        return [Finish("")]
+        return [self._send(Bye(reason="goodbye")), Finish("")]
 
     def _chunk(self, chunk: Chunk) -> list[Effect]:
         held = self.held.get(chunk.key)

@@ -288,7 +288,8 @@ class Readers:
         reader.want_stop = max(reader.want_stop, min(message.stop, message.start + MAX_AHEAD))
         if message.resend > reader.resend:
             reader.resend = message.resend
-            reader.sent_upto = max(message.start, self.released_upto)
+            furthest = max(self.formed_upto, self._returned[reader.mesh.ranks])
+            reader.sent_upto = max(min(message.start, furthest), self.released_upto)
         return self._note_done(reader, message.done_upto) + self._serve(reader)
 
     def _ping(self, reader: _Reader, message: ReaderPing) -> list[Effect]:

@@ -129,7 +129,7 @@ def test_the_window_holds_enough_samples_and_two_budgets_and_its_ages_say_so(eac
     choice = each.choose(lengths, np.full(40, -1), 8, 1, False, window=4)
     # 16 samples are two budgets; the 8 that left were replaced at once
     assert choice.indices.tolist() == list(range(8))
-    assert choice.ages.tolist() == [1] * 16 + [0] * 8 + [-1] * 16
+    assert choice.ages.tolist() == [*range(3, 19), *range(12, 20)] + [-1] * 16
     starved = each.choose(lengths[:15], np.full(15, -1), 8, 1, False, window=4)
     assert starved.indices.tolist() == []
 

@@ -148,8 +148,9 @@ class Bench:
 
 def samples(key: tuple[str, int], base: int, lengths: list[int]) -> Samples:
     column = np.array(lengths, "<u4").tobytes()
+    loss = np.array([max(length - 1, 0) for length in lengths], "<u4").tobytes()
     return Samples(
-        stream=key[0], partition=key[1], base_seq=base, lengths_u32=column, crcs_u32=column, loss_tokens_u32=column,
+        stream=key[0], partition=key[1], base_seq=base, lengths_u32=column, crcs_u32=column, loss_tokens_u32=loss,
         cursor=(0, 0, base + len(lengths)),
     )  # fmt: skip
 
@@ -502,6 +503,32 @@ def test_an_over_long_sample_meets_the_policy(policy: Overlong, lengths: list[in
     else:
         assert bench.taken[2] == 3
         assert bench.core.leases.counts[1].overlong == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lengths_u32": b"abc"}, "expected 4 a sample"),
+        ({"crcs_u32": b"abcd"}, "expected 4 a sample"),
+        ({"lengths_u32": b"", "crcs_u32": b"", "loss_tokens_u32": b""}, "chunk of 0 samples"),
+        ({"loss_tokens_u32": np.array([2, 4], "<u4").tobytes()}, "as many loss tokens as tokens"),
+        ({"loss_tokens_u32": np.array([2, 2**32 - 1], "<u4").tobytes()}, "as many loss tokens as tokens"),
+        ({"rejected": {"empty": 1}}, "1 rejected samples"),
+        ({"base_seq": 3}, "ended after 4"),
+    ],
+)
+def test_a_malformed_chunk_is_refused_and_changes_nothing(changes: dict[str, Any], said: str) -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    session = bench.sessions(b"1")["b", 0]
+    bench.samples(b"1", ("b", 0), 0, [3, 4, 3, 4], session)
+    if "base_seq" in changes:
+        bench.produce(b"1", Eos(stream="b", partition=0, total=4), session)
+    chunk = msgspec.structs.replace(samples(("b", 0), 4, [3, 4]), **changes)
+    bench.produce(b"1", chunk, session, np.arange(7, dtype="<i4").tobytes())
+    assert said in bench.heard(b"1", Reject)[-1].detail
+    assert bench.taken[2] == 4
+    assert len(bench.stored) == 1
 
 
 def test_a_chunk_beyond_the_credits_is_not_taken() -> None:
