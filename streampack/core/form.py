@@ -25,8 +25,7 @@ _ROW = np.dtype(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
+class Pack(Struct, frozen=True, eq=False):
     """Samples that share one budget: their ``handles`` int64 [n], empty for an empty pack.
 
     ``num_tokens`` real, ``num_slot_tokens`` with alignment, ``num_loss_tokens`` and ``cost`` are sums over them.
@@ -40,8 +39,7 @@ class Pack:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True, eq=False):
     """G packs, one optimizer update, with the denominators of the whole of it."""
 
     number: int
@@ -221,11 +219,14 @@ class Former:
         sums = np.zeros((len(handles) + 1, 4), np.int64)
         np.cumsum(columns, axis=0, out=sums[1:])
         totals = (sums[bounds[1:]] - sums[bounds[:-1]]).tolist()
+        data = memoryview(rows.tobytes())
         packs = []
-        for i, (tokens, slots, loss, cost) in enumerate(totals):
-            begin, end = int(bounds[i]), int(bounds[i + 1])
-            digest = hashlib.blake2b(rows[begin:end].tobytes(), digest_size=16).digest()
+        begin = 0
+        for end, (tokens, slots, loss, cost) in zip(bounds[1:].tolist(), totals, strict=True):
+            content = data[begin * _ROW.itemsize : end * _ROW.itemsize]
+            digest = hashlib.blake2b(content, digest_size=16).digest()
             packs.append(Pack(handles[begin:end], tokens, slots, loss, cost, digest))
+            begin = end
         return packs
 
     def _make_step(self, packs: list[Pack]) -> Step:
