@@ -7,31 +7,35 @@ stops at the first perfect fill, so packs are near to first-in-first-out, and ea
 
 Filling to the token is right while small samples abound. It is wrong when they do not: a sample
 longer than half the budget ("long") shares its pack with no other long one, so where the long
-ones alone need almost as many packs as there are tokens for, every long one must get its share of
-the small ones, and a perfect fill of three small samples starves two later packs. Therefore
+ones need almost as many packs as there are tokens for, every long one must get its share of the
+small ones, and a perfect fill of three small samples starves two later packs. Therefore, full
+samples (see below) not counted,
 
-- *crowded*: ``num_long * budget > 0.7 * tokens`` held. A small seed first gets the longest long
-  sample that fits, and the rest is tried longest first, so that the smallest, which fit anywhere,
-  are kept for last;
-- *scarce*: crowded, and ``num_long * budget > 0.75 * tokens``. The rest is taken longest first,
-  whatever fits, and a small gap is accepted: a bin of first fit decreasing, near-optimal there
-  (Johnson, "Near-optimal bin packing algorithms", MIT 1973; Shor, "The average-case analysis of
-  some on-line algorithms for bin packing", Combinatorica 6, 1986). A seed that would leave more
-  than budget / 1024 waits for a better partner, and the next oldest is tried; if none of 64 does
-  better, the least gap wins.
-
-Once the stream is closed and the window runs dry, all that will come is known. First fit decreasing
-packs it; where that plan is provably minimal, or the window scarce, its pack with the oldest sample
-is the next. Otherwise the window counts as crowded, and the plan is tried again after the pack.
-Nothing is remembered: without one of its packs, first fit decreasing makes the others as before.
+- *crowded*: ``num_long * budget > 0.8 * tokens``. A small seed first gets the longest long sample
+  that fits, and the rest is tried longest first, so that the smallest, which fit anywhere, are
+  kept for last;
+- *critical*: crowded, and the mean length is above budget / 8, so that there is nothing to fill
+  gaps with. Then nothing is seeded by age: the pack is the pair of a long and a short sample that
+  leaves the least gap in the whole window, and whatever still fits, longest first. Some 500 long and 500
+  short samples leave a pair a gap of about budget / 1000. Only pairs keep the numbers of both in balance: a third
+  sample makes a better fit, but on lengths uniform in 1..budget there is one short sample for each
+  long one, and triples that closed gaps above budget / 1000 left 600 long samples without (133
+  packs over the tokens where pairs left 23 to 28). What pairs do not like is left to the window,
+  which takes up the random walk of long against short, until it is late (see ``window``): then
+  the oldest seeds the pack, with the sample that fits best. If that is crowded by less than
+  15 / 16 there are short samples to spare, and it takes two others where they fill budget / 64 more.
 
 A *full* sample, as long as the budget, leaves alone and at once, so that full ones do not crowd the
-window. Both rules make others wait; when the oldest has waited W packs, it goes first, whatever
-the gap.
+window. But each such pack is one more that the others wait, so while these are many, and have on the
+average less than 1.2 window sizes of patience left, the full ones wait.
 
-No sample waits more than W packs plus the samples held when it came. For once it has waited W packs, so
-has every older one, and each pack takes the oldest until it has gone itself; the older ones were
-held when it came.
+Once the stream is closed and the window runs dry, all that will come is known. First fit decreasing
+packs it; where that plan is provably minimal, or the window critical, its pack with the oldest
+sample is the next. Otherwise the window counts as crowded, and the plan is tried again after the
+pack. Nothing is remembered: without one of its packs, first fit decreasing makes the others as before.
+
+No sample waits more than W packs plus the samples held when it came: a late window's next pack
+takes the oldest, and ``window`` says why that is enough.
 
 Lengths and budget are in any one unit: tokens, or multiples of the alignment, which is faster.
 Below is the plain-Python twin, where a row of the bitset is one big int. ``kernels`` holds the
@@ -40,7 +44,7 @@ same in numba, used where numba is installed; tests hold the two equal, pack for
 >>> import numpy as np
 >>> choice = ExactFill().choose(np.array([3, 6, 5, 2, 4]), np.full(5, -1), 8, 9, True, window=4)
 >>> choice.indices.tolist(), choice.bounds.tolist()
-([0, 2, 1, 3, 4], [0, 2, 4, 5])
+([1, 3, 0, 2, 4], [0, 2, 4, 5])
 """
 
 from __future__ import annotations
@@ -57,9 +61,8 @@ from streampack.core.packers.window import I64, Choice, Window, slide
 
 #: Samples tried in one subset sum. 20 to 40 are enough for a perfect fill unless lengths share a factor.
 MAX_TRIED = 1024
-#: In a scarce window: seeds tried for a pack, and the part of the budget that may be left empty without trying on.
-MAX_SEEDS = 64
-NEARLY_FULL = 1024
+#: In a critical window a third sample is put with a late one only if it fills this part of the budget.
+GAIN = 64
 
 Sample = tuple[int, int]  # position, length
 Kernel = Callable[[I64, I64, int, int, bool, int], tuple[I64, I64, I64]]
@@ -101,21 +104,27 @@ def choose_in_python(lengths: I64, ages: I64, budget: int, count: int, closed: b
 
 def _next_pack(view: Window) -> list[int]:
     """Positions of the next pack, in age order. The window is short only when the stream is closed."""
-    seed, length = next(iter(view.held.items()))
-    if view.full and view.age(seed) < view.size:
+    late, ready = view.is_late(), view.is_ready()
+    others = len(view.held) - view.num_full
+    patient = 8 * others < 3 * view.size or 5 * view.patience >= 6 * view.size * others
+    if view.full and not late and (patient or not ready):
         return [view.full[0]]
-    long_share = view.num_long * view.budget
-    scarce = 4 * long_share > 3 * view.tokens
-    if not view.is_ready():
+    seed, length = next(iter(view.held.items()))
+    tokens = view.tokens - view.num_full * view.budget
+    long_share = (view.num_long - view.num_full) * view.budget
+    crowded = 5 * long_share > 4 * tokens
+    critical = crowded and 8 * tokens > others * view.budget
+    if not ready:
         last = _last_packs(view)
-        if scarce or len(last) == max(-(-view.tokens // view.budget), view.num_long):
+        if critical or len(last) == max(-(-view.tokens // view.budget), view.num_long):
             return next(sorted(pack) for pack in last if seed in pack)
-    elif scarce:
-        return sorted(_scarce_pack(view))
+    elif critical:
+        rich = 16 * long_share < 15 * tokens
+        return sorted(_critical_pack(view, seed if late else None, rich))
     pack = [seed]
     room = view.budget - length
     rest = [sample for sample in view.held.items() if sample[1] <= room and sample[0] != seed]
-    if 10 * long_share > 7 * view.tokens or not view.is_ready():
+    if crowded or not ready:
         rest.sort(key=lambda sample: -sample[1])
         if 2 * length <= view.budget and rest and 2 * rest[0][1] > view.budget:
             partner, length = rest.pop(0)
@@ -132,29 +141,20 @@ def _last_packs(view: Window) -> list[list[int]]:
     return [[youngest_first[i] for i in pack] for pack in packs]
 
 
-def _scarce_pack(view: Window) -> list[int]:
-    """The first of the oldest samples' packs that is as good as full; if there is none, the fullest of them."""
+def _critical_pack(view: Window, seed: int | None, rich: bool) -> list[int]:
+    """The pair that fits best, or what fits best with the seed; then longest first whatever still fits."""
     by_length = sorted(view.held.items(), key=lambda sample: -sample[1])
     negated = [-length for _, length in by_length]
-    best: list[int] = []
-    least = view.budget
-    for i, seed in enumerate(view.held):
-        pack, gap = _greedy_pack(view, by_length, negated, seed)
-        if gap < least:
-            best, least = pack, gap
-        if NEARLY_FULL * least <= view.budget or i + 1 == MAX_SEEDS or view.age(seed) >= view.size:
-            break
-    return best
-
-
-def _greedy_pack(view: Window, by_length: list[Sample], negated: list[int], seed: int) -> tuple[list[int], int]:
-    """The seed, a long sample if it is none, and longest first whatever still fits; and the gap left."""
-    pack = [seed]
-    room = view.budget - view.held[seed]
-    at = bisect_left(negated, -room)
-    if 2 * view.held[seed] <= view.budget and at < len(by_length) and 2 * by_length[at][1] > view.budget:
-        pack.append(by_length[at][0])
-        room -= by_length[at][1]
+    if seed is None:
+        pack = _closest_pair(view, by_length)
+    else:
+        room = view.budget - view.held[seed]
+        others = [sample for sample in by_length[bisect_left(negated, -room) :] if sample[0] != seed]
+        gap = room - others[0][1] if others else room
+        two = _closest_two(others, room, gap - view.budget // GAIN) if rich else []
+        pack = [seed, *(two or [position for position, _ in others[:1]])]
+    room = view.budget - sum(view.held[position] for position in pack)
+    at = 0
     while room:
         at = bisect_left(negated, -room, at)
         while at < len(by_length) and by_length[at][0] in pack:
@@ -164,7 +164,38 @@ def _greedy_pack(view: Window, by_length: list[Sample], negated: list[int], seed
         pack.append(by_length[at][0])
         room -= by_length[at][1]
         at += 1
-    return pack, room
+    return pack
+
+
+def _closest_pair(view: Window, by_length: list[Sample]) -> list[int]:
+    """A long sample, not a full one, and the longest short one that fits, if any: those that leave the least gap."""
+    pack: list[int] = []
+    least = view.budget
+    at = len(by_length)  # of the first short sample that fits
+    for position, length in by_length[view.num_full : view.num_long]:
+        gap = view.budget - length
+        while at > view.num_long and by_length[at - 1][1] <= gap:
+            at -= 1
+        fits = by_length[at : at + 1]
+        gap -= sum(length for _, length in fits)
+        if gap < least:
+            least, pack = gap, [position, *(position for position, _ in fits)]
+    return pack
+
+
+def _closest_two(others: list[Sample], room: int, limit: int) -> list[int]:
+    """The two samples, of these longest first, that leave the least of the room, and less than ``limit``; or none."""
+    two: list[int] = []
+    i, j = 0, len(others) - 1
+    while i < j:
+        gap = room - others[i][1] - others[j][1]
+        if gap < 0:
+            i += 1
+            continue
+        if gap < limit:
+            limit, two = gap, [others[i][0], others[j][0]]
+        j -= 1
+    return two
 
 
 def _take_ahead(view: Window, rest: list[Sample], room: int, pack: list[int]) -> int:

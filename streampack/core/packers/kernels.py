@@ -6,7 +6,7 @@ compiled once and cached on disk; the first call on a machine takes some seconds
 
 Positions are int64. The window is a doubly linked list over them, so that a sample leaves in O(1):
 ``after[n]`` is the oldest, ``before[n]`` the youngest. ``by_length`` holds the same samples longest
-first (ties: oldest first); it is brought up to date only for a crowded window. A bitset row is a
+first (ties: oldest first); it is brought up to date only for a crowded window or the last one. A bitset row is a
 run of uint64 words, bit g % 64 of word g // 64 saying that a gap of g is reachable.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-MAX_TRIED, MAX_SEEDS, NEARLY_FULL = 1024, 64, 1024  # as in exact_fill; a kernel freezes them
+MAX_TRIED, GAIN = 1024, 64  # as in exact_fill; a kernel freezes them
 ONE = np.uint64(1)
 
 
@@ -36,24 +36,28 @@ def exact_fill(lengths, ages, budget, count, closed, size):  # type: ignore[no-u
     n = len(lengths)
     after, before = np.arange(1, n + 2), np.arange(-1, n)
     after[n], before[0] = 0, n
-    since, gone = np.zeros(n, np.int64), np.zeros(n, np.bool_)
+    due, gone = np.zeros(n, np.int64), np.zeros(n, np.bool_)
     full, first_full, last_full = np.empty(n, np.int64), 0, 0
     by_length, num_sorted, sorted_to = np.empty(n, np.int64), 0, 0
     rest = np.empty(n, np.int64)
     rows = np.empty((MAX_TRIED + 1) * (budget // 64 + 1), np.uint64)
     indices, end = np.empty(n, np.int64), 0
     bounds, packs = np.zeros(n + 1, np.int64), 0
-    edge, held, tokens, num_long = 0, 0, 0, 0
+    edge, held, tokens, num_long, num_full = 0, 0, 0, 0, 0
+    patience, late_from = 0, 0
 
     while True:
         while edge < n and (held < size or tokens < 2 * budget):
-            since[edge] = packs - max(ages[edge], 0)
+            due[edge] = packs + (ages[edge] if ages[edge] >= 0 else size + held)
             held += 1
             tokens += lengths[edge]
             num_long += 2 * lengths[edge] > budget
             if lengths[edge] == budget:
                 full[last_full] = edge
                 last_full += 1
+                num_full += 1
+            else:
+                patience += due[edge] - packs
             edge += 1
         ready = held >= size and tokens >= 2 * budget
         if packs >= count or held == 0 or not (closed or ready):
@@ -61,30 +65,42 @@ def exact_fill(lengths, ages, budget, count, closed, size):  # type: ignore[no-u
 
         start = end
         seed = after[n]
-        late = packs - since[seed] >= size
-        scarce = 4 * num_long * budget > 3 * tokens
-        crowded = 10 * num_long * budget > 7 * tokens or not ready
+        late = False
+        if packs >= late_from:
+            spare = _least_spare(after, edge, due) - packs
+            late_from = packs + min(spare, size)
+            late = spare <= 0
+        others = held - num_full
+        other_tokens = tokens - num_full * budget
+        long_share = (num_long - num_full) * budget
+        crowded = 5 * long_share > 4 * other_tokens
+        critical = crowded and 8 * other_tokens > others * budget
+        patient = 8 * others < 3 * size or 5 * patience >= 6 * size * others
         while first_full < last_full and gone[full[first_full]]:
             first_full += 1
-        if first_full < last_full and not late:
+        if first_full < last_full and not late and (patient or not ready):
             indices[end] = full[first_full]
             end += 1
         else:
-            if crowded:
+            if crowded or not ready:
                 num_sorted = _sort_in(by_length, num_sorted, lengths, gone, sorted_to, edge)
                 sorted_to = edge
             if not ready:
                 stop, num_packs = _last_pack(by_length, num_sorted, lengths, budget, seed, indices, end)
-                if scarce or num_packs == max(-(-tokens // budget), num_long):
+                if critical or num_packs == max(-(-tokens // budget), num_long):
                     end = stop
-            elif scarce:
-                num_seeds = 1 if late else MAX_SEEDS
-                end = _scarce_pack(by_length, num_sorted, lengths, budget, after, edge, num_seeds, rest, indices, end)
+            elif critical:
+                if late:
+                    rich = 16 * long_share < 15 * other_tokens
+                    end = _best_with(by_length, num_sorted, lengths, budget, seed, rich, indices, end)
+                else:
+                    end = _closest_pair(by_length, num_full, num_long, num_sorted, lengths, budget, indices, end)
+                end = _fill_up(by_length, num_sorted, lengths, budget, indices, start, end)
         if end == start:
             indices[end] = seed
             end += 1
             room = budget - lengths[seed]
-            if crowded:
+            if crowded or not ready:
                 num_rest = _gather(rest, by_length, num_sorted, seed, lengths, room)
                 if 2 * lengths[seed] <= budget and num_rest and 2 * lengths[rest[0]] > budget:
                     indices[end] = rest[0]
@@ -103,10 +119,15 @@ def exact_fill(lengths, ages, budget, count, closed, size):  # type: ignore[no-u
             held -= 1
             tokens -= lengths[i]
             num_long -= 2 * lengths[i] > budget
+            if lengths[i] == budget:
+                num_full -= 1
+            else:
+                patience -= due[i] - packs
         packs += 1
+        patience -= held - num_full
         bounds[packs] = end
 
-    new_ages = packs - since
+    new_ages = due - packs
     new_ages[edge:] = -1
     return indices[:end].copy(), bounds[: packs + 1].copy(), new_ages
 
@@ -190,37 +211,84 @@ def _last_pack(by_length, num_sorted, lengths, budget, seed, indices, end):  # t
 
 
 @_compiled
-def _scarce_pack(by_length, num_sorted, lengths, budget, after, edge, num_seeds, best, indices, end):  # type: ignore[no-untyped-def]
-    """The first of the oldest samples' greedy packs that is as good as full, else the fullest; its end."""
-    least, num_best = budget, 0
-    seed = after[len(lengths)]
-    while seed < edge and num_seeds and (num_best == 0 or NEARLY_FULL * least > budget):
-        stop, gap = _greedy_pack(by_length, num_sorted, lengths, budget, seed, indices, end)
-        if gap < least:
-            least, num_best = gap, stop - end
-            best[:num_best] = indices[end:stop]
-        num_seeds -= 1
-        seed = after[seed]
-    indices[end : end + num_best] = best[:num_best]
-    return end + num_best
+def _least_spare(after, edge, due):  # type: ignore[no-untyped-def]
+    """The number of the first pack that has to take the oldest sample."""
+    least, rank = np.iinfo(np.int64).max, 0
+    i = after[len(due)]
+    while i < edge:
+        least = min(least, due[i] - rank)
+        rank += 1
+        i = after[i]
+    return least
 
 
 @_compiled
-def _greedy_pack(by_length, num_sorted, lengths, budget, seed, indices, end):  # type: ignore[no-untyped-def]
-    """The seed, a long sample if it is none, and longest first whatever still fits; its end and the gap left."""
+def _closest_pair(by_length, num_full, num_long, num_sorted, lengths, budget, indices, end):  # type: ignore[no-untyped-def]
+    """The long sample, and the longest short one that fits it, that leave the least gap; the pack's end."""
+    least, at = budget, num_sorted
+    long, fits = num_full, num_sorted
+    for k in range(num_full, num_long):
+        gap = budget - lengths[by_length[k]]
+        while at > num_long and lengths[by_length[at - 1]] <= gap:
+            at -= 1
+        if at < num_sorted:
+            gap -= lengths[by_length[at]]
+        if gap < least:
+            least, long, fits = gap, k, at
+    indices[end] = by_length[long]
+    end += 1
+    if fits < num_sorted:
+        indices[end] = by_length[fits]
+        end += 1
+    return end
+
+
+@_compiled
+def _best_with(by_length, num_sorted, lengths, budget, seed, rich, indices, end):  # type: ignore[no-untyped-def]
+    """The seed with the one sample, or in a rich window the two, that fit it best; the pack's end."""
+    room = budget - lengths[seed]
     indices[end] = seed
     end += 1
-    room = budget - lengths[seed]
-    at = _first_that_fits(by_length, 0, num_sorted, lengths, room)
-    partner = seed
-    if 2 * lengths[seed] <= budget and at < num_sorted and 2 * lengths[by_length[at]] > budget:
-        partner = by_length[at]
-        indices[end] = partner
+    one = _first_that_fits(by_length, 0, num_sorted, lengths, room)
+    if one < num_sorted and by_length[one] == seed:
+        one += 1
+    if one == num_sorted:
+        return end
+    limit = room - lengths[by_length[one]] - budget // GAIN
+    i, j = one, num_sorted - 1
+    first, second = one, -1
+    while rich and i < j:
+        if by_length[i] == seed:
+            i += 1
+            continue
+        if by_length[j] == seed:
+            j -= 1
+            continue
+        gap = room - lengths[by_length[i]] - lengths[by_length[j]]
+        if gap < 0:
+            i += 1
+            continue
+        if gap < limit:
+            limit, first, second = gap, i, j
+        j -= 1
+    indices[end] = by_length[first]
+    end += 1
+    if second >= 0:
+        indices[end] = by_length[second]
         end += 1
-        room -= lengths[partner]
+    return end
+
+
+@_compiled
+def _fill_up(by_length, num_sorted, lengths, budget, indices, start, end):  # type: ignore[no-untyped-def]
+    """Longest first whatever still fits into the pack at ``start``; its end."""
+    room = budget
+    for i in indices[start:end]:
+        room -= lengths[i]
+    at = 0
     while room:
         at = _first_that_fits(by_length, at, num_sorted, lengths, room)
-        while at < num_sorted and (by_length[at] == seed or by_length[at] == partner):
+        while at < num_sorted and np.any(indices[start:end] == by_length[at]):
             at += 1
         if at == num_sorted:
             break
@@ -228,7 +296,7 @@ def _greedy_pack(by_length, num_sorted, lengths, budget, seed, indices, end):  #
         end += 1
         room -= lengths[by_length[at]]
         at += 1
-    return end, room
+    return end
 
 
 @_compiled

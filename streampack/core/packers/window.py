@@ -8,7 +8,13 @@ many were asked for at once or how far ahead the producers were.
 
 The window is the shortest prefix of the remaining samples with at least ``size`` samples *and*
 at least two budgets of tokens: short samples would starve a window counted in samples. It is
-refilled after every pack; a sample's age is the number of packs formed since it came in.
+refilled after every pack.
+
+No sample may wait more than ``size`` packs plus the samples held when it came. What is left of that
+is its *patience*: the packs that may yet be formed without it. A window is *late* when its oldest
+sample has to be in the next pack: where some sample has no more patience than there are older
+ones. Up to then any pack will do, and if every pack from then on takes the oldest, none waits too
+long, for each older sample costs it one pack at most.
 """
 
 from __future__ import annotations
@@ -31,8 +37,9 @@ class Choice:
 
     ``indices`` int64 [m]: positions in ``lengths``, pack after pack, in the order of the pack.
     ``bounds`` int64 [p + 1]: pack i is ``indices[bounds[i]:bounds[i + 1]]``.
-    ``ages`` int64 [len(lengths)]: the new ages of all positions, -1 for those not in the window yet;
-    the caller drops the chosen ones and hands the others back with its next call.
+    ``ages`` int64 [len(lengths)]: what the packer has to know of the past of all positions (their patience),
+    -1 for those not in the window yet; the caller drops the chosen ones and hands the others back with its
+    next call.
     """
 
     indices: I64
@@ -67,8 +74,9 @@ def choice_of(packs: Sequence[Sequence[int]], ages: I64) -> Choice:
 class Window:
     """The sliding window in plain Python: what the packers that are not compiled work on.
 
-    ``held`` maps position to length in age order, ``full`` is a queue of the samples as long as
-    the budget (some may have left), ``num_long`` counts those longer than half of it.
+    ``held`` maps position to length in age order, ``tokens`` are those held and ``num_long`` counts
+    the samples longer than half the budget. ``full`` is a queue of the samples as long as the
+    budget (some behind its head may have left) and ``num_full`` counts them.
     """
 
     def __init__(self, lengths: I64, ages: I64, budget: int, size: int) -> None:
@@ -77,48 +85,63 @@ class Window:
         self.held: dict[int, int] = {}
         self.tokens = 0
         self.num_long = 0
+        self.num_full = 0
         self.full: deque[int] = deque()
         self.edge = 0
         self.packs = 0
+        #: the patience of all samples held that are not full, summed up
+        self.patience = 0
         self._lengths: list[int] = lengths.tolist()
         self._ages = ages
-        #: the number of the pack before which a sample came in; negative: before this call
-        self._since: list[int] = []
+        #: the number of the last pack that may hold a sample
+        self._due: list[int] = []
+        #: no look is needed before this pack to know that the window is not late
+        self._late_from = 0
 
     def is_ready(self) -> bool:
         """Whether it holds as much as it should."""
         return len(self.held) >= self.size and self.tokens >= 2 * self.budget
 
+    def is_late(self) -> bool:
+        """Whether the oldest sample has to be in the next pack."""
+        if self.packs < self._late_from:
+            return False
+        spare = min(self._due[position] - rank for rank, position in enumerate(self.held)) - self.packs
+        self._late_from = self.packs + min(spare, self.size)  # a sample yet to come begins with ``size`` to spare
+        return spare <= 0
+
     def refill(self) -> None:
         """Take in samples from behind the edge until it is ready or there are none."""
         while self.edge < len(self._lengths) and not self.is_ready():
             length = self._lengths[self.edge]
-            self.held[self.edge] = length
-            self.tokens += length
-            self.num_long += 2 * length > self.budget
+            age = int(self._ages[self.edge])
+            self._due.append(self.packs + (age if age >= 0 else self.size + len(self.held)))
+            self._count(self.edge, length, 1)
             if length == self.budget:
                 self.full.append(self.edge)
-            self._since.append(self.packs - max(int(self._ages[self.edge]), 0))
+            self.held[self.edge] = length
             self.edge += 1
-
-    def age(self, position: int) -> int:
-        """Packs formed since the sample came in."""
-        return self.packs - self._since[position]
 
     def remove(self, pack: Sequence[int]) -> None:
         """Take a formed pack out."""
         for position in pack:
-            length = self.held.pop(position)
-            self.tokens -= length
-            self.num_long -= 2 * length > self.budget
+            self._count(position, self.held.pop(position), -1)
         while self.full and self.full[0] not in self.held:
             self.full.popleft()
         self.packs += 1
+        self.patience -= len(self.held) - self.num_full
+
+    def _count(self, position: int, length: int, sign: int) -> None:
+        self.tokens += sign * length
+        self.num_long += sign * (2 * length > self.budget)
+        self.num_full += sign * (length == self.budget)
+        if length < self.budget:
+            self.patience += sign * (self._due[position] - self.packs)
 
     def ages(self) -> I64:
-        """The ages of all positions, int64 [n]; -1 behind the edge."""
+        """The patience of all positions, int64 [n]; -1 behind the edge."""
         ages = np.full(len(self._lengths), -1, np.int64)
-        ages[: self.edge] = self.packs - np.array(self._since, np.int64)
+        ages[: self.edge] = np.array(self._due, np.int64) - self.packs
         return ages
 
 
