@@ -24,6 +24,7 @@ import numpy as np
 
 from streampack import wire
 from streampack.config import BrokerConfig, parse_size
+from streampack.core.admission import StreamTerms
 from streampack.core.broker import Broker, Capacity, needed_tokens
 from streampack.core.effects import (
     Drain,
@@ -39,7 +40,6 @@ from streampack.core.effects import (
 )
 from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.form import Request
-from streampack.core.leases import StreamTerms
 from streampack.core.messages import Envelope
 from streampack.core.packers import Choice, packer
 from streampack.core.rules import Rules

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from streampack.core.admission import StreamTerms
 from streampack.core.effects import Drain, Form, Formed, FromProducer, FromTrainer, Release
 from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.form import Former, Step
-from streampack.core.leases import Leases, StreamTerms
+from streampack.core.leases import Leases
 from streampack.core.merge import Merge
 from streampack.core.readers import Readers
 from streampack.core.rules import Rules

@@ -10,16 +10,16 @@ the order of the rules; knows nothing of packs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from streampack.core.effects import SendProducer, Store
+from streampack.core.admission import Admission, StreamTerms, lengths_of
+from streampack.core.effects import SendProducer
 from streampack.core.events import Effect, Report
-from streampack.core.intake import Intake, apply_overlong
+from streampack.core.intake import MAX_UNMERGED, Intake
 from streampack.core.merge import Merge
 from streampack.core.messages import (
-    MAX_CHUNK_SAMPLES,
     Bye,
     Done,
     Envelope,
@@ -35,36 +35,10 @@ from streampack.core.messages import (
     Sent,
     Who,
 )
-from streampack.core.samples import I64, SampleTable, index_of
+from streampack.core.samples import SampleTable
 
 SILENT_S = 15.0
 """A producer not heard of for so long has lost its leases."""
-MAX_REASONS = 64
-"""Reasons for rejecting samples that are counted apart, by stream."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamTerms:
-    """What the broker asks of a stream's producers: the rules' part of a lease."""
-
-    name: str
-    partitions: int
-    limit: int
-    """Tokens over which a sample is over-long."""
-    passes: int | None = 1
-    overlong: str = "error"
-    poison: str = "error"
-
-
-@dataclass(slots=True)
-class StreamCounts:
-    """What became of a stream's samples, since the broker started."""
-
-    samples: int = 0
-    tokens: int = 0
-    overlong: int = 0
-    lost_tokens: int = 0
-    rejected: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -86,21 +60,22 @@ class Leases:
         self._run, self._epoch, self._seed, self._dtype = run, epoch, seed, dtype
         self._token_bytes = token_bytes
         self._max_sample_tokens, self._max_chunk_bytes = max_sample_tokens, max_chunk_bytes
-        self._table, self._merge = table, merge
+        self._merge = merge
+        self._admission = Admission(streams, token_bytes, max_sample_tokens, table, merge)
         self._streams = {terms.name: (number, terms) for number, terms in enumerate(streams)}
         self._terms = streams
         self._stream_of = [s for s, terms in enumerate(streams) for _ in range(terms.partitions)]
         self._first = np.concatenate([[0], np.cumsum([terms.partitions for terms in streams])]).tolist()
         self.intakes = [Intake(quota_bytes, token_bytes) for _ in self._stream_of]
         self._holder: list[str | None] = [None] * len(self._stream_of)
-        self._granted = [0] * len(self._stream_of)
+        self._granted = [(0, 0)] * len(self._stream_of)  # samples and bytes, as last said
         self._producers: dict[str, _Producer] = {}
         self._by_peer: dict[bytes, str] = {}
         self._digests: dict[str, str] = {}
         self._sessions = 0
         self._now = 0.0
         self._drained = False
-        self.counts = [StreamCounts() for _ in streams]
+        self.counts = self._admission.counts
         self._failed: dict[int, str] = {}  # why the last holder of a partition stopped, until samples come again
         self.refused = 0
         """Messages that broke the protocol."""
@@ -252,7 +227,7 @@ class Leases:
     def _begin(self, p: int) -> None:
         self._sessions += 1
         self.intakes[p].begin(self._sessions)
-        self._granted[p] = 0
+        self._granted[p] = (0, 0)
 
     # Samples
 
@@ -262,98 +237,18 @@ class Leases:
             return self._stale(name, envelope.fence, message)
         if self._drained:
             return []
-        intake, number = self.intakes[p], self._stream_of[p]
-        wrong = self._malformed(message, envelope, intake.total)
-        if wrong:
-            return self._expel(name, "malformed", wrong, p)
-        lengths = np.frombuffer(message.lengths_u32, "<u4").astype(np.int64)
+        intake, stream = self.intakes[p], self._stream_of[p]
+        refusal = self._admission.refusal(stream, intake, envelope, message)
+        if refusal is not None:
+            return self._expel(name, *refusal, p)
+        lengths = lengths_of(message)
         stop = message.base_seq + len(lengths)
         if stop <= intake.expected_seq:
             return self._flow(p, repeat=True)
-        num_bytes = int(lengths.sum()) * self._token_bytes
-        if message.base_seq > intake.expected_seq or not intake.fits(stop, num_bytes):
+        if message.base_seq > intake.expected_seq or not intake.fits(stop, int(lengths.sum()) * self._token_bytes):
             return self._again(p)
-        skip = intake.expected_seq - message.base_seq
-        offsets = np.cumsum(lengths) - lengths
-        effects = self._admit(p, message, lengths[skip:], offsets[skip:], skip, envelope)
-        if not effects:
-            return self._expel(name, "overlong", self._overlong_text(p, lengths, message), p)
         self._failed.pop(p, None)
-        for reason, count in message.rejected.items() if skip == 0 else ():
-            counted = self.counts[number].rejected
-            reason = reason if reason in counted or len(counted) < MAX_REASONS else "other"
-            counted[reason] = counted.get(reason, 0) + count
-        return effects + self._flow(p)
-
-    def _admit(
-        self, p: int, message: Samples, lengths: I64, offsets: I64, skip: int, envelope: Envelope
-    ) -> list[Effect]:
-        """Enter samples into table, merge and books; nothing at all if policy ``error`` forbids one."""
-        number, intake = self._stream_of[p], self.intakes[p]
-        terms, counts = self._terms[number], self.counts[number]
-        if terms.overlong == "error" and int(lengths.max()) > terms.limit:
-            return []
-        pieces = apply_overlong(lengths, terms.limit, terms.overlong)
-        kept = pieces.length > 0
-        source = pieces.source[kept]
-        handles = self._table.take(len(source))
-        table = self._table
-        table.stream[handles] = number
-        table.index[handles] = index_of(intake.expected_seq + source, p - self._first[number], terms.partitions)
-        table.part[handles] = pieces.part[kept]
-        table.length[handles] = pieces.length[kept]
-        table.crc[handles] = np.frombuffer(message.crcs_u32, "<u4")[skip:][source]
-        loss = np.frombuffer(message.loss_tokens_u32, "<u4")[skip:][source].astype(np.int64)
-        whole = pieces.length[kept] == lengths[source]
-        table.loss_tokens[handles] = np.where(whole, loss, pieces.length[kept] - 1)
-        entries = np.full(len(pieces.length), -1, np.int64)
-        entries[kept] = handles
-        self._merge.push(p, entries, pieces.length, pieces.part)
-        kept_tokens = int(pieces.length.sum())
-        num_bytes = int(lengths.sum()) * self._token_bytes
-        intake.accept(intake.expected_seq + len(lengths), num_bytes, kept_tokens, message.cursor)
-        counts.samples += len(lengths)
-        counts.tokens += kept_tokens
-        counts.overlong += pieces.num_touched
-        counts.lost_tokens += pieces.lost_tokens
-        return [Store(handles, offsets[source] + pieces.offset[kept], pieces.length[kept], envelope.payload)]
-
-    def _malformed(self, message: Samples, envelope: Envelope, total: int | None) -> str:
-        """What is wrong with a chunk of a partition of ``total`` samples, if that is known; empty if nothing."""
-        columns = (message.lengths_u32, message.crcs_u32, message.loss_tokens_u32)
-        count = len(message.lengths_u32) // 4
-        if any(len(column) != 4 * count for column in columns):
-            return (
-                f"got {[len(column) for column in columns]} bytes of lengths, crcs and loss tokens, expected 4 a sample"
-            )
-        if not 0 < count <= MAX_CHUNK_SAMPLES:
-            return f"got a chunk of {count} samples, expected 1 to {MAX_CHUNK_SAMPLES}"
-        if total is not None and message.base_seq + count > total:
-            return f"got sample {message.base_seq + count - 1} of a partition that ended after {total}"
-        if len(envelope.payload) != 1:
-            return f"got {len(envelope.payload)} payload frames, expected 1"
-        lengths = np.frombuffer(message.lengths_u32, "<u4").astype(np.int64)
-        if (np.frombuffer(message.loss_tokens_u32, "<u4") > np.maximum(lengths - 1, 0)).any():
-            return "got a sample with as many loss tokens as tokens, expected fewer: its last one has no next"
-        got, expected = len(envelope.payload[0]), int(lengths.sum()) * self._token_bytes
-        if got != expected:
-            return f"got {got} payload bytes, expected {expected} for the lengths given"
-        if int(lengths.max()) > self._max_sample_tokens:
-            return f"got a sample of {int(lengths.max())} tokens, expected at most {self._max_sample_tokens}"
-        rejected, empty = sum(message.rejected.values()), int((lengths == 0).sum())
-        if rejected > empty:
-            return f"got {rejected} rejected samples, expected at most the {empty} that are empty"
-        return ""
-
-    def _overlong_text(self, p: int, lengths: I64, message: Samples) -> str:
-        number = self._stream_of[p]
-        terms = self._terms[number]
-        at = int(np.argmax(lengths > terms.limit))
-        index = index_of(message.base_seq + at, message.partition, terms.partitions)
-        return (
-            f"sample {terms.name}:{index}: got {int(lengths[at])} tokens, expected at most the budget of "
-            f"{terms.limit}: set rules.overlong to truncate, split or drop, or raise rules.budget"
-        )
+        return [self._admission.admit(stream, p, intake, envelope, message), *self._flow(p)]
 
     def _eos(self, name: str, session: int, message: Eos) -> list[Effect]:
         p = self._partition(message.stream, message.partition)
@@ -418,18 +313,19 @@ class Leases:
         return self._send(peer, lease, intake.session) + self._flow(p, repeat=True)
 
     def _flow(self, p: int, repeat: bool = False) -> list[Effect]:
-        """The partition's credits, if they grew by a quarter of the quota, or on ``repeat``."""
+        """The partition's credits, if they grew by a quarter of what they can be, or on ``repeat``."""
         intake, holder = self.intakes[p], self._holder[p]
         if holder is None or self._drained:
             return []
-        grant = intake.grant_bytes
-        if not repeat and grant - self._granted[p] < intake.quota_bytes // 4:
+        seq, size = intake.grant_seq, intake.grant_bytes
+        said_seq, said_size = self._granted[p]
+        if not repeat and seq - said_seq < MAX_UNMERGED // 4 and size - said_size < intake.quota_bytes // 4:
             return []
-        self._granted[p] = grant
+        self._granted[p] = (seq, size)
         number = self._stream_of[p]
         flow = Flow(
             stream=self._terms[number].name, partition=p - self._first[number], expected_seq=intake.expected_seq,
-            grant_seq=intake.grant_seq, grant_bytes=grant, durable_seq=intake.expected_seq, ended=intake.ended,
+            grant_seq=seq, grant_bytes=size, durable_seq=intake.expected_seq, ended=intake.ended,
         )  # fmt: skip
         return self._send(self._producers[holder].peer, flow, intake.session)
 

@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from itertools import islice, product
 from math import prod
 
-import numpy as np
-
-from streampack.core.deal import deal
 from streampack.core.effects import Release, SendShard, SendTrainer
 from streampack.core.events import Effect, Report
 from streampack.core.form import Step
+from streampack.core.kept import LINEAGE, KeptSteps, mesh_refusal
 from streampack.core.messages import (
     Attach,
     Attached,
@@ -31,22 +29,18 @@ from streampack.core.messages import (
     Message,
     ReaderPing,
     Reject,
-    StepPart,
     Wait,
     Who,
 )
 from streampack.core.rules import Rules
-from streampack.core.samples import I64, SampleTable
+from streampack.core.samples import SampleTable
 
 SILENT_S = 15.0
 """A reader not heard of for so long has lost its rank."""
-PART_BYTES = 1 << 20
-"""Payload of one message, about: large steps travel as several."""
 MAX_RANKS = 1 << 17
 """Of a mesh: bounds what is believed of a peer."""
 MAX_AHEAD = 64
 """Steps that one GET may ask for."""
-LINEAGE = 0
 
 Ranks = tuple[int, int, int, int]
 
@@ -68,15 +62,6 @@ class _Reader:
     stats: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Kept:
-    """A step that some rank may still ask for, and how it was dealt over dp ranks."""
-
-    step: Step
-    dp: int = 0
-    dealt: I64 = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-
-
 class Readers:
     """One feed's readers and the steps kept for them."""
 
@@ -85,13 +70,12 @@ class Readers:
         table: SampleTable, waiting_for: Callable[[], tuple[str, str]],
     ) -> None:  # fmt: skip
         self._run, self._epoch, self._feed = run, epoch, feed
-        self._rules, self._dtype, self._token_bytes, self._layout = rules, dtype, token_bytes, layout
-        self._table = table
+        self._rules, self._dtype, self._layout = rules, dtype, layout
         self._waiting_for = waiting_for
         self._readers: dict[Ranks, _Reader] = {}
         self._by_peer: dict[bytes, Ranks] = {}
         self._returned: dict[Ranks, int] = {}  # steps returned, by rank; of ranks that left, too
-        self._steps: dict[int, Kept] = {}
+        self._steps = KeptSteps(feed, rules, token_bytes, layout, table)
         self._chains: dict[int, bytes] = {}
         self._attempt = 0
         self._now = 0.0
@@ -100,15 +84,12 @@ class Readers:
         self.formed_upto = 0
         self.end: End | None = None
         self.draining = False
-        self.cost_max_over_mean = 0.0
-        """Over ranks at each micro-batch index, mean over the steps dealt."""
-        self._dealt_rows = 0
 
     # What the broker adds
 
     def add(self, step: Step) -> list[Effect]:
         """A step was formed: serve whoever waits for it."""
-        self._steps[step.number] = Kept(step)
+        self._steps.add(step)
         self._chains[step.number + 1] = step.chain
         self._chains.pop(step.number - 4096, None)
         self.formed_upto = step.number + 1
@@ -157,6 +138,11 @@ class Readers:
         for reader in self._readers.values():
             effects += self._wait(reader)
         return effects
+
+    @property
+    def cost_max_over_mean(self) -> float:
+        """Of the packs that run at the same moment, mean over the steps dealt."""
+        return self._steps.cost_max_over_mean
 
     @property
     def num_readers(self) -> int:
@@ -224,23 +210,14 @@ class Readers:
 
     def _refusal(self, message: Attach, held: _Reader | None, where: str) -> tuple[str, str] | None:
         """Why this reader cannot have this rank: (code, detail), or None."""
-        mesh, rules = message.mesh, self._rules
+        mesh = message.mesh
         if prod(mesh.sizes) > MAX_RANKS:
             return "mesh", f"got a mesh of {prod(mesh.sizes)} ranks, expected at most {MAX_RANKS}"
         if message.feed != self._feed:
             return "unknown_feed", f"got feed {message.feed!r}, expected {self._feed!r}, the one that is served"
-        if rules.packs % mesh.dp:
-            divisors = ", ".join(str(d) for d in range(1, min(rules.packs, 512) + 1) if rules.packs % d == 0)
-            return "mesh", (
-                f"got dp={mesh.dp}, expected one that divides the {rules.packs} packs of a step "
-                f"({divisors}): change the mesh or rules.step.packs"
-            )
-        need = 2 * mesh.cp if mesh.cp > 1 and self._layout == "zigzag" else 1
-        if rules.align.sample % need or rules.align.pack % need:
-            return "mesh", (
-                f"got cp={mesh.cp} and align sample={rules.align.sample} pack={rules.align.pack}, expected multiples "
-                f"of 2 * cp = {need}: set rules.align or rules.planned_mesh.cp before the run starts"
-            )
+        unfit = mesh_refusal(mesh, self._rules, self._layout)
+        if unfit:
+            return "mesh", unfit
         if self._readers and self._sizes() != mesh.sizes:
             other = next(iter(self._readers.values()))
             return "mesh", (
@@ -309,10 +286,7 @@ class Readers:
         if not self.joined:
             return []
         upto = min(self.formed_upto, min(self._returned.values()))
-        effects: list[Effect] = []
-        for number in range(self.released_upto, upto):
-            kept = self._steps.pop(number)
-            effects.append(Release(np.concatenate([pack.handles for pack in kept.step.packs])))
+        effects: list[Effect] = [Release(self._steps.forget(n)) for n in range(self.released_upto, upto)]
         self.released_upto = max(self.released_upto, upto)
         return effects
 
@@ -326,56 +300,15 @@ class Readers:
         effects: list[Effect] = []
         while reader.sent_upto < min(reader.want_stop, self.formed_upto):
             number = max(reader.sent_upto, self.released_upto)
-            effects += self._shards(reader, self._steps[number])
+            cp, cp_rank = (reader.mesh.cp, reader.mesh.cp_rank) if self._layout == "zigzag" else (1, 0)
+            for plan, packs in self._steps.parts(number, reader.mesh):
+                effects.append(SendShard(reader.peer, self._envelope(plan), packs, cp, cp_rank))
             reader.sent_upto = number + 1
         if self.end is not None and reader.sent_upto >= self.end.num_steps:
             effects += self._send(reader.peer, self.end)
         elif self.draining and reader.sent_upto >= self.formed_upto:
             effects += self._send(reader.peer, Bye(reason="the broker is stopping"))
         return effects
-
-    def _shards(self, reader: _Reader, kept: Kept) -> list[Effect]:
-        mesh, rules, step = reader.mesh, self._rules, kept.step
-        if kept.dp != mesh.dp:
-            self._deal(kept, mesh.dp)
-        column = kept.dealt[:, mesh.dp_rank]
-        width = rules.budget // (mesh.cp if self._layout == "zigzag" else 1)
-        each = max(1, PART_BYTES // (width * self._token_bytes))
-        parts = -(-len(column) // each)
-        effects: list[Effect] = []
-        for part in range(parts):
-            numbers = column[part * each : (part + 1) * each]
-            packs = [step.packs[n] for n in numbers.tolist()]
-            handles = np.concatenate([pack.handles for pack in packs])
-            table = self._table
-            plan = StepPart(
-                feed=self._feed, lineage=LINEAGE, step=step.number, part=part, parts=parts, first=part * each,
-                micro_batches=len(column), digest=step.digest, chain=step.chain,
-                num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples,
-                packs_u32=numbers.astype("<u4").tobytes(),
-                counts_u32=np.array([len(pack.handles) for pack in packs], "<u4").tobytes(),
-                loss_tokens_u32=np.array([pack.num_loss_tokens for pack in packs], "<u4").tobytes(),
-                lengths_u32=table.length[handles].astype("<u4").tobytes(),
-                streams_u32=table.stream[handles].astype("<u4").tobytes(),
-                indices_u64=table.index[handles].astype("<u8").tobytes(),
-                parts_u32=table.part[handles].astype("<u4").tobytes(),
-            )  # fmt: skip
-            rows = tuple(pack.handles for pack in packs)
-            cp, cp_rank = (mesh.cp, mesh.cp_rank) if self._layout == "zigzag" else (1, 0)
-            effects.append(SendShard(reader.peer, self._envelope(plan), rows, cp, cp_rank))
-        return effects
-
-    def _deal(self, kept: Kept, dp: int) -> None:
-        costs = np.array([pack.cost for pack in kept.step.packs], np.int64)
-        kept.dp, kept.dealt = dp, deal(costs, dp, self._rules.balance.kind)
-        rows = costs[kept.dealt]
-        mean = rows.mean(axis=1)
-        ratio = float((rows.max(axis=1)[mean > 0] / mean[mean > 0]).sum())
-        full = int((mean > 0).sum())
-        if full:
-            before = self.cost_max_over_mean * self._dealt_rows
-            self._dealt_rows += full
-            self.cost_max_over_mean = (before + ratio) / self._dealt_rows
 
     def _wait(self, reader: _Reader) -> list[Effect]:
         """What the reader's next step waits for, if it asked for one that is not there."""

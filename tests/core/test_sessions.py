@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import wire
+from streampack.core.admission import StreamTerms
 from streampack.core.broker import Broker, Capacity, needed_tokens
 from streampack.core.client_session import Broken, ClientSession, Deliver, Ended, Returned
 from streampack.core.effects import (
@@ -29,7 +30,7 @@ from streampack.core.effects import (
     Store,
 )
 from streampack.core.events import Effect, Event, FromBroker, Send, Tick
-from streampack.core.leases import SILENT_S, StreamTerms
+from streampack.core.leases import SILENT_S
 from streampack.core.messages import (
     ALL,
     Attach,

@@ -15,9 +15,9 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
+from streampack.core.admission import StreamTerms
 from streampack.core.form import Former, Step
 from streampack.core.intake import apply_overlong
-from streampack.core.leases import StreamTerms
 from streampack.core.merge import Merge
 from streampack.core.messages import Envelope, StepPart
 from streampack.core.rules import Align, Overlong, PackerName, Rules

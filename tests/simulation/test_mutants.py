@@ -18,10 +18,11 @@ from streampack.core.client_session import ClientSession
 from streampack.core.events import Effect, FromBroker, Send
 from streampack.core.form import Former, Request
 from streampack.core.intake import Intake
+from streampack.core.kept import KeptSteps
 from streampack.core.leases import Leases
-from streampack.core.messages import Envelope, Eos, Flow, Get, Hello, ProducerPing, ReaderPing, Samples
+from streampack.core.messages import Envelope, Eos, Flow, Get, Hello, Mesh, ProducerPing, ReaderPing, Samples
 from streampack.core.producer_session import ProducerSession
-from streampack.core.readers import Kept, Readers
+from streampack.core.readers import Readers
 from tests.simulation.world import run
 
 MAX_SEEDS = 150
@@ -81,12 +82,12 @@ def a_step_is_forgotten_when_the_fastest_rank_returned_it(patch: Patch) -> None:
 
 @mutant("R4")
 def a_step_is_dealt_anew_each_time_it_is_read(patch: Patch) -> None:
-    def shards(original: Any, self: Readers, reader: Any, kept: Kept) -> Any:
-        effects = original(self, reader, kept)
-        kept.dealt = np.roll(kept.dealt, 1)
-        return effects
+    def parts(original: Any, self: KeptSteps, number: int, mesh: Mesh) -> Any:
+        found = list(original(self, number, mesh))
+        self._steps[number].dealt = np.roll(self._steps[number].dealt, 1)
+        return found
 
-    _wrap(patch, Readers, "_shards", shards)
+    _wrap(patch, KeptSteps, "parts", parts)
 
 
 @mutant("R5")

@@ -1,0 +1,142 @@
+"""Admission: what a chunk must be, and how its samples enter the books.
+
+Nothing that a producer sends is believed before it is checked against itself and against what it
+was granted. Then the over-long policy acts, each piece gets a row in the table and its turn in the
+merge, and the arena is told what to copy. Knows streams by number, partitions by number in their
+stream, and tokens only as frames that it passes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from streampack.core.effects import Store
+from streampack.core.intake import Intake, apply_overlong
+from streampack.core.merge import Merge
+from streampack.core.messages import MAX_CHUNK_SAMPLES, Envelope, Samples
+from streampack.core.samples import I64, SampleTable, index_of
+
+MAX_REASONS = 64
+"""Reasons for rejecting samples that are counted apart, by stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTerms:
+    """What the broker asks of a stream's producers: the rules' part of a lease."""
+
+    name: str
+    partitions: int
+    limit: int
+    """Tokens over which a sample is over-long."""
+    passes: int | None = 1
+    overlong: str = "error"
+    poison: str = "error"
+
+
+@dataclass(slots=True)
+class StreamCounts:
+    """What became of a stream's samples, since the broker started."""
+
+    samples: int = 0
+    tokens: int = 0
+    overlong: int = 0
+    lost_tokens: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+
+
+class Admission:
+    """Takes chunks into ``table`` and ``merge``; ``streams`` in the order of the rules."""
+
+    def __init__(
+        self, streams: list[StreamTerms], token_bytes: int, max_sample_tokens: int, table: SampleTable, merge: Merge
+    ) -> None:
+        self._streams = streams
+        self._token_bytes, self._max_sample_tokens = token_bytes, max_sample_tokens
+        self._table, self._merge = table, merge
+        self.counts = [StreamCounts() for _ in streams]
+
+    def refusal(self, stream: int, intake: Intake, envelope: Envelope, message: Samples) -> tuple[str, str] | None:
+        """Why this chunk cannot be believed or is not wanted: (code, detail), or None."""
+        wrong = self._malformed(message, envelope, intake.total)
+        if wrong:
+            return "malformed", wrong
+        terms, lengths = self._streams[stream], lengths_of(message)
+        if terms.overlong != "error" or int(lengths.max()) <= terms.limit:
+            return None
+        at = int(np.argmax(lengths > terms.limit))
+        index = index_of(message.base_seq + at, message.partition, terms.partitions)
+        return "overlong", (
+            f"sample {terms.name}:{index}: got {int(lengths[at])} tokens, expected at most the budget of "
+            f"{terms.limit}: set rules.overlong to truncate, split or drop, or raise rules.budget"
+        )
+
+    def admit(self, stream: int, p: int, intake: Intake, envelope: Envelope, message: Samples) -> Store:
+        """Enter the samples of a chunk that are not taken yet; ``p`` is the partition's number in the merge."""
+        terms, counts, table = self._streams[stream], self.counts[stream], self._table
+        skip = intake.expected_seq - message.base_seq
+        every = lengths_of(message)
+        lengths, offsets = every[skip:], (np.cumsum(every) - every)[skip:]
+        pieces = apply_overlong(lengths, terms.limit, terms.overlong)
+        kept = pieces.length > 0
+        source = pieces.source[kept]
+        handles = table.take(len(source))
+        table.stream[handles] = stream
+        table.index[handles] = index_of(intake.expected_seq + source, message.partition, terms.partitions)
+        table.part[handles] = pieces.part[kept]
+        table.length[handles] = pieces.length[kept]
+        table.crc[handles] = np.frombuffer(message.crcs_u32, "<u4")[skip:][source]
+        loss = np.frombuffer(message.loss_tokens_u32, "<u4")[skip:][source].astype(np.int64)
+        whole = pieces.length[kept] == lengths[source]
+        table.loss_tokens[handles] = np.where(whole, loss, pieces.length[kept] - 1)
+        entries = np.full(len(pieces.length), -1, np.int64)
+        entries[kept] = handles
+        self._merge.push(p, entries, pieces.length, pieces.part)
+        num_bytes, kept_tokens = int(lengths.sum()) * self._token_bytes, int(pieces.length.sum())
+        intake.accept(intake.expected_seq + len(lengths), num_bytes, kept_tokens, message.cursor)
+        counts.samples += len(lengths)
+        counts.tokens += kept_tokens
+        counts.overlong += pieces.num_touched
+        counts.lost_tokens += pieces.lost_tokens
+        if skip == 0:
+            _count_reasons(counts.rejected, message.rejected)
+        return Store(handles, offsets[source] + pieces.offset[kept], pieces.length[kept], envelope.payload)
+
+    def _malformed(self, message: Samples, envelope: Envelope, total: int | None) -> str:
+        """What is wrong with a chunk of a partition of ``total`` samples, if that is known; empty if nothing."""
+        columns = (message.lengths_u32, message.crcs_u32, message.loss_tokens_u32)
+        count = len(message.lengths_u32) // 4
+        if any(len(column) != 4 * count for column in columns):
+            return (
+                f"got {[len(column) for column in columns]} bytes of lengths, crcs and loss tokens, expected 4 a sample"
+            )
+        if not 0 < count <= MAX_CHUNK_SAMPLES:
+            return f"got a chunk of {count} samples, expected 1 to {MAX_CHUNK_SAMPLES}"
+        if total is not None and message.base_seq + count > total:
+            return f"got sample {message.base_seq + count - 1} of a partition that ended after {total}"
+        if len(envelope.payload) != 1:
+            return f"got {len(envelope.payload)} payload frames, expected 1"
+        lengths = lengths_of(message)
+        if (np.frombuffer(message.loss_tokens_u32, "<u4") > np.maximum(lengths - 1, 0)).any():
+            return "got a sample with as many loss tokens as tokens, expected fewer: its last one has no next"
+        got, expected = len(envelope.payload[0]), int(lengths.sum()) * self._token_bytes
+        if got != expected:
+            return f"got {got} payload bytes, expected {expected} for the lengths given"
+        if int(lengths.max()) > self._max_sample_tokens:
+            return f"got a sample of {int(lengths.max())} tokens, expected at most {self._max_sample_tokens}"
+        rejected, empty = sum(message.rejected.values()), int((lengths == 0).sum())
+        if rejected > empty:
+            return f"got {rejected} rejected samples, expected at most the {empty} that are empty"
+        return ""
+
+
+def lengths_of(message: Samples) -> I64:
+    """Tokens of each sample of a chunk, int64 [n]."""
+    return np.frombuffer(message.lengths_u32, "<u4").astype(np.int64)
+
+
+def _count_reasons(counted: dict[str, int], rejected: dict[str, int]) -> None:
+    for reason, count in rejected.items():
+        known = reason if reason in counted or len(counted) < MAX_REASONS else "other"
+        counted[known] = counted.get(known, 0) + count

@@ -1,0 +1,105 @@
+"""Steps kept for readers: dealt over a mesh, and described in messages with one rank's packs.
+
+A step is dealt once for a data-parallel size and then read any number of times, the same each
+time. Knows packs and handles, never tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from streampack.core.deal import deal
+from streampack.core.form import Step
+from streampack.core.messages import Mesh, StepPart
+from streampack.core.rules import Rules
+from streampack.core.samples import I64, SampleTable
+
+PART_BYTES = 1 << 20
+"""Payload of one message, about: large steps travel as several."""
+LINEAGE = 0
+"""The one lineage of a run whose rules never change."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    step: Step
+    dp: int = 0
+    dealt: I64 = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+
+
+class KeptSteps:
+    """The steps of a feed that some rank may still ask for."""
+
+    def __init__(self, feed: str, rules: Rules, token_bytes: int, layout: str, table: SampleTable) -> None:
+        self._feed, self._rules, self._layout, self._table = feed, rules, layout, table
+        self._token_bytes = token_bytes
+        self._steps: dict[int, _Kept] = {}
+        self.cost_max_over_mean = 0.0
+        """Cost of the dearest pack over the mean, over ranks at each micro-batch index; mean over what was dealt."""
+        self._dealt_rows = 0
+
+    def add(self, step: Step) -> None:
+        """Keep a step."""
+        self._steps[step.number] = _Kept(step)
+
+    def forget(self, number: int) -> I64:
+        """Drop a step; the handles of all its samples, int64 [n]."""
+        return np.concatenate([pack.handles for pack in self._steps.pop(number).step.packs])
+
+    def parts(self, number: int, mesh: Mesh) -> Iterator[tuple[StepPart, tuple[I64, ...]]]:
+        """A step's messages for one rank, in order, each with the handles of its packs' samples."""
+        kept = self._steps[number]
+        step, table = kept.step, self._table
+        if kept.dp != mesh.dp:
+            self._deal(kept, mesh.dp)
+        column = kept.dealt[:, mesh.dp_rank]
+        width = self._rules.budget // (mesh.cp if self._layout == "zigzag" else 1)
+        each = max(1, PART_BYTES // (width * self._token_bytes))
+        for part, first in enumerate(range(0, len(column), each)):
+            numbers = column[first : first + each]
+            packs = [step.packs[n] for n in numbers.tolist()]
+            handles = np.concatenate([pack.handles for pack in packs])
+            plan = StepPart(
+                feed=self._feed, lineage=LINEAGE, step=step.number,
+                part=part, parts=-(-len(column) // each), first=first,
+                micro_batches=len(column), digest=step.digest, chain=step.chain,
+                num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples,
+                packs_u32=numbers.astype("<u4").tobytes(),
+                counts_u32=np.array([len(pack.handles) for pack in packs], "<u4").tobytes(),
+                loss_tokens_u32=np.array([pack.num_loss_tokens for pack in packs], "<u4").tobytes(),
+                lengths_u32=table.length[handles].astype("<u4").tobytes(),
+                streams_u32=table.stream[handles].astype("<u4").tobytes(),
+                indices_u64=table.index[handles].astype("<u8").tobytes(),
+                parts_u32=table.part[handles].astype("<u4").tobytes(),
+            )  # fmt: skip
+            yield plan, tuple(pack.handles for pack in packs)
+
+    def _deal(self, kept: _Kept, dp: int) -> None:
+        costs = np.array([pack.cost for pack in kept.step.packs], np.int64)
+        kept.dp, kept.dealt = dp, deal(costs, dp, self._rules.balance.kind)
+        rows = costs[kept.dealt]
+        rows = rows[rows.any(axis=1)]
+        if len(rows):
+            before = self.cost_max_over_mean * self._dealt_rows
+            self._dealt_rows += len(rows)
+            self.cost_max_over_mean = (before + float((rows.max(axis=1) / rows.mean(axis=1)).sum())) / self._dealt_rows
+
+
+def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
+    """Why these rules cannot serve a mesh, naming both; empty if they can."""
+    if rules.packs % mesh.dp:
+        divisors = ", ".join(str(d) for d in range(1, min(rules.packs, 512) + 1) if rules.packs % d == 0)
+        return (
+            f"got dp={mesh.dp}, expected one that divides the {rules.packs} packs of a step "
+            f"({divisors}): change the mesh or rules.step.packs"
+        )
+    need = 2 * mesh.cp if mesh.cp > 1 and layout == "zigzag" else 1
+    if rules.align.sample % need or rules.align.pack % need:
+        return (
+            f"got cp={mesh.cp} and align sample={rules.align.sample} pack={rules.align.pack}, expected multiples "
+            f"of 2 * cp = {need}: set rules.align or rules.planned_mesh.cp before the run starts"
+        )
+    return ""
