@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -32,6 +31,7 @@ from streampack import Mesh
 from streampack.client import read_rendezvous
 from streampack.config import BrokerConfig, convert
 from streampack.core.figures import figures
+from streampack.core.rules import Rules
 from streampack.core.samples import index_of
 from streampack.errors import StreampackError, UserError
 from streampack.sources import SourceSettings, open_source
@@ -107,12 +107,10 @@ def _run(
         _start(processes, folder, f"producer-{i}", producer, "produce")
     with _bar(console) as bar:
         task = bar.add_task("training on nothing", total=steps)
-        reports, status, seconds = _train(
-            options, endpoint, http, processes, folder, lambda n: bar.update(task, completed=n)
-        )
+        reports, seconds = _train(options, endpoint, processes, folder, lambda n: bar.update(task, completed=n))
         bar.update(task, completed=max(report.steps for report in reports))
     console.print()
-    return _judge(options, reports, expected, status, rules, seconds, http)
+    return _judge(options, reports, expected, rules, seconds, http)
 
 
 # The processes
@@ -173,9 +171,9 @@ def _last_line(log: Path) -> str:
 
 
 def _train(
-    options: DemoOptions, endpoint: str, http: str, daemons: list[subprocess.Popen[bytes]], folder: Path, progress: Any
-) -> tuple[list[RankReport], dict[str, Any], float]:
-    """Run the mesh to its end; each rank's report, the broker's last status, and the seconds it took."""
+    options: DemoOptions, endpoint: str, daemons: list[subprocess.Popen[bytes]], folder: Path, progress: Any
+) -> tuple[list[RankReport], float]:
+    """Run the mesh to its end; each rank's report, and the seconds it took."""
     context = multiprocessing.get_context("spawn")
     ranks, pipes = [], []
     for dp_rank in range(options.dp):
@@ -194,7 +192,7 @@ def _train(
             near.close()
             far.close()
     try:
-        return _gather(pipes, http, daemons, folder, progress)
+        return _gather(pipes, daemons, folder, progress)
     finally:
         for rank in ranks:
             rank.join(timeout=5)
@@ -203,12 +201,11 @@ def _train(
 
 
 def _gather(
-    pipes: list[Connection], http: str, daemons: list[subprocess.Popen[bytes]], folder: Path, progress: Any
-) -> tuple[list[RankReport], dict[str, Any], float]:
+    pipes: list[Connection], daemons: list[subprocess.Popen[bytes]], folder: Path, progress: Any
+) -> tuple[list[RankReport], float]:
     reports: list[RankReport] = []
-    status: dict[str, Any] = {}
     open_ = list(pipes)
-    began = asked = time.monotonic()
+    began = time.monotonic()
     first: float | None = None
     while open_:
         for pipe in wait(open_, timeout=1.0):
@@ -224,24 +221,12 @@ def _gather(
             reports.append(said)
             open_.remove(pipe)
             if said.error:
-                return reports, status, 0.0
-        if time.monotonic() - asked > 0.5:
-            asked = time.monotonic()
-            status = _status(http) or status
+                return reports, 0.0
         failed = [process for process in daemons if process.poll() not in (None, 0)]
         if failed:
             name = ["broker", *(f"producer-{i}" for i in range(PRODUCERS))][daemons.index(failed[0])]
             raise StreampackError(f"{name} failed: {_last_line(folder / f'{name}.log')}")
-    return reports, status, time.monotonic() - (first or began)
-
-
-def _status(http: str) -> dict[str, Any] | None:
-    try:
-        with urllib.request.urlopen(f"{http}/status", timeout=1.0) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
-    except (OSError, ValueError):
-        return None
+    return reports, time.monotonic() - (first or began)
 
 
 # The verdict
@@ -264,7 +249,7 @@ def _expected(settings: dict[str, str], budget: int) -> dict[tuple[int, int, int
 
 def _judge(
     options: DemoOptions, reports: list[RankReport], expected: dict[tuple[int, int, int], tuple[int, int]],
-    status: dict[str, Any], rules: Any, seconds: float, http: str,
+    rules: Rules, seconds: float, http: str,
 ) -> dict[str, Any]:  # fmt: skip
     errors = [report.error for report in reports if report.error]
     arrived = Counter((stream, index, part) for report in reports for stream, index, part, _ in report.samples)
@@ -314,11 +299,10 @@ def _judge(
         "shards_verified": verified,
         "chain": min(chains, default=""),
         "metrics": f"{http}/metrics",
-        "waiting_for": status.get("waiting_for"),
     }
 
 
-def _cost_max_over_mean(reports: list[RankReport], rules: Any) -> float:
+def _cost_max_over_mean(reports: list[RankReport], rules: Rules) -> float:
     """Cost of the dearest pack over the mean of those that run at the same time, mean over the run."""
     by_time: dict[tuple[int, int], list[int]] = {}
     for report in reports:
