@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -29,6 +30,7 @@ app = typer.Typer(
 
 def main() -> int:
     """Run the command line. Returns the exit code; only a bug of ours shows a traceback."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background with it ignored
     try:
         app()
     except SystemExit as end:
