@@ -27,7 +27,16 @@ from streampack import wire
 from streampack.core.client_session import Broken, ClientSession, Deliver, Detach, Ended, Returned
 from streampack.core.events import Effect, FromBroker, Send, Tick
 from streampack.core.messages import Mesh
-from streampack.errors import MeshError, PeerError, Rejected, StreampackError, Unreachable, UserError, WireError
+from streampack.errors import (
+    InternalError,
+    MeshError,
+    PeerError,
+    Rejected,
+    StreampackError,
+    Unreachable,
+    UserError,
+    WireError,
+)
 from streampack.formats import FORMATS, Pack, Step, build_step
 from streampack.slabs import Slabs
 from streampack.transport import Dealer, Poller, Waker, drain
@@ -37,7 +46,8 @@ log = logging.getLogger("streampack.client")
 TICK_S = 0.2
 SAY_S = 5.0
 MAX_MESSAGE_BYTES = 1 << 30
-_WAITS_KEPT = 65_536
+STATS_S = 1.0
+_WAITS_KEPT = 4096
 
 
 def connect(
@@ -234,26 +244,35 @@ class Client:
 
     def _run(self, dealer: Dealer) -> None:
         poller = Poller([dealer], self._waker)
-        ticked = 0.0
+        ticked = counted = 0.0
         try:
             while not self._closing:
                 poller.wait(TICK_S)
                 for frames in drain(dealer, 64):
                     self._perform(dealer, self._receive(frames))
-                while self._returned:
-                    self._perform(dealer, self._session.handle(Returned(self._returned.popleft())))
+                self._tell_returned(dealer)
                 now = time.monotonic()
+                if now - counted >= STATS_S:
+                    counted = now
+                    self._session.stats = self.stats()
                 if now - ticked >= TICK_S:
                     ticked = now
-                    self._session.stats = self.stats()
                     self._perform(dealer, self._session.handle(Tick(now)))
                     self._check_reached(now)
+            self._tell_returned(dealer)
             self._perform(dealer, self._session.handle(Detach()))
         except StreampackError as error:
             self._fail(error)
+        except Exception as error:  # a bug of ours must not leave the trainer waiting for a thread that is gone
+            log.exception("the client's thread failed")
+            self._fail(InternalError(f"the client's thread failed: {error!r}"))
         finally:
             dealer.close()
             self._waker.close()
+
+    def _tell_returned(self, dealer: Dealer) -> None:
+        while self._returned:
+            self._perform(dealer, self._session.handle(Returned(self._returned.popleft())))
 
     def _receive(self, frames: list[Any]) -> list[Effect]:
         try:

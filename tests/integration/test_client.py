@@ -1,0 +1,107 @@
+"""The client as a trainer holds it: errors come out where packs do, and nothing waits for what is gone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streampack
+from streampack import client as client_module
+from streampack.config import convert
+from streampack.errors import InternalError, PeerError, UserError
+from streampack.producer import ProducerLoop
+from streampack.sources import SourceSettings, open_source
+from tests.integration.running import RunningBroker, running_broker, write_jsonl
+
+SETTINGS: dict[str, Any] = {
+    "tokens": "uint16",
+    "rules": {"budget": 256, "window": {"samples": 16}, "step": {"packs": 2}},
+    "streams": {"text": {"partitions": 2}},
+}
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[RunningBroker]:
+    """A broker and a producer of 400 samples."""
+    files = write_jsonl(tmp_path / "text.jsonl", [{"text": "t" * (1 + i * 7 % 90)} for i in range(400)])
+    source = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
+    with running_broker(SETTINGS) as running:
+        thread = threading.Thread(target=ProducerLoop(running.producers, {"text": source}).run)
+        thread.start()
+        yield running
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+
+
+def test_packs_come_one_by_one_or_by_the_step(broker: RunningBroker) -> None:
+    with streampack.connect(broker.trainers) as loader:
+        steps = loader.steps()
+        first = next(steps)
+        rest = [pack for step in steps for pack in step]
+        assert loader.stats()["steps"] == 1 + len(rest) // 2
+    packs = [*first, *rest]
+    assert [pack.micro_batch for pack in packs] == [0, 1] * (len(packs) // 2)
+    assert sum(pack.num_samples for pack in packs) == 400
+    assert sum(int((pack.labels != -100).sum()) for pack in first) == first.num_loss_tokens
+    pack = packs[0]
+    assert set(pack) >= {"input_ids", "labels", "position_ids", "cu_seqlens_padded"}
+    assert pack["input_ids"] is pack.input_ids
+    assert pack.input_ids.dtype == np.int64
+    with pytest.raises(TypeError, match="length of a stream is not known"):
+        len(loader)
+
+
+def test_arrays_stay_what_they_were_while_the_trainer_holds_them(broker: RunningBroker) -> None:
+    with streampack.connect(broker.trainers) as loader:
+        packs = list(loader)
+    again = [(pack.input_ids.copy(), pack.labels.copy()) for pack in packs]
+    assert all((pack.input_ids[:-1][pack.labels[:-1] >= 0] == ord("t")).all() for pack in packs)
+    assert all((pack.input_ids == ids).all() for pack, (ids, _) in zip(packs, again, strict=True))
+    assert len({pack.input_ids.__array_interface__["data"][0] for pack in packs}) == len(packs)
+
+
+def test_a_bug_in_the_clients_thread_is_raised_where_the_trainer_waits(
+    broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(client_module, "build_step", broken)
+    with streampack.connect(broker.trainers) as loader, pytest.raises(InternalError, match="a bug"):
+        next(iter(loader))
+
+
+def test_a_closed_client_says_so(broker: RunningBroker) -> None:
+    loader = streampack.connect(broker.trainers)
+    next(iter(loader))
+    loader.close()
+    loader.close()
+    with pytest.raises(UserError, match="is closed"):
+        for _ in loader:
+            pass
+
+
+def use(loader: streampack.Client, said: Any) -> None:
+    try:
+        next(iter(loader))
+    except PeerError as error:
+        said.put(str(error))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_client_inherited_through_a_fork_is_refused(broker: RunningBroker) -> None:
+    fork = multiprocessing.get_context("fork")
+    said = fork.SimpleQueue()
+    with streampack.connect(broker.trainers) as loader:
+        child = fork.Process(target=use, args=(loader, said))
+        child.start()
+        child.join(timeout=20)
+        assert child.exitcode == 0
+        assert "after the fork" in said.get()
+        assert sum(pack.num_samples for pack in loader) == 400
