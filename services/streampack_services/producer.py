@@ -195,9 +195,10 @@ def _show(on_terminal: bool) -> Iterator[Callable[[str], None]]:
         yield lambda line: log.info("%s", line)
         return
     from rich.console import Console
+    from rich.text import Text
 
     with Console(stderr=True).status("starting") as status:
-        yield status.update
+        yield lambda line: status.update(Text(line))  # plain: streams may have brackets in their names
 
 
 # A process

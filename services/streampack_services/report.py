@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from streampack.client import read_rendezvous
 from streampack.config import BrokerConfig, ProducerConfig, read_either
@@ -84,13 +85,14 @@ def fetch_health(endpoint: str | None, path: str, timeout_s: float) -> tuple[boo
 
 def show_status(snapshot: Tree) -> None:
     """Print a snapshot."""
-    console = Console(highlight=False)
+    console = _console()
     steps, figures, memory = snapshot["steps"], snapshot["figures"], snapshot["memory"]
     end = "" if steps["end"] is None else f" of {steps['end']}"
-    console.print(
-        f"[bold]{snapshot['run']}[/bold]  feed {snapshot['feed']}  {snapshot['state']}  "
+    about = (
+        f"  feed {snapshot['feed']}  {snapshot['state']}  "
         f"up {_duration(snapshot['uptime_s'])}  streampack {snapshot['version']}"
     )
+    console.print(Text.assemble((snapshot["run"], "bold"), about))
     if snapshot["waiting_for"]:
         console.print(describe(**snapshot["waiting_for"]))
     live, arena = memory["live_tokens"] * memory["token_bytes"], memory["arena_bytes"]
@@ -213,7 +215,7 @@ def _check_producer(config: ProducerConfig) -> Tree:
 
 def show_check(found: Tree) -> None:
     """Print what ``check`` found."""
-    console = Console(highlight=False)
+    console = _console()
     facts = Table.grid(padding=(0, 2))
     for name, text in _broker_facts(found) if found["kind"] == "broker" else _producer_facts(found):
         facts.add_row(name, text)
@@ -261,7 +263,12 @@ def _producer_facts(found: Tree) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-# Numbers for people
+# For people
+
+
+def _console() -> Console:
+    """One that prints names as they are: what users write in brackets or between colons means nothing to it."""
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def _count(value: float) -> str:

@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from streampack_services import cli, report
+from streampack_services.broker import BrokerService
 
 import streampack as sp
+from streampack.config import BrokerConfig, Listen, convert
 from streampack.errors import ConfigError, InternalError, StreampackError, Unreachable
 from tests.integration.running import (
     RunningBroker,
@@ -75,6 +78,22 @@ def test_status_is_a_page_for_a_person_or_json(broker: RunningBroker) -> None:
     found = json.loads(streampack("status", f"file://{broker.rendezvous}", "--json").stdout)
     assert found["run"] == "shown"
     assert [row["stream"] for row in found["streams"]] == ["web", "code"]
+
+
+def test_names_are_shown_as_they_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = convert({"run": "sft[/x]", "memory": "64MiB", "streams": {"web[a] :smile:": {}}}, BrokerConfig)
+    config = replace(config, listen=Listen(producers="tcp://127.0.0.1:*", trainers="tcp://127.0.0.1:*"))
+    service = BrokerService(config)
+    try:
+        report.show_status(service.snapshot)
+    finally:
+        service.close()
+    shown = capsys.readouterr().out
+    assert "sft[/x]  feed train" in shown
+    assert "web[a] :smile:" in shown
+    path = write(tmp_path / "b.yaml", {"run": "sft[/x]", "streams": {"web[a]": {}}, "listen": {"http": "[::1]:0"}})
+    shown = in_process("check", path).stdout
+    assert all(text in shown for text in ("sft[/x]", "stream web[a]", "[::1]:0"))
 
 
 def test_health_says_ready_and_ends_with_0(broker: RunningBroker) -> None:
