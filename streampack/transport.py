@@ -42,12 +42,22 @@ def _configure(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
     sock.setsockopt(zmq.IPV6, 1)
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Raises UserError for an endpoint that is not ``tcp://host:port`` or ``ipc://path`` of 100 bytes at most."""
+def check_endpoint(endpoint: str, *, connects: bool = False) -> None:
+    """Raises UserError for an endpoint that is not ``tcp://host:port`` or ``ipc://path`` of 100 bytes at most.
+
+    Only a socket that binds may leave the host (``*``) or the port (``*``, 0) open; for one that ``connects``, both
+    must be known.
+    """
     kind, _, rest = endpoint.partition("://")
     if kind == "tcp":
         host, _, port = rest.rpartition(":")
-        if host and (port == "*" or (port.isdigit() and int(port) < 65536)):
+        known = port.isascii() and port.isdigit() and int(port) < 65536
+        if host and host.isprintable() and " " not in host and (known or port == "*"):
+            if connects and (host == "*" or not known or int(port) == 0):
+                raise UserError(
+                    f"got endpoint {endpoint!r} to connect to, expected a host and the port that the broker listens "
+                    f"on: take the address from its log or rendezvous file"
+                )
             return
     elif kind == "ipc" and rest:
         if len(rest.encode()) <= 100:
@@ -130,14 +140,24 @@ class Router(_Socket):
 
 
 class Dealer(_Socket):
-    """A socket connected to one router; it reconnects for ever, and what it could not send is dropped."""
+    """A socket connected to one router; it reconnects for ever, and what it could not send is dropped.
+
+    Raises UserError for an address that nobody can connect to.
+    """
 
     def __init__(self, endpoint: str, max_message_bytes: int, linger_ms: int = 0) -> None:
-        check_endpoint(endpoint)
+        check_endpoint(endpoint, connects=True)
         super().__init__(zmq.DEALER, max_message_bytes)
         self.raw.setsockopt(zmq.IMMEDIATE, 1)
         self.raw.setsockopt(zmq.LINGER, linger_ms)
-        self.raw.connect(endpoint)
+        try:
+            self.raw.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise UserError(
+                f"cannot connect to {endpoint!r}: got {error.strerror or error}, expected tcp://host:port or "
+                f"ipc:///path/of/a/socket: correct the address"
+            ) from None
         self.endpoint = endpoint
 
     def send(self, frames: Sequence[Any]) -> bool:

@@ -15,6 +15,7 @@ import pytest
 
 import streampack as sp
 from streampack.errors import MeshError, Rejected, Unreachable, UserError
+from streampack.transport import Dealer, Router
 from tests.integration.running import (
     RunningBroker,
     folder,
@@ -150,6 +151,33 @@ def test_a_client_that_nobody_answers_says_so() -> None:
         sp.connect("tcp://127.0.0.1:1", timeout_s=0.5)
     with pytest.raises(UserError, match="expected tcp://host:port or ipc:///path"):
         sp.connect("localhost")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "said"),
+    [
+        ("tcp://localhost:*", "to connect to, expected a host and the port"),
+        ("tcp://localhost:0", "to connect to, expected a host and the port"),
+        ("tcp://*:7402", "to connect to, expected a host and the port"),
+        ("tcp://no host:7402", "expected tcp://host:port or ipc:///path"),
+        ("tcp://localhost:\u00b2", "expected tcp://host:port or ipc:///path"),
+        ("tcp://a/b:7402", "cannot connect to 'tcp://a/b:7402': got Invalid argument"),
+    ],
+)
+def test_an_address_that_nobody_can_connect_to_is_refused(endpoint: str, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        Dealer(endpoint, 1 << 20)
+    assert endpoint in str(error.value)
+    assert said in str(error.value)
+
+
+def test_an_address_may_leave_the_port_open_to_listen_on() -> None:
+    for endpoint in ("tcp://127.0.0.1:*", "tcp://127.0.0.1:0"):
+        router = Router(endpoint, 1 << 20)
+        router.close()
+        assert not router.endpoint.endswith((":*", ":0"))
+    with pytest.raises(UserError, match="got endpoint 'tcp://no host:1', expected tcp://host:port"):
+        Router("tcp://no host:1", 1 << 20)
 
 
 def test_status_of_nobody_may_be_tried_again_and_health_is_bad() -> None:
