@@ -8,6 +8,7 @@ promises; the metrics are read from the same snapshot, so that both always agree
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from dataclasses import asdict
@@ -86,7 +87,7 @@ class Reporter:
             "tokens_per_s": self._rate(now, totals.tokens),
             "streams": _streams(core),
             "producers": core.leases.num_producers,
-            "readers": core.readers.stats(),
+            "readers": _readers(core),
             "all_ranks_attached": core.readers.joined,
             "window": {"samples": core.former.num_samples, "tokens": core.former.queued_tokens},
             "memory": {
@@ -166,6 +167,16 @@ def _waste(core: Broker) -> dict[str, int]:
         "pack_tail": (totals.packs - totals.empty_packs) * budget - totals.slot_tokens,
         "empty_pack": totals.empty_packs * budget,
     }
+
+
+def _readers(core: Broker) -> list[Snapshot]:
+    """A row a rank; of the figures that a client sends, those that are numbers: JSON has no others."""
+    rows: list[Snapshot] = []
+    for row in core.readers.stats():
+        stats = row["stats"]
+        assert isinstance(stats, dict)
+        rows.append(row | {"stats": {key: value for key, value in stats.items() if math.isfinite(value)}})
+    return rows
 
 
 def _streams(core: Broker) -> list[Snapshot]:

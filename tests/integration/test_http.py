@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import urllib.error
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from streampack_services.broker import BrokerService
 from streampack_services.http import HttpServer
 from streampack_services.metrics import METRICS
+from streampack_services.status import Reporter
 
 import streampack as sp
 from streampack.config import BrokerConfig, Listen, StreamSettings
@@ -158,6 +160,26 @@ def test_readiness_follows_the_state_and_liveness_the_loop() -> None:
         service.snapshot = service.snapshot | {"ready": True, "taken_at": time.time() - 60}
         assert answer(server.url + "/livez")[0] == 503
         assert "&lt;b&gt;&amp;" in answer(server.url + "/")[1]
+    finally:
+        server.close()
+        service.close()
+
+
+def test_figures_of_a_client_that_are_no_numbers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    listen = Listen(producers="tcp://127.0.0.1:*", trainers="tcp://127.0.0.1:*")
+    service = BrokerService(BrokerConfig(streams={"web": StreamSettings()}, listen=listen, memory="64MiB"))
+    stats = {"starved_fraction": math.nan, "next_p99_ms": math.inf, "steps": 3.0}
+    ranks = dict.fromkeys(("dp_rank", "cp_rank", "tp_rank", "pp_rank"), 0)
+    row = {**ranks, "where": "node1", "done_upto": 0, "have_upto": 0, "stats": stats}
+    server = HttpServer("127.0.0.1:0", lambda: service.snapshot)
+    server.start()
+    try:
+        monkeypatch.setattr(service.core.readers, "stats", lambda: [row])
+        service.snapshot = Reporter(service).take(time.monotonic())
+        code, text = answer(server.url + "/status")
+        assert code == 200
+        assert json.loads(text)["readers"] == [row | {"stats": {"steps": 3.0}}]
+        assert answer(server.url + "/metrics")[0] == 200
     finally:
         server.close()
         service.close()
