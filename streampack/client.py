@@ -76,9 +76,9 @@ def connect(
     """
     if format not in FORMATS:
         raise UserError(f"got format {format!r}, expected one of: {', '.join(FORMATS)}")
-    if prefetch < 1:
-        raise UserError(f"got prefetch={prefetch}, expected at least 1 step")
-    return Client(_endpoint(endpoint), feed, _mesh(mesh), prefetch, timeout_s)
+    if not isinstance(prefetch, int) or prefetch < 1:
+        raise UserError(f"got prefetch={prefetch!r}, expected at least 1 step")
+    return Client(_endpoint(endpoint, timeout_s), feed, _mesh(mesh), prefetch, timeout_s)
 
 
 def _mesh(mesh: Mesh | Mapping[str, int] | None) -> Mesh:
@@ -86,16 +86,16 @@ def _mesh(mesh: Mesh | Mapping[str, int] | None) -> Mesh:
         return mesh
     try:
         return msgspec.convert(dict(mesh or {}), Mesh)
-    except (msgspec.ValidationError, ValueError) as error:
+    except (msgspec.ValidationError, ValueError, TypeError) as error:
         raise MeshError(f"mesh: {error}; expected sizes dp, cp, tp, pp and ranks dp_rank, cp_rank, ...") from None
 
 
-def _endpoint(endpoint: str | None) -> str:
+def _endpoint(endpoint: str | None, timeout_s: float) -> str:
     found = endpoint or os.environ.get("STREAMPACK_ENDPOINT")
     if not found:
         raise UserError("got no endpoint, expected tcp://host:port, or STREAMPACK_ENDPOINT in the environment")
     if found.startswith("file://"):
-        return read_rendezvous(Path(found.removeprefix("file://")), "trainers")
+        return read_rendezvous(Path(found.removeprefix("file://")), "trainers", timeout_s)
     return found
 
 
@@ -115,7 +115,7 @@ def read_rendezvous(path: Path, side: str, timeout_s: float = 60.0) -> str:
                     f"is the broker running?"
                 ) from None
             time.sleep(0.2)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise Unreachable(f"{path}: is no rendezvous file of a broker: {error}") from None
 
 
@@ -143,15 +143,15 @@ class Client:
         self._counts = {"steps": 0, "packs": 0, "tokens": 0, "wait_s": 0.0, "starved_s": 0.0}
         self._started = self._steady = time.monotonic()
         self._slabs = Slabs()
-        self._current: Iterator[Step] | None = None
-        self._packs: Iterator[Pack] | None = None
+        self._in_use: int | None = None
+        self._packs: Iterator[Pack] = iter(())
         dealer = Dealer(endpoint, MAX_MESSAGE_BYTES, linger_ms=500)
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-client", daemon=True)
         self._thread.start()
         try:
             self._wait_for(lambda: self._attached)
-        except StreampackError:
+        except BaseException:  # Ctrl-C too: an orphan would hold the rank
             self.close()
             raise
 
@@ -162,30 +162,35 @@ class Client:
 
     def __next__(self) -> Pack:
         """The rank's next pack. Raises StopIteration at the end, on the same step on every rank."""
-        while True:
-            if self._packs is not None:
-                pack = next(self._packs, None)
-                if pack is not None:
-                    return pack
-            if self._current is None:
-                self._current = self.steps()
-            self._packs = iter(next(self._current))
+        while (pack := next(self._packs, None)) is None:
+            step = self._next_step()
+            if step is None:
+                raise StopIteration
+            self._packs = iter(step)
+        return pack
 
     def steps(self) -> Iterator[Step]:
-        """The rank's steps, from the next one not returned on."""
-        while True:
-            began = time.perf_counter()
-            self._wait_for(lambda: bool(self._ready) or self._ended)
-            self._note_wait(time.perf_counter() - began)
-            if not self._ready:
-                return
-            step = self._ready.popleft()
-            self._counts["steps"] += 1
-            self._counts["packs"] += len(step)
-            self._counts["tokens"] += int(sum(int(pack.cu_seqlens[-1]) for pack in step.packs))
+        """The rank's steps, from the next one on; a step is returned when the one after it is asked for."""
+        while (step := self._next_step()) is not None:
             yield step
-            self._returned.append(step.index + 1)
+
+    def _next_step(self) -> Step | None:
+        """The next step, or None after the last; the one before it has been returned, whoever asks."""
+        if self._in_use is not None:
+            self._returned.append(self._in_use + 1)
+            self._in_use = None
             self._waker.wake()
+        began = time.perf_counter()
+        self._wait_for(lambda: bool(self._ready) or self._ended)
+        self._note_wait(time.perf_counter() - began)
+        if not self._ready:
+            return None
+        step = self._ready.popleft()
+        self._in_use = step.index
+        self._counts["steps"] += 1
+        self._counts["packs"] += len(step)
+        self._counts["tokens"] += sum(int(pack.cu_seqlens[-1]) for pack in step)
+        return step
 
     def stats(self) -> dict[str, float]:
         """Counts and times so far: ``steps``, ``packs``, ``tokens`` (real ones of this rank's packs), ``wait_s``,

@@ -60,6 +60,9 @@ class Pack(Mapping[str, Any]):
     slices: I64
     """[k, 2] the parts [start, stop) of the whole pack that this rank holds, in its order."""
 
+    __eq__ = object.__eq__  # a Mapping's would compare arrays
+    __hash__ = object.__hash__
+
     def positions(self) -> I64:
         """[T'] where in the whole pack each token lies."""
         return positions_of(self.slices[:, 0], self.slices[:, 1])

@@ -1,8 +1,9 @@
 """The producer: reads what it is leased, cuts it into chunks and sends them. A thin shell.
 
-All decisions are ``core.producer_session``'s; this module reads sources, computes checksums and
-owns the socket, in one thread. Sources give records; chunks of up to ``max_chunk_bytes`` are what
-travels, because a hop of ZeroMQ costs by the message.
+All decisions are ``core.producer_session``'s. One thread owns the socket and pings, whatever
+happens; another reads, tokenizes and computes checksums, one chunk at a time. Sources give
+records; chunks of up to ``max_chunk_bytes`` are what travels, because a hop of ZeroMQ costs by
+the message.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -23,7 +26,7 @@ from numpy.typing import NDArray
 
 from streampack import wire
 from streampack.core.events import Effect, FromBroker, Report, Send, Tick
-from streampack.core.messages import Lease, Offer
+from streampack.core.messages import OVERLONG, Lease, Offer
 from streampack.core.producer_session import (
     Chunk,
     EndOfPartition,
@@ -46,7 +49,9 @@ TICK_S = 0.2
 TELL_S = 0.5
 SAY_S = 5.0
 """A wait longer than this is said, and what for."""
-MAX_CHUNK_SAMPLES = 4096
+CHUNK_SAMPLES = 4096
+CHUNK_S = 0.5
+"""A chunk is sent with fewer samples and bytes if it took so long to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class Batch:
     lengths: NDArray[np.uint32]
     cursor: Cursor
     rejected: dict[str, int]
+    lost_tokens: int = 0
+    """Of samples cut or dropped because they were too long even to be sent."""
 
 
 @runtime_checkable
@@ -87,21 +94,24 @@ def batches(source: Source, lease: Lease) -> Iterator[Batch]:
     )
     tokens: list[NDArray[np.int32]] = []
     rejected: dict[str, int] = {}
-    held = 0
+    held = lost = 0
     cursor: Cursor | None = None
+    began = time.monotonic()
     for record in records:
         sample, reason = _admitted(record, lease, int(np.iinfo(dtype).max))
-        if tokens and (held + len(sample) > room or len(tokens) >= MAX_CHUNK_SAMPLES):
-            assert cursor is not None
-            yield _batch(tokens, cursor, rejected, dtype)
-            tokens, rejected, held = [], {}, 0
+        full = held + len(sample) > room or len(tokens) >= CHUNK_SAMPLES or time.monotonic() - began > CHUNK_S
+        if tokens and full and cursor is not None:
+            yield _batch(tokens, cursor, rejected, lost, dtype)
+            tokens, rejected, held, lost, began = [], {}, 0, 0, time.monotonic()
         tokens.append(sample)
         held += len(sample)
         cursor = record.cursor
         if reason:
             rejected[reason] = rejected.get(reason, 0) + 1
+        if record.reason is None and reason in (None, OVERLONG):
+            lost += len(record.tokens) - len(sample)
     if tokens and cursor is not None:
-        yield _batch(tokens, cursor, rejected, dtype)
+        yield _batch(tokens, cursor, rejected, lost, dtype)
 
 
 def _admitted(record: Record, lease: Lease, largest: int) -> tuple[NDArray[np.int32], str | None]:
@@ -121,7 +131,7 @@ def _admitted(record: Record, lease: Lease, largest: int) -> tuple[NDArray[np.in
     if lease.overlong == "truncate":
         return tokens[: lease.max_sample_tokens], None
     if lease.overlong == "drop":
-        return tokens[:0], "overlong"
+        return tokens[:0], OVERLONG
     advice = (
         "set rules.overlong to truncate, split or drop, or raise rules.budget"
         if lease.overlong == "error"
@@ -133,10 +143,10 @@ def _admitted(record: Record, lease: Lease, largest: int) -> tuple[NDArray[np.in
 
 
 def _batch(
-    tokens: list[NDArray[np.int32]], cursor: Cursor, rejected: dict[str, int], dtype: np.dtype[np.int32]
+    tokens: list[NDArray[np.int32]], cursor: Cursor, rejected: dict[str, int], lost: int, dtype: np.dtype[np.int32]
 ) -> Batch:
     lengths = np.array([len(sample) for sample in tokens], np.uint32)
-    return Batch(np.concatenate(tokens).astype(dtype, copy=False), lengths, cursor, rejected)
+    return Batch(np.concatenate(tokens).astype(dtype, copy=False), lengths, cursor, rejected, lost)
 
 
 def chunk_of(batch: Batch, key: Key, session: Session) -> Chunk:
@@ -154,7 +164,7 @@ def chunk_of(batch: Batch, key: Key, session: Session) -> Chunk:
         key=key, session=session, lengths_u32=batch.lengths.astype("<u4").tobytes(),
         crcs_u32=np.array(crcs, "<u4").tobytes(), loss_tokens_u32=loss.tobytes(), num_samples=len(lengths),
         num_bytes=len(data), cursor=(batch.cursor.pass_, batch.cursor.shard, batch.cursor.sample),
-        rejected=batch.rejected, payload=(data,),
+        rejected=batch.rejected, lost_tokens=batch.lost_tokens, payload=(data,),
     )  # fmt: skip
 
 
@@ -190,6 +200,9 @@ class ProducerLoop:
         self._endpoint = endpoint
         self._reads: deque[Read] = deque()
         self._readers: dict[tuple[Key, Session], Iterator[Batch]] = {}
+        self._asked: SimpleQueue[tuple[Read, Iterator[Batch]] | None] = SimpleQueue()
+        self._answers: deque[tuple[Read, Batch | None, Chunk | None] | BaseException] = deque()
+        self._reading = False
         self._finish: Finish | None = None
         self._stopping = False
         self._started = self._told_at = self._idle_since = self._said_at = time.monotonic()
@@ -208,14 +221,16 @@ class ProducerLoop:
     def run(self) -> None:
         """Produce until done; closes the socket in any case."""
         poller = Poller([self._dealer], self._waker)
+        threading.Thread(target=self._read_all, name="streampack-read", daemon=True).start()
         try:
             while self._finish is None:
-                poller.wait(0.0 if self._reads else TICK_S)
+                poller.wait(TICK_S)
                 self._turn()
         except StreampackError as error:
             self._perform(self._session.handle(Failed(str(error))))
             raise
         finally:
+            self._asked.put(None)
             self._dealer.close()
             self._waker.close()
         if self._finish.error:
@@ -232,8 +247,10 @@ class ProducerLoop:
         self._perform(self._session.handle(Tick(time.monotonic())))
         if self._stopping:
             self._perform(self._session.handle(Leave()))
-        if self._reads and self._finish is None:
-            self._read(self._reads.popleft())
+        while self._answers:
+            self._take(self._answers.popleft())
+        while self._reads and not self._reading:
+            self._ask(self._reads.popleft())
         self._say()
 
     def _perform(self, effects: list[Effect]) -> None:
@@ -249,7 +266,8 @@ class ProducerLoop:
             elif isinstance(effect, Finish):
                 self._finish = effect
 
-    def _read(self, read: Read) -> None:
+    def _ask(self, read: Read) -> None:
+        """Have the thread read the next chunk of a lease that is still held."""
         lease = read.lease
         key = (lease.stream, lease.partition)
         held = self._session.held.get(key)
@@ -260,15 +278,36 @@ class ProducerLoop:
             source = self._sources[lease.stream]
             reader = source.batches(lease) if isinstance(source, BatchSource) else batches(source, lease)
             self._readers[key, read.session] = reader
-        batch = next(reader, None)
-        if batch is None:
-            self._perform(self._session.handle(EndOfPartition(key, read.session)))
+        self._reading = True
+        self._asked.put((read, reader))
+
+    def _read_all(self) -> None:
+        """The reading thread: one chunk at a time, however long that takes, while the loop goes on pinging."""
+        while (asked := self._asked.get()) is not None:
+            read, reader = asked
+            try:
+                batch = next(reader, None)
+                key = (read.lease.stream, read.lease.partition)
+                chunk = chunk_of(batch, key, read.session) if batch is not None else None
+                if self._pause_s:
+                    time.sleep(self._pause_s)
+                self._answers.append((read, batch, chunk))
+            except BaseException as error:
+                self._answers.append(error)
+            self._waker.wake()
+
+    def _take(self, answer: tuple[Read, Batch | None, Chunk | None] | BaseException) -> None:
+        self._reading = False
+        if isinstance(answer, BaseException):
+            raise answer
+        read, batch, chunk = answer
+        stream = read.lease.stream
+        if batch is None or chunk is None:
+            self._perform(self._session.handle(EndOfPartition((stream, read.lease.partition), read.session)))
             return
-        samples, tokens = self.progress.sent[lease.stream]
-        self.progress.sent[lease.stream] = (samples + len(batch.lengths), tokens + len(batch.tokens))
-        if self._pause_s:
-            time.sleep(self._pause_s)
-        self._perform(self._session.handle(chunk_of(batch, key, read.session)))
+        samples, tokens = self.progress.sent[stream]
+        self.progress.sent[stream] = (samples + len(batch.lengths), tokens + len(batch.tokens))
+        self._perform(self._session.handle(chunk))
 
     def _say(self) -> None:
         """Tell the progress, say what a long wait is for, give up on a broker that never answered."""
@@ -278,7 +317,7 @@ class ProducerLoop:
                 f"{self._endpoint}: got no answer in {self._timeout_s:g} s, expected a broker: "
                 f"is 'streampack broker' running, and listening for producers there?"
             )
-        self.progress.waiting = "" if self._reads else self._session.waiting_for()
+        self.progress.waiting = "" if self._reading else self._session.waiting_for()
         if not self.progress.waiting:
             self._idle_since = now
         elif min(now - self._idle_since, now - self._said_at) > SAY_S:

@@ -30,7 +30,7 @@ class Slabs:
         try:
             memory = idle.pop()
         except IndexError:
-            memory = mmap.mmap(-1, num_bytes)
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a fork has its own
         lent = (ctypes.c_char * num_bytes).from_buffer(memory)  # dies with its last view, unlike the mapping
         weakref.finalize(lent, idle.append, memory).atexit = False
         return lent

@@ -74,7 +74,7 @@ def plan(config: BrokerConfig) -> Plan:
     memory = parse_size(config.memory, "memory")
     size = np.dtype(config.tokens).itemsize
     chunk = parse_size(config.limits.chunk, "limits.chunk")
-    sample = max(config.limits.sample_tokens, rules.budget)
+    sample = max(config.limits.sample_tokens, rules.budget + 1)  # what is cut to it is still seen to be over-long
     block = max(chunk // size, 8 * rules.budget)  # large beside a stored sample: little is lost where none fits
     max_chunk = max(chunk // size, sample)
     least_quota = 2 * max_chunk

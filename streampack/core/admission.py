@@ -15,7 +15,7 @@ import numpy as np
 from streampack.core.effects import Store
 from streampack.core.intake import Intake, apply_overlong
 from streampack.core.merge import Merge
-from streampack.core.messages import MAX_CHUNK_SAMPLES, Envelope, Samples
+from streampack.core.messages import MAX_CHUNK_SAMPLES, OVERLONG, Envelope, Samples
 from streampack.core.samples import I64, SampleTable, index_of
 
 MAX_REASONS = 64
@@ -100,7 +100,8 @@ class Admission:
         counts.overlong += pieces.num_touched
         counts.lost_tokens += pieces.lost_tokens
         if skip == 0:
-            _count_reasons(counts.rejected, message.rejected)
+            counts.lost_tokens += message.lost_tokens
+            _count_reasons(counts, message.rejected)
         return Store(handles, offsets[source] + pieces.offset[kept], pieces.length[kept], envelope.payload)
 
     def _malformed(self, message: Samples, envelope: Envelope, total: int | None) -> str:
@@ -136,7 +137,11 @@ def lengths_of(message: Samples) -> I64:
     return np.frombuffer(message.lengths_u32, "<u4").astype(np.int64)
 
 
-def _count_reasons(counted: dict[str, int], rejected: dict[str, int]) -> None:
+def _count_reasons(counts: StreamCounts, rejected: dict[str, int]) -> None:
+    counted = counts.rejected
     for reason, count in rejected.items():
+        if reason == OVERLONG:
+            counts.overlong += count
+            continue
         known = reason if reason in counted or len(counted) < MAX_REASONS else "other"
         counted[known] = counted.get(known, 0) + count

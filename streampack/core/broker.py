@@ -21,6 +21,7 @@ from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.form import Former, Step
 from streampack.core.leases import Leases
 from streampack.core.merge import Merge
+from streampack.core.messages import Envelope
 from streampack.core.readers import Readers
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
@@ -110,6 +111,7 @@ class Broker:
 
     def _dispatch(self, event: Event) -> list[Effect]:
         if isinstance(event, (FromProducer, FromTrainer)):
+            self._outbid(event.envelope)
             if event.envelope.run not in (0, self.run) or event.envelope.epoch > self.epoch:
                 self.foreign += 1
                 return [Report("warning", "dropped a message of another run or of a newer broker")]
@@ -124,6 +126,12 @@ class Broker:
             self.draining = True
             return self.leases.drain() + self.readers.drain()
         return []
+
+    def _outbid(self, envelope: Envelope) -> None:
+        """A broker that has just started takes an epoch above the one that peers of its run still know."""
+        new = not self.former.next_step and not self.readers.num_readers and not self.leases.num_producers
+        if new and envelope.run == self.run and envelope.epoch > self.epoch:
+            self.epoch = self.leases.epoch = self.readers.epoch = envelope.epoch + 1
 
     @property
     def finished(self) -> bool:
@@ -161,17 +169,17 @@ class Broker:
         """Merge while the next step may need more, and there is room."""
         rules = self.rules
         target = 2 * rules.packs * rules.budget
-        took = False
+        effects: list[Effect] = []
         while (room := self._room()) > 0 and (self.former.queued_tokens < target or self.former.starved):
             taken = self._merge.take(min(room, target))
             self._blocked = taken.blocked
-            if not len(taken.handles):
+            if not len(taken.moved):
                 break
-            took = True
+            effects += self.leases.merged(taken.moved)
             self.former.admit(taken.handles, taken.lengths)
             self.held_tokens += int(taken.lengths.sum())
         self.former.closed = self._merge.closed
-        return self.leases.merged() if took else []
+        return effects
 
     def _room(self) -> int:
         return self.capacity.merged_tokens - self.held_tokens - self.capacity.max_sample_tokens

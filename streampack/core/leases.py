@@ -20,23 +20,29 @@ from streampack.core.events import Effect, Report
 from streampack.core.intake import MAX_UNMERGED, Intake
 from streampack.core.merge import Merge
 from streampack.core.messages import (
+    WRONG_SIDE,
+    Attach,
     Bye,
     Done,
     Envelope,
     Eos,
     Flow,
+    Get,
     Hello,
     Lease,
     Message,
     ProducerPing,
+    ReaderPing,
     Reject,
     Revoke,
     Samples,
     Sent,
     Who,
 )
-from streampack.core.samples import SampleTable
+from streampack.core.samples import I64, SampleTable
 
+REPEAT_S = 1.0
+"""Credits are said again this often, whether or not they changed."""
 SILENT_S = 15.0
 """A producer not heard of for so long has lost its leases."""
 
@@ -57,7 +63,7 @@ class Leases:
         self, run: int, epoch: int, seed: int, dtype: str, token_bytes: int, streams: list[StreamTerms],
         quota_bytes: int, max_sample_tokens: int, max_chunk_bytes: int, table: SampleTable, merge: Merge,
     ) -> None:  # fmt: skip
-        self._run, self._epoch, self._seed, self._dtype = run, epoch, seed, dtype
+        self._run, self.epoch, self._seed, self._dtype = run, epoch, seed, dtype
         self._token_bytes = token_bytes
         self._max_sample_tokens, self._max_chunk_bytes = max_sample_tokens, max_chunk_bytes
         self._merge = merge
@@ -74,6 +80,7 @@ class Leases:
         self._digests: dict[str, str] = {}
         self._sessions = 0
         self._now = 0.0
+        self._repeated = 0.0
         self._drained = False
         self.counts = self._admission.counts
         self._failed: dict[int, str] = {}  # why the last holder of a partition stopped, until samples come again
@@ -88,10 +95,14 @@ class Leases:
         message = envelope.message
         if isinstance(message, Hello):
             return self._hello(peer, message)
+        if isinstance(message, Attach | Get | ReaderPing):
+            return self._refuse(
+                peer, "wrong_address", f"{WRONG_SIDE}: this is where producers connect, see listen.trainers"
+            )
         name = self._by_peer.get(peer)
         if isinstance(message, Bye):
             return self._leave(name, message.reason or "said goodbye") if name is not None else []
-        if name is None or envelope.epoch < self._epoch:
+        if name is None or envelope.epoch < self.epoch:
             return self._send(peer, Who())
         self._producers[name].heard = now
         if isinstance(message, Samples):
@@ -111,8 +122,10 @@ class Leases:
         for name, producer in list(self._producers.items()):
             if now - producer.heard > SILENT_S:
                 effects += self._leave(name, f"silent for {SILENT_S:.0f} s")
-        for p in range(len(self.intakes)):
-            effects += self._flow(p, repeat=True)
+        if now - self._repeated >= REPEAT_S:
+            self._repeated = now
+            open_ = [p for p, intake in enumerate(self.intakes) if not intake.ended]
+            effects += [e for p in open_ for e in self._flow(p, repeat=True)]
         return effects
 
     def drain(self) -> list[Effect]:
@@ -121,10 +134,11 @@ class Leases:
         peers = [producer.peer for producer in self._producers.values()]
         return [e for peer in peers for e in self._send(peer, Bye(reason="the broker is stopping"))]
 
-    def merged(self) -> list[Effect]:
-        """The merge has taken samples: widen the credits that this frees."""
+    def merged(self, moved: I64) -> list[Effect]:
+        """The merge has taken samples of the partitions ``moved``: widen the credits that this frees."""
         effects: list[Effect] = []
-        for p, intake in enumerate(self.intakes):
+        for p in moved.tolist():
+            intake = self.intakes[p]
             intake.merged_seq = int(self._merge.merged_samples[p])
             intake.merged_tokens = int(self._merge.merged_tokens[p])
             effects += self._flow(p)
@@ -191,6 +205,11 @@ class Leases:
         for p, holder in enumerate(self._holder):
             if holder == name:
                 self._holder[p] = None
+        for stream in producer.offers:  # nothing of it was taken: the next producer may read other data
+            first, last = self._first[self._streams[stream][0] :][:2]
+            offered = any(stream in other.offers for other in self._producers.values())
+            if not offered and not any(intake.expected_seq for intake in self.intakes[first:last]):
+                self._digests.pop(stream, None)
         level = "info" if self.ended or "goodbye" in why else "warning"
         effects: list[Effect] = [Report(level, f"producer {producer.where} left: {why}")]
         return effects + [e for p in self._share_out() for e in self._lease(p)]
@@ -352,4 +371,4 @@ class Leases:
         return int(self._first[known[0]]) + partition
 
     def _send(self, peer: bytes, message: Message, session: int = 0) -> list[Effect]:
-        return [SendProducer(peer, Envelope(run=self._run, epoch=self._epoch, fence=session, message=message))]
+        return [SendProducer(peer, Envelope(run=self._run, epoch=self.epoch, fence=session, message=message))]

@@ -47,11 +47,13 @@ def phase(seed: int, stream: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Samples in merge order: ``handles`` and ``lengths`` int64 [n]; the partition waited for, or None."""
+    """Samples in merge order: ``handles`` and ``lengths`` int64 [n]; the partition waited for, or None;
+    the partitions that moved on, int64 [k], be it over rejected samples alone."""
 
     handles: I64
     lengths: I64
     blocked: int | None
+    moved: I64
 
 
 class MergeState(Struct, frozen=True):
@@ -110,12 +112,14 @@ class Merge:
             self._clock -= self._clock[self._live].min()
         bound = int((self._tail - self._head).sum())
         handles, lengths = np.empty(bound, np.int64), np.empty(bound, np.int64)
+        before = self.merged_samples.copy()
         count, blocked = merge_take(
             self._clock, self._stride, self._first, self._turn, self._live, self._head, self._tail, self._ended,
             self._handle, self._length, self._part, self.merged_samples, self.merged_tokens,
             max_tokens, handles, lengths,
         )  # fmt: skip
-        return Taken(handles[:count], lengths[:count], None if blocked < 0 else int(blocked))
+        moved = np.flatnonzero(self.merged_samples != before)
+        return Taken(handles[:count], lengths[:count], None if blocked < 0 else int(blocked), moved)
 
     def waiting(self, partition: int) -> int:
         """Entries of a partition not merged yet."""

@@ -23,6 +23,9 @@ Count = Annotated[int, Meta(ge=0, lt=2**62)]
 Small = Annotated[int, Meta(ge=0, lt=2**20)]
 Cursor = tuple[Count, Count, Count]
 """(pass, shard, sample): where a source goes on; only the source reads it."""
+OVERLONG = "overlong"
+"""Why a producer rejects what is too long even to be sent: counted with the over-long."""
+WRONG_SIDE = "got an address of the broker, but not the one for this side"
 MAX_STREAMS = 1024
 MAX_CHUNK_SAMPLES = 65_536
 
@@ -69,6 +72,8 @@ class Samples(Message, frozen=True, kw_only=True):
     loss_tokens_u32: bytes
     cursor: Cursor
     rejected: Annotated[dict[Name, Count], Meta(max_length=64)] = {}
+    lost_tokens: Count = 0
+    """Of over-long samples, cut or dropped before they were sent."""
 
 
 class Eos(Message, frozen=True, kw_only=True):

@@ -54,6 +54,7 @@ class Chunk(Event, frozen=True):
     cursor: Cursor
     rejected: dict[str, int]
     payload: tuple[object, ...]
+    lost_tokens: int = 0
 
 
 class EndOfPartition(Event, frozen=True):
@@ -272,7 +273,7 @@ class ProducerSession:
             samples = Samples(
                 stream=chunk.key[0], partition=chunk.key[1], base_seq=held.next_seq, lengths_u32=chunk.lengths_u32,
                 crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=chunk.cursor,
-                rejected=chunk.rejected,
+                rejected=chunk.rejected, lost_tokens=chunk.lost_tokens,
             )  # fmt: skip
             effects.append(self._send(samples, held.session, chunk.payload))
             held.next_seq = stop

@@ -19,16 +19,20 @@ from streampack.core.events import Effect, Report
 from streampack.core.form import Step
 from streampack.core.kept import LINEAGE, KeptSteps, mesh_refusal
 from streampack.core.messages import (
+    WRONG_SIDE,
     Attach,
     Attached,
     Bye,
     End,
     Envelope,
     Get,
+    Hello,
     Mesh,
     Message,
+    ProducerPing,
     ReaderPing,
     Reject,
+    Samples,
     Wait,
     Who,
 )
@@ -69,7 +73,7 @@ class Readers:
         self, run: int, epoch: int, feed: str, rules: Rules, dtype: str, token_bytes: int, layout: str,
         table: SampleTable, waiting_for: Callable[[], tuple[str, str]],
     ) -> None:  # fmt: skip
-        self._run, self._epoch, self._feed = run, epoch, feed
+        self._run, self.epoch, self._feed = run, epoch, feed
         self._rules, self._dtype, self._layout = rules, dtype, layout
         self._waiting_for = waiting_for
         self._readers: dict[Ranks, _Reader] = {}
@@ -113,13 +117,17 @@ class Readers:
         message = envelope.message
         if isinstance(message, Attach):
             return self._attach(peer, message)
+        if isinstance(message, Hello | Samples | ProducerPing):
+            return self._reject(
+                peer, "wrong_address", f"{WRONG_SIDE}: this is where trainers connect, see listen.producers"
+            )
         ranks = self._by_peer.get(peer)
         if isinstance(message, Bye):
             return self._leave(ranks, message.reason or "said goodbye") if ranks is not None else []
         if ranks is None:
             return self._send(peer, Who())
         reader = self._readers[ranks]
-        if (envelope.epoch, envelope.fence) != (self._epoch, self._attempt):
+        if (envelope.epoch, envelope.fence) != (self.epoch, self._attempt):
             return self._send(peer, self._attached(reader))
         reader.heard = now
         if isinstance(message, Get):
@@ -338,7 +346,7 @@ class Readers:
         return effects + self._send(peer, Reject(code=code, detail=detail[:2000]))
 
     def _envelope(self, message: Message) -> Envelope:
-        return Envelope(run=self._run, epoch=self._epoch, fence=self._attempt, message=message)
+        return Envelope(run=self._run, epoch=self.epoch, fence=self._attempt, message=message)
 
     def _send(self, peer: bytes, message: Message) -> list[Effect]:
         return [SendTrainer(peer, self._envelope(message))]

@@ -30,6 +30,7 @@ from streampack.core.effects import (
     Store,
 )
 from streampack.core.events import Effect, Event, FromBroker, Send, Tick
+from streampack.core.intake import MAX_UNMERGED
 from streampack.core.leases import SILENT_S
 from streampack.core.messages import (
     ALL,
@@ -424,10 +425,54 @@ def test_messages_of_an_older_broker_change_nothing() -> None:
 @pytest.mark.parametrize(("run", "epoch"), [(RUN + 1, EPOCH), (RUN, EPOCH + 1)])
 def test_messages_of_another_run_or_a_newer_broker_are_dropped_and_counted(run: int, epoch: int) -> None:
     bench = Bench()
+    bench.produce(b"0", hello("zero", "b"))
+    bench.said.clear()
     bench.handle(FromProducer(b"1", Envelope(run=run, epoch=epoch, fence=0, message=hello("one", "a"))))
     bench.handle(FromTrainer(b"2", Envelope(run=run, epoch=epoch, fence=0, message=attach("r"))))
     assert bench.core.foreign == 2
     assert not bench.said
+
+
+def test_a_broker_that_has_just_started_outbids_the_one_before_whatever_its_clock_says() -> None:
+    bench = Bench()
+    bench.handle(FromTrainer(b"2", Envelope(run=RUN, epoch=EPOCH + 7, fence=3, message=attach("r", next_step=4))))
+    bench.produce(b"1", hello("one", "a"))
+    assert bench.core.epoch == EPOCH + 8
+    assert bench.heard(b"2", Attached)
+    assert bench.core.foreign == 0
+
+
+def test_more_rejected_samples_than_may_wait_do_not_stop_the_merge() -> None:
+    """Credits widen when the merge passes over them, though it takes nothing."""
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a", "b"))
+    sessions = bench.sessions(b"1")
+    empty = [0] * 4096
+    for n in range(2 * MAX_UNMERGED // len(empty)):
+        for key, session in sorted(sessions.items()):
+            bench.samples(b"1", key, n * len(empty), empty, session)
+    assert bench.taken[:2] == [2 * MAX_UNMERGED] * 2  # the stream whose turn it is; the other waits for it
+
+
+@pytest.mark.parametrize("side", ["producers", "trainers"])
+def test_a_peer_at_the_other_sides_address_is_told(side: str) -> None:
+    bench = Bench()
+    if side == "producers":
+        bench.produce(b"1", attach("r"))
+    else:
+        bench.read(b"1", hello("one", "a"))
+    (refused,) = bench.heard(b"1", Reject)
+    assert refused.code == "wrong_address"
+    assert side in refused.detail
+
+
+def test_a_stream_of_which_nothing_was_taken_may_be_offered_with_other_data() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b", digest="mistaken"))
+    bench.produce(b"1", Bye(reason="goodbye"))
+    bench.produce(b"2", hello("two", "b", digest="mended"))
+    assert not bench.heard(b"2", Reject)
+    assert ("b", 0) in bench.sessions(b"2")
 
 
 def test_a_partial_overlap_of_a_chunk_is_cut() -> None:

@@ -105,7 +105,7 @@ def samples_of_an_old_session_are_taken(patch: Patch) -> None:
 @mutant("R5")
 def producers_of_an_old_broker_are_believed(patch: Patch) -> None:
     def receive(original: Any, self: Leases, peer: bytes, envelope: Envelope, now: float) -> Any:
-        return original(self, peer, _changed(envelope, epoch=self._epoch), now)
+        return original(self, peer, _changed(envelope, epoch=self.epoch), now)
 
     _wrap(patch, Leases, "receive", receive)
 
@@ -113,7 +113,7 @@ def producers_of_an_old_broker_are_believed(patch: Patch) -> None:
 @mutant("R5")
 def readers_of_an_old_broker_or_attempt_are_believed(patch: Patch) -> None:
     def receive(original: Any, self: Readers, peer: bytes, envelope: Envelope, now: float) -> Any:
-        return original(self, peer, _changed(envelope, epoch=self._epoch, fence=self._attempt), now)
+        return original(self, peer, _changed(envelope, epoch=self.epoch, fence=self._attempt), now)
 
     _wrap(patch, Readers, "receive", receive)
 
