@@ -24,6 +24,8 @@ from streampack.sources import SourceSettings, TokenizerSettings
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
 _MAX_BYTES = 1 << 62
+_MAX_CHUNK_BYTES = 256 << 20
+"""A quarter of the payload that a message may have (``wire.MAX_PAYLOAD_BYTES``)."""
 T = TypeVar("T")
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 """As long as a message can carry."""
@@ -153,6 +155,11 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
             )
         heaviest = max(stream.weight for stream in self.streams.values())
         for name, stream in self.streams.items():
+            if stream.repeat and stream.passes != 1:
+                raise ConfigError(
+                    f"streams.{name}: got repeat: true and passes: {stream.passes}, expected one of them: "
+                    f"repeat goes over the data for ever"
+                )
             if heaviest / stream.weight > MAX_WEIGHT_RATIO:
                 raise ConfigError(
                     f"streams.{name}.weight: got {stream.weight:g}, expected at least {heaviest / MAX_WEIGHT_RATIO:g}, "
@@ -164,7 +171,8 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
                 f"planned_mesh.dp: got {self.planned_mesh.dp}, expected a divisor of the {rules.packs} packs of a step"
             )
         parse_size(self.memory, "memory")
-        parse_size(self.limits.chunk, "limits.chunk")
+        if parse_size(self.limits.chunk, "limits.chunk") > _MAX_CHUNK_BYTES:
+            raise ConfigError(f"limits.chunk: got {self.limits.chunk}, expected at most {_MAX_CHUNK_BYTES >> 20}MiB")
         return self
 
 

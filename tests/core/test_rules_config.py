@@ -165,9 +165,11 @@ WEB = "streams: {web: {}}\n"
         (WEB + "feeds: {a: {}, b: {}}", "feeds: got 2 feeds, expected 1"),
         (WEB + "feeds: {train: {streams: [web, code]}}", "feeds.train.streams: got web, code, expected all of web"),
         ("streams: {a: {}, b: {weight: 1.0e-5}}", "streams.b.weight: got 1e-05, expected at least 0.000244141"),
+        ("streams: {a: {}, b: {repeat: true, passes: 3}}", "streams.b: got repeat: true and passes: 3, expected one"),
         # sizes
         (WEB + "memory: lots", "memory: got 'lots', expected a size such as 16GiB or 500MB"),
         (WEB + "limits: {chunk: 1 Mb}", "limits.chunk: got '1 Mb', expected a size such as 16GiB or 500MB"),
+        (WEB + "limits: {chunk: 257MiB}", "limits.chunk: got 257MiB, expected at most 256MiB"),
         # YAML
         ("streams: {", "is not YAML:"),
         ("streams:\n\t- a", "is not YAML:"),
@@ -210,6 +212,10 @@ def test_a_file_is_known_by_its_streams(tmp_path: Path) -> None:
 
 def broker(**tree: Any) -> BrokerConfig:
     return convert({"streams": {"web": {}}, **tree}, BrokerConfig).check()
+
+
+def test_the_largest_chunk_and_a_repeated_stream_of_one_pass_are_good() -> None:
+    assert broker(limits={"chunk": "256MiB"}, streams={"web": {"repeat": True, "passes": 1}}).streams["web"].repeat
 
 
 @pytest.mark.parametrize(
