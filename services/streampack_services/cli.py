@@ -214,7 +214,7 @@ def check(
     if as_json:
         print(json.dumps(found))
     else:
-        report.show_check(found)
+        report.show_check(found, file)
 
 
 @app.command()

@@ -213,14 +213,15 @@ def _check_producer(config: ProducerConfig) -> Tree:
     }  # fmt: skip
 
 
-def show_check(found: Tree) -> None:
-    """Print what ``check`` found."""
+def show_check(found: Tree, file: Path) -> None:
+    """Print what ``check`` found in ``file``."""
     console = _console()
     facts = Table.grid(padding=(0, 2))
-    for name, text in _broker_facts(found) if found["kind"] == "broker" else _producer_facts(found):
+    named, command = (_broker_facts, "broker") if found["kind"] == "broker" else (_producer_facts, "produce")
+    for name, text in named(found):
         facts.add_row(name, text)
     console.print(facts)
-    console.print(f"good: {'broker' if found['kind'] == 'broker' else 'producer'}.yaml can be used")
+    console.print(f"good: {file.name} can be used by streampack {command}", soft_wrap=True)
 
 
 def _broker_facts(found: Tree) -> list[tuple[str, str]]:

@@ -91,9 +91,9 @@ def test_names_are_shown_as_they_are_written(tmp_path: Path, capsys: pytest.Capt
     shown = capsys.readouterr().out
     assert "sft[/x]  feed train" in shown
     assert "web[a] :smile:" in shown
-    path = write(tmp_path / "b.yaml", {"run": "sft[/x]", "streams": {"web[a]": {}}, "listen": {"http": "[::1]:0"}})
+    path = write(tmp_path / "b[a].yaml", {"run": "sft[/x]", "streams": {"web[a]": {}}, "listen": {"http": "[::1]:0"}})
     shown = in_process("check", path).stdout
-    assert all(text in shown for text in ("sft[/x]", "stream web[a]", "[::1]:0"))
+    assert all(text in shown for text in ("sft[/x]", "stream web[a]", "[::1]:0", "good: b[a].yaml can be used"))
 
 
 def test_health_says_ready_and_ends_with_0(broker: RunningBroker) -> None:
@@ -127,6 +127,7 @@ def test_check_of_a_producer_looks_for_its_files(tmp_path: Path) -> None:
     path = write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards}}})
     shown = in_process("check", path)
     assert "1 jsonl files, tokenizer bytes" in " ".join(shown.stdout.split())
+    assert shown.stdout.splitlines()[-1] == "good: p.yaml can be used by streampack produce"
     path = write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards + ".gone"}}})
     assert "a.jsonl.gone: cannot be read" in the_error(in_process("check", path), 1)
 
