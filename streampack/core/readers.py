@@ -39,6 +39,8 @@ from streampack.core.messages import (
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 
+TELL_S = 1.0
+"""Readers that wait are told what for this often, and when they ping."""
 SILENT_S = 15.0
 """A reader not heard of for so long has lost its rank."""
 MAX_RANKS = 1 << 17
@@ -82,7 +84,8 @@ class Readers:
         self._steps = KeptSteps(feed, rules, token_bytes, layout, table)
         self._chains: dict[int, bytes] = {}
         self._attempt = 0
-        self._now = 0.0
+        self._now = self._told = 0.0
+        self._why: tuple[str, str] | None = None  # what all that wait are told, worked out once a tick
         self.released_upto = 0
         """Steps below are returned by every rank and forgotten."""
         self.formed_upto = 0
@@ -143,8 +146,10 @@ class Readers:
         for ranks, reader in list(self._readers.items()):
             if now - reader.heard > SILENT_S:
                 effects += self._leave(ranks, f"silent for {SILENT_S:.0f} s")
-        for reader in self._readers.values():
-            effects += self._wait(reader)
+        self._why = None
+        if now - self._told >= TELL_S:
+            self._told = now
+            effects += [e for reader in self._readers.values() for e in self._wait(reader)]
         return effects
 
     @property
@@ -201,6 +206,7 @@ class Readers:
         if not self._readers:
             self._attempt += 1
             self._returned.clear()
+        self._why = None
         at = message.next_step
         reader = _Reader(message.reader, peer, where, message.mesh, self._now, at, message.chain, at)
         self._readers[ranks], self._returned[ranks], self._by_peer[peer] = reader, at, ranks
@@ -208,7 +214,7 @@ class Readers:
         effects.append(Report("info", f"reader {where} took rank {message.mesh} of feed {self._feed!r}"))
         if len(self._readers) == self._num_ranks():
             effects.append(Report("info", f"all {len(self._readers)} ranks of feed {self._feed!r} are attached"))
-        return effects + self._release() + self._serve_all()
+        return effects + (self._release() + self._serve_all() if self.joined else [])
 
     def _attached(self, reader: _Reader) -> Attached:
         return Attached(
@@ -256,6 +262,7 @@ class Readers:
         return effects
 
     def _leave(self, ranks: Ranks, why: str) -> list[Effect]:
+        self._why = None
         reader = self._readers.pop(ranks)
         self._by_peer.pop(reader.peer, None)
         level = "info" if "goodbye" in why else "warning"
@@ -324,12 +331,11 @@ class Readers:
             return []
         if self.end is not None and reader.sent_upto >= self.end.num_steps:
             return self._send(reader.peer, self.end)
-        if not self.joined:
-            reason, detail = "join", self._missing()
-        elif reader.sent_upto < self.formed_upto:
+        if self.joined and reader.sent_upto < self.formed_upto:
             return self._serve(reader)
-        else:
-            reason, detail = self._waiting_for()
+        if self._why is None:
+            self._why = self._waiting_for() if self.joined else ("join", self._missing())
+        reason, detail = self._why
         wait = Wait(feed=self._feed, step=reader.sent_upto, reason=reason, detail=detail[:2000])
         return self._send(reader.peer, wait)
 

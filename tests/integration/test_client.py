@@ -105,3 +105,16 @@ def test_a_client_inherited_through_a_fork_is_refused(broker: RunningBroker) -> 
         assert child.exitcode == 0
         assert "after the fork" in said.get()
         assert sum(pack.num_samples for pack in loader) == 400
+
+
+def test_steps_are_returned_whoever_asks_for_the_next(broker: RunningBroker) -> None:
+    """A new iterator each time, and packs in between: all of one run."""
+    with streampack.connect(broker.trainers) as loader:
+        found: list[streampack.Pack] = []
+        while (step := next(loader.steps(), None)) is not None:
+            found += step
+            pack = next(iter(loader), None)
+            if pack is not None:
+                found += [pack, next(loader)]
+    assert sum(pack.num_samples for pack in found) == 400
+    assert len(found) > 2 * 20

@@ -1,0 +1,76 @@
+"""The producer's loop: slow reads, and what it says of samples that it cuts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import streampack
+from streampack.config import convert
+from streampack.core import leases
+from streampack.core.messages import Lease
+from streampack.producer import CHUNK_S, ProducerLoop, batches
+from streampack.sources import SourceSettings, open_source, open_tokenizer
+from streampack.sources.tokenizers import TokenizerSettings
+from tests.integration.running import running_broker, until, write_jsonl
+
+SETTINGS: dict[str, Any] = {
+    "tokens": "uint16",
+    "rules": {"budget": 256, "window": {"samples": 16}, "step": {"packs": 2}},
+    "streams": {"text": {"partitions": 1}},
+}
+
+
+def slow(text: str) -> list[int]:
+    time.sleep(0.02)
+    return list(text.encode())
+
+
+def lease(**changes: Any) -> Lease:
+    terms: dict[str, Any] = {
+        "stream": "text", "partition": 0, "partitions": 1, "first_seq": 0, "cursor": None, "seed": 0, "passes": 1,
+        "dtype": "int32", "overlong": "error", "poison": "error", "max_sample_tokens": 100, "max_chunk_bytes": 1 << 20,
+    }  # fmt: skip
+    return Lease(**terms | changes)
+
+
+def test_a_slow_tokenizer_sends_small_chunks_and_keeps_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = write_jsonl(tmp_path / "text.jsonl", [{"text": "t" * 50} for _ in range(100)])
+    settings = convert({"source": "jsonl", "shards": str(files)}, SourceSettings)
+    source = open_source(settings, open_tokenizer(TokenizerSettings(name=f"{__name__}:slow")))
+    began = time.monotonic()
+    first = next(batches(source, lease()))
+    assert time.monotonic() - began < 3 * CHUNK_S
+    assert 1 <= len(first.lengths) < 100
+    monkeypatch.setattr(leases, "SILENT_S", 1.0)
+    with running_broker(SETTINGS) as broker:
+        thread = threading.Thread(target=ProducerLoop(broker.producers, {"text": source}).run)
+        thread.start()
+        with streampack.connect(broker.trainers) as loader:
+            assert sum(pack.num_samples for pack in loader) == 100
+        thread.join(timeout=20)
+        assert broker.said.count("joined") == 1
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("truncate", 3), ("drop", 1)])
+def test_what_a_producer_cuts_is_counted(policy: str, kept: int, tmp_path: Path) -> None:
+    files = write_jsonl(tmp_path / "text.jsonl", [{"tokens": [1] * n} for n in (100, 300, 1000)])
+    source = open_source(convert({"source": "jsonl", "shards": str(files), "shuffle": False}, SourceSettings))
+    settings = SETTINGS | {"rules": SETTINGS["rules"] | {"overlong": policy}, "limits": {"sample_tokens": 10}}
+    with running_broker(settings) as broker:
+        thread = threading.Thread(target=ProducerLoop(broker.producers, {"text": source}).run)
+        thread.start()
+        with streampack.connect(broker.trainers) as loader:
+            samples = sum(pack.num_samples for pack in loader)
+        thread.join(timeout=20)
+        assert samples == kept
+        until(lambda: broker.status()["streams"][0]["samples"] == 3)
+        (stream,) = broker.status()["streams"]
+        assert stream["overlong"] == 2
+        assert stream["lost_tokens"] == 1400 - stream["tokens"]
