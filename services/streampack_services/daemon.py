@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from streampack_services.broker import BrokerService, keep_freed_memory
 from streampack_services.http import HttpServer
 
 log = logging.getLogger("streampack.broker")
+_LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):")
 
 
 def serve(config: BrokerConfig, *, exit_when_finished: bool = False) -> None:
@@ -84,6 +86,12 @@ def _rendezvous(service: BrokerService, http: str) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"rendezvous: {path}: cannot be written: {error.strerror}: choose another path") from None
     log.info("rendezvous file %s", path.absolute())
+    near = [side for side, url in service.endpoints.items() if _LOOPBACK.match(url)]
+    if near:
+        log.warning(
+            "the rendezvous file's addresses for %s are on loopback: other hosts cannot reach them: set listen",
+            " and ".join(near),
+        )
     try:
         yield
     finally:
