@@ -6,8 +6,10 @@ elsewhere and imported when it runs, so that ``--help`` is quick. Only this modu
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
 import signal
 import sys
 import traceback
@@ -52,6 +54,14 @@ def _our_bug() -> int:
     said = f"streampack: this is a bug of streampack {streampack.__version__}: please report it with the lines above"
     print(said, file=sys.stderr)
     return 1
+
+
+def _import_from_here() -> None:
+    """Let a tokenizer be a module of the current folder, as with ``python -m``; spawned processes inherit it."""
+    with contextlib.suppress(OSError):  # a folder that is gone has no modules
+        here = os.getcwd()
+        if not sys.flags.safe_path and here not in sys.path:
+            sys.path.insert(0, here)
 
 
 PACKERS: tuple[str, ...] = get_args(PackerName)
@@ -154,6 +164,7 @@ def produce(
     from streampack_services import producer
 
     logs.set_up(log_level, as_json=log_json)
+    _import_from_here()
     producer.produce(read_producer(config), timeout_s=timeout, level=log_level, as_json=log_json)
 
 
@@ -210,6 +221,7 @@ def check(
     """
     from streampack_services import report
 
+    _import_from_here()
     found = report.check(file)
     if as_json:
         print(json.dumps(found))

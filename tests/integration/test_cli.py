@@ -36,6 +36,8 @@ BROKER = {
     "memory": "64MiB",
 }
 
+EVERYWHERE = {"producers": "tcp://0.0.0.0:*", "trainers": "tcp://0.0.0.0:*", "http": "127.0.0.1:0"}
+
 
 @pytest.fixture(scope="module")
 def broker() -> Iterator[RunningBroker]:
@@ -130,6 +132,27 @@ def test_check_of_a_producer_looks_for_its_files(tmp_path: Path) -> None:
     assert shown.stdout.splitlines()[-1] == "good: p.yaml can be used by streampack produce"
     path = write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards + ".gone"}}})
     assert "a.jsonl.gone: cannot be read" in the_error(in_process("check", path), 1)
+
+
+def test_a_tokenizer_may_be_a_module_of_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "near_tokens.py").write_text("def encode(text):\n    return [len(text)] * 3\n")
+    shards = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}, {"text": "yy"}]))
+    source = {"source": "jsonl", "shards": shards, "tokenizer": {"name": "near_tokens:encode"}}
+    command = str(Path(sys.executable).with_name("streampack"))  # as installed: its own folder is first on the path
+    with running_broker({"rules": {"budget": 256}, "streams": {"web": {"partitions": 1}}}) as broker:
+        write(tmp_path / "p.yaml", {"broker": broker.producers, "streams": {"web": source}})
+        for arguments in (("check", "p.yaml"), ("produce", "-c", "p.yaml")):
+            done = subprocess.run([command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+            assert done.returncode == 0, done.stderr
+    assert "read 2 samples, 6 tokens" in done.stderr
+
+
+def test_a_rendezvous_file_that_only_this_host_can_use_is_warned_of(broker: RunningBroker) -> None:
+    said = "addresses for producers and trainers are on loopback: other hosts cannot reach them: set listen"
+    broker.wait_for(said)
+    with running_broker({**BROKER, "listen": EVERYWHERE}) as other:
+        other.wait_for("rendezvous file")
+        assert "other hosts" not in other.said
 
 
 @pytest.mark.parametrize(
