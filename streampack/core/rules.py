@@ -1,6 +1,6 @@
 """The planning constants that a run records: what FORM and DEAL depend on beside the samples.
 
-Two runs with equal rules and equal sources have equal steps, whatever machines, processes and
+Two runs with equal rules and equal samples have equal steps, whatever machines, processes and
 meshes they run on. ``digest`` names them; a trainer may insist on one.
 """
 
