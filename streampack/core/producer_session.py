@@ -166,8 +166,10 @@ class ProducerSession:
             return "an answer of the broker"
         if not self.held:
             return "a lease: other producers hold every partition, or all have ended"
+        if all(held.ended for held in self.held.values()):
+            return "the other producers: everything leased here is sent"
         if all(held.chunk is not None or held.ended for held in self.held.values()):
-            return "credit: the broker is full, trainers take no more"
+            return "credit: the broker holds all it may until trainers, or another stream's samples, move it on"
         return ""
 
     # Events

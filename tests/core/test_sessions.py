@@ -641,6 +641,16 @@ def sent(effects: list[Effect], kind: type[M]) -> list[M]:
     return [e.envelope.message for e in effects if isinstance(e, Send) and isinstance(e.envelope.message, kind)]
 
 
+def test_a_producer_that_has_sent_everything_does_not_blame_the_trainers() -> None:
+    session = producer()
+    session.handle(Tick(0.0))
+    session.handle(from_broker(lease(), fence=1))
+    assert session.waiting_for() == ""
+    (held,) = session.held.values()
+    session.handle(EndOfPartition((held.lease.stream, held.lease.partition), held.session))
+    assert "everything leased here is sent" in session.waiting_for()
+
+
 def test_a_lost_lease_heals() -> None:
     session = producer()
     assert sent(session.handle(Tick(0.0)), Hello)
