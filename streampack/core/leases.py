@@ -344,7 +344,7 @@ class Leases:
         number = self._stream_of[p]
         flow = Flow(
             stream=self._terms[number].name, partition=p - self._first[number], expected_seq=intake.expected_seq,
-            grant_seq=seq, grant_bytes=size, durable_seq=intake.expected_seq, ended=intake.ended,
+            grant_seq=seq, grant_bytes=size, durable_seq=0, ended=intake.ended,
         )  # fmt: skip
         return self._send(self._producers[holder].peer, flow, intake.session)
 

@@ -136,7 +136,8 @@ class Lease(Message, frozen=True, kw_only=True):
 
 class Flow(Message, frozen=True, kw_only=True):
     """What the broker has and what it allows, of one session: send samples below ``grant_seq``
-    and no more than ``grant_bytes`` in all. ``durable_seq``: below it nothing will be asked again."""
+    and no more than ``grant_bytes`` in all. ``durable_seq``: below it nothing will be asked again (rule
+    R1; 0 while the broker keeps no log)."""
 
     TYPE: ClassVar[int] = 11
     stream: Name
