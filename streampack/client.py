@@ -37,7 +37,7 @@ from streampack.errors import (
     UserError,
     WireError,
 )
-from streampack.formats import FORMATS, Pack, Step, build_step
+from streampack.packs import FORMATS, Pack, Step, build_step
 from streampack.slabs import Slabs
 from streampack.transport import Dealer, Poller, Waker, drain
 

@@ -17,7 +17,18 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
-from streampack.core.rules import MAX_WEIGHT_RATIO, Align, Balance, Overlong, PackerName, Positive, Rules
+from streampack.core.rules import (
+    MAX_WEIGHT_RATIO,
+    Align,
+    Balance,
+    Overlong,
+    PackerName,
+    Poison,
+    Positive,
+    Rules,
+    StreamRules,
+    TokenType,
+)
 from streampack.errors import ConfigError
 from streampack.sources import SourceSettings, TokenizerSettings
 
@@ -73,7 +84,7 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
     step: StepSettings = StepSettings()
     balance: Balance = Balance()
     overlong: Overlong = "error"
-    poison: Literal["error", "drop"] = "error"
+    poison: Poison = "error"
     tail: Literal["pad", "drop"] = "pad"
 
 
@@ -109,7 +120,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
     memory: str | int = "1GiB"
     seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
     merge: Literal["schedule"] = "schedule"
-    tokens: Literal["uint16", "int32"] = "int32"
+    tokens: TokenType = "int32"
     rules: RulesSettings = RulesSettings()
     planned_mesh: PlannedMesh = PlannedMesh()
     streams: Annotated[dict[Name, StreamSettings], Meta(min_length=1)]
@@ -134,12 +145,18 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
         derived = 2 * mesh.cp if mesh.cp > 1 else 1
         derived *= mesh.tp if mesh.tp > 1 else 1
         align = settings.align or Align(sample=derived, pack=derived)
-        streams = tuple((name, stream.weight, stream.partitions) for name, stream in self.streams.items())
+        streams = tuple(
+            StreamRules(
+                name, stream.weight, stream.partitions, None if stream.repeat else stream.passes,
+                settings.overlong, settings.poison,
+            )
+            for name, stream in self.streams.items()
+        )  # fmt: skip
         try:
             return Rules(
                 packer=settings.packer, budget=settings.budget, window=settings.window.samples, align=align,
-                packs=settings.step.packs, balance=settings.balance, overlong=settings.overlong, tail=settings.tail,
-                seed=self.seed, streams=streams,
+                packs=settings.step.packs, balance=settings.balance, tail=settings.tail, seed=self.seed,
+                tokens=self.tokens, streams=streams,
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"rules: {error}") from None

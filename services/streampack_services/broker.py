@@ -24,7 +24,6 @@ import numpy as np
 
 from streampack import wire
 from streampack.config import BrokerConfig, parse_size
-from streampack.core.admission import StreamTerms
 from streampack.core.broker import Broker, Capacity, needed_tokens
 from streampack.core.effects import (
     Drain,
@@ -58,10 +57,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a configuration comes to: rules, streams, and how memory is shared out (bytes and tokens)."""
+    """What a configuration comes to: rules, and how memory is shared out (bytes and tokens)."""
 
     rules: Rules
-    streams: list[StreamTerms]
     capacity: Capacity
     memory_bytes: int
     token_bytes: int
@@ -78,7 +76,7 @@ def plan(config: BrokerConfig) -> Plan:
     block = max(chunk // size, 8 * rules.budget)  # large beside a stored sample: little is lost where none fits
     max_chunk = max(chunk // size, sample)
     least_quota = 2 * max_chunk
-    partitions = sum(count for _, _, count in rules.streams)
+    partitions = sum(stream.partitions for stream in rules.streams)
     needed = needed_tokens(rules, sample)
     capacity = arena_tokens(memory, size, block)
     if capacity < needed + partitions * least_quota:
@@ -89,15 +87,8 @@ def plan(config: BrokerConfig) -> Plan:
         )
     quota = max(least_quota, min(capacity // 4, capacity - needed) // partitions)
     merged = capacity - quota * partitions
-    streams = [
-        StreamTerms(
-            name, stream.partitions, rules.budget, None if stream.repeat else stream.passes,
-            config.rules.overlong, config.rules.poison,
-        )
-        for name, stream in config.streams.items()
-    ]  # fmt: skip
     shares = Capacity(quota, merged, sample, max_chunk * size)
-    return Plan(rules, streams, shares, memory, size, block)
+    return Plan(rules, shares, memory, size, block)
 
 
 def keep_freed_memory() -> None:
@@ -124,7 +115,7 @@ class BrokerService:
         capacity = self.plan.capacity
         self.core = Broker(
             run=config.run_id, epoch=time.time_ns(), feed=config.feed, rules=self.plan.rules,
-            streams=self.plan.streams, capacity=capacity, dtype=config.tokens, token_bytes=self.plan.token_bytes,
+            capacity=capacity,
             layout=config.feeds[config.feed].cp_layout, steps_ahead=config.steps_ahead,
         )  # fmt: skip
         self.arena = Arena(self.plan.memory_bytes, config.tokens, self.plan.block_tokens)

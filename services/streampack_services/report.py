@@ -174,12 +174,13 @@ def _check_broker(config: BrokerConfig) -> Tree:
         check_endpoint(endpoint)
     parse_address(config.listen.http)
     size, capacity = np.dtype(config.tokens).itemsize, found.capacity
-    partitions = sum(count for _, _, count in found.rules.streams)
+    partitions = sum(stream.partitions for stream in found.rules.streams)
     rules = {key: value for key, value in msgspec.to_builtins(found.rules).items() if key != "streams"}
     return {
         "kind": "broker",
         "run": config.run,
-        "rules": rules | {"digest": found.rules.digest, "poison": config.rules.poison},
+        "rules": rules
+        | {"digest": found.rules.digest, "overlong": config.rules.overlong, "poison": config.rules.poison},
         "step_tokens": found.rules.packs * found.rules.budget,
         "micro_batches": found.rules.packs // config.planned_mesh.dp,
         "planned_mesh": msgspec.to_builtins(config.planned_mesh),

@@ -182,14 +182,14 @@ def _readers(core: Broker) -> list[Snapshot]:
 def _streams(core: Broker) -> list[Snapshot]:
     rows = []
     first = 0
-    for (name, weight, partitions), counts in zip(core.rules.streams, core.leases.counts, strict=True):
-        ended = sum(intake.ended for intake in core.leases.intakes[first : first + partitions])
-        first += partitions
+    for stream, counts in zip(core.rules.streams, core.leases.counts, strict=True):
+        ended = sum(intake.ended for intake in core.leases.intakes[first : first + stream.partitions])
+        first += stream.partitions
         rows.append(
             {
-                "stream": name,
-                "weight": weight,
-                "partitions": partitions,
+                "stream": stream.name,
+                "weight": stream.weight,
+                "partitions": stream.partitions,
                 "ended_partitions": ended,
                 "samples": counts.samples,
                 "tokens": counts.tokens,

@@ -16,6 +16,7 @@ from streampack.core.effects import Store
 from streampack.core.intake import Intake, apply_overlong
 from streampack.core.merge import Merge
 from streampack.core.messages import MAX_CHUNK_SAMPLES, OVERLONG, Envelope, Samples
+from streampack.core.rules import Rules
 from streampack.core.samples import I64, SampleTable, index_of
 
 MAX_REASONS = 64
@@ -33,6 +34,14 @@ class StreamTerms:
     passes: int | None = 1
     overlong: str = "error"
     poison: str = "error"
+
+
+def terms_of(rules: Rules) -> list[StreamTerms]:
+    """The terms of every stream of some rules, in their order."""
+    return [
+        StreamTerms(each.name, each.partitions, rules.budget, each.passes, each.overlong, each.poison)
+        for each in rules.streams
+    ]
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streampack.core.admission import StreamTerms
+from streampack.core.admission import terms_of
 from streampack.core.effects import Drain, Form, Formed, FromProducer, FromTrainer, Release
 from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.form import Former, Step
@@ -74,20 +74,20 @@ class Totals:
 class Broker:
     """One run's broker, for the feed ``feed``.
 
-    ``streams`` in the order of ``rules.streams``; ``dtype`` and ``token_bytes`` of a token;
     ``epoch`` higher than that of any broker of this run before; ``steps_ahead`` bounds the steps
     formed and not yet returned by all ranks.
     """
 
     def __init__(
-        self, *, run: int, epoch: int, feed: str, rules: Rules, streams: list[StreamTerms], capacity: Capacity,
-        dtype: str, token_bytes: int, layout: str = "zigzag", steps_ahead: int = 8,
+        self, *, run: int, epoch: int, feed: str, rules: Rules, capacity: Capacity, layout: str = "zigzag",
+        steps_ahead: int = 8,
     ) -> None:  # fmt: skip
         self.run, self.epoch, self.feed, self.rules, self.capacity = run, epoch, feed, rules, capacity
         self.table = SampleTable()
-        self._merge = Merge([w for _, w, _ in rules.streams], [p for _, _, p in rules.streams], rules.seed)
+        self._merge = Merge([s.weight for s in rules.streams], [s.partitions for s in rules.streams], rules.seed)
+        dtype, token_bytes = rules.tokens, rules.token_bytes
         self.leases = Leases(
-            run, epoch, rules.seed, dtype, token_bytes, streams, capacity.quota_tokens * token_bytes,
+            run, epoch, rules.seed, dtype, token_bytes, terms_of(rules), capacity.quota_tokens * token_bytes,
             capacity.max_sample_tokens, capacity.max_chunk_bytes, self.table, self._merge,
         )  # fmt: skip
         self.readers = Readers(

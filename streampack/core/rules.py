@@ -13,10 +13,13 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from streampack.core.fields import Field, check_fields
 from streampack.core.samples import I64
 
 Positive = Annotated[int, Meta(ge=1)]
 Overlong = Literal["error", "drop", "truncate", "split"]
+Poison = Literal["error", "drop"]
+TokenType = Literal["uint16", "int32"]
 MAX_WEIGHT_RATIO = 4096
 """Between the heaviest and the lightest stream: keeps the merge's clocks inside 64 bits."""
 PackerName = Literal["exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative"]
@@ -51,11 +54,23 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True):
         return costs
 
 
+class StreamRules(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run records of a stream: its share, how often its data is gone over (``passes``; None for ever),
+    and what happens to samples over the budget (``overlong``) or that cannot be used (``poison``)."""
+
+    name: str
+    weight: float = 1.0
+    partitions: int = 4
+    passes: int | None = 1
+    overlong: Overlong = "error"
+    poison: Poison = "error"
+
+
 class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The rules of one feed. ``budget`` tokens a pack, ``packs`` a step, ``window`` samples.
 
-    ``overlong`` says what happens to a sample longer than the budget, ``tail`` what happens to
-    the packs that do not fill the last step: ``pad`` adds empty packs, ``drop`` counts and drops them.
+    ``tail`` says what happens to the packs that do not fill the last step: ``pad`` adds empty packs,
+    ``drop`` counts and drops them. ``tokens`` is the dtype of token ids, ``fields`` what samples carry beside them.
     """
 
     budget: Positive = 8192
@@ -64,11 +79,12 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     packer: PackerName = "exact_fill"
     align: Align = Align()
     balance: Balance = Balance()
-    overlong: Overlong = "error"
     tail: Literal["pad", "drop"] = "pad"
     seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
-    streams: tuple[tuple[str, float, int], ...] = ()
-    """(name, weight, partitions) of each stream, in the order of their numbers."""
+    tokens: TokenType = "int32"
+    fields: tuple[Field, ...] = ()
+    streams: tuple[StreamRules, ...] = ()
+    """In the order of their numbers."""
 
     def __post_init__(self) -> None:
         if self.budget % self.align.pack:
@@ -80,6 +96,12 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             raise ValueError(
                 f"got align.pack {self.align.pack} and align.sample {self.align.sample}, expected a multiple"
             )
+        check_fields(self.fields)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token with all its fields of axis ``token``."""
+        return np.dtype(self.tokens).itemsize + sum(f.value_bytes for f in self.fields if f.axis == "token")
 
     @property
     def digest(self) -> str:

@@ -23,14 +23,16 @@ import glob
 import hashlib
 import importlib
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.fields import Field
 from streampack.errors import ConfigError, SourceError, UserError
 from streampack.sources.order import Cursor, sample_order, shard_order
 from streampack.sources.tokenizers import (
@@ -73,19 +75,24 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shuffle: bool = True
 
 
+NO_FIELDS: Mapping[str, NDArray[Any]] = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One sample as it was found.
 
     ``tokens``: [T] int32, T > 0, perhaps read-only; empty when rejected. ``reason``: None when good, else a word:
     ``empty``, ``dtype``, ``ragged``, ``range``, ``encoding``, ``json``, ``npy``, ``missing``, ``duplicate``,
-    ``tokenizer``. ``where``: for messages. ``cursor``: the place AFTER this record.
+    ``tokenizer``. ``where``: for messages. ``cursor``: the place AFTER this record. ``fields``: what it has beside
+    the tokens, by name: [T, ...] or, one a sample, [...].
     """
 
     tokens: NDArray[np.int32]
     reason: str | None
     where: str
     cursor: Cursor
+    fields: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NO_FIELDS)
 
 
 class Source(Protocol):
@@ -107,12 +114,14 @@ class Source(Protocol):
         *,
         seed: int,
         passes: int | None,
+        fields: Sequence[Field] = (),
         start: Cursor | None = None,
         skip: int = 0,
     ) -> Iterator[Record]:
         """The records of one partition from ``start`` (None: the beginning) on, ``skip`` of them left out unread.
 
-        ``passes``: how many in all, None for ever. A partition without samples yields nothing. Raises UserError
+        ``passes``: how many in all, None for ever. ``fields``: those that the run declares.
+        A partition without samples yields nothing. Raises UserError
         for arguments that cannot be, SourceError for files that are gone, broken or changed, or that ``start``
         was not made with.
         """
@@ -200,6 +209,7 @@ class ShardedSource:
         *,
         seed: int,
         passes: int | None,
+        fields: Sequence[Field] = (),
         start: Cursor | None = None,
         skip: int = 0,
     ) -> Iterator[Record]:

@@ -34,7 +34,7 @@ from streampack.core.messages import (
     StepPart,
     Who,
 )
-from streampack.core.rules import Align, PackerName, Rules
+from streampack.core.rules import Align, PackerName, Rules, StreamRules
 from streampack.errors import WireError
 
 # Messages of any type, from what their fields are declared to hold
@@ -91,7 +91,7 @@ def meshes(draw: st.DrawFn) -> Mesh:
 @st.composite
 def rules(draw: st.DrawFn) -> Rules:
     sample, factor = draw(st.integers(1, 64)), draw(st.integers(1, 8))
-    streams = st.tuples(st.text(max_size=9), st.floats(0.1, 9), st.integers(1, 9))
+    streams = st.builds(StreamRules, st.text(max_size=9), st.floats(0.1, 9), st.integers(1, 9))
     return Rules(
         budget=sample * factor * draw(st.integers(1, 10**6)), align=Align(sample=sample, pack=sample * factor),
         packer=draw(st.sampled_from(get_args(PackerName))), seed=draw(st.integers(0, 2**62 - 1)),

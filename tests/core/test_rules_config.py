@@ -18,7 +18,8 @@ from streampack.config import (
     read_either,
     read_producer,
 )
-from streampack.core.rules import Align, Balance, Rules
+from streampack.core.fields import Field
+from streampack.core.rules import Align, Balance, Rules, StreamRules
 from streampack.errors import ConfigError
 
 # Rules
@@ -29,26 +30,31 @@ def test_golden_digests_of_rules_are_held_still() -> None:
     assert Rules().digest == GOLDEN_DEFAULT
     full = Rules(
         budget=32768, packs=128, window=4096, packer="sliding_ffd", align=Align(sample=4, pack=64),
-        balance=Balance(kind="none", hidden_size=4096), overlong="split", tail="drop", seed=2**61,
-        streams=(("web", 0.75, 4), ("código", 0.25, 1)),
+        balance=Balance(kind="none", hidden_size=4096), tail="drop", seed=2**61,
+        streams=(StreamRules("web", 0.75, 4, overlong="split"), StreamRules("código", 0.25, 1)),
     )  # fmt: skip
     assert full.digest == GOLDEN_FULL
 
 
-GOLDEN_DEFAULT = "a9a61db30807a246f690744ff10b355f"
-GOLDEN_FULL = "75f71e380c1e75c044ac529502febd76"
+GOLDEN_DEFAULT = "78e51f81461d993af294d064019cf24b"
+GOLDEN_FULL = "e7f54cb91d72e6fed3011f03b6a302a8"
 
 
 def test_every_rule_changes_the_digest() -> None:
+    A, B = StreamRules("a"), StreamRules("b")
+    of_a: list[dict[str, Any]] = [
+        {"weight": 2.0}, {"partitions": 1}, {"passes": 2}, {"passes": None}, {"overlong": "drop"}, {"poison": "drop"},
+    ]  # fmt: skip
     changes: list[dict[str, Any]] = [
         {}, {"budget": 4096}, {"packs": 32}, {"window": 512}, {"packer": "concatenative"}, {"align": Align(pack=2)},
         {"align": Align(sample=2, pack=2)}, {"balance": Balance(kind="none")}, {"balance": Balance(a=1)},
-        {"balance": Balance(b=2)}, {"balance": Balance(hidden_size=4096)}, {"overlong": "drop"}, {"tail": "drop"},
-        {"seed": 1}, {"streams": (("a", 1.0, 1),)}, {"streams": (("a", 1.0, 2),)}, {"streams": (("a", 2.0, 1),)},
-        {"streams": (("b", 1.0, 1),)}, {"streams": (("a", 1.0, 1), ("b", 1.0, 1))},
-        {"streams": (("b", 1.0, 1), ("a", 1.0, 1))},
+        {"balance": Balance(b=2)}, {"balance": Balance(hidden_size=4096)}, {"tail": "drop"}, {"tokens": "uint16"},
+        {"fields": (Field(name="a", dtype="int8"),)}, {"fields": (Field(name="a", dtype="uint8"),)},
+        {"seed": 1}, *[{"streams": streams} for streams in ((A,), (B,), (A, B), (B, A))],
+        *[{"streams": (msgspec.structs.replace(A, **change),)} for change in of_a],
     ]  # fmt: skip
     assert {key for change in changes for key in change} == {field.name for field in msgspec.structs.fields(Rules)}
+    assert {"name", *(key for change in of_a for key in change)} == set(StreamRules.__struct_fields__)
     assert len({Rules(**change).digest for change in changes}) == len(changes)
 
 
@@ -238,8 +244,8 @@ def test_the_rules_are_those_of_the_file() -> None:
                "balance": {"kind": "none"}, "overlong": "split", "tail": "drop"},
     ).plan()  # fmt: skip
     assert found == Rules(
-        budget=4096, window=7, packs=9, packer="concatenative", balance=Balance(kind="none"), overlong="split",
-        tail="drop", seed=5, streams=(("b", 2.0, 3), ("a", 1.0, 4)),
+        budget=4096, window=7, packs=9, packer="concatenative", balance=Balance(kind="none"),
+        tail="drop", seed=5, streams=(StreamRules("b", 2.0, 3, overlong="split"), StreamRules("a", overlong="split")),
     )  # fmt: skip
     assert found.digest != broker(seed=6).plan().digest
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import wire
-from streampack.core.admission import StreamTerms
 from streampack.core.broker import Broker, Capacity, needed_tokens
 from streampack.core.client_session import Broken, ClientSession, Deliver, Ended, Returned
 from streampack.core.effects import (
@@ -69,7 +68,7 @@ from streampack.core.producer_session import (
     ProducerSession,
     Read,
 )
-from streampack.core.rules import Overlong, Rules
+from streampack.core.rules import Overlong, Rules, StreamRules
 
 RUN, EPOCH, BUDGET, QUOTA, MAX_SAMPLE = 9, 4, 16, 64, 32
 M = TypeVar("M", bound=Message)
@@ -80,14 +79,12 @@ class Bench:
 
     def __init__(self, *, overlong: Overlong = "error", merged: int = 0) -> None:
         self.rules = Rules(
-            budget=BUDGET, packs=4, window=4, overlong=overlong,
-            streams=(("a", 1.0, 2), ("b", 1.0, 1)),
+            budget=BUDGET, packs=4, window=4,
+            streams=(StreamRules("a", 1.0, 2, overlong=overlong), StreamRules("b", 1.0, 1, overlong=overlong)),
         )  # fmt: skip
-        terms = [StreamTerms(name, count, BUDGET, 1, overlong) for name, _, count in self.rules.streams]
         self.capacity = Capacity(QUOTA, merged or needed_tokens(self.rules, MAX_SAMPLE), MAX_SAMPLE, 4 * MAX_SAMPLE)
         self.core = Broker(
-            run=RUN, epoch=EPOCH, feed="train", rules=self.rules, streams=terms, capacity=self.capacity,
-            dtype="int32", token_bytes=4,
+            run=RUN, epoch=EPOCH, feed="train", rules=self.rules, capacity=self.capacity,
         )  # fmt: skip
         self.said: list[tuple[bytes, Envelope]] = []
         self.stored: list[Store] = []

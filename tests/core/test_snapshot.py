@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from streampack.core.form import Former, Step
 from streampack.core.merge import Merge
-from streampack.core.rules import Align, Rules
+from streampack.core.rules import Align, Rules, StreamRules
 from streampack.core.samples import I64, ROW, SampleTable
 from streampack.core.snapshot import Snapshot, restore, snapshot
 
@@ -18,7 +18,7 @@ PACKERS = ("exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative")
 
 
 def rules_of(packer: str) -> Rules:
-    streams = (("a", 0.7, 2), ("b", 0.3, 1))
+    streams = (StreamRules("a", 0.7, 2), StreamRules("b", 0.3, 1))
     return Rules(packer=packer, budget=64, window=8, packs=3, align=Align(sample=2, pack=4), streams=streams)  # type: ignore[arg-type]
 
 
@@ -28,7 +28,7 @@ class Planner:
     def __init__(self, rules: Rules, partitions: list[I64]) -> None:
         self.rules, self.partitions = rules, partitions
         self.table = SampleTable(16)
-        self.merge = Merge([weight for _, weight, _ in rules.streams], [count for _, _, count in rules.streams], 7)
+        self.merge = Merge([s.weight for s in rules.streams], [s.partitions for s in rules.streams], 7)
         self.former = Former(rules, self.table)
         self.pushed = [0] * len(partitions)
         self.steps: list[Step] = []

@@ -15,12 +15,11 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from streampack.core.admission import StreamTerms
 from streampack.core.form import Former, Step
 from streampack.core.intake import apply_overlong
 from streampack.core.merge import Merge
 from streampack.core.messages import Envelope, StepPart
-from streampack.core.rules import Align, Overlong, PackerName, Rules
+from streampack.core.rules import Align, Overlong, PackerName, Poison, Rules, StreamRules
 from streampack.core.samples import I64, SampleTable
 
 NUM_CASES = 8
@@ -28,6 +27,7 @@ BUDGET = 64
 MAX_SAMPLE = 128
 _PACKERS: tuple[PackerName, ...] = ("exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative")
 _OVERLONG: tuple[Overlong, ...] = ("truncate", "split", "drop", "error")
+_POISON: tuple[Poison, ...] = ("error", "drop")
 
 Id = tuple[int, int, int]
 """(stream, index, part)."""
@@ -42,18 +42,21 @@ class Case:
     counts: tuple[tuple[int, ...], ...]
     dp: int
     cp: int
-    dtype: str
     steps_ahead: int
 
     @property
     def names(self) -> list[str]:
-        return [name for name, _, _ in self.rules.streams]
+        return [stream.name for stream in self.rules.streams]
 
     @property
-    def terms(self) -> list[StreamTerms]:
-        """The streams as the broker is told of them."""
-        poison = "drop" if self.number % 2 else "error"
-        return [StreamTerms(n, p, BUDGET, 1, self.rules.overlong, poison) for n, _, p in self.rules.streams]
+    def dtype(self) -> str:
+        """Of a token."""
+        return self.rules.tokens
+
+    @property
+    def overlong(self) -> Overlong:
+        """Of every stream."""
+        return self.rules.streams[0].overlong
 
     @lru_cache  # noqa: B019 - cases live as long as the tests
     def lengths(self, stream: int, partition: int) -> I64:
@@ -62,7 +65,7 @@ class Case:
         count = self.counts[stream][partition]
         lengths = np.minimum(draw.geometric(1 / 16, count), BUDGET).astype(np.int64)
         lengths[draw.random(count) < 0.05] = BUDGET
-        if self.rules.overlong != "error":
+        if self.overlong != "error":
             lengths[draw.random(count) < 0.06] = draw.integers(BUDGET + 1, MAX_SAMPLE)
         if self.number % 2:
             lengths[draw.random(count) < 0.05] = 0
@@ -83,15 +86,18 @@ def case(number: int) -> Case:
     counts = tuple(
         tuple(int(n) for n in draw.integers(20, 90, int(draw.integers(1, 4)))) for _ in range(1 + number % 3)
     )
-    streams = tuple((f"s{s}", float(draw.integers(1, 5)), len(sizes)) for s, sizes in enumerate(counts))
+    overlong, poison = _OVERLONG[(number + number // 4) % 4], _POISON[number % 2]
+    streams = tuple(
+        StreamRules(f"s{s}", float(draw.integers(1, 5)), len(sizes), 1, overlong, poison)
+        for s, sizes in enumerate(counts)
+    )
     rules = Rules(
         budget=BUDGET, packs=4, window=int(draw.integers(8, 17)), packer=_PACKERS[number % 4],
-        align=Align(2 * cp, 2 * cp) if cp > 1 else Align(), overlong=_OVERLONG[(number + number // 4) % 4],
+        align=Align(2 * cp, 2 * cp) if cp > 1 else Align(), tokens="int32" if number % 2 else "uint16",
         tail="drop" if number == 5 else "pad", seed=number, streams=streams,
     )  # fmt: skip
     return Case(
-        number, rules, counts, dp=(1, 2, 4)[number % 3], cp=cp, dtype="int32" if number % 2 else "uint16",
-        steps_ahead=int(draw.integers(2, 9)),
+        number, rules, counts, dp=(1, 2, 4)[number % 3], cp=cp, steps_ahead=int(draw.integers(2, 9)),
     )  # fmt: skip
 
 
@@ -111,11 +117,11 @@ def reference(number: int) -> Reference:
     """Case ``number`` packed offline; every sample is seen to be there exactly once."""
     this = case(number)
     rules, table = this.rules, SampleTable()
-    merge = Merge([w for _, w, _ in rules.streams], [p for _, _, p in rules.streams], rules.seed)
+    merge = Merge([s.weight for s in rules.streams], [s.partitions for s in rules.streams], rules.seed)
     tokens: dict[int, NDArray[Any]] = {}
     expected: set[Id] = set()
     place = 0
-    for stream, (_, _, partitions) in enumerate(rules.streams):
+    for stream, partitions in enumerate(s.partitions for s in rules.streams):
         for partition in range(partitions):
             _enter(this, stream, partition, place, merge, table, tokens, expected)
             place += 1
@@ -191,8 +197,8 @@ def _enter(
     tokens: dict[int, NDArray[Any]], expected: set[Id],
 ) -> None:  # fmt: skip
     lengths = this.lengths(stream, partition)
-    pieces = apply_overlong(lengths, BUDGET, this.rules.overlong)
-    partitions = this.rules.streams[stream][2]
+    pieces = apply_overlong(lengths, BUDGET, this.overlong)
+    partitions = this.rules.streams[stream].partitions
     handles = np.full(len(pieces.length), -1, np.int64)
     for i, (seq, offset, length, part) in enumerate(
         zip(pieces.source.tolist(), pieces.offset.tolist(), pieces.length.tolist(), pieces.part.tolist(), strict=True)

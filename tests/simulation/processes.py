@@ -60,10 +60,10 @@ class BrokerProcess:
         merged = needed_tokens(case.rules, MAX_SAMPLE)
         self.capacity = Capacity(QUOTA, merged, MAX_SAMPLE, MAX_SAMPLE * size)
         self.core = Broker(
-            run=RUN, epoch=epoch, feed="train", rules=case.rules, streams=case.terms, capacity=self.capacity,
-            dtype=case.dtype, token_bytes=size, steps_ahead=case.steps_ahead,
+            run=RUN, epoch=epoch, feed="train", rules=case.rules, capacity=self.capacity,
+            steps_ahead=case.steps_ahead,
         )  # fmt: skip
-        partitions = sum(p for _, _, p in case.rules.streams)
+        partitions = sum(stream.partitions for stream in case.rules.streams)
         self.live_tokens = merged + QUOTA * partitions
         blocks = int(self.live_tokens * SLACK / MAX_SAMPLE) + 4
         self.arena = Arena(blocks * MAX_SAMPLE * size, case.dtype, MAX_SAMPLE)

@@ -18,7 +18,7 @@ from streampack.core.messages import Attached, Envelope, Mesh, StepPart, Wait
 from streampack.core.rules import Align, Rules
 from streampack.core.samples import I64
 from streampack.errors import WireError
-from streampack.formats import Pack, Step, build_step
+from streampack.packs import Pack, Step, build_step
 from streampack.slabs import Slabs
 
 IGNORED = -100

@@ -1,0 +1,133 @@
+"""Fields: what a sample carries beside its token ids, declared once for a run.
+
+Every sample has ``input_ids``. A run may declare more: one value a token (a loss mask, advantages,
+router choices) or one a sample (a reward). A declaration fixes dtype, trailing shape, what stands
+at padding, whether a value speaks of its own token or of the next prediction's target, and what
+context parallelism does to it. Producers send all of them unshifted; the broker shifts those with
+``align: target`` inside each sample, before any split. The core knows their sizes, never values.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+DType = Literal[
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
+    "float16", "bfloat16", "float32", "float64",
+]  # fmt: skip
+MAX_FIELDS = 32
+MAX_VALUE_BYTES = 4096
+"""Of one token's value in one field."""
+MAX_SAMPLE_BYTES = 1024
+"""Of one sample's values in all fields of axis ``sample``: they are held beside the arena."""
+LOSS_MASK, LABELS, POSITION_IDS = "loss_mask", "labels", "position_ids"
+"""Names with a meaning: labels are masked where ``loss_mask`` is 0; ``labels`` are those that the
+producer sends, -100 where none counts; ``position_ids`` are supplied instead of derived."""
+DERIVED = (
+    "input_ids", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "padding_mask", "num_samples", "num_segments",
+    "sample_ids", "num_loss_tokens", "step", "micro_batch", "dp_rank", "pack", "slices", "edges",
+)  # fmt: skip
+"""Names that a pack has of its own."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One declared field. Raises ValueError for what cannot be.
+
+    ``axis``: one value a ``token`` or a ``sample``, of trailing ``shape``. ``align``: ``target``
+    values belong to predicting their token, and are shifted with the labels. ``pad`` stands at
+    padding (and where a target field has no next token); ``default`` where a sample comes without
+    the field, None rejecting it. ``cp``: each context-parallel rank gets its slice, or all of it.
+    """
+
+    name: str
+    dtype: DType
+    axis: Literal["token", "sample", "item", "patch"] = "token"
+    shape: tuple[Annotated[int, Meta(ge=1)], ...] = ()
+    align: Literal["token", "target"] = "token"
+    pad: int | float = 0
+    default: int | float | None = None
+    cp: Literal["slice", "replicate"] = "slice"
+
+    def __post_init__(self) -> None:
+        if self.axis in ("item", "patch"):
+            raise ValueError(
+                f"got axis {self.axis!r}, expected token or sample: item and patch are reserved for images, "
+                f"which this version does not carry"
+            )
+        if not _NAME.fullmatch(self.name) or self.name in DERIVED:
+            why = "every pack has one of its own" if self.name in DERIVED else "that is no identifier"
+            raise ValueError(f"got the name {self.name!r}, expected another: {why}")
+        if self.axis == "sample" and (self.align != "token" or self.cp != "slice"):
+            raise ValueError("got align or cp for a field of axis sample, expected neither: they are a token's")
+        if self.value_bytes > MAX_VALUE_BYTES:
+            raise ValueError(f"got {self.value_bytes} bytes a {self.axis}, expected at most {MAX_VALUE_BYTES}")
+        if self.name in (LOSS_MASK, LABELS) and (self.axis, self.align, self.shape) != ("token", "target", ()):
+            raise ValueError("expected axis: token, align: target and no shape, as labels have")
+        if self.name == LABELS and self.dtype not in ("int32", "int64"):
+            raise ValueError(f"got dtype {self.dtype} for labels, expected int32")
+        if self.name == LABELS and self.pad != -100:
+            raise ValueError(f"got pad {self.pad} for labels, expected -100, the label that no loss counts")
+        if self.name == LOSS_MASK and (self.pad != 0 or self.storage.kind not in "bui"):
+            raise ValueError("got a loss mask that is no bool or integer, or is not 0 at padding; expected both")
+        if self.name == POSITION_IDS and (
+            (self.axis, self.align) != ("token", "token")
+            or self.shape not in ((), (3,))
+            or self.storage.kind not in "ui"
+        ):
+            raise ValueError("expected integers of axis: token, align: token, and no shape or [3]")
+        for value in (self.pad, self.default):
+            if value is not None:
+                self.fill(value)
+
+    @property
+    def storage(self) -> np.dtype[Any]:
+        """The numpy dtype of the bytes: bfloat16 travels as uint16."""
+        return np.dtype("<u2" if self.dtype == "bfloat16" else self.dtype).newbyteorder("<")
+
+    @property
+    def value_bytes(self) -> int:
+        """Of one token's, or one sample's, value."""
+        return self.storage.itemsize * prod(self.shape)
+
+    def fill(self, value: float) -> NDArray[Any]:
+        """``value`` as this field's bytes hold it: of ``storage``, shape []. Raises ValueError if it does not fit."""
+        if self.dtype == "bfloat16":
+            return to_bfloat16(np.array(value, np.float32))
+        if self.storage.kind in "bui":
+            low, high = (0, 1) if self.storage.kind == "b" else (np.iinfo(self.storage).min, np.iinfo(self.storage).max)
+            if value != int(value) or not low <= value <= high:
+                raise ValueError(f"got the value {value}, expected one that {self.dtype} holds")
+        return np.array(value).astype(self.storage)
+
+
+def check_fields(fields: tuple[Field, ...]) -> None:
+    """Raises ValueError for a list of fields that cannot be, naming the one."""
+    if len(fields) > MAX_FIELDS:
+        raise ValueError(f"got {len(fields)} fields, expected at most {MAX_FIELDS}")
+    sample_bytes = sum(field.value_bytes for field in fields if field.axis == "sample")
+    if sample_bytes > MAX_SAMPLE_BYTES:
+        raise ValueError(f"got {sample_bytes} bytes a sample in fields of axis sample, expected {MAX_SAMPLE_BYTES}")
+
+
+def to_bfloat16(values: NDArray[Any]) -> NDArray[np.uint16]:
+    """float32 as bfloat16's bits, rounded to nearest, ties to even; NaN stays NaN. Any shape.
+
+    >>> hex(int(to_bfloat16(np.array(1.0, np.float32))))
+    '0x3f80'
+    """
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return np.where(nan, (bits >> 16) | 0x40, rounded).astype(np.uint16).reshape(np.shape(values))
+
+
+def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """bfloat16's bits as the float32 of the same value. Any shape."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
