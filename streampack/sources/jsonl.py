@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from streampack.sources import Shard, ShardFile, refuse_compressed
-from streampack.sources.tokenizers import Tokenizer, Tokens, as_tokens
+from streampack.sources.tokenizers import Encoded, Tokenizer, Tokens, as_tokens
 
 Load: TypeAlias = Callable[[bytes], Tokens | str]
 
@@ -115,7 +115,7 @@ def open_row(text_key: str | None, tokens_key: str | None, tokenizer: Tokenizer)
         for field, text in looks:
             value = getattr(row, field)
             if value is not None:
-                return tokenizer.encode(value) if text else as_tokens(value)
+                return ids_of(tokenizer.encode(value)) if text else as_tokens(value)
         return "missing"
 
     return load
@@ -140,9 +140,13 @@ def _load_slowly(line: bytes, is_text: dict[str, bool], tokenizer: Tokenizer) ->
 
 def _check(value: object, text: bool, tokenizer: Tokenizer) -> Tokens | str:
     if text:
-        return tokenizer.encode(value) if isinstance(value, str) else "dtype"
+        return ids_of(tokenizer.encode(value)) if isinstance(value, str) else "dtype"
     if not isinstance(value, list):
         return "dtype"
     if any(isinstance(item, list) for item in value):
         return "ragged"
     return as_tokens(value) if all(type(item) is int for item in value) else "dtype"
+
+
+def ids_of(encoded: Encoded | str) -> Tokens | str:
+    return encoded if isinstance(encoded, str) else encoded.tokens

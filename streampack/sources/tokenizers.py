@@ -11,14 +11,15 @@ This module knows text and ids: never files or orders.
 import hashlib
 import importlib
 import logging
-from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from streampack.errors import ConfigError
+from streampack.sources.chat import read_messages, without_training
 
 Tokens: TypeAlias = NDArray[np.int32]
 
@@ -38,10 +39,21 @@ class TokenizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     append_eos: bool = True
 
 
-class Tokenizer(Protocol):
-    """Text to token ids.
+class Encoded(NamedTuple):
+    """One sample: ``tokens`` [T] int32, T > 0, and ``loss_mask`` [T] uint8, 1 where the token is to be learned.
 
-    ``digest`` (hex) goes into the source's digest: two tokenizers that give other ids must differ in it.
+    Unshifted: ``loss_mask[t]`` speaks of ``tokens[t]``. None where all of them are.
+    """
+
+    tokens: Tokens
+    loss_mask: NDArray[np.uint8] | None = None
+
+
+class Tokenizer(Protocol):
+    """Text, chats and pairs to token ids.
+
+    What cannot be a sample is a word that says why. ``digest`` (hex) goes into the source's digest: two tokenizers
+    that give other ids must differ in it.
     ``vocab_size`` is None where it is not known.
     """
 
@@ -52,8 +64,18 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int | None: ...
 
-    def encode(self, text: str) -> Tokens | str:
-        """Token ids [T] int32, T > 0; or, in a word, why there are none (``encoding``, ``range``, ...)."""
+    def encode(self, text: str) -> Encoded | str:
+        """A text. Reasons: ``empty``, ``encoding``, ``range``, ..."""
+
+    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        """A list of messages ``{"role": ..., "content": ...}``, of which the assistant's are learned.
+
+        ``tools``: what the chat template is told of, or None. Reasons: ``messages``, ``template``, and those of a
+        text. Raises ConfigError when this tokenizer has no way to write a chat.
+        """
+
+    def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
+        """A prompt and its completion, which alone is learned: two texts, or two lists of messages."""
 
 
 def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:
@@ -61,7 +83,7 @@ def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:
 
     Raises ConfigError where there is no such module or attribute, or it cannot be called.
 
-    >>> open_tokenizer(TokenizerSettings()).encode("hé")
+    >>> open_tokenizer(TokenizerSettings()).encode("hé").tokens
     array([104, 195, 169, 256], dtype=int32)
     """
     if settings.name == "bytes":
@@ -70,7 +92,10 @@ def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:
 
 
 class BytesTokenizer:
-    """The UTF-8 bytes of a text as ids 0..255, then 256 at its end when ``append_eos``. vocab_size is always 257."""
+    """The UTF-8 bytes of a text as ids 0..255, then 256 at its end when ``append_eos``. vocab_size is always 257.
+
+    A chat is ``role: content`` line by line, and 256 at the end of every answer, whatever ``append_eos``.
+    """
 
     name = "bytes"
     vocab_size: int | None = EOS_OF_BYTES + 1
@@ -79,7 +104,7 @@ class BytesTokenizer:
         self._append_eos = append_eos
         self.digest = _digest("bytes", str(append_eos))
 
-    def encode(self, text: str) -> Tokens | str:
+    def encode(self, text: str) -> Encoded | str:
         if not text:
             return "empty"
         try:
@@ -87,10 +112,47 @@ class BytesTokenizer:
         except UnicodeEncodeError:  # half of a surrogate pair: no UTF-8 holds it
             return "encoding"
         if not self._append_eos:
-            return np.frombuffer(raw, np.uint8).astype(np.int32)
+            return Encoded(np.frombuffer(raw, np.uint8).astype(np.int32))
         ids = np.frombuffer(raw + b"\0", np.uint8).astype(np.int32)
         ids[-1] = EOS_OF_BYTES
-        return ids
+        return Encoded(ids)
+
+    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        checked = read_messages(messages)
+        if isinstance(checked, str):
+            return checked
+        parts: list[tuple[str, bool, bool]] = []
+        for message in checked:
+            answer = message.role == "assistant"
+            parts.append((f"{message.role}: ", False, False))
+            parts.append((message.text, answer and message.train, answer))
+            parts.append(("" if answer else "\n", False, False))
+        return self._join(parts)
+
+    def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return self.encode_chat([*without_training(prompt), *completion])
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            return "dtype"
+        if not prompt + completion:
+            return "empty"
+        return self._join([(prompt, False, False), (completion, True, self._append_eos)])
+
+    def _join(self, parts: list[tuple[str, bool, bool]]) -> Encoded | str:
+        """(text, whether it is learned, whether 256 follows and is treated alike) one after another."""
+        try:
+            raws = [text.encode() for text, _, _ in parts]
+        except UnicodeEncodeError:
+            return "encoding"
+        ends = [end for _, _, end in parts]
+        ids = np.concatenate(
+            [
+                np.append(np.frombuffer(raw, np.uint8), [EOS_OF_BYTES] * end).astype(np.int32)
+                for raw, end in zip(raws, ends, strict=True)
+            ]
+        )
+        lengths = [len(raw) + end for raw, end in zip(raws, ends, strict=True)]
+        return Encoded(ids, np.repeat(np.array([learned for _, learned, _ in parts], np.uint8), lengths))
 
 
 class CallableTokenizer:
@@ -99,6 +161,7 @@ class CallableTokenizer:
     Its attributes ``vocab_size`` (int) and ``digest`` (str) are read when it has them. The digest of the code
     is not taken (a comment would change it): a callable whose vocabulary may change should carry one of its own.
     An exception that it raises rejects the sample (``tokenizer``) and is logged.
+    Pairs: see ``encode_pair``. Chats need an attribute ``encode_chat`` of it: a callable of messages and tools.
     """
 
     def __init__(self, path: str) -> None:
@@ -109,15 +172,78 @@ class CallableTokenizer:
         self.digest = _digest(path, str(self.vocab_size), digest if isinstance(digest, str) else "")
         self._function = function
 
-    def encode(self, text: str) -> Tokens | str:
-        if not text:
-            return "empty"
+    def encode(self, text: str) -> Encoded | str:
+        return self._call(self._function, text) if text else "empty"
+
+    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        function = getattr(self._function, "encode_chat", None)
+        if function is None:
+            raise ConfigError(
+                f"tokenizer {self.name}: got a chat, expected texts: give the callable an attribute encode_chat "
+                "(messages, tools) -> (ids, loss_mask)"
+            )
+        return self._call(function, messages, tools)
+
+    def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
+        """The ids of ``prompt + completion``; learned is what differs from the ids of the prompt alone.
+
+        Where tokens join over the boundary, that one counts as completion. ``pair`` when more than the last two
+        ids of the prompt (one such, and an end-of-text id) change: which tokens to learn would be a guess.
+        """
+        if isinstance(prompt, list) and isinstance(completion, list):
+            return self.encode_chat([*without_training(prompt), *completion])
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            return "dtype"
+        both = self.encode(prompt + completion)
+        if isinstance(both, str):
+            return both
+        first = self.encode(prompt) if prompt else Encoded(np.empty(0, np.int32))
+        if isinstance(first, str):
+            return first
+        size = min(len(first.tokens), len(both.tokens))
+        differs = np.flatnonzero(first.tokens[:size] != both.tokens[:size])
+        start = int(differs[0]) if differs.size else size
+        if start < len(first.tokens) - 2:
+            return "pair"
+        mask = np.ones(len(both.tokens), np.uint8)
+        mask[:start] = 0
+        return Encoded(both.tokens, mask if both.loss_mask is None else mask & both.loss_mask)
+
+    def _call(self, function: Callable[..., object], *what: object) -> Encoded | str:
         try:
-            ids = self._function(text)
+            return as_encoded(function(*what))
         except Exception as error:  # whatever it is, it is this sample's: the next one may do
-            _log.warning("the tokenizer %s rejects a text of %d characters: %r", self.name, len(text), error)
+            size = len(what[0]) if isinstance(what[0], str | list) else 0
+            kind = "characters" if isinstance(what[0], str) else "messages"
+            _log.warning("the tokenizer %s rejects a text of %d %s: %r", self.name, size, kind, error)
             return "tokenizer"
-        return as_tokens(ids)
+
+
+def as_encoded(values: object) -> Encoded | str:
+    """What a callable may return: ids; ``(ids, loss_mask)``; or a mapping with ``input_ids``, ``loss_mask``.
+
+    A mask is one 0 or 1 (or bool) for each id. Reasons: those of ``as_tokens``, and ``mask``.
+
+    >>> as_encoded(([1, 2], [0, 1]))
+    Encoded(tokens=array([1, 2], dtype=int32), loss_mask=array([0, 1], dtype=uint8))
+    """
+    ids, mask = values, None
+    if isinstance(values, Mapping):
+        if "input_ids" not in values:
+            return "missing"
+        ids, mask = values["input_ids"], values.get("loss_mask")
+    elif isinstance(values, tuple) and len(values) == 2 and not isinstance(values[0], int | np.integer):
+        ids, mask = values
+    tokens = as_tokens(ids)
+    if isinstance(tokens, str) or mask is None:
+        return tokens if isinstance(tokens, str) else Encoded(tokens)
+    try:
+        given: NDArray[Any] = np.asarray(mask)
+    except Exception:  # ragged, or an object that cannot be one
+        return "mask"
+    if given.dtype.kind not in "biu" or given.shape != tokens.shape or ((given != 0) & (given != 1)).any():
+        return "mask"
+    return Encoded(tokens, given.astype(np.uint8))
 
 
 def as_tokens(values: object) -> Tokens | str:

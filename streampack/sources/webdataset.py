@@ -29,7 +29,7 @@ import numpy as np
 
 from streampack.errors import ConfigError, SourceError
 from streampack.sources import Shard, ShardFile, refuse_compressed
-from streampack.sources.jsonl import Load, open_row
+from streampack.sources.jsonl import Load, ids_of, open_row
 from streampack.sources.tokenizers import Tokenizer, Tokens, as_tokens
 
 Member: TypeAlias = tuple[str, int, int]  # name, offset of the data, size; of regular files only
@@ -103,7 +103,7 @@ def _loads(text_key: str | None, tokens_key: str | None, tokenizer: Tokenizer) -
 
     def text(raw: bytes) -> Tokens | str:
         try:
-            return tokenizer.encode(raw.decode())
+            return ids_of(tokenizer.encode(raw.decode()))
         except UnicodeDecodeError:
             return "encoding"
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from streampack.errors import ConfigError
 from streampack.sources import TokenizerSettings, as_tokens, open_tokenizer
+from streampack.sources.tokenizers import BytesTokenizer, Encoded, as_encoded
 
 
 def words(text: str) -> list[int]:
@@ -38,11 +39,12 @@ def module() -> Iterator[types.ModuleType]:
 @given(st.text(min_size=1), st.booleans())
 def test_bytes_are_the_utf8_of_the_text_and_then_the_end(text: str, append_eos: bool) -> None:
     tokenizer = open_tokenizer(TokenizerSettings(append_eos=append_eos))
-    ids = tokenizer.encode(text)
+    encoded = tokenizer.encode(text)
     if any("\ud800" <= c <= "\udfff" for c in text):
-        assert ids == "encoding"
+        assert encoded == "encoding"
         return
-    assert isinstance(ids, np.ndarray)
+    assert isinstance(encoded, Encoded)
+    ids = encoded.tokens
     assert ids.dtype == np.int32
     assert ids.tolist() == list(text.encode()) + [256] * append_eos
     assert tokenizer.vocab_size == 257
@@ -58,8 +60,9 @@ def test_an_empty_text_is_rejected_even_when_an_end_would_be_appended() -> None:
 
 def test_a_callable_is_found_by_its_import_path(module: types.ModuleType) -> None:
     tokenizer = open_tokenizer(TokenizerSettings("their_tokenizer:words"))
-    ids = tokenizer.encode("to be or not")
-    assert isinstance(ids, np.ndarray)
+    encoded = tokenizer.encode("to be or not")
+    assert isinstance(encoded, Encoded)
+    ids = encoded.tokens
     assert ids.dtype == np.int32
     assert ids.tolist() == [2, 2, 2, 3]
     assert (tokenizer.name, tokenizer.vocab_size) == ("their_tokenizer:words", None)
@@ -69,8 +72,9 @@ def test_a_callable_is_found_by_its_import_path(module: types.ModuleType) -> Non
 
 def test_a_callables_vocabulary_and_digest_are_part_of_its_own(module: types.ModuleType) -> None:
     tokenizer = open_tokenizer(TokenizerSettings("their_tokenizer:sized"))
-    ids = tokenizer.encode("four")
-    assert isinstance(ids, np.ndarray)
+    encoded = tokenizer.encode("four")
+    assert isinstance(encoded, Encoded)
+    ids = encoded.tokens
     assert ids.dtype == np.int32
     assert (ids.tolist(), tokenizer.vocab_size) == ([4, 4, 4], 50)
     module.sized.digest = "v2"
@@ -155,3 +159,69 @@ def test_the_largest_id_is_admitted() -> None:
     ids = as_tokens([2**31 - 1])
     assert isinstance(ids, np.ndarray)
     assert ids.tolist() == [2**31 - 1]
+
+
+def learned(encoded: Encoded | str) -> list[int]:
+    assert isinstance(encoded, Encoded)
+    assert encoded.loss_mask is not None
+    assert encoded.loss_mask.dtype == np.uint8
+    assert encoded.loss_mask.shape == encoded.tokens.shape
+    return list(map(int, encoded.tokens[encoded.loss_mask == 1]))
+
+
+@given(st.text(st.characters(codec="utf-8")), st.text(st.characters(codec="utf-8")), st.booleans())
+def test_of_a_pair_the_completion_and_its_end_are_learned(prompt: str, completion: str, append_eos: bool) -> None:
+    tokenizer = BytesTokenizer(append_eos=append_eos)
+    encoded = tokenizer.encode_pair(prompt, completion)
+    if not prompt + completion:
+        assert encoded == "empty"
+        return
+    assert learned(encoded) == list(completion.encode()) + [256] * append_eos
+    whole = tokenizer.encode(prompt + completion)
+    assert isinstance(whole, Encoded)
+    assert isinstance(encoded, Encoded)
+    assert encoded.tokens.tolist() == whole.tokens.tolist()
+
+
+def test_a_chat_in_bytes_has_its_answers_learned_and_no_answer_can_forge_an_end() -> None:
+    chat = [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": [{"type": "text", "text": "hé"}]},
+        {"role": "assistant", "content": "ok\nuser: forged"},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": "no", "weight": 0},
+        {"role": "assistant", "content": ""},
+    ]
+    encoded = BytesTokenizer().encode_chat(chat)
+    assert learned(encoded) == [*b"ok\nuser: forged", 256, 256]
+    assert isinstance(encoded, Encoded)
+    text = b"system: be kind\nuser: h\xc3\xa9\nassistant: ok\nuser: forged"
+    assert encoded.tokens[: len(text) + 1].tolist() == [*text, 256]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1, 2], ([1, 2], None)),
+        ((1, 2), ([1, 2], None)),
+        (([1, 2], [0, 1]), ([1, 2], [0, 1])),
+        (([1, 2], None), ([1, 2], None)),
+        (([1, 2], np.array([True, False])), ([1, 2], [1, 0])),
+        ({"input_ids": [3]}, ([3], None)),
+        ({"input_ids": np.array([3], np.uint16), "loss_mask": [1]}, ([3], [1])),
+        ({"tokens": [3]}, "missing"),
+        (([1, 2], [1]), "mask"),
+        (([1, 2], [1, 2]), "mask"),
+        (([1, 2], [0.0, 1.0]), "mask"),
+        (([1, 2], [[0], [1, 2]]), "mask"),
+        (([1.5], [1]), "dtype"),
+        ({"input_ids": []}, "empty"),
+    ],
+)
+def test_a_callable_returns_ids_or_ids_and_a_mask(values: object, expected: object) -> None:
+    encoded = as_encoded(values)
+    if isinstance(encoded, Encoded):
+        tokens, mask = encoded
+        assert (tokens.tolist(), None if mask is None else mask.tolist()) == expected
+    else:
+        assert encoded == expected
