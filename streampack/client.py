@@ -267,10 +267,10 @@ class Client:
             self._tell_returned(dealer)
             self._perform(dealer, self._session.handle(Detach()))
         except StreampackError as error:
-            self._fail(error)
+            self.fail(error)
         except Exception as error:  # a bug of ours must not leave the trainer waiting for a thread that is gone
             log.exception("the client's thread failed")
-            self._fail(InternalError(f"the client's thread failed: {error!r}"))
+            self.fail(InternalError(f"the client's thread failed: {error!r}"))
         finally:
             dealer.close()
             self._waker.close()
@@ -300,7 +300,7 @@ class Client:
                     self._ended = True
                     self._changed.notify_all()
             elif isinstance(effect, Broken):
-                self._fail(_error(effect))
+                self.fail(_error(effect))
         if self._session.attached is not None and not self._attached:
             with self._changed:
                 self._attached = True
@@ -313,7 +313,8 @@ class Client:
                 f"is 'streampack broker' running, and listening for trainers there?"
             )
 
-    def _fail(self, error: StreampackError) -> None:
+    def fail(self, error: StreampackError) -> None:
+        """Raise ``error`` where the next step is asked for, once what is ready is taken. Any thread may."""
         with self._changed:
             self._error = error
             self._changed.notify_all()

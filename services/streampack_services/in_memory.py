@@ -1,0 +1,100 @@
+"""Rows of this process as a source: a list, a dataset, a generator. Never leaves the process that holds them.
+
+A sequence (``__len__`` and ``__getitem__``) is read at any place and, if asked to, in the shuffled order that a file
+with as many samples has. Another iterable is gone through in its own order, again for each pass; an iterator only
+once, so that it can be resumed nowhere but where it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from streampack.core.fields import Field
+from streampack.errors import SourceError, StreampackError, UserError
+from streampack.sources import Cursor, Record, Tokenizer, as_tokens
+from streampack.sources.order import sample_order
+from streampack.sources.tokenizers import Tokens
+
+KEYS = ("text", "tokens", "input_ids")
+"""Where a row that is a dict has its text or its ids, the first that it has."""
+_NO_TOKENS: Tokens = np.empty(0, np.int32)
+
+
+class InMemory:
+    """A ``Source`` of one partition over ``rows``: texts, sequences of ids, or dicts with either under ``keys``."""
+
+    num_shards = 1
+
+    def __init__(self, rows: Iterable[Any], keys: Sequence[str], tokenizer: Tokenizer, shuffle: bool) -> None:
+        self._rows, self._keys, self._tokenizer, self._shuffle = rows, keys, tokenizer, shuffle
+        self._once = iter(rows) if isinstance(rows, Iterator) else None
+        self._taken = 0
+        words = ("streampack-in-memory-1", type(rows).__qualname__, str(shuffle), tokenizer.digest, *keys)
+        self.digest = hashlib.sha256("\0".join(words).encode()).hexdigest()
+
+    def check_passes(self) -> None:
+        """Raises UserError for rows that cannot be gone over again."""
+        if self._once is not None:
+            raise UserError("got an iterator and more than one pass, expected rows that can be read again: give a list")
+
+    def read(
+        self, partition: int, partitions: int, *, seed: int, passes: int | None, fields: Sequence[Field] = (),
+        start: Cursor | None = None, skip: int = 0,
+    ) -> Iterator[Record]:  # fmt: skip
+        """See ``Source.read``. Raises SourceError if an iterator is to be read again."""
+        if (partition, partitions) != (0, 1):
+            raise UserError(f"partitions: got {partitions}, expected 1: rows in memory are one partition")
+        pass_, first = (start.pass_, start.sample) if start else (0, 0)
+        while passes is None or pass_ < passes:
+            done = first
+            for done, (number, row) in enumerate(self._from(first, seed, pass_), first + 1):
+                if skip:
+                    skip -= 1
+                    continue
+                got = self._load(row)
+                tokens, reason = (_NO_TOKENS, got) if isinstance(got, str) else (got, None)
+                yield Record(tokens, reason, f"row {number}", Cursor(pass_, 0, done))
+            if not done:
+                return  # no rows: for ever would be a busy loop
+            pass_, first = pass_ + 1, 0
+
+    def _from(self, first: int, seed: int, pass_: int) -> Iterator[tuple[int, Any]]:
+        """(number, row) of a pass, from place ``first`` of its order on."""
+        rows: Any = self._rows
+        try:
+            if self._once is not None:
+                yield from self._further(self._once, pass_, first)
+            elif hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):
+                count = len(rows)
+                order = sample_order(count, seed=seed, pass_=pass_, shard=0) if self._shuffle else np.arange(count)
+                for number in order[first:].tolist():
+                    yield number, rows[number]
+            else:
+                yield from enumerate(islice(iter(rows), first, None), first)
+        except StreampackError:
+            raise
+        except Exception as error:  # the user's own code
+            raise SourceError(f"the rows cannot be read: {error!r}") from error
+
+    def _further(self, rows: Iterator[Any], pass_: int, first: int) -> Iterator[tuple[int, Any]]:
+        if pass_ or first != self._taken:
+            raise SourceError(
+                f"an iterator was read up to row {self._taken}, and row {first} of pass {pass_} is wanted: expected "
+                f"rows that can be read again: give a list, or an object whose __iter__ begins anew"
+            )
+        for number, row in enumerate(rows, first):
+            self._taken = number + 1
+            yield number, row
+
+    def _load(self, row: object) -> Tokens | str:
+        if isinstance(row, Mapping):
+            found = next((key for key in self._keys if key in row), None)
+            if found is None:
+                return "missing"
+            row = row[found]
+        return self._tokenizer.encode(row) if isinstance(row, str) else as_tokens(row)

@@ -1,0 +1,304 @@
+"""``streampack.local``: a broker and a producer in threads, and the client that reads from them.
+
+Nothing here is another way of packing: the parts are those of the daemons, joined by unix sockets in a folder of
+their own. Left alone is what is the user's: signals, logging, the current folder. The threads hold no reference
+to the loader, so dropping it, or the end of the interpreter, ends them; a forked child's copy ends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from msgspec.structs import fields, replace
+
+import streampack
+from streampack.config import BrokerConfig, StreamSettings, convert, parse_size
+from streampack.errors import ConfigError, InternalError, StreampackError, UserError
+from streampack.packs import Pack, Step
+from streampack.producer import ProducerLoop
+from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
+from streampack.sources.tokenizers import Tokenizer, Tokens, as_tokens
+from streampack_services.broker import BrokerService, plan
+from streampack_services.http import HttpServer
+from streampack_services.in_memory import KEYS, InMemory
+
+log = logging.getLogger("streampack.local")
+
+STOP_S = 10.0
+_LONGEST_PATH = 100
+_OF_BROKER = {field.name for field in fields(StreamSettings)}
+FORMATS = {".tar": "webdataset", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+Open = Callable[[contextlib.ExitStack], tuple[streampack.Client, str | None]]
+
+
+class Local:
+    """The loader: see ``streampack.local``. One thread uses it, in the process that made it."""
+
+    def __init__(self, start: Open) -> None:
+        self._start = start
+        self._ended = False
+        self._open()
+
+    def _open(self) -> None:
+        with contextlib.ExitStack() as stack:
+            self._client, self.http = self._start(stack)
+            self._close = weakref.finalize(self, _close_all, os.getpid(), stack.pop_all())
+
+    def __iter__(self) -> Iterator[Pack]:
+        self._restart()
+        return self
+
+    def __next__(self) -> Pack:
+        """The next pack. Raises StopIteration at the end."""
+        try:
+            return next(self._client)
+        except StopIteration:
+            self._ended = True
+            raise
+
+    def steps(self) -> Iterator[Step]:
+        """The steps, from the next one on; after the end, from step 0."""
+        self._restart()
+        yield from self._client.steps()
+        self._ended = True
+
+    def _restart(self) -> None:
+        """Begin again if the end was reached: with threads of its own again, so that nothing can be left over."""
+        if self._ended:
+            self._close()
+            self._ended = False
+            self._open()
+
+    def stats(self) -> dict[str, float]:
+        """See ``Client.stats``."""
+        return self._client.stats()
+
+    def close(self) -> None:
+        """End every thread and remove what they had on disk; idempotent."""
+        self._ended = False
+        self._close()
+
+    def __enter__(self) -> Local:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._client)
+
+
+def _close_all(pid: int, stack: contextlib.ExitStack) -> None:
+    if os.getpid() == pid:  # threads do not come along through a fork, and the files are the parent's
+        stack.close()
+
+
+def open_local(
+    source: Any, run: dict[str, Any], stream: dict[str, Any], weights: Mapping[str, float], tokenizer: Any,
+    http: str | None, client: dict[str, Any],
+) -> Local:  # fmt: skip
+    """``run``: settings of broker.yaml; ``stream``: those of every stream; ``client``: arguments of ``connect``."""
+    for name in ("endpoint", "feed", "mesh"):
+        if name in client:
+            raise UserError(f"got {name}, expected none: local is one rank's loader; 'streampack run' serves several")
+    inspect.signature(streampack.connect).bind_partial(**client)  # a misspelt one is said before anything starts
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        log.warning("WORLD_SIZE is set: each rank's local loader reads all of the data; 'streampack run' shares it out")
+    given = source if isinstance(source, Mapping) else {"data": source}
+    if unknown := set(weights) - set(given):
+        raise UserError(f"weights: got {', '.join(sorted(unknown))}, expected streams: {', '.join(given)}")
+    sources: dict[str, Source] = {}
+    streams: dict[str, dict[str, Any]] = {}
+    for name, each in given.items():
+        sources[name], streams[name] = _stream(name, each, stream, tokenizer)
+        if name in weights:
+            streams[name]["weight"] = weights[name]
+    config = _with_memory(convert({"run": "local", **run, "streams": streams}, BrokerConfig, "local").check())
+    return Local(lambda stack: _start(stack, config, sources, http, client))
+
+
+def _stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any) -> tuple[Source, dict[str, Any]]:
+    """A stream's source, and its settings in broker.yaml."""
+    settings = {key: value for key, value in defaults.items() if value is not None}
+    if isinstance(given, Mapping):
+        settings |= given
+        given = settings.pop("source", None)
+    of_broker = {key: settings.pop(key) for key in list(settings) if key in _OF_BROKER}
+    if of_broker.get("passes", 1) != 1 and of_broker.get("repeat"):
+        of_broker.pop("passes")
+    try:
+        source = _source(given, settings, _tokenizer(settings.pop("tokenizer", tokenizer)))
+        if isinstance(source, InMemory):
+            of_broker["partitions"] = 1
+            if of_broker.get("repeat") or of_broker.get("passes", 1) > 1:
+                source.check_passes()
+    except StreampackError as error:
+        raise type(error)(f"{name}: {error}") from None
+    return source, of_broker
+
+
+def _source(given: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> Source:
+    """A format's name with its settings, files, or rows in memory."""
+    if isinstance(given, str) and (given in FORMATS.values() or "shards" in settings or "path" in settings):
+        return open_source(convert({"source": given, **settings}, SourceSettings, "source"), tokenizer)
+    if _is_files(given):
+        files = [os.fspath(each) for each in (given if isinstance(given, list | tuple) else [given])]
+        formats = {_format(file) for file in files}
+        if len(formats) > 1:
+            raise UserError(f"got files of the formats {', '.join(sorted(formats))}, expected one: make them streams")
+        tree = {"source": formats.pop(), "shards": files, **settings}
+        return open_source(convert(tree, SourceSettings, "source"), tokenizer)
+    if isinstance(given, bytes) or (not isinstance(given, Iterable) and not hasattr(given, "__getitem__")):
+        raise UserError(f"got a {type(given).__name__}, expected files, or rows: texts, lists of ids, or dicts of them")
+    keys = [key for key in (settings.pop("text_key", None), settings.pop("tokens_key", None)) if key] or KEYS
+    shuffle = settings.pop("shuffle", True)
+    if settings:
+        raise ConfigError(f"got {', '.join(settings)}, expected text_key, tokens_key or shuffle for rows in memory")
+    return InMemory(given, keys, tokenizer, shuffle)
+
+
+def _is_files(given: Any) -> bool:
+    """Paths, or a list of nothing but paths or strings that end as files do; other strings in a list are texts."""
+    if isinstance(given, str | os.PathLike):
+        return True
+    listed = isinstance(given, list | tuple) and len(given) > 0
+    return listed and all(
+        isinstance(each, os.PathLike) or (isinstance(each, str) and _extension(each) in FORMATS) for each in given
+    )
+
+
+def _extension(path: str | os.PathLike[str]) -> str:
+    return os.path.splitext(os.fspath(path).rstrip("}"))[1].lower()
+
+
+def _format(path: str) -> str:
+    found = FORMATS.get(_extension(path))
+    if found is None:
+        raise UserError(
+            f"got {path[:200]!r}, expected a file that ends in {', '.join(FORMATS)}: name the format with a dict of a "
+            f"stream's settings, or put a text into a list"
+        )
+    return found
+
+
+def _tokenizer(given: Any) -> Tokenizer:
+    if isinstance(given, str):
+        return open_tokenizer(TokenizerSettings(name=given))
+    if isinstance(given, Mapping):
+        return open_tokenizer(convert(dict(given), TokenizerSettings, "tokenizer"))
+    encode = getattr(given, "encode", given)
+    if not callable(encode):
+        raise UserError(f"tokenizer: got a {type(given).__name__}, expected a name, settings or a callable")
+    return _Encoder(encode, type(given).__qualname__)
+
+
+class _Encoder:
+    """A tokenizer of this process: a callable from a text to ids, or to what has them as ``ids``."""
+
+    vocab_size: int | None = None
+
+    def __init__(self, encode: Callable[[str], Any], name: str) -> None:
+        self._encode, self.name = encode, name
+        self.digest = name
+
+    def encode(self, text: str) -> Tokens | str:
+        if not text:
+            return "empty"
+        try:
+            ids = self._encode(text)
+        except Exception as error:  # whatever it is, it is this sample's: the next one may do
+            log.warning("the tokenizer rejects a text of %d characters: %r", len(text), error)
+            return "tokenizer"
+        return as_tokens(getattr(ids, "ids", ids))
+
+
+def _with_memory(config: BrokerConfig) -> BrokerConfig:
+    """The memory asked for, doubled until the rules fit."""
+    while True:
+        try:
+            plan(config)
+            return config
+        except ConfigError as error:
+            size = parse_size(config.memory, "memory")
+            if not str(error).startswith("memory:") or size > 2**40:
+                raise
+            config = replace(config, memory=2 * max(size, 2**20))
+
+
+def _start(
+    stack: contextlib.ExitStack, config: BrokerConfig, sources: dict[str, Source], http: str | None,
+    client: dict[str, Any],
+) -> tuple[streampack.Client, str | None]:  # fmt: skip
+    """Start all threads; closing ``stack`` ends them, the last one first."""
+    folder = tempfile.mkdtemp(prefix="streampack-")
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    short = len(os.fsencode(folder)) + len("/producers.lock") <= _LONGEST_PATH
+    where = {side: f"ipc://{folder}/{side}" if short else "tcp://127.0.0.1:*" for side in ("producers", "trainers")}
+    service = BrokerService(replace(config, listen=replace(config.listen, **where)))
+    stack.callback(service.close)
+    service.warm_up()
+    found: list[streampack.Client] = []
+
+    def serve() -> None:
+        try:
+            service.run()
+        except Exception as error:
+            _tell(found, error)
+
+    def stop_broker() -> None:
+        service.drain()
+        service.drain()
+
+    _start_thread(stack, serve, stop_broker, "streampack-broker")
+    url = None
+    if http is not None:
+        server = HttpServer(http, lambda: service.snapshot)
+        stack.callback(server.close)
+        server.start()
+        url = server.url
+    reader = streampack.connect(service.endpoints["trainers"], feed=config.feed, mesh=streampack.Mesh(), **client)
+    stack.callback(reader.close)
+    found.append(reader)
+    loop = ProducerLoop(service.endpoints["producers"], sources)
+
+    def produce() -> None:
+        try:
+            loop.run()
+        except Exception as error:
+            _tell(found, error)
+
+    _start_thread(stack, produce, loop.stop, "streampack-producer")
+    return reader, url
+
+
+def _start_thread(stack: contextlib.ExitStack, body: Callable[[], None], stop: Callable[[], None], name: str) -> None:
+    thread = threading.Thread(target=body, name=name, daemon=True)
+    thread.start()
+
+    def end() -> None:
+        stop()
+        thread.join(STOP_S)
+
+    stack.callback(end)
+
+
+def _tell(clients: list[streampack.Client], error: Exception) -> None:
+    """Raise a thread's error where the packs are taken."""
+    if not isinstance(error, StreampackError):
+        bug = InternalError(f"a thread of the local loader failed: {error!r}")
+        bug.__cause__ = error
+        error = bug
+    for client in clients:
+        client.fail(error)

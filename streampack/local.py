@@ -1,0 +1,98 @@
+"""The loader without daemons: ``streampack.local`` runs a broker and a producer in threads of this process.
+
+What runs them is the services' (extra ``service``), loaded when it is called: the library itself never needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Protocol
+
+from streampack.errors import UserError
+from streampack.packs import Pack, Step
+
+
+class LocalLoader(Protocol):
+    """What ``local`` gives: a Client's interface, whose ``close`` ends its broker and producer too."""
+
+    http: str | None
+    """The address of its status and metrics, where one was asked for."""
+
+    def __iter__(self) -> Iterator[Pack]: ...
+    def __next__(self) -> Pack: ...
+    def steps(self) -> Iterator[Step]: ...
+    def stats(self) -> dict[str, float]: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> LocalLoader: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def local(
+    source: Any,
+    *,
+    tokenizer: Any = "bytes",
+    budget: int = 8192,
+    packs: int = 1,
+    window: int = 1024,
+    packer: str = "exact_fill",
+    align: int = 1,
+    overlong: str = "error",
+    poison: str = "error",
+    tail: str = "pad",
+    seed: int = 0,
+    shuffle: bool = True,
+    passes: int = 1,
+    repeat: bool = False,
+    weights: Mapping[str, float] | None = None,
+    text_key: str | None = None,
+    tokens_key: str | None = None,
+    tokens: str = "int32",
+    memory: str | int = "1GiB",
+    http: str | None = None,
+    **client: Any,
+) -> LocalLoader:
+    """The loader that ``connect`` gives, with no daemon: for notebooks, tests and training on one GPU.
+
+    ``source``: files, as a path, a glob, a brace pattern or a list of these, the format being that of their
+    extension; or rows in memory: any sequence or iterable of texts, of sequences of token ids, or of dicts that hold
+    one of them (``text``, ``tokens``, ``input_ids``, or what ``text_key`` or ``tokens_key`` says), such as a list or
+    a ``datasets.Dataset``; or a dict of streams, each one of these or a dict of a stream's settings of broker.yaml
+    and producer.yaml. A list of strings is one of files where each ends in a known extension, else of texts.
+    ``tokenizer``: ``bytes``, ``package.module:function``, its settings as a dict, or any callable (or object with
+    ``encode``) from a text to ids. ``packs`` of ``budget`` tokens make a step; ``weights`` are the streams' shares of
+    the tokens. ``memory`` is raised to what the rest needs. ``http``: ``host:port`` to serve status and metrics on.
+    The others, and their defaults, are those of broker.yaml; ``client``: arguments of ``connect``.
+
+    Iterating again after the end begins again at step 0. Errors of any of its threads (a broken file, a sample that
+    is too long) are raised where the packs are taken. Steps are those that a broker with the same settings serves.
+
+    Raises UserError or ConfigError for arguments that cannot be, SourceError for files that are not there.
+
+    >>> with local(["one text", "another"], budget=16) as loader:  # doctest: +SKIP
+    ...     for pack in loader:
+    ...         train(pack.input_ids, pack.labels, pack.position_ids)
+    """
+    try:
+        service = importlib.import_module("streampack_services.local")
+    except ModuleNotFoundError as error:
+        if error.name and error.name.split(".")[0] in ("streampack", "streampack_services"):
+            raise
+        raise UserError(
+            f"got no module {error.name!r}, expected the extra 'service': pip install 'streampack[service]'"
+        ) from None
+    run = {
+        "seed": seed,
+        "tokens": tokens,
+        "memory": memory,
+        "rules": {
+            "packer": packer, "budget": budget, "window": {"samples": window}, "step": {"packs": packs},
+            "align": {"sample": align, "pack": align}, "overlong": overlong, "poison": poison, "tail": tail,
+        },
+    }  # fmt: skip
+    stream = {"passes": passes, "repeat": repeat, "shuffle": shuffle, "text_key": text_key, "tokens_key": tokens_key}
+    loader: LocalLoader = service.open_local(source, run, stream, weights or {}, tokenizer, http, client)
+    return loader
