@@ -27,9 +27,10 @@ from benchmarks.bare_pipe import (
     PipeResult,
     Processes,
 )
+from streampack.chunks import Batch
 from streampack.config import BrokerConfig, convert
 from streampack.core.messages import Lease
-from streampack.producer import Batch, ProducerLoop
+from streampack.producer import ProducerLoop
 from streampack.sources import Cursor
 
 POOL_TOKENS = 4 << 20

@@ -1,20 +1,27 @@
 """What a trainer gets: the canonical pack, built in the client from lengths and raw tokens.
 
-Tokens travel as they are; positions, masks, labels and boundaries are derived here, by the same
-``core.layout`` that the broker cut the shard with. Everything a framework wants is a view of this.
+Tokens and declared fields travel as they are, the fields that speak of targets shifted; positions,
+masks, labels and boundaries are derived here, by the same ``core.layout`` that the broker cut the
+shard with. Everything a framework wants is a view of this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.layout import Layouts, cut, derive, layouts, positions_of
+from streampack.core.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
+from streampack.core.frames import EDGES, INPUT_IDS, frames_for
+from streampack.core.layout import Layouts, Slices, cut, derive_labels, derive_positions, layouts, positions_of
 from streampack.core.messages import Attached, Envelope, Mesh, StepPart
+from streampack.core.rules import Rules
 from streampack.core.samples import I32, I64, IGNORE_INDEX
 from streampack.errors import WireError
 from streampack.slabs import Slabs
@@ -28,15 +35,18 @@ _TOGETHER = 16
 class Pack(Mapping[str, Any]):
     """One micro-batch of one rank: attributes, and the same by key (``pack["input_ids"]``, ``**pack``).
 
-    T is the pack's length, T' = T / cp what this rank holds of it; boundaries are those of the whole pack.
+    T is the pack's length, T' what this rank holds of it (T / cp, but for the layout ``whole``); boundaries are
+    those of the whole pack. Declared fields are keys of their own. A middle stage of a pipeline gets boundaries and
+    positions alone: there ``input_ids`` and ``labels`` are None, and no keys.
     """
 
     input_ids: I64
     """[T'] tokens, 0 at padding."""
     labels: I64
-    """[T'] the next token of the same sample, -100 at its last real token and at padding."""
-    position_ids: I64
-    """[T'] from 0 in each sample, and in the tail padding."""
+    """[T'] the next token of the same sample, or the label sent with it; -100 at its last real token, at padding
+    and where the loss mask is 0."""
+    position_ids: NDArray[Any]
+    """[T'] from 0 in each sample, and in the tail padding; or as supplied, [T'] or [3, T']."""
     padding_mask: NDArray[np.bool_]
     """[T'] True at padding."""
     cu_seqlens: I32
@@ -59,6 +69,13 @@ class Pack(Mapping[str, Any]):
     """Its number in the step, the same on every mesh."""
     slices: I64
     """[k, 2] the parts [start, stop) of the whole pack that this rank holds, in its order."""
+    fields: Mapping[str, NDArray[Any]]
+    """Declared fields by name: [T', ...] by token ([T, ...] where replicated; shifted where they speak of targets),
+    [num_samples, ...] by sample. bfloat16 as float32."""
+    layout: str
+    """``zigzag``, ``zigzag_pack``, ``contiguous`` or ``whole``."""
+    cp: int
+    cp_rank: int
 
     __eq__ = object.__eq__  # a Mapping's would compare arrays
     __hash__ = object.__hash__
@@ -68,18 +85,22 @@ class Pack(Mapping[str, Any]):
         return positions_of(self.slices[:, 0], self.slices[:, 1])
 
     def __getitem__(self, key: str) -> Any:
-        if key not in _KEYS:
+        if key in self.fields:
+            return self.fields[key]
+        value = getattr(self, key) if key in _KEYS else None
+        if value is None:
             raise KeyError(key)
-        return getattr(self, key)
+        return value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_KEYS)
+        yield from (key for key in _KEYS if getattr(self, key) is not None)
+        yield from self.fields
 
     def __len__(self) -> int:
-        return len(_KEYS)
+        return sum(1 for _ in self)
 
 
-_KEYS = tuple(field.name for field in fields(Pack))
+_KEYS = tuple(field.name for field in dataclass_fields(Pack) if field.name != "fields")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +155,11 @@ def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs:
 
 
 def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: Mesh, slabs: Slabs) -> list[Pack]:
-    cp, rank = (mesh.cp, mesh.cp_rank) if attached.layout == "zigzag" else (1, 0)
-    width = attached.rules.budget // cp
-    if len(payload) != (2 if cp > 1 else 1):
-        raise WireError(f"got {len(payload)} payload frames, expected tokens, and edges if cp > 1")
+    rules, layout = attached.rules, attached.layout
+    expected = frames_for(rules.fields, mesh, layout)
+    if part.frames != expected or len(payload) != len(expected):
+        raise WireError(f"got payload frames {part.frames} ({len(payload)} of them), expected {expected}")
+    frames = dict(zip(part.frames, payload, strict=True))
     num_packs = len(part.counts_u32) // 4
     counts = _array(part.counts_u32, "<u4", num_packs).astype(np.int64)
     num_samples = int(counts.sum())
@@ -146,30 +168,26 @@ def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mes
     numbers = _array(part.packs_u32, "<u4", num_packs).tolist()
     columns = ((part.streams_u32, "<u4"), (part.indices_u64, "<u8"), (part.parts_u32, "<u4"))
     ids = np.stack([_array(data, dtype, num_samples).astype(np.int64) for data, dtype in columns], axis=1)
-    tokens = _array(payload[0], attached.dtype, num_packs * width)
-    edges = _array(payload[1], "<i4", 2 * num_samples).reshape(-1, 2) if cp > 1 else None
+    width = rules.budget // (1 if layout == "whole" else mesh.cp)
+    reader = _Frames(frames, rules, num_packs, width, num_samples)
     packs: list[Pack] = []
     last = 0
     for at in range(0, num_packs, _TOGETHER):
         stop = min(at + _TOGETHER, num_packs)
         first, last = last, last + int(counts[at:stop].sum())
-        laid = layouts(lengths[first:last], counts[at:stop], attached.rules.align.sample, attached.rules.budget)
-        starts, ends = cut(laid.start, laid.stop, cp, rank, attached.layout)
-        input_ids, labels, position_ids, padding_mask = _derived(
-            tokens[at * width : stop * width], laid, starts, ends, None if edges is None else edges[first:last], slabs
-        )
-        slices = np.stack([starts, ends], axis=1)
-        bounds = (laid.first_segment * (len(starts) // len(laid.start))).tolist()
+        laid = layouts(lengths[first:last], counts[at:stop], rules.align.sample, rules.budget)
+        mine = cut(laid, mesh.cp, mesh.cp_rank, layout)
+        arrays, fields = reader.read(at, stop, first, laid, mine, slabs)
+        slices = np.stack([mine.start, mine.stop], axis=1)
+        bounds, samples = mine.first.tolist(), (laid.first_sample + first).tolist()
         widest = np.maximum.reduceat(laid.stop - laid.start, laid.first_segment[:-1]).tolist()
-        samples = (laid.first_sample + first).tolist()
         for i, pack in enumerate(laid.packs()):
-            row = slice(i * width, (i + 1) * width)
             packs.append(
                 Pack(
-                    input_ids=input_ids[row],
-                    labels=labels[row],
-                    position_ids=position_ids[row],
-                    padding_mask=padding_mask[row],
+                    input_ids=arrays["input_ids"][i],
+                    labels=arrays["labels"][i],
+                    position_ids=arrays["position_ids"][i],
+                    padding_mask=arrays["padding_mask"][i],
                     cu_seqlens=pack.cu_seqlens,
                     cu_seqlens_padded=pack.cu_seqlens_padded,
                     max_seqlen=widest[i],
@@ -182,25 +200,93 @@ def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mes
                     dp_rank=mesh.dp_rank,
                     pack=numbers[at + i],
                     slices=slices[bounds[i] : bounds[i + 1]],
+                    fields={name: rows[i] for name, rows in fields.items()},
+                    layout=layout,
+                    cp=mesh.cp,
+                    cp_rank=mesh.cp_rank,
                 )
             )
     return packs
 
 
-def _derived(
-    tokens: NDArray[Any], laid: Layouts, starts: I64, ends: I64, edges: I32 | None, slabs: Slabs
-) -> tuple[I64, I64, I64, NDArray[np.bool_]]:
-    """input_ids, labels, position_ids and padding_mask of some packs' shards, one after another, in one slab."""
-    size = len(tokens)
-    slab = slabs.take(25 * size)
-    input_ids, labels, position_ids = np.frombuffer(slab, np.int64, 3 * size).reshape(3, size)
-    padding_mask = np.frombuffer(slab, np.bool_, size, 24 * size)
-    input_ids[:] = tokens
-    each = len(starts) // len(laid.start)
-    offset, real = starts - np.repeat(laid.start, each), np.repeat(laid.real, each)
-    after = None if edges is None else _edges(edges, laid)
-    derive(input_ids, offset, ends - starts, real, after, labels, position_ids, padding_mask)
-    return input_ids, labels, position_ids, padding_mask
+class _Frames:
+    """The payload of one message, read a few packs at a time; ``width`` is T'."""
+
+    def __init__(self, frames: dict[str, Any], rules: Rules, num_packs: int, width: int, num_samples: int) -> None:
+        self._width, self._rules = width, rules
+        self._tokens = self._edges = None
+        if INPUT_IDS in frames:
+            self._tokens = _array(frames[INPUT_IDS], rules.tokens, num_packs * width).reshape(num_packs, width)
+        if EDGES in frames:
+            self._edges = np.frombuffer(frames[EDGES], "<i4")
+        self._edges_read = 0
+        self._values = {}
+        for field in rules.fields:
+            if field.name not in frames:
+                continue
+            held = rules.budget if field.cp == "replicate" else width
+            rows = (num_samples,) if field.axis == "sample" else (num_packs, held)
+            flat = _array(frames[field.name], field.storage.str, prod(rows) * prod(field.shape))
+            self._values[field] = flat.reshape(rows + field.shape)
+
+    def read(
+        self, at: int, stop: int, first: int, laid: Layouts, mine: Slices, slabs: Slabs
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(what every pack has, declared fields) of packs ``at`` to ``stop``, a row a pack, in memory of ``slabs``.
+
+        They begin with sample ``first`` of the message; ``mine`` are the rank's slices of them.
+        """
+        count, size = stop - at, (stop - at) * self._width
+        slab = slabs.take(25 * size)
+        position_ids, input_ids, labels = np.frombuffer(slab, np.int64, 3 * size).reshape(3, size)
+        padding_mask = np.frombuffer(slab, np.bool_, size, 24 * size)
+        places = mine.start - laid.start[mine.segment], mine.stop - mine.start, laid.real[mine.segment]
+        padding = derive_positions(*places, position_ids, padding_mask)
+        fields = {field.name: self._field(field, at, stop, first, laid, slabs) for field in self._values}
+        arrays: dict[str, Any] = {
+            "input_ids": [None] * count, "labels": [None] * count,
+            "position_ids": position_ids.reshape(count, -1), "padding_mask": padding_mask.reshape(count, -1),
+        }  # fmt: skip
+        if POSITION_IDS in fields:
+            given = fields.pop(POSITION_IDS)
+            arrays[POSITION_IDS] = [np.ascontiguousarray(row.T) for row in given]
+        if self._tokens is not None:
+            input_ids.reshape(count, -1)[:] = self._tokens[at:stop]
+            if LABELS in fields:
+                labels.reshape(count, -1)[:] = fields.pop(LABELS)
+                labels[padding] = IGNORE_INDEX
+            else:
+                derive_labels(input_ids, *places, self._next_edges(len(mine.start)), padding, labels)
+            if LOSS_MASK in fields:
+                labels.reshape(count, -1)[np.asarray(fields[LOSS_MASK]) == 0] = IGNORE_INDEX
+            arrays["input_ids"], arrays["labels"] = input_ids.reshape(count, -1), labels.reshape(count, -1)
+        return arrays, fields
+
+    def _field(self, field: Field, at: int, stop: int, first: int, laid: Layouts, slabs: Slabs) -> Any:
+        """Rows of one field, a copy that may be written to."""
+        bounds = (laid.first_sample + first).tolist()
+        values = self._values[field][at:stop] if field.axis == "token" else self._values[field][bounds[0] : bounds[-1]]
+        rows: NDArray[Any]
+        if field.dtype == "bfloat16":
+            rows = from_bfloat16(values)
+        elif field.axis == "sample":
+            rows = values.copy()
+        else:
+            rows = np.frombuffer(slabs.take(values.nbytes), values.dtype).reshape(values.shape)
+            rows[...] = values
+        if field.axis == "token":
+            return rows
+        return [rows[begin - first : end - first] for begin, end in pairwise(bounds)]
+
+    def _next_edges(self, count: int) -> I32 | None:
+        """The next ``count`` slices' edges. Raises ValueError if the message holds fewer."""
+        if self._edges is None:
+            return None
+        found = self._edges[self._edges_read : self._edges_read + count]
+        if len(found) < count:
+            raise ValueError(f"got {len(self._edges)} edges, expected one a slice")
+        self._edges_read += count
+        return found
 
 
 def _array(data: Any, dtype: str, count: int) -> NDArray[Any]:
@@ -209,10 +295,3 @@ def _array(data: Any, dtype: str, count: int) -> NDArray[Any]:
     if got != expected:
         raise ValueError(f"got {got} bytes, expected {count} numbers of {dtype}, {expected} bytes")
     return np.frombuffer(data, dtype)
-
-
-def _edges(edges: I32, laid: Layouts) -> I32:
-    """Edges by slice, int32 [2 * segments]: the tail padding has none."""
-    found = np.full((len(laid.start), 2), IGNORE_INDEX, np.int32)
-    found[laid.real > 0] = edges
-    return found.reshape(-1)

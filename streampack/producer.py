@@ -1,9 +1,7 @@
 """The producer: reads what it is leased, cuts it into chunks and sends them. A thin shell.
 
 All decisions are ``core.producer_session``'s. One thread owns the socket and pings, whatever
-happens; another reads, tokenizes and computes checksums, one chunk at a time. Sources give
-records; chunks of up to ``max_chunk_bytes`` are what travels, because a hop of ZeroMQ costs by
-the message.
+happens; another reads, tokenizes and computes checksums, one chunk at a time (``chunks``).
 """
 
 from __future__ import annotations
@@ -18,15 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol, runtime_checkable
-
-import numpy as np
-from crc32c import crc32c
-from numpy.typing import NDArray
 
 from streampack import wire
+from streampack.chunks import Batch, BatchSource, batches, chunk_of
 from streampack.core.events import Effect, FromBroker, Report, Send, Tick
-from streampack.core.messages import OVERLONG, Lease, Offer
+from streampack.core.messages import Offer
 from streampack.core.producer_session import (
     Chunk,
     EndOfPartition,
@@ -39,8 +33,8 @@ from streampack.core.producer_session import (
     Read,
     Session,
 )
-from streampack.errors import Rejected, SampleError, StreampackError, Unreachable, WireError
-from streampack.sources import Cursor, Record, Source
+from streampack.errors import Rejected, StreampackError, Unreachable, WireError
+from streampack.sources import Source
 from streampack.transport import Dealer, Poller, Waker, drain
 
 log = logging.getLogger("streampack.producer")
@@ -49,123 +43,6 @@ TICK_S = 0.2
 TELL_S = 0.5
 SAY_S = 5.0
 """A wait longer than this is said, and what for."""
-CHUNK_SAMPLES = 4096
-CHUNK_S = 0.5
-"""A chunk is sent with fewer samples and bytes if it took so long to read."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Consecutive samples of a partition: ``tokens`` [sum of lengths], ``lengths`` uint32 [n].
-
-    A length of 0 is a rejected sample, counted in ``rejected`` by reason; ``cursor`` is the place after the last.
-    """
-
-    tokens: NDArray[np.int32] | NDArray[np.uint16]
-    lengths: NDArray[np.uint32]
-    cursor: Cursor
-    rejected: dict[str, int]
-    lost_tokens: int = 0
-    """Of samples cut or dropped because they were too long even to be sent."""
-
-
-@runtime_checkable
-class BatchSource(Protocol):
-    """A source that gives whole batches: for data that needs no work by the sample."""
-
-    digest: str
-
-    def batches(self, lease: Lease) -> Iterator[Batch]:
-        """Batches from the lease's cursor on, within its limits."""
-        ...
-
-
-def batches(source: Source, lease: Lease) -> Iterator[Batch]:
-    """Records of a source gathered into batches that keep the lease's limits.
-
-    Raises SampleError for what the lease's policies do not admit, naming the sample.
-    """
-    start = Cursor(*lease.cursor) if lease.cursor is not None else None
-    skip = lease.first_seq if start is None else 0
-    dtype = np.dtype(lease.dtype)
-    room = lease.max_chunk_bytes // dtype.itemsize
-    records = source.read(
-        lease.partition, lease.partitions, seed=lease.seed, passes=lease.passes, start=start, skip=skip
-    )
-    tokens: list[NDArray[np.int32]] = []
-    rejected: dict[str, int] = {}
-    held = lost = 0
-    cursor: Cursor | None = None
-    began = time.monotonic()
-    for record in records:
-        sample, reason = _admitted(record, lease, int(np.iinfo(dtype).max))
-        full = held + len(sample) > room or len(tokens) >= CHUNK_SAMPLES or time.monotonic() - began > CHUNK_S
-        if tokens and full and cursor is not None:
-            yield _batch(tokens, cursor, rejected, lost, dtype)
-            tokens, rejected, held, lost, began = [], {}, 0, 0, time.monotonic()
-        tokens.append(sample)
-        held += len(sample)
-        cursor = record.cursor
-        if reason:
-            rejected[reason] = rejected.get(reason, 0) + 1
-        if record.reason is None and reason in (None, OVERLONG):
-            lost += len(record.tokens) - len(sample)
-    if tokens and cursor is not None:
-        yield _batch(tokens, cursor, rejected, lost, dtype)
-
-
-def _admitted(record: Record, lease: Lease, largest: int) -> tuple[NDArray[np.int32], str | None]:
-    """The record's tokens, empty with a reason where the policies drop it."""
-    tokens, reason = record.tokens, record.reason
-    if reason is None and largest < 2**31 - 1 and int(tokens.max()) > largest:
-        reason = "range"
-    if reason is not None:
-        if lease.poison == "error":
-            raise SampleError(
-                f"{record.where}: got a sample that cannot be used ({reason}), expected a 1-D array of ids within "
-                f"{lease.dtype}: mend it, or set rules.poison: drop to count it and go on"
-            )
-        return tokens[:0], reason
-    if len(tokens) <= lease.max_sample_tokens:
-        return tokens, None
-    if lease.overlong == "truncate":
-        return tokens[: lease.max_sample_tokens], None
-    if lease.overlong == "drop":
-        return tokens[:0], OVERLONG
-    advice = (
-        "set rules.overlong to truncate, split or drop, or raise rules.budget"
-        if lease.overlong == "error"
-        else "raise limits.sample_tokens"
-    )
-    raise SampleError(
-        f"{record.where}: got a sample of {len(tokens)} tokens, expected at most {lease.max_sample_tokens}: {advice}"
-    )
-
-
-def _batch(
-    tokens: list[NDArray[np.int32]], cursor: Cursor, rejected: dict[str, int], lost: int, dtype: np.dtype[np.int32]
-) -> Batch:
-    lengths = np.array([len(sample) for sample in tokens], np.uint32)
-    return Batch(np.concatenate(tokens).astype(dtype, copy=False), lengths, cursor, rejected, lost)
-
-
-def chunk_of(batch: Batch, key: Key, session: Session) -> Chunk:
-    """A batch with the checksum of every sample, ready to be sent."""
-    lengths = batch.lengths.tolist()
-    data = np.ascontiguousarray(batch.tokens).view(np.uint8).data
-    size = batch.tokens.itemsize
-    crcs, at = [], 0
-    for length in lengths:
-        end = at + length * size
-        crcs.append(crc32c(data[at:end]))
-        at = end
-    loss = np.maximum(batch.lengths.astype(np.int64) - 1, 0).astype("<u4")
-    return Chunk(
-        key=key, session=session, lengths_u32=batch.lengths.astype("<u4").tobytes(),
-        crcs_u32=np.array(crcs, "<u4").tobytes(), loss_tokens_u32=loss.tobytes(), num_samples=len(lengths),
-        num_bytes=len(data), cursor=(batch.cursor.pass_, batch.cursor.shard, batch.cursor.sample),
-        rejected=batch.rejected, lost_tokens=batch.lost_tokens, payload=(data,),
-    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -287,8 +164,7 @@ class ProducerLoop:
             read, reader = asked
             try:
                 batch = next(reader, None)
-                key = (read.lease.stream, read.lease.partition)
-                chunk = chunk_of(batch, key, read.session) if batch is not None else None
+                chunk = chunk_of(batch, read.lease, read.session) if batch is not None else None
                 if self._pause_s:
                     time.sleep(self._pause_s)
                 self._answers.append((read, batch, chunk))

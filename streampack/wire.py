@@ -1,4 +1,4 @@
-"""Messages to frames and back: at most five frames, checked before anything is believed.
+"""Messages to frames and back: a few frames, checked before anything is believed.
 
 Frame 0 is a fixed header of 56 bytes, little-endian::
 
@@ -6,7 +6,7 @@ Frame 0 is a fixed header of 56 bytes, little-endian::
     u64 run       u64 broker epoch     u64 fence (session or attempt)
     u32 meta bytes  u32 crc32c of meta and payload  u64 payload bytes  u32 0  u32 crc32c of the header before it
 
-Frame 1 is the message as a msgpack map of its field names, frames 2 to 4 are raw arrays. Lengths
+Frame 1 is the message as a msgpack map of its field names, those after it are raw arrays. Lengths
 and checksums are compared first, then the map is decoded straight into its type, which bounds
 nesting and refuses wrong types; names not known are passed over, so that a later version may add
 some. CRC32C (Castagnoli; RFC 3720, appendix B.4) because 78 % of single-bit flips in a msgpack
@@ -23,12 +23,13 @@ from typing import Any
 import msgspec
 from crc32c import crc32c
 
+from streampack.core.fields import MAX_FIELDS
 from streampack.core.messages import ALL, Envelope, Message
 from streampack.errors import WireError
 
 MAGIC = b"SPK1"
 VERSION = 1
-MAX_PAYLOAD_FRAMES = 3
+MAX_PAYLOAD_FRAMES = 2 + MAX_FIELDS
 MAX_META_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 
@@ -51,7 +52,7 @@ def checksum(frames: Sequence[Any]) -> int:
 def encode(envelope: Envelope) -> list[Any]:
     """Frames of a message: header, meta, then the payload frames themselves, not copied.
 
-    Raises WireError for more than three payload frames.
+    Raises WireError for more payload frames than tokens, edges and every field that may be declared.
     """
     payload = envelope.payload
     if len(payload) > MAX_PAYLOAD_FRAMES:

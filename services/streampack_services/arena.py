@@ -1,4 +1,4 @@
-"""The arena: the tokens of every sample held, in memory of a size set at the start.
+"""The arena: the tokens and fields of every sample held, in memory of a size set at the start.
 
 Tokens arrive in chunks, each copied once, one after another into the block that is being filled.
 Samples leave in another order than they came, so blocks grow holes; when but one empty block is
@@ -7,7 +7,9 @@ where need be, and becomes the spare (the cleaning of a log-structured store: Ro
 Ousterhout, 1992). Handles, not addresses, are what others hold, so nobody notices. The broker's
 credits bound live tokens to ``arena_tokens``; the slack of a fifth makes each cleaning worth its
 copy, and covers the end of a block that a sample did not fit into, as long as no sample is longer
-than an eighth of a block. One thread uses it.
+than an eighth of a block. Each field of axis ``token`` is a column beside the tokens, with the same
+places; those of axis ``sample`` are kept by handle, beside that memory (``core.fields`` bounds
+them). One thread uses it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.fields import Field
+from streampack.core.frames import EDGES, INPUT_IDS
 from streampack.core.kernels import gather
+from streampack.core.layout import Slices, cut, layouts
 from streampack.core.samples import I32, I64
 from streampack.errors import InternalError
 
@@ -30,15 +35,33 @@ def arena_tokens(memory_bytes: int, token_bytes: int, block_tokens: int) -> int:
     return int(max(blocks - 3, 0) * block_tokens / SLACK)
 
 
-class Arena:
-    """``memory_bytes`` of tokens of ``dtype``, in blocks of ``block_tokens``; no sample is longer than a block."""
+class _Column:
+    """One field's numbers, ``width`` a token (or a sample), as unsigned integers of the same size."""
 
-    def __init__(self, memory_bytes: int, dtype: str, block_tokens: int) -> None:
-        self._tokens: NDArray[Any] = np.empty(
-            memory_bytes // np.dtype(dtype).itemsize // block_tokens * block_tokens, dtype
-        )
+    def __init__(self, field: Field, count: int) -> None:
+        self.width = field.value_bytes // field.storage.itemsize
+        self.dtype = np.dtype(f"<u{field.storage.itemsize}")
+        self.pad = field.fill(field.pad).view(self.dtype)[()]
+        self.shift = int(field.align == "target")
+        self.replicate = field.cp == "replicate"
+        self.data: NDArray[Any] = np.empty(count * self.width, self.dtype)
+
+
+class Arena:
+    """``memory_bytes`` of tokens of dtype ``tokens`` with their fields, in blocks of ``block_tokens``.
+
+    No sample is longer than a block.
+    """
+
+    def __init__(self, memory_bytes: int, tokens: str, block_tokens: int, fields: tuple[Field, ...] = ()) -> None:
+        by_token = [field for field in fields if field.axis == "token"]
+        token_bytes = np.dtype(tokens).itemsize + sum(field.value_bytes for field in by_token)
+        num_blocks = memory_bytes // token_bytes // block_tokens
+        self._tokens: NDArray[Any] = np.empty(num_blocks * block_tokens, tokens)
+        self._columns = {field.name: _Column(field, num_blocks * block_tokens) for field in by_token}
+        self._by_sample = {field.name: _Column(field, 0) for field in fields if field.axis == "sample"}
+        self._names = [field.name for field in fields]
         self._block_tokens = block_tokens
-        num_blocks = len(self._tokens) // block_tokens
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._live = np.zeros(num_blocks, np.int64)
         self._members: list[list[I64]] = [[] for _ in range(num_blocks)]
@@ -58,14 +81,25 @@ class Arena:
         """Of a token."""
         return self._tokens.dtype
 
-    def store(self, handles: I64, offsets: I64, lengths: I64, frame: Any) -> None:
-        """Copy samples in: ``lengths`` int64 [n] tokens each, from ``offsets`` int64 [n] of ``frame``'s tokens."""
+    def store(self, handles: I64, offsets: I64, lengths: I64, rows: I64, frames: tuple[Any, ...]) -> None:
+        """Copy samples in: ``lengths`` int64 [n] tokens each, from ``offsets`` int64 [n] of a chunk's frames.
+
+        ``frames`` are the tokens and then every field, as declared; ``rows`` int64 [n] each one's number in the chunk.
+        """
         if not len(handles):
             return
         if int(lengths.max()) > self._block_tokens:
             raise InternalError(f"got a sample of {int(lengths.max())} tokens, expected at most {self._block_tokens}")
-        tokens = np.frombuffer(frame, self._tokens.dtype)
         self._reserve(int(handles.max()))
+        columns = [(self._tokens, 1, np.frombuffer(frames[0], self._tokens.dtype))]
+        for name, frame in zip(self._names, frames[1:], strict=True):
+            if name in self._columns:
+                column = self._columns[name]
+                columns.append((column.data, column.width, np.frombuffer(frame, column.dtype)))
+            else:
+                column = self._by_sample[name]
+                values = np.frombuffer(frame, column.dtype).reshape(-1, column.width)
+                column.data.reshape(-1, column.width)[handles] = values[rows]
         ends = np.cumsum(lengths)
         joined = bool((offsets - offsets[0] == ends - lengths).all())
         at = base = 0
@@ -78,13 +112,12 @@ class Arena:
             total = int(ends[stop - 1]) - base
             targets = ends[at:stop] - lengths[at:stop] + (to - base)
             if joined:
-                start = int(offsets[at])
-                self._tokens[to : to + total] = tokens[start : start + total]
+                places = [(to, int(offsets[at]), total)]
             else:
-                for target, start, length in zip(
-                    targets.tolist(), offsets[at:stop].tolist(), lengths[at:stop].tolist(), strict=True
-                ):
-                    self._tokens[target : target + length] = tokens[start : start + length]
+                places = list(zip(targets.tolist(), offsets[at:stop].tolist(), lengths[at:stop].tolist(), strict=True))
+            for data, width, source in columns:
+                for target, start, length in places:
+                    data[target * width : (target + length) * width] = source[start * width : (start + length) * width]
             self._enter(handles[at:stop], targets, lengths[at:stop], total)
             at, base = stop, base + total
 
@@ -99,25 +132,41 @@ class Arena:
                 self._forget(block)
 
     def gather(
-        self, packs: tuple[I64, ...], align: int, width: int, cp: int, rank: int
-    ) -> tuple[NDArray[Any], I32 | None]:
-        """A rank's shards of packs: tokens [packs, width], padded with 0, and edges int32 [samples, 2] if cp > 1.
+        self, packs: tuple[I64, ...], names: list[str], align: int, budget: int, cp: int, rank: int, layout: str
+    ) -> tuple[NDArray[Any], ...]:
+        """A rank's shards of packs, each a field of ``names`` in that order (``core.frames``).
 
-        ``width`` is the pack's length over cp; see ``core.layout`` for what a shard holds.
+        ``input_ids`` [packs * T / cp] padded with 0, ``edges`` int32 [slices], fields of axis ``token``
+        [packs * T / cp * width] (or all of each pack, where they are replicated) and ``sample`` [samples * width].
+        ``budget`` is T; see ``core.layout`` for what a shard holds.
         """
         handles = np.concatenate(packs) if packs else np.zeros(0, np.int64)
-        bounds = np.zeros(len(packs) + 1, np.int64)
-        np.cumsum([len(pack) for pack in packs], out=bounds[1:])
-        out = np.empty((len(packs), width), self._tokens.dtype)
-        edges = np.empty((len(handles) if cp > 1 else 0, 2), np.int32)
-        wrong = gather(self._tokens, self._offset, self._length, handles, bounds, align, cp, rank, out, edges)
-        if wrong >= 0:
-            lengths = self._length[packs[wrong]]
-            raise InternalError(
-                f"got a pack of {int((-(-lengths // align) * align).sum())} tokens, {int((lengths == 0).sum())} of its "
-                f"samples released, expected at most {width * cp} and none"
-            )
-        return out, edges if cp > 1 else None
+        lengths = self._length[handles]
+        try:
+            laid = layouts(lengths, np.array([len(pack) for pack in packs]), align, budget)
+        except ValueError as error:
+            raise InternalError(f"got a pack that cannot be laid out, or a released sample: {error}") from None
+        samples = laid.real > 0  # the others are tail padding
+        address = np.zeros(len(samples), np.int64)
+        address[samples] = self._offset[handles]
+        mine = cut(laid, cp, rank, layout)
+        edges = np.empty(len(mine.start) if EDGES in names else 0, np.int32)
+        found: dict[str, NDArray[Any]] = {EDGES: edges}
+        for name in names:
+            if name in self._by_sample:
+                column = self._by_sample[name]
+                found[name] = column.data.reshape(-1, column.width)[handles].reshape(-1)
+            elif name in self._columns:
+                column = self._columns[name]
+                every = cut(laid, 1, 0, layout) if column.replicate else mine
+                found[name] = _take(column, address, laid.real, laid.start, every)
+            elif name == INPUT_IDS:
+                found[name] = np.empty(int((mine.stop - mine.start).sum()), self._tokens.dtype)
+                offset, size = mine.start - laid.start[mine.segment], mine.stop - mine.start
+                _check(
+                    gather(self._tokens, address, laid.real, offset, size, mine.segment, 1, 0, 0, found[name], edges)
+                )
+        return tuple(found[name] for name in names)
 
     def _enter(self, handles: I64, offsets: I64, lengths: I64, total: int) -> None:
         self._offset[handles] = offsets
@@ -166,12 +215,13 @@ class Arena:
 
     def _append(self, handles: I64) -> None:
         """Copy samples that the arena holds to the end of the block being filled."""
-        lengths = self._length[handles]
+        lengths, address = self._length[handles], self._offset[handles]
         start = self._block * self._block_tokens + self._fill
         total = int(lengths.sum())
-        room = self._tokens[start : start + total].reshape(1, total)
-        bounds, edges = np.array([0, len(handles)]), np.empty((0, 2), np.int32)
-        gather(self._tokens, self._offset, self._length, handles, bounds, 1, 1, 0, room, edges)
+        every, none = np.arange(len(handles)), np.zeros(len(handles), np.int64)
+        for data, width in [(self._tokens, 1), *((column.data, column.width) for column in self._columns.values())]:
+            room = data[start * width : (start + total) * width]
+            _check(gather(data, address, lengths, none, lengths, every, width, 0, 0, room, _NO_EDGES))
         self._enter(handles, start + np.cumsum(lengths) - lengths, lengths, total)
         self.moved_tokens += total
 
@@ -184,3 +234,24 @@ class Arena:
             grow = max(handle + 1, 2 * len(self._offset)) - len(self._offset)
             self._offset = np.concatenate([self._offset, np.zeros(grow, np.int64)])
             self._length = np.concatenate([self._length, np.zeros(grow, np.int64)])
+            for column in self._by_sample.values():
+                column.data = np.concatenate([column.data, np.zeros(grow * column.width, column.dtype)])
+
+
+_NO_EDGES: I32 = np.empty(0, np.int32)
+
+
+def _take(column: _Column, address: I64, real: I64, start: I64, slices: Slices) -> NDArray[Any]:
+    """Slices of one field's column."""
+    offset, size = slices.start - start[slices.segment], slices.stop - slices.start
+    out = np.empty(int(size.sum()) * column.width, column.dtype)
+    wrong = gather(
+        column.data, address, real, offset, size, slices.segment, column.width, column.shift, column.pad, out, _NO_EDGES
+    )
+    _check(wrong)
+    return out
+
+
+def _check(wrong: int) -> None:
+    if wrong >= 0:
+        raise InternalError(f"got slice {wrong} of a pack outside of the arena")

@@ -39,6 +39,7 @@ from streampack.core.effects import (
 )
 from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.form import Request
+from streampack.core.frames import EDGES, INPUT_IDS
 from streampack.core.messages import Envelope
 from streampack.core.packers import Choice, packer
 from streampack.core.rules import Rules
@@ -70,7 +71,7 @@ def plan(config: BrokerConfig) -> Plan:
     """Raises ConfigError where the memory cannot hold what the rules need, with the figure that would."""
     rules = config.plan()
     memory = parse_size(config.memory, "memory")
-    size = np.dtype(config.tokens).itemsize
+    size = rules.token_bytes
     chunk = parse_size(config.limits.chunk, "limits.chunk")
     sample = max(config.limits.sample_tokens, rules.budget + 1)  # what is cut to it is still seen to be over-long
     block = max(chunk // size, 8 * rules.budget)  # large beside a stored sample: little is lost where none fits
@@ -118,7 +119,8 @@ class BrokerService:
             capacity=capacity,
             layout=config.feeds[config.feed].cp_layout, steps_ahead=config.steps_ahead,
         )  # fmt: skip
-        self.arena = Arena(self.plan.memory_bytes, config.tokens, self.plan.block_tokens)
+        rules = self.plan.rules
+        self.arena = Arena(self.plan.memory_bytes, rules.tokens, self.plan.block_tokens, rules.fields)
         self.started = time.monotonic()
         self.ready = False
         self.damaged = 0
@@ -170,11 +172,13 @@ class BrokerService:
         packer(self.plan.rules.packer).choose(
             lengths, np.full(64, -1, np.int64), self.plan.rules.budget, 4, True, window=16
         )
-        handles = np.arange(1, dtype=np.int64)
-        trial = Arena(8 * 64 * self.plan.token_bytes, self.config.tokens, 64)
-        trial.store(handles, np.zeros(1, np.int64), np.full(1, 8, np.int64), bytes(8 * self.plan.token_bytes))
-        trial.gather((handles,), 8, 16, 1, 0)
-        trial.gather((handles,), 8, 8, 2, 0)
+        rules, handles, zero, lengths = self.plan.rules, np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 8)
+        trial = Arena(8 * 64 * rules.token_bytes, rules.tokens, 64, rules.fields)
+        sizes = [8 * np.dtype(rules.tokens).itemsize]
+        sizes += [field.value_bytes * (8 if field.axis == "token" else 1) for field in rules.fields]
+        trial.store(handles, zero, lengths, zero, tuple(bytes(size) for size in sizes))
+        names = [INPUT_IDS, EDGES, *(field.name for field in rules.fields)]
+        trial.gather((handles,), names, 8, 16, 2, 0, "zigzag")
         self.core.handle(Tick(time.monotonic()))
 
     def run(self) -> None:
@@ -249,7 +253,7 @@ class BrokerService:
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Store):
-            self.arena.store(effect.handles, effect.offsets, effect.lengths, effect.payload[0])
+            self.arena.store(effect.handles, effect.offsets, effect.lengths, effect.rows, effect.payload)
         elif isinstance(effect, SendShard):
             self._send_shard(effect)
         elif isinstance(effect, SendTrainer):
@@ -266,16 +270,16 @@ class BrokerService:
             raise InternalError(f"got effect {type(effect).__name__}, which nobody performs")
 
     def _send_shard(self, effect: SendShard) -> None:
-        rules = self.plan.rules
-        width = rules.budget // effect.cp
-        tokens, edges = self.arena.gather(effect.packs, rules.align.sample, width, effect.cp, effect.cp_rank)
-        payload = (tokens,) if edges is None else (tokens, edges)
-        envelope = effect.envelope
+        rules, envelope = effect.rules, effect.envelope
+        payload = self.arena.gather(
+            effect.packs, effect.frames, rules.align.sample, rules.budget, effect.cp, effect.cp_rank, effect.layout
+        )
         whole = Envelope(
             run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message, payload=payload
         )
         self.unsent += not self._trainers.send(effect.peer, wire.encode(whole))
-        self.tokens_sent += tokens.size
+        if INPUT_IDS in effect.frames:
+            self.tokens_sent += payload[0].size
 
     def _wake_formed(self, future: Future[tuple[str, Choice, float]]) -> None:
         self._formed.append(future)

@@ -3,21 +3,26 @@
 Nothing that a producer sends is believed before it is checked against itself and against what it
 was granted. Then the over-long policy acts, each piece gets a row in the table and its turn in the
 merge, and the arena is told what to copy. Knows streams by number, partitions by number in their
-stream, and tokens only as frames that it passes on.
+stream, and tokens only as frames that it passes on; of a sample that is cut it counts the labels
+that each piece keeps, which takes the loss mask or the labels sent.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as field_
+from typing import Any
 
 import numpy as np
 
 from streampack.core.effects import Store
+from streampack.core.fields import LABELS, LOSS_MASK, Field
+from streampack.core.frames import INPUT_IDS
 from streampack.core.intake import Intake, apply_overlong
 from streampack.core.merge import Merge
 from streampack.core.messages import MAX_CHUNK_SAMPLES, OVERLONG, Envelope, Samples
 from streampack.core.rules import Rules
-from streampack.core.samples import I64, SampleTable, index_of
+from streampack.core.samples import I64, IGNORE_INDEX, SampleTable, index_of
 
 MAX_REASONS = 64
 """Reasons for rejecting samples that are counted apart, by stream."""
@@ -52,17 +57,22 @@ class StreamCounts:
     tokens: int = 0
     overlong: int = 0
     lost_tokens: int = 0
-    rejected: dict[str, int] = field(default_factory=dict)
+    rejected: dict[str, int] = field_(default_factory=dict)
 
 
 class Admission:
     """Takes chunks into ``table`` and ``merge``; ``streams`` in the order of the rules."""
 
     def __init__(
-        self, streams: list[StreamTerms], token_bytes: int, max_sample_tokens: int, table: SampleTable, merge: Merge
-    ) -> None:
-        self._streams = streams
-        self._token_bytes, self._max_sample_tokens = token_bytes, max_sample_tokens
+        self, streams: list[StreamTerms], tokens: str, fields: tuple[Field, ...], max_sample_tokens: int,
+        table: SampleTable, merge: Merge,
+    ) -> None:  # fmt: skip
+        self._streams, self._fields = streams, fields
+        self._widths = [(np.dtype(tokens).itemsize, 0)] + [
+            (field.value_bytes, 0) if field.axis == "token" else (0, field.value_bytes) for field in fields
+        ]  # bytes a token and a sample, by frame
+        self.token_bytes = sum(width for width, _ in self._widths)
+        self._max_sample_tokens = max_sample_tokens
         self._table, self._merge = table, merge
         self.counts = [StreamCounts() for _ in streams]
 
@@ -97,12 +107,14 @@ class Admission:
         table.length[handles] = pieces.length[kept]
         table.crc[handles] = np.frombuffer(message.crcs_u32, "<u4")[skip:][source]
         loss = np.frombuffer(message.loss_tokens_u32, "<u4")[skip:][source].astype(np.int64)
-        whole = pieces.length[kept] == lengths[source]
-        table.loss_tokens[handles] = np.where(whole, loss, pieces.length[kept] - 1)
+        starts, cut = offsets[source] + pieces.offset[kept], pieces.length[kept] != lengths[source]
+        if cut.any():
+            loss[cut] = self._loss_tokens(envelope.payload, starts[cut], pieces.length[kept][cut])
+        table.loss_tokens[handles] = loss
         entries = np.full(len(pieces.length), -1, np.int64)
         entries[kept] = handles
         self._merge.push(p, entries, pieces.length, pieces.part)
-        num_bytes, kept_tokens = int(lengths.sum()) * self._token_bytes, int(pieces.length.sum())
+        num_bytes, kept_tokens = int(lengths.sum()) * self.token_bytes, int(pieces.length.sum())
         intake.accept(intake.expected_seq + len(lengths), num_bytes, kept_tokens, message.cursor)
         counts.samples += len(lengths)
         counts.tokens += kept_tokens
@@ -111,7 +123,21 @@ class Admission:
         if skip == 0:
             counts.lost_tokens += message.lost_tokens
             _count_reasons(counts, message.rejected)
-        return Store(handles, offsets[source] + pieces.offset[kept], pieces.length[kept], envelope.payload)
+        return Store(handles, starts, pieces.length[kept], skip + source, envelope.payload)
+
+    def _loss_tokens(self, payload: tuple[Any, ...], starts: I64, lengths: I64) -> I64:
+        """Labels that count in pieces of a chunk, int64 [n]: all but each first token, where no field says less."""
+        counts = True
+        frames = dict(zip((field.name for field in self._fields), payload[1:], strict=True))
+        for field in self._fields:
+            if field.name in (LABELS, LOSS_MASK):
+                values = np.frombuffer(frames[field.name], field.storage)
+                counts = counts & (values != (IGNORE_INDEX if field.name == LABELS else 0))
+        if counts is True:
+            return lengths - 1
+        upto = np.concatenate([[0], np.cumsum(counts)])
+        found: I64 = upto[starts + lengths] - upto[starts + 1]
+        return found
 
     def _malformed(self, message: Samples, envelope: Envelope, total: int | None) -> str:
         """What is wrong with a chunk of a partition of ``total`` samples, if that is known; empty if nothing."""
@@ -125,20 +151,25 @@ class Admission:
             return f"got a chunk of {count} samples, expected 1 to {MAX_CHUNK_SAMPLES}"
         if total is not None and message.base_seq + count > total:
             return f"got sample {message.base_seq + count - 1} of a partition that ended after {total}"
-        if len(envelope.payload) != 1:
-            return f"got {len(envelope.payload)} payload frames, expected 1"
+        if len(envelope.payload) != len(self._widths):
+            return f"got {len(envelope.payload)} payload frames, expected {len(self._widths)}: tokens and every field"
         lengths = lengths_of(message)
         if (np.frombuffer(message.loss_tokens_u32, "<u4") > np.maximum(lengths - 1, 0)).any():
             return "got a sample with as many loss tokens as tokens, expected fewer: its last one has no next"
-        got, expected = len(envelope.payload[0]), int(lengths.sum()) * self._token_bytes
-        if got != expected:
-            return f"got {got} payload bytes, expected {expected} for the lengths given"
+        for (by_token, by_sample), frame, name in zip(self._widths, envelope.payload, self._names(), strict=True):
+            got, expected = len(frame), int(lengths.sum()) * by_token + count * by_sample
+            if got != expected:
+                return f"got {got} payload bytes of {name}, expected {expected} for the lengths given"
         if int(lengths.max()) > self._max_sample_tokens:
             return f"got a sample of {int(lengths.max())} tokens, expected at most {self._max_sample_tokens}"
         rejected, empty = sum(message.rejected.values()), int((lengths == 0).sum())
         if rejected > empty:
             return f"got {rejected} rejected samples, expected at most the {empty} that are empty"
         return ""
+
+    def _names(self) -> list[str]:
+        """Of a chunk's frames."""
+        return [INPUT_IDS, *(field.name for field in self._fields)]
 
 
 def lengths_of(message: Samples) -> I64:

@@ -85,14 +85,11 @@ class Broker:
         self.run, self.epoch, self.feed, self.rules, self.capacity = run, epoch, feed, rules, capacity
         self.table = SampleTable()
         self._merge = Merge([s.weight for s in rules.streams], [s.partitions for s in rules.streams], rules.seed)
-        dtype, token_bytes = rules.tokens, rules.token_bytes
         self.leases = Leases(
-            run, epoch, rules.seed, dtype, token_bytes, terms_of(rules), capacity.quota_tokens * token_bytes,
+            run, epoch, rules.seed, rules.tokens, rules.fields, terms_of(rules), capacity.quota_tokens,
             capacity.max_sample_tokens, capacity.max_chunk_bytes, self.table, self._merge,
         )  # fmt: skip
-        self.readers = Readers(
-            run, epoch, feed, rules, dtype, token_bytes, layout, self.table, self.waiting_for
-        )  # fmt: skip
+        self.readers = Readers(run, epoch, feed, rules, layout, self.table, self.waiting_for)
         self.former = Former(rules, self.table)
         self.totals = Totals()
         self._steps_ahead = steps_ahead

@@ -12,6 +12,7 @@ from streampack.core.events import Effect, Event
 from streampack.core.form import Request
 from streampack.core.messages import Envelope
 from streampack.core.packers import Choice
+from streampack.core.rules import Rules
 from streampack.core.samples import I64
 
 
@@ -51,11 +52,15 @@ class SendTrainer(Effect, frozen=True):
 
 
 class Store(Effect, frozen=True):
-    """Copy samples into the arena: ``lengths`` int64 [n] tokens from ``offsets`` of ``payload[0]``."""
+    """Copy samples into the arena: ``lengths`` int64 [n] tokens from ``offsets`` of a chunk's ``payload``.
+
+    ``rows`` int64 [n]: each one's number in the chunk, for fields with one value a sample.
+    """
 
     handles: I64
     offsets: I64
     lengths: I64
+    rows: I64
     payload: tuple[Any, ...]
 
 
@@ -73,10 +78,16 @@ class Form(Effect, frozen=True):
 
 
 class SendShard(Effect, frozen=True):
-    """Cut a rank's shard of each pack (``handles`` of each) out of the arena and send it with its plan."""
+    """Cut a rank's shard of each pack (``handles`` of each) out of the arena and send it with its plan.
+
+    The plan, a ``StepPart``, names the arrays that its payload must hold.
+    """
 
     peer: bytes
     envelope: Envelope
     packs: tuple[I64, ...]
+    frames: list[str]
+    rules: Rules
+    layout: str
     cp: int
     cp_rank: int

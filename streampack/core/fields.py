@@ -31,7 +31,8 @@ LOSS_MASK, LABELS, POSITION_IDS = "loss_mask", "labels", "position_ids"
 producer sends, -100 where none counts; ``position_ids`` are supplied instead of derived."""
 DERIVED = (
     "input_ids", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "padding_mask", "num_samples", "num_segments",
-    "sample_ids", "num_loss_tokens", "step", "micro_batch", "dp_rank", "pack", "slices", "edges",
+    "sample_ids", "num_loss_tokens", "step", "micro_batch", "dp_rank", "pack", "slices", "edges", "fields", "layout",
+    "cp", "cp_rank",
 )  # fmt: skip
 """Names that a pack has of its own."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -49,7 +50,7 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name: str
     dtype: DType
     axis: Literal["token", "sample", "item", "patch"] = "token"
-    shape: tuple[Annotated[int, Meta(ge=1)], ...] = ()
+    shape: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=4)] = ()
     align: Literal["token", "target"] = "token"
     pad: int | float = 0
     default: int | float | None = None
@@ -70,6 +71,8 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             raise ValueError(f"got {self.value_bytes} bytes a {self.axis}, expected at most {MAX_VALUE_BYTES}")
         if self.name in (LOSS_MASK, LABELS) and (self.axis, self.align, self.shape) != ("token", "target", ()):
             raise ValueError("expected axis: token, align: target and no shape, as labels have")
+        if self.name in (LOSS_MASK, LABELS, POSITION_IDS) and self.cp != "slice":
+            raise ValueError(f"got cp: {self.cp} for {self.name}, expected slice, as tokens are")
         if self.name == LABELS and self.dtype not in ("int32", "int64"):
             raise ValueError(f"got dtype {self.dtype} for labels, expected int32")
         if self.name == LABELS and self.pad != -100:
@@ -102,7 +105,7 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             return to_bfloat16(np.array(value, np.float32))
         if self.storage.kind in "bui":
             low, high = (0, 1) if self.storage.kind == "b" else (np.iinfo(self.storage).min, np.iinfo(self.storage).max)
-            if value != int(value) or not low <= value <= high:
+            if not float(value).is_integer() or not low <= value <= high:
                 raise ValueError(f"got the value {value}, expected one that {self.dtype} holds")
         return np.array(value).astype(self.storage)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from streampack.core.deal import deal
 from streampack.core.form import Step
+from streampack.core.frames import frames_for
 from streampack.core.messages import Mesh, StepPart
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, SampleTable
@@ -33,9 +34,8 @@ class _Kept:
 class KeptSteps:
     """The steps of a feed that some rank may still ask for."""
 
-    def __init__(self, feed: str, rules: Rules, token_bytes: int, layout: str, table: SampleTable) -> None:
+    def __init__(self, feed: str, rules: Rules, layout: str, table: SampleTable) -> None:
         self._feed, self._rules, self._layout, self._table = feed, rules, layout, table
-        self._token_bytes = token_bytes
         self._steps: dict[int, _Kept] = {}
         self.cost_max_over_mean = 0.0
         """Cost of the dearest pack over the mean, over ranks at each micro-batch index; mean over what was dealt."""
@@ -56,8 +56,9 @@ class KeptSteps:
         if kept.dp != mesh.dp:
             self._deal(kept, mesh.dp)
         column = kept.dealt[:, mesh.dp_rank]
-        width = self._rules.budget // (mesh.cp if self._layout == "zigzag" else 1)
-        each = max(1, PART_BYTES // (width * self._token_bytes))
+        width = self._rules.budget // (1 if self._layout == "whole" else mesh.cp)
+        each = max(1, PART_BYTES // (width * self._rules.token_bytes))
+        frames = frames_for(self._rules.fields, mesh, self._layout)
         for part, first in enumerate(range(0, len(column), each)):
             numbers = column[first : first + each]
             packs = [step.packs[n] for n in numbers.tolist()]
@@ -66,7 +67,7 @@ class KeptSteps:
                 feed=self._feed, lineage=LINEAGE, step=step.number,
                 part=part, parts=-(-len(column) // each), first=first,
                 micro_batches=len(column), digest=step.digest, chain=step.chain,
-                num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples,
+                num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples, frames=frames,
                 packs_u32=numbers.astype("<u4").tobytes(),
                 counts_u32=np.array([len(pack.handles) for pack in packs], "<u4").tobytes(),
                 loss_tokens_u32=np.array([pack.num_loss_tokens for pack in packs], "<u4").tobytes(),
@@ -96,10 +97,18 @@ def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
             f"got dp={mesh.dp}, expected one that divides the {rules.packs} packs of a step "
             f"({divisors}): change the mesh or rules.step.packs"
         )
-    need = 2 * mesh.cp if mesh.cp > 1 and layout == "zigzag" else 1
-    if rules.align.sample % need or rules.align.pack % need:
+    if mesh.cp == 1 or layout == "whole":
+        return ""
+    parts = mesh.cp if layout == "contiguous" else 2 * mesh.cp
+    how = f"{'' if layout == 'contiguous' else '2 * '}cp = {parts}"
+    if layout == "zigzag" and (rules.align.sample % parts or rules.align.pack % parts):
         return (
             f"got cp={mesh.cp} and align sample={rules.align.sample} pack={rules.align.pack}, expected multiples "
-            f"of 2 * cp = {need}: set rules.align or rules.planned_mesh.cp before the run starts"
+            f"of {how}: set rules.align or planned_mesh.cp before the run starts"
+        )
+    if rules.budget % parts:
+        return (
+            f"got cp={mesh.cp} and a budget of {rules.budget}, expected a multiple of {how}, which the layout "
+            f"{layout} cuts it into: change rules.budget or the mesh"
         )
     return ""

@@ -94,47 +94,45 @@ def merge_take(
 
 @njit(nogil=True, cache=True)
 def gather(
-    arena: NDArray[Any],
+    column: NDArray[Any],
+    address: I64,
+    real: I64,
     offset: I64,
-    length: I64,
-    handles: I64,
-    bounds: I64,
-    align: int,
-    cp: int,
-    rank: int,
+    size: I64,
+    segment: I64,
+    width: int,
+    shift: int,
+    pad: Any,
     out: NDArray[Any],
     edges: I32,
 ) -> int:
-    """Copy the shards of packs for ``rank`` of ``cp`` out of the arena; padding becomes 0.
+    """Copy slices of segments out of a column of the arena, one after another; ``pad`` stands behind what is real.
 
-    Pack i is samples ``handles[bounds[i]:bounds[i + 1]]``; a sample lies at ``offset[handle]`` of
-    ``arena``, ``length[handle]`` tokens, padded to ``align``. ``out`` [packs, T / cp] is filled
-    whole. With cp > 1 a sample is cut in 2 * cp chunks, of which the rank has two, and ``edges``
-    int32 [len(handles), 2] takes the token after each, -100 where the sample has none.
+    The column [N * width] holds ``width`` numbers a token; segment s begins at token ``address[s]`` and holds
+    ``real[s]``. Slice i is ``size[i]`` tokens from ``offset[i]`` of segment ``segment[i]`` on, and ``shift`` further:
+    1 gives each place what belongs to the next token. ``out`` [sum of sizes * width] is filled whole. Where
+    ``edges`` int32 [slices] is not empty it takes what follows each slice in its segment, -100 where nothing does.
 
-    Returns -1, or the first pack that does not fit or holds a sample of no tokens: then ``out`` is not whole.
+    Returns -1, or the first slice that ``out`` or the column has no room for.
     A loop over two views is what numba makes the fastest copy of: it asks of a slice assignment
     first whether the two overlap, and of an index that is added up whether it is negative.
     """
-    width = out.shape[1]
-    for row in range(len(bounds) - 1):
-        to = 0
-        for i in range(bounds[row], bounds[row + 1]):
-            at, real = offset[handles[i]], length[handles[i]]
-            slot = (real + align - 1) // align * align
-            if real < 1 or to + slot // cp > width:
-                return row
-            chunk = slot if cp == 1 else slot // (2 * cp)
-            for half in range(1 if cp == 1 else 2):
-                start = rank * chunk if half == 0 else slot - (rank + 1) * chunk
-                held = max(min(start + chunk, real) - start, 0)
-                into, piece = out[row, to : to + chunk], arena[at + start : at + start + held]
-                for k in range(held):
-                    into[k] = piece[k]
-                for k in range(held, chunk):
-                    into[k] = 0
-                if cp > 1:
-                    edges[i, half] = arena[at + start + chunk] if start + chunk < real else -100
-                to += chunk
-        out[row, to:] = 0
+    to = 0
+    for i in range(len(size)):
+        s = segment[i]
+        count = size[i] * width
+        begin = (offset[i] + shift) * width
+        held = max(min(begin + count, real[s] * width) - begin, 0)
+        start = address[s] * width + begin
+        if size[i] < 0 or to + count > len(out) or (held > 0 and (start < 0 or start + held > len(column))):
+            return i
+        into, piece = out[to : to + count], column[start : start + held]
+        for k in range(held):
+            into[k] = piece[k]
+        for k in range(held, count):
+            into[k] = pad
+        if len(edges) > 0:
+            after = offset[i] + size[i]
+            edges[i] = column[address[s] + after] if after < real[s] else -100
+        to += count
     return -1

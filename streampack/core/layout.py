@@ -6,11 +6,14 @@ real tokens, ``cu_seqlens_padded`` for storage; kernels that take one array get 
 The same functions run in the broker, which cuts shards, and in the client, which rebuilds
 positions, masks and labels from lengths alone. They know lengths, never where tokens are kept.
 
-Context parallelism over W ranks cuts each segment [s, e) in 2W equal chunks, c = (e - s) / 2W;
-rank r holds chunks r and 2W - 1 - r, so that causal attention costs every rank the same. It is
-the layout of TransformerEngine's ``thd_get_partitioned_indices`` (context_parallel.cu), which
-Megatron-Core and the RL frameworks built on it use. Its preconditions (boundaries that end at T,
-every segment a multiple of 2W) are checked here, since the kernel loses tokens silently without.
+Context parallelism over W ranks, ``zigzag``, cuts each segment [s, e) in 2W equal chunks,
+c = (e - s) / 2W; rank r holds chunks r and 2W - 1 - r, so that causal attention costs every rank
+the same. It is the layout of TransformerEngine's ``thd_get_partitioned_indices``
+(context_parallel.cu), which Megatron-Core and the RL frameworks built on it use. Its
+preconditions (boundaries that end at T, every segment a multiple of 2W) are checked here, since
+the kernel loses tokens silently without. ``zigzag_pack`` cuts the whole pack so (Megatron without
+masks between documents, torch's head-tail balancer), ``contiguous`` gives rank r the stretch
+[r * T / W, (r + 1) * T / W) (Ulysses, llama3-style ring attention).
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from numpy.typing import NDArray
 
 from streampack.core.samples import I32, I64, IGNORE_INDEX
 
-LAYOUTS = ("zigzag", "whole")
-"""Context-parallel layouts: each rank's two chunks of every segment, or the whole pack to each."""
+LAYOUTS = ("zigzag", "zigzag_pack", "contiguous", "whole")
+"""Context-parallel layouts: two chunks of every segment a rank, or of the pack; a stretch of the pack; all of it."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -126,38 +129,80 @@ def layouts(lengths: I64, counts: I64, align: int, total: int) -> Layouts:
     return Layouts(lengths, np.insert(lengths, at, 0), stop - slots, stop, first_sample, first_segment)
 
 
-def shard_slices(cu_seqlens_padded: I32, cp: int, rank: int, kind: str) -> tuple[I64, I64]:
-    """Starts and stops in the pack, int64 [k] each, of what ``rank`` of ``cp`` holds, in its order.
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """What one context-parallel rank holds of some packs, in its order.
 
-    ``whole`` gives one slice a segment, ``zigzag`` two. Raises ValueError if a segment is not a
-    multiple of 2 * cp (cp > 1), naming it.
+    ``start`` and ``stop`` int64 [k]: places in the slice's own pack; ``segment`` int64 [k]: which of the
+    ``Layouts``' segments it lies in; ``first`` int64 [packs + 1]: slices by pack.
+    """
 
-    >>> [a.tolist() for a in shard_slices(np.array([0, 8, 16]), 2, 0, "zigzag")]
+    start: I64
+    stop: I64
+    segment: I64
+    first: I64
+
+
+def cut(laid: Layouts, cp: int, rank: int, kind: str) -> Slices:
+    """What ``rank`` of ``cp`` holds of each pack: slices that lie in one segment each.
+
+    ``whole`` gives every segment, ``zigzag`` two slices of each; ``zigzag_pack`` and ``contiguous`` cut the pack
+    as one, and what they give is cut again where segments meet. Raises ValueError, naming it, for what
+    cannot be shared out evenly.
+
+    >>> laid = layouts(np.array([8, 8]), np.array([2]), 1, 16)
+    >>> [a.tolist() for a in (cut(laid, 2, 0, "zigzag").start, cut(laid, 2, 0, "zigzag").stop)]
     [[0, 6, 8, 14], [2, 8, 10, 16]]
     """
-    cu = np.asarray(cu_seqlens_padded, np.int64)
-    return cut(cu[:-1], cu[1:], cp, rank, kind)
-
-
-def cut(start: I64, stop: I64, cp: int, rank: int, kind: str) -> tuple[I64, I64]:
-    """``shard_slices`` of segments [start, stop), of one pack or of many."""
     if kind not in LAYOUTS:
         raise ValueError(f"got context-parallel layout {kind!r}, expected one of {', '.join(LAYOUTS)}")
     if not 0 <= rank < cp:
         raise ValueError(f"got context-parallel rank {rank}, expected 0 <= rank < {cp}")
+    every = np.arange(len(laid.start))
     if kind == "whole" or cp == 1:
-        return start, stop
-    ragged = (stop - start) % (2 * cp) != 0
+        return Slices(laid.start, laid.stop, every, laid.first_segment)
+    if kind == "zigzag":
+        size = laid.stop - laid.start
+        _check_even(size, 2 * cp, "segment", "set align.sample and align.pack to multiples of it")
+        chunk = size // (2 * cp)
+        start = np.stack([laid.start + rank * chunk, laid.stop - (rank + 1) * chunk], axis=1).ravel()
+        return Slices(start, start + np.repeat(chunk, 2), np.repeat(every, 2), 2 * laid.first_segment)
+    total = laid.stop[laid.first_segment[1:] - 1]
+    parts = 2 * cp if kind == "zigzag_pack" else cp
+    _check_even(total, parts, "pack", "set the budget to a multiple of it")
+    chunk = total // parts
+    numbers = (rank, 2 * cp - 1 - rank) if kind == "zigzag_pack" else (rank,)
+    return _intersect(laid, [(number * chunk, (number + 1) * chunk) for number in numbers])
+
+
+def _check_even(sizes: I64, parts: int, what: str, advice: str) -> None:
+    ragged = sizes % parts != 0
     if ragged.any():
         at = int(np.argmax(ragged))
-        raise ValueError(
-            f"got segment {at} of {int(stop[at] - start[at])} tokens, expected a multiple of 2 * cp = {2 * cp}: "
-            f"set align.sample and align.pack to multiples of it"
-        )
-    chunk = (stop - start) // (2 * cp)
-    starts = np.stack([start + rank * chunk, stop - (rank + 1) * chunk], axis=1).ravel()
-    stops = np.stack([start + (rank + 1) * chunk, stop - rank * chunk], axis=1).ravel()
-    return starts, stops
+        raise ValueError(f"got {what} {at} of {int(sizes[at])} tokens, expected a multiple of {parts}: {advice}")
+
+
+def _intersect(laid: Layouts, intervals: list[tuple[I64, I64]]) -> Slices:
+    """Each pack's intervals [a, b), int64 [packs] each, cut where segments meet; none is empty."""
+    counts = np.diff(laid.first_segment)
+    pack = np.repeat(np.arange(len(counts)), counts)
+    start = np.stack([np.maximum(laid.start, a[pack]) for a, _ in intervals], axis=1)
+    stop = np.stack([np.minimum(laid.stop, b[pack]) for _, b in intervals], axis=1)
+    segment, interval = np.nonzero(start < stop)
+    order = np.argsort(pack[segment] * len(intervals) + interval, kind="stable")
+    segment, interval = segment[order], interval[order]
+    first = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(np.bincount(pack[segment], minlength=len(counts)), out=first[1:])
+    return Slices(start[segment, interval], stop[segment, interval], segment, first)
+
+
+def shard_slices(cu_seqlens_padded: I32, cp: int, rank: int, kind: str) -> tuple[I64, I64]:
+    """``cut`` of one pack of these boundaries: starts and stops, int64 [k] each; same errors."""
+    cu = np.asarray(cu_seqlens_padded, np.int64)
+    size = np.diff(cu)
+    number = np.array([0, len(size)])
+    slices = cut(Layouts(size, size, cu[:-1], cu[1:], number, number), cp, rank, kind)
+    return slices.start, slices.stop
 
 
 def positions_of(starts: I64, stops: I64) -> I64:
@@ -178,32 +223,36 @@ def _count_up(starts: I64, sizes: I64, out: I64) -> None:
         np.cumsum(out, out=out)
 
 
-def derive(
-    input_ids: I64, offset: I64, size: I64, real: I64, edges: I32 | None,
-    labels: I64, position_ids: I64, padding_mask: NDArray[np.bool_],
-) -> None:  # fmt: skip
-    """Fill in the labels, positions and padding mask of a shard, or of several one after another.
+def derive_positions(offset: I64, size: I64, real: I64, position_ids: I64, padding_mask: NDArray[np.bool_]) -> I64:
+    """Fill in the positions and the padding mask of some slices, one after another; int64 [pads], where padding is.
 
-    ``input_ids`` int64 [N] are the tokens; the last three arrays, [N] as well, are filled in.
-    Slice i is ``size[i]`` tokens and begins ``offset[i]`` tokens into its segment, which holds
-    ``real[i]`` real ones; all int64 [k]. ``edges`` int32 [k] holds the token that follows each
-    slice in its sample (-100 where none does): the label at a slice's end is a token that another
-    rank holds. None where slices are whole segments.
-
-    Positions restart at 0 in each segment; labels are shifted inside each sample and -100 at its
-    last real token and at all padding.
+    Slice i is ``size[i]`` tokens and begins ``offset[i]`` tokens into its segment, which holds ``real[i]`` real
+    ones; all int64 [k]. Positions, int64 [N], restart at 0 in each segment; the mask, [N], is True at padding.
     """
     ends = np.cumsum(size)
-    begins = ends - size
-    kept = np.clip(real - offset, 0, size)  # real tokens of each slice; padding is all behind them
     _count_up(offset, size, position_ids)
-    padding = positions_of(begins + kept, ends)
+    padding = positions_of(ends - size + np.clip(real - offset, 0, size), ends)  # it is all behind real tokens
     padding_mask[:] = False
     padding_mask[padding] = True
+    return padding
+
+
+def derive_labels(
+    input_ids: I64, offset: I64, size: I64, real: I64, edges: I32 | None, padding: I64, labels: I64
+) -> None:
+    """Fill in ``labels`` int64 [N]: ``input_ids`` shifted inside each sample, -100 at its last real token and at
+    ``padding``.
+
+    Slices as in ``derive_positions``. ``edges`` int32 [k] holds the token that follows each slice in its sample
+    (-100 where none does), since the label at a slice's end may be a token that another rank holds; None where
+    slices are whole segments.
+    """
+    ends = np.cumsum(size)
+    kept = np.clip(real - offset, 0, size)
     labels[:-1] = input_ids[1:]
     labels[-1:] = IGNORE_INDEX
     if edges is not None:
         labels[ends - 1] = edges
     last = (kept > 0) & (offset + kept == real)
-    labels[(begins + kept - 1)[last]] = IGNORE_INDEX
+    labels[(ends - size + kept - 1)[last]] = IGNORE_INDEX
     labels[padding] = IGNORE_INDEX

@@ -17,6 +17,7 @@ import numpy as np
 from streampack.core.admission import Admission, StreamTerms, lengths_of
 from streampack.core.effects import SendProducer
 from streampack.core.events import Effect, Report
+from streampack.core.fields import Field
 from streampack.core.intake import MAX_UNMERGED, Intake
 from streampack.core.merge import Merge
 from streampack.core.messages import (
@@ -60,19 +61,19 @@ class Leases:
     """Every partition's books and holder; ``merge`` and ``table`` are the broker's, and filled from here."""
 
     def __init__(
-        self, run: int, epoch: int, seed: int, dtype: str, token_bytes: int, streams: list[StreamTerms],
-        quota_bytes: int, max_sample_tokens: int, max_chunk_bytes: int, table: SampleTable, merge: Merge,
+        self, run: int, epoch: int, seed: int, tokens: str, fields: tuple[Field, ...], streams: list[StreamTerms],
+        quota_tokens: int, max_sample_tokens: int, max_chunk_bytes: int, table: SampleTable, merge: Merge,
     ) -> None:  # fmt: skip
-        self._run, self.epoch, self._seed, self._dtype = run, epoch, seed, dtype
-        self._token_bytes = token_bytes
+        self._run, self.epoch, self._seed, self._tokens, self._fields = run, epoch, seed, tokens, fields
         self._max_sample_tokens, self._max_chunk_bytes = max_sample_tokens, max_chunk_bytes
         self._merge = merge
-        self._admission = Admission(streams, token_bytes, max_sample_tokens, table, merge)
+        self._admission = Admission(streams, tokens, fields, max_sample_tokens, table, merge)
+        self._token_bytes = token_bytes = self._admission.token_bytes
         self._streams = {terms.name: (number, terms) for number, terms in enumerate(streams)}
         self._terms = streams
         self._stream_of = [s for s, terms in enumerate(streams) for _ in range(terms.partitions)]
         self._first = np.concatenate([[0], np.cumsum([terms.partitions for terms in streams])]).tolist()
-        self.intakes = [Intake(quota_bytes, token_bytes) for _ in self._stream_of]
+        self.intakes = [Intake(quota_tokens * token_bytes, token_bytes) for _ in self._stream_of]
         self._holder: list[str | None] = [None] * len(self._stream_of)
         self._granted = [(0, 0)] * len(self._stream_of)  # samples and bytes, as last said
         self._producers: dict[str, _Producer] = {}
@@ -324,7 +325,7 @@ class Leases:
         lease = Lease(
             stream=terms.name, partition=p - self._first[number], partitions=terms.partitions,
             first_seq=intake.expected_seq, cursor=intake.cursor, seed=self._seed, passes=terms.passes,
-            dtype=self._dtype, overlong=terms.overlong, poison=terms.poison,
+            dtype=self._tokens, fields=self._fields, overlong=terms.overlong, poison=terms.poison,
             max_sample_tokens=terms.limit if terms.overlong == "error" else self._max_sample_tokens,
             max_chunk_bytes=self._max_chunk_bytes,
         )  # fmt: skip

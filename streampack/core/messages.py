@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 
+from streampack.core.fields import MAX_FIELDS, Field
 from streampack.core.rules import Rules
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -57,10 +58,12 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Samples(Message, frozen=True, kw_only=True):
-    """A chunk: consecutive samples of one partition, from ``base_seq``; payload: one frame a field.
+    """A chunk: consecutive samples of one partition, from ``base_seq``.
 
-    ``lengths_u32``, ``crcs_u32`` and ``loss_tokens_u32`` [n]: tokens (0: rejected where it was
-    read, counted in ``rejected`` by reason), crc32c of the sample's bytes, labels that count.
+    Payload: the tokens, then a frame for each field of the lease: [tokens, ...], or [samples, ...] for
+    those of axis ``sample``, rejected ones too. Nothing is shifted. ``lengths_u32``, ``crcs_u32`` and
+    ``loss_tokens_u32`` [n]: tokens (0: rejected where it was read, counted in ``rejected`` by
+    reason), crc32c of the sample's bytes in all frames, labels that count.
     """
 
     TYPE: ClassVar[int] = 2
@@ -115,8 +118,8 @@ class Bye(Message, frozen=True, kw_only=True):
 class Lease(Message, frozen=True, kw_only=True):
     """Partition ``partition`` of ``partitions`` is yours from ``first_seq`` on; the fence is the session.
 
-    ``dtype`` of tokens; a sample of more than ``max_sample_tokens`` is the over-long policy's
-    before it is sent; a chunk's payload stays below ``max_chunk_bytes``.
+    ``dtype`` of tokens and the ``fields`` that go with them; a sample of more than ``max_sample_tokens``
+    is the over-long policy's before it is sent; a chunk's payload stays below ``max_chunk_bytes``.
     """
 
     TYPE: ClassVar[int] = 10
@@ -128,6 +131,7 @@ class Lease(Message, frozen=True, kw_only=True):
     seed: Count
     passes: Count | None
     dtype: Name
+    fields: Annotated[tuple[Field, ...], Meta(max_length=MAX_FIELDS)] = ()
     overlong: Name
     poison: Name
     max_sample_tokens: Count
@@ -267,7 +271,6 @@ class Attached(Message, frozen=True, kw_only=True):
     lineage: Count
     next_step: Count
     rules: Rules
-    dtype: Name
     layout: Name
 
 
@@ -277,8 +280,10 @@ class StepPart(Message, frozen=True, kw_only=True):
     Part ``part`` of ``parts`` holds micro-batches ``first`` and up, one pack each: ``packs_u32``
     [p] their numbers in the step, ``counts_u32`` [p] their samples, ``loss_tokens_u32`` [p];
     ``lengths_u32``, ``streams_u32``, ``indices_u64`` and ``parts_u32`` [sum of counts] describe
-    the samples. Payload: tokens [p, T / cp] and, where the layout cuts samples, edges int32
-    [sum of counts, 2]. ``num_loss_tokens`` and ``num_samples`` are those of the whole step.
+    the samples. Payload: one frame for each name of ``frames``: ``input_ids`` [p, T / cp]; where the
+    layout cuts samples, ``edges`` int32 [slices], the token after each; fields of axis ``token``
+    [p, T / cp, ...] (or T where replicated), those of axis ``sample`` [sum of counts, ...].
+    ``num_loss_tokens`` and ``num_samples`` are those of the whole step.
     """
 
     TYPE: ClassVar[int] = 31
@@ -293,6 +298,7 @@ class StepPart(Message, frozen=True, kw_only=True):
     chain: bytes
     num_loss_tokens: Count
     num_samples: Count
+    frames: Annotated[list[Name], Meta(max_length=MAX_FIELDS + 2)]
     packs_u32: bytes
     counts_u32: bytes
     loss_tokens_u32: bytes

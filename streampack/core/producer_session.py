@@ -42,7 +42,7 @@ Session = tuple[int, int]
 
 
 class Chunk(Event, frozen=True):
-    """What the shell read for ``Read``: ``payload`` is [tokens], ``num_bytes`` its size."""
+    """What the shell read for ``Read``: ``payload`` is the tokens and every field; ``num_bytes`` of those by token."""
 
     key: Key
     session: Session

@@ -72,16 +72,16 @@ class Readers:
     """One feed's readers and the steps kept for them."""
 
     def __init__(
-        self, run: int, epoch: int, feed: str, rules: Rules, dtype: str, token_bytes: int, layout: str,
-        table: SampleTable, waiting_for: Callable[[], tuple[str, str]],
+        self, run: int, epoch: int, feed: str, rules: Rules, layout: str, table: SampleTable,
+        waiting_for: Callable[[], tuple[str, str]],
     ) -> None:  # fmt: skip
         self._run, self.epoch, self._feed = run, epoch, feed
-        self._rules, self._dtype, self._layout = rules, dtype, layout
+        self._rules, self._layout = rules, layout
         self._waiting_for = waiting_for
         self._readers: dict[Ranks, _Reader] = {}
         self._by_peer: dict[bytes, Ranks] = {}
         self._returned: dict[Ranks, int] = {}  # steps returned, by rank; of ranks that left, too
-        self._steps = KeptSteps(feed, rules, token_bytes, layout, table)
+        self._steps = KeptSteps(feed, rules, layout, table)
         self._chains: dict[int, bytes] = {}
         self._attempt = 0
         self._now = self._told = 0.0
@@ -219,7 +219,7 @@ class Readers:
     def _attached(self, reader: _Reader) -> Attached:
         return Attached(
             feed=self._feed, reader=reader.name, lineage=LINEAGE, next_step=reader.first_step, rules=self._rules,
-            dtype=self._dtype, layout=self._layout,
+            layout=self._layout,
         )  # fmt: skip
 
     def _refusal(self, message: Attach, held: _Reader | None, where: str) -> tuple[str, str] | None:
@@ -315,9 +315,12 @@ class Readers:
         effects: list[Effect] = []
         while reader.sent_upto < min(reader.want_stop, self.formed_upto):
             number = max(reader.sent_upto, self.released_upto)
-            cp, cp_rank = (reader.mesh.cp, reader.mesh.cp_rank) if self._layout == "zigzag" else (1, 0)
-            for plan, packs in self._steps.parts(number, reader.mesh):
-                effects.append(SendShard(reader.peer, self._envelope(plan), packs, cp, cp_rank))
+            mesh, layout = reader.mesh, self._layout
+            for plan, packs in self._steps.parts(number, mesh):
+                envelope = self._envelope(plan)
+                effects.append(
+                    SendShard(reader.peer, envelope, packs, plan.frames, self._rules, layout, mesh.cp, mesh.cp_rank)
+                )
             reader.sent_upto = number + 1
         if self.end is not None and reader.sent_upto >= self.end.num_steps:
             effects += self._send(reader.peer, self.end)

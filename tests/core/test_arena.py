@@ -23,7 +23,8 @@ def ints(*values: int) -> I64:
 
 def read(arena: Arena, handles: list[int], width: int) -> NDArray[Any]:
     """Each sample alone in a pack of ``width``."""
-    return arena.gather(tuple(ints(handle) for handle in handles), 1, width, 1, 0)[0]
+    packs = tuple(ints(handle) for handle in handles)
+    return arena.gather(packs, ["input_ids"], 1, width, 1, 0, "zigzag")[0].reshape(-1, width)
 
 
 @dataclass
@@ -55,8 +56,9 @@ class Twin:
             handles.append(self.handle())
             self.held[handles[-1]] = frame[offsets[i] : offsets[i] + lengths[i]].tolist()
         self.arena.store(
-            ints(*handles), ints(*[offsets[i] for i in kept]), ints(*[lengths[i] for i in kept]), frame.tobytes()
-        )
+            ints(*handles), ints(*[offsets[i] for i in kept]), ints(*[lengths[i] for i in kept]), ints(*kept),
+            (frame.tobytes(),),
+        )  # fmt: skip
 
     def release(self, handles: list[int]) -> None:
         self.arena.release(ints(*handles))
@@ -135,14 +137,14 @@ def test_blocks_are_used_again_without_a_copy_when_samples_leave_in_order() -> N
 def test_pieces_of_one_sample_are_stored_from_their_offsets() -> None:
     arena = Arena(4 * 4 * BLOCK, "int32", BLOCK)
     frame = np.arange(20, dtype=np.int32)
-    arena.store(ints(3, 1), ints(10, 2), ints(5, 4), frame.tobytes())
+    arena.store(ints(3, 1), ints(10, 2), ints(5, 4), ints(0, 0), (frame.tobytes(),))
     assert read(arena, [3, 1], 6).tolist() == [[10, 11, 12, 13, 14, 0], [2, 3, 4, 5, 0, 0]]
     assert arena.live_tokens == 9
 
 
 def test_a_chunk_without_its_head_is_stored_from_where_it_goes_on() -> None:
     arena = Arena(4 * 4 * BLOCK, "int32", BLOCK)
-    arena.store(ints(0, 1), ints(6, 8), ints(2, 3), np.arange(11, dtype=np.int32).tobytes())
+    arena.store(ints(0, 1), ints(6, 8), ints(2, 3), ints(1, 2), (np.arange(11, dtype=np.int32).tobytes(),))
     assert read(arena, [0, 1], 3).tolist() == [[6, 7, 0], [8, 9, 10]]
 
 
@@ -154,7 +156,7 @@ def test_a_chunk_larger_than_a_block_is_spread_over_several() -> None:
 
 def test_a_chunk_of_which_nothing_is_kept_stores_nothing() -> None:
     arena = Arena(4 * 4 * BLOCK, "int32", BLOCK)
-    arena.store(ints(), ints(), ints(), bytes(40))
+    arena.store(ints(), ints(), ints(), ints(), (bytes(40),))
     assert arena.live_tokens == 0
 
 
@@ -165,7 +167,7 @@ def test_more_than_was_promised_is_an_error_not_a_loss() -> None:
     count = 6 * BLOCK // LONGEST
     handles, each = np.arange(1000, 1000 + count), np.full(count, LONGEST)
     with pytest.raises(InternalError, match="over its capacity"):
-        both.arena.store(handles, np.cumsum(each) - each, each, np.ones(6 * BLOCK, np.int32))
+        both.arena.store(handles, np.cumsum(each) - each, each, handles, (np.ones(6 * BLOCK, np.int32),))
     assert read(both.arena, list(both.held), LONGEST).tolist() == before
 
 
@@ -185,16 +187,16 @@ def test_a_released_sample_cannot_be_served() -> None:
     both = twin(6)
     both.store([2, 3], set())
     both.arena.release(ints(1))
-    with pytest.raises(InternalError, match="1 of its samples released"):
-        both.arena.gather((ints(0, 1),), 1, 8, 1, 0)
+    with pytest.raises(InternalError, match="a released sample: got a sample of 0 tokens"):
+        both.arena.gather((ints(0, 1),), ["input_ids"], 1, 8, 1, 0, "whole")
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_samples_that_do_not_fit_their_pack_are_not_written_beyond_it(cp: int) -> None:
     both = twin(6)
     both.store([5, 6], set())
-    with pytest.raises(InternalError, match=r"got a pack of 16 tokens, .* expected at most 12"):
-        both.arena.gather((ints(0, 1),), 4, 12 // cp, cp, 0)
+    with pytest.raises(InternalError, match=r"got 16 tokens with padding, expected at most 12"):
+        both.arena.gather((ints(0, 1),), ["input_ids"], 4, 12, cp, 0, "zigzag")
 
 
 def test_the_promise_leaves_three_blocks_and_the_slack() -> None:

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from streampack.core.kernels import gather
-from streampack.core.layout import round_up
 
 GUARD = 7777
 """What lies around an output and must stay."""
@@ -23,85 +22,77 @@ def twins(kernel: Any) -> list[Callable[..., Any]]:
     return [kernel, kernel.py_func]
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Slices of segments that lie anywhere in a column, ``width`` numbers a token."""
+
+    column: NDArray[Any]
+    width: int
+    address: list[int]
+    real: list[int]
+    slices: list[tuple[int, int, int]]
+    """(segment, offset, size); a size may reach beyond what is real."""
+
+    def token(self, segment: int, place: int, pad: int) -> list[int]:
+        if place >= self.real[segment]:
+            return [pad] * self.width
+        at = (self.address[segment] + place) * self.width
+        return [int(each) for each in self.column[at : at + self.width]]
+
+    def args(self) -> tuple[Any, ...]:
+        segment, offset, size = (np.array([each[i] for each in self.slices], np.int64) for i in range(3))
+        return (self.column, np.array(self.address, np.int64), np.array(self.real, np.int64), offset, size, segment)
+
+
 @st.composite
-def cuts(draw: st.DrawFn) -> tuple[NDArray[Any], list[int], list[int], int, int]:
-    """An arena, offsets and lengths of samples in it that may overlap, cp, alignment."""
-    cp = draw(st.sampled_from([1, 2, 4, 8]))
-    align = 2 * cp * draw(st.integers(1, 3))
-    dtype = draw(st.sampled_from(["uint16", "int32"]))
-    arena = np.arange(1, 200).astype(dtype)
-    lengths = draw(st.lists(st.integers(1, 80), max_size=6))
-    offsets = [draw(st.integers(0, len(arena) - length)) for length in lengths]
-    return arena, offsets, lengths, cp, align
+def cuts(draw: st.DrawFn) -> Cut:
+    width, dtype = draw(st.integers(1, 3)), draw(st.sampled_from(["uint8", "uint16", "int32", "uint64"]))
+    column = (np.arange(1, 100 * width + 1) % 251).astype(dtype)
+    real = draw(st.lists(st.integers(0, 30), min_size=1, max_size=5))
+    address = [draw(st.integers(0, 100 - length)) for length in real]
+    pieces = st.tuples(st.integers(0, len(real) - 1), st.integers(0, 34), st.integers(0, 20))
+    return Cut(column, width, address, real, draw(st.lists(pieces, max_size=6)))
 
 
-def token_by_token(
-    arena: NDArray[Any], offsets: list[int], lengths: list[int], align: int, cp: int, rank: int
-) -> tuple[list[int], list[list[int]]]:
-    """The shard of one pack, without its tail, and its edges."""
-    tokens, edges = [], []
-    for offset, length in zip(offsets, lengths, strict=True):
-        slot = round_up(length, align)
-        chunks = 1 if cp == 1 else 2 * cp
-        size = slot // chunks
-        after = []
-        for number in [0] if cp == 1 else [rank, chunks - 1 - rank]:
-            places = range(number * size, (number + 1) * size)
-            tokens += [int(arena[offset + k]) if k < length else 0 for k in places]
-            after.append(int(arena[offset + places.stop]) if places.stop < length else -100)
-        edges.append(after)
-    return tokens, edges
-
-
-@given(cuts(), st.integers(0, 6), st.integers(0, 9))
-def test_shards_and_their_edges_are_those_of_a_token_by_token_cut(
-    cut: tuple[NDArray[Any], list[int], list[int], int, int], split: int, tail: int
-) -> None:
-    """Two packs, cut where ``split`` says, with a tail of padding."""
-    arena, offsets, lengths, cp, align = cut
-    split = min(split, len(lengths))
-    bounds = [0, split, len(lengths)]
-    for rank in range(cp):
-        cuts = [token_by_token(arena, offsets[a:b], lengths[a:b], align, cp, rank) for a, b in pairwise(bounds)]
-        width = max(len(tokens) for tokens, _ in cuts) + tail
-        for kernel in twins(gather):
-            out = np.full((3, width), GUARD, arena.dtype)
-            found = np.full((len(lengths) + 1, 2), GUARD, np.int32)
-            handles = np.arange(len(lengths))[::-1].copy()  # rows of the table in another order
-            columns = (np.array(column[::-1], np.int64) for column in (offsets, lengths))
-            args = (handles, np.array(bounds), align, cp, rank, out[:2], found[: len(lengths)] if cp > 1 else found[:0])
-            assert kernel(arena, *columns, *args) == -1
-            assert out[:2].tolist() == [tokens + [0] * (width - len(tokens)) for tokens, _ in cuts]
-            assert (out[2] == GUARD).all()
-            if cp > 1:
-                assert found[:-1].tolist() == cuts[0][1] + cuts[1][1]
-            assert (found[-1] == GUARD).all()
-
-
-def test_a_pack_that_does_not_fit_or_holds_a_released_sample_is_named() -> None:
-    arena, edges = np.arange(100, dtype=np.int32), np.empty((0, 2), np.int32)
+@given(cuts(), st.sampled_from([0, 1]), st.integers(0, 9))
+def test_slices_are_those_of_a_token_by_token_cut(cut: Cut, shift: int, pad: int) -> None:
+    expected = [
+        number
+        for segment, offset, size in cut.slices
+        for place in range(offset, offset + size)
+        for number in cut.token(segment, place + shift, pad)
+    ]
     for kernel in twins(gather):
-        for lengths in ([4, 4, 5], [4, 4, 0]):
-            table = np.array([0, 20, 40]), np.array(lengths), np.arange(3), np.array([0, 2, 3])
-            assert kernel(arena, *table, 1, 1, 0, np.empty((2, 8 if lengths[2] == 0 else 4), np.int32), edges) == (
-                1 if lengths[2] == 0 else 0
-            )
+        out = np.full(len(expected) + 3, GUARD % 200, cut.column.dtype)
+        none = np.empty(0, np.int32)
+        assert kernel(*cut.args(), cut.width, shift, cut.column.dtype.type(pad), out[:-3], none) == -1
+        assert out[:-3].tolist() == expected
+        assert (out[-3:] == GUARD % 200).all()
 
 
-def test_the_golden_cut_of_two_samples_over_two_ranks() -> None:
-    """cu [0, 8, 16], lengths 8 and 5; the tokens are the positions, plus 100."""
-    arena = np.arange(100, 116, dtype=np.int32)
-    args = (np.array([0, 8]), np.array([8, 5]), np.arange(2), np.array([0, 2]), 8)
+@given(cuts())
+def test_edges_are_what_follows_each_slice(cut: Cut) -> None:
+    cut = replace(cut, column=cut.column[:100], width=1)
+    total = sum(size for _, _, size in cut.slices)
     for kernel in twins(gather):
-        shards = []
-        for rank in range(2):
-            out, edges = np.full((1, 8), GUARD, np.int32), np.zeros((2, 2), np.int32)
-            assert kernel(arena, *args, 2, rank, out, edges) == -1
-            shards.append((out[0].tolist(), edges.ravel().tolist()))
-        assert shards == [
-            ([100, 101, 106, 107, 108, 109, 0, 0], [102, -100, 110, -100]),
-            ([102, 103, 104, 105, 110, 111, 112, 0], [104, 106, 112, -100]),
-        ]
+        edges = np.full(len(cut.slices) + 1, GUARD, np.int32)
+        out = np.empty(total, cut.column.dtype)
+        assert kernel(*cut.args(), 1, 0, cut.column.dtype.type(0), out, edges[:-1]) == -1
+        assert edges.tolist() == [*(cut.token(s, offset + size, -100)[0] for s, offset, size in cut.slices), GUARD]
+
+
+def test_a_slice_without_room_or_outside_of_the_column_is_named() -> None:
+    column, none = np.arange(100, dtype=np.int32), np.empty(0, np.int32)
+    two = np.array([0, 1])
+    for kernel in twins(gather):
+        for address, sizes, room in (
+            ([0, 20], [4, 5], 8),
+            ([0, 98], [4, 5], 9),
+            ([0, -3], [4, 5], 9),
+            ([0, 20], [4, -1], 9),
+        ):
+            table = np.array(address), np.array([4, 5]), np.zeros(2, np.int64), np.array(sizes), two
+            assert kernel(column, *table, 1, 0, 0, np.empty(room, np.int32), none) == 1
 
 
 WITHOUT_NUMBA = """

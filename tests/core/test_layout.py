@@ -1,6 +1,6 @@
 """Where tokens lie: boundaries, context-parallel shards, positions and labels, held to published vectors."""
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -69,6 +69,33 @@ def test_automodel_stores_lengths_3_and_5_in_4_and_8() -> None:
     pack = layout(np.array([3, 5]), 4, 12)
     assert np.diff(pack.cu_seqlens).tolist() == [3, 5]
     assert np.diff(pack.cu_seqlens_padded).tolist() == [4, 8]
+
+
+def test_the_other_layouts_cut_the_pack_as_one() -> None:
+    cu = [0, 5, 8, 16]
+    assert [held(cu, 2, rank, "contiguous") for rank in range(2)] == [list(range(8)), list(range(8, 16))]
+    assert held(cu, 2, 0, "zigzag_pack") == [0, 1, 2, 3, 12, 13, 14, 15]
+    assert held(cu, 2, 1, "zigzag_pack") == [4, 5, 6, 7, 8, 9, 10, 11]
+    starts, stops = shard_slices(np.array(cu), 2, 1, "zigzag_pack")
+    assert list(zip(starts.tolist(), stops.tolist(), strict=True)) == [(4, 5), (5, 8), (8, 12)], "cut at boundaries"
+
+
+@given(st.data())
+def test_every_layout_shares_a_pack_out_whole(data: st.DataObject) -> None:
+    cp = data.draw(st.sampled_from([1, 2, 3, 4]))
+    pack, _ = data.draw(packs(cp))
+    kind = data.draw(st.sampled_from(["zigzag", "zigzag_pack", "contiguous"]))
+    shards = [held(pack.cu_seqlens_padded.tolist(), cp, rank, kind) for rank in range(cp)]
+    assert {len(shard) for shard in shards} == {pack.num_tokens // cp}
+    assert sorted(chain.from_iterable(shards)) == list(range(pack.num_tokens))
+    if kind == "contiguous":
+        assert list(chain.from_iterable(shards)) == list(range(pack.num_tokens))
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("zigzag_pack", 4), ("contiguous", 2)])
+def test_a_pack_that_cannot_be_cut_evenly_is_refused(kind: str, parts: int) -> None:
+    with pytest.raises(ValueError, match=f"got pack 0 of 7 tokens, expected a multiple of {parts}"):
+        shard_slices(np.array([0, 7]), 2, 0, kind)
 
 
 # TransformerEngine as an oracle
@@ -168,7 +195,7 @@ def test_a_rank_outside_its_group_is_refused(cp: int, rank: int) -> None:
 
 
 def test_an_unknown_layout_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected one of zigzag, whole"):
+    with pytest.raises(ValueError, match="expected one of zigzag, zigzag_pack, contiguous, whole"):
         held([0, 8], 2, 0, "spiral")
 
 

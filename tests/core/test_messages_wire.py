@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from streampack import wire
+from streampack.core.fields import DType, Field
 from streampack.core.messages import (
     ALL,
     Attach,
@@ -62,6 +63,10 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.dictionaries(values(kind.key_type), values(kind.value_type), max_size=3)
         case inspect.TupleType():
             return st.tuples(*[values(each) for each in kind.item_types])
+        case inspect.VarTupleType():
+            return st.lists(values(kind.item_type), max_size=3).map(tuple)
+        case inspect.StructType() if kind.cls is Field:
+            return FIELDS
         case inspect.StructType():
             return structs(kind.cls)
     raise AssertionError(f"no values known for {kind}")
@@ -99,6 +104,10 @@ def rules(draw: st.DrawFn) -> Rules:
     )  # fmt: skip
 
 
+FIELDS = st.builds(
+    Field, name=st.sampled_from(["a", "b_2"]), dtype=st.sampled_from(get_args(DType)),
+    shape=st.sampled_from([(), (3,), (2, 4)]), align=st.sampled_from(["token", "target"]), pad=st.sampled_from([0, 1]),
+)  # fmt: skip
 U64 = st.integers(0, 2**62 - 1)
 
 
@@ -203,9 +212,11 @@ def test_arrays_travel_as_their_bytes() -> None:
         assert all(frame.format == "B" and frame.ndim == 1 for frame in got.payload)
 
 
-def test_a_fourth_payload_frame_is_not_sent() -> None:
-    with pytest.raises(WireError, match="got 4 payload frames, expected at most 3"):
-        wire.encode(Envelope(run=1, epoch=1, fence=1, message=Who(), payload=(b"",) * 4))
+def test_more_frames_than_fields_may_be_declared_are_not_sent() -> None:
+    most = wire.MAX_PAYLOAD_FRAMES
+    wire.decode(wire.encode(Envelope(run=1, epoch=1, fence=1, message=Who(), payload=(b"",) * most)))
+    with pytest.raises(WireError, match=f"got {most + 1} payload frames, expected at most {most}"):
+        wire.encode(Envelope(run=1, epoch=1, fence=1, message=Who(), payload=(b"",) * (most + 1)))
 
 
 # Damage

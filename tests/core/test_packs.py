@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from streampack_services import arena as arena_module
 from streampack_services.arena import Arena
 
+from streampack.core.fields import DType, Field, from_bfloat16
+from streampack.core.frames import frames_for
 from streampack.core.kernels import gather
-from streampack.core.layout import positions_of, round_up, shard_slices
+from streampack.core.layout import LAYOUTS, positions_of, round_up, shard_slices
 from streampack.core.messages import Attached, Envelope, Mesh, StepPart, Wait
 from streampack.core.rules import Align, Rules
 from streampack.core.samples import I64
@@ -34,28 +37,73 @@ class Case:
     budget: int
     cp: int
     layout: str = "zigzag"
-    dtype: str = "int32"
+    dtype: Literal["uint16", "int32"] = "int32"
+    fields: tuple[Field, ...] = ()
 
     @property
     def ranks(self) -> int:
         """Shards that differ."""
-        return self.cp if self.layout == "zigzag" else 1
+        return 1 if self.layout == "whole" else self.cp
+
+    def values(self, sample: int, field: Field) -> NDArray[Any]:
+        """A field of one sample, by its number: [length, *shape] or [*shape], of the field's storage."""
+        length = len([each for pack in self.packs for each in pack][sample])
+        shape = field.shape if field.axis == "sample" else (length, *field.shape)
+        draw = np.random.default_rng([sample, *field.name.encode()])
+        if field.name == "labels":
+            return np.where(draw.random(shape) < 0.3, IGNORED, draw.integers(0, 99, shape)).astype(field.storage)
+        return draw.integers(0, 2 if field.dtype == "bool" or field.name == "loss_mask" else 120, shape).astype(
+            field.storage
+        )
+
+    def counted(self, sample: int, length: int) -> int:
+        """Labels of a sample that count."""
+        kept = np.ones(length, np.bool_)
+        for field in self.fields:
+            if field.name in ("labels", "loss_mask"):
+                kept &= self.values(sample, field) != (IGNORED if field.name == "labels" else 0)
+        return int(kept[1:].sum())
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Random packs that hold the invariants: every sample and every pack a multiple of 2 * cp."""
+    """Random packs that hold the invariants: what the layout cuts a multiple of 2 * cp."""
     cp = draw(st.sampled_from([1, 2, 4]))
-    layout = draw(st.sampled_from(["zigzag", "zigzag", "whole"]))
+    layout = draw(st.sampled_from(LAYOUTS))
     unit = 2 * cp if cp > 1 and layout == "zigzag" else 1
     align = unit * draw(st.integers(1, 3))
     lengths = draw(st.lists(st.lists(st.integers(1, 40), max_size=5), min_size=1, max_size=4))
     fullest = max(sum(round_up(length, align) for length in pack) for pack in lengths)
     budget = round_up(max(fullest, 1), align) + align * draw(st.integers(0, 4))
-    dtype = draw(st.sampled_from(["uint16", "int32"]))
+    budget = budget if layout in ("zigzag", "whole") else round_up(budget, np.lcm(2 * cp, align).item())
+    dtype: Literal["uint16", "int32"] = draw(st.sampled_from(["uint16", "int32"]))
     token = st.integers(0, np.iinfo(dtype).max)
     packs = [[draw(st.lists(token, min_size=n, max_size=n)) for n in pack] for pack in lengths]
-    return Case(packs, align, budget, cp, layout, dtype)
+    return Case(packs, align, budget, cp, layout, dtype, draw(fields()))
+
+
+@st.composite
+def fields(draw: st.DrawFn) -> tuple[Field, ...]:
+    """Some declared fields, those with a meaning among them."""
+    found = []
+    for i in range(draw(st.integers(0, 3))):
+        axis: Literal["token", "sample"] = draw(st.sampled_from(["token", "sample"]))
+        shape = draw(st.sampled_from([(), (3,), (2, 2)]))
+        of_token: dict[str, Any] = {
+            "align": draw(st.sampled_from(["token", "target"])), "cp": draw(st.sampled_from(["slice", "replicate"])),
+            "pad": draw(st.sampled_from([0, 1])),
+        }  # fmt: skip
+        dtype = draw(st.sampled_from(get_args(DType)))
+        found.append(Field(name=f"f{i}", dtype=dtype, axis=axis, shape=shape, **(of_token if axis == "token" else {})))
+    if draw(st.booleans()):
+        found.append(Field(name="loss_mask", dtype=draw(st.sampled_from(["bool", "uint8", "int32"])), align="target"))
+    if draw(st.booleans()):
+        found.insert(
+            0, Field(name="labels", dtype=draw(st.sampled_from(["int32", "int64"])), align="target", pad=IGNORED)
+        )
+    if draw(st.booleans()):
+        found.append(Field(name="position_ids", dtype="int64", shape=draw(st.sampled_from([(), (3,)])), pad=9))
+    return tuple(found)
 
 
 def u32(values: list[int]) -> bytes:
@@ -65,50 +113,80 @@ def u32(values: list[int]) -> bytes:
 def filled(case: Case) -> tuple[Arena, list[I64]]:
     """An arena that holds the samples, behind others, stored in another order; and each pack's handles."""
     samples = [sample for pack in case.packs for sample in pack]
-    arena = Arena(4 * 64 * 512 * 4, case.dtype, 64 * 512)
-    arena.store(np.array([len(samples)]), np.array([0]), np.array([5]), np.arange(5, dtype=case.dtype))
+    rules = attached(case).rules
+    arena = Arena(4 * 4096 * rules.token_bytes, case.dtype, 4096, case.fields)
+    size = np.dtype(case.dtype).itemsize
+    others = tuple(bytes(field.value_bytes * (1 if field.axis == "sample" else 5)) for field in case.fields)
+    zero = np.zeros(1, np.int64)
+    arena.store(np.array([len(samples)]), zero, np.array([5]), zero, (bytes(5 * size), *others))
     for i in reversed(range(len(samples))):
         tokens = np.array(samples[i], case.dtype)
-        arena.store(np.array([i]), np.array([0]), np.array([len(tokens)]), tokens.tobytes())
+        frames = (tokens.tobytes(), *(case.values(i, field).tobytes() for field in case.fields))
+        arena.store(np.array([i]), zero, np.array([len(tokens)]), zero, frames)
     ends = np.cumsum([len(pack) for pack in case.packs]).tolist()
     handles = [np.arange(end - len(pack), end) for end, pack in zip(ends, case.packs, strict=True)]
     return arena, handles
 
 
 def attached(case: Case) -> Attached:
-    rules = Rules(budget=case.budget, packs=len(case.packs), align=Align(sample=case.align, pack=case.align))
-    return Attached(
-        feed="train", reader="r", lineage=0, next_step=0, rules=rules, dtype=case.dtype, layout=case.layout
+    rules = Rules(
+        budget=case.budget, packs=len(case.packs), align=Align(sample=case.align, pack=case.align), tokens=case.dtype,
+        fields=case.fields,
     )  # fmt: skip
+    return Attached(feed="train", reader="r", lineage=0, next_step=0, rules=rules, layout=case.layout)
 
 
-def parts(case: Case, rank: int, sizes: list[int]) -> list[Envelope]:
-    """The messages of a step for one context-parallel rank, in parts of ``sizes`` packs."""
+def parts(case: Case, rank: int, sizes: list[int], stage: int = 0) -> list[Envelope]:
+    """The messages of a step for one context-parallel rank of a pipeline's stage, in parts of ``sizes`` packs."""
     arena, handles = filled(case)
     assert sum(sizes) == len(case.packs)
     envelopes = []
+    loss = [sum(map(case.counted, range(at, at + len(pack)), map(len, pack))) for at, pack in numbered(case)]
     for part, size in enumerate(sizes):
         first = sum(sizes[:part])
         mine, rows = case.packs[first : first + size], tuple(handles[first : first + size])
-        tokens, edges = arena.gather(rows, case.align, case.budget // case.ranks, case.ranks, rank % case.ranks)
+        mesh = Mesh(cp=case.cp, cp_rank=rank, pp=3, pp_rank=stage)
+        names = frames_for(case.fields, mesh, case.layout)
+        arrays = arena.gather(rows, names, case.align, case.budget, case.cp, rank, case.layout)
         flat = np.concatenate([*rows, np.zeros(0, np.int64)]).tolist()
         message = StepPart(
             feed="train", lineage=0, step=3, part=part, parts=len(sizes), first=first, micro_batches=len(case.packs),
             digest=b"d" * 16, chain=b"c" * 16, num_samples=sum(len(pack) for pack in case.packs),
-            num_loss_tokens=sum(len(sample) - 1 for pack in case.packs for sample in pack),
+            num_loss_tokens=sum(loss), frames=names,
             packs_u32=u32([100 + first + i for i in range(size)]), counts_u32=u32([len(pack) for pack in mine]),
-            loss_tokens_u32=u32([sum(len(sample) - 1 for sample in pack) for pack in mine]),
+            loss_tokens_u32=u32(loss[first : first + size]),
             lengths_u32=u32([len(sample) for pack in mine for sample in pack]),
             streams_u32=u32([handle % 3 for handle in flat]),
             indices_u64=np.array([2**40 + handle for handle in flat], "<u8").tobytes(),
             parts_u32=u32([handle % 2 for handle in flat]),
         )  # fmt: skip
-        payload = tuple(memoryview(array.tobytes()) for array in (tokens, edges) if array is not None)
+        payload = tuple(memoryview(array.tobytes()) for array in arrays)
         envelopes.append(Envelope(run=1, epoch=1, fence=1, message=message, payload=payload))
     return envelopes
 
 
-def naive(case: Case, pack: list[list[int]]) -> dict[str, list[int]]:
+def numbered(case: Case) -> Iterator[tuple[int, list[list[int]]]]:
+    """Each pack behind the number of its first sample."""
+    at = 0
+    for pack in case.packs:
+        yield at, pack
+        at += len(pack)
+
+
+def naive_field(case: Case, micro_batch: int, field: Field) -> NDArray[Any]:
+    """A field of axis token over the whole pack [T, *shape], shifted if it speaks of targets."""
+    at, pack = list(numbered(case))[micro_batch]
+    row = np.full((case.budget, *field.shape), field.fill(field.pad), field.storage)
+    to = 0
+    for number, sample in enumerate(pack, at):
+        values = case.values(number, field)
+        shifted = values[1:] if field.align == "target" else values
+        row[to : to + len(shifted)] = shifted
+        to += round_up(len(sample), case.align)
+    return from_bfloat16(row) if field.dtype == "bfloat16" else row
+
+
+def naive(case: Case, pack: list[list[int]], micro_batch: int = 0) -> dict[str, list[int]]:
     """The whole pack: one sample after the other, one token after the other."""
     ids: list[int] = []
     labels: list[int] = []
@@ -124,10 +202,17 @@ def naive(case: Case, pack: list[list[int]]) -> dict[str, list[int]]:
             positions.append(slot)
             slot += 1
     tail = case.budget - len(ids)
+    labels += [IGNORED] * tail
+    by_name = {field.name: naive_field(case, micro_batch, field) for field in case.fields if field.axis == "token"}
+    if "labels" in by_name:
+        labels = by_name["labels"].tolist()
+    if "loss_mask" in by_name:
+        labels = np.where(by_name["loss_mask"] == 0, IGNORED, labels).tolist()
+    positions += list(range(tail))
     return {
         "input_ids": ids + [0] * tail,
-        "labels": labels + [IGNORED] * tail,
-        "position_ids": positions + list(range(tail)),
+        "labels": labels,
+        "position_ids": by_name["position_ids"].tolist() if "position_ids" in by_name else positions,
         "padding_mask": padding + [True] * tail,
     }
 
@@ -136,15 +221,17 @@ def reassembled(case: Case, steps: list[Step], micro_batch: int) -> dict[str, li
     """A pack from the shards of all its ranks; every position must be filled exactly once."""
     names = ("input_ids", "labels", "position_ids", "padding_mask")
     whole = {name: np.full(case.budget, -7, np.int64) for name in names}
+    if any(field.name == "position_ids" and field.shape for field in case.fields):
+        whole["position_ids"] = np.full((case.budget, 3), -7, np.int64)
     times = np.zeros(case.budget, np.int64)
     for rank, step in enumerate(steps):
         pack = step[micro_batch]
         at = positions_of(*shard_slices(pack.cu_seqlens_padded, case.ranks, rank, case.layout))
         times[at] += 1
         for name in names:
-            assert pack[name].shape == (case.budget // case.ranks,)
+            assert pack[name].shape[-1] == case.budget // case.ranks
             assert pack[name].dtype == (np.bool_ if name == "padding_mask" else np.int64)
-            whole[name][at] = pack[name]
+            whole[name][at] = pack[name].T
     assert (times == 1).all(), "no token is lost, none is there twice"
     return {name: array.tolist() for name, array in whole.items()}
 
@@ -155,7 +242,7 @@ def built(parts: list[Envelope], case: Case, mesh: Mesh) -> Step:
 
 def steps_of(case: Case, sizes: list[int]) -> list[Step]:
     return [
-        built(parts(case, rank, sizes), case, Mesh(cp=case.cp, cp_rank=rank, dp=2, dp_rank=1))
+        built(parts(case, rank, sizes), case, Mesh(cp=case.cp, cp_rank=rank, dp=2, dp_rank=1, pp=3))
         for rank in range(case.ranks)
     ]
 
@@ -182,9 +269,47 @@ def test_the_shards_of_all_ranks_are_the_pack_that_one_would_build_by_hand(case:
     steps = steps_of(case, [size for size in (cut, len(case.packs) - cut) if size])
     for micro_batch, samples in enumerate(case.packs):
         found = reassembled(case, steps, micro_batch)
-        assert found == naive(case, samples)
-        for step in steps:
+        assert found == naive(case, samples, micro_batch)
+        for rank, step in enumerate(steps):
             check_counts(case, step[micro_batch], samples, micro_batch)
+            check_fields(case, step[micro_batch], rank, micro_batch)
+
+
+def check_fields(case: Case, pack: Pack, rank: int, micro_batch: int) -> None:
+    """Every declared field is there, of its dtype, and holds what its samples came with."""
+    at, samples = list(numbered(case))[micro_batch]
+    assert set(pack.fields) == {field.name for field in case.fields} - {"labels", "position_ids"}
+    for field in case.fields:
+        if field.name not in pack.fields:
+            continue
+        found = pack[field.name]
+        assert found.dtype == (np.float32 if field.dtype == "bfloat16" else field.storage)
+        if field.axis == "sample":
+            values = np.array([case.values(number, field) for number in range(at, at + len(samples))], field.storage)
+            expected = values.reshape(len(samples), *field.shape)
+            assert np.array_equal(found, from_bfloat16(expected) if field.dtype == "bfloat16" else expected)
+        else:
+            whole = naive_field(case, micro_batch, field)
+            places = positions_of(*shard_slices(pack.cu_seqlens_padded, case.ranks, rank, case.layout))
+            assert np.array_equal(found, whole if field.cp == "replicate" else whole[places])
+        found[...] = 0  # it is the trainer's to write to
+
+
+@given(cases())
+def test_a_middle_stage_gets_boundaries_and_positions_alone(case: Case) -> None:
+    for rank in range(case.ranks):
+        mesh = Mesh(cp=case.cp, cp_rank=rank, dp=2, dp_rank=1, pp=3, pp_rank=1)
+        envelopes = parts(case, rank, [len(case.packs)], stage=1)
+        supplied = [field for field in case.fields if field.name == "position_ids"]
+        assert [len(e.payload) for e in envelopes] == [len(supplied)]
+        last = built(parts(case, rank, [len(case.packs)], stage=2), case, replace_mesh(mesh, pp_rank=2))
+        for pack, other in zip(built(envelopes, case, mesh), last, strict=True):
+            assert set(other) - set(pack) == {"input_ids", "labels", *other.fields}
+            assert not set(pack.fields)
+            for name in ("position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded", "sample_ids", "slices"):
+                assert np.array_equal(pack[name], other[name]), name
+            with pytest.raises(KeyError):
+                pack["labels"]
 
 
 def check_counts(case: Case, pack: Pack, samples: list[list[int]], micro_batch: int) -> None:
@@ -201,7 +326,7 @@ def check_counts(case: Case, pack: Pack, samples: list[list[int]], micro_batch: 
     assert pack.cu_seqlens_padded[-1] == case.budget
     assert pack.max_seqlen == max([*slots, tail])
     assert (pack.num_samples, pack.num_segments) == (len(lengths), len(lengths) + (tail > 0))
-    assert pack.num_loss_tokens == sum(length - 1 for length in lengths)
+    assert pack.num_loss_tokens == sum(map(case.counted, handles, lengths))
     assert pack.sample_ids.tolist() == [[handle % 3, 2**40 + handle, handle % 2] for handle in handles]
     assert (pack.step, pack.micro_batch, pack.pack, pack.dp_rank) == (3, micro_batch, 100 + micro_batch, 1)
 
@@ -287,6 +412,7 @@ def test_a_pack_is_a_mapping_of_its_fields() -> None:
     pack = step[0]
     assert {**pack}.keys() == set(pack) == set(pack.keys())
     assert len(pack) == len(list(pack))
+    assert "fields" not in pack
     assert pack["labels"] is pack.labels
     for name in ("positions", "__len__", "label"):
         with pytest.raises(KeyError):
@@ -296,6 +422,10 @@ def test_a_pack_is_a_mapping_of_its_fields() -> None:
 
 
 # What a broker must not send
+
+
+def replace_mesh(mesh: Mesh, **ranks: int) -> Mesh:
+    return msgspec.structs.replace(mesh, **ranks)
 
 
 def changed(envelope: Envelope, **fields: Any) -> Envelope:
@@ -324,6 +454,8 @@ BROKEN: dict[str, Callable[[Envelope], Envelope]] = {
     "ragged tokens": lambda e: msgspec.structs.replace(e, payload=(bytes(63), e.payload[1])),
     "too few tokens": lambda e: msgspec.structs.replace(e, payload=(bytes(32), e.payload[1])),
     "ragged edges": lambda e: msgspec.structs.replace(e, payload=(e.payload[0], bytes(23))),
+    "a frame too many": lambda e: msgspec.structs.replace(e, payload=(*e.payload, b"")),
+    "frames of other names": lambda e: changed(e, frames=["edges", "input_ids"]),
     "too few edges": lambda e: msgspec.structs.replace(e, payload=(e.payload[0], bytes(16))),
     "another message": lambda e: msgspec.structs.replace(e, message=Wait(feed="f", step=1, reason="r", detail="")),
 }

@@ -737,15 +737,15 @@ def client(prefetch: int = 1) -> ClientSession:
 
 def attached() -> Attached:
     return Attached(
-        feed="train", reader="r", lineage=0, next_step=0, rules=Rules(), dtype="int32", layout="zigzag"
+        feed="train", reader="r", lineage=0, next_step=0, rules=Rules(), layout="zigzag"
     )  # fmt: skip
 
 
 def part(step: int, number: int = 0, of: int = 1) -> StepPart:
     return StepPart(
         feed="train", lineage=0, step=step, part=number, parts=of, first=0, micro_batches=1, digest=b"d",
-        chain=b"chain%d" % step, num_loss_tokens=0, num_samples=0, packs_u32=b"", counts_u32=b"", loss_tokens_u32=b"",
-        lengths_u32=b"", streams_u32=b"", indices_u64=b"", parts_u32=b"",
+        chain=b"chain%d" % step, num_loss_tokens=0, num_samples=0, frames=["input_ids"], packs_u32=b"", counts_u32=b"",
+        loss_tokens_u32=b"", lengths_u32=b"", streams_u32=b"", indices_u64=b"", parts_u32=b"",
     )  # fmt: skip
 
 
@@ -836,6 +836,10 @@ def _messages(draw: st.DrawFn) -> tuple[Message, bytes]:
 def _field(name: str, known: dict[type, Any]) -> Any:
     if name == "offers":
         return st.lists(st.builds(lambda s, d: {"stream": s, "source_digest": d}, _NAMES, st.just("d")), max_size=3)
+    if name == "frames":
+        return st.lists(_NAMES, max_size=3)
+    if name == "fields":
+        return st.sampled_from([(), [{"name": "a", "dtype": "int8"}]])
     if name == "mesh":
         sizes = st.sampled_from([1, 1, 1, 2, 3, 4096])
         return st.builds(lambda d, c, t: {"dp": d, "cp": c, "tp": t, "dp_rank": d - 1}, sizes, sizes, sizes)

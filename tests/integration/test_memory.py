@@ -10,8 +10,9 @@ import numpy as np
 import psutil
 
 import streampack
+from streampack.chunks import Batch
 from streampack.core.messages import Lease
-from streampack.producer import Batch, ProducerLoop
+from streampack.producer import ProducerLoop
 from streampack.sources import Cursor
 from tests.integration.running import running_broker, until
 

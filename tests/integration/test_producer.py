@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import streampack
+from streampack.chunks import CHUNK_S, batches
 from streampack.config import convert
 from streampack.core import leases
 from streampack.core.messages import Lease
-from streampack.producer import CHUNK_S, ProducerLoop, batches
+from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source, open_tokenizer
 from streampack.sources.tokenizers import TokenizerSettings
 from tests.integration.running import running_broker, until, write_jsonl

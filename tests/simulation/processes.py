@@ -96,17 +96,17 @@ class BrokerProcess:
     def _perform(self, effect: Effect) -> None:
         world = self.world
         if isinstance(effect, Store):
-            self.arena.store(effect.handles, effect.offsets, effect.lengths, effect.payload[0])
+            self.arena.store(effect.handles, effect.offsets, effect.lengths, effect.rows, effect.payload)
         elif isinstance(effect, Release):
             self.arena.release(effect.handles)
         elif isinstance(effect, SendShard):
-            rules, envelope = world.case.rules, effect.envelope
-            tokens, edges = self.arena.gather(
-                effect.packs, rules.align.sample, rules.budget // effect.cp, effect.cp, effect.cp_rank
+            rules, envelope = effect.rules, effect.envelope
+            payload = self.arena.gather(
+                effect.packs, effect.frames, rules.align.sample, rules.budget, effect.cp, effect.cp_rank, effect.layout
             )
             whole = Envelope(
                 run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message,
-                payload=(tokens,) if edges is None else (tokens, edges),
+                payload=payload,
             )  # fmt: skip
             world.to_peer(effect.peer, whole)
         elif isinstance(effect, SendProducer | SendTrainer):

@@ -1,0 +1,269 @@
+"""Records to chunks: what a source gives, held to the lease's terms, with its fields and checksums.
+
+Chunks of up to ``max_chunk_bytes`` are what travels, because a hop of ZeroMQ costs by the message.
+A record that the terms do not admit keeps its place, with no tokens and a reason that is counted,
+or ends the producer with one line that names it, as the run's policies say. Knows leases and
+records; never sockets or files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from streampack.core.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, to_bfloat16
+from streampack.core.messages import OVERLONG, Lease
+from streampack.core.producer_session import Chunk, Key, Session
+from streampack.core.samples import IGNORE_INDEX
+from streampack.errors import SampleError
+from streampack.sources import Cursor, Record, Source
+
+CHUNK_SAMPLES = 4096
+CHUNK_S = 0.5
+"""A chunk is sent with fewer samples and bytes if it took so long to read."""
+Values = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Consecutive samples of a partition: ``tokens`` [sum of lengths], ``lengths`` uint32 [n].
+
+    A length of 0 is a rejected sample, counted in ``rejected`` by reason; ``cursor`` is the place after the last.
+    ``fields`` are the lease's, by name, of their ``storage``: [sum of lengths, ...], or [n, ...] by sample.
+    ``loss_tokens`` uint32 [n]: labels that count; None: all but each sample's first token.
+    """
+
+    tokens: NDArray[np.int32] | NDArray[np.uint16]
+    lengths: NDArray[np.uint32]
+    cursor: Cursor
+    rejected: dict[str, int]
+    lost_tokens: int = 0
+    """Of samples cut or dropped because they were too long even to be sent."""
+    fields: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    loss_tokens: NDArray[np.uint32] | None = None
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """A source that gives whole batches: for data that needs no work by the sample."""
+
+    digest: str
+
+    def batches(self, lease: Lease) -> Iterator[Batch]:
+        """Batches from the lease's cursor on, within its limits."""
+        ...
+
+
+def batches(source: Source, lease: Lease) -> Iterator[Batch]:
+    """Records of a source gathered into batches that keep the lease's limits.
+
+    Raises SampleError for what the lease's policies do not admit, naming the sample.
+    """
+    start = Cursor(*lease.cursor) if lease.cursor is not None else None
+    skip = lease.first_seq if start is None else 0
+    terms = _Terms(lease)
+    records = source.read(
+        lease.partition, lease.partitions, seed=lease.seed, passes=lease.passes, fields=lease.fields, start=start,
+        skip=skip,
+    )  # fmt: skip
+    samples: list[Values] = []
+    rejected: dict[str, int] = {}
+    held = lost = 0
+    cursor: Cursor | None = None
+    began = time.monotonic()
+    for record in records:
+        sample, reason = terms.admitted(record)
+        length = len(sample[_TOKENS])
+        full = held + length > terms.room or len(samples) >= CHUNK_SAMPLES or time.monotonic() - began > CHUNK_S
+        if samples and full and cursor is not None:
+            yield terms.batch(samples, cursor, rejected, lost)
+            samples, rejected, held, lost, began = [], {}, 0, 0, time.monotonic()
+        samples.append(sample)
+        held += length
+        cursor = record.cursor
+        if reason:
+            rejected[reason] = rejected.get(reason, 0) + 1
+        if record.reason is None and reason in (None, OVERLONG):
+            lost += len(record.tokens) - length
+    if samples and cursor is not None:
+        yield terms.batch(samples, cursor, rejected, lost)
+
+
+_TOKENS = ""
+"""Where a sample's values hold its tokens: no field has this name."""
+
+
+class _Terms:
+    """What a lease asks of each sample."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._dtype = np.dtype(lease.dtype)
+        self._largest = int(np.iinfo(self._dtype).max)
+        self._masked = any(each.name == LOSS_MASK for each in lease.fields)
+        self._rejected = {each.name: np.zeros((0, *each.shape), each.storage) for each in lease.fields}
+        self._rejected |= {each.name: np.zeros(each.shape, each.storage) for each in lease.fields if _by_sample(each)}
+        self._rejected[_TOKENS] = np.zeros(0, self._dtype)
+        token_bytes = self._dtype.itemsize + sum(each.value_bytes for each in lease.fields if not _by_sample(each))
+        self.room = lease.max_chunk_bytes // token_bytes
+        """Tokens that a chunk may hold."""
+
+    def admitted(self, record: Record) -> tuple[Values, str | None]:
+        """The record's tokens and fields, empty with a reason where the policies drop it."""
+        lease, tokens = self._lease, record.tokens
+        reason = record.reason
+        if reason is None and self._largest < 2**31 - 1 and int(tokens.max()) > self._largest:
+            reason = "range"
+        if reason is None and not self._masked and LOSS_MASK in record.fields:
+            self._refuse_mask(record)
+        sample: Values | str = reason or self._values(record)
+        if isinstance(sample, str):
+            if lease.poison == "error":
+                raise SampleError(
+                    f"{record.where}: got a sample that cannot be used ({sample}), expected a 1-D array of ids within "
+                    f"{lease.dtype}, and every declared field: mend it, or set rules.poison: drop to count it and go on"
+                )
+            return self._rejected, sample
+        if len(tokens) <= lease.max_sample_tokens:
+            return sample, None
+        if lease.overlong == "truncate":
+            for each in lease.fields:
+                if not _by_sample(each):
+                    sample[each.name] = sample[each.name][: lease.max_sample_tokens]
+            sample[_TOKENS] = tokens[: lease.max_sample_tokens]
+            return sample, None
+        if lease.overlong == "drop":
+            return self._rejected, OVERLONG
+        advice = (
+            "set rules.overlong to truncate, split or drop, or raise rules.budget"
+            if lease.overlong == "error"
+            else "raise limits.sample_tokens"
+        )
+        raise SampleError(
+            f"{record.where}: got a sample of {len(tokens)} tokens, expected at most {lease.max_sample_tokens}: "
+            f"{advice}"
+        )
+
+    def _values(self, record: Record) -> Values | str:
+        """Every field as its bytes hold it, and the tokens; or the reason why not."""
+        tokens = record.tokens
+        sample: Values = {_TOKENS: tokens}
+        for each in self._lease.fields:
+            shape = each.shape if _by_sample(each) else (len(tokens), *each.shape)
+            value = record.fields.get(each.name)
+            if value is None:
+                found = _default(each, tokens, shape)
+                if found is None:
+                    return f"{each.name}: missing"
+                sample[each.name] = found
+                continue
+            value = np.asarray(value)
+            if value.shape != shape:
+                return f"{each.name}: length" if value.ndim == len(shape) else f"{each.name}: shape"
+            stored = _stored(each, value)
+            if stored is None:
+                return f"{each.name}: dtype"
+            sample[each.name] = stored
+        return sample
+
+    def _refuse_mask(self, record: Record) -> None:
+        """A loss mask that would be lost is an error of the configuration, unless it masks nothing."""
+        if np.asarray(record.fields[LOSS_MASK]).all():
+            return
+        raise SampleError(
+            f"{record.where}: got a loss mask, which the run does not declare: prompts would be trained on; add "
+            f"'fields: {{loss_mask: {{}}}}' to broker.yaml"
+        )
+
+    def batch(self, samples: list[Values], cursor: Cursor, rejected: dict[str, int], lost: int) -> Batch:
+        """Samples put together."""
+        lengths = np.array([len(sample[_TOKENS]) for sample in samples], np.uint32)
+        tokens = np.concatenate([sample[_TOKENS] for sample in samples]).astype(self._dtype, copy=False)
+        fields = {
+            each.name: (np.stack if _by_sample(each) else np.concatenate)([sample[each.name] for sample in samples])
+            for each in self._lease.fields
+        }
+        return Batch(tokens, lengths, cursor, rejected, lost, fields, _loss_tokens(lengths, fields))
+
+
+def _by_sample(each: Field) -> bool:
+    return each.axis == "sample"
+
+
+def _stored(each: Field, value: NDArray[Any]) -> NDArray[Any] | None:
+    """``value`` as the field's bytes hold it; None if they cannot: no number, or one out of range."""
+    if value.dtype == each.storage and each.dtype != "bfloat16":
+        return value
+    if value.dtype.kind not in "buif":
+        return None
+    if each.dtype == "bfloat16":
+        return to_bfloat16(value.astype(np.float32))
+    if each.storage.kind == "f":
+        return value.astype(each.storage)
+    with np.errstate(invalid="ignore"):
+        stored = value.astype(each.storage)
+    return stored if np.array_equal(stored, value) else None
+
+
+def _default(each: Field, tokens: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
+    """The values of a field that a sample comes without; None where it must not."""
+    if each.default is not None:
+        return np.broadcast_to(each.fill(each.default), shape)
+    if each.name == LOSS_MASK:  # all of it is trained on
+        return np.ones(shape, each.storage)
+    if each.name == LABELS:
+        return tokens.astype(each.storage)
+    if each.name == POSITION_IDS:  # of a text: the same along each axis
+        positions = np.arange(len(tokens), dtype=each.storage)
+        return np.broadcast_to(positions.reshape(-1, *(1 for _ in each.shape)), shape)
+    return None
+
+
+def _loss_tokens(lengths: NDArray[np.uint32], fields: Values) -> NDArray[np.uint32] | None:
+    """Labels that count, uint32 [n]; None where no field says less than all."""
+    counts: NDArray[np.bool_] | None = None
+    if LOSS_MASK in fields:
+        counts = fields[LOSS_MASK] != 0
+    if LABELS in fields:
+        given = fields[LABELS] != IGNORE_INDEX
+        counts = given if counts is None else counts & given
+    if counts is None:
+        return None
+    upto = np.concatenate([[0], np.cumsum(counts)])
+    ends = np.cumsum(lengths.astype(np.int64))
+    begins = np.minimum(ends - lengths + 1, ends)  # a first token is nobody's target
+    found: NDArray[np.uint32] = (upto[ends] - upto[begins]).astype(np.uint32)
+    return found
+
+
+def chunk_of(batch: Batch, lease: Lease, session: Session) -> Chunk:
+    """A batch with the checksum of every sample over all its bytes, ready to be sent."""
+    key: Key = (lease.stream, lease.partition)
+    lengths = batch.lengths.tolist()
+    columns = [(np.ascontiguousarray(batch.tokens), False)]
+    columns += [(np.ascontiguousarray(batch.fields[each.name]), _by_sample(each)) for each in lease.fields]
+    frames = [column.reshape(-1).view(np.uint8).data for column, _ in columns]
+    crcs = [0] * len(lengths)
+    num_bytes = 0
+    for (column, by_sample), data in zip(columns, frames, strict=True):
+        width = column.itemsize * (int(np.prod(column.shape[1:])) if column.ndim > 1 else 1)
+        num_bytes += 0 if by_sample else len(data)
+        at = 0
+        for i, length in enumerate(lengths):
+            end = at + (1 if by_sample else length) * width
+            crcs[i] = crc32c(data[at:end], crcs[i])
+            at = end
+    loss = np.maximum(batch.lengths.astype(np.int64) - 1, 0) if batch.loss_tokens is None else batch.loss_tokens
+    return Chunk(
+        key=key, session=session, lengths_u32=batch.lengths.astype("<u4").tobytes(),
+        crcs_u32=np.array(crcs, "<u4").tobytes(), loss_tokens_u32=loss.astype("<u4").tobytes(),
+        num_samples=len(lengths), num_bytes=num_bytes,
+        cursor=(batch.cursor.pass_, batch.cursor.shard, batch.cursor.sample),
+        rejected=batch.rejected, lost_tokens=batch.lost_tokens, payload=tuple(frames),
+    )  # fmt: skip
