@@ -16,9 +16,9 @@ import numpy as np
 
 from streampack.core.fields import Field
 from streampack.errors import SourceError, StreampackError, UserError
-from streampack.sources import Cursor, Record, Tokenizer, as_tokens
+from streampack.sources import Cursor, Record, Tokenizer
 from streampack.sources.order import sample_order
-from streampack.sources.tokenizers import Tokens
+from streampack.sources.tokenizers import Encoded, Tokens, as_encoded
 
 KEYS = ("text", "tokens", "input_ids")
 """Where a row that is a dict has its text or its ids, the first that it has."""
@@ -57,7 +57,7 @@ class InMemory:
                     skip -= 1
                     continue
                 got = self._load(row)
-                tokens, reason = (_NO_TOKENS, got) if isinstance(got, str) else (got, None)
+                tokens, reason = (_NO_TOKENS, got) if isinstance(got, str) else (got.tokens, None)
                 yield Record(tokens, reason, f"row {number}", Cursor(pass_, 0, done))
             if not done:
                 return  # no rows: for ever would be a busy loop
@@ -91,10 +91,10 @@ class InMemory:
             self._taken = number + 1
             yield number, row
 
-    def _load(self, row: object) -> Tokens | str:
+    def _load(self, row: object) -> Encoded | str:
         if isinstance(row, Mapping):
             found = next((key for key in self._keys if key in row), None)
             if found is None:
                 return "missing"
             row = row[found]
-        return self._tokenizer.encode(row) if isinstance(row, str) else as_tokens(row)
+        return self._tokenizer.encode(row) if isinstance(row, str) else as_encoded(row)

@@ -27,7 +27,7 @@ from streampack.errors import ConfigError, InternalError, StreampackError, UserE
 from streampack.packs import Pack, Step
 from streampack.producer import ProducerLoop
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
-from streampack.sources.tokenizers import Tokenizer, Tokens, as_tokens
+from streampack.sources.tokenizers import CallableTokenizer, Tokenizer
 from streampack_services.broker import BrokerService, plan
 from streampack_services.http import HttpServer
 from streampack_services.in_memory import KEYS, InMemory
@@ -201,27 +201,12 @@ def _tokenizer(given: Any) -> Tokenizer:
     encode = getattr(given, "encode", given)
     if not callable(encode):
         raise UserError(f"tokenizer: got a {type(given).__name__}, expected a name, settings or a callable")
-    return _Encoder(encode, type(given).__qualname__)
 
+    def ids_of(text: str) -> object:
+        found = encode(text)
+        return getattr(found, "ids", found)
 
-class _Encoder:
-    """A tokenizer of this process: a callable from a text to ids, or to what has them as ``ids``."""
-
-    vocab_size: int | None = None
-
-    def __init__(self, encode: Callable[[str], Any], name: str) -> None:
-        self._encode, self.name = encode, name
-        self.digest = name
-
-    def encode(self, text: str) -> Tokens | str:
-        if not text:
-            return "empty"
-        try:
-            ids = self._encode(text)
-        except Exception as error:  # whatever it is, it is this sample's: the next one may do
-            log.warning("the tokenizer rejects a text of %d characters: %r", len(text), error)
-            return "tokenizer"
-        return as_tokens(getattr(ids, "ids", ids))
+    return CallableTokenizer(getattr(given, "__qualname__", type(given).__qualname__), ids_of)
 
 
 def _with_memory(config: BrokerConfig) -> BrokerConfig:

@@ -156,7 +156,7 @@ class BytesTokenizer:
 
 
 class CallableTokenizer:
-    """A callable ``str -> sequence of ints``, by its import path.
+    """A callable ``str -> sequence of ints``, by its import path; or ``function``, for which ``path`` is but a name.
 
     Its attributes ``vocab_size`` (int) and ``digest`` (str) are read when it has them. The digest of the code
     is not taken (a comment would change it): a callable whose vocabulary may change should carry one of its own.
@@ -164,8 +164,8 @@ class CallableTokenizer:
     Pairs: see ``encode_pair``. Chats need an attribute ``encode_chat`` of it: a callable of messages and tools.
     """
 
-    def __init__(self, path: str) -> None:
-        function = _import(path)
+    def __init__(self, path: str, function: Callable[..., object] | None = None) -> None:
+        function = function or _import(path)
         vocab_size, digest = getattr(function, "vocab_size", None), getattr(function, "digest", None)
         self.name = path
         self.vocab_size: int | None = vocab_size if isinstance(vocab_size, int) else None
