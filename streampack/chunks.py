@@ -47,6 +47,8 @@ class Batch:
     """Of samples cut or dropped because they were too long even to be sent."""
     fields: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     loss_tokens: NDArray[np.uint32] | None = None
+    pass_ended: bool = False
+    """The last sample is the last of its pass."""
 
 
 @runtime_checkable
@@ -80,9 +82,10 @@ def batches(source: Source, lease: Lease) -> Iterator[Batch]:
     for record in records:
         sample, reason = terms.admitted(record)
         length = len(sample[_TOKENS])
+        new_pass = cursor is not None and _pass_of(record.cursor) > _pass_of(cursor)
         full = held + length > terms.room or len(samples) >= CHUNK_SAMPLES or time.monotonic() - began > CHUNK_S
-        if samples and full and cursor is not None:
-            yield terms.batch(samples, cursor, rejected, lost)
+        if samples and (full or new_pass) and cursor is not None:
+            yield terms.batch(samples, cursor, rejected, lost, new_pass)
             samples, rejected, held, lost, began = [], {}, 0, 0, time.monotonic()
         samples.append(sample)
         held += length
@@ -92,7 +95,12 @@ def batches(source: Source, lease: Lease) -> Iterator[Batch]:
         if record.reason is None and reason in (None, OVERLONG):
             lost += len(record.tokens) - length
     if samples and cursor is not None:
-        yield terms.batch(samples, cursor, rejected, lost)
+        yield terms.batch(samples, cursor, rejected, lost, True)
+
+
+def _pass_of(after: Cursor) -> int:
+    """The pass of the sample that the cursor comes after: the last of a pass may stand at the next one's beginning."""
+    return after.pass_ - (after.shard == after.sample == 0)
 
 
 _TOKENS = ""
@@ -181,7 +189,9 @@ class _Terms:
             f"'fields: {{loss_mask: {{}}}}' to broker.yaml"
         )
 
-    def batch(self, samples: list[Values], cursor: Cursor, rejected: dict[str, int], lost: int) -> Batch:
+    def batch(
+        self, samples: list[Values], cursor: Cursor, rejected: dict[str, int], lost: int, pass_ended: bool
+    ) -> Batch:
         """Samples put together."""
         lengths = np.array([len(sample[_TOKENS]) for sample in samples], np.uint32)
         tokens = np.concatenate([sample[_TOKENS] for sample in samples]).astype(self._dtype, copy=False)
@@ -189,7 +199,7 @@ class _Terms:
             each.name: (np.stack if _by_sample(each) else np.concatenate)([sample[each.name] for sample in samples])
             for each in self._lease.fields
         }
-        return Batch(tokens, lengths, cursor, rejected, lost, fields, _loss_tokens(lengths, fields))
+        return Batch(tokens, lengths, cursor, rejected, lost, fields, _loss_tokens(lengths, fields), pass_ended)
 
 
 def _by_sample(each: Field) -> bool:
@@ -265,5 +275,5 @@ def chunk_of(batch: Batch, lease: Lease, session: Session) -> Chunk:
         crcs_u32=np.array(crcs, "<u4").tobytes(), loss_tokens_u32=loss.astype("<u4").tobytes(),
         num_samples=len(lengths), num_bytes=num_bytes,
         cursor=(batch.cursor.pass_, batch.cursor.shard, batch.cursor.sample),
-        rejected=batch.rejected, lost_tokens=batch.lost_tokens, payload=tuple(frames),
+        rejected=batch.rejected, lost_tokens=batch.lost_tokens, pass_ended=batch.pass_ended, payload=tuple(frames),
     )  # fmt: skip

@@ -21,6 +21,8 @@ from streampack.core.rules import (
     MAX_WEIGHT_RATIO,
     Align,
     Balance,
+    BetweenPasses,
+    OnExhaust,
     Overlong,
     PackerName,
     Poison,
@@ -28,6 +30,7 @@ from streampack.core.rules import (
     Rules,
     StreamRules,
     TokenType,
+    WeightUnit,
 )
 from streampack.errors import ConfigError
 from streampack.sources import SourceSettings, TokenizerSettings
@@ -86,15 +89,20 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
     overlong: Overlong = "error"
     poison: Poison = "error"
     tail: Literal["pad", "drop"] = "pad"
+    weight_unit: WeightUnit = "tokens"
+    between_passes: BetweenPasses = "continue"
 
 
 class StreamSettings(_Settings, frozen=True, kw_only=True):
-    """A stream: its share of the tokens, how often its data is gone over, and over how many partitions."""
+    """A stream: its share, how often its data is gone over, over how many partitions, and its policies."""
 
     weight: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
     passes: Positive = 1
     repeat: bool = False
     partitions: Annotated[int, Meta(ge=1, le=4096)] = 4
+    on_exhaust: OnExhaust = "renormalise"
+    overlong: Overlong | None = None
+    poison: Poison | None = None
 
 
 class FeedSettings(_Settings, frozen=True, kw_only=True):
@@ -148,14 +156,15 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
         streams = tuple(
             StreamRules(
                 name, stream.weight, stream.partitions, None if stream.repeat else stream.passes,
-                settings.overlong, settings.poison,
+                stream.overlong or settings.overlong, stream.poison or settings.poison, stream.on_exhaust,
             )
             for name, stream in self.streams.items()
         )  # fmt: skip
         try:
             return Rules(
                 packer=settings.packer, budget=settings.budget, window=settings.window.samples, align=align,
-                packs=settings.step.packs, balance=settings.balance, tail=settings.tail, seed=self.seed,
+                packs=settings.step.packs, balance=settings.balance, tail=settings.tail,
+                weight_unit=settings.weight_unit, between_passes=settings.between_passes, seed=self.seed,
                 tokens=self.tokens, streams=streams,
             )  # fmt: skip
         except ValueError as error:
@@ -176,6 +185,11 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
                 raise ConfigError(
                     f"streams.{name}: got repeat: true and passes: {stream.passes}, expected one of them: "
                     f"repeat goes over the data for ever"
+                )
+            if stream.repeat and stream.on_exhaust == "stop":
+                raise ConfigError(
+                    f"streams.{name}: got repeat: true and on_exhaust: stop, expected one of them: "
+                    f"a stream that repeats is never exhausted"
                 )
             if heaviest / stream.weight > MAX_WEIGHT_RATIO:
                 raise ConfigError(

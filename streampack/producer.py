@@ -148,7 +148,7 @@ class ProducerLoop:
         lease = read.lease
         key = (lease.stream, lease.partition)
         held = self._session.held.get(key)
-        if held is None or held.session != read.session:
+        if held is None or held.session != read.session or held.ended:
             return
         reader = self._readers.get((key, read.session))
         if reader is None:

@@ -39,12 +39,15 @@ class StreamTerms:
     passes: int | None = 1
     overlong: str = "error"
     poison: str = "error"
+    barriers: bool = False
+    """Passes are kept apart."""
 
 
 def terms_of(rules: Rules) -> list[StreamTerms]:
     """The terms of every stream of some rules, in their order."""
+    drain = rules.between_passes == "drain"
     return [
-        StreamTerms(each.name, each.partitions, rules.budget, each.passes, each.overlong, each.poison)
+        StreamTerms(each.name, each.partitions, rules.budget, each.passes, each.overlong, each.poison, drain)
         for each in rules.streams
     ]
 
@@ -88,7 +91,7 @@ class Admission:
         index = index_of(message.base_seq + at, message.partition, terms.partitions)
         return "overlong", (
             f"sample {terms.name}:{index}: got {int(lengths[at])} tokens, expected at most the budget of "
-            f"{terms.limit}: set rules.overlong to truncate, split or drop, or raise rules.budget"
+            f"{terms.limit}: set rules.overlong, or the stream's, to truncate, split or drop, or raise rules.budget"
         )
 
     def admit(self, stream: int, p: int, intake: Intake, envelope: Envelope, message: Samples) -> Store:
@@ -114,6 +117,8 @@ class Admission:
         entries = np.full(len(pieces.length), -1, np.int64)
         entries[kept] = handles
         self._merge.push(p, entries, pieces.length, pieces.part)
+        if message.pass_ended and terms.barriers:
+            self._merge.end_pass(p)
         num_bytes, kept_tokens = int(lengths.sum()) * self.token_bytes, int(pieces.length.sum())
         intake.accept(intake.expected_seq + len(lengths), num_bytes, kept_tokens, message.cursor)
         counts.samples += len(lengths)

@@ -20,7 +20,7 @@ from streampack.core.effects import Drain, Form, Formed, FromProducer, FromTrain
 from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.form import Former, Step
 from streampack.core.leases import Leases
-from streampack.core.merge import Merge
+from streampack.core.merge import merge_of
 from streampack.core.messages import Envelope
 from streampack.core.readers import Readers
 from streampack.core.rules import Rules
@@ -84,7 +84,7 @@ class Broker:
     ) -> None:  # fmt: skip
         self.run, self.epoch, self.feed, self.rules, self.capacity = run, epoch, feed, rules, capacity
         self.table = SampleTable()
-        self._merge = Merge([s.weight for s in rules.streams], [s.partitions for s in rules.streams], rules.seed)
+        self._merge = merge_of(rules)
         self.leases = Leases(
             run, epoch, rules.seed, rules.tokens, rules.fields, terms_of(rules), capacity.quota_tokens,
             capacity.max_sample_tokens, capacity.max_chunk_bytes, self.table, self._merge,
@@ -150,16 +150,21 @@ class Broker:
     # Moving on
 
     def _advance(self) -> list[Effect]:
-        if self.draining or self.readers.end is not None:
+        if self.draining:
             return []
-        effects = self._fill()
-        if not self._forming and self.former.next_step < self.readers.released_upto + self._steps_ahead:
+        effects: list[Effect] = []
+        while self.readers.end is None:
+            effects += self._fill()
+            if self._forming or self.former.next_step >= self.readers.released_upto + self._steps_ahead:
+                break
             request = self.former.request()
             if request is not None:
                 self._forming = True
                 effects.append(Form(self.feed, request))
-            elif self.former.closed:
-                effects += self._publish(self.former.cut())
+                break
+            if not self.former.closed:
+                break
+            effects += self._publish(self.former.cut())  # the feed has ended, or its next pass begins
         return effects
 
     def _fill(self) -> list[Effect]:
@@ -175,8 +180,17 @@ class Broker:
             effects += self.leases.merged(taken.moved)
             self.former.admit(taken.handles, taken.lengths)
             self.held_tokens += int(taken.lengths.sum())
-        self.former.closed = self._merge.closed
+        closed = self._merge.closed or self._merge.between_passes
+        if closed and not self.former.closed and self._merge.stopped:
+            effects += self._stop()
+        self.former.closed = closed
         return effects
+
+    def _stop(self) -> list[Effect]:
+        """A stream has stopped the feed: let go of what the others hold, and of their producers."""
+        handles = self._merge.drop()
+        self.held_tokens += int(self.table.length[handles].sum())  # what is released is taken off
+        return [*([Release(handles)] if len(handles) else []), *self.leases.close()]
 
     def _room(self) -> int:
         return self.capacity.merged_tokens - self.held_tokens - self.capacity.max_sample_tokens
@@ -191,10 +205,14 @@ class Broker:
             self.totals.add(step)
             effects += self.readers.add(step)
         if self.former.finished and self.readers.end is None:
-            dropped = self.former.dropped
-            self.totals.dropped_samples = len(dropped)
+            dropped, self.former.dropped = self.former.dropped, self.former.dropped[:0]
+            self.totals.dropped_samples += len(dropped)
             if len(dropped):
                 effects.append(Release(dropped))
+            if not self._merge.closed:
+                self._merge.next_pass()
+                self.former.closed = False
+                return effects
             count = self.former.next_step
             effects.append(Report("info", f"feed {self.feed!r} has ended after {count} steps"))
             effects += self.readers.finish(count, self.former.chain)

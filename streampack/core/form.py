@@ -105,7 +105,7 @@ class Former:
         self.queued_tokens = 0
         """Real tokens held outside packs."""
         self.dropped: I64 = np.zeros(0, np.int64)
-        """Handles of a tail that ``tail: drop`` left over, once all is done."""
+        """Handles of what ``tail: drop`` left over at the end, or at the ends of passes."""
 
     @property
     def num_samples(self) -> int:
@@ -170,7 +170,7 @@ class Former:
         if self.closed and not self.num_samples and self._pending:
             tail, self._pending = self._pending, []
             if self._rules.tail == "drop":
-                self.dropped = np.concatenate([pack.handles for pack in tail])
+                self.dropped = np.concatenate([self.dropped, *(pack.handles for pack in tail)])
             else:
                 empty = self._make_packs(np.zeros(0, np.int64), np.array([0, 0]))
                 steps.append(self._make_step(tail + empty * (size - len(tail))))

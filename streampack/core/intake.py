@@ -25,7 +25,8 @@ class Intake:
     """The books of one partition.
 
     ``expected_seq`` is the next sample number, ``cursor`` where the source goes on there,
-    ``total`` the number of samples once the end is known. ``session_bytes`` were taken in this
+    ``total`` the number of samples once the end is known. ``closed``: the feed has ended and wants no more
+    of it. ``session_bytes`` were taken in this
     session; tokens that are kept but not merged yet, times ``token_bytes``, stay below
     ``quota_bytes``.
     """
@@ -35,6 +36,7 @@ class Intake:
     expected_seq: int = 0
     cursor: tuple[int, int, int] | None = None
     total: int | None = None
+    closed: bool = False
     session: int = 0
     session_bytes: int = 0
     kept_tokens: int = 0
@@ -70,8 +72,8 @@ class Intake:
 
     @property
     def ended(self) -> bool:
-        """All of it has been taken."""
-        return self.total is not None and self.expected_seq >= self.total
+        """All of it has been taken, or all that will be."""
+        return self.closed or (self.total is not None and self.expected_seq >= self.total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ def merge_take(
     first: I64,
     turn: I64,
     live: NDArray[np.bool_],
+    paused: NDArray[np.bool_],
+    stops: NDArray[np.bool_],
     head: I64,
     tail: I64,
     ended: NDArray[np.bool_],
@@ -37,6 +39,7 @@ def merge_take(
     ring_part: I64,
     merged_samples: I64,
     merged_tokens: I64,
+    by_sample: bool,
     max_tokens: int,
     out_handle: I64,
     out_length: I64,
@@ -45,8 +48,10 @@ def merge_take(
 
     Streams ``s`` own partitions ``first[s]:first[s + 1]``; partition ``p`` holds entries
     ``head[p]:tail[p]`` of row ``p`` of the rings, modulo their width. Updates ``clock``,
-    ``turn``, ``live``, ``head`` and the counts by partition in place. An entry of length 0 is a tombstone: it takes its
-    turn and gives nothing. Returns (samples taken, partition waited for or -1).
+    ``turn``, ``live``, ``paused``, ``head`` and the counts by partition in place. An entry of length 0 is a tombstone:
+    it takes its turn and gives nothing. One of length -1 is a barrier: it stays, and a stream all of whose open
+    partitions are at one is paused. Clocks run by tokens, or one for each sample with ``by_sample``.
+    Returns (samples taken, partition waited for, or -1, or -2 if a stream of ``stops`` has ended).
     """
     width = ring_handle.shape[1]
     taken = 0
@@ -54,7 +59,7 @@ def merge_take(
     while tokens < max_tokens:
         stream = -1
         for s in range(len(clock)):
-            if live[s] and (stream < 0 or clock[s] < clock[stream]):
+            if live[s] and not paused[s] and (stream < 0 or clock[s] < clock[stream]):
                 stream = s
         if stream < 0:
             return taken, -1
@@ -62,12 +67,18 @@ def merge_take(
         partition = -1
         for step in range(count):
             p = first[stream] + (turn[stream] + step) % count
-            if head[p] < tail[p] or not ended[p]:
+            if head[p] < tail[p] and ring_length[p, head[p] % width] < 0:
+                paused[stream] = True
+            elif head[p] < tail[p] or not ended[p]:
                 partition = p
                 break
-        if partition < 0:
+        if partition < 0 and not paused[stream]:
+            if stops[stream]:
+                return taken, -2
             live[stream] = False
+        if partition < 0:
             continue
+        paused[stream] = False
         at = head[partition]
         if at == tail[partition]:
             return taken, partition
@@ -76,6 +87,7 @@ def merge_take(
             pieces += 1
         if taken + pieces > len(out_handle):
             return taken, -1
+        before = taken
         for piece in range(pieces):
             slot = (at + piece) % width
             length = ring_length[partition, slot]
@@ -85,7 +97,10 @@ def merge_take(
                 taken += 1
                 tokens += length
                 merged_tokens[partition] += length
-                clock[stream] += stride[stream] * length
+                if not by_sample:
+                    clock[stream] += stride[stream] * length
+        if by_sample and taken > before:
+            clock[stream] += stride[stream]
         merged_samples[partition] += 1
         head[partition] = at + pieces
         turn[stream] = (partition - first[stream] + 1) % count

@@ -145,9 +145,19 @@ class Leases:
             effects += self._flow(p)
         return effects
 
+    def close(self) -> list[Effect]:
+        """The feed has ended before its streams: take no more of any, and let their producers go."""
+        effects: list[Effect] = []
+        for p, intake in enumerate(self.intakes):
+            intake.merged_tokens = intake.kept_tokens  # what waited is dropped
+            if not intake.ended:
+                intake.closed = True
+                effects += self._flow(p, repeat=True)
+        return effects + [e for producer in self._producers.values() for e in self._send(producer.peer, Done())]
+
     @property
     def ended(self) -> bool:
-        """Every partition has been taken whole."""
+        """Every partition has been taken whole, or closed."""
         return all(intake.ended for intake in self.intakes)
 
     @property
@@ -258,6 +268,8 @@ class Leases:
         if self._drained:
             return []
         intake, stream = self.intakes[p], self._stream_of[p]
+        if intake.closed:
+            return self._flow(p, repeat=True)
         refusal = self._admission.refusal(stream, intake, envelope, message)
         if refusal is not None:
             return self._expel(name, *refusal, p)
@@ -275,6 +287,8 @@ class Leases:
         if p is None or self._holder[p] != name or session != self.intakes[p].session:
             return self._stale(name, session, message)
         intake = self.intakes[p]
+        if intake.closed:
+            return self._flow(p, repeat=True)
         if message.total > intake.expected_seq:
             return self._again(p)
         if message.total < intake.expected_seq:
@@ -295,7 +309,8 @@ class Leases:
         p = self._partition(message.stream, message.partition)
         if p is None or self._holder[p] != name or session != self.intakes[p].session:
             return self._stale(name, session, message)
-        lost = message.next_seq > self.intakes[p].expected_seq and not self._drained
+        intake = self.intakes[p]
+        lost = message.next_seq > intake.expected_seq and not self._drained and not intake.closed
         return self._again(p) if lost else self._flow(p, repeat=True)
 
     def _ping(self, name: str, message: ProducerPing) -> list[Effect]:

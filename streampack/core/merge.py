@@ -1,32 +1,42 @@
 """Merge: which stream gives the next sample, as a function of seed, weights and position.
 
 Streams take turns by stride scheduling (Waldspurger and Weihl, 1995): each has a clock that runs
-on by ``stride * tokens`` for every sample it gives, and the stream whose clock is lowest is next,
-ties by number. Strides are integers, inversely proportional to the weights, so token shares hold
-whatever the lengths, and nothing depends on which producer was faster. A stream that has ended
-drops out; one that is silent stalls the rest, and ``blocked`` names it.
+on by ``stride * tokens`` for every sample it gives (or by ``stride``, where weights are shares of
+samples), and the stream whose clock is lowest is next, ties by number. Strides are integers,
+inversely proportional to the weights, so shares hold whatever the lengths, and nothing depends on
+which producer was faster. A stream that has ended drops out, or, if it is to stop the rest, ends the
+merge when its turn comes; one that is silent stalls the rest, and ``blocked`` names it.
 
 Within a stream its partitions take turns, those that ended being passed over. Entries wait in one
 ring a partition; a ring grows only when the over-long policy splits samples.
+
+Where a pass over the data is to end before the next begins, a partition's passes are parted by
+barriers. A stream whose partitions are at theirs pauses; once all have paused the merge gives nothing
+until ``next_pass``, which begins as the first pass did: with the clocks that the seed gives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from streampack.core.kernels import merge_take
-from streampack.core.rules import MAX_WEIGHT_RATIO
+from streampack.core.rules import MAX_WEIGHT_RATIO, Rules, WeightUnit
 from streampack.core.samples import I64
 
 STRIDE_ONE = 1 << 20
+PHASES = 1024
+BARRIER = -1
+"""The length of an entry that is the end of a pass."""
 
 
 def strides(weights: list[float]) -> I64:
-    """Integer strides, int64 [streams]: clock per token, lowest for the heaviest stream.
+    """Integer strides, int64 [streams]: clock per token or sample, lowest for the heaviest stream.
 
     Raises ValueError if a weight is not positive or the ratio of two exceeds 4096.
     """
@@ -38,11 +48,11 @@ def strides(weights: list[float]) -> I64:
 
 
 def phase(seed: int, stream: int) -> int:
-    """Tokens of head start that the seed gives a stream: splitmix64 of both, below 1024."""
+    """Where the seed lets a stream begin: splitmix64 of both, below 1024. Tokens, or 1024ths of a sample."""
     z = (seed * 0x9E3779B97F4A7C15 + (stream + 1) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return (z ^ (z >> 31)) % 1024
+    return (z ^ (z >> 31)) % PHASES
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +67,8 @@ class Taken:
 
 
 class MergeState(Struct, frozen=True):
-    """A merge between two samples: by stream clock, turn, live; by partition ended, samples and tokens taken."""
+    """A merge between two samples: by stream clock, turn, live; by partition ended, samples and tokens taken,
+    and whether it is at a barrier; whether a stream that ended has stopped it all."""
 
     clock: list[int]
     turn: list[int]
@@ -65,18 +76,31 @@ class MergeState(Struct, frozen=True):
     ended: list[bool]
     merged_samples: list[int]
     merged_tokens: list[int]
+    at_barrier: list[bool]
+    stopped: bool
 
 
 class Merge:
     """The merge of some streams; partitions are numbered through, streams in their order.
 
-    ``partitions`` int per stream. ``merged_samples`` and ``merged_tokens`` int64 [partitions] count
+    ``partitions`` int per stream; ``unit`` is what weights are shares of; ``stops`` are the numbers of streams
+    that end the merge with them. ``merged_samples`` and ``merged_tokens`` int64 [partitions] count
     what was taken. State is small integers and rings of entries not yet merged.
     """
 
-    def __init__(self, weights: list[float], partitions: list[int], seed: int, width: int = 1024) -> None:
+    def __init__(
+        self, weights: list[float], partitions: list[int], seed: int, width: int = 1024,
+        unit: WeightUnit = "tokens", stops: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self._stride = strides(weights)
-        self._clock = np.array([phase(seed, s) for s in range(len(weights))], np.int64) * self._stride
+        self._by_sample = unit == "samples"
+        self._stops = np.isin(np.arange(len(weights)), stops)
+        phases = np.array([phase(seed, s) for s in range(len(weights))], np.int64)
+        # Those that stop the rest go first, so that a pass in which they are missing is not begun.
+        self._start = np.where(self._stops, -1, phases * (self._stride // (PHASES if self._by_sample else 1)))
+        self._clock = self._start.copy()
+        self._paused = np.zeros(len(weights), np.bool_)
+        self._stopped = False
         self._first = np.concatenate([[0], np.cumsum(partitions)]).astype(np.int64)
         count = int(self._first[-1])
         self._turn = np.zeros(len(weights), np.int64)
@@ -102,27 +126,35 @@ class Merge:
         self._part[partition, slots] = parts
         self._tail[partition] = tail + count
 
+    def end_pass(self, partition: int) -> None:
+        """What follows is of the partition's next pass."""
+        self.push(partition, np.array([-1]), np.array([BARRIER]), np.array([0]))
+
     def end(self, partition: int) -> None:
         """No entry follows; idempotent."""
         self._ended[partition] = True
 
     def take(self, max_tokens: int) -> Taken:
         """All that can be merged now, until ``max_tokens`` are reached (the last sample may pass them)."""
-        if self._live.any():
-            self._clock -= self._clock[self._live].min()
+        active = self._live & ~self._paused
+        if self._stopped or not active.any():
+            nothing = np.zeros(0, np.int64)
+            return Taken(nothing, nothing, None, nothing)
+        self._clock[active] -= self._clock[active].min()
         bound = int((self._tail - self._head).sum())
         handles, lengths = np.empty(bound, np.int64), np.empty(bound, np.int64)
         before = self.merged_samples.copy()
         count, blocked = merge_take(
-            self._clock, self._stride, self._first, self._turn, self._live, self._head, self._tail, self._ended,
-            self._handle, self._length, self._part, self.merged_samples, self.merged_tokens,
-            max_tokens, handles, lengths,
+            self._clock, self._stride, self._first, self._turn, self._live, self._paused, self._stops,
+            self._head, self._tail, self._ended, self._handle, self._length, self._part,
+            self.merged_samples, self.merged_tokens, self._by_sample, max_tokens, handles, lengths,
         )  # fmt: skip
+        self._stopped = blocked == -2
         moved = np.flatnonzero(self.merged_samples != before)
         return Taken(handles[:count], lengths[:count], None if blocked < 0 else int(blocked), moved)
 
     def waiting(self, partition: int) -> int:
-        """Entries of a partition not merged yet."""
+        """Entries of a partition not merged yet, barriers among them."""
         return int(self._tail[partition] - self._head[partition])
 
     def state(self) -> MergeState:
@@ -130,7 +162,7 @@ class Merge:
         done = self._ended & (self._head == self._tail)
         return MergeState(
             self._clock.tolist(), self._turn.tolist(), self._live.tolist(), done.tolist(),
-            self.merged_samples.tolist(), self.merged_tokens.tolist(),
+            self.merged_samples.tolist(), self.merged_tokens.tolist(), self._at_barrier.tolist(), self._stopped,
         )  # fmt: skip
 
     def load(self, state: MergeState) -> None:
@@ -139,13 +171,50 @@ class Merge:
         Each partition's next entry is the one after its first ``merged_samples``.
         """
         columns = (self._clock, self._turn, self._live, self._ended, self.merged_samples, self.merged_tokens)
-        for column, values in zip(columns, msgspec.structs.astuple(state), strict=True):
-            column[:] = values
+        *values, at_barrier, self._stopped = msgspec.structs.astuple(state)
+        for column, each in zip(columns, values, strict=True):
+            column[:] = each
+        for partition in np.flatnonzero(at_barrier).tolist():
+            self.end_pass(partition)  # nobody will send it again: it came with the last sample before it
+
+    @property
+    def stopped(self) -> bool:
+        """A stream that was to stop the rest has ended: what is not merged never will be."""
+        return self._stopped
 
     @property
     def closed(self) -> bool:
-        """Every stream has ended and all was taken."""
-        return bool(self._ended.all() and (self._head == self._tail).all())
+        """Nothing will ever be merged again: every stream has ended and all was taken, or one has stopped the rest."""
+        return self._stopped or bool(self._ended.all() and (self._head == self._tail).all())
+
+    @property
+    def between_passes(self) -> bool:
+        """Every stream has given its pass whole, and ``next_pass`` begins another."""
+        at_barrier = self._at_barrier
+        whole = at_barrier | (self._ended & (self._head == self._tail))
+        return not self._stopped and bool(at_barrier.any() and whole.all())
+
+    def next_pass(self) -> None:
+        """Go over the barriers that all streams are at; only ``between_passes``."""
+        self._head += self._at_barrier
+        self._clock[:] = self._start
+        self._turn[:] = 0
+        self._paused[:] = False
+
+    def drop(self) -> I64:
+        """Forget what waits; handles, int64 [n], of its samples."""
+        width, rows = self._handle.shape[1], range(len(self._head))
+        slots = [np.arange(self._head[p], self._tail[p]) % width for p in rows]
+        waiting = [self._handle[p, slots[p]][self._length[p, slots[p]] > 0] for p in rows]
+        self._head[:] = self._tail
+        return np.concatenate(waiting)
+
+    @property
+    def _at_barrier(self) -> NDArray[np.bool_]:
+        rows = np.arange(len(self._head))
+        lengths = self._length[rows, self._head % self._length.shape[1]]
+        found: NDArray[np.bool_] = (self._head < self._tail) & (lengths == BARRIER)
+        return found
 
     def _widen(self) -> None:
         old = self._handle.shape[1]
@@ -158,3 +227,12 @@ class Merge:
             setattr(self, name, grown)
         self._tail -= self._head
         self._head[:] = 0
+
+
+def merge_of(rules: Rules) -> Merge:
+    """The merge of all streams of some rules."""
+    streams = rules.streams
+    stops = [number for number, stream in enumerate(streams) if stream.on_exhaust == "stop"]
+    return Merge(
+        [s.weight for s in streams], [s.partitions for s in streams], rules.seed, unit=rules.weight_unit, stops=stops
+    )

@@ -77,6 +77,8 @@ class Samples(Message, frozen=True, kw_only=True):
     rejected: Annotated[dict[Name, Count], Meta(max_length=64)] = {}
     lost_tokens: Count = 0
     """Of over-long samples, cut or dropped before they were sent."""
+    pass_ended: bool = False
+    """The last sample is the last of its pass over the partition."""
 
 
 class Eos(Message, frozen=True, kw_only=True):

@@ -55,6 +55,7 @@ class Chunk(Event, frozen=True):
     rejected: dict[str, int]
     payload: tuple[object, ...]
     lost_tokens: int = 0
+    pass_ended: bool = False
 
 
 class EndOfPartition(Event, frozen=True):
@@ -229,6 +230,9 @@ class ProducerSession:
         held.grant_bytes = max(held.grant_bytes, flow.grant_bytes)
         held.known_seq = max(held.known_seq, flow.expected_seq)
         held.ended_known = held.ended_known or flow.ended
+        if flow.ended and not held.ended:  # the feed ends before the stream does
+            held.ended, held.chunk = True, None
+            return [Forget((flow.stream, flow.partition), session)]
         return self._move(held)
 
     def _revoke(self, key: Key, number: int) -> list[Effect]:
@@ -248,7 +252,7 @@ class ProducerSession:
 
     def _chunk(self, chunk: Chunk) -> list[Effect]:
         held = self.held.get(chunk.key)
-        if held is None or held.session != chunk.session:
+        if held is None or held.session != chunk.session or held.ended:
             return []
         held.reading = False
         held.chunk = chunk
@@ -256,7 +260,7 @@ class ProducerSession:
 
     def _end(self, event: EndOfPartition) -> list[Effect]:
         held = self.held.get(event.key)
-        if held is None or held.session != event.session:
+        if held is None or held.session != event.session or held.ended:
             return []
         held.reading = False
         held.ended = True
@@ -275,7 +279,7 @@ class ProducerSession:
             samples = Samples(
                 stream=chunk.key[0], partition=chunk.key[1], base_seq=held.next_seq, lengths_u32=chunk.lengths_u32,
                 crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=chunk.cursor,
-                rejected=chunk.rejected, lost_tokens=chunk.lost_tokens,
+                rejected=chunk.rejected, lost_tokens=chunk.lost_tokens, pass_ended=chunk.pass_ended,
             )  # fmt: skip
             effects.append(self._send(samples, held.session, chunk.payload))
             held.next_seq = stop

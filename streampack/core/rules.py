@@ -19,6 +19,9 @@ from streampack.core.samples import I64
 Positive = Annotated[int, Meta(ge=1)]
 Overlong = Literal["error", "drop", "truncate", "split"]
 Poison = Literal["error", "drop"]
+WeightUnit = Literal["tokens", "samples"]
+OnExhaust = Literal["renormalise", "stop"]
+BetweenPasses = Literal["continue", "drain"]
 TokenType = Literal["uint16", "int32"]
 MAX_WEIGHT_RATIO = 4096
 """Between the heaviest and the lightest stream: keeps the merge's clocks inside 64 bits."""
@@ -56,7 +59,11 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True):
 
 class StreamRules(Struct, frozen=True, forbid_unknown_fields=True):
     """What a run records of a stream: its share, how often its data is gone over (``passes``; None for ever),
-    and what happens to samples over the budget (``overlong``) or that cannot be used (``poison``)."""
+    and what happens to samples over the budget (``overlong``) or that cannot be used (``poison``).
+
+    ``on_exhaust``: when nothing of it is left the others share its place (``renormalise``), or the feed ends at its
+    next turn (``stop``).
+    """
 
     name: str
     weight: float = 1.0
@@ -64,13 +71,17 @@ class StreamRules(Struct, frozen=True, forbid_unknown_fields=True):
     passes: int | None = 1
     overlong: Overlong = "error"
     poison: Poison = "error"
+    on_exhaust: OnExhaust = "renormalise"
 
 
 class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The rules of one feed. ``budget`` tokens a pack, ``packs`` a step, ``window`` samples.
 
     ``tail`` says what happens to the packs that do not fill the last step: ``pad`` adds empty packs,
-    ``drop`` counts and drops them. ``tokens`` is the dtype of token ids, ``fields`` what samples carry beside them.
+    ``drop`` counts and drops them. ``weight_unit``: weights are shares of tokens, or of samples, where a split one
+    counts once and one that is rejected or dropped does not. ``between_passes``: ``drain`` ends each pass over all
+    streams as if it were the last, before the next begins. ``tokens`` is the dtype of token ids, ``fields`` what
+    samples carry beside them.
     """
 
     budget: Positive = 8192
@@ -80,6 +91,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     align: Align = Align()
     balance: Balance = Balance()
     tail: Literal["pad", "drop"] = "pad"
+    weight_unit: WeightUnit = "tokens"
+    between_passes: BetweenPasses = "continue"
     seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
     tokens: TokenType = "int32"
     fields: tuple[Field, ...] = ()

@@ -1,7 +1,7 @@
 """The merge: a function of seed, weights and position, whoever was faster."""
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from streampack.core import merge as merge_module
 from streampack.core.kernels import merge_take
-from streampack.core.merge import STRIDE_ONE, Merge, phase, strides
-from streampack.core.rules import MAX_WEIGHT_RATIO
+from streampack.core.merge import BARRIER, STRIDE_ONE, Merge, merge_of, phase, strides
+from streampack.core.rules import MAX_WEIGHT_RATIO, Rules, StreamRules, WeightUnit
 
 Sample = list[int]
-"""Lengths of its pieces; [0] for a tombstone."""
+"""Lengths of its pieces; [0] for a tombstone, [-1] for the end of a pass."""
 Taken = tuple[int, int, int, int]
 """Stream, partition in it, sample number in that, piece."""
 
@@ -27,38 +27,56 @@ class Run:
     weights: list[float]
     streams: list[list[list[Sample]]]
     seed: int
+    unit: WeightUnit = "tokens"
+    stops: tuple[int, ...] = ()
+
+    def numbered(self, s: int, p: int) -> list[tuple[int, Sample]]:
+        """A partition's entries, each with the number of samples before it."""
+        numbers = accumulate((sample != [BARRIER] for sample in self.streams[s][p]), initial=0)
+        return list(zip(numbers, self.streams[s][p], strict=False))
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> Run:
+def runs(draw: st.DrawFn, policies: bool = False) -> Run:
+    """With ``policies`` there are barriers between passes, and streams that stop the rest."""
     length = st.one_of(st.integers(1, 20), st.integers(1, 2000))
     sample = st.one_of(length.map(lambda n: [n]), st.lists(length, min_size=2, max_size=4), st.just([0]))
+    if policies:
+        sample = st.one_of(sample, sample, st.just([BARRIER]))
     stream = st.lists(st.lists(sample, max_size=12), min_size=1, max_size=4)
     streams = draw(st.lists(stream, min_size=1, max_size=4))
     weights = [draw(st.floats(0.01, 4, allow_nan=False)) for _ in streams]
-    return Run(weights, streams, draw(st.integers(0, 2**62 - 1)))
+    unit: WeightUnit = draw(st.sampled_from(["tokens", "samples"]))
+    stops = draw(st.sets(st.integers(0, len(streams) - 1), max_size=2)) if policies else ()
+    return Run(weights, streams, draw(st.integers(0, 2**62 - 1)), unit, tuple(stops))
 
 
 def oracle(run: Run) -> list[Taken]:
-    """Stride scheduling over all that there is, in exact integers, without rings or rebasing."""
+    """Stride scheduling over all that there is, a pass at a time, in exact integers, without rings or rebasing."""
     stride = [round(STRIDE_ONE * max(run.weights) / weight) for weight in run.weights]
-    clock = [phase(run.seed, s) * stride[s] for s in range(len(stride))]
-    at = [[0] * len(partitions) for partitions in run.streams]
-    turn = [0] * len(stride)
+    left = [[run.numbered(s, p) for p in range(len(partitions))] for s, partitions in enumerate(run.streams)]
     order: list[Taken] = []
     while True:
-        live = [s for s, heads in enumerate(at) if any(h < len(run.streams[s][p]) for p, h in enumerate(heads))]
-        if not live:
+        heads = [phase(run.seed, s) * (each if run.unit == "tokens" else each // 1024) for s, each in enumerate(stride)]
+        clock = [-1 if s in run.stops else head for s, head in enumerate(heads)]
+        turn, live = [0] * len(stride), set(range(len(stride)))
+        while live:
+            s = min(live, key=lambda s: (clock[s], s))
+            ready = [p for p, queue in enumerate(left[s]) if queue and queue[0][1] != [BARRIER]]
+            if not ready:
+                if s in run.stops and not any(left[s]):
+                    return order
+                live.remove(s)
+                continue
+            p = min(ready, key=lambda p: (p < turn[s], p))
+            seq, sample = left[s][p].pop(0)
+            order += [(s, p, seq, piece) for piece, length in enumerate(sample) if length]
+            clock[s] += stride[s] * (sum(sample) if run.unit == "tokens" else any(sample))
+            turn[s] = (p + 1) % len(left[s])
+        if not any(queue for queues in left for queue in queues):
             return order
-        s = min(live, key=lambda s: (clock[s], s))
-        while at[s][turn[s]] == len(run.streams[s][turn[s]]):
-            turn[s] = (turn[s] + 1) % len(at[s])
-        p = turn[s]
-        sample = run.streams[s][p][at[s][p]]
-        order += [(s, p, at[s][p], piece) for piece, length in enumerate(sample) if length]
-        clock[s] += stride[s] * sum(sample)
-        at[s][p] += 1
-        turn[s] = (p + 1) % len(at[s])
+        for queue in [queue for queues in left for queue in queues if queue]:
+            del queue[0]  # the barrier
 
 
 class Feed:
@@ -66,7 +84,7 @@ class Feed:
 
     def __init__(self, run: Run, width: int = 1024) -> None:
         self.run = run
-        self.merge = Merge(run.weights, [len(partitions) for partitions in run.streams], run.seed, width)
+        self.merge = Merge(run.weights, [len(parts) for parts in run.streams], run.seed, width, run.unit, run.stops)
         self.places = [(s, p) for s, partitions in enumerate(run.streams) for p in range(len(partitions))]
         self.pushed = [0] * len(self.places)
         self.names: list[Taken] = []
@@ -77,26 +95,36 @@ class Feed:
     def push(self, number: int, count: int) -> None:
         """The next ``count`` samples of a partition, or what is left; and its end once nothing is."""
         s, p = self.places[number]
-        samples = self.run.streams[s][p]
-        entries = []
-        for seq in range(self.pushed[number], min(self.pushed[number] + count, len(samples))):
-            for piece, length in enumerate(samples[seq]):
-                entries.append((len(self.names), length, piece))
-                self.names.append((s, p, seq, piece))
-                self.lengths.append(length)
+        samples = self.run.numbered(s, p)
+        for seq, sample in samples[self.pushed[number] : self.pushed[number] + count]:
+            if sample == [BARRIER]:
+                self.merge.end_pass(number)
+                continue
+            entries = [(len(self.names) + piece, length, piece) for piece, length in enumerate(sample)]
+            self.names += [(s, p, seq, piece) for piece in range(len(sample))]
+            self.lengths += sample
+            self.merge.push(number, *np.array(entries, np.int64).T)
         self.pushed[number] = min(self.pushed[number] + count, len(samples))
-        columns = np.array(entries, np.int64).reshape(-1, 3).T
-        self.merge.push(number, *columns)
         if self.pushed[number] == len(samples) and count:
             self.merge.end(number)
 
     def take(self, max_tokens: int) -> None:
+        """What ``take`` gives, over the ends of passes."""
+        self.take_once(max_tokens)
+        while self.merge.between_passes:
+            before = len(self.order)
+            assert not self.merge.take(2**60).handles.size
+            self.merge.next_pass()
+            self.take_once(max_tokens)
+            assert len(self.order) >= before
+
+    def take_once(self, max_tokens: int) -> None:
         taken = self.merge.take(max_tokens)
         assert taken.lengths.tolist() == [self.lengths[handle] for handle in taken.handles.tolist()]
         longest = max((sum(sample) for _, samples in self.all for sample in samples), default=0)
         tokens = int(taken.lengths.sum())
         assert tokens < max_tokens + longest or (max_tokens, tokens) == (0, 0)
-        assert tokens >= max_tokens or taken.blocked is not None or self.merge.closed
+        assert tokens >= max_tokens or taken.blocked is not None or self.merge.closed or self.merge.between_passes
         if max_tokens == 0:
             assert tokens == 0
         self.order += [self.names[handle] for handle in taken.handles.tolist()]
@@ -117,12 +145,12 @@ def fed_at_once(run: Run) -> list[Taken]:
     return feed.order
 
 
-@given(runs())
+@given(runs(policies=True))
 def test_the_order_is_that_of_stride_scheduling(run: Run) -> None:
     assert fed_at_once(run) == oracle(run)
 
 
-@given(runs(), st.data())
+@given(runs(policies=True), st.data())
 def test_the_order_does_not_depend_on_arrivals_or_on_how_much_is_taken(run: Run, data: st.DataObject) -> None:
     feed = Feed(run, width=data.draw(st.sampled_from([1, 2, 8]), "ring"))
     numbers = st.integers(0, len(feed.places) - 1)
@@ -136,13 +164,22 @@ def test_the_order_does_not_depend_on_arrivals_or_on_how_much_is_taken(run: Run,
         feed.push(number, 10**9)
     feed.take(2**60)
     assert feed.order == oracle(run)
-    for number, (_, samples) in enumerate(feed.all):
-        assert int(feed.merge.merged_samples[number]) == len(samples)
-        assert int(feed.merge.merged_tokens[number]) == sum(map(sum, samples))
-        assert feed.merge.waiting(number) == 0
+    assert feed.merge.closed
+    for number, (place, entries) in enumerate(feed.all):
+        samples = [sample for sample in entries if sample != [BARRIER]]
+        tokens = sum(samples[seq][piece] for *where, seq, piece in feed.order if tuple(where) == place)
+        assert int(feed.merge.merged_tokens[number]) == tokens
+        if not feed.merge.stopped:
+            assert int(feed.merge.merged_samples[number]) == len(samples)
+            assert tokens == sum(map(sum, samples))
+            assert feed.merge.waiting(number) == 0
+    dropped = {feed.names[handle] for handle in feed.merge.drop().tolist()}
+    given_ = {name for name, length in zip(feed.names, feed.lengths, strict=True) if length}
+    assert dropped == given_ - set(feed.order), "what was not merged can be released"
+    assert len(feed.merge.drop()) == 0
 
 
-@given(runs(), st.data())
+@given(runs(policies=True), st.data())
 def test_the_partition_that_is_waited_for_is_the_next_one_s(run: Run, data: st.DataObject) -> None:
     feed = Feed(run)
     for number in range(len(feed.places)):
@@ -169,7 +206,7 @@ def test_within_a_stream_indices_rise_and_pieces_stay_together(run: Run) -> None
     assert len(order) == sum(length > 0 for stream in run.streams for part in stream for s_ in part for length in s_)
 
 
-@given(runs())
+@given(runs(policies=True))
 def test_the_compiled_kernel_and_its_python_twin_agree(run: Run) -> None:
     compiled = fed_at_once(run)
     with pytest.MonkeyPatch.context() as patch:
@@ -199,6 +236,101 @@ def test_token_shares_are_the_weights_whatever_the_lengths(weights: list[float],
     assert feed.blocked is None
     assert abs(tokens.sum() - goal) < 2000
     np.testing.assert_allclose(tokens / tokens.sum(), shares, atol=0.01)
+
+
+@given(runs())
+def test_every_prefix_holds_the_shares_within_a_sample_of_each_stream(run: Run) -> None:
+    """Stride scheduling's bound: none is above its share by more than its longest sample, none below by more than
+    its part of all the others'; the seed's head starts, below 1024 tokens or a sample each, come on top."""
+    weights = np.array(run.weights) / sum(run.weights)
+    samples = [list(chain(*stream)) for stream in run.streams]
+    sizes = [[sum(sample) if run.unit == "tokens" else int(any(sample)) for sample in each] for each in samples]
+    longest = np.array([max(each, default=0) for each in sizes])
+    left = np.array([sum(map(any, each)) for each in samples])
+    given_, head = np.zeros(len(weights)), 1024 if run.unit == "tokens" else 1
+    for s, p, seq, piece in fed_at_once(run):
+        if not left.all():
+            break  # one has ended: the rest share its place
+        sample = next(sample for number, sample in run.numbered(s, p) if number == seq)
+        if piece == 0:
+            given_[s] += sum(sample) if run.unit == "tokens" else 1
+            left[s] -= 1
+            surplus = given_ - weights * given_.sum()
+            assert (surplus <= longest + head * len(weights) * weights + 1e-3 * given_.sum()).all()
+            assert (surplus >= -head - weights * longest.sum() - 1e-3 * given_.sum()).all()
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [0.7, 0.2, 0.1]])
+def test_weights_may_be_shares_of_samples(weights: list[float]) -> None:
+    """A split sample counts once, one that is rejected does not."""
+    draw = np.random.default_rng(5)
+
+    def sample(mean: int) -> Sample:
+        return [[0], [mean], [mean] * 4][int(draw.integers(0, 3))]
+
+    streams = [[[sample(mean) for _ in range(3000)] for _ in range(2)] for mean in (1000, 10, 100)[: len(weights)]]
+    order = fed_at_once(Run(weights, streams, 3, "samples"))
+    starts = [s for s, *_, piece in order if piece == 0][:3000]
+    for s, share in enumerate(np.array(weights) / sum(weights)):
+        for upto in (10, 100, 1000, 3000):
+            assert abs(starts[:upto].count(s) - upto * share) <= 2, "within a sample of each"
+
+
+def test_a_stream_that_stops_the_rest_ends_the_merge_at_its_turn() -> None:
+    web, code = stream_of([100] * 40, 2), stream_of([100] * 90, 1)
+    order = fed_at_once(Run([1.0, 1.0], [web, code], 0, stops=(0,)))
+    assert [s for s, *_ in order].count(0) == 40, "all of it"
+    assert [s for s, *_ in order].count(1) in range(29, 41), "its share, within the seed's head start"
+    feed = Feed(Run([1.0, 1.0], [web, code], 0, stops=(0,)))
+    feed.push(0, 99)
+    feed.push(1, 99)
+    feed.push(2, 50)
+    feed.take(2**60)
+    assert feed.order == order
+    assert feed.merge.closed, "without waiting for the others"
+    assert feed.merge.stopped
+    assert feed.merge.take(2**60).handles.size == 0
+
+
+def test_nothing_of_a_pass_comes_before_every_stream_has_given_the_one_before() -> None:
+    """Streams of 3, 1 and 2 passes: those that ended are absent in later ones; an empty partition is no matter."""
+    end = [BARRIER]
+    thrice, once = [[[5], end, [5], end, [5], end], []], [[[7], [7], end]]
+    twice = [[[9], end, [9], end], [[9], [9], end, [9], [9], end]]
+    run = Run([1.0, 1.0, 1.0], [thrice, once, twice], 1)
+    passes = [{0: 1, 1: 2, 2: 3}, {0: 1, 2: 3}, {0: 1}]
+    feed = Feed(run)
+    for number in range(len(feed.places)):
+        feed.push(number, 99)
+    for expected in passes:
+        before = len(feed.order)
+        feed.take_once(2**60)
+        assert feed.merge.between_passes
+        assert not feed.merge.closed
+        found = [s for s, *_ in feed.order[before:]]
+        assert {s: found.count(s) for s in set(found)} == expected
+        feed.merge.next_pass()
+    assert feed.merge.closed
+    assert not feed.merge.between_passes
+
+
+def test_a_pass_that_a_stopping_stream_is_missing_in_is_not_begun() -> None:
+    end = [BARRIER]
+    run = Run([1.0, 5.0], [[[[900], end, [900], end]], [[[5], [5], end]]], 7, stops=(1,))
+    assert [s for s, *_ in fed_at_once(run)] in ([1, 1, 0], [1, 0, 1])
+
+
+def test_the_merge_of_rules_follows_their_policies() -> None:
+    streams = (StreamRules("a", 1.0, 1), StreamRules("b", 3.0, 2, on_exhaust="stop"))
+    run = Run([1.0, 3.0], [stream_of([10, 2000] * 9, 1), stream_of([5] * 30, 2)], 3, "samples", (1,))
+    merge = merge_of(Rules(weight_unit="samples", seed=3, streams=streams))
+    feed = Feed(run)
+    feed.merge = merge
+    for number in range(3):
+        feed.push(number, 99)
+    feed.take(2**60)
+    assert feed.order == oracle(run)
+    assert merge.stopped
 
 
 def test_an_exhausted_stream_leaves_its_share_to_the_others() -> None:

@@ -36,20 +36,22 @@ def test_golden_digests_of_rules_are_held_still() -> None:
     assert full.digest == GOLDEN_FULL
 
 
-GOLDEN_DEFAULT = "78e51f81461d993af294d064019cf24b"
-GOLDEN_FULL = "e7f54cb91d72e6fed3011f03b6a302a8"
+GOLDEN_DEFAULT = "cb218bf9fa2b8e89660378d3807a3e06"
+GOLDEN_FULL = "66fba7a83d558dd4690a4368fa8133d9"
 
 
 def test_every_rule_changes_the_digest() -> None:
     A, B = StreamRules("a"), StreamRules("b")
     of_a: list[dict[str, Any]] = [
         {"weight": 2.0}, {"partitions": 1}, {"passes": 2}, {"passes": None}, {"overlong": "drop"}, {"poison": "drop"},
+        {"on_exhaust": "stop"},
     ]  # fmt: skip
     changes: list[dict[str, Any]] = [
         {}, {"budget": 4096}, {"packs": 32}, {"window": 512}, {"packer": "concatenative"}, {"align": Align(pack=2)},
         {"align": Align(sample=2, pack=2)}, {"balance": Balance(kind="none")}, {"balance": Balance(a=1)},
         {"balance": Balance(b=2)}, {"balance": Balance(hidden_size=4096)}, {"tail": "drop"}, {"tokens": "uint16"},
         {"fields": (Field(name="a", dtype="int8"),)}, {"fields": (Field(name="a", dtype="uint8"),)},
+        {"weight_unit": "samples"}, {"between_passes": "drain"},
         {"seed": 1}, *[{"streams": streams} for streams in ((A,), (B,), (A, B), (B, A))],
         *[{"streams": (msgspec.structs.replace(A, **change),)} for change in of_a],
     ]  # fmt: skip
@@ -171,6 +173,14 @@ WEB = "streams: {web: {}}\n"
         (WEB + "feeds: {a: {}, b: {}}", "feeds: got 2 feeds, expected 1"),
         (WEB + "feeds: {train: {streams: [web, code]}}", "feeds.train.streams: got web, code, expected all of web"),
         ("streams: {a: {}, b: {weight: 1.0e-5}}", "streams.b.weight: got 1e-05, expected at least 0.000244141"),
+        (
+            "streams: {b: {repeat: true, on_exhaust: stop}}",
+            "streams.b: got repeat: true and on_exhaust: stop, expected",
+        ),
+        ("streams: {b: {on_exhaust: end}}", "streams.b.on_exhaust: got 'end', expected one of: renormalise, stop"),
+        (WEB + "rules: {between_passes: end}", "rules.between_passes: got 'end', expected one of: continue, drain"),
+        (WEB + "rules: {weight_unit: bytes}", "rules.weight_unit: got 'bytes', expected one of: tokens, samples"),
+        ("streams: {b: {overlong: cut}}", "streams.b.overlong: got 'cut', expected one of: error, drop, truncate,"),
         ("streams: {a: {}, b: {repeat: true, passes: 3}}", "streams.b: got repeat: true and passes: 3, expected one"),
         # sizes
         (WEB + "memory: lots", "memory: got 'lots', expected a size such as 16GiB or 500MB"),
@@ -248,6 +258,17 @@ def test_the_rules_are_those_of_the_file() -> None:
         tail="drop", seed=5, streams=(StreamRules("b", 2.0, 3, overlong="split"), StreamRules("a", overlong="split")),
     )  # fmt: skip
     assert found.digest != broker(seed=6).plan().digest
+
+
+def test_a_stream_s_policies_stand_before_those_of_all() -> None:
+    found = broker(
+        streams={"a": {"overlong": "split", "on_exhaust": "stop"}, "b": {"poison": "error"}, "c": {"repeat": True}},
+        rules={"overlong": "drop", "poison": "drop", "weight_unit": "samples", "between_passes": "drain"},
+    ).plan()
+    assert [(s.overlong, s.poison, s.on_exhaust, s.passes) for s in found.streams] == [
+        ("split", "drop", "stop", 1), ("drop", "error", "renormalise", 1), ("drop", "drop", "renormalise", None),
+    ]  # fmt: skip
+    assert (found.weight_unit, found.between_passes) == ("samples", "drain")
 
 
 def test_a_run_s_number_is_held_still() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack.core.form import Former, Step
-from streampack.core.merge import Merge
+from streampack.core.merge import merge_of
 from streampack.core.rules import Align, Rules, StreamRules
 from streampack.core.samples import I64, ROW, SampleTable
 from streampack.core.snapshot import Snapshot, restore, snapshot
@@ -17,24 +19,28 @@ from streampack.core.snapshot import Snapshot, restore, snapshot
 PACKERS = ("exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative")
 
 
-def rules_of(packer: str) -> Rules:
-    streams = (StreamRules("a", 0.7, 2), StreamRules("b", 0.3, 1))
-    return Rules(packer=packer, budget=64, window=8, packs=3, align=Align(sample=2, pack=4), streams=streams)  # type: ignore[arg-type]
+def rules_of(packer: str, **changes: Any) -> Rules:
+    """``a`` may stop the feed (``on_exhaust``); other changes are of the rules."""
+    streams = (StreamRules("a", 0.7, 2, on_exhaust=changes.pop("on_exhaust", "renormalise")), StreamRules("b", 0.3, 1))
+    changes |= {"packer": packer, "streams": streams}
+    return Rules(budget=64, window=8, packs=3, align=Align(sample=2, pack=4), **changes)
 
 
 class Planner:
     """Merge and FORM over partitions that are known beforehand, fed a piece at a time."""
 
-    def __init__(self, rules: Rules, partitions: list[I64]) -> None:
+    def __init__(self, rules: Rules, partitions: list[I64], pass_samples: int = 1 << 40) -> None:
+        self.pass_samples = pass_samples  # a pass over any partition
         self.rules, self.partitions = rules, partitions
         self.table = SampleTable(16)
-        self.merge = Merge([s.weight for s in rules.streams], [s.partitions for s in rules.streams], 7)
+        self.merge = merge_of(rules)
         self.former = Former(rules, self.table)
         self.pushed = [0] * len(partitions)
         self.steps: list[Step] = []
 
     def feed(self, partition: int, count: int) -> None:
-        """Push the partition's next samples, or its end; merge and form what can be."""
+        """Push the partition's next samples, up to the end of a pass, or its end; merge and form what can be."""
+        count = min(count, self.pass_samples - self.pushed[partition] % self.pass_samples)
         lengths = self.partitions[partition][self.pushed[partition] : self.pushed[partition] + count]
         rows = np.zeros(len(lengths), ROW)
         rows["stream"], rows["length"], rows["loss_tokens"] = partition // 2, lengths, lengths - 1
@@ -43,18 +49,34 @@ class Planner:
         handles = self.table.enter(rows)
         self.merge.push(partition, handles, lengths, np.zeros(len(lengths), np.int64))
         self.pushed[partition] += len(lengths)
-        if self.pushed[partition] == len(self.partitions[partition]):
+        whole = self.pushed[partition] == len(self.partitions[partition])
+        if len(lengths) and (whole or self.pushed[partition] % self.pass_samples == 0) and self.drains:
+            self.merge.end_pass(partition)
+        if whole:
             self.merge.end(partition)
+        self.form()
+        while self.merge.between_passes:
+            self.merge.next_pass()
+            self.form()
+
+    @property
+    def drains(self) -> bool:
+        return self.rules.between_passes == "drain"
+
+    def form(self) -> None:
         taken = self.merge.take(1 << 40)
         self.former.admit(taken.handles, taken.lengths)
-        self.former.closed = self.merge.closed
+        self.former.closed = self.merge.closed or self.merge.between_passes
         while (request := self.former.request()) is not None:
             self.steps += self.former.apply(request.choose())
         self.steps += self.former.cut()
+        assert self.former.finished or not self.former.closed
 
     def finish(self) -> None:
-        for partition in range(len(self.partitions)):
-            self.feed(partition, 1 << 40)
+        for partition, lengths in enumerate(self.partitions):
+            while self.pushed[partition] < len(lengths):
+                self.feed(partition, 1 << 40)
+            self.feed(partition, 0)
 
 
 lists = st.lists(st.integers(1, 64), min_size=0, max_size=60).map(lambda values: np.array(values, np.int64))
@@ -62,17 +84,22 @@ lists = st.lists(st.integers(1, 64), min_size=0, max_size=60).map(lambda values:
 
 @settings(max_examples=80)
 @given(
-    st.sampled_from(PACKERS), st.tuples(lists, lists, lists), st.lists(st.tuples(st.integers(0, 2), st.integers(1, 20)))
+    st.sampled_from(PACKERS),
+    st.tuples(lists, lists, lists),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 20))),
+    st.sampled_from(["tokens", "samples"]),
+    st.sampled_from(["continue", "drain"]),
+    st.sampled_from(["renormalise", "stop"]),
 )
 def test_a_restored_planner_forms_the_steps_that_would_have_come(
-    packer: str, partitions: tuple[I64, I64, I64], feeds: list[tuple[int, int]]
+    packer: str, partitions: tuple[I64, I64, I64], feeds: list[tuple[int, int]], unit: str, between: str, exhaust: str
 ) -> None:
-    rules = rules_of(packer)
-    first = Planner(rules, list(partitions))
+    rules = rules_of(packer, weight_unit=unit, between_passes=between, on_exhaust=exhaust, seed=7)
+    first = Planner(rules, list(partitions), 13)
     for partition, count in feeds:
         first.feed(partition, count)
     stored = msgspec.msgpack.encode(snapshot(rules, first.merge, first.former))
-    second = Planner(rules, list(partitions))
+    second = Planner(rules, list(partitions), 13)
     restore(msgspec.msgpack.decode(stored, type=Snapshot), rules, second.merge, second.former)
     second.pushed = second.merge.merged_samples.tolist()
     done = len(first.steps)

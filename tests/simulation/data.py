@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from streampack.core.form import Former, Step
 from streampack.core.intake import apply_overlong
-from streampack.core.merge import Merge
+from streampack.core.merge import Merge, merge_of
 from streampack.core.messages import Envelope, StepPart
 from streampack.core.rules import Align, Overlong, PackerName, Poison, Rules, StreamRules
 from streampack.core.samples import I64, SampleTable
@@ -43,6 +43,8 @@ class Case:
     dp: int
     cp: int
     steps_ahead: int
+    pass_samples: int
+    """Of a partition in one pass: what its producer says."""
 
     @property
     def names(self) -> list[str]:
@@ -86,18 +88,29 @@ def case(number: int) -> Case:
     counts = tuple(
         tuple(int(n) for n in draw.integers(20, 90, int(draw.integers(1, 4)))) for _ in range(1 + number % 3)
     )
+    stops = {1} if number == 4 else set()
     overlong, poison = _OVERLONG[(number + number // 4) % 4], _POISON[number % 2]
     streams = tuple(
-        StreamRules(f"s{s}", float(draw.integers(1, 5)), len(sizes), 1, overlong, poison)
+        StreamRules(
+            f"s{s}",
+            float(draw.integers(1, 5)),
+            len(sizes),
+            1,
+            overlong,
+            poison,
+            "stop" if s in stops else "renormalise",
+        )
         for s, sizes in enumerate(counts)
     )
     rules = Rules(
         budget=BUDGET, packs=4, window=int(draw.integers(8, 17)), packer=_PACKERS[number % 4],
         align=Align(2 * cp, 2 * cp) if cp > 1 else Align(), tokens="int32" if number % 2 else "uint16",
-        tail="drop" if number == 5 else "pad", seed=number, streams=streams,
+        tail="drop" if number == 5 else "pad", between_passes="drain" if number in (5, 7) else "continue",
+        weight_unit="samples" if number in (2, 5) else "tokens", seed=number, streams=streams,
     )  # fmt: skip
     return Case(
         number, rules, counts, dp=(1, 2, 4)[number % 3], cp=cp, steps_ahead=int(draw.integers(2, 9)),
+        pass_samples=23,
     )  # fmt: skip
 
 
@@ -117,7 +130,7 @@ def reference(number: int) -> Reference:
     """Case ``number`` packed offline; every sample is seen to be there exactly once."""
     this = case(number)
     rules, table = this.rules, SampleTable()
-    merge = Merge([s.weight for s in rules.streams], [s.partitions for s in rules.streams], rules.seed)
+    merge = merge_of(rules)
     tokens: dict[int, NDArray[Any]] = {}
     expected: set[Id] = set()
     place = 0
@@ -126,14 +139,16 @@ def reference(number: int) -> Reference:
             _enter(this, stream, partition, place, merge, table, tokens, expected)
             place += 1
     former = Former(rules, table)
+    steps: list[Step] = []
     while not merge.closed:
         taken = merge.take(1 << 40)
         former.admit(taken.handles, taken.lengths)
-    former.closed = True
-    steps: list[Step] = []
-    while (request := former.request()) is not None:
-        steps += former.apply(request.choose())
-    steps += former.cut()
+        former.closed = True
+        while (request := former.request()) is not None:
+            steps += former.apply(request.choose())
+        steps += former.cut()
+        if merge.between_passes:
+            merge.next_pass()
     assert former.finished
 
     def identify(handles: I64) -> list[Id]:
@@ -141,6 +156,7 @@ def reference(number: int) -> Reference:
 
     ids = tuple(tuple(identify(pack.handles) for pack in step.packs) for step in steps)
     found = [one for packs in ids for pack in packs for one in pack] + identify(former.dropped)
+    found += identify(merge.drop())  # what a stream that stopped the rest has left
     assert len(found) == len(set(found)) == len(expected)
     assert set(found) == expected
     rows = tuple(np.stack([_row(this, pack.handles, tokens) for pack in step.packs]) for step in steps)
@@ -212,7 +228,11 @@ def _enter(
         table.length[h], table.loss_tokens[h] = length, length - 1
         table.crc[h] = crc32c(whole.tobytes())
         expected.add((stream, seq * partitions + partition, part))
-    merge.push(place, handles, pieces.length, pieces.part)
+    for start in range(0, len(lengths), this.pass_samples):
+        mine = (pieces.source >= start) & (pieces.source < start + this.pass_samples)
+        merge.push(place, handles[mine], pieces.length[mine], pieces.part[mine])
+        if this.rules.between_passes == "drain":
+            merge.end_pass(place)
     merge.end(place)
 
 

@@ -208,7 +208,7 @@ class ProducerProcess(Process):
     def _read(self, read: Read) -> None:
         lease, key = read.lease, (read.lease.stream, read.lease.partition)
         held = self.session.held.get(key)
-        if not self.alive or held is None or held.session != read.session:
+        if not self.alive or held is None or held.session != read.session or held.ended:
             return
         case = self.world.case
         stream = case.names.index(lease.stream)
@@ -221,10 +221,10 @@ class ProducerProcess(Process):
         if seq >= len(lengths):
             self.handle(EndOfPartition(key, read.session))
             return
-        stop = seq + 1
+        stop, pass_end = seq + 1, seq - seq % case.pass_samples + case.pass_samples
         room = lease.max_chunk_bytes // np.dtype(case.dtype).itemsize
         most = self.world.rng.randint(1, 12)
-        while stop < len(lengths) and stop - seq < most and int(lengths[seq : stop + 1].sum()) <= room:
+        while stop < min(len(lengths), pass_end) and stop - seq < most and int(lengths[seq : stop + 1].sum()) <= room:
             stop += 1
         self._at[key, read.session] = stop
         self.handle(chunk_of(case, key, read.session, seq, stop))
@@ -241,6 +241,7 @@ def chunk_of(case: Case, key: Key, session: Session, start: int, stop: int) -> C
         crcs_u32=np.array([crc32c(sample) for sample in samples], "<u4").tobytes(),
         loss_tokens_u32=np.maximum(lengths - 1, 0).astype("<u4").tobytes(), num_samples=len(samples),
         num_bytes=len(payload), cursor=(stop, 0, 0), rejected={"empty": empty} if empty else {}, payload=(payload,),
+        pass_ended=stop % case.pass_samples == 0 or stop == len(case.lengths(stream, partition)),
     )  # fmt: skip
 
 
