@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,21 @@ def test_what_a_producer_cuts_is_counted(policy: str, kept: int, tmp_path: Path)
         (stream,) = broker.status()["streams"]
         assert stream["overlong"] == 2
         assert stream["lost_tokens"] == 1400 - stream["tokens"]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_chunk_ends_with_its_pass_and_says_so(shuffle: bool, tmp_path: Path) -> None:
+    """Empty files, too, which may be the last of a pass; and from wherever a lease begins."""
+    for number, count in enumerate((3, 0, 2, 1, 0)):
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"text": f"{number}{i}"} for i in range(count)])
+    settings = {"source": "jsonl", "shards": str(tmp_path / "*.jsonl"), "shuffle": shuffle}
+    source = open_source(convert(settings, SourceSettings))
+    found = list(batches(source, lease(passes=3)))
+    assert [(len(batch.lengths), batch.pass_ended) for batch in found] == [(6, True)] * 3
+    small = list(batches(source, lease(passes=3, max_chunk_bytes=8)))
+    assert [batch.pass_ended for batch in small] == [False, False, False, False, False, True] * 3
+    for at, batch in enumerate(small):
+        again = batches(source, lease(passes=3, max_chunk_bytes=8, first_seq=at + 1, cursor=astuple(batch.cursor)))
+        assert [b.pass_ended for b in again] == [b.pass_ended for b in small[at + 1 :]]
+    empty = list(batches(source, lease(passes=3, partition=1, partitions=5)))
+    assert empty == [], "a partition without samples has no pass to end"

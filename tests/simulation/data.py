@@ -19,7 +19,7 @@ from streampack.core.form import Former, Step
 from streampack.core.intake import apply_overlong
 from streampack.core.merge import Merge, merge_of
 from streampack.core.messages import Envelope, StepPart
-from streampack.core.rules import Align, Overlong, PackerName, Poison, Rules, StreamRules
+from streampack.core.rules import Align, OnExhaust, Overlong, PackerName, Poison, Rules, StreamRules
 from streampack.core.samples import I64, SampleTable
 
 NUM_CASES = 8
@@ -88,18 +88,10 @@ def case(number: int) -> Case:
     counts = tuple(
         tuple(int(n) for n in draw.integers(20, 90, int(draw.integers(1, 4)))) for _ in range(1 + number % 3)
     )
-    stops = {1} if number == 4 else set()
     overlong, poison = _OVERLONG[(number + number // 4) % 4], _POISON[number % 2]
+    exhaust: tuple[OnExhaust, ...] = ("renormalise", "stop" if number == 4 else "renormalise", "renormalise")
     streams = tuple(
-        StreamRules(
-            f"s{s}",
-            float(draw.integers(1, 5)),
-            len(sizes),
-            1,
-            overlong,
-            poison,
-            "stop" if s in stops else "renormalise",
-        )
+        StreamRules(f"s{s}", float(draw.integers(1, 5)), len(sizes), 1, overlong, poison, exhaust[s])
         for s, sizes in enumerate(counts)
     )
     rules = Rules(
