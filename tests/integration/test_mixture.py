@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import streampack
-from tests.integration.running import Daemon, RunningBroker, running_broker, write, write_jsonl
+from tests.integration.running import Daemon, RunningBroker, running_broker, until, write, write_jsonl
 
 MEANS = {"short": 20, "middle": 200, "long": 2000}
 """Tokens of a sample: 100 x apart."""
@@ -82,6 +82,6 @@ def test_a_stream_that_stops_the_feed_lets_everybody_go(files: Path) -> None:
             assert sum(stream == 0 for stream, *_ in ids) == 8 * 40
             assert sum(stream == 1 for stream, *_ in ids) == 8 * 400, "its first pass: that is when the other is missed"
             assert producer.end(20) == 0, producer.said
-            assert all(row["ended_partitions"] == row["partitions"] for row in broker.status()["streams"])
+            until(lambda: all(row["ended_partitions"] == row["partitions"] for row in broker.status()["streams"]))
         finally:
             producer.kill()
