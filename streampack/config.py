@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
+from streampack.core.fields import LABELS, LOSS_MASK, POSITION_IDS, DType, Field
 from streampack.core.rules import (
     MAX_WEIGHT_RATIO,
     Align,
@@ -32,6 +33,7 @@ from streampack.core.rules import (
     TokenType,
     WeightUnit,
 )
+from streampack.core.samples import IGNORE_INDEX
 from streampack.errors import ConfigError
 from streampack.sources import SourceSettings, TokenizerSettings
 
@@ -77,6 +79,16 @@ class PlannedMesh(_Settings, frozen=True, kw_only=True):
     tp: Positive = 1
 
 
+def derived_align(mesh: PlannedMesh, layout: str) -> Align:
+    """The multiples that a mesh needs: 2 * cp where ranks hold two chunks, times tp, whose ranks share a shard.
+
+    Layouts that cut the pack as one ask nothing of its samples.
+    """
+    chunks = (mesh.cp if layout == "contiguous" else 2 * mesh.cp) if mesh.cp > 1 else 1
+    pack = chunks * mesh.tp
+    return Align(sample=pack if layout in ("zigzag", "whole") else 1, pack=pack)
+
+
 class RulesSettings(_Settings, frozen=True, kw_only=True):
     """The planning constants; ``core.rules`` explains each."""
 
@@ -109,7 +121,40 @@ class FeedSettings(_Settings, frozen=True, kw_only=True):
     """What a trainer connects to."""
 
     streams: tuple[str, ...] = ()
-    cp_layout: Literal["zigzag", "whole"] = "zigzag"
+    cp_layout: Literal["zigzag", "zigzag_pack", "contiguous", "whole"] = "zigzag"
+
+
+class FieldSettings(_Settings, frozen=True, kw_only=True):
+    """What a sample carries beside its token ids; ``core.fields`` explains each key.
+
+    ``loss_mask``, ``labels`` and ``position_ids`` have a meaning, and defaults of their own: ``{}`` declares them.
+    """
+
+    dtype: DType | None = None
+    axis: Literal["token", "sample", "item", "patch"] = "token"
+    shape: tuple[Positive, ...] = ()
+    align: Literal["token", "target"] | None = None
+    pad: int | float | None = None
+    default: int | float | None = None
+    cp: Literal["slice", "replicate"] = "slice"
+
+    def declared(self, name: str) -> Field:
+        """The field of this name. Raises ConfigError."""
+        known = _KNOWN_FIELDS.get(name, {})
+        given = {key: value for key, value in msgspec.structs.asdict(self).items() if value is not None}
+        if "dtype" not in given | known:
+            raise ConfigError(f"fields.{name}: got no key 'dtype', expected one of: {', '.join(get_args(DType))}")
+        try:
+            return Field(name=name, **(known | given))
+        except ValueError as error:
+            raise ConfigError(f"fields.{name}: {error}") from None
+
+
+_KNOWN_FIELDS: dict[str, dict[str, Any]] = {
+    LOSS_MASK: {"dtype": "uint8", "align": "target"},
+    LABELS: {"dtype": "int32", "align": "target", "pad": IGNORE_INDEX},
+    POSITION_IDS: {"dtype": "int32"},
+}
 
 
 class Limits(_Settings, frozen=True, kw_only=True):
@@ -132,6 +177,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
     rules: RulesSettings = RulesSettings()
     planned_mesh: PlannedMesh = PlannedMesh()
     streams: Annotated[dict[Name, StreamSettings], Meta(min_length=1)]
+    fields: dict[Name, FieldSettings] = msgspec.field(default_factory=dict)
     feeds: dict[Name, FeedSettings] = msgspec.field(default_factory=lambda: {"train": FeedSettings()})
     limits: Limits = Limits()
     steps_ahead: Annotated[int, Meta(ge=1, le=64)] = 8
@@ -149,10 +195,9 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
 
     def plan(self) -> Rules:
         """The rules that these settings mean. Raises ConfigError where they contradict each other."""
-        mesh, settings = self.planned_mesh, self.rules
-        derived = 2 * mesh.cp if mesh.cp > 1 else 1
-        derived *= mesh.tp if mesh.tp > 1 else 1
-        align = settings.align or Align(sample=derived, pack=derived)
+        settings = self.rules
+        align = settings.align or derived_align(self.planned_mesh, self.feeds[self.feed].cp_layout)
+        fields = tuple(field.declared(name) for name, field in self.fields.items())
         streams = tuple(
             StreamRules(
                 name, stream.weight, stream.partitions, None if stream.repeat else stream.passes,
@@ -165,7 +210,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
                 packer=settings.packer, budget=settings.budget, window=settings.window.samples, align=align,
                 packs=settings.step.packs, balance=settings.balance, tail=settings.tail,
                 weight_unit=settings.weight_unit, between_passes=settings.between_passes, seed=self.seed,
-                tokens=self.tokens, streams=streams,
+                tokens=self.tokens, fields=fields, streams=streams,
             )  # fmt: skip
         except ValueError as error:
             raise ConfigError(f"rules: {error}") from None

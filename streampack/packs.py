@@ -249,7 +249,7 @@ class _Frames:
         }  # fmt: skip
         if POSITION_IDS in fields:
             given = fields.pop(POSITION_IDS)
-            arrays[POSITION_IDS] = [np.ascontiguousarray(row.T) for row in given]
+            arrays[POSITION_IDS] = [np.ascontiguousarray(row.T, np.int64) for row in given]
         if self._tokens is not None:
             input_ids.reshape(count, -1)[:] = self._tokens[at:stop]
             if LABELS in fields:

@@ -277,3 +277,73 @@ def test_a_run_s_number_is_held_still() -> None:
 
 
 GOLDEN_RUN = 0xBA7D1E0C14C2C0
+
+
+# Fields
+
+
+def declared(**fields: Any) -> tuple[Field, ...]:
+    return broker(fields=fields).plan().fields
+
+
+def test_fields_with_a_meaning_need_no_more_than_their_names() -> None:
+    assert declared(loss_mask={}, labels={}, position_ids={"shape": [3]}) == (
+        Field(name="loss_mask", dtype="uint8", align="target"),
+        Field(name="labels", dtype="int32", align="target", pad=-100),
+        Field(name="position_ids", dtype="int32", shape=(3,)),
+    )
+    assert declared(loss_mask={"dtype": "bool"})[0].dtype == "bool"
+    two = broker(
+        fields={"routes": {"dtype": "int16", "shape": [4, 2]}, "reward": {"dtype": "float32", "axis": "sample"}}
+    )
+    assert two.plan().token_bytes == 4 + 16
+    assert two.plan().digest != broker().plan().digest
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "said"),
+    [
+        (
+            "image",
+            {"dtype": "uint8", "axis": "patch"},
+            "fields.image: got axis 'patch', expected token or sample: item and",
+        ),
+        ("image", {"dtype": "uint8", "axis": "item"}, "item and patch are reserved for images"),
+        ("a", {}, "fields.a: got no key 'dtype', expected one of: bool, uint8"),
+        ("input_ids", {"dtype": "int32"}, "got the name 'input_ids', expected another: every pack has one of its own"),
+        ("a b", {"dtype": "int8"}, "that is no identifier"),
+        ("a", {"dtype": "int8", "pad": 128}, "got the value 128, expected one that int8 holds"),
+        ("a", {"dtype": "int8", "default": 0.5}, "got the value 0.5, expected one that int8 holds"),
+        ("a", {"dtype": "int8", "axis": "sample", "cp": "replicate"}, "got align or cp for a field of axis sample"),
+        ("a", {"dtype": "float64", "shape": [1024]}, "got 8192 bytes a token, expected at most 4096"),
+        ("loss_mask", {"dtype": "float32"}, "got a loss mask that is no bool or integer"),
+        ("loss_mask", {"cp": "replicate"}, "got cp: replicate for loss_mask, expected slice"),
+        ("labels", {"pad": 0}, "got pad 0 for labels, expected -100"),
+        ("labels", {"align": "token"}, "expected axis: token, align: target and no shape"),
+        ("position_ids", {"shape": [2]}, r"expected integers of axis: token, align: token, and no shape or \[3\]"),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(name: str, field: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        declared(**{name: field})
+
+
+def test_too_many_bytes_a_sample_are_refused() -> None:
+    wide = {"dtype": "float64", "axis": "sample", "shape": [128]}
+    assert len(declared(a=wide)) == 1
+    with pytest.raises(ConfigError, match="got 2048 bytes a sample in fields of axis sample, expected 1024"):
+        declared(a=wide, b=wide)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh", "align"),
+    [
+        ("zigzag", {"cp": 2, "tp": 4}, Align(sample=16, pack=16)), ("whole", {"cp": 2}, Align(sample=4, pack=4)),
+        ("zigzag_pack", {"cp": 4}, Align(pack=8)), ("contiguous", {"cp": 4, "tp": 2}, Align(pack=8)),
+        ("contiguous", {"tp": 2}, Align(pack=2)),
+    ],
+)  # fmt: skip
+def test_layouts_that_cut_the_pack_as_one_ask_nothing_of_samples(
+    layout: str, mesh: dict[str, int], align: Align
+) -> None:
+    assert broker(planned_mesh=mesh, feeds={"train": {"cp_layout": layout}}).plan().align == align
