@@ -294,7 +294,7 @@ def read_producer(path: str | Path) -> ProducerConfig:
 
 def read_either(path: str | Path) -> BrokerConfig | ProducerConfig:
     """broker.yaml or producer.yaml, whichever it is: only a producer's streams name a source. Raises ConfigError."""
-    tree = _tree(path)
+    tree = read_tree(path)
     streams = tree.get("streams") if isinstance(tree, dict) else None
     named = list(streams.values()) if isinstance(streams, dict) else []
     if any(isinstance(stream, dict) and "source" in stream for stream in named):
@@ -372,10 +372,11 @@ def _fields(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
 
 
 def _read(path: str | Path, kind: type[T]) -> T:
-    return convert(_tree(path), kind, str(path))
+    return convert(read_tree(path), kind, str(path))
 
 
-def _tree(path: str | Path) -> Any:
+def read_tree(path: str | Path) -> Any:
+    """What a YAML file says, unchecked. Raises ConfigError for one that cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

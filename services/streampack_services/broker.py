@@ -163,7 +163,9 @@ class BrokerService:
         found = {side: url.replace("0.0.0.0", host).replace("[::]", host) for side, url in self.endpoints.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_text(json.dumps({"run": self.config.run, **found, "http": http, "epoch": self.core.epoch}))
+        attempt = os.environ.get("STREAMPACK_ATTEMPT", "")  # of 'streampack run': its other hosts look for it
+        here = {"run": self.config.run, **found, "http": http, "epoch": self.core.epoch, "attempt": attempt}
+        part.write_text(json.dumps(here))
         part.replace(path)
 
     def warm_up(self) -> None:

@@ -168,6 +168,45 @@ def produce(
     producer.produce(read_producer(config), timeout_s=timeout, level=log_level, as_json=log_json)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What to run, and its arguments.")],
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="broker.yaml.")],
+    produce: Annotated[
+        list[Path] | None,
+        typer.Option("--produce", "-p", metavar="FILE", help="producer.yaml; may be given again.", show_default=False),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option("--node-rank", metavar="N", min=0, show_default=False,
+                     help="This host's number where it is not SLURM_PROCID, GROUP_RANK or NODE_RANK."),
+    ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option("--log-dir", metavar="FOLDER", help="The daemons' logs as files there.", show_default=False),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", help="How long node 0's broker may take to be there.")
+    ] = 600.0,
+) -> None:  # fmt: skip
+    """Run a command with a broker, and producers, around it.
+
+    The command finds the broker by STREAMPACK_ENDPOINT, and its status by STREAMPACK_HTTP. All of it ends together,
+    and the exit code is the command's, or 1 if the broker or a producer failed. Ports that broker.yaml does not name
+    are free ones. On several hosts, run the same on each, with a rendezvous in broker.yaml that all of them see:
+    the first one starts the broker.
+
+    \b
+    Example:
+        streampack run -c broker.yaml -p producer.yaml -- torchrun train.py
+    """
+    from streampack_services.run import RunOptions
+    from streampack_services.run import run as run_all
+
+    logs.set_up()
+    raise typer.Exit(run_all(RunOptions(command, config, produce or [], node_rank, log_dir, timeout)))
+
+
 @app.command()
 def status(endpoint: Endpoint = None, as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
     """Show what a broker does, holds and waits for.
