@@ -83,7 +83,7 @@ def batches(source: Source, lease: Lease) -> Iterator[Batch]:
         sample, reason = terms.admitted(record)
         length = len(sample[_TOKENS])
         new_pass = cursor is not None and _pass_of(record.cursor) > _pass_of(cursor)
-        full = held + length > terms.room or len(samples) >= CHUNK_SAMPLES or time.monotonic() - began > CHUNK_S
+        full = held + length > terms.room or len(samples) >= terms.most or time.monotonic() - began > CHUNK_S
         if samples and (full or new_pass) and cursor is not None:
             yield terms.batch(samples, cursor, rejected, lost, new_pass)
             samples, rejected, held, lost, began = [], {}, 0, 0, time.monotonic()
@@ -121,6 +121,9 @@ class _Terms:
         token_bytes = self._dtype.itemsize + sum(each.value_bytes for each in lease.fields if not _by_sample(each))
         self.room = lease.max_chunk_bytes // token_bytes
         """Tokens that a chunk may hold."""
+        sample_bytes = sum(each.value_bytes for each in lease.fields if _by_sample(each))
+        self.most = min(CHUNK_SAMPLES, max(lease.max_chunk_bytes // max(sample_bytes, 1), 1))
+        """Samples that it may hold: the frames of their own values are no larger than the tokens'."""
 
     def admitted(self, record: Record) -> tuple[Values, str | None]:
         """The record's tokens and fields, empty with a reason where the policies drop it."""

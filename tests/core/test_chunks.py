@@ -117,6 +117,12 @@ def test_a_field_that_is_not_as_declared_rejects_its_sample_alone(field: Field, 
         list(batches(source, lease((field,), poison="error")))
 
 
+def test_frames_by_sample_are_no_larger_than_a_chunk_may_be() -> None:
+    wide = Field(name="wide", dtype="float64", axis="sample", shape=(100,), default=0)
+    found = list(batches(Listed([([1], {})] * 50), lease((wide,), max_chunk_bytes=8000)))
+    assert [len(batch.lengths) for batch in found] == [10] * 5
+
+
 def test_a_mask_that_the_run_would_lose_is_refused_with_the_line_to_add() -> None:
     with pytest.raises(SampleError, match=r"add 'fields: \{loss_mask: \{\}\}' to broker.yaml"):
         one([1, 2], {"loss_mask": [0, 1]})
