@@ -249,23 +249,24 @@ def health(
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="broker.yaml or producer.yaml.")], as_json: AsJson = False
 ) -> None:
-    """Check a configuration and show what it comes to.
+    """Check a configuration and explain it.
 
-    Prints the rules with all defaults, how memory is shared out, and what the
-    files of a producer are; starts nothing.
+    Prints every value, the line or default that it came from and what it means;
+    then what follows: tokens a step, meshes that it can serve, how memory is
+    shared out, the files of a producer. Starts nothing.
 
     \b
     Example:
         streampack check broker.yaml
     """
-    from streampack_services import report
+    from streampack_services import check as checking
 
     _import_from_here()
-    found = report.check(file)
+    found = checking.check(file)
     if as_json:
         print(json.dumps(found))
     else:
-        report.show_check(found, file)
+        checking.show_check(found, file)
 
 
 @app.command()

@@ -1,6 +1,6 @@
-"""What ``streampack status``, ``health`` and ``check`` show: fetched or worked out, then laid out for a person.
+"""What ``streampack status`` and ``health`` show: fetched, then laid out for a person.
 
-Knows the snapshot's keys (``status.py``) and the configuration's; starts nothing.
+Knows the snapshot's keys (``status.py``); starts nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from streampack.client import read_rendezvous
-from streampack.config import BrokerConfig, ProducerConfig, read_either
 from streampack.errors import PeerError, Unreachable, UserError
 from streampack_services.status import describe
 
@@ -105,7 +102,7 @@ def show_status(snapshot: Tree) -> None:
         ("balance", f"{figures['bin_balance']:.3f} of fill, cost max/mean {figures['cost_max_over_mean']:.3f}"),
         ("wasted tokens", ", ".join(waste)),
         ("window", f"{snapshot['window']['samples']} samples, {_count(snapshot['window']['tokens'])} tokens"),
-        ("memory", f"{_bytes(live)} of {_bytes(arena)}"),
+        ("memory", f"{size_text(live)} of {size_text(arena)}"),
         ("bad messages", ", ".join(f"{what} {count}" for what, count in snapshot["messages"].items())),
     ]
     facts = Table.grid(padding=(0, 2))
@@ -155,116 +152,6 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
-# check
-
-
-def check(file: Path) -> Tree:
-    """What a configuration file comes to. Raises ConfigError, and SourceError for shards that are not there."""
-    config = read_either(file)
-    return _check_broker(config) if isinstance(config, BrokerConfig) else _check_producer(config)
-
-
-def _check_broker(config: BrokerConfig) -> Tree:
-    from streampack.transport import check_endpoint
-    from streampack_services.broker import plan
-    from streampack_services.http import parse_address
-
-    found = plan(config)
-    for endpoint in (config.listen.producers, config.listen.trainers):
-        check_endpoint(endpoint)
-    parse_address(config.listen.http)
-    size, capacity = np.dtype(config.tokens).itemsize, found.capacity
-    partitions = sum(stream.partitions for stream in found.rules.streams)
-    rules = {key: value for key, value in msgspec.to_builtins(found.rules).items() if key != "streams"}
-    return {
-        "kind": "broker",
-        "run": config.run,
-        "rules": rules
-        | {"digest": found.rules.digest, "overlong": config.rules.overlong, "poison": config.rules.poison},
-        "step_tokens": found.rules.packs * found.rules.budget,
-        "micro_batches": found.rules.packs // config.planned_mesh.dp,
-        "planned_mesh": msgspec.to_builtins(config.planned_mesh),
-        "streams": msgspec.to_builtins(config.streams),
-        "memory": {
-            "total_bytes": found.memory_bytes,
-            "merged_bytes": capacity.merged_tokens * size,
-            "partition_bytes": capacity.quota_tokens * size,
-            "partitions": partitions,
-            "spare_bytes": found.memory_bytes - (capacity.merged_tokens + partitions * capacity.quota_tokens) * size,
-        },
-        "listen": msgspec.to_builtins(config.listen),
-    }
-
-
-def _check_producer(config: ProducerConfig) -> Tree:
-    from streampack_services.producer import open_sources
-
-    sources = open_sources(config)
-    return {
-        "kind": "producer",
-        "broker": config.broker,
-        "processes": config.processes,
-        "streams": {
-            name: {
-                "source": config.streams[name].source, "shards": source.num_shards, "digest": source.digest,
-                "tokenizer": (config.streams[name].tokenizer or config.tokenizer).name,
-            }
-            for name, source in sources.items()
-        },
-    }  # fmt: skip
-
-
-def show_check(found: Tree, file: Path) -> None:
-    """Print what ``check`` found in ``file``."""
-    console = _console()
-    facts = Table.grid(padding=(0, 2))
-    named, command = (_broker_facts, "broker") if found["kind"] == "broker" else (_producer_facts, "produce")
-    for name, text in named(found):
-        facts.add_row(name, text)
-    console.print(facts)
-    console.print(f"good: {file.name} can be used by streampack {command}", soft_wrap=True)
-
-
-def _broker_facts(found: Tree) -> list[tuple[str, str]]:
-    rules, memory, mesh = found["rules"], found["memory"], found["planned_mesh"]
-    balance = rules["balance"]
-    cost = f"a sample of s tokens costs {6 * balance['hidden_size'] if balance.get('hidden_size') else balance['a']}*s"
-    square = 1 if balance.get("hidden_size") else balance["b"]
-    return [
-        ("run", found["run"]),
-        ("rules", f"digest {rules['digest']}"),
-        ("  packs", f"{rules['budget']} tokens each, by {rules['packer']} over a window of {rules['window']} samples"),
-        ("  step", (f"{rules['packs']} packs, {_count(found['step_tokens'])} tokens; "
-                   f"on dp={mesh['dp']} {found['micro_batches']} micro-batches a rank")),
-        ("  align", f"samples to {rules['align']['sample']}, packs to {rules['align']['pack']} tokens"),
-        ("  balance", f"{balance['kind']}: {cost} + {square}*s*s"),
-        ("  policies", f"overlong {rules['overlong']}, poison {rules['poison']}, tail {rules['tail']}"),
-        ("  seed", str(rules["seed"])),
-        *[(f"stream {name}", _stream_text(stream)) for name, stream in found["streams"].items()],
-        ("memory", (f"{_bytes(memory['total_bytes'])}: {_bytes(memory['merged_bytes'])} for window and steps, "
-                   f"{memory['partitions']} partitions of {_bytes(memory['partition_bytes'])}, "
-                   f"{_bytes(memory['spare_bytes'])} spare for cleaning")),
-        *[(f"listens for {side}", where) for side, where in found["listen"].items()],
-    ]  # fmt: skip
-
-
-def _stream_text(stream: Tree) -> str:
-    passes = "for ever" if stream["repeat"] else f"{stream['passes']} passes" if stream["passes"] > 1 else "1 pass"
-    return f"weight {stream['weight']:g}, {passes}, {stream['partitions']} partitions"
-
-
-def _producer_facts(found: Tree) -> list[tuple[str, str]]:
-    return [
-        ("broker", found["broker"]),
-        ("processes", str(found["processes"])),
-        *[
-            (f"stream {name}", (f"{row['shards']} {row['source']} files, tokenizer {row['tokenizer']}, "
-                               f"digest {row['digest'][:16]}"))
-            for name, row in found["streams"].items()
-        ],
-    ]  # fmt: skip
-
-
 # For people
 
 
@@ -281,7 +168,8 @@ def _count(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _bytes(value: float) -> str:
+def size_text(value: float) -> str:
+    """``12.3 MiB``."""
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= size:
             return f"{value / size:.1f} {unit}"

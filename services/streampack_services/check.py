@@ -1,0 +1,243 @@
+"""``streampack check``: every value of a configuration, where it came from, and what follows from it.
+
+Knows the configuration's structs by their fields alone, the YAML file by the lines of its keys,
+and asks the broker's own planning for what follows; starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+from streampack.config import BrokerConfig, ProducerConfig, read_either
+from streampack.core.kept import mesh_refusal
+from streampack.core.messages import Mesh
+from streampack.core.rules import Rules
+from streampack.transport import check_endpoint
+from streampack_services.broker import Plan, plan
+from streampack_services.http import parse_address
+from streampack_services.meanings import MEANINGS
+from streampack_services.producer import open_sources
+from streampack_services.report import size_text
+
+MAX_RANKS = 64
+"""Sizes of a mesh up to this are tried."""
+Tree = dict[str, Any]
+
+
+class Value(Struct, frozen=True):
+    """One value: ``source`` is ``file`` (then ``line`` says where), ``default`` or ``derived``."""
+
+    path: str
+    value: Any
+    source: str
+    line: int | None
+    meaning: str
+
+
+def check(file: Path) -> Tree:
+    """What a configuration file comes to: ``values`` of its keys, and what ``follows`` from them, each a ``Value``.
+
+    Raises ConfigError, and SourceError for shards that are not there.
+    """
+    config = read_either(file)
+    lines = key_lines(file.read_text(encoding="utf-8"))
+    if isinstance(config, BrokerConfig):
+        found = plan(config)
+        for endpoint in (config.listen.producers, config.listen.trainers):
+            check_endpoint(endpoint)
+        parse_address(config.listen.http)
+        resolved: Struct = _resolved_broker(config, found.rules)
+        follows = list(_follows(config, found))
+    else:
+        resolved = _resolved_producer(config)
+        follows = list(_follows_producer(config))
+    return {
+        "command": "broker" if isinstance(config, BrokerConfig) else "produce",
+        "values": msgspec.to_builtins(list(_values(config, resolved, lines))),
+        "follows": msgspec.to_builtins(follows),
+    }
+
+
+def key_lines(text: str) -> dict[str, int]:
+    """The line of every key of a YAML file, from 1, by its path: ``streams.web.weight``."""
+    found: dict[str, int] = {}
+
+    def walk(node: yaml.Node, path: str) -> None:
+        if not isinstance(node, yaml.MappingNode):
+            return
+        for key, value in node.value:
+            if key.value == "<<":  # what it merges in are keys of this node, written elsewhere
+                for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    walk(each, path)
+        for key, value in node.value:
+            if key.value != "<<":
+                here = f"{path}.{key.value}" if path else str(key.value)
+                found[here] = key.start_mark.line + 1
+                walk(value, here)
+
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    if root is not None:
+        walk(root, "")
+    return found
+
+
+# Every value
+
+
+def _values(given: Any, resolved: Any, lines: dict[str, int], path: str = "") -> Iterator[Value]:
+    """Every key of a struct and of those in it; ``resolved`` is ``given`` with what is derived filled in."""
+    for name in resolved.__struct_fields__:
+        here, value = f"{path}.{name}" if path else name, getattr(resolved, name)
+        before = getattr(given, name, None)
+        if isinstance(value, Struct):
+            yield from _values(before, value, lines, here)
+        elif isinstance(value, dict) and value and all(isinstance(each, Struct) for each in value.values()):
+            for key, each in value.items():
+                yield from _values(before[key] if before else None, each, lines, f"{here}.{key}")
+        else:
+            line = lines.get(here)
+            source = "file" if line else "default" if value == before else "derived"
+            origin = f" (from {_origin(here)})" if source == "derived" else ""
+            yield Value(here, value, source, line, meaning_of(type(resolved), name) + origin)
+
+
+def _origin(path: str) -> str:
+    """Which key gives the value of one that is not given."""
+    parts = path.split(".")
+    if parts[0] == "streams":
+        return "tokenizer" if "tokenizer" in parts else f"rules.{parts[-1]}"
+    return {"rules": "planned_mesh", "feeds": "streams"}[parts[0]]
+
+
+def meaning_of(kind: type, name: str) -> str:
+    """In a line, of a field of a settings struct; empty if nobody has written it."""
+    return next((MEANINGS[each.__name__][name] for each in kind.__mro__ if name in MEANINGS.get(each.__name__, ())), "")
+
+
+def _resolved_broker(config: BrokerConfig, rules: Rules) -> BrokerConfig:
+    replace = msgspec.structs.replace
+    recorded = {stream.name: stream for stream in rules.streams}
+    streams = {
+        name: replace(stream, overlong=recorded[name].overlong, poison=recorded[name].poison)
+        for name, stream in config.streams.items()
+    }
+    feeds = {name: replace(feed, streams=feed.streams or tuple(streams)) for name, feed in config.feeds.items()}
+    return replace(config, rules=replace(config.rules, align=rules.align), streams=streams, feeds=feeds)
+
+
+def _resolved_producer(config: ProducerConfig) -> ProducerConfig:
+    replace = msgspec.structs.replace
+    streams = {
+        name: replace(each, tokenizer=each.tokenizer or config.tokenizer) for name, each in config.streams.items()
+    }
+    return replace(config, streams=streams)
+
+
+# What follows
+
+
+def _derived(path: str, value: Any, meaning: str) -> Value:
+    return Value(path, value, "derived", None, meaning)
+
+
+def _follows(config: BrokerConfig, found: Plan) -> Iterator[Value]:
+    for name, feed in config.feeds.items():
+        yield from _follows_feed(f"feeds.{name}", config, found.rules, feed.cp_layout)
+    capacity, size = found.capacity, found.token_bytes
+    partitions = sum(stream.partitions for stream in config.streams.values())
+    merged, waiting = capacity.merged_tokens * size, partitions * capacity.quota_tokens * size
+    share = "of memory: {}"
+    yield _derived("memory.merged_bytes", merged, share.format("the window, and steps until every rank has them"))
+    yield _derived("memory.waiting_bytes", waiting, share.format("samples that wait for their stream's turn"))
+    each = capacity.quota_tokens * size
+    yield _derived("memory.partition_bytes", each, f"of those, for each of the {partitions} partitions")
+    spare = found.memory_bytes - merged - waiting
+    yield _derived("memory.spare_bytes", spare, share.format("room for cleaning up"))
+
+
+def _follows_feed(path: str, config: BrokerConfig, rules: Rules, layout: str) -> Iterator[Value]:
+    mesh, align = config.planned_mesh, rules.align.sample
+    yield _derived(f"{path}.digest", rules.digest, "names the rules: equal digests and samples, equal steps")
+    yield _derived(f"{path}.step_tokens", rules.packs * rules.budget, "tokens of a step: packs times budget")
+    micro = rules.packs // mesh.dp
+    yield _derived(f"{path}.micro_batches", micro, f"a rank and step, on the planned dp={mesh.dp}")
+    dps = [dp for dp in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(dp=dp), rules, layout)]
+    yield _derived(f"{path}.dp", dps, f"what dp may be, up to {MAX_RANKS}: divisors of the packs of a step")
+    cps = [cp for cp in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(cp=cp), rules, layout)]
+    why = f"what cp may be, up to {MAX_RANKS}, with samples aligned to {align}, packs to {rules.align.pack}"
+    yield _derived(f"{path}.cp", cps, why)
+    pad = (align - 1) / 2
+    per_cent = f"{pad / (500 + pad):.1%} at a mean of 500 tokens"
+    yield _derived(f"{path}.padding", pad, f"tokens a sample that alignment is expected to waste: {per_cent}")
+    steps = -(-2 * rules.window // rules.packs)
+    waits = f"steps that a sample may wait, about: as many packs as the window of {rules.window} has samples, twice"
+    yield _derived(f"{path}.patience", steps, waits)
+    total = sum(stream.weight for stream in rules.streams)
+    for stream in rules.streams:
+        share = f"of the {rules.weight_unit}, while no stream of the feed has ended"
+        yield _derived(f"{path}.share.{stream.name}", round(stream.weight / total, 6), share)
+    partitions = sum(stream.partitions for stream in rules.streams)
+    yield _derived(f"{path}.producers", partitions, "more producer processes than partitions have nothing to do")
+
+
+def _follows_producer(config: ProducerConfig) -> Iterator[Value]:
+    for name, source in open_sources(config).items():
+        path = f"streams.{name}"
+        yield _derived(f"{path}.files", source.num_shards, "found; a partition without files gives nothing")
+        yield _derived(f"{path}.digest", source.digest, "of names, sizes and tokenizer: the same on every host")
+
+
+# For people
+
+
+def show_check(found: Tree, file: Path) -> None:
+    """Print what ``check`` found in ``file``; what does not fit the terminal is wrapped, never cut."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(_table("setting", found["values"]))
+    console.print()
+    console.print(_table("what follows", found["follows"]))
+    console.print()
+    console.print(f"good: {file.name} can be used by streampack {found['command']}", soft_wrap=True)
+
+
+def _table(title: str, values: list[Tree]) -> Table:
+    """Values as a tree by their paths; where they came from, unless all were derived."""
+    with_source = any(each["source"] != "derived" for each in values)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column(title, no_wrap=True)
+    table.add_column("value", overflow="fold", max_width=24)
+    if with_source:
+        table.add_column("from", no_wrap=True)
+    table.add_column("meaning", ratio=1)
+    shown: list[str] = []
+    for each in values:
+        parts = each["path"].split(".")
+        for depth in range(len(parts) - 1):
+            if shown[: depth + 1] != parts[: depth + 1]:
+                shown = parts[: depth + 1]
+                table.add_row("  " * depth + parts[depth], style="bold")
+        shown = parts[:-1]
+        source = [f"line {each['line']}" if each["line"] else each["source"]] if with_source else []
+        name = "  " * (len(parts) - 1) + parts[-1].removesuffix("_bytes").replace("_", " " if not with_source else "_")
+        table.add_row(name, _text(each["path"], each["value"]), *source, each["meaning"])
+    return table
+
+
+def _text(path: str, value: Any) -> str:
+    if path.endswith("_bytes"):
+        return size_text(value)
+    if path.endswith("digest"):
+        return str(value)[:16]
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "-"}[value]
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,82 @@
+"""What each key of broker.yaml and producer.yaml means, in a line: for ``streampack check``.
+
+By the settings' struct and field; a test sees that none is missing and none is left over.
+"""
+
+from __future__ import annotations
+
+MEANINGS: dict[str, dict[str, str]] = {
+    "BrokerConfig": {
+        "run": "the run's name: peers of another run are turned away",
+        "rendezvous": "file where clients and producers find the broker",
+        "memory": "the arena: all samples that the broker holds, no more",
+        "seed": "order of shards and samples, and where streams begin",
+        "merge": "streams take turns by weight and position",
+        "tokens": "dtype of token ids; uint16 halves every byte",
+        "steps_ahead": "steps formed before the slowest rank has returned the first",
+        "drain_timeout_s": "what trainers have, after SIGTERM, to take what is formed",
+    },
+    "Listen": {
+        "producers": "where producers connect",
+        "trainers": "where trainers connect",
+        "http": "metrics, status and health",
+    },
+    "PlannedMesh": {
+        "dp": "data-parallel ranks, planned; must divide the packs of a step",
+        "cp": "context-parallel ranks, planned; alignment follows from it",
+        "tp": "tensor-parallel ranks, planned; alignment follows from it",
+    },
+    "RulesSettings": {
+        "packer": "how samples are chosen for a pack",
+        "budget": "tokens of a pack",
+        "overlong": "what happens to samples over the budget",
+        "poison": "what happens to samples that cannot be used",
+        "tail": "the packs that do not fill the last step: padded with empty ones, or dropped",
+        "weight_unit": "what the streams' weights are shares of",
+        "between_passes": "passes over the data run into one another, or each is drained into its own last step",
+    },
+    "Window": {"samples": "samples that the packer looks over"},
+    "StepSettings": {"packs": "packs of an optimizer step, over all ranks"},
+    "Align": {
+        "sample": "each sample is padded to a multiple",
+        "pack": "the budget must be a multiple",
+    },
+    "Balance": {
+        "kind": "deal packs to ranks by cost, or in order",
+        "hidden_size": "of the model: a = 6 * hidden_size, b = 1",
+        "a": "a sample of s tokens costs a * s + b * s * s",
+        "b": "see a",
+    },
+    "StreamSettings": {
+        "weight": "share, relative to the other streams",
+        "passes": "how often its data is gone over",
+        "repeat": "gone over for ever",
+        "partitions": "parts that producers read, each by one at a time",
+        "on_exhaust": "used up, it leaves its place to the others, or the feed ends",
+        "overlong": "what happens to its samples over the budget",
+        "poison": "what happens to its samples that cannot be used",
+    },
+    "FeedSettings": {
+        "streams": "what it is a mixture of",
+        "cp_layout": "what each context-parallel rank gets of a pack",
+    },
+    "Limits": {
+        "sample_tokens": "a longer sample is over-long before it is sent",
+        "chunk": "bytes of samples in one message",
+    },
+    "ProducerConfig": {
+        "broker": "the producers' endpoint, or file:// and the rendezvous file",
+        "processes": "how many read and tokenize; changes speed, never the steps",
+    },
+    "SourceSettings": {
+        "source": "format of the files",
+        "shards": "files: a path, pattern or glob, or a list of these",
+        "text_key": "where the text is",
+        "tokens_key": "where the ids are",
+        "shuffle": "shards and samples in another order in every pass",
+    },
+    "TokenizerSettings": {
+        "name": "bytes, or a callable as package.module:function",
+        "append_eos": "each text ends with the end-of-text token",
+    },
+}

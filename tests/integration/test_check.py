@@ -1,0 +1,139 @@
+"""``streampack check``: every value, where it came from, what it means and what follows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+import msgspec
+import pytest
+from streampack_services.check import key_lines, meaning_of
+from streampack_services.meanings import MEANINGS
+
+from streampack.config import BrokerConfig, ProducerConfig
+from tests.integration.running import in_process, the_error, write, write_jsonl
+
+BROKER = """# a comment
+run: check
+memory: 64MiB
+rules:
+  budget: 4096
+  step: {packs: 16}
+  overlong: truncate
+planned_mesh:
+  dp: 4
+  cp: 2
+limits: {sample_tokens: 4096, chunk: 64KiB}
+streams:
+  web: {weight: 0.7, overlong: split}
+  code:
+    weight: 0.3
+    repeat: true
+    partitions: 2
+"""
+
+
+def structs(kind: Any) -> set[type[msgspec.Struct]]:
+    """Every settings struct below a type."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return {kind}.union(*(structs(field.type) for field in msgspec.structs.fields(kind)))
+    inner = get_args(kind) if get_origin(kind) in (Union, UnionType, dict, tuple, list) or get_args(kind) else ()
+    return set().union(*(structs(each) for each in inner))
+
+
+ALL = structs(BrokerConfig) | structs(ProducerConfig)
+
+
+def test_every_key_has_a_meaning() -> None:
+    assert len(ALL) > 10
+    for kind in ALL:
+        for field in msgspec.structs.fields(kind):
+            nested = structs(field.type)
+            assert meaning_of(kind, field.name) or nested, f"meanings.py: {kind.__name__}.{field.name} is not there"
+
+
+def test_every_meaning_is_of_a_key() -> None:
+    of = {each.__name__: each for kind in ALL for each in kind.__mro__ if each.__name__ in MEANINGS}
+    assert set(of) == set(MEANINGS)
+    for name, keys in MEANINGS.items():
+        assert set(keys) <= {field.name for field in msgspec.structs.fields(of[name])}
+        assert all(text and text[-1] != "." for text in keys.values())
+
+
+def checked(path: Path) -> dict[str, dict[str, Any]]:
+    found = json.loads(in_process("check", path, "--json").stdout)
+    rows = [*found["values"], *found["follows"]]
+    assert all(set(row) == {"path", "value", "source", "line", "meaning"} for row in rows)
+    assert all((row["line"] is not None) == (row["source"] == "file") for row in rows)
+    assert all(row["meaning"] for row in rows)
+    by_path = {row["path"]: row for row in rows}
+    assert len(by_path) == len(rows), "no path twice"
+    return by_path
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Path:
+    path = tmp_path / "broker.yaml"
+    path.write_text(BROKER)
+    return path
+
+
+def test_values_say_where_they_came_from(broker: Path) -> None:
+    rows = checked(broker)
+    found = {path: (row["value"], row["source"], row["line"]) for path, row in rows.items()}
+    assert found["rules.budget"] == (4096, "file", 5)
+    assert found["rules.step.packs"] == (16, "file", 6)
+    assert found["streams.code.repeat"] == (True, "file", 16)
+    assert found["streams.web.overlong"] == ("split", "file", 13)
+    assert found["streams.code.overlong"] == ("truncate", "derived", None)
+    assert rows["streams.code.overlong"]["meaning"].endswith("(from rules.overlong)")
+    assert found["rules.align.sample"] == (4, "derived", None)
+    assert found["rules.window.samples"] == (1024, "default", None)
+    assert found["feeds.train.streams"] == (["web", "code"], "derived", None)
+
+
+def test_what_follows_is_what_the_broker_will_do(broker: Path) -> None:
+    found = {path: row["value"] for path, row in checked(broker).items()}
+    assert found["feeds.train.step_tokens"] == 16 * 4096
+    assert found["feeds.train.micro_batches"] == 4
+    assert found["feeds.train.dp"] == [1, 2, 4, 8, 16]
+    assert found["feeds.train.cp"] == [1, 2]
+    assert found["feeds.train.padding"] == 1.5
+    assert found["feeds.train.producers"] == 6
+    assert found["feeds.train.share.web"] == 0.7
+    shares = [found[f"memory.{name}_bytes"] for name in ("merged", "waiting", "spare")]
+    assert sum(shares) == 64 * 2**20
+    assert found["memory.partition_bytes"] * 6 == found["memory.waiting_bytes"]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_fits_and_nothing_is_cut(columns: int, broker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = in_process("check", broker).stdout
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "…" not in shown
+    assert lines[-1] == "good: broker.yaml can be used by streampack broker"
+    said = [" ".join(line.split()) for line in lines]
+    assert "budget 4096 line 5 tokens of a pack" in said
+    assert "step tokens 65536 tokens of a step: packs times budget" in said
+
+
+def test_a_producer_s_files_are_looked_for(tmp_path: Path) -> None:
+    shards = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}]))
+    path = write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards}}, "processes": 2})
+    rows = checked(path)
+    assert rows["streams.web.files"]["value"] == 1
+    assert rows["streams.web.tokenizer.append_eos"]["meaning"].endswith("(from tokenizer)")
+    assert (rows["processes"]["value"], rows["processes"]["line"]) == (2, 1)
+    assert in_process("check", path).stdout.splitlines()[-1] == "good: p.yaml can be used by streampack produce"
+    path = write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards + ".gone"}}})
+    assert "a.jsonl.gone: cannot be read" in the_error(in_process("check", path), 1)
+
+
+def test_lines_are_those_of_the_keys() -> None:
+    text = "a: 1\nb: &base\n  c: 2\n\n'd e':\n  <<: *base\n  f: {g: 3,\n      h: 4}\n"
+    assert key_lines(text) == {"a": 1, "b": 2, "b.c": 3, "d e": 5, "d e.c": 3, "d e.f": 7, "d e.f.g": 7, "d e.f.h": 8}
+    assert key_lines("") == key_lines("# nothing\n") == {}
