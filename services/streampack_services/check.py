@@ -114,7 +114,7 @@ def _origin(path: str) -> str:
     parts = path.split(".")
     if parts[0] == "streams":
         return "tokenizer" if "tokenizer" in parts else f"rules.{parts[-1]}"
-    return {"rules": "planned_mesh", "feeds": "streams"}[parts[0]]
+    return {"rules": "planned_mesh", "feeds": "streams", "fields": "its name and dtype"}[parts[0]]
 
 
 def meaning_of(kind: type, name: str) -> str:
@@ -130,7 +130,12 @@ def _resolved_broker(config: BrokerConfig, rules: Rules) -> BrokerConfig:
         for name, stream in config.streams.items()
     }
     feeds = {name: replace(feed, streams=feed.streams or tuple(streams)) for name, feed in config.feeds.items()}
-    return replace(config, rules=replace(config.rules, align=rules.align), streams=streams, feeds=feeds)
+    fields = {}
+    for field in rules.fields:
+        given = config.fields[field.name]
+        keys = (key for key in given.__struct_fields__ if getattr(given, key) is None)
+        fields[field.name] = replace(given, **{key: getattr(field, key) for key in keys})
+    return replace(config, fields=fields, rules=replace(config.rules, align=rules.align), streams=streams, feeds=feeds)
 
 
 def _resolved_producer(config: ProducerConfig) -> ProducerConfig:
@@ -155,6 +160,7 @@ def _follows(config: BrokerConfig, found: Plan) -> Iterator[Value]:
     partitions = sum(stream.partitions for stream in config.streams.values())
     merged, waiting = capacity.merged_tokens * size, partitions * capacity.quota_tokens * size
     share = "of memory: {}"
+    yield _derived("memory.token_bytes", size, "of a token with all its fields")
     yield _derived("memory.merged_bytes", merged, share.format("the window, and steps until every rank has them"))
     yield _derived("memory.waiting_bytes", waiting, share.format("samples that wait for their stream's turn"))
     each = capacity.quota_tokens * size
@@ -239,5 +245,5 @@ def _text(path: str, value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "-"}[value]
     if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
+        return ", ".join(map(str, value)) or "-"
     return f"{value:g}" if isinstance(value, float) else str(value)

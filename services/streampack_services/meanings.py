@@ -13,6 +13,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "seed": "order of shards and samples, and where streams begin",
         "merge": "streams take turns by weight and position",
         "tokens": "dtype of token ids; uint16 halves every byte",
+        "fields": "what samples carry beside their token ids",
         "steps_ahead": "steps formed before the slowest rank has returned the first",
         "drain_timeout_s": "what trainers have, after SIGTERM, to take what is formed",
     },
@@ -55,6 +56,15 @@ MEANINGS: dict[str, dict[str, str]] = {
         "on_exhaust": "used up, it leaves its place to the others, or the feed ends",
         "overlong": "what happens to its samples over the budget",
         "poison": "what happens to its samples that cannot be used",
+    },
+    "FieldSettings": {
+        "dtype": "of its values",
+        "axis": "one value a token, or a sample",
+        "shape": "of one value; none: a number",
+        "align": "target: belongs to predicting its token, and is shifted with the labels",
+        "pad": "its value at padding",
+        "default": "its value in samples that come without it; none: such a sample is rejected",
+        "cp": "a context-parallel rank gets its slice, or all",
     },
     "FeedSettings": {
         "streams": "what it is a mixture of",
