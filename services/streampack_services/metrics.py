@@ -134,6 +134,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("bad_messages", "counter", "Messages damaged, refused, of another run, or that could not be sent.",
            _by("messages"), ("reason",)),
     Metric("producers_connected", "gauge", "Producers connected.", _at("producers")),
+    Metric("vanished_producers", "counter", "Producers gone without a goodbye: silent, or started again.",
+           _at("vanished_producers")),
     Metric("readers_connected", "gauge", "Ranks attached.", lambda snapshot: [((), float(len(snapshot["readers"])))]),
     Metric("reader_returned_steps", "gauge", "Steps that a rank has returned.", _returned, RANKS),
     Metric("reader_starved_ratio", "gauge", "Share of a rank's time spent waiting for data.",

@@ -87,6 +87,7 @@ class Reporter:
             "tokens_per_s": self._rate(now, totals.tokens),
             "streams": _streams(core),
             "producers": core.leases.num_producers,
+            "vanished_producers": core.leases.vanished,
             "readers": _readers(core),
             "all_ranks_attached": core.readers.joined,
             "window": {"samples": core.former.num_samples, "tokens": core.former.queued_tokens},

@@ -87,6 +87,8 @@ class Leases:
         self._failed: dict[int, str] = {}  # why the last holder of a partition stopped, until samples come again
         self.refused = 0
         """Messages that broke the protocol."""
+        self.vanished = 0
+        """Producers that were gone without a goodbye: silent, or followed by another process of their name."""
 
     # What comes in
 
@@ -122,6 +124,7 @@ class Leases:
         effects: list[Effect] = []
         for name, producer in list(self._producers.items()):
             if now - producer.heard > SILENT_S:
+                self.vanished += 1
                 effects += self._leave(name, f"silent for {SILENT_S:.0f} s")
         if now - self._repeated >= REPEAT_S:
             self._repeated = now
@@ -202,10 +205,16 @@ class Leases:
         where = f"{hello.host}:{hello.pid}"
         self._producers[hello.producer] = _Producer(hello.producer, peer, where, offers, self._now)
         self._by_peer[peer] = hello.producer
+        restarted = known_producer is not None and known_producer.where != where
         if known_producer is None:
             effects.append(Report("info", f"producer {where} joined, offering {', '.join(sorted(offers))}"))
+        elif restarted:
+            self.vanished += 1
+            effects.append(Report("warning", f"producer {where} took over from {known_producer.where}, which is gone"))
         moved = self._share_out()
         held = [p for p, holder in enumerate(self._holder) if holder == hello.producer and p not in moved]
+        for p in held if restarted else ():  # another process: it knows nothing of what was sent
+            self._begin(p)
         effects += [e for p in held for e in self._lease(p)]
         effects += [e for p in moved for e in self._lease(p)]
         return effects + (self._send(peer, Done()) if self.ended else [])

@@ -390,8 +390,33 @@ def test_a_producer_that_falls_silent_loses_its_leases() -> None:
     bench.produce(b"2", ProducerPing(producer="two"))
     bench.handle(Tick(SILENT_S + 1))
     assert set(bench.sessions(b"2")) == {("a", 0), ("a", 1)}
+    assert bench.core.leases.vanished == 1
     bench.produce(b"1", ProducerPing(producer="one"))
     assert bench.heard(b"1", Who)
+
+
+def test_a_producer_started_again_under_its_name_goes_on_at_once_where_it_was() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a"))
+    before = bench.sessions(b"1")
+    bench.samples(b"1", ("a", 0), 0, [4, 5], before["a", 0])
+    bench.produce(b"1'", msgspec.structs.replace(hello("one", "a"), pid=2))
+    after = bench.sessions(b"1'")
+    assert all(after[key] > session for key, session in before.items()), "a new session: it has sent nothing yet"
+    assert {lease.partition: lease.first_seq for lease in bench.heard(b"1'", Lease)} == {0: 2, 1: 0}
+    bench.samples(b"1", ("a", 0), 2, [3], before["a", 0])  # of the dead process, still on its way
+    assert bench.taken == [2, 0, 0]
+    bench.samples(b"1'", ("a", 0), 2, [3], after["a", 0])
+    assert bench.taken == [3, 0, 0]
+    assert (bench.core.leases.num_producers, bench.core.leases.vanished) == (1, 1)
+
+
+def test_a_producer_that_only_connects_again_keeps_its_sessions() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a"))
+    bench.produce(b"1'", hello("one", "a"))
+    assert bench.sessions(b"1'") == bench.sessions(b"1")
+    assert bench.core.leases.vanished == 0
 
 
 def test_messages_of_an_old_session_are_revoked_and_change_nothing() -> None:
