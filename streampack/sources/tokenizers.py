@@ -1,9 +1,10 @@
 """Tokenizers: text in, token ids out, and the rule of what token ids are.
 
 Theory of operation. A tokenizer is found by name: ``bytes``, which needs no vocabulary, or any callable of the
-user's own by its import path, ``package.module:function``. Whatever it returns, and whatever a file holds as
-tokens, goes through ``as_tokens``: one sequence, not empty, of integers in 0..2**31-1. What does not pass
-becomes a reason, a short word that is counted; never an exception, because one bad sample must not end a run.
+user's own by its import path, ``package.module:function``; or it is a tokenizer.json (``tokenizer_file``). Whatever
+a callable returns, and whatever a file holds as tokens, goes through ``as_tokens``: one sequence, not empty, of
+integers in 0..2**31-1. What does not pass becomes a reason, a short word that is counted; never an exception,
+because one bad sample must not end a run.
 
 This module knows text and ids: never files or orders.
 """
@@ -12,14 +13,14 @@ import hashlib
 import importlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from streampack.errors import ConfigError
-from streampack.sources.chat import read_messages, without_training
+from streampack.sources.chat import pair_messages, read_messages
 
 Tokens: TypeAlias = NDArray[np.int32]
 
@@ -29,14 +30,30 @@ _log = logging.getLogger(__name__)
 
 
 class TokenizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which tokenizer.
+    """Which tokenizer: ``name`` or ``file``.
 
-    ``name``: ``bytes``, or the import path of a callable ``str -> sequence of ints`` as ``package.module:function``.
-    ``append_eos``: whether ``bytes`` ends each text with id 256. A callable appends what it likes by itself.
+    ``name``: ``bytes`` (what there is without either), or the import path of a callable as
+    ``package.module:function``: see CallableTokenizer. ``file``: a tokenizer.json, or a folder with one.
+    ``append_eos``: whether each text and pair ends with the end-of-text token (id 256 for bytes). A chat ends as its
+    template ends it, and a callable appends what it likes by itself.
+
+    For a file: ``eos_token``, ``bos_token``: as in the tokenizer_config.json beside it where they are not given; a
+    ``bos_token`` given here comes before each text. ``chat_template``: a path or the text, else chat_template.jinja
+    or tokenizer_config.json beside it. ``allow_special``: whether the text of a special token in the data becomes
+    that token; false makes it ordinary text, so that no web page or user can end a turn.
+    ``train_on``: ``answers`` learns the assistant's messages of a chat and the completion of a pair, ``all`` the
+    whole. ``date`` (YYYY-MM-DD): what a template that asks for today's date is told.
     """
 
-    name: str = "bytes"
+    name: str | None = None
     append_eos: bool = True
+    file: str | None = None
+    eos_token: str | None = None
+    bos_token: str | None = None
+    chat_template: str | None = None
+    allow_special: bool = False
+    train_on: Literal["answers", "all"] = "answers"
+    date: str | None = None
 
 
 class Encoded(NamedTuple):
@@ -63,6 +80,8 @@ class Tokenizer(Protocol):
     def digest(self) -> str: ...
     @property
     def vocab_size(self) -> int | None: ...
+    @property
+    def has_chat_template(self) -> bool: ...
 
     def encode(self, text: str) -> Encoded | str:
         """A text. Reasons: ``empty``, ``encoding``, ``range``, ..."""
@@ -86,9 +105,19 @@ def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:
     >>> open_tokenizer(TokenizerSettings()).encode("hé").tokens
     array([104, 195, 169, 256], dtype=int32)
     """
-    if settings.name == "bytes":
-        return BytesTokenizer(append_eos=settings.append_eos)
-    return CallableTokenizer(settings.name)
+    if settings.file is not None:
+        if settings.name is not None:
+            raise ConfigError(f"tokenizer: got name {settings.name!r} and file {settings.file!r}, expected one of them")
+        from streampack.sources.tokenizer_file import FileTokenizer  # the library is wanted only here
+
+        return FileTokenizer(settings)
+    for key in ("eos_token", "bos_token", "chat_template", "date", "allow_special"):
+        if getattr(settings, key):
+            raise ConfigError(f"tokenizer.{key}: got {getattr(settings, key)!r} without file: give both or neither")
+    if settings.name in (None, "bytes"):
+        return BytesTokenizer(append_eos=settings.append_eos, train_on=settings.train_on)
+    assert settings.name is not None
+    return CallableTokenizer(settings.name, train_on=settings.train_on)
 
 
 class BytesTokenizer:
@@ -100,9 +129,11 @@ class BytesTokenizer:
     name = "bytes"
     vocab_size: int | None = EOS_OF_BYTES + 1
 
-    def __init__(self, *, append_eos: bool = True) -> None:
-        self._append_eos = append_eos
-        self.digest = _digest("bytes", str(append_eos))
+    has_chat_template = True
+
+    def __init__(self, *, append_eos: bool = True, train_on: Literal["answers", "all"] = "answers") -> None:
+        self._append_eos, self._train_on = append_eos, train_on
+        self.digest = _digest("bytes", str(append_eos), *[train_on] * (train_on != "answers"))
 
     def encode(self, text: str) -> Encoded | str:
         if not text:
@@ -130,8 +161,9 @@ class BytesTokenizer:
         return self._join(parts)
 
     def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return self.encode_chat([*without_training(prompt), *completion])
+        messages = pair_messages(prompt, completion)
+        if messages is not None:
+            return self.encode_chat(messages)
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             return "dtype"
         if not prompt + completion:
@@ -151,6 +183,8 @@ class BytesTokenizer:
                 for raw, end in zip(raws, ends, strict=True)
             ]
         )
+        if self._train_on == "all":
+            return Encoded(ids)
         lengths = [len(raw) + end for raw, end in zip(raws, ends, strict=True)]
         return Encoded(ids, np.repeat(np.array([learned for _, learned, _ in parts], np.uint8), lengths))
 
@@ -158,31 +192,40 @@ class BytesTokenizer:
 class CallableTokenizer:
     """A callable ``str -> sequence of ints``, by its import path; or ``function``, for which ``path`` is but a name.
 
+    See ``as_encoded`` for what else it may return.
+
     Its attributes ``vocab_size`` (int) and ``digest`` (str) are read when it has them. The digest of the code
     is not taken (a comment would change it): a callable whose vocabulary may change should carry one of its own.
     An exception that it raises rejects the sample (``tokenizer``) and is logged.
     Pairs: see ``encode_pair``. Chats need an attribute ``encode_chat`` of it: a callable of messages and tools.
     """
 
-    def __init__(self, path: str, function: Callable[..., object] | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        function: Callable[..., object] | None = None,
+        *,
+        train_on: Literal["answers", "all"] = "answers",
+    ) -> None:
         function = function or _import(path)
         vocab_size, digest = getattr(function, "vocab_size", None), getattr(function, "digest", None)
         self.name = path
         self.vocab_size: int | None = vocab_size if isinstance(vocab_size, int) else None
-        self.digest = _digest(path, str(self.vocab_size), digest if isinstance(digest, str) else "")
-        self._function = function
+        words = (path, str(self.vocab_size), digest if isinstance(digest, str) else "")
+        self.digest = _digest(*words, *[train_on] * (train_on != "answers"))
+        self.has_chat_template = callable(getattr(function, "encode_chat", None))
+        self._function, self._train_on = function, train_on
 
     def encode(self, text: str) -> Encoded | str:
         return self._call(self._function, text) if text else "empty"
 
     def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
-        function = getattr(self._function, "encode_chat", None)
-        if function is None:
+        if not self.has_chat_template:
             raise ConfigError(
                 f"tokenizer {self.name}: got a chat, expected texts: give the callable an attribute encode_chat "
                 "(messages, tools) -> (ids, loss_mask)"
             )
-        return self._call(function, messages, tools)
+        return self._call(self._function.encode_chat, messages, tools)  # type: ignore[attr-defined]
 
     def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
         """The ids of ``prompt + completion``; learned is what differs from the ids of the prompt alone.
@@ -190,8 +233,9 @@ class CallableTokenizer:
         Where tokens join over the boundary, that one counts as completion. ``pair`` when more than the last two
         ids of the prompt (one such, and an end-of-text id) change: which tokens to learn would be a guess.
         """
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return self.encode_chat([*without_training(prompt), *completion])
+        messages = pair_messages(prompt, completion)
+        if messages is not None:
+            return self.encode_chat(messages)
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             return "dtype"
         both = self.encode(prompt + completion)
@@ -205,6 +249,8 @@ class CallableTokenizer:
         start = int(differs[0]) if differs.size else size
         if start < len(first.tokens) - 2:
             return "pair"
+        if self._train_on == "all":
+            return both
         mask = np.ones(len(both.tokens), np.uint8)
         mask[:start] = 0
         return Encoded(both.tokens, mask if both.loss_mask is None else mask & both.loss_mask)
