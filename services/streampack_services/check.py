@@ -20,6 +20,7 @@ from streampack.config import BrokerConfig, ProducerConfig, read_either
 from streampack.core.kept import mesh_refusal
 from streampack.core.messages import Mesh
 from streampack.core.rules import Rules
+from streampack.sources import open_tokenizer
 from streampack.transport import check_endpoint
 from streampack_services.broker import Plan, plan
 from streampack_services.http import parse_address
@@ -199,6 +200,11 @@ def _follows_producer(config: ProducerConfig) -> Iterator[Value]:
         path = f"streams.{name}"
         yield _derived(f"{path}.files", source.num_shards, "found; a partition without files gives nothing")
         yield _derived(f"{path}.digest", source.digest, "of names, sizes and tokenizer: the same on every host")
+        tokenizer = open_tokenizer(config.streams[name].tokenizer or config.tokenizer)
+        path += ".tokenizer"
+        yield _derived(f"{path}.vocab_size", tokenizer.vocab_size, "ids are below it; up to 65536 go as tokens: uint16")
+        yield _derived(f"{path}.eos_token", tokenizer.eos_token, "what ends a text, with append_eos")
+        yield _derived(f"{path}.has_chat_template", tokenizer.has_chat_template, "whether it can write chats")
 
 
 # For people

@@ -88,5 +88,12 @@ MEANINGS: dict[str, dict[str, str]] = {
     "TokenizerSettings": {
         "name": "bytes, or a callable as package.module:function",
         "append_eos": "each text ends with the end-of-text token",
+        "file": "a tokenizer.json, or a folder with one and what belongs to it",
+        "eos_token": "ends a text; default: as the tokenizer_config.json beside the file says",
+        "bos_token": "begins a text, where given; templates see the one beside the file",
+        "chat_template": "a path or the text of one; default: the one beside the file",
+        "allow_special": "the text of a special token, in the data, becomes that token",
+        "train_on": "what of chats and pairs is learned: answers, or all",
+        "date": "what a template that asks for today's date is told",
     },
 }

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from streampack.errors import ConfigError
 from streampack.sources import chat
 from streampack.sources.chat import SPLIT, Rendered, TemplateError, any_of, pair_messages, read_messages
-from streampack.sources.tokenizers import Encoded, TokenizerSettings
+from streampack.sources.tokenizers import Encoded, TokenizerSettings, Tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -124,6 +124,9 @@ class FileTokenizer:
         mask[: len(self._before)] = 0
         mask[len(self._before) :][: len(encoding.ids)] = _overlap(encoding.offsets, learned)
         return self._encoded(ids, mask)
+
+    def decode(self, tokens: Tokens) -> str:
+        return str(self._plain.decode(tokens.tolist(), skip_special_tokens=False))
 
     def _encode_rendered(self, rendered: Rendered) -> Encoded | str:
         learned = np.zeros(len(rendered.text), np.uint8)

@@ -82,6 +82,12 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int | None: ...
     @property
     def has_chat_template(self) -> bool: ...
+    @property
+    def eos_token(self) -> str | None:
+        """What ends a text, for people; None where that is not known."""
+
+    def decode(self, tokens: Tokens) -> str:
+        """The text of ``tokens``, with those that are special, for people."""
 
     def encode(self, text: str) -> Encoded | str:
         """A text. Reasons: ``empty``, ``encoding``, ``range``, ..."""
@@ -130,6 +136,7 @@ class BytesTokenizer:
     vocab_size: int | None = EOS_OF_BYTES + 1
 
     has_chat_template = True
+    eos_token: str | None = "<256>"
 
     def __init__(self, *, append_eos: bool = True, train_on: Literal["answers", "all"] = "answers") -> None:
         self._append_eos, self._train_on = append_eos, train_on
@@ -169,6 +176,10 @@ class BytesTokenizer:
         if not prompt + completion:
             return "empty"
         return self._join([(prompt, False, False), (completion, True, self._append_eos)])
+
+    def decode(self, tokens: Tokens) -> str:
+        raw = b"".join(bytes([number]) if number < EOS_OF_BYTES else b"<%d>" % number for number in tokens.tolist())
+        return raw.decode(errors="replace")
 
     def _join(self, parts: list[tuple[str, bool, bool]]) -> Encoded | str:
         """(text, whether it is learned, whether 256 follows and is treated alike) one after another."""
@@ -213,19 +224,27 @@ class CallableTokenizer:
         self.vocab_size: int | None = vocab_size if isinstance(vocab_size, int) else None
         words = (path, str(self.vocab_size), digest if isinstance(digest, str) else "")
         self.digest = _digest(*words, *[train_on] * (train_on != "answers"))
-        self.has_chat_template = callable(getattr(function, "encode_chat", None))
+        self._encode_chat: Callable[..., object] | None = getattr(function, "encode_chat", None)
+        self._decode: Callable[[list[int]], str] | None = getattr(function, "decode", None)
+        self.has_chat_template = self._encode_chat is not None
+        self.eos_token: str | None = None
         self._function, self._train_on = function, train_on
 
     def encode(self, text: str) -> Encoded | str:
         return self._call(self._function, text) if text else "empty"
 
+    def decode(self, tokens: Tokens) -> str:
+        """By the callable's own attribute ``decode``, else the ids in words."""
+        ids: list[int] = tokens.tolist()
+        return "".join(f"{number} " for number in ids) if self._decode is None else self._decode(ids)
+
     def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
-        if not self.has_chat_template:
+        if self._encode_chat is None:
             raise ConfigError(
                 f"tokenizer {self.name}: got a chat, expected texts: give the callable an attribute encode_chat "
                 "(messages, tools) -> (ids, loss_mask)"
             )
-        return self._call(self._function.encode_chat, messages, tools)  # type: ignore[attr-defined]
+        return self._call(self._encode_chat, messages, tools)
 
     def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
         """The ids of ``prompt + completion``; learned is what differs from the ids of the prompt alone.
@@ -326,7 +345,9 @@ def as_tokens(values: object) -> Tokens | str:
 def _import(path: str) -> Callable[[str], object]:
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
-        raise ConfigError(f"tokenizer name: got {path!r}, expected 'bytes' or 'package.module:function'")
+        raise ConfigError(
+            f"tokenizer name: got {path!r}, expected 'bytes' or 'package.module:function'; a file's key is `file`"
+        )
     try:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
