@@ -203,7 +203,7 @@ def _follows_producer(config: ProducerConfig) -> Iterator[Value]:
         tokenizer = open_tokenizer(config.streams[name].tokenizer or config.tokenizer)
         path += ".tokenizer"
         yield _derived(f"{path}.vocab_size", tokenizer.vocab_size, "ids are below it; up to 65536 go as tokens: uint16")
-        yield _derived(f"{path}.eos_token", tokenizer.eos_token, "what ends a text, with append_eos")
+        yield _derived(f"{path}.end_of_text", tokenizer.eos_token, "ends texts, with append_eos")
         yield _derived(f"{path}.has_chat_template", tokenizer.has_chat_template, "whether it can write chats")
 
 
