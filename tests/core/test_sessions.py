@@ -725,6 +725,21 @@ def test_the_end_is_said_until_it_is_known() -> None:
     assert not sent(session.handle(Tick(2 * PING_S)), Eos)
 
 
+def test_a_stream_that_the_broker_closes_is_read_no_further_and_its_end_is_not_said() -> None:
+    """The feed has ended before it: neither a chunk that is still read nor its end may begin a session anew."""
+    session = producer()
+    session.handle(Tick(0.0))
+    session.handle(from_broker(lease()))
+    session.handle(from_broker(flow(1 << 20)))
+    effects = session.handle(from_broker(flow(1 << 20, ended=True)))
+    assert [e.key for e in effects if isinstance(e, Forget)] == [("b", 0)]
+    assert session.handle(chunk()) == []
+    assert session.handle(EndOfPartition(("b", 0), (EPOCH, 1))) == []
+    effects = session.handle(Tick(5.0))
+    assert not sent(effects, Eos) + sent(effects, Sent) + sent(effects, Samples)
+    assert [e for e in session.handle(from_broker(Done())) if isinstance(e, Finish)]
+
+
 def test_a_read_of_an_older_broker_is_not_taken_for_one_of_the_new() -> None:
     session = producer()
     session.handle(from_broker(lease()))

@@ -66,6 +66,19 @@ def _changed(envelope: Envelope, **changes: int) -> Envelope:
     return msgspec.structs.replace(envelope, **changes)
 
 
+@mutant("passes")
+def the_end_of_a_pass_is_not_told(patch: Patch) -> None:
+    def chunk(original: Any, self: ProducerSession, chunk: Any) -> Any:
+        return original(self, msgspec.structs.replace(chunk, pass_ended=False))
+
+    _wrap(patch, ProducerSession, "_chunk", chunk)
+
+
+@mutant("passes")
+def what_a_stopped_feed_holds_is_kept(patch: Patch) -> None:
+    patch.setattr(Leases, "close", lambda self: [])
+
+
 @mutant("R3")
 def a_step_goes_out_before_all_ranks_are_there(patch: Patch) -> None:
     patch.setattr(Readers, "joined", property(lambda self: bool(self._readers)))
