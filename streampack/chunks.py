@@ -138,7 +138,8 @@ class _Terms:
             if lease.poison == "error":
                 raise SampleError(
                     f"{record.where}: got a sample that cannot be used ({sample}), expected a 1-D array of ids within "
-                    f"{lease.dtype}, and every declared field: mend it, or set rules.poison: drop to count it and go on"
+                    f"{lease.dtype}, and every declared field: mend it, or set poison: drop "
+                    f"(rules.poison, or the stream's) to count it and go on"
                 )
             return self._rejected, sample
         if len(tokens) <= lease.max_sample_tokens:
@@ -152,7 +153,7 @@ class _Terms:
         if lease.overlong == "drop":
             return self._rejected, OVERLONG
         advice = (
-            "set rules.overlong to truncate, split or drop, or raise rules.budget"
+            "set rules.overlong, or the stream's, to truncate, split or drop, or raise rules.budget"
             if lease.overlong == "error"
             else "raise limits.sample_tokens"
         )

@@ -191,7 +191,10 @@ def test_status_of_nobody_may_be_tried_again_and_health_is_bad() -> None:
 def test_a_sample_over_the_budget_ends_the_producer_and_is_named(tmp_path: Path, broker: RunningBroker) -> None:
     shards = write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * 20}, {"text": "y" * 300}])
     line = produce_line(tmp_path, broker.producers, "overlong", {"source": "jsonl", "shards": str(shards)}, 2)
-    assert "a.jsonl:line 2: got a sample of 301 tokens, expected at most 256: set rules.overlong to" in line
+    assert (
+        "a.jsonl:line 2: got a sample of 301 tokens, expected at most 256: set rules.overlong, or the stream's, to"
+        in line
+    )
     broker.wait_for("a.jsonl:line 2: got a sample of 301 tokens")
 
 
@@ -199,7 +202,7 @@ def test_an_empty_sample_ends_the_producer_and_is_named(tmp_path: Path, broker: 
     shards = write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}, {"text": ""}])
     line = produce_line(tmp_path, broker.producers, "empty", {"source": "jsonl", "shards": str(shards)}, 2)
     assert "a.jsonl:line 2: got a sample that cannot be used (empty)" in line
-    assert "set rules.poison: drop" in line
+    assert "set poison: drop (rules.poison, or the stream's)" in line
 
 
 def test_bad_samples_that_may_be_dropped_are_counted(tmp_path: Path) -> None:
