@@ -14,13 +14,13 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from streampack import wire
 from streampack.chunks import Batch, BatchSource, batches, chunk_of
 from streampack.core.events import Effect, FromBroker, Report, Send, Tick
-from streampack.core.messages import Offer
+from streampack.core.messages import Lease, Offer
 from streampack.core.producer_session import (
     Chunk,
     EndOfPartition,
@@ -46,23 +46,38 @@ SAY_S = 5.0
 
 
 @dataclass(slots=True)
-class Progress:
-    """What one producer has read to send, by stream: (samples, tokens); and what it waits for, if anything."""
+class StreamProgress:
+    """What one producer has read of one stream to send."""
 
-    sent: dict[str, tuple[int, int]]
+    samples: int = 0
+    tokens: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    """Samples, by reason."""
+    shards: dict[int, int] = field(default_factory=dict)
+    """By partition: shards gone through whole, over all passes so far."""
+    passes: int | None = None
+    """How many in all; None for ever, or not known yet."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What one producer has read, by stream; and what it waits for, if anything."""
+
+    streams: dict[str, StreamProgress]
     waiting: str = ""
 
 
 class ProducerLoop:
     """One producer process: ``run`` until everything is delivered, or ``stop`` is called.
 
-    ``sources`` by stream name; ``on_progress`` is called twice a second. Raises Unreachable if no
+    ``sources`` by stream name; ``on_progress`` is called twice a second. ``name``: that of a process that is gone takes
+    over its leases at once; by default one that nobody has. Raises Unreachable if no
     broker answers within ``timeout_s``, Rejected if it refuses, and what sources raise.
     """
 
     def __init__(
         self, endpoint: str, sources: Mapping[str, Source | BatchSource], *, timeout_s: float = 60.0,
-        on_progress: Callable[[Progress], None] | None = None, pause_s: float = 0.0,
+        on_progress: Callable[[Progress], None] | None = None, pause_s: float = 0.0, name: str = "",
     ) -> None:  # fmt: skip
         self._sources = dict(sources)
         self._timeout_s = timeout_s
@@ -70,7 +85,7 @@ class ProducerLoop:
         self._pause_s = pause_s
         offers = [Offer(stream=name, source_digest=source.digest) for name, source in self._sources.items()]
         self._session = ProducerSession(
-            run=0, producer=uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), offers=offers
+            run=0, producer=name or uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), offers=offers
         )
         self._waker = Waker()
         self._dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500)
@@ -83,7 +98,7 @@ class ProducerLoop:
         self._finish: Finish | None = None
         self._stopping = False
         self._started = self._told_at = self._idle_since = self._said_at = time.monotonic()
-        self.progress = Progress(dict.fromkeys(self._sources, (0, 0)))
+        self.progress = Progress({name: StreamProgress() for name in self._sources})
 
     def stop(self) -> None:
         """Ask ``run`` to return soon; any thread or signal handler may."""
@@ -181,9 +196,19 @@ class ProducerLoop:
         if batch is None or chunk is None:
             self._perform(self._session.handle(EndOfPartition((stream, read.lease.partition), read.session)))
             return
-        samples, tokens = self.progress.sent[stream]
-        self.progress.sent[stream] = (samples + len(batch.lengths), tokens + len(batch.tokens))
+        self._count(read.lease, batch)
         self._perform(self._session.handle(chunk))
+
+    def _count(self, lease: Lease, batch: Batch) -> None:
+        progress, source = self.progress.streams[lease.stream], self._sources[lease.stream]
+        progress.samples += len(batch.lengths)
+        progress.tokens += len(batch.tokens)
+        for reason, count in batch.rejected.items():
+            progress.rejected[reason] = progress.rejected.get(reason, 0) + count
+        if not isinstance(source, BatchSource):
+            shards = len(range(lease.partition, source.num_shards, lease.partitions))
+            progress.shards[lease.partition] = batch.cursor.pass_ * shards + batch.cursor.shard
+            progress.passes = lease.passes
 
     def _say(self) -> None:
         """Tell the progress, say what a long wait is for, give up on a broker that never answered."""

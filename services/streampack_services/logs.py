@@ -51,7 +51,7 @@ class _Line(logging.Formatter):
 
 
 class _JsonLine(logging.Formatter):
-    """One object a line: ``time`` (seconds since 1970), ``level``, ``logger``, ``text``, perhaps ``traceback``."""
+    """One object a line: ``time`` (seconds since 1970), ``level``, ``logger``, ``text``; ``figures``, ``traceback``."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -60,6 +60,8 @@ class _JsonLine(logging.Formatter):
             "logger": _name(record),
             "text": record.getMessage(),
         }
+        if (figures := getattr(record, "figures", None)) is not None:
+            line["figures"] = figures
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)

@@ -2,8 +2,9 @@
 
 Each process is a ``ProducerLoop`` over sources of its own; which partitions it reads is the
 broker's business, so N changes speed and nothing else. The parent only adds up what they tell it,
-twice a second, and ends all of them when one fails or when it is told to stop. A process whose
-parent is gone stops by itself.
+twice a second, and ends all of them when one fails or when it is told to stop. One that a signal
+kills (for its memory, perhaps) is started again, under its name: the broker has it go on where the
+dead one was. A process whose parent is gone stops by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -25,16 +27,18 @@ from types import FrameType
 from streampack.client import read_rendezvous
 from streampack.config import ProducerConfig
 from streampack.errors import StreampackError
-from streampack.producer import ProducerLoop, Progress
+from streampack.producer import ProducerLoop, Progress, StreamProgress
 from streampack.sources import Source, open_source, open_tokenizer
 from streampack_services import logs
+from streampack_services.progress import Overall, figures, line, summary, table
 
 log = logging.getLogger("streampack.producer")
 
 SAY_S = 5.0
 STOP_S = 5.0
 """What processes have to say goodbye."""
-Sent = dict[str, tuple[int, int]]
+RESTARTS_A_MINUTE = 5
+"""Processes killed more often than this are given up."""
 
 
 class ProcessFailed(StreampackError):
@@ -47,12 +51,28 @@ class ProcessFailed(StreampackError):
 
 @dataclass(slots=True)
 class _Worker:
-    process: BaseProcess
-    pipe: Connection
-    sent: Sent = field(default_factory=dict)
+    """A place for one process after another; each says hello under the same ``name``, and so goes on at once."""
+
+    name: str
+    start: Callable[[str], tuple[BaseProcess, Connection]]
+    process: BaseProcess = field(init=False)
+    pipe: Connection = field(init=False)
+    read: dict[str, StreamProgress] = field(default_factory=dict)
+    read_before: list[dict[str, StreamProgress]] = field(default_factory=list)
+    """What each killed one had read."""
     waiting: str = ""
     said_last: bool = False
     broker_stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self.process, self.pipe = self.start(self.name)
+
+    def start_again(self) -> None:
+        """Another process in the place of one that was killed."""
+        self.pipe.close()
+        self.read_before.append(self.read)
+        self.read, self.waiting = {}, ""
+        self.process, self.pipe = self.start(self.name)
 
 
 def open_sources(config: ProducerConfig) -> dict[str, Source]:
@@ -68,30 +88,35 @@ def open_sources(config: ProducerConfig) -> dict[str, Source]:
 
 def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "info", as_json: bool = False) -> None:
     """Run the processes until all is delivered or SIGTERM. Raises ProcessFailed with the first error of any."""
-    open_sources(config)  # what is missing is said once, before anything is started
+    sources = open_sources(config)  # what is missing is said once, before anything is started
+    overall = Overall({name: source.num_shards for name, source in sources.items()})
     endpoint = _endpoint(config.broker, timeout_s)
     log.info("%d processes for the broker at %s", config.processes, endpoint)
     context = multiprocessing.get_context("spawn")
-    workers = []
+
+    def start(name: str) -> tuple[BaseProcess, Connection]:
+        near, far = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(config, endpoint, timeout_s, name, far, level, as_json))
+        process.start()
+        far.close()
+        return process, near
+
+    run = uuid.uuid4().hex
+    watch = _Watch(overall)
     on_terminal = sys.stderr.isatty() and not as_json
     with _asked_to_stop() as asked, _show(on_terminal) as show:
         try:
             for number in range(config.processes):
-                near, far = context.Pipe(duplex=False)
-                arguments = (config, endpoint, timeout_s, far, level, as_json)
-                process = context.Process(target=_work, args=arguments, name=f"streampack-produce-{number}")
-                process.start()
-                far.close()
-                workers.append(_Worker(process, near))
-            _watch(workers, asked, show, SAY_S / 10 if on_terminal else SAY_S)
+                watch.workers.append(_Worker(f"{run}-{number}", start))
+            watch.until_done(asked, show, SAY_S / 10 if on_terminal else SAY_S)
         finally:
-            _stop(workers)
-    samples, tokens = map(sum, zip((0, 0), *_add_up(workers).values(), strict=True))
+            _stop(watch.workers)
+    watch.add_up(time.monotonic())
     if asked():
         how = "stopped"
     else:
-        how = "the broker is stopping" if any(worker.broker_stopped for worker in workers) else "all delivered"
-    log.info("%s: read %d samples, %d tokens", how, samples, tokens)
+        how = "the broker is stopping" if any(worker.broker_stopped for worker in watch.workers) else "all delivered"
+    log.info("%s: %s", how, summary(overall), extra={"figures": figures(overall)})
 
 
 def _endpoint(broker: str, timeout_s: float) -> str:
@@ -106,57 +131,64 @@ def _endpoint(broker: str, timeout_s: float) -> str:
 # The parent
 
 
-def _watch(workers: list[_Worker], asked: Callable[[], bool], show: Callable[[str], None], every_s: float) -> None:
-    """Until every process has ended well, or a stop was asked for. Raises ProcessFailed."""
-    said, before = time.monotonic(), 0
-    while not asked():
-        open_ = {worker.pipe: worker for worker in workers if not worker.said_last}
-        if not open_:
+@dataclass(slots=True)
+class _Watch:
+    """What the parent does while its processes work."""
+
+    overall: Overall
+    workers: list[_Worker] = field(default_factory=list)
+    restarted_at: list[float] = field(default_factory=list)
+
+    def until_done(self, asked: Callable[[], bool], show: Callable[[Overall], None], every_s: float) -> None:
+        """Until every process has ended well, or a stop was asked for. Raises ProcessFailed."""
+        said = time.monotonic()
+        self.add_up(said)
+        while not asked():
+            open_ = {worker.pipe: worker for worker in self.workers if not worker.said_last}
+            if not open_:
+                return
+            for pipe in wait(list(open_), timeout=min(every_s, 0.5)):
+                assert isinstance(pipe, Connection)
+                self._hear(open_[pipe], asked)
+            now = time.monotonic()
+            if now - said >= every_s:
+                said = now
+                self.add_up(now)
+                show(self.overall)
+
+    def add_up(self, now: float) -> None:
+        """Tell ``overall`` how it stands."""
+        parts = [part for worker in self.workers for part in (*worker.read_before, worker.read)]
+        self.overall.update(now, parts, [worker.waiting for worker in self.workers], len(self.restarted_at))
+
+    def _hear(self, worker: _Worker, asked: Callable[[], bool]) -> None:
+        try:
+            kind, *rest = worker.pipe.recv()
+        except (EOFError, OSError):
+            worker.process.join(STOP_S)
+            if not asked():
+                self._restart(worker)
             return
-        for pipe in wait(list(open_), timeout=0.5):
-            assert isinstance(pipe, Connection)
-            _hear(open_[pipe])
-        now = time.monotonic()
-        if now - said > every_s:
-            sent = _add_up(workers)
-            tokens = sum(tokens for _, tokens in sent.values())
-            show(progress_line(sent, (tokens - before) / (now - said), [worker.waiting for worker in workers]))
-            said, before = now, tokens
+        if kind == "failed":
+            raise ProcessFailed(*rest)
+        worker.read, worker.waiting = rest
+        worker.said_last = kind != "progress"
+        worker.broker_stopped = kind == "stopped"
 
-
-def _hear(worker: _Worker) -> None:
-    try:
-        kind, *rest = worker.pipe.recv()
-    except (EOFError, OSError):
-        worker.process.join(STOP_S)
-        code = worker.process.exitcode
-        hint = ": killed, perhaps for its memory" if code == -signal.SIGKILL else ""
-        raise ProcessFailed(f"a producer process ended with {code}{hint}, expected it to finish") from None
-    if kind == "failed":
-        raise ProcessFailed(*rest)
-    worker.sent, worker.waiting = rest
-    worker.said_last = kind != "progress"
-    worker.broker_stopped = kind == "stopped"
-
-
-def _add_up(workers: list[_Worker]) -> Sent:
-    total: Sent = {}
-    for worker in workers:
-        for stream, (samples, tokens) in worker.sent.items():
-            before = total.get(stream, (0, 0))
-            total[stream] = (before[0] + samples, before[1] + tokens)
-    return total
-
-
-def progress_line(sent: Sent, tokens_per_s: float, waiting: list[str]) -> str:
-    """``web 1200 samples 48000 tokens; 9600 tokens/s; 2 of 4 wait for credit: ...``, for a person."""
-    parts = [f"{stream} {samples} samples {tokens} tokens" for stream, (samples, tokens) in sent.items()]
-    line = "; ".join([", ".join(parts) or "nothing read yet", f"{tokens_per_s:.0f} tokens/s"])
-    reasons = [reason for reason in waiting if reason]
-    if not reasons:
-        return line
-    count = f"{len(reasons)} of {len(waiting)} wait" if len(waiting) > 1 else "waits"
-    return f"{line}; {count} for {max(set(reasons), key=reasons.count)}"
+    def _restart(self, worker: _Worker) -> None:
+        """In the place of one that a signal ended. Raises ProcessFailed for any other end, or too many of them."""
+        pid, code, now = worker.process.pid, worker.process.exitcode, time.monotonic()
+        why = "killed, perhaps for its memory" if code == -signal.SIGKILL else f"ended with {code}"
+        if code is None or code >= 0:
+            raise ProcessFailed(f"a producer process ended with {code}, expected it to finish")
+        if sum(now - then < 60 for then in self.restarted_at) >= RESTARTS_A_MINUTE:
+            raise ProcessFailed(
+                f"a producer process was {why}, after {RESTARTS_A_MINUTE} restarts within a minute: find out what "
+                f"ends them: for memory, set fewer processes"
+            )
+        self.restarted_at.append(now)
+        worker.start_again()
+        log.warning("a producer process (pid %d) was %s; process %d goes on where it was", pid, why, worker.process.pid)
 
 
 def _stop(workers: list[_Worker]) -> None:
@@ -189,24 +221,25 @@ def _asked_to_stop() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def _show(on_terminal: bool) -> Iterator[Callable[[str], None]]:
-    """Where the progress line goes: the bottom of the terminal, else the log."""
+def _show(on_terminal: bool) -> Iterator[Callable[[Overall], None]]:
+    """Where the progress goes: a table at the bottom of the terminal, else a line in the log."""
     if not on_terminal:
-        yield lambda line: log.info("%s", line)
+        yield lambda overall: log.info("%s", line(overall), extra={"figures": figures(overall)})
         return
     from rich.console import Console
-    from rich.text import Text
+    from rich.live import Live
 
-    with Console(stderr=True).status("starting") as status:
-        yield lambda line: status.update(Text(line))  # plain: streams may have brackets in their names
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+        yield lambda overall: live.update(table(overall), refresh=True)
 
 
 # A process
 
 
 def _work(
-    config: ProducerConfig, endpoint: str, timeout_s: float, pipe: Connection, level: logs.Level, as_json: bool
-) -> None:
+    config: ProducerConfig, endpoint: str, timeout_s: float, name: str, pipe: Connection, level: logs.Level,
+    as_json: bool,
+) -> None:  # fmt: skip
     """The body of a process: says how it goes, and at last how it went."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
     logs.set_up("warning" if level == "info" else level, as_json=as_json)  # the parent says what they all do
@@ -214,14 +247,14 @@ def _work(
 
         def tell(progress: Progress) -> None:
             try:
-                pipe.send(("progress", progress.sent, progress.waiting))
+                pipe.send(("progress", progress.streams, progress.waiting))
             except OSError:  # nobody is left to tell
                 loop.stop()
 
-        loop = ProducerLoop(endpoint, open_sources(config), timeout_s=timeout_s, on_progress=tell)
+        loop = ProducerLoop(endpoint, open_sources(config), timeout_s=timeout_s, on_progress=tell, name=name)
         signal.signal(signal.SIGTERM, lambda *_: loop.stop())
         loop.run()
-        last: tuple[object, ...] = ("stopped" if loop.broker_stopped else "done", loop.progress.sent, "")
+        last: tuple[object, ...] = ("stopped" if loop.broker_stopped else "done", loop.progress.streams, "")
     except StreampackError as error:
         last = ("failed", str(error), error.exit_code)
     except Exception as error:  # our bug: its traceback is wanted

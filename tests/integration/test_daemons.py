@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+import socket
 import time
 import urllib.error
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from streampack_services.producer import progress_line
+from rich.console import Console
+from streampack_services.producer import RESTARTS_A_MINUTE
+from streampack_services.progress import Overall, figures, line, summary, table
 
 import streampack as sp
 from streampack.errors import PeerError
+from streampack.producer import StreamProgress
 from tests.integration.running import (
     Daemon,
     RunningBroker,
@@ -149,15 +155,58 @@ def test_ctrl_c_ends_every_producer_process_and_says_130(tmp_path: Path) -> None
             assert "Traceback" not in producer.said
 
 
-def test_a_killed_producer_process_ends_the_others(tmp_path: Path) -> None:
+def test_a_killed_producer_process_is_started_again_and_no_step_differs(tmp_path: Path) -> None:
+    settings = {"rules": RULES, "streams": {"web": {"partitions": 6}}}
+    slow = {"name": "tests.integration.test_daemons:slowly"}
+    for number in range(6):
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"text": "t" * (1 + 31 * i % 97)} for i in range(100)])
+    source = {"source": "jsonl", "shards": str(tmp_path / "?.jsonl"), "tokenizer": slow}
+    found = []
+    for kills in (0, 1):
+        with running_broker(settings) as broker, sp.connect(broker.trainers) as loader:
+            tree = {"broker": broker.producers, "processes": 3, "streams": {"web": source}}
+            with running("producer", "produce", "-c", write(tmp_path / "p.yaml", tree), "--log-json") as producer:
+                until(lambda: broker.status()["streams"][0]["samples"] > 60)
+                if kills:
+                    killed = children(producer)[1]
+                    killed.kill()
+                    until(lambda: broker.status()["vanished_producers"] == 1, 10)
+                steps = list(loader.steps())
+                assert producer.end() == 0
+                lines = [json.loads(each) for each in producer.said.splitlines()]
+            ids = [tuple(each) for step in steps for pack in step for each in pack.sample_ids.tolist()]
+            assert len(ids) == len(set(ids)) == 600
+            found.append([step.digest for step in steps])
+            assert lines[-1]["figures"]["restarts"] == kills
+            warned = [each["text"] for each in lines if each["level"] == "warning"]
+            assert len(warned) == kills
+            if kills:
+                assert f"(pid {killed.pid}) was killed, perhaps for its memory; process " in warned[0]
+                assert f"took over from {socket.gethostname()}:{killed.pid}" in broker.said
+                assert "silent" not in broker.said
+    assert found[0] == found[1]
+
+
+def slowly(text: str) -> list[int]:
+    time.sleep(0.005)
+    return list(text.encode())
+
+
+def restarted(producer: Daemon, times: int) -> bool:
+    return producer.said.count("goes on") >= times or producer.process.poll() is not None
+
+
+def test_producer_processes_that_are_killed_again_and_again_are_given_up(tmp_path: Path) -> None:
     with running_broker(ENDLESS) as broker:
         config = producer_config(tmp_path, broker.producers, processes=2)
         with running("producer", "produce", "-c", config) as producer:
             until(lambda: broker.status()["producers"] == 2)
-            mine = children(producer)
-            mine[0].kill()
+            for number in range(RESTARTS_A_MINUTE + 1):
+                mine = children(producer)
+                mine[-1].kill()
+                until(partial(restarted, producer, number + 1))
             assert producer.end() == 1
-            assert "streampack: a producer process ended with -9: killed, perhaps for its memory" in producer.said
+            assert f"killed, perhaps for its memory, after {RESTARTS_A_MINUTE} restarts within a min" in producer.said
             assert not psutil.wait_procs(mine, 5)[1]
 
 
@@ -193,11 +242,52 @@ def test_a_broker_that_is_gone_is_waited_for_and_its_successor_served(tmp_path: 
             assert "all delivered" in producer.said
 
 
-def test_the_progress_line_says_what_most_processes_wait_for() -> None:
-    sent = {"web": (3, 40), "code": (1, 2)}
-    assert progress_line(sent, 12.3, ["", ""]) == "web 3 samples 40 tokens, code 1 samples 2 tokens; 12 tokens/s"
-    line = progress_line({}, 0, ["an answer of the broker", "credit", "an answer of the broker"])
-    assert line == "nothing read yet; 0 tokens/s; 3 of 3 wait for an answer of the broker"
+def overall() -> Overall:
+    """Two processes after ten seconds of two finite streams, one of them with a share of rejected samples."""
+    found = Overall({"web": 8, "code [x]": 2})
+    found.update(100.0, [], ["", ""], 0)
+    web = [StreamProgress(30, 400, {"json": 1}, {0: 3}, 1), StreamProgress(10, 100, {"json": 1, "dtype": 2}, {1: 1}, 1)]
+    code = StreamProgress(5, 1000, {}, {0: 7}, None)
+    waits = "credit: the broker is full"
+    found.update(110.0, [{"web": web[0], "code [x]": code}, {"web": web[1]}], [waits, ""], 2)
+    return found
+
+
+def test_progress_is_told_by_stream() -> None:
+    said = line(overall())
+    assert said == (
+        "web 50% 40 samples 500 tokens 4 rejected (dtype 2, json 2) 50 tokens/s; code [x] 5 samples 1000 tokens "
+        "100 tokens/s; 2 restarts; 1 of 2 wait for credit: the broker is full"
+    )
+    assert summary(overall()).startswith(
+        "read 45 samples, 1500 tokens, 4 rejected (dtype 2, json 2); web 50% 40 samples"
+    )
+    assert json.loads(json.dumps(figures(overall())))["streams"]["web"] == {
+        "samples": 40, "tokens": 500, "share": 0.5, "tokens_per_s": 50.0, "rejected": {"json": 2, "dtype": 2},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [72, 200])
+def test_progress_on_a_terminal_fits_and_shows_names_as_they_are(width: int) -> None:
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    console.print(table(overall()))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    for text in ("web", "code [x]", "50%", "1.0k", "pass 4, repeats", "2 restarts"):
+        assert text in shown
+
+
+def test_a_share_of_the_shards_is_known_for_every_partition(tmp_path: Path) -> None:
+    settings = {"rules": RULES, "streams": {"web": {"partitions": 3, "passes": 2}}}
+    with running_broker(settings) as broker, sp.connect(broker.trainers) as loader:
+        config = producer_config(tmp_path, broker.producers, processes=2)
+        with running("producer", "produce", "-c", config, "--log-json") as producer:
+            assert sum(int(pack.num_samples) for pack in loader) == 1200
+            assert producer.end() == 0
+            last = json.loads(producer.said.splitlines()[-1])
+    assert last["text"].startswith("all delivered: read ")
+    assert last["figures"]["streams"]["web"]["share"] == 1.0
 
 
 def test_nothing_is_logged_once_a_pack(tmp_path: Path) -> None:
