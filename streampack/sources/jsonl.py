@@ -1,4 +1,4 @@
-"""JSON lines: one object a line, holding a text or token ids.
+"""JSON lines: one object a line, a row.
 
 Theory of operation. The index is the offset, length and number of every line, found by scanning the file for
 newline bytes once, 1 MiB at a time; no JSON is parsed for it. So a line that does not parse still has its place.
@@ -6,45 +6,56 @@ Lines that are empty are no records (a file may end with or without a newline, l
 blanks is one, and rejected. A byte-order mark at the very beginning is passed over. A file of 0 bytes is an
 empty shard. A field that is null counts as absent. Format: https://jsonlines.org and RFC 8259.
 
-Fields that are not asked for are skipped without being built. ``open_row`` is also what reads the .json members
-of tar shards.
+Keys that are not asked for are skipped without being built. ``open_row`` is also what reads the .json members
+of tar shards, and ``index_lines`` what finds the lines of plain text.
 """
 
 import codecs
 from array import array
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
 
-from streampack.sources import Shard, ShardFile, refuse_compressed
-from streampack.sources.tokenizers import Encoded, Tokenizer, Tokens, as_tokens
-
-Load: TypeAlias = Callable[[bytes], Tokens | str]
+from streampack.core.fields import Field
+from streampack.sources.files import ShardFile, find, measure, refuse_compressed
+from streampack.sources.records import Format, Sample, Shard
+from streampack.sources.rows import RowReader
+from streampack.sources.settings import SourceSettings
+from streampack.sources.sharded import one_shard_a_file
+from streampack.sources.tokenizers import Tokenizer
 
 _BLOCK_BYTES = 1 << 20
 _NEWLINE, _RETURN = 10, 13
 
 
-def format_(text_key: str | None, tokens_key: str | None, tokenizer: Tokenizer) -> Callable[[ShardFile], Shard]:
-    """What open_source calls: a function from an open file to its index."""
-    load = open_row(text_key, tokens_key, tokenizer)
-    return lambda file: JsonlShard(file, load)
+def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
+    """What open_source calls."""
+
+    def index(fields: Sequence[Field]) -> Callable[[ShardFile], Shard]:
+        reader = RowReader(settings, tokenizer, fields)
+        decode = open_row(reader.keys)
+        return lambda file: JsonlShard(file, reader, decode)
+
+    return one_shard_a_file(measure(find(settings.shards, settings.path)), index)
 
 
 class JsonlShard:
     """An indexed file of JSON lines; 24 bytes are held for each."""
 
-    def __init__(self, file: ShardFile, load: Load) -> None:
-        self._file, self._load = file, load
+    blocks = ()
+
+    def __init__(self, file: ShardFile, reader: RowReader, decode: Callable[[bytes], dict[str, Any] | str]) -> None:
+        self._file, self._reader, self._decode = file, reader, decode
         self._offsets, self._sizes, self._lines = index_lines(file)
 
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def load(self, sample: int) -> Tokens | str:
-        return self._load(self._file.pread(self._sizes[sample], self._offsets[sample]))
+    def load(self, sample: int) -> Sample | str:
+        row = self._decode(self._file.pread(self._sizes[sample], self._offsets[sample]))
+        return row if isinstance(row, str) else self._reader(row)
 
     def where(self, sample: int) -> str:
         return f"{self._file.name}:line {self._lines[sample]}"
@@ -79,74 +90,23 @@ def index_lines(file: ShardFile) -> tuple["array[int]", "array[int]", "array[int
     return offsets, sizes, lines
 
 
-def open_row(text_key: str | None, tokens_key: str | None, tokenizer: Tokenizer) -> Load:
-    """A function from the bytes of one JSON object to token ids [T] int32, or to the reason why there are none.
+def open_row(keys: Sequence[str]) -> Callable[[bytes], dict[str, Any] | str]:
+    """A function from the bytes of one JSON object to those of ``keys`` that it has, or to a reason.
 
-    It looks at the field ``text_key``, or ``tokens_key``; with neither at ``text``, ``tokens``, ``input_ids``: the
-    first that is there. Reasons: ``json`` (does not parse, or is no object), ``encoding``, ``missing``, those of
-    as_tokens, and the tokenizer's own.
+    Reasons: ``json`` (does not parse, or is no object), ``encoding``.
 
-    >>> from streampack.sources import BytesTokenizer
-    >>> open_row(None, None, BytesTokenizer())(b'{"text": "hi", "id": 7}')
-    array([104, 105, 256], dtype=int32)
+    >>> open_row(["text"])(b'{"text": "hi", "id": 7}'), open_row(["text"])(b"[]")
+    ({'text': 'hi'}, 'json')
     """
-    if text_key is not None:
-        is_text = {text_key: True}
-    elif tokens_key is not None:
-        is_text = {tokens_key: False}
-    else:
-        is_text = {"text": True, "tokens": False, "input_ids": False}
-    fields = {f"field_{i}": key for i, key in enumerate(is_text)}  # a key may be no Python name
-    types: list[tuple[str, Any, None]] = [
-        (field, str | None if is_text[key] else list[int] | None, None) for field, key in fields.items()
-    ]
-    decode = msgspec.json.Decoder(msgspec.defstruct("Row", types, rename=fields, gc=False)).decode
-    looks = [(field, is_text[key]) for field, key in fields.items()]
+    row = TypedDict("row", dict.fromkeys(keys, Any), total=False)  # type: ignore[misc]
+    decode = msgspec.json.Decoder(row).decode
 
-    def load(line: bytes) -> Tokens | str:
+    def load(line: bytes) -> dict[str, Any] | str:
         try:
-            row = decode(line)
-        except msgspec.ValidationError:
-            return _load_slowly(line, is_text, tokenizer)
+            return decode(line)  # type: ignore[return-value]
         except UnicodeDecodeError:
             return "encoding"
         except (ValueError, RecursionError):
             return "json"
-        for field, text in looks:
-            value = getattr(row, field)
-            if value is not None:
-                return ids_of(tokenizer.encode(value)) if text else as_tokens(value)
-        return "missing"
 
     return load
-
-
-def _load_slowly(line: bytes, is_text: dict[str, bool], tokenizer: Tokenizer) -> Tokens | str:
-    """For a line with a field that is not of the type expected: maybe not the one that is wanted."""
-    try:
-        row = msgspec.json.decode(line)
-    except UnicodeDecodeError:
-        return "encoding"
-    except (ValueError, RecursionError):
-        return "json"
-    if not isinstance(row, dict):
-        return "json"
-    for key, text in is_text.items():
-        value = row.get(key)
-        if value is not None:
-            return _check(value, text, tokenizer)
-    return "missing"
-
-
-def _check(value: object, text: bool, tokenizer: Tokenizer) -> Tokens | str:
-    if text:
-        return ids_of(tokenizer.encode(value)) if isinstance(value, str) else "dtype"
-    if not isinstance(value, list):
-        return "dtype"
-    if any(isinstance(item, list) for item in value):
-        return "ragged"
-    return as_tokens(value) if all(type(item) is int for item in value) else "dtype"
-
-
-def ids_of(encoded: Encoded | str) -> Tokens | str:
-    return encoded if isinstance(encoded, str) else encoded.tokens

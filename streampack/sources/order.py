@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_SHARDS, _SAMPLES = 1, 2  # what is ordered: the two must never share keys
+_SHARDS, _SAMPLES, _BLOCKS = 1, 2, 3  # what is ordered: they must never share keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +58,39 @@ def shard_order(shards: Sequence[int], *, seed: int, pass_: int) -> list[int]:
     return sorted(shards, key=lambda shard: (_mix(state + _GAMMA * (shard + 1) & _MASK), shard))
 
 
-def sample_order(num_samples: int, *, seed: int, pass_: int, shard: int) -> NDArray[np.int64]:
+def sample_order(
+    num_samples: int, *, seed: int, pass_: int, shard: int, blocks: Sequence[int] = ()
+) -> NDArray[np.int64]:
     """The samples of one shard in the order of this pass: a permutation of 0..num_samples-1, [num_samples] int64.
+
+    ``blocks``: how many samples each run of them has that must stay together, num_samples in all; the runs are
+    shuffled, and the samples in each. With none, or one, all samples are one run.
 
     >>> sample_order(5, seed=0, pass_=0, shard=0).tolist()
     [1, 4, 2, 0, 3]
+    >>> sample_order(5, seed=0, pass_=0, shard=0, blocks=[2, 3]).tolist()
+    [1, 0, 4, 2, 3]
     """
-    state = np.uint64(_state(_SAMPLES, seed, pass_, shard))
-    keys = np.arange(1, num_samples + 1, dtype=np.uint64)
+    keys = _keys(num_samples, _state(_SAMPLES, seed, pass_, shard))
+    if len(blocks) < 2:
+        order = np.argsort(keys, kind="stable")
+    else:
+        places = np.argsort(np.argsort(_keys(len(blocks), _state(_BLOCKS, seed, pass_, shard)), kind="stable"))
+        order = np.lexsort((keys, np.repeat(places, blocks)))
+    return order.astype(np.int64, copy=False)
+
+
+def _keys(count: int, state: int) -> NDArray[np.uint64]:
+    """The first ``count`` outputs of splitmix64 from ``state`` on."""
+    keys = np.arange(1, count + 1, dtype=np.uint64)
     keys *= np.uint64(_GAMMA)  # array arithmetic wraps modulo 2**64 and says nothing, as wanted
-    keys += state
+    keys += np.uint64(state)
     keys ^= keys >> np.uint64(30)
     keys *= np.uint64(_MIX_1)
     keys ^= keys >> np.uint64(27)
     keys *= np.uint64(_MIX_2)
     keys ^= keys >> np.uint64(31)
-    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    return keys
 
 
 def _state(*words: int) -> int:

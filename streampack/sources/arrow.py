@@ -1,0 +1,109 @@
+"""Arrow columns as rows: what Parquet and saved datasets share. Needs pyarrow (``pip install 'streampack[parquet]'``).
+
+Lists of numbers become numpy arrays that share the batch's memory; lists of lists too where their lengths agree.
+Texts and chats become Python's own. Keys that are null inside a struct are left out, since a table gives every
+message every key that any message has; ``content`` stays.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from streampack.errors import ConfigError, SourceError
+
+
+def need_pyarrow(module: str = "pyarrow") -> Any:
+    """The module of pyarrow. Raises ConfigError that says what to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            "source: parquet and huggingface need pyarrow: `pip install 'streampack[parquet]'`"
+        ) from error
+
+
+def said(error: BaseException) -> str:
+    """The first line of an error of pyarrow's, cut to a readable length."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(". ")
+
+
+def choose_columns(path: str, names: Sequence[str], wanted: Sequence[str], any_of: Sequence[str]) -> list[str]:
+    """Those of a file's columns that are to be read. Raises SourceError where none of ``any_of`` is there."""
+    if not set(any_of) & set(names):
+        shown = ", ".join(names)[:200] or "none"
+        raise SourceError(
+            f"{path}: got the columns {shown}, expected one of {', '.join(any_of)}: set text_key, tokens_key, "
+            "messages_key or prompt_key"
+        )
+    return [name for name in names if name in set(wanted)]
+
+
+class Rows:
+    """Columns of equal length, by row: ``rows[i]`` is a dict. UnicodeDecodeError where a text is no UTF-8."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        """``columns``: name to a pyarrow Array or ChunkedArray."""
+        pa = need_pyarrow()
+        self._columns = [
+            (name, _reader(column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column, pa))
+            for name, column in columns.items()
+        ]
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {name: read(row) for name, read in self._columns}
+
+
+def _reader(column: Any, pa: Any) -> Callable[[int], Any]:
+    """A function from a row's number to its value; None where it is null."""
+    kind = column.type
+    if isinstance(column, pa.ChunkedArray):  # too large to be one array
+        return lambda row: _value(column[row], pa)
+    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_number(kind.value_type, pa):
+        values = column.values
+        if values.null_count == 0:  # else a null in one row would make floats of the ints of all
+            offsets, flat = column.offsets.to_numpy(), values.to_numpy(zero_copy_only=False)
+            valid = column.is_valid().to_numpy(zero_copy_only=False) if column.null_count else None
+
+            def read(row: int) -> Any:
+                return flat[offsets[row] : offsets[row + 1]] if valid is None or valid[row] else None
+
+            return read
+    return lambda row: _value(column[row], pa)
+
+
+def _is_number(kind: Any, pa: Any) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def _value(scalar: Any, pa: Any) -> Any:
+    if not scalar.is_valid:
+        return None
+    if isinstance(scalar, pa.ListScalar):
+        return _list(scalar.values, pa)
+    return _without_nulls(scalar.as_py())
+
+
+def _list(values: Any, pa: Any) -> Any:
+    """An array of numbers as one of numpy's; of lists of one length as one of more dimensions; else a list."""
+    if _is_number(values.type, pa):
+        return values.to_numpy(zero_copy_only=False)
+    if _is_list(values.type, pa) and len(values) and values.null_count == 0:
+        inner = _list(values.flatten(), pa)
+        lengths = values.value_lengths().to_numpy(zero_copy_only=False)
+        if isinstance(inner, np.ndarray) and lengths.min() == lengths.max() > 0:
+            return inner.reshape(len(values), int(lengths[0]), *inner.shape[1:])
+    return _without_nulls(values.to_pylist())
+
+
+def _is_list(kind: Any, pa: Any) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None or key == "content"}
+    return value

@@ -1,0 +1,259 @@
+"""Any iterable of Python's, by its import path ``package.module:thing``.
+
+Theory of operation. There are three kinds, found in this order:
+
+1. A function that takes ``(partition, partitions)``: it returns that partition's items, anew each time.
+2. An object with ``__len__`` and ``__getitem__``, or a function without arguments that returns one: any item can be
+   read, so it is cut into shards, shuffled and resumed like files.
+3. An object that can be iterated again and again, or a function without arguments that returns an iterator: every
+   partition P takes the items i with i mod partitions = P.
+
+The first and third keep their own order, and can only go on from a cursor by being read from the start of the pass
+and thrown away up to it: a restart in the middle of a pass costs the time of the items before, and with the third
+every partition reads everything. Both must give the same items each time. A generator itself, which can be read
+once, is refused: name the function that makes it.
+
+An item is a text, a row (a mapping, see ``rows``), or a sequence of token ids; any other is rejected. An exception
+that the code raises stops the reader. The digest holds the import path, the length, and the attribute ``digest``
+(str) where there is one: give it one that changes with the data.
+"""
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from streampack.core.fields import Field
+from streampack.errors import ConfigError, SourceError
+from streampack.sources.order import Cursor
+from streampack.sources.records import Format, OpenShard, Record, Sample, Shard, Source
+from streampack.sources.rows import RowReader, ids_of
+from streampack.sources.settings import SourceSettings
+from streampack.sources.sharded import NO_TOKENS, ShardedSource, check_read, digest_of, pieces
+from streampack.sources.tokenizers import Encoded, Tokenizer
+
+Items = Callable[[int, int], Iterable[object]]
+"""(partition, partitions) -> its items, from the first on."""
+
+
+def open_python(settings: SourceSettings, tokenizer: Tokenizer) -> Source:
+    """What open_source calls. Raises ConfigError for what cannot be imported, or read more than once."""
+    path = settings.path or ""
+    thing = _import(path)
+    digest = getattr(thing, "digest", "")
+    words = (path, digest if isinstance(digest, str) else "")
+    if callable(thing) and not _is_indexable(thing) and not isinstance(thing, Iterable):
+        if _takes_partitions(path, thing):
+            return _replayed(settings, tokenizer, words, thing, divided=True)
+        made = _call(path, thing)
+        if not _is_indexable(made):
+            _check_iterable(path, made)
+            return _replayed(settings, tokenizer, words, lambda _partition, _partitions: thing(), divided=False)
+        thing = made
+    if _is_indexable(thing):
+        format_ = _indexed(settings, tokenizer, thing, words)
+        return ShardedSource(format_, digest_of(settings, format_, tokenizer), settings.shuffle)
+    _check_iterable(path, thing)
+    if isinstance(thing, Iterator):
+        raise ConfigError(
+            f"path: {path!r} is a {type(thing).__name__}, which can be read once; expected what can be read again: "
+            "name the function that makes it, or a list"
+        )
+    return _replayed(settings, tokenizer, words, lambda _partition, _partitions: thing, divided=False)
+
+
+class ItemReader:
+    """``reader(item)`` is a Sample, or the word that says why there is none."""
+
+    def __init__(self, settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Field]) -> None:
+        self._tokenizer = tokenizer
+        self._row = RowReader(settings, tokenizer, fields)
+
+    def __call__(self, item: object) -> Sample | str:
+        if isinstance(item, Mapping):
+            return self._row(item)
+        encoded: Encoded | str
+        if isinstance(item, str):
+            encoded = self._tokenizer.encode(item)
+        else:
+            ids = ids_of(item)
+            encoded = ids if isinstance(ids, str) else Encoded(ids)
+        return encoded if isinstance(encoded, str) else self._row.fields.add(encoded, {})
+
+
+class ItemShard:
+    """A run of the items of what has a length."""
+
+    blocks = ()
+
+    def __init__(self, path: str, items: Any, run: range, reader: ItemReader) -> None:
+        self._path, self._items, self._run, self._reader = path, items, run, reader
+
+    def __len__(self) -> int:
+        return len(self._run)
+
+    def load(self, sample: int) -> Sample | str:
+        try:
+            item = self._items[self._run[sample]]
+        except Exception as error:
+            raise _raised(self.where(sample), error) from error
+        return self._reader(item)
+
+    def where(self, sample: int) -> str:
+        return f"{self._path}[{self._run[sample]}]"
+
+
+def _indexed(settings: SourceSettings, tokenizer: Tokenizer, items: Any, words: tuple[str, ...]) -> Format:
+    path = settings.path or ""
+    length = len(items)
+    runs = pieces(length)
+
+    def reader(fields: Sequence[Field]) -> OpenShard:
+        read = ItemReader(settings, tokenizer, fields)
+
+        @contextlib.contextmanager
+        def open_shard(number: int) -> Iterator[Shard]:
+            if len(items) != length:
+                raise SourceError(f"{path}: got {len(items)} items, expected the {length} it had when opened")
+            yield ItemShard(path, items, runs[number], read)
+
+        return open_shard
+
+    return Format([], len(runs), reader, (*words, str(length)))
+
+
+def _replayed(
+    settings: SourceSettings, tokenizer: Tokenizer, words: tuple[str, ...], items: Items, *, divided: bool
+) -> Source:
+    format_ = Format([], 1, _no_shards, (*words, "divided" if divided else "replayed"))
+    return ReplayedSource(settings, tokenizer, items, digest_of(settings, format_, tokenizer), divided)
+
+
+def _no_shards(fields: Sequence[Field]) -> OpenShard:
+    raise NotImplementedError(fields)
+
+
+class ReplayedSource:
+    """Items that can only be read from the first on. A cursor is (pass, 0, items read of this partition)."""
+
+    num_files, num_shards = 0, 1
+
+    def __init__(
+        self, settings: SourceSettings, tokenizer: Tokenizer, items: Items, digest: str, divided: bool
+    ) -> None:
+        self.digest = digest
+        self._settings, self._tokenizer, self._items, self._divided = settings, tokenizer, items, divided
+        self._path = settings.path or ""
+
+    def read(
+        self,
+        partition: int,
+        partitions: int,
+        *,
+        seed: int,
+        passes: int | None,
+        fields: Sequence[Field] = (),
+        start: Cursor | None = None,
+        skip: int = 0,
+    ) -> Iterator[Record]:
+        """See Source.read; ``seed`` changes nothing, the order is the items' own."""
+        check_read(partition, partitions, passes, skip)
+        start = start or Cursor(0, 0, 0)
+        if min(start.pass_, start.sample) < 0 or start.shard != 0:
+            raise SourceError(f"{start}: no such place in {self._path}; it was made with another source")
+        reader = ItemReader(self._settings, self._tokenizer, fields)
+        return self._walk(partition, partitions, passes, reader, start, skip)
+
+    def _walk(
+        self, partition: int, partitions: int, passes: int | None, reader: ItemReader, start: Cursor, skip: int
+    ) -> Iterator[Record]:
+        pass_, first = start.pass_, start.sample
+        while passes is None or pass_ < passes:
+            count = 0
+            for number, item in self._pass(partition, partitions, first):
+                count = number + 1
+                if skip > 0:
+                    skip -= 1
+                    continue
+                got = reader(item)
+                where = f"{self._path} item {number if self._divided else partition + number * partitions}"
+                cursor = Cursor(pass_, 0, count)
+                if isinstance(got, str):
+                    yield Record(NO_TOKENS, got, where, cursor)
+                else:
+                    yield Record(got.tokens, None, where, cursor, got.fields)
+            if first == 0 and count == 0:
+                return  # for ever would be a busy loop
+            pass_, first = pass_ + 1, 0
+
+    def _pass(self, partition: int, partitions: int, first: int) -> Iterator[tuple[int, object]]:
+        """(number, item) of one pass over a partition from number ``first`` on."""
+        number = 0
+        try:
+            items = iter(self._items(partition, partitions))
+            for item in items if self._divided else islice(items, partition, None, partitions):
+                if number >= first:
+                    yield number, item
+                number += 1
+        except Exception as error:
+            raise _raised(f"{self._path} item {number} of partition {partition}", error) from error
+        if number < first:
+            raise SourceError(
+                f"{self._path}: got {number} items in partition {partition}, expected the {first} that were read "
+                "before: it must give the same ones each time"
+            )
+
+
+def _import(path: str) -> Any:
+    module_name, colon, attribute = path.partition(":")
+    if not (module_name and colon and attribute):
+        raise ConfigError(f"path: got {path!r}, expected 'package.module:thing'")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"path: {path!r} cannot be imported ({error}); check its spelling and PYTHONPATH") from error
+    return found
+
+
+def _is_indexable(thing: object) -> bool:
+    """A mapping has both too, but its keys are no numbers."""
+    if isinstance(thing, type | str | bytes | Mapping):
+        return False
+    return hasattr(thing, "__len__") and hasattr(thing, "__getitem__")
+
+
+def _takes_partitions(path: str, function: Callable[..., Any]) -> bool:
+    """Whether it wants (partition, partitions). Raises ConfigError for one that wants anything else."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return False
+    with contextlib.suppress(TypeError):
+        signature.bind()
+        return False
+    with contextlib.suppress(TypeError):
+        signature.bind(0, 1)
+        return True
+    raise ConfigError(f"path: {path!r} takes {signature}, expected () or (partition, partitions)")
+
+
+def _call(path: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        raise _raised(path, error) from error
+
+
+def _check_iterable(path: str, thing: object) -> None:
+    if isinstance(thing, str | bytes | Mapping) or not hasattr(thing, "__iter__"):
+        kind = type(thing).__name__
+        raise ConfigError(f"path: {path!r} gives a {kind}, expected a list, a dataset or what can be iterated")
+
+
+def _raised(where: str, error: Exception) -> SourceError:
+    text = " ".join(str(error).split())[:200]
+    return SourceError(f"{where}: raised {type(error).__name__}: {text}; mend the code, or have it skip that item")

@@ -1,0 +1,109 @@
+"""The nouns of sources: a sample, a record, a shard, a format, a source."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from numpy.typing import NDArray
+
+from streampack.core.fields import Field
+from streampack.sources.files import File
+from streampack.sources.order import Cursor
+from streampack.sources.tokenizers import Tokens
+
+NO_FIELDS: Mapping[str, NDArray[Any]] = MappingProxyType({})
+
+
+class Sample(NamedTuple):
+    """A good one: ``tokens`` [T] int32, T > 0, and its fields by name, [T, ...] or, one a sample, [...]."""
+
+    tokens: Tokens
+    fields: Mapping[str, NDArray[Any]] = NO_FIELDS
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One sample as it was found.
+
+    ``tokens``: [T] int32, T > 0, perhaps read-only; empty when rejected. ``reason``: None when good, else a word:
+    ``empty``, ``dtype``, ``ragged``, ``range``, ``encoding``, ``json``, ``npy``, ``missing``, ``duplicate``,
+    the tokenizer's own, or ``NAME: length`` (``dtype``, ``shape``, ``range``, ``ragged``, ``npy``) of a field.
+    ``where``: for messages. ``cursor``: the place AFTER this record. ``fields``: what it has beside the tokens, by
+    name: [T, ...] or, one a sample, [...]; of the declared dtype, but float32 for bfloat16. A declared field that
+    the sample does not have is not there. ``loss_mask`` is there whenever the tokenizer gave one.
+    """
+
+    tokens: Tokens
+    reason: str | None
+    where: str
+    cursor: Cursor
+    fields: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NO_FIELDS)
+
+
+class Source(Protocol):
+    """Data that can be read again from any cursor.
+
+    ``digest`` (hex) covers the files' names under their common folder and sizes, the keys, ``shuffle`` and the
+    tokenizer: equal on all hosts that see the same data. ``num_files``; ``num_shards``: what the partitions divide
+    between them: files, or pieces of them.
+    """
+
+    @property
+    def digest(self) -> str: ...
+    @property
+    def num_files(self) -> int: ...
+    @property
+    def num_shards(self) -> int: ...
+
+    def read(
+        self,
+        partition: int,
+        partitions: int,
+        *,
+        seed: int,
+        passes: int | None,
+        fields: Sequence[Field] = (),
+        start: Cursor | None = None,
+        skip: int = 0,
+    ) -> Iterator[Record]:
+        """The records of one partition from ``start`` (None: the beginning) on, ``skip`` of them left out unread.
+
+        ``passes``: how many in all, None for ever. ``fields``: those that the run declares.
+        A partition without samples yields nothing. Raises UserError
+        for arguments that cannot be, SourceError for files that are gone, broken or changed, or that ``start``
+        was not made with.
+        """
+
+
+class Shard(Protocol):
+    """One indexed file, or a piece of one: what a format provides.
+
+    ``blocks``: how many samples each run of them has that is read as a whole (Parquet's row groups), [] where
+    any order costs the same; the order keeps a run together.
+    """
+
+    @property
+    def blocks(self) -> Sequence[int]: ...
+    def __len__(self) -> int: ...
+    def load(self, sample: int) -> Sample | str:
+        """Sample number ``sample`` in the file's own order, or why there is none."""
+
+    def where(self, sample: int) -> str: ...
+
+
+OpenShard: TypeAlias = Callable[[int], AbstractContextManager[Shard]]
+"""Shard number i of a source, open."""
+
+
+class Format(NamedTuple):
+    """What a format makes of the settings: the files it looked at, and a function from fields to what opens shards.
+
+    ``words``: what the digest must hold beside files and settings.
+    """
+
+    files: list[File]
+    num_shards: int
+    reader: Callable[[Sequence[Field]], OpenShard]
+    words: tuple[str, ...] = ()

@@ -1,0 +1,88 @@
+"""What a configuration says of a source, and which keys mean something to which format."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from streampack.errors import ConfigError
+
+_ROW_KEYS = ("text_key", "tokens_key", "messages_key", "prompt_key", "completion_key", "fields")
+_FILES = ("shards", "path", "shuffle")
+KEYS: dict[str, tuple[str, ...]] = {
+    "jsonl": (*_FILES, *_ROW_KEYS),
+    "webdataset": (*_FILES, *_ROW_KEYS),
+    "parquet": (*_FILES, *_ROW_KEYS),
+    "huggingface": (*_FILES, *_ROW_KEYS),
+    "text": (*_FILES, "unit"),
+    "megatron": _FILES,
+    "python": ("path", "shuffle", *_ROW_KEYS),
+}
+"""The keys of each format; any other is refused."""
+
+
+class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which data, and what in it is a sample.
+
+    ``source``: the format.
+
+    ============= ===================================================== ==================================
+    source        ``shards`` or ``path``                                a sample
+    ============= ===================================================== ==================================
+    jsonl         files of JSON lines                                   a line: a row
+    webdataset    tar files                                             the members of one name
+    parquet       Parquet files                                         a row
+    huggingface   folders that ``Dataset.save_to_disk`` wrote           a row
+    text          plain text, UTF-8                                     a line, paragraph or file (``unit``)
+    megatron      ``data/code`` for data/code.bin and data/code.idx     a sequence of the index
+    python        ``path: package.module:thing``, an iterable           an item: text, row or ids
+    ============= ===================================================== ==================================
+
+    ``shards``: a path or URL (``s3://``, ``hf://``, ``https://``: all that fsspec knows), a brace pattern
+    (``web-{000..511}.tar``), a glob, or a list of these; their order is that of the expansion, a glob's matches
+    sorted. ``path``: one, taken as it is written. Exactly one of the two.
+
+    In a row, at most one of ``text_key``, ``tokens_key``, ``messages_key`` and ``prompt_key`` (with
+    ``completion_key``) says what is the sample; see ``rows`` for what is looked for without. In tar files
+    ``text_key`` and ``tokens_key`` are the extension of a member, ``json/key`` for a key of a .json member; the
+    others are keys of the .json member. ``fields``: a declared field's name to the key that holds it, where they
+    differ; in tar files it is the member KEY.npy, else a key of the .json member.
+    ``unit``: of text; ``line`` by default. Empty lines separate paragraphs, and are no samples.
+    ``shuffle``: false reads shards and samples as they lie, in every pass.
+    """
+
+    source: Literal["webdataset", "jsonl", "parquet", "huggingface", "text", "megatron", "python"]
+    shards: str | list[str] | None = None
+    path: str | None = None
+    text_key: str | None = None
+    tokens_key: str | None = None
+    messages_key: str | None = None
+    prompt_key: str | None = None
+    completion_key: str | None = None
+    fields: dict[str, str] = {}
+    unit: Literal["line", "paragraph", "file"] | None = None
+    shuffle: bool = True
+
+
+def check_settings(settings: SourceSettings) -> None:
+    """Raises ConfigError for keys that mean nothing to the format, that exclude each other, or that are missing."""
+    known, defaults = KEYS[settings.source], SourceSettings("jsonl")
+    for key in SourceSettings.__struct_fields__:
+        if key not in ("source", *known) and getattr(settings, key) != getattr(defaults, key):
+            raise ConfigError(
+                f"{key}: means nothing to source: {settings.source}, expected of {', '.join(known)}: remove it"
+            )
+    if (settings.shards is None) == (settings.path is None):
+        both = "neither" if settings.path is None else "both"
+        what = "path" if "shards" not in known else "shards (patterns) or path (one, as it is)"
+        raise ConfigError(f"shards, path: got {both}, expected {what}")
+    named = [key for key in _ROW_KEYS[:4] if getattr(settings, key) is not None]
+    if len(named) > 1:
+        raise ConfigError(f"{', '.join(named)}: got {'both' if len(named) == 2 else 'all'}, expected at most one")
+    if settings.completion_key is not None and named not in ([], ["prompt_key"]):
+        raise ConfigError(f"completion_key: got it beside {named[0]}, expected prompt_key or neither")
+
+
+def as_words(settings: SourceSettings) -> dict[str, Any]:
+    """What a digest must hold of the settings: all but where the files lie."""
+    words: dict[str, Any] = msgspec.to_builtins(settings)
+    return {key: words[key] for key in (*_ROW_KEYS, "unit", "shuffle")}

@@ -1,0 +1,149 @@
+"""Walking shards: passes, partitions, cursors and skipping, the same for every format.
+
+Shard i belongs to partition i mod P. Held in memory: one shard's index and one block of samples.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from streampack.core.fields import Field
+from streampack.errors import SourceError, UserError
+from streampack.sources.files import File, ShardFile, open_file
+from streampack.sources.order import Cursor, sample_order, shard_order
+from streampack.sources.records import Format, OpenShard, Record, Shard
+from streampack.sources.settings import SourceSettings, as_words
+from streampack.sources.tokenizers import Tokenizer, Tokens
+
+NO_TOKENS: Tokens = np.empty(0, np.int32)
+NO_TOKENS.flags.writeable = False
+_AT_ONCE = 4096
+"""Places of an order turned to Python's ints at a time."""
+
+
+def one_shard_a_file(files: list[File], index: Callable[[Sequence[Field]], Callable[[ShardFile], Shard]]) -> Format:
+    """The format whose shards are whole files; ``index`` makes a Shard of an open file, for the fields of a run."""
+
+    def reader(fields: Sequence[Field]) -> OpenShard:
+        index_file = index(fields)
+
+        @contextlib.contextmanager
+        def open_shard(number: int) -> Iterator[Shard]:
+            with open_file(files[number]) as file:
+                yield index_file(file)
+
+        return open_shard
+
+    return Format(files, len(files), reader)
+
+
+def pieces(num_samples: int) -> list[range]:
+    """Samples that are found by number cut into shards: 64 or so, of at most 65,536, so that partitions can share.
+
+    >>> [len(piece) for piece in pieces(130)][:3], len(pieces(130)), len(pieces(10**7))
+    ([3, 3, 3], 44, 153)
+    """
+    size = max(1, min(1 << 16, -(-num_samples // 64)))
+    return [range(begin, min(begin + size, num_samples)) for begin in range(0, num_samples, size)]
+
+
+def digest_of(settings: SourceSettings, format_: Format, tokenizer: Tokenizer) -> str:
+    """See Source.digest."""
+    return hashlib.sha256(
+        msgspec.json.encode(
+            [
+                "streampack-source-2",
+                settings.source,
+                [(file.name, file.size) for file in format_.files],
+                as_words(settings),
+                format_.words,
+                tokenizer.digest,
+            ],
+            order="deterministic",
+        )
+    ).hexdigest()
+
+
+def check_read(partition: int, partitions: int, passes: int | None, skip: int) -> None:
+    """Raises UserError for arguments of Source.read that cannot be."""
+    if not 0 <= partition < partitions:
+        raise UserError(f"partition: got {partition} of {partitions}, expected one of 0..{partitions - 1}")
+    if skip < 0 or (passes is not None and passes < 0):
+        raise UserError(f"skip, passes: got {skip}, {passes}, expected none below 0")
+
+
+class ShardedSource:
+    """Walks the shards of a format, and the samples of each, in their order."""
+
+    def __init__(self, format_: Format, digest: str, shuffle: bool) -> None:
+        self.digest = digest
+        self.num_files, self.num_shards = len(format_.files), format_.num_shards
+        self._reader = format_.reader
+        self._shuffle = shuffle
+
+    def read(
+        self,
+        partition: int,
+        partitions: int,
+        *,
+        seed: int,
+        passes: int | None,
+        fields: Sequence[Field] = (),
+        start: Cursor | None = None,
+        skip: int = 0,
+    ) -> Iterator[Record]:
+        """See Source.read."""
+        check_read(partition, partitions, passes, skip)
+        start = start or Cursor(0, 0, 0)
+        shards = range(partition, self.num_shards, partitions)
+        if min(start.pass_, start.shard, start.sample) < 0 or start.shard > len(shards):
+            raise SourceError(f"{start}: no such place in {len(shards)} shards; it was made with other files or P")
+        return self._walk(self._reader(fields), shards, seed, passes, start, skip)
+
+    def _walk(
+        self, open_shard: OpenShard, shards: range, seed: int, passes: int | None, start: Cursor, skip: int
+    ) -> Iterator[Record]:
+        pass_, first_shard, first = start.pass_, start.shard, start.sample
+        while passes is None or pass_ < passes:
+            from_the_beginning, seen = (first_shard, first) == (0, 0), 0
+            order = shard_order(shards, seed=seed, pass_=pass_) if self._shuffle else list(shards)
+            for place in range(first_shard, len(order)):
+                after = Cursor(pass_, place + 1, 0) if place + 1 < len(order) else Cursor(pass_ + 1, 0, 0)
+                with open_shard(order[place]) as shard:
+                    count = len(shard)
+                    if first > count:
+                        raise SourceError(
+                            f"{start}: the shard has {count} samples; the cursor was made with other files"
+                        )
+                    seen += count
+                    skipped = min(skip, count - first)
+                    skip -= skipped
+                    if first + skipped < count:
+                        yield from self._samples(
+                            shard, order[place], seed, first + skipped, Cursor(pass_, place, 0), after
+                        )
+                first = 0
+            if from_the_beginning and not seen:
+                return  # no samples in any shard: for ever would be a busy loop
+            pass_, first_shard, first = pass_ + 1, 0, 0
+
+    def _samples(self, shard: Shard, number: int, seed: int, first: int, at: Cursor, after: Cursor) -> Iterator[Record]:
+        """The records of one shard from place ``first`` on; the last one's cursor is ``after``."""
+        count, pass_, place = len(shard), at.pass_, at.shard
+        order = (
+            sample_order(count, seed=seed, pass_=pass_, shard=number, blocks=shard.blocks)
+            if self._shuffle
+            else np.arange(count)
+        )
+        load, where = shard.load, shard.where
+        for begin in range(first, count, _AT_ONCE):
+            for done, sample in enumerate(order[begin : begin + _AT_ONCE].tolist(), begin + 1):
+                got = load(sample)
+                cursor = Cursor(pass_, place, done) if done < count else after
+                if isinstance(got, str):
+                    yield Record(NO_TOKENS, got, where(sample), cursor)
+                else:
+                    yield Record(got.tokens, None, where(sample), cursor, got.fields)
