@@ -28,7 +28,7 @@ _NO_TOKENS: Tokens = np.empty(0, np.int32)
 class InMemory:
     """A ``Source`` of one partition over ``rows``: texts, sequences of ids, or dicts with either under ``keys``."""
 
-    num_files, num_shards = 0, 1
+    num_shards = 1
 
     def __init__(self, rows: Iterable[Any], keys: Sequence[str], tokenizer: Tokenizer, shuffle: bool) -> None:
         self._rows, self._keys, self._tokenizer, self._shuffle = rows, keys, tokenizer, shuffle

@@ -37,7 +37,7 @@ log = logging.getLogger("streampack.local")
 STOP_S = 10.0
 _LONGEST_PATH = 100
 _OF_BROKER = {field.name for field in fields(StreamSettings)}
-FORMATS = {".tar": "webdataset", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+FORMATS = {".tar": "webdataset", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 Open = Callable[[contextlib.ExitStack], tuple[streampack.Client, str | None]]
 
 

@@ -28,7 +28,7 @@ from streampack.client import read_rendezvous
 from streampack.config import ProducerConfig
 from streampack.errors import StreampackError
 from streampack.producer import ProducerLoop, Progress, StreamProgress
-from streampack.sources import Source, open_source, open_tokenizer
+from streampack.sources import OpenedSource, open_source, open_tokenizer
 from streampack_services import logs
 from streampack_services.progress import Overall, figures, line, summary, table
 
@@ -75,7 +75,7 @@ class _Worker:
         self.process, self.pipe = self.start(self.name)
 
 
-def open_sources(config: ProducerConfig) -> dict[str, Source]:
+def open_sources(config: ProducerConfig) -> dict[str, OpenedSource]:
     """The sources of a configuration, by stream. Raises ConfigError or SourceError naming the stream."""
     sources = {}
     for name, settings in config.streams.items():

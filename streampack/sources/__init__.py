@@ -24,7 +24,7 @@ datasets; pyarrow and fsspec only where a format or URL needs them.
 import importlib
 
 from streampack.sources.order import Cursor
-from streampack.sources.records import Record, Sample, Source
+from streampack.sources.records import OpenedSource, Record, Sample, Source
 from streampack.sources.settings import SourceSettings, check_settings
 from streampack.sources.sharded import ShardedSource, digest_of
 from streampack.sources.tokenizers import (
@@ -37,6 +37,7 @@ from streampack.sources.tokenizers import (
 
 __all__ = [
     "Cursor",
+    "OpenedSource",
     "Record",
     "Sample",
     "Source",
@@ -49,7 +50,7 @@ __all__ = [
 ]
 
 
-def open_source(settings: SourceSettings, tokenizer: Tokenizer | None = None) -> Source:
+def open_source(settings: SourceSettings, tokenizer: Tokenizer | None = None) -> OpenedSource:
     """The source that ``settings`` name; texts go through ``tokenizer`` (None: bytes, with an end-of-text id).
 
     Looks at names and sizes, and at a few bytes where shards are pieces of files; a file is indexed when its turn

@@ -170,9 +170,8 @@ def refuse_compressed(file: ShardFile, first: bytes) -> None:
 
 
 def find(shards: str | Sequence[str] | None, path: str | None) -> list[str]:
-    """The paths and URLs that ``shards`` (patterns) or ``path`` (one, as it is) name; local ones absolute."""
-    paths = [path] if path is not None else expand(shards or ())
-    return [found if is_url(found) else os.path.abspath(found) for found in paths]
+    """The paths and URLs that ``shards`` (patterns) or ``path`` (one, as it is) name."""
+    return [path] if path is not None else expand(shards or ())
 
 
 def expand(shards: str | Sequence[str]) -> list[str]:
@@ -236,7 +235,7 @@ def _expand_glob(path: str) -> list[str]:
 
 
 def measure(paths: Sequence[str]) -> list[File]:
-    """Each path (absolute, or a URL) with its size in bytes, and its name under the folder common to all.
+    """Each path or URL with its size in bytes, and its name under the folder common to all; paths made absolute.
 
     Raises SourceError for what is not there or is no file.
     """
@@ -255,14 +254,14 @@ def measure(paths: Sequence[str]) -> list[File]:
             files.append(File(path, name, sizes[path], None))
         else:
             status = _stat(path)
-            files.append(File(path, name, status.st_size, status.st_mtime_ns))
+            files.append(File(place, name, status.st_size, status.st_mtime_ns))
     return files
 
 
 def _place(path: str) -> str:
     """A path as if all were in one tree; without a URL's query, which may hold a secret that changes."""
     scheme, url, rest = path.partition("://")
-    return os.path.normpath(f"/{scheme}/{rest.partition('?')[0]}") if url else path
+    return os.path.normpath(f"/{scheme}/{rest.partition('?')[0]}") if url else os.path.abspath(path)
 
 
 def _stat(path: str) -> os.stat_result:

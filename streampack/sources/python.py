@@ -28,7 +28,7 @@ from typing import Any
 from streampack.core.fields import Field
 from streampack.errors import ConfigError, SourceError
 from streampack.sources.order import Cursor
-from streampack.sources.records import Format, OpenShard, Record, Sample, Shard, Source
+from streampack.sources.records import Format, OpenedSource, OpenShard, Record, Sample, Shard
 from streampack.sources.rows import RowReader, ids_of
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import NO_TOKENS, ShardedSource, check_read, digest_of, pieces
@@ -38,7 +38,7 @@ Items = Callable[[int, int], Iterable[object]]
 """(partition, partitions) -> its items, from the first on."""
 
 
-def open_python(settings: SourceSettings, tokenizer: Tokenizer) -> Source:
+def open_python(settings: SourceSettings, tokenizer: Tokenizer) -> OpenedSource:
     """What open_source calls. Raises ConfigError for what cannot be imported, or read more than once."""
     path = settings.path or ""
     thing = _import(path)
@@ -126,7 +126,7 @@ def _indexed(settings: SourceSettings, tokenizer: Tokenizer, items: Any, words: 
 
 def _replayed(
     settings: SourceSettings, tokenizer: Tokenizer, words: tuple[str, ...], items: Items, *, divided: bool
-) -> Source:
+) -> OpenedSource:
     format_ = Format([], 1, _no_shards, (*words, "divided" if divided else "replayed"))
     return ReplayedSource(settings, tokenizer, items, digest_of(settings, format_, tokenizer), divided)
 

@@ -46,14 +46,12 @@ class Source(Protocol):
     """Data that can be read again from any cursor.
 
     ``digest`` (hex) covers the files' names under their common folder and sizes, the keys, ``shuffle`` and the
-    tokenizer: equal on all hosts that see the same data. ``num_files``; ``num_shards``: what the partitions divide
-    between them: files, or pieces of them.
+    tokenizer: equal on all hosts that see the same data. ``num_shards``: what the partitions divide between them:
+    files, or pieces of them.
     """
 
     @property
     def digest(self) -> str: ...
-    @property
-    def num_files(self) -> int: ...
     @property
     def num_shards(self) -> int: ...
 
@@ -75,6 +73,13 @@ class Source(Protocol):
         for arguments that cannot be, SourceError for files that are gone, broken or changed, or that ``start``
         was not made with.
         """
+
+
+class OpenedSource(Source, Protocol):
+    """What open_source gives: a Source that knows its files."""
+
+    @property
+    def num_files(self) -> int: ...
 
 
 class Shard(Protocol):

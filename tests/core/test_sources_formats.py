@@ -19,7 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.errors import ConfigError, SourceError
-from streampack.sources import Record, Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
+from streampack.sources import (
+    OpenedSource,
+    Record,
+    Source,
+    SourceSettings,
+    TokenizerSettings,
+    open_source,
+    open_tokenizer,
+)
 
 PLAIN = open_tokenizer(TokenizerSettings(append_eos=False))
 SIZES = (5, 0, 70, 1, 12)  # samples a file; the second has none
@@ -185,7 +193,7 @@ WRITERS: dict[str, Callable[[Path], SourceSettings]] = {
 
 
 @pytest.fixture(scope="module", params=list(WRITERS))
-def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Source:
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenedSource:
     """The same texts in every format."""
     return open_source(WRITERS[request.param](tmp_path_factory.mktemp("files")), PLAIN)
 
@@ -222,7 +230,9 @@ def test_going_on_from_any_cursor_gives_exactly_the_rest(
     assert list(map(as_data, rest)) == whole[at + skip :]
 
 
-def test_passes_differ_in_their_order_where_items_can_be_sought(source: Source, request: pytest.FixtureRequest) -> None:
+def test_passes_differ_in_their_order_where_items_can_be_sought(
+    source: OpenedSource, request: pytest.FixtureRequest
+) -> None:
     first, second = _halves([text_of(r) for r in source.read(0, 1, seed=3, passes=2)])
     assert sorted(first) == sorted(second) == EVERY
     kept = request.node.callspec.params["source"] in ("python generator", "python iterable", "python divided")
@@ -233,7 +243,7 @@ def _halves(items: list[str]) -> tuple[list[str], list[str]]:
     return items[: len(items) // 2], items[len(items) // 2 :]
 
 
-def test_digests_and_their_numbers_of_files(source: Source, request: pytest.FixtureRequest) -> None:
+def test_digests_and_their_numbers_of_files(source: OpenedSource, request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.params["source"]
     files = {"megatron": 2 * len(SIZES), "file": len(EVERY)}.get(name, 0 if "python" in name else len(SIZES))
     assert source.num_files == files
