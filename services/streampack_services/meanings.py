@@ -81,7 +81,13 @@ MEANINGS: dict[str, dict[str, str]] = {
     "SourceSettings": {
         "source": "format of the files",
         "shards": "files: a path, pattern or glob, or a list of these",
+        "path": "one file, folder, prefix or import path, as it is written",
         "text_key": "where the text is",
+        "messages_key": "where the chat is",
+        "prompt_key": "where the prompt is",
+        "completion_key": "where its answer is",
+        "fields": "a declared field's name to its key, where they differ",
+        "unit": "what of a text is a sample",
         "tokens_key": "where the ids are",
         "shuffle": "shards and samples in another order in every pass",
     },

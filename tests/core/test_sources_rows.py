@@ -17,6 +17,7 @@ from streampack.core.fields import Field
 from streampack.errors import ConfigError
 from streampack.sources import Record, SourceSettings, open_source
 from streampack.sources.rows import RowReader, as_field
+from streampack.sources.tokenizers import BytesTokenizer
 from tests.core.test_sources_formats import PLAIN, arrow_stream
 
 ADVANTAGES = Field(name="advantages", dtype="float32", align="target")
@@ -240,9 +241,7 @@ def test_nulls_that_a_table_adds_to_messages_are_taken_out(tmp_path: Path) -> No
     pq.write_table(pa.table({"messages": [talk]}), tmp_path / "a.parquet")
     seen: list[Any] = []
 
-    class Spy:
-        name, digest, vocab_size, encode, encode_pair = "spy", "", None, PLAIN.encode, PLAIN.encode_pair
-
+    class Spy(BytesTokenizer):
         def encode_chat(self, messages: object, tools: object = None) -> str:
             seen.extend((messages, tools))
             return "seen"

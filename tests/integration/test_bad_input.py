@@ -68,7 +68,8 @@ def test_an_unknown_key_is_named_with_its_path(tmp_path: Path) -> None:
 def test_an_unknown_key_of_a_producer_is_named(tmp_path: Path) -> None:
     source = {"source": "jsonl", "files": "x.jsonl", "shards": "x.jsonl"}
     line = produce_line(tmp_path, "tcp://127.0.0.1:1", "web", source, 2)
-    assert "producer.yaml: streams.web: got the unknown key 'files', expected one of: source, shards" in line
+    assert "producer.yaml: streams.web: got the unknown key 'files', expected" in line
+    assert "source, shards, path" in line
 
 
 @pytest.mark.parametrize(
