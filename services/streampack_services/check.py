@@ -200,7 +200,7 @@ def _follows_producer(config: ProducerConfig) -> Iterator[Value]:
         path = f"streams.{name}"
         yield _derived(f"{path}.files", source.num_files, "found")
         yield _derived(
-            f"{path}.shards", source.num_shards, "files, or pieces of them; a partition without gives nothing"
+            f"{path}.num_shards", source.num_shards, "files, or pieces of them; a partition without gives nothing"
         )
         yield _derived(f"{path}.digest", source.digest, "of names, sizes and tokenizer: the same on every host")
         tokenizer = open_tokenizer(config.streams[name].tokenizer or config.tokenizer)
