@@ -247,26 +247,36 @@ def health(
 
 @app.command()
 def check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="broker.yaml or producer.yaml.")], as_json: AsJson = False
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="broker.yaml or producer.yaml.")],
+    samples: Annotated[
+        int, typer.Option("--samples", metavar="N", min=0, help="Show a producer's first samples of each stream, too.")
+    ] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Check a configuration and explain it.
 
     Prints every value, the line or default that it came from and what it means;
     then what follows: tokens a step, meshes that it can serve, how memory is
-    shared out, the files of a producer. Starts nothing.
+    shared out, the files of a producer. With --samples, what a producer's first
+    samples are as tokens, and which of them are learned. Starts nothing.
 
     \b
     Example:
         streampack check broker.yaml
+        streampack check producer.yaml --samples 2
     """
     from streampack_services import check as checking
+    from streampack_services import preview as previewing
 
     _import_from_here()
     found = checking.check(file)
+    if samples:
+        found["samples"] = previewing.preview(file, samples)
     if as_json:
         print(json.dumps(found))
     else:
         checking.show_check(found, file)
+        previewing.show_preview(found.get("samples", {}))
 
 
 @app.command()
