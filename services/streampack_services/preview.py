@@ -9,15 +9,18 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
 from streampack.config import ProducerConfig, read_either
+from streampack.core.fields import LOSS_MASK, Field
 from streampack.errors import UserError
 from streampack.sources import Record, Tokenizer, open_tokenizer
 from streampack_services.producer import open_sources
 
 Tree = dict[str, Any]
+_MASK = (Field(name=LOSS_MASK, dtype="uint8", align="target"),)
 
 
 def preview(file: Path, samples: int) -> dict[str, list[Tree]]:
@@ -28,17 +31,19 @@ def preview(file: Path, samples: int) -> dict[str, list[Tree]]:
     config = read_either(file)
     if not isinstance(config, ProducerConfig):
         raise UserError(f"{file}: got a broker's configuration, expected a producer.yaml: only producers read samples")
+    streams = {name: msgspec.structs.replace(stream, fields={}) for name, stream in config.streams.items()}
+    config = msgspec.structs.replace(config, streams=streams)  # which fields a run has is in broker.yaml
     found = {}
     for name, source in open_sources(config).items():
         tokenizer = open_tokenizer(config.streams[name].tokenizer or config.tokenizer)
-        records = source.read(0, 1, seed=0, passes=1)
+        records = source.read(0, 1, seed=0, passes=1, fields=_MASK)
         found[name] = [_sample(record, tokenizer) for record in islice(records, samples)]
     return found
 
 
 def _sample(record: Record, tokenizer: Tokenizer) -> Tree:
-    """``where``, ``reason`` (None when good), ``num_tokens``, ``num_learned``; ``parts``: texts, and whether learned."""
-    learned = record.fields.get("loss_mask")
+    """``where``, ``reason`` (None when good), ``num_tokens``, ``num_learned``, ``parts``: text and whether learned."""
+    learned = record.fields.get(LOSS_MASK)
     mask = [1] * len(record.tokens) if learned is None else learned.tolist()
     parts, place = [], 0
     for value, run in groupby(mask):
