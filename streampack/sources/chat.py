@@ -106,7 +106,8 @@ def pair_messages(prompt: object, completion: object) -> list[Any] | None:
 def _read(message: object) -> Message | None:
     if not isinstance(message, Mapping):
         return None
-    raw = {key: value for key, value in message.items() if key not in ("train", "weight")}
+    ours, null = ("train", "weight"), ("content", "value")  # tables give every message every key: null is not there
+    raw = {key: value for key, value in message.items() if key not in ours and (value is not None or key in null)}
     if "role" not in raw and "from" in raw:
         role = raw.pop("from")
         raw["role"] = _SHAREGPT.get(role, role) if isinstance(role, str) else role

@@ -435,6 +435,13 @@ def test_what_is_no_chat_has_a_reason(messages: object, reason: str) -> None:
     assert read_messages(messages) == reason
 
 
+def test_a_key_that_is_null_is_not_there() -> None:
+    read = read_messages([{"role": "assistant", "content": None, "tool_calls": None, "train": None, "weight": None}])
+    assert not isinstance(read, str)
+    assert read[0].raw == {"role": "assistant", "content": None}
+    assert read[0].train
+
+
 def test_sharegpt_rows_are_chats(folders: dict[str, Path]) -> None:
     rows = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": None}]
     encoded = opened_once(folders["chatml"]).encode_chat(rows)
