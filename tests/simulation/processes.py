@@ -183,11 +183,11 @@ class ProducerProcess(Process):
 
     kind = "producer"
 
-    def __init__(self, world: World, name: str, streams: list[str]) -> None:
+    def __init__(self, world: World, name: str, streams: list[str], pid: int) -> None:
         self.name, self.streams = name, streams
         self._at: dict[tuple[Key, Session], int] = {}
         offers = [Offer(stream=stream, source_digest="data") for stream in streams]
-        self.session = ProducerSession(run=0, producer=name, host="host", pid=1, offers=offers)
+        self.session = ProducerSession(run=0, producer=name, host="host", pid=pid, offers=offers)
         super().__init__(world, self.session)
 
     def leave(self) -> None:

@@ -185,9 +185,9 @@ class World:
             late = rng.random() < 0.3
             self.clock.after(rng.uniform(0, 3) if late else rng.random() * 0.2, self._start_client, mesh, 0, b"")
 
-    def _start_producer(self, streams: list[str]) -> None:
+    def _start_producer(self, streams: list[str], name: str = "") -> None:
         self._num_names += 1
-        self.producers.append(ProducerProcess(self, f"producer{self._num_names}", streams))
+        self.producers.append(ProducerProcess(self, name or f"producer{self._num_names}", streams, self._num_names))
 
     def _start_client(self, mesh: Mesh, next_step: int, chain: bytes) -> None:
         self._num_names += 1
@@ -231,19 +231,20 @@ class World:
         return [producer for producer in self.producers if producer.alive]
 
     def _kill_producer(self) -> None:
-        self._replace_producer(lambda producer: producer.kill())
+        self._replace_producer(lambda producer: producer.kill(), same_name=self.rng.random() < 0.5)
 
     def _stop_producer(self) -> None:
         self._replace_producer(lambda producer: producer.leave())
 
-    def _replace_producer(self, end: object) -> None:
+    def _replace_producer(self, end: object, same_name: bool = False) -> None:
         alive = self._alive_producers()
         if alive:
             producer = self.rng.choice(alive)
             self.note("ends", producer.name)
             assert callable(end)
             end(producer)
-            self.clock.after(self.rng.uniform(0, 3), self._start_producer, producer.streams)
+            name = producer.name if same_name else ""
+            self.clock.after(self.rng.uniform(0, 3), self._start_producer, producer.streams, name)
 
     def _any_process(self) -> Process | None:
         alive: list[Process] = [*self._alive_producers(), *(c for c in self.clients.values() if c.alive)]
