@@ -50,6 +50,7 @@ def local(
     weights: Mapping[str, float] | None = None,
     text_key: str | None = None,
     tokens_key: str | None = None,
+    fields: Mapping[str, Mapping[str, Any]] | None = None,
     tokens: str = "int32",
     memory: str | int = "1GiB",
     http: str | None = None,
@@ -58,14 +59,15 @@ def local(
     """The loader that ``connect`` gives, with no daemon: for notebooks, tests and training on one GPU.
 
     ``source``: files, as a path, a glob, a brace pattern or a list of these, the format being that of their
-    extension; or rows in memory: any sequence or iterable of texts, of sequences of token ids, or of dicts that hold
-    one of them (``text``, ``tokens``, ``input_ids``, or what ``text_key`` or ``tokens_key`` says), such as a list or
-    a ``datasets.Dataset``; or a dict of streams, each one of these or a dict of a stream's settings of broker.yaml
-    and producer.yaml. A list of strings is one of files where each ends in a known extension, else of texts.
-    ``tokenizer``: ``bytes``, ``package.module:function``, its settings as a dict, or any callable (or object with
-    ``encode``) from a text to ids. ``packs`` of ``budget`` tokens make a step; ``weights`` are the streams' shares of
-    the tokens. ``memory`` is raised to what the rest needs. ``http``: ``host:port`` to serve status and metrics on.
-    The others, and their defaults, are those of broker.yaml; ``client``: arguments of ``connect``.
+    extension, or the folder of a saved dataset; or rows in memory: any sequence or iterable of texts, of sequences of
+    token ids, or of dicts with what a row of a file may have, such as a list or a ``datasets.Dataset``; or a dict of
+    streams, each one of these or a dict of a stream's settings of broker.yaml and producer.yaml. A list of strings is
+    one of files where each ends in a known extension, else of texts.
+    ``tokenizer``: ``bytes``, a tokenizer.json or its folder, ``package.module:function``, its settings as a dict, or
+    any callable (or object with ``encode``) from a text to ids. ``fields``: what samples carry beside their tokens, as
+    in broker.yaml; chats need ``{"loss_mask": {}}``. ``packs`` of ``budget`` tokens make a step; ``weights`` are the
+    streams' shares of the tokens. ``memory`` is raised to what the rest needs. ``http``: ``host:port`` to serve status
+    and metrics on. The others, and their defaults, are those of broker.yaml; ``client``: arguments of ``connect``.
 
     Iterating again after the end begins again at step 0. Errors of any of its threads (a broken file, a sample that
     is too long) are raised where the packs are taken. Steps are those that a broker with the same settings serves.
@@ -88,6 +90,7 @@ def local(
         "seed": seed,
         "tokens": tokens,
         "memory": memory,
+        "fields": fields or {},
         "rules": {
             "packer": packer, "budget": budget, "window": {"samples": window}, "step": {"packs": packs},
             "align": {"sample": align, "pack": align}, "overlong": overlong, "poison": poison, "tail": tail,

@@ -8,7 +8,7 @@ once, so that it can be resumed nowhere but where it is.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,25 +16,23 @@ import numpy as np
 
 from streampack.core.fields import Field
 from streampack.errors import SourceError, StreampackError, UserError
-from streampack.sources import Cursor, Record, Tokenizer
+from streampack.sources import Cursor, Record, SourceSettings, Tokenizer
 from streampack.sources.order import sample_order
-from streampack.sources.tokenizers import Encoded, Tokens, as_encoded
-
-KEYS = ("text", "tokens", "input_ids")
-"""Where a row that is a dict has its text or its ids, the first that it has."""
-_NO_TOKENS: Tokens = np.empty(0, np.int32)
+from streampack.sources.python import ItemReader
+from streampack.sources.settings import as_words
+from streampack.sources.sharded import NO_TOKENS
 
 
 class InMemory:
-    """A ``Source`` of one partition over ``rows``: texts, sequences of ids, or dicts with either under ``keys``."""
+    """A ``Source`` of one partition over ``rows``: what the source ``python`` takes as items, with its settings."""
 
     num_shards = 1
 
-    def __init__(self, rows: Iterable[Any], keys: Sequence[str], tokenizer: Tokenizer, shuffle: bool) -> None:
-        self._rows, self._keys, self._tokenizer, self._shuffle = rows, keys, tokenizer, shuffle
+    def __init__(self, rows: Iterable[Any], settings: SourceSettings, tokenizer: Tokenizer) -> None:
+        self._rows, self._settings, self._tokenizer = rows, settings, tokenizer
         self._once = iter(rows) if isinstance(rows, Iterator) else None
         self._taken = 0
-        words = ("streampack-in-memory-1", type(rows).__qualname__, str(shuffle), tokenizer.digest, *keys)
+        words = ("streampack-in-memory-1", type(rows).__qualname__, repr(as_words(settings)), tokenizer.digest)
         self.digest = hashlib.sha256("\0".join(words).encode()).hexdigest()
 
     def check_passes(self) -> None:
@@ -49,6 +47,11 @@ class InMemory:
         """See ``Source.read``. Raises SourceError if an iterator is to be read again."""
         if (partition, partitions) != (0, 1):
             raise UserError(f"partitions: got {partitions}, expected 1: rows in memory are one partition")
+        return self._walk(ItemReader(self._settings, self._tokenizer, fields), seed, passes, start, skip)
+
+    def _walk(
+        self, reader: ItemReader, seed: int, passes: int | None, start: Cursor | None, skip: int
+    ) -> Iterator[Record]:
         pass_, first = (start.pass_, start.sample) if start else (0, 0)
         while passes is None or pass_ < passes:
             done = first
@@ -56,9 +59,11 @@ class InMemory:
                 if skip:
                     skip -= 1
                     continue
-                got = self._load(row)
-                tokens, reason = (_NO_TOKENS, got) if isinstance(got, str) else (got.tokens, None)
-                yield Record(tokens, reason, f"row {number}", Cursor(pass_, 0, done))
+                got, where, cursor = reader(row), f"row {number}", Cursor(pass_, 0, done)
+                if isinstance(got, str):
+                    yield Record(NO_TOKENS, got, where, cursor)
+                else:
+                    yield Record(got.tokens, None, where, cursor, got.fields)
             if not done:
                 return  # no rows: for ever would be a busy loop
             pass_, first = pass_ + 1, 0
@@ -71,7 +76,9 @@ class InMemory:
                 yield from self._further(self._once, pass_, first)
             elif hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):
                 count = len(rows)
-                order = sample_order(count, seed=seed, pass_=pass_, shard=0) if self._shuffle else np.arange(count)
+                order = (
+                    sample_order(count, seed=seed, pass_=pass_, shard=0) if self._settings.shuffle else np.arange(count)
+                )
                 for number in order[first:].tolist():
                     yield number, rows[number]
             else:
@@ -90,11 +97,3 @@ class InMemory:
         for number, row in enumerate(rows, first):
             self._taken = number + 1
             yield number, row
-
-    def _load(self, row: object) -> Encoded | str:
-        if isinstance(row, Mapping):
-            found = next((key for key in self._keys if key in row), None)
-            if found is None:
-                return "missing"
-            row = row[found]
-        return self._tokenizer.encode(row) if isinstance(row, str) else as_encoded(row)

@@ -27,17 +27,21 @@ from streampack.errors import ConfigError, InternalError, StreampackError, UserE
 from streampack.packs import Pack, Step
 from streampack.producer import ProducerLoop
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
+from streampack.sources.settings import check_settings
 from streampack.sources.tokenizers import CallableTokenizer, Tokenizer
 from streampack_services.broker import BrokerService, plan
 from streampack_services.http import HttpServer
-from streampack_services.in_memory import KEYS, InMemory
+from streampack_services.in_memory import InMemory
 
 log = logging.getLogger("streampack.local")
 
 STOP_S = 10.0
 _LONGEST_PATH = 100
 _OF_BROKER = {field.name for field in fields(StreamSettings)}
-FORMATS = {".tar": "webdataset", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+FORMATS = {
+    ".tar": "webdataset", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text",
+    ".bin": "megatron", ".idx": "megatron",
+}  # fmt: skip
 Open = Callable[[contextlib.ExitStack], tuple[streampack.Client, str | None]]
 
 
@@ -151,22 +155,30 @@ def _stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any) -> 
 
 def _source(given: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> Source:
     """A format's name with its settings, files, or rows in memory."""
-    if isinstance(given, str) and (given in FORMATS.values() or "shards" in settings or "path" in settings):
-        return open_source(convert({"source": given, **settings}, SourceSettings, "source"), tokenizer)
+    if isinstance(given, str) and ("shards" in settings or "path" in settings):
+        return _open(settings | {"source": given}, tokenizer)
     if _is_files(given):
         files = [os.fspath(each) for each in (given if isinstance(given, list | tuple) else [given])]
         formats = {_format(file) for file in files}
         if len(formats) > 1:
             raise UserError(f"got files of the formats {', '.join(sorted(formats))}, expected one: make them streams")
-        tree = {"source": formats.pop(), "shards": files, **settings}
-        return open_source(convert(tree, SourceSettings, "source"), tokenizer)
+        found = formats.pop()
+        if found == "megatron":  # the two files of one are named by what they share
+            files = list(dict.fromkeys(os.path.splitext(file)[0] for file in files))
+        return _open(settings | {"source": found, "shards": files}, tokenizer)
     if isinstance(given, bytes) or (not isinstance(given, Iterable) and not hasattr(given, "__getitem__")):
         raise UserError(f"got a {type(given).__name__}, expected files, or rows: texts, lists of ids, or dicts of them")
-    keys = [key for key in (settings.pop("text_key", None), settings.pop("tokens_key", None)) if key] or KEYS
-    shuffle = settings.pop("shuffle", True)
-    if settings:
-        raise ConfigError(f"got {', '.join(settings)}, expected text_key, tokens_key or shuffle for rows in memory")
-    return InMemory(given, keys, tokenizer, shuffle)
+    return InMemory(given, _settings(settings | {"source": "python", "path": "rows in memory"}), tokenizer)
+
+
+def _open(settings: dict[str, Any], tokenizer: Tokenizer) -> Source:
+    return open_source(_settings(settings), tokenizer)
+
+
+def _settings(tree: dict[str, Any]) -> SourceSettings:
+    settings = convert(tree, SourceSettings, "source")
+    check_settings(settings)
+    return settings
 
 
 def _is_files(given: Any) -> bool:
@@ -184,18 +196,20 @@ def _extension(path: str | os.PathLike[str]) -> str:
 
 
 def _format(path: str) -> str:
-    found = FORMATS.get(_extension(path))
+    found = "huggingface" if os.path.isdir(path) else FORMATS.get(_extension(path))
     if found is None:
         raise UserError(
-            f"got {path[:200]!r}, expected a file that ends in {', '.join(FORMATS)}: name the format with a dict of a "
-            f"stream's settings, or put a text into a list"
+            f"got {path[:200]!r}, expected a file that ends in {', '.join(FORMATS)}, or the folder of a saved dataset: "
+            f"name the format with a dict of a stream's settings, or put a text into a list"
         )
     return found
 
 
 def _tokenizer(given: Any) -> Tokenizer:
-    if isinstance(given, str):
-        return open_tokenizer(TokenizerSettings(name=given))
+    if isinstance(given, str | os.PathLike):
+        path = os.fspath(given)
+        is_file = isinstance(given, os.PathLike) or path.endswith(".json") or os.path.isdir(path)
+        return open_tokenizer(TokenizerSettings(file=path) if is_file else TokenizerSettings(name=path))
     if isinstance(given, Mapping):
         return open_tokenizer(convert(dict(given), TokenizerSettings, "tokenizer"))
     encode = getattr(given, "encode", given)
@@ -206,6 +220,8 @@ def _tokenizer(given: Any) -> Tokenizer:
         found = encode(text)
         return getattr(found, "ids", found)
 
+    if callable(chat := getattr(given, "encode_chat", None)):
+        ids_of.encode_chat = chat  # type: ignore[attr-defined]
     return CallableTokenizer(getattr(given, "__qualname__", type(given).__qualname__), ids_of)
 
 

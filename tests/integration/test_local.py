@@ -16,8 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 import streampack as sp
 from streampack.errors import ConfigError, PeerError, SampleError, SourceError, UserError
@@ -157,6 +160,23 @@ def test_an_iterator_is_read_once_and_then_says_so() -> None:
         sp.local(iter([[1]]), repeat=True)
 
 
+def test_the_format_is_that_of_the_extension(tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("one\ntwo\n")
+    parquet.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "rows.parquet")
+    datasets.Dataset.from_dict({"text": ["one", "two"]}).save_to_disk(tmp_path / "saved")
+    for name in ("lines.txt", "rows.parquet", "saved"):
+        with sp.local(tmp_path / name, budget=16) as loader:
+            assert sorted(texts_of(loader)) == ["one", "two"], name
+
+
+def test_chats_in_memory_are_learned_by_their_answers() -> None:
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    with sp.local([{"messages": chat}], budget=64, fields={"loss_mask": {}}) as loader:
+        pack = next(loader)
+    learned = pack.labels[pack.labels != -100].tolist()
+    assert learned == [*b"yes", 256]
+
+
 # Errors
 
 
@@ -189,7 +209,7 @@ def test_a_broken_file_is_raised_where_packs_are_taken(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
     for wrong, kind, said in (
-        ({"source": "no_such_file.jsonl"}, SourceError, "data: no_such_file.jsonl: cannot be read"),
+        ({"source": "no_such_file.jsonl"}, SourceError, "no_such_file.jsonl: cannot be read"),
         ({"source": "a text"}, UserError, "data: got 'a text', expected a file that ends in"),
         ({"source": 7}, UserError, "data: got a int, expected files, or rows"),
         ({"source": ["a.tar", "b.jsonl"]}, UserError, "data: got files of the formats jsonl, webdataset"),
@@ -197,7 +217,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> Non
         ({"source": [[1]], "packer": "best"}, ConfigError, "rules.packer: got 'best'"),
         ({"source": [[1]], "mesh": {"dp": 2}}, UserError, "local is one rank's loader"),
         ({"source": [[1]], "weights": {"web": 1}}, UserError, "weights: got web, expected streams: data"),
-        ({"source": {"a": {"source": [[1]], "wieght": 1}}}, ConfigError, "a: got wieght, expected"),
+        ({"source": {"a": {"source": [[1]], "wieght": 1}}}, ConfigError, "a: source: got the unknown key 'wieght'"),
         ({"source": [[1]], "prefetsch": 3}, TypeError, "prefetsch"),
         ({"source": [[1]], "prefetch": 0}, UserError, "prefetch=0"),
         ({"source": [[1]], "tokenizer": 5}, UserError, "tokenizer: got a int"),
