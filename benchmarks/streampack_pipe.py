@@ -98,7 +98,7 @@ def _produce(report: Connection, endpoint: str) -> None:
 
 
 def _client(report: Connection, endpoint: str, seconds: float) -> None:
-    with streampack.connect(endpoint) as client:
+    with streampack.connect(endpoint, format="numpy") as client:
         packs = iter(client)
         next(packs)
         warm_at = time.perf_counter() + WARM_UP_S

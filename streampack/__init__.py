@@ -9,8 +9,9 @@ from streampack.client import Client, connect
 from streampack.core.messages import Mesh
 from streampack.core.packers import pack_lengths
 from streampack.errors import StreampackError
+from streampack.invariants import verify
 from streampack.local import local
 from streampack.packs import Pack, Step
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Client", "Mesh", "Pack", "Step", "StreampackError", "connect", "local", "pack_lengths"]
+__all__ = ["Client", "Mesh", "Pack", "Step", "StreampackError", "connect", "local", "pack_lengths", "verify"]

@@ -11,22 +11,23 @@ import json
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from streampack import wire
 from streampack.core.client_session import Broken, ClientSession, Deliver, Detach, Ended, Returned
 from streampack.core.events import Effect, FromBroker, Send, Tick
 from streampack.core.messages import Mesh
+from streampack.core.rules import Rules
 from streampack.errors import (
     InternalError,
     MeshError,
@@ -37,7 +38,9 @@ from streampack.errors import (
     UserError,
     WireError,
 )
-from streampack.packs import FORMATS, Pack, Step, build_step
+from streampack.formats import Views, real_tokens
+from streampack.packs import Step, build_step
+from streampack.ranks import mesh_of
 from streampack.slabs import Slabs
 from streampack.transport import Dealer, Poller, Waker, drain
 
@@ -48,14 +51,21 @@ SAY_S = 5.0
 MAX_MESSAGE_BYTES = 1 << 30
 STATS_S = 1.0
 _WAITS_KEPT = 4096
+_TWICE = (
+    "would read everything again, expected the trainer's own process: connect there and take "
+    "DataLoader(loader, batch_size=None, num_workers=0); the client prefetches by itself"
+)
 
 
 def connect(
     endpoint: str | None = None,
     *,
     feed: str = "train",
-    mesh: Mesh | Mapping[str, int] | None = None,
-    format: str = "numpy",
+    mesh: Any = None,
+    order: str | None = None,
+    format: str | None = None,
+    device: Any = None,
+    verify: bool = False,
     prefetch: int = 2,
     timeout_s: float = 60.0,
 ) -> Client:
@@ -63,9 +73,12 @@ def connect(
 
     ``endpoint``: the broker's trainers' address, ``tcp://host:port`` or ``ipc:///path``, or
     ``file://`` and its rendezvous file; by default the environment's STREAMPACK_ENDPOINT.
-    ``mesh``: sizes and ranks, such as ``{"dp": 8, "dp_rank": 3}``; one rank by default.
-    ``prefetch``: steps kept ready beyond the one in use. ``timeout_s``: how long a broker may
-    take to answer at first.
+    ``mesh``: a torch DeviceMesh; or sizes and ranks, such as ``{"dp": 8, "dp_rank": 3}``; or sizes alone
+    with the ``order`` in which RANK counts, such as ``"tp-cp-dp-pp"``; one rank by default.
+    ``format``: ``thd``, the pack as torch tensors (default where torch is installed); ``hf`` or
+    ``hf_shifted``, transformers' arguments; ``numpy``. ``device``: where its tensors are copied ahead of use.
+    ``verify``: assert every invariant of every step. ``prefetch``: steps kept ready beyond the one in use.
+    ``timeout_s``: how long a broker may take to answer at first.
 
     Raises UserError for arguments that cannot be; MeshError if the rules cannot serve this mesh or
     another holds the rank, Unreachable if nobody answers.
@@ -74,20 +87,24 @@ def connect(
     ...     for pack in loader:
     ...         train(pack.input_ids, pack.labels, pack.position_ids)
     """
-    if format not in FORMATS:
-        raise UserError(f"got format {format!r}, expected one of: {', '.join(FORMATS)}")
     if not isinstance(prefetch, int) or prefetch < 1:
         raise UserError(f"got prefetch={prefetch!r}, expected at least 1 step")
-    return Client(_endpoint(endpoint, timeout_s), feed, _mesh(mesh), prefetch, timeout_s)
+    place = mesh_of(mesh, order)
+    views = Views(format, place, device, verify)
+    _introduce_to_torch()
+    return Client(_endpoint(endpoint, timeout_s), feed, place, prefetch, timeout_s, views)
 
 
-def _mesh(mesh: Mesh | Mapping[str, int] | None) -> Mesh:
-    if isinstance(mesh, Mesh):
-        return mesh
-    try:
-        return msgspec.convert(dict(mesh or {}), Mesh)
-    except (msgspec.ValidationError, ValueError, TypeError) as error:
-        raise MeshError(f"mesh: {error}; expected sizes dp, cp, tp, pp and ranks dp_rank, cp_rank, ...") from None
+def _introduce_to_torch() -> None:
+    """A DataLoader takes a client for the stream that it is. Raises UserError in one of several workers."""
+    if "torch" not in sys.modules:
+        return
+    from torch.utils.data import IterableDataset, get_worker_info
+
+    worker = get_worker_info()
+    if worker is not None and worker.num_workers > 1:
+        raise UserError(f"got one of {worker.num_workers} DataLoader workers, each of which {_TWICE}")
+    IterableDataset.register(Client)
 
 
 def _endpoint(endpoint: str | None, timeout_s: float) -> str:
@@ -125,8 +142,8 @@ class Client:
     One thread of the trainer uses it, in the process that made it.
     """
 
-    def __init__(self, endpoint: str, feed: str, mesh: Mesh, prefetch: int, timeout_s: float) -> None:
-        self._endpoint, self._timeout_s, self._mesh = endpoint, timeout_s, mesh
+    def __init__(self, endpoint: str, feed: str, mesh: Mesh, prefetch: int, timeout_s: float, views: Views) -> None:
+        self._endpoint, self._timeout_s, self._mesh, self._views = endpoint, timeout_s, mesh, views
         self._session = ClientSession(
             run=0, feed=feed, reader=uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), mesh=mesh,
             prefetch=prefetch,
@@ -144,7 +161,7 @@ class Client:
         self._started = self._steady = time.monotonic()
         self._slabs = Slabs()
         self._in_use: int | None = None
-        self._packs: Iterator[Pack] = iter(())
+        self._packs: Iterator[Any] = iter(())
         dealer = Dealer(endpoint, MAX_MESSAGE_BYTES, linger_ms=500)
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-client", daemon=True)
@@ -157,10 +174,11 @@ class Client:
 
     # What a trainer uses
 
-    def __iter__(self) -> Iterator[Pack]:
+    def __iter__(self) -> Iterator[Any]:
+        self._check_process()
         return self
 
-    def __next__(self) -> Pack:
+    def __next__(self) -> Any:
         """The rank's next pack. Raises StopIteration at the end, on the same step on every rank."""
         while (pack := next(self._packs, None)) is None:
             step = self._next_step()
@@ -176,6 +194,7 @@ class Client:
 
     def _next_step(self) -> Step | None:
         """The next step, or None after the last; the one before it has been returned, whoever asks."""
+        self._check_process()
         if self._in_use is not None:
             self._returned.append(self._in_use + 1)
             self._in_use = None
@@ -185,11 +204,11 @@ class Client:
         self._note_wait(time.perf_counter() - began)
         if not self._ready:
             return None
-        step = self._ready.popleft()
+        step = self._views.arrive(self._ready.popleft())
         self._in_use = step.index
         self._counts["steps"] += 1
         self._counts["packs"] += len(step)
-        self._counts["tokens"] += sum(int(pack.cu_seqlens[-1]) for pack in step)
+        self._counts["tokens"] += sum(real_tokens(pack) for pack in step)
         return step
 
     def stats(self) -> dict[str, float]:
@@ -222,12 +241,24 @@ class Client:
     def __len__(self) -> int:
         raise TypeError("the length of a stream is not known: iterate until it ends, or count steps")
 
+    def __reduce__(self) -> str:
+        raise UserError(f"got a client to pickle; another process {_TWICE}")
+
+    @property
+    def rules(self) -> Rules:
+        """The run's recorded rules for this feed."""
+        attached = self._session.attached
+        assert attached is not None  # __init__ has waited for it
+        return attached.rules
+
     # Waiting
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UserError(f"got a client of the parent process after a fork; a process of its own {_TWICE}")
 
     def _wait_for(self, condition: Any) -> None:
         """Until ``condition()``; raises the session's error; says every 5 s what it waits for."""
-        if os.getpid() != self._pid:
-            raise PeerError("got a client of the parent process, expected one made after the fork: connect there")
         with self._changed:
             while not condition():
                 if self._error is not None:
@@ -292,6 +323,7 @@ class Client:
                 dealer.send(wire.encode(effect.envelope))
             elif isinstance(effect, Deliver):
                 step = build_step(effect.parts, effect.attached, self._mesh, self._slabs)
+                step = self._views.make(step, effect.attached.rules)
                 with self._changed:
                     self._ready.append(step)
                     self._changed.notify_all()

@@ -13,6 +13,7 @@
     │   ├── Rejected           the broker said no, and why
     │   └── WireError          a message that is damaged, hostile or of another version
     └── InternalError          our bug: an invariant does not hold
+        └── InvariantError     a batch does not hold what it promises
 
 A message says what was got, what was expected and what to do.
 """
@@ -72,3 +73,7 @@ class WireError(PeerError):
 
 class InternalError(StreampackError):
     """An invariant of streampack itself does not hold: please report it."""
+
+
+class InvariantError(InternalError):
+    """A batch does not hold what it promises; the message names the invariant, the sample and the position."""

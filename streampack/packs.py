@@ -26,7 +26,6 @@ from streampack.core.samples import I32, I64, IGNORE_INDEX
 from streampack.errors import WireError
 from streampack.slabs import Slabs
 
-FORMATS = ("numpy",)
 _TOGETHER = 16
 """Packs derived in one go: enough to share numpy's cost by the call, few enough to stay in cache."""
 
@@ -108,7 +107,8 @@ class Step:
     """One optimizer update's micro-batches for one rank, with the denominators of all ranks."""
 
     index: int
-    packs: tuple[Pack, ...]
+    packs: tuple[Any, ...]
+    """Packs, or views of them, as ``connect``'s format says."""
     num_loss_tokens: int
     """Labels that count, over all ranks and micro-batches: divide the summed loss by it."""
     num_samples: int
@@ -117,10 +117,10 @@ class Step:
     chain: str
     """Digest of this step and all before it."""
 
-    def __iter__(self) -> Iterator[Pack]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.packs)
 
-    def __getitem__(self, micro_batch: int) -> Pack:
+    def __getitem__(self, micro_batch: int) -> Any:
         return self.packs[micro_batch]
 
     def __len__(self) -> int:

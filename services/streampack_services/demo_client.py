@@ -45,7 +45,7 @@ def run_rank(endpoint: str, mesh: Mesh, work_ms: float, peers: list[Connection],
     """The process of one rank. ``peers``: to the group's first rank, or from all others."""
     found = RankReport()
     try:
-        with streampack.connect(endpoint, mesh=mesh) as loader:
+        with streampack.connect(endpoint, mesh=mesh, format="numpy") as loader:
             _train(loader, mesh, work_ms / 1000, peers, report, found)
     except (StreampackError, AssertionError, EOFError, BrokenPipeError) as error:
         found.error = f"rank {mesh}: {error or type(error).__name__}"

@@ -14,7 +14,7 @@ import pytest
 import streampack
 from streampack import client as client_module
 from streampack.config import convert
-from streampack.errors import InternalError, PeerError, UserError
+from streampack.errors import InternalError, UserError
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from tests.integration.running import RunningBroker, running_broker, write_jsonl
@@ -40,7 +40,7 @@ def broker(tmp_path: Path) -> Iterator[RunningBroker]:
 
 
 def test_packs_come_one_by_one_or_by_the_step(broker: RunningBroker) -> None:
-    with streampack.connect(broker.trainers) as loader:
+    with streampack.connect(broker.trainers, format="numpy") as loader:
         steps = loader.steps()
         first = next(steps)
         rest = [pack for step in steps for pack in step]
@@ -58,7 +58,7 @@ def test_packs_come_one_by_one_or_by_the_step(broker: RunningBroker) -> None:
 
 
 def test_arrays_stay_what_they_were_while_the_trainer_holds_them(broker: RunningBroker) -> None:
-    with streampack.connect(broker.trainers) as loader:
+    with streampack.connect(broker.trainers, format="numpy") as loader:
         packs = list(loader)
     again = [(pack.input_ids.copy(), pack.labels.copy()) for pack in packs]
     assert all((pack.input_ids[:-1][pack.labels[:-1] >= 0] == ord("t")).all() for pack in packs)
@@ -73,12 +73,12 @@ def test_a_bug_in_the_clients_thread_is_raised_where_the_trainer_waits(
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(client_module, "build_step", broken)
-    with streampack.connect(broker.trainers) as loader, pytest.raises(InternalError, match="a bug"):
+    with streampack.connect(broker.trainers, format="numpy") as loader, pytest.raises(InternalError, match="a bug"):
         next(iter(loader))
 
 
 def test_a_closed_client_says_so(broker: RunningBroker) -> None:
-    loader = streampack.connect(broker.trainers)
+    loader = streampack.connect(broker.trainers, format="numpy")
     next(iter(loader))
     loader.close()
     loader.close()
@@ -90,7 +90,7 @@ def test_a_closed_client_says_so(broker: RunningBroker) -> None:
 def use(loader: streampack.Client, said: Any) -> None:
     try:
         next(iter(loader))
-    except PeerError as error:
+    except UserError as error:
         said.put(str(error))
 
 
@@ -98,18 +98,18 @@ def use(loader: streampack.Client, said: Any) -> None:
 def test_a_client_inherited_through_a_fork_is_refused(broker: RunningBroker) -> None:
     fork = multiprocessing.get_context("fork")
     said = fork.SimpleQueue()
-    with streampack.connect(broker.trainers) as loader:
+    with streampack.connect(broker.trainers, format="numpy") as loader:
         child = fork.Process(target=use, args=(loader, said))
         child.start()
         child.join(timeout=20)
         assert child.exitcode == 0
-        assert "after the fork" in said.get()
+        assert "num_workers=0" in said.get()
         assert sum(pack.num_samples for pack in loader) == 400
 
 
 def test_steps_are_returned_whoever_asks_for_the_next(broker: RunningBroker) -> None:
     """A new iterator each time, and packs in between: all of one run."""
-    with streampack.connect(broker.trainers) as loader:
+    with streampack.connect(broker.trainers, format="numpy") as loader:
         found: list[streampack.Pack] = []
         while (step := next(loader.steps(), None)) is not None:
             found += step

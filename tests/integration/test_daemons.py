@@ -67,7 +67,10 @@ def children(daemon: Daemon) -> list[psutil.Process]:
 
 
 def test_sigterm_drains_the_broker_and_its_last_steps_are_read(tmp_path: Path) -> None:
-    with running_broker({**ENDLESS, "steps_ahead": 4}) as broker, sp.connect(broker.trainers, prefetch=1) as loader:
+    with (
+        running_broker({**ENDLESS, "steps_ahead": 4}) as broker,
+        sp.connect(broker.trainers, prefetch=1, format="numpy") as loader,
+    ):
         with running("producer", "produce", "-c", producer_config(tmp_path, broker.producers)) as producer:
             steps = loader.steps()
             assert next(steps).index == 0
@@ -87,7 +90,7 @@ def test_sigterm_drains_the_broker_and_its_last_steps_are_read(tmp_path: Path) -
 
 
 def test_a_second_signal_ends_the_broker_at_once() -> None:
-    with running_broker(ENDLESS) as broker, sp.connect(broker.trainers):
+    with running_broker(ENDLESS) as broker, sp.connect(broker.trainers, format="numpy"):
         broker.signal(signal.SIGINT)
         until(lambda: readiness(broker) == 503)
         assert broker.process.poll() is None, "a rank is attached, and may want what is formed"
@@ -119,7 +122,7 @@ def test_a_broker_ends_by_itself_when_all_is_delivered(tmp_path: Path) -> None:
         result = streampack("produce", "-c", config)
         assert result.returncode == 0, result.stderr
         assert "all delivered: read " in result.stderr
-        with sp.connect(f"file://{broker.rendezvous}") as loader:
+        with sp.connect(f"file://{broker.rendezvous}", format="numpy") as loader:
             samples = sum(int(pack.num_samples) for pack in loader)
         assert samples == 600
         assert broker.end() == 0
@@ -236,7 +239,7 @@ def test_a_broker_that_is_gone_is_waited_for_and_its_successor_served(tmp_path: 
             with running_broker({**settings, **ENDLESS}) as broker:
                 until(lambda: broker.status()["producers"] == 1)
                 broker.kill()
-            with running_broker(settings) as broker, sp.connect(broker.trainers) as loader:
+            with running_broker(settings) as broker, sp.connect(broker.trainers, format="numpy") as loader:
                 assert sum(int(pack.num_samples) for pack in loader) == 600
                 assert producer.end() == 0
             assert "all delivered" in producer.said
@@ -291,7 +294,7 @@ def test_a_share_of_the_shards_is_known_for_every_partition(tmp_path: Path) -> N
 
 
 def test_nothing_is_logged_once_a_pack(tmp_path: Path) -> None:
-    with running_broker(ENDLESS) as broker, sp.connect(broker.trainers) as loader:
+    with running_broker(ENDLESS) as broker, sp.connect(broker.trainers, format="numpy") as loader:
         config = producer_config(tmp_path, broker.producers)
         with running("producer", "produce", "-c", config):
             steps = loader.steps()

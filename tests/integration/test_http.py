@@ -41,7 +41,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
     with running_broker(settings) as broker:
         source = {"source": "jsonl", "shards": str(path / "a.jsonl")}
         config = write(path / "p.yaml", {"broker": f"file://{broker.rendezvous}", "streams": {"web": source}})
-        with sp.connect(f"file://{broker.rendezvous}") as loader:
+        with sp.connect(f"file://{broker.rendezvous}", format="numpy") as loader:
             assert streampack("produce", "-c", config).returncode == 0
             broker.num_steps = sum(1 for _ in loader.steps())
             until(lambda: all(row["stats"].get("steps") for row in broker.status()["readers"]))

@@ -40,7 +40,7 @@ def produce(endpoint: str) -> None:
 
 
 def train(endpoint: str, rank: int, pause_s: float) -> None:
-    with streampack.connect(endpoint, mesh={"dp": 2, "dp_rank": rank}) as loader:
+    with streampack.connect(endpoint, mesh={"dp": 2, "dp_rank": rank}, format="numpy") as loader:
         for _ in loader.steps():
             time.sleep(pause_s)
 

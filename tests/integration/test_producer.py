@@ -54,7 +54,7 @@ def test_a_slow_tokenizer_sends_small_chunks_and_keeps_its_lease(
     with running_broker(SETTINGS) as broker:
         thread = threading.Thread(target=ProducerLoop(broker.producers, {"text": source}).run)
         thread.start()
-        with streampack.connect(broker.trainers) as loader:
+        with streampack.connect(broker.trainers, format="numpy") as loader:
             assert sum(pack.num_samples for pack in loader) == 100
         thread.join(timeout=20)
         assert broker.said.count("joined") == 1
@@ -68,7 +68,7 @@ def test_what_a_producer_cuts_is_counted(policy: str, kept: int, tmp_path: Path)
     with running_broker(settings) as broker:
         thread = threading.Thread(target=ProducerLoop(broker.producers, {"text": source}).run)
         thread.start()
-        with streampack.connect(broker.trainers) as loader:
+        with streampack.connect(broker.trainers, format="numpy") as loader:
             samples = sum(pack.num_samples for pack in loader)
         thread.join(timeout=20)
         assert samples == kept

@@ -48,7 +48,7 @@ def sources(files: Path) -> dict[str, Source]:
 
 def read_all(broker: RunningBroker, mesh: dict[str, int] | None = None) -> tuple[list[str], set[tuple[int, ...]]]:
     """Step digests in order, and ids of the samples seen by this rank."""
-    with streampack.connect(broker.trainers, mesh=mesh) as loader:
+    with streampack.connect(broker.trainers, mesh=mesh, format="numpy") as loader:
         steps = list(loader.steps())
     return [step.digest for step in steps], {
         tuple(row) for step in steps for pack in step for row in pack.sample_ids.tolist()
@@ -124,7 +124,7 @@ def test_a_producer_killed_in_the_middle_changes_nothing(files: Path, golden: An
         first = ProducerLoop(broker.producers, sources(files), pause_s=0.02)
         thread = threading.Thread(target=first.run)
         thread.start()
-        with streampack.connect(broker.trainers) as loader:
+        with streampack.connect(broker.trainers, format="numpy") as loader:
             steps = loader.steps()
             digests = [next(steps).digest for _ in range(5)]
             config = write(tmp_path / "producer.yaml", {"broker": broker.producers, "processes": 1, "streams": streams})

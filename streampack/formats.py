@@ -1,0 +1,241 @@
+"""What a trainer gets in its framework's words: views of the canonical pack as torch tensors.
+
+A view adds nothing to a pack. ``thd`` is the pack with tensors for arrays; ``hf`` is what
+transformers' ``DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)``
+returns, for ``model(**batch)``; ``hf_shifted`` adds ``shift_labels``, so that a model need not
+shift; ``numpy`` is the pack itself. torch is imported when a view is asked for, never before.
+
+A tensor lies in the memory of the pack's array and keeps it alive; only read-only arrays and
+bfloat16 are copied. With a device, a step is copied there on a stream of its own, from pinned
+memory, while the trainer works on the one before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from streampack.core.messages import Mesh
+from streampack.core.rules import Rules
+from streampack.core.samples import IGNORE_INDEX
+from streampack.errors import UserError
+from streampack.invariants import check_step, follows
+from streampack.packs import Pack, Step
+
+if TYPE_CHECKING:
+    import torch
+
+FORMATS = ("thd", "hf", "hf_shifted", "numpy")
+_ON_HOST = frozenset({"sample_ids", "slices"})
+"""Read by the host alone: reading them must not wait for a device."""
+
+
+class View(dict[str, Any]):
+    """A pack in one format: the keys that its framework takes, and as attributes all that the pack has.
+
+    ``batch.labels`` is ``batch["labels"]``; what is no key (``batch.num_loss_tokens``, ``batch.sample_ids``,
+    declared fields in ``hf``) is there as in ``thd``. ``canonical`` is the pack itself, in numpy. A mapping made from
+    a view, ``View(view)``, as some collators do, has the keys alone.
+    """
+
+    __slots__ = ("canonical", "copied", "rest", "rules")
+    __eq__ = object.__eq__  # a dict's would compare tensors
+    __ne__ = object.__ne__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    canonical: Pack | None
+    rest: dict[str, Any]
+    """The pack's other values, tensors for arrays."""
+    rules: Rules | None
+    copied: Any
+    """The event that its copy to a device has come to its end, where there is one."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Any] | None = None,
+        canonical: Pack | None = None,
+        rest: Mapping[str, Any] | None = None,
+        rules: Rules | None = None,
+        copied: Any = None,
+    ) -> None:
+        super().__init__(values or {})
+        self.canonical, self.rest, self.rules, self.copied = canonical, dict(rest or {}), rules, copied
+
+    def __getattr__(self, name: str) -> Any:
+        if name in View.__slots__:  # not set yet, in a copy
+            raise AttributeError(name)
+        for values in (self, self.rest):
+            if name in values:
+                return values[name]
+        raise AttributeError(f"got the name {name!r}, expected one of: {', '.join([*self, *self.rest])}")
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> View:
+        """The same with its tensors on ``device``; ``sample_ids`` and ``slices`` stay with the host."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> View:
+        """The same in pinned memory, which a device copies from by itself."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def tensors(self) -> dict[int, torch.Tensor]:
+        """Every tensor that moves with the view, once, by ``id``."""
+        import torch
+
+        everything = [*self.rest.items(), *self.items()]
+        return {id(v): v for key, v in everything if key not in _ON_HOST and isinstance(v, torch.Tensor)}
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> View:
+        changed = {key: change(tensor) for key, tensor in self.tensors().items()}
+        values, rest = ({k: changed.get(id(v), v) for k, v in kind.items()} for kind in (self, self.rest))
+        return View(values, self.canonical, rest, self.rules, self.copied)
+
+
+def view(pack: Pack, format: str, rules: Rules) -> View:
+    """``pack`` in ``format``, one of the torch ones; ``rules`` say which fields are bfloat16."""
+    import torch
+
+    halves = {field.name for field in rules.fields if field.dtype == "bfloat16"}
+
+    def tensor(name: str, value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return value
+        found = torch.from_numpy(value if value.flags.writeable else value.copy())
+        return found.to(torch.bfloat16) if name in halves else found
+
+    values = {name: tensor(name, value) for name, value in pack.items()}
+    if format == "thd":
+        return View(values, pack, rules=rules)
+    return View(_hf(values, shifted=format == "hf_shifted"), pack, values, rules)
+
+
+def _hf(pack: Mapping[str, Any], shifted: bool) -> dict[str, Any]:
+    """The flattening collator's keys and dtypes. Its boundaries are the padded ones; padding behind a sample goes on
+    with its positions and ``seq_idx``, the tail is a sequence of its own, and no label counts there."""
+    import torch
+
+    bounds: torch.Tensor = pack["cu_seqlens_padded"]
+    found: dict[str, Any] = {}
+    if "input_ids" in pack:  # the middle stages of a pipeline have none
+        labels: torch.Tensor = pack["labels"]
+        # What a model shifts back: the label of token i at i + 1. -100 at each last token becomes each first's.
+        unshifted = torch.nn.functional.pad(labels[:-1], (1, 0), value=IGNORE_INDEX)
+        found = {"input_ids": pack["input_ids"][None], "labels": unshifted[None]}
+        if shifted:
+            found["shift_labels"] = labels[None]
+    numbers = torch.arange(len(bounds) - 1, dtype=torch.int32)
+    return {
+        **found,
+        "position_ids": pack["position_ids"].unsqueeze(-2),
+        "seq_idx": torch.repeat_interleave(numbers, bounds.diff())[None],
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": pack["max_seqlen"],
+        "max_length_k": pack["max_seqlen"],
+    }
+
+
+def real_tokens(batch: Pack | View) -> int:
+    """Of the whole pack. Asks no device."""
+    pack = batch.canonical if isinstance(batch, View) else batch
+    return int(pack.cu_seqlens[-1]) if pack is not None else 0
+
+
+class Views:
+    """Steps in a format and on a device: made by the client's thread, taken by the trainer's.
+
+    Raises UserError for a format, a device or a mesh that cannot be.
+    """
+
+    def __init__(self, format: str | None, mesh: Mesh, device: Any = None, verify: bool = False) -> None:
+        has_torch = find_spec("torch") is not None
+        self.format = format or ("thd" if has_torch else "numpy")
+        if self.format not in FORMATS:
+            raise UserError(f"got format {format!r}, expected one of: {', '.join(FORMATS)}")
+        if self.format != "numpy" and not has_torch:
+            raise UserError(f"got format {format!r} without torch, expected it: pip install 'streampack[torch]'")
+        if self.format.startswith("hf"):
+            _check_hf(self.format, mesh)
+        if self.format == "numpy" and device is not None:
+            raise UserError(f"got device={device!r} with format numpy, expected none: take format='thd'")
+        self._mesh, self._verify = mesh, verify
+        self._last: Step | None = None
+        self._stream = None if self.format == "numpy" else _side_stream(device)
+
+    def make(self, step: Step, rules: Rules) -> Step:
+        """``step`` with views for packs, verified where asked. Raises InvariantError."""
+        if self.format != "numpy":
+            step = replace(step, packs=tuple(view(pack, self.format, rules) for pack in step.packs))
+        if self._verify:
+            check_step(step, self._mesh, rules)
+            follows(self._last, step)
+            self._last = step
+        return self._stream.copy(step) if self._stream else step
+
+    def arrive(self, step: Step) -> Step:
+        """``step`` for the thread that uses it: its current stream waits for the copy, its host does not."""
+        if self._stream:
+            self._stream.arrive(step)
+        return step
+
+
+def _check_hf(format: str, mesh: Mesh) -> None:
+    own = os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1")  # accelerate's
+    if mesh.cp > 1 or own not in ("", "0", "1"):
+        raise UserError(
+            f"got format {format!r} with cp={mesh.cp} and PARALLELISM_CONFIG_CP_SIZE={own}, expected no context "
+            f"parallelism: transformers' own knows no packed batches; take format='thd' with a ring or Ulysses "
+            f"attention, or a smaller budget on one rank"
+        )
+
+
+def _side_stream(device: Any) -> SideStream | None:
+    if device is None:
+        return None
+    import torch
+
+    try:
+        found = torch.empty(0, device=device).device  # with its number: the client's thread has another current one
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"got device={device!r}, which torch cannot use ({error}): expected 'cuda' or None") from None
+    return None if found.type == "cpu" else SideStream(found)
+
+
+class SideStream:
+    """Copies to ``device`` ahead of use. ``prefetch`` steps and the one in use lie there, about 33 bytes a token.
+
+    Runs on any device that torch has streams for. Tested on the CPU, whose streams do nothing; the copy's overlap
+    on a GPU was not run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device, self._module = device, torch.get_device_module(device)
+        self._stream = self._module.Stream(device) if device.type != "cpu" else self._module.Stream()
+
+    def copy(self, step: Step) -> Step:
+        """``step`` on the device once ``arrive`` has been called for it."""
+        event = self._module.Event()
+        views = []
+        with self._module.stream(self._stream):
+            for batch in step:
+                pinned = batch if self._device.type == "cpu" else batch.pin_memory()
+                moved = pinned.to(self._device, non_blocking=True)
+                moved.copied = event
+                views.append(moved)
+            event.record(self._stream)
+        return replace(step, packs=tuple(views))
+
+    def arrive(self, step: Step) -> None:
+        current = self._module.current_stream(self._device)
+        for event in {id(batch.copied): batch.copied for batch in step}.values():
+            current.wait_event(event)
+        if self._device.type != "cpu":  # whose memory no stream owns
+            for batch in step:
+                for tensor in batch.tensors().values():
+                    tensor.record_stream(current)  # else its memory is given out again while it is still read
