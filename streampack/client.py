@@ -255,7 +255,7 @@ class Client:
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise UserError(f"got a client of the parent process after a fork; a process of its own {_TWICE}")
+            raise PeerError(f"got a client of the parent process after the fork; a process of its own {_TWICE}")
 
     def _wait_for(self, condition: Any) -> None:
         """Until ``condition()``; raises the session's error; says every 5 s what it waits for."""

@@ -24,7 +24,7 @@ from msgspec.structs import fields, replace
 import streampack
 from streampack.config import BrokerConfig, StreamSettings, convert, parse_size
 from streampack.errors import ConfigError, InternalError, StreampackError, UserError
-from streampack.packs import Pack, Step
+from streampack.packs import Step
 from streampack.producer import ProducerLoop
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
 from streampack.sources.settings import check_settings
@@ -58,11 +58,11 @@ class Local:
             self._client, self.http = self._start(stack)
             self._close = weakref.finalize(self, _close_all, os.getpid(), stack.pop_all())
 
-    def __iter__(self) -> Iterator[Pack]:
+    def __iter__(self) -> Iterator[Any]:
         self._restart()
         return self
 
-    def __next__(self) -> Pack:
+    def __next__(self) -> Any:
         """The next pack. Raises StopIteration at the end."""
         try:
             return next(self._client)
