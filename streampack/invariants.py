@@ -317,9 +317,7 @@ def canonical(batch: Any) -> Checked:
             found["labels"] = np.append(found["labels"][1:], IGNORE_INDEX)
     missing = {"cu_seqlens", "cu_seqlens_padded", "sample_ids", "slices", "position_ids"} - set(found)
     if missing:
-        raise InvariantError(
-            f"keys: got a batch without {', '.join(sorted(missing))}, expected a pack or a view of one"
-        )
+        raise InvariantError(f"keys: got a batch without {', '.join(sorted(missing))}, expected a pack")
     return found
 
 

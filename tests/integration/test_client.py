@@ -14,7 +14,7 @@ import pytest
 import streampack
 from streampack import client as client_module
 from streampack.config import convert
-from streampack.errors import InternalError, UserError
+from streampack.errors import InternalError, PeerError, UserError
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from tests.integration.running import RunningBroker, running_broker, write_jsonl

@@ -1,0 +1,200 @@
+"""verify: what the broker and the client build passes, and one changed value does not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+import streampack
+from streampack.core.fields import Field
+from streampack.core.messages import Mesh
+from streampack.errors import InvariantError
+from streampack.formats import Views
+from streampack.invariants import follows
+from streampack.packs import Pack, Step
+from tests.core.test_formats import steps_of
+from tests.core.test_packs import Case, attached, cases
+
+PADDED = Case([[[5, 6, 7], [8, 9], [4]], [[3] * 8]], align=4, budget=16, cp=1)
+"""A pack with alignment and tail padding, and one of both."""
+SHARED = replace(PADDED, cp=2, packs=[[[5, 6, 7, 8, 9, 10], [1, 2, 3]]])
+
+
+@given(cases())
+def test_what_was_built_holds(case: Case) -> None:
+    steps, rules = steps_of(case), attached(case).rules
+    for rank, step in enumerate(steps):
+        mesh = Mesh(cp=case.cp, cp_rank=rank)
+        for format in ("numpy", "thd", *(("hf", "hf_shifted") if case.cp == 1 else ())):
+            shown = Views(format, mesh).make(step, rules)
+            streampack.verify(shown, mesh, rules)
+            for batch in shown:
+                streampack.verify(batch, rules=rules)
+    for micro_batch in range(len(case.packs)):
+        streampack.verify([step[micro_batch] for step in steps], rules=rules)
+    streampack.verify(steps, rules=rules)
+
+
+def changed(pack: Pack) -> Iterator[tuple[str, Pack]]:
+    """``pack`` with one value changed: every element of every array that has to be what it is."""
+    for name in ("labels", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded", "slices"):
+        for i in range(pack[name].size):
+            array = pack[name].copy()
+            array.flat[i] = ~array.flat[i] if array.dtype == np.bool_ else array.flat[i] + 1
+            yield f"{name}[{i}]", replace(pack, **{name: array})
+    first = set(pack.cu_seqlens_padded[:-1].tolist()) - {int(pack.cu_seqlens_padded[-2])}
+    for i in set(range(pack.input_ids.size)) - first:  # no label speaks of a sample's first token
+        ids = pack.input_ids.copy()
+        ids[i] += 1
+        yield f"input_ids[{i}]", replace(pack, input_ids=ids)
+    for name in ("max_seqlen", "num_samples", "num_segments", "num_loss_tokens"):
+        for by in (-1, 1):
+            yield f"{name} by {by}", replace(pack, **{name: pack[name] + by})
+    yield "sample_ids", replace(pack, sample_ids=np.repeat(pack.sample_ids[:1], pack.num_samples, axis=0))
+
+
+def caught(batch: Any) -> str:
+    """What verify says of a batch; nothing if it passes."""
+    try:
+        streampack.verify(batch)
+    except InvariantError as error:
+        return str(error)
+    return ""
+
+
+def test_every_changed_value_of_a_pack_is_caught() -> None:
+    step = steps_of(PADDED)[0]
+    pack = step[0]
+    broken = list(changed(pack))
+    assert len(broken) > 4 * len(pack.input_ids)
+    for what, bad in broken:
+        assert re.match(r"[a-z_\-]+: step 3, pack 100", caught(bad)), f"{what}: {caught(bad)}"
+
+
+@pytest.mark.parametrize("format", ["thd", "hf_shifted"])
+def test_every_changed_value_of_a_view_is_caught(format: str) -> None:
+    step, rules = steps_of(PADDED)[0], attached(PADDED).rules
+    batch = Views(format, Mesh()).make(step, rules)[0]
+    starts = batch.canonical.cu_seqlens_padded[:-2].tolist()
+    count = 0
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or name == "sample_ids":
+            continue
+        for i in set(range(value.numel())) - set(starts if name == "input_ids" else []):
+            other = value.clone()
+            other.view(-1)[i] = ~other.view(-1)[i] if other.dtype == torch.bool else other.view(-1)[i] + 1
+            bad = type(batch)({**batch, name: other}, batch.canonical, batch.rest, rules)
+            assert caught(bad), f"not caught: {name}[{i}]"
+            count += 1
+    assert count > 4 * 16
+
+
+def test_the_message_names_invariant_sample_and_position() -> None:
+    pack = steps_of(PADDED)[0][0]
+    pack.labels[4] = 77
+    with pytest.raises(InvariantError) as error:
+        streampack.verify(pack)
+    name = tuple(pack.sample_ids[1].tolist())
+    assert str(error.value) == f"labels: step 3, pack 100, sample {name}, position 4: got 77, expected 9"
+    pack.labels[4], pack.labels[15] = 9, 1
+    with pytest.raises(InvariantError, match="tail padding, position 15: got 1, expected -100"):
+        streampack.verify(pack)
+
+
+def test_the_rules_say_budget_alignment_and_what_was_sent() -> None:
+    pack, rules = steps_of(PADDED)[0][0], attached(PADDED).rules
+    streampack.verify(pack, rules=rules)
+    with pytest.raises(InvariantError, match=r"^budget: .* got 16, expected 32"):
+        streampack.verify(pack, rules=replace_rules(rules, budget=32))
+    with pytest.raises(InvariantError, match=r"^alignment: .* got 4"):
+        streampack.verify(pack, rules=replace_rules(rules, align=streampack.core.rules.Align(sample=8, pack=8)))
+    pack.labels[0] = 77
+    with pytest.raises(InvariantError, match=r"^labels: "):
+        streampack.verify(pack, rules=rules)
+    sent = (Field(name="labels", dtype="int32", align="target", pad=-100),)
+    streampack.verify(pack, rules=replace_rules(rules, fields=sent))
+
+
+def replace_rules(rules: Any, **changes: Any) -> Any:
+    return type(rules)(**{**{name: getattr(rules, name) for name in rules.__struct_fields__}, **changes})
+
+
+STEP: list[tuple[str, Callable[[Step], Step]]] = [
+    ("digest", lambda step: replace(step, digest="x" * 32)),
+    ("micro_batch", lambda step: replace(step, packs=step.packs[::-1])),
+    ("micro_batch", lambda step: replace(step, packs=step.packs[:1] * 2)),
+    ("step", lambda step: replace(step, index=4)),
+    ("num_samples", lambda step: replace(step, num_samples=step.num_samples + 1)),
+    ("num_loss_tokens", lambda step: replace(step, num_loss_tokens=step.num_loss_tokens - 1)),
+    ("num_samples", lambda step: replace(step, packs=step.packs[:1])),
+    ("sample_ids", lambda step: replace(step, packs=(step[0], replace(step[0], micro_batch=1)))),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), STEP)
+def test_a_step_that_does_not_add_up_is_caught(name: str, change: Callable[[Step], Step]) -> None:
+    step = steps_of(PADDED)[0]
+    streampack.verify(step, Mesh())
+    with pytest.raises(InvariantError, match=rf"^{name}: step"):
+        streampack.verify(change(step), Mesh())
+
+
+def test_a_chain_that_does_not_follow_is_caught() -> None:
+    loader_steps = [replace(steps_of(PADDED)[0], index=0), replace(steps_of(PADDED)[0], index=1)]
+    with pytest.raises(InvariantError, match=r"^chain: step 0: got"):
+        follows(None, loader_steps[0])
+    with pytest.raises(InvariantError, match=r"^chain: step 1: got"):
+        follows(loader_steps[0], loader_steps[1])
+    follows(loader_steps[1], loader_steps[0].__class__(5, (), 0, 0, "0" * 32, "0" * 32))  # some were not seen
+
+
+SHARDS: list[tuple[str, Callable[[Pack, Pack], list[Pack]]]] = [
+    ("shards", lambda a, b: [a]),
+    ("shards", lambda a, b: [b, b]),
+    ("labels", lambda a, b: [a, with_label(b, 1)]),
+    ("num_loss_tokens", lambda a, b: [replace(each, num_loss_tokens=each.num_loss_tokens + 1) for each in (a, b)]),
+    ("pack", lambda a, b: [a, replace(b, pack=b.pack + 1)]),
+    ("slices", lambda a, b: [a, replace(b, slices=a.slices)]),
+    ("sample_ids", lambda a, b: [a, replace(b, sample_ids=b.sample_ids + 1)]),
+]
+
+
+def with_label(pack: Pack, by: int) -> Pack:
+    """The label at the end of a slice, which speaks of a token that another rank holds, changed."""
+    labels = pack.labels.copy()
+    at = int(pack.slices[0, 1] - pack.slices[0, 0]) - 1
+    assert labels[at] >= 0
+    labels[at] += by
+    return replace(pack, labels=labels)
+
+
+@pytest.mark.parametrize(("name", "change"), SHARDS)
+def test_shards_that_do_not_make_a_pack_up_are_caught(name: str, change: Callable[[Pack, Pack], list[Pack]]) -> None:
+    one, two = (step[0] for step in steps_of(SHARED))
+    streampack.verify([one, two])
+    with pytest.raises(InvariantError, match=rf"^{name}: step 3, pack 10"):
+        streampack.verify(change(one, two))
+
+
+def test_ranks_that_disagree_on_a_step_are_caught() -> None:
+    one, two = steps_of(SHARED)
+    streampack.verify([one, two])
+    for change in ({"digest": "0" * 32}, {"chain": "1" * 32}, {"num_loss_tokens": 99}):
+        with pytest.raises(InvariantError, match=rf"^{next(iter(change))}: step 3 of another rank"):
+            streampack.verify([one, replace(two, **change)])
+    with pytest.raises(InvariantError, match=r"^shards: "):
+        streampack.verify([one])
+
+
+def test_what_is_no_batch_is_said() -> None:
+    with pytest.raises(InvariantError, match=r"^keys: got a batch without cu_seqlens, .* expected a pack"):
+        streampack.verify({"input_ids": np.zeros(4)})
+    with pytest.raises(InvariantError, match=r"^shards: got no shards"):
+        streampack.verify([])
