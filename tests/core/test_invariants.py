@@ -15,6 +15,7 @@ from hypothesis import given
 import streampack
 from streampack.core.fields import Field
 from streampack.core.messages import Mesh
+from streampack.core.rules import Align
 from streampack.errors import InvariantError
 from streampack.formats import Views
 from streampack.invariants import follows
@@ -114,7 +115,7 @@ def test_the_rules_say_budget_alignment_and_what_was_sent() -> None:
     with pytest.raises(InvariantError, match=r"^budget: .* got 16, expected 32"):
         streampack.verify(pack, rules=replace_rules(rules, budget=32))
     with pytest.raises(InvariantError, match=r"^alignment: .* got 4"):
-        streampack.verify(pack, rules=replace_rules(rules, align=streampack.core.rules.Align(sample=8, pack=8)))
+        streampack.verify(pack, rules=replace_rules(rules, align=Align(sample=8, pack=8)))
     pack.labels[0] = 77
     with pytest.raises(InvariantError, match=r"^labels: "):
         streampack.verify(pack, rules=rules)
