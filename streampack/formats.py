@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +159,8 @@ class Views:
             raise UserError(f"got format {format!r}, expected one of: {', '.join(FORMATS)}")
         if self.format != "numpy" and not has_torch:
             raise UserError(f"got format {format!r} without torch, expected it: pip install 'streampack[torch]'")
+        if self.format != "numpy":
+            import_module("torch")  # seconds that the client's thread must not spend
         if self.format.startswith("hf"):
             _check_hf(self.format, mesh)
         if self.format == "numpy" and device is not None:

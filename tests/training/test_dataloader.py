@@ -1,0 +1,50 @@
+"""torch's DataLoader over a client: in the trainer's process a loop like any other; in workers it is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import streampack
+from streampack.config import convert
+from streampack.errors import PeerError, UserError
+from streampack.producer import ProducerLoop
+from streampack.sources import SourceSettings, open_source
+from tests.integration.running import RunningBroker, running_broker, write_jsonl
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[RunningBroker]:
+    files = write_jsonl(tmp_path / "text.jsonl", [{"text": "t" * (1 + i * 7 % 90)} for i in range(200)])
+    source = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
+    with running_broker({"rules": {"budget": 256, "step": {"packs": 2}}, "streams": {"text": {}}}) as running:
+        loop = ProducerLoop(running.producers, {"text": source})
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        yield running
+        loop.stop()
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("format", ["thd", "hf"])
+def test_a_dataloader_in_the_trainers_process_gives_the_views(broker: RunningBroker, format: str) -> None:
+    with streampack.connect(broker.trainers, format=format, verify=True) as loader:
+        batches = list(DataLoader(loader, batch_size=None, num_workers=0))  # type: ignore[arg-type]
+    assert sum(batch.num_samples for batch in batches) == 200
+    assert all(isinstance(batch["input_ids"], torch.Tensor) for batch in batches)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_workers_are_refused_with_what_to_do(broker: RunningBroker) -> None:
+    with streampack.connect(broker.trainers) as loader:
+        for start, error in (("fork", PeerError), ("spawn", UserError)):
+            many = DataLoader(loader, None, num_workers=2, multiprocessing_context=start)  # type: ignore[arg-type]
+            with pytest.raises(error, match=r"take DataLoader\(loader, batch_size=None, num_workers=0\)"):
+                next(iter(many))
+        assert sum(pack.num_samples for pack in loader) == 200, "the trainer's own goes on"
