@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def test_a_dataloader_in_the_trainers_process_gives_the_views(broker: RunningBro
 def test_workers_are_refused_with_what_to_do(broker: RunningBroker) -> None:
     with streampack.connect(broker.trainers) as loader:
         for start, error in (("fork", PeerError), ("spawn", UserError)):
-            many = DataLoader(loader, None, num_workers=2, multiprocessing_context=start)  # type: ignore[arg-type]
+            many: Any = DataLoader(loader, None, num_workers=2, multiprocessing_context=start)  # type: ignore[arg-type]
             with pytest.raises(error, match=r"take DataLoader\(loader, batch_size=None, num_workers=0\)"):
                 next(iter(many))
         assert sum(pack.num_samples for pack in loader) == 200, "the trainer's own goes on"
