@@ -17,6 +17,7 @@ This module knows rows, never where they lie.
 """
 
 import json
+from array import array as packed
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -118,6 +119,12 @@ def ids_of(value: object) -> Tokens | str:
     """A row's ids as [T] int32, or the reason why there are none; bools are no ids, nor in a list of ints."""
     if isinstance(value, list | tuple):
         kinds = set(map(type, value))
+        if kinds == {int}:  # nearly always: half the time of numpy's way
+            try:
+                ids = np.frombuffer(packed("i", value), np.int32)
+            except OverflowError:
+                return "range"
+            return ids if ids.min() >= 0 else "range"
         if list in kinds or tuple in kinds:
             return "ragged"
         if bool in kinds:
