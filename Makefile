@@ -39,6 +39,7 @@ test: lint
 
 bench: $(DEV)
 	$(BIN)/python benchmarks/throughput.py --quick --json
+	$(BIN)/python benchmarks/sources.py --quick --json
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

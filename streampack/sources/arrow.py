@@ -2,7 +2,7 @@
 
 Lists of numbers become numpy arrays that share the batch's memory; lists of lists too where their lengths agree.
 Texts and chats become Python's own. Keys that are null inside a struct are left out, since a table gives every
-message every key that any message has; ``content`` stays.
+message, and every argument of a tool's call, all keys that any has; ``content`` and ``value`` stay.
 """
 
 import importlib
@@ -105,5 +105,7 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None or key == "content"}
+        return {
+            key: _without_nulls(item) for key, item in value.items() if item is not None or key in ("content", "value")
+        }
     return value

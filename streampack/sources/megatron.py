@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from streampack.core.fields import Field
 from streampack.errors import SourceError
-from streampack.sources.files import File, ShardFile, find, is_url, measure, open_file
+from streampack.sources.files import File, ShardFile, find, measure, open_file
 from streampack.sources.records import Format, OpenShard, Sample, Shard
 from streampack.sources.rows import FieldReader
 from streampack.sources.settings import SourceSettings
@@ -93,7 +93,7 @@ class SequenceShard:
 
 
 def _prefix(path: str) -> str:
-    return path.removesuffix(".bin").removesuffix(".idx") if is_url(path) or path.endswith((".bin", ".idx")) else path
+    return path.removesuffix(".bin").removesuffix(".idx")
 
 
 def _open_pair(data: File, index: File) -> Pair:
