@@ -21,8 +21,9 @@ from streampack.core.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, to_bf
 from streampack.core.messages import OVERLONG, Lease
 from streampack.core.producer_session import Chunk, Key, Session
 from streampack.core.samples import IGNORE_INDEX
-from streampack.errors import SampleError
+from streampack.errors import DamagedFile, SampleError
 from streampack.sources import Cursor, Record, Source
+from streampack.sources.records import DAMAGED
 
 CHUNK_SAMPLES = 4096
 CHUNK_S = 0.5
@@ -135,6 +136,8 @@ class _Terms:
             self._refuse_mask(record)
         sample: Values | str = reason or self._values(record)
         if isinstance(sample, str):
+            if lease.poison == "error" and sample == DAMAGED:
+                raise DamagedFile(f"{record.where}; or set poison: drop to count it and go on with the rest")
             if lease.poison == "error":
                 raise SampleError(
                     f"{record.where}: got a sample that cannot be used ({sample}), expected a 1-D array of ids within "

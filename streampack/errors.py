@@ -8,6 +8,7 @@
     │   ├── MeshError          the rules cannot serve this mesh, or a rank is taken
     │   └── SampleError        a sample that the policies do not admit (also a ValueError)
     ├── SourceError            files that are missing, broken or changed; exit code 1
+    │   └── DamagedFile        cut short, or not of its format: may be passed over
     ├── PeerError              the other end: gone, refused us, or sent what it should not
     │   ├── Unreachable        nobody answers at the endpoint; exit code 75: try again
     │   ├── Rejected           the broker said no, and why
@@ -45,6 +46,10 @@ class SampleError(UserError, ValueError):
 
 class SourceError(StreampackError):
     """Source files are missing, broken, or not what they were."""
+
+
+class DamagedFile(SourceError):
+    """A file whose bytes are cut short or not of its format; with ``poison: drop`` the others are read on."""
 
 
 class PeerError(StreampackError):

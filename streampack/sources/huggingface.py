@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from streampack.core.fields import Field
-from streampack.errors import SourceError
+from streampack.errors import DamagedFile, SourceError
 from streampack.sources.arrow import Rows, choose_columns, need_pyarrow, said
 from streampack.sources.files import ShardFile, find, measure, read_file
 from streampack.sources.records import Format, Sample, Shard
@@ -134,7 +134,7 @@ def _index(file: ShardFile) -> tuple[_Message, list[_Message]]:
     batches: list[_Message] = []
     at = 0
     if file.size == 0:
-        raise SourceError(f"{file.path}: got 0 bytes, expected an Arrow stream: save the dataset again")
+        raise DamagedFile(f"{file.path}: got 0 bytes, expected an Arrow stream: save the dataset again")
     while True:
         if at + 8 > file.size:
             raise _broken(file, at, "it ends without its end marker")
@@ -195,7 +195,7 @@ def _slot(buffer: bytes, table: int, slot: int) -> int:
     return table + offset if offset else 0
 
 
-def _broken(file: ShardFile, offset: int, got: Any) -> SourceError:
-    return SourceError(
+def _broken(file: ShardFile, offset: int, got: Any) -> DamagedFile:
+    return DamagedFile(
         f"{file.path}: at byte {offset}: {got}; the file is cut short, damaged or no Arrow stream: save it again"
     )

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from streampack.core.fields import Field
-from streampack.errors import SourceError
+from streampack.errors import DamagedFile, SourceError
 from streampack.sources.arrow import Rows, choose_columns, need_pyarrow, said
 from streampack.sources.files import ShardFile, Stream, find, measure
 from streampack.sources.records import Format, Sample, Shard
@@ -41,7 +41,7 @@ class ParquetShard:
         pq, pa = need_pyarrow("pyarrow.parquet"), need_pyarrow()
         self._file, self._reader = file, reader
         if file.size == 0:
-            raise SourceError(f"{file.path}: got 0 bytes, expected a Parquet file: write it again")
+            raise DamagedFile(f"{file.path}: got 0 bytes, expected a Parquet file: write it again")
         try:
             self._parquet = pq.ParquetFile(
                 pa.PythonFile(Stream(file), mode="r"), page_checksum_verification=True, pre_buffer=False
@@ -89,7 +89,7 @@ class ParquetShard:
         return f"{self._file.name}:row {sample}"
 
 
-def _broken(file: ShardFile, error: Any, where: str = "") -> SourceError:
-    return SourceError(
+def _broken(file: ShardFile, error: Any, where: str = "") -> DamagedFile:
+    return DamagedFile(
         f"{file.path}: is no Parquet file, cut short or damaged{where} ({said(error)}): copy or write it again"
     )

@@ -16,6 +16,10 @@ from streampack.sources.tokenizers import Tokens
 NO_FIELDS: Mapping[str, NDArray[Any]] = MappingProxyType({})
 
 
+DAMAGED = "damaged"
+"""The reason of what stands for a file, or the rest of one, that is cut short or damaged; ``where`` is its error."""
+
+
 class Sample(NamedTuple):
     """A good one: ``tokens`` [T] int32, T > 0, and its fields by name, [T, ...] or, one a sample, [...]."""
 
@@ -29,9 +33,9 @@ class Record:
 
     ``tokens``: [T] int32, T > 0, perhaps read-only; empty when rejected. ``reason``: None when good, else a word:
     ``empty``, ``dtype``, ``ragged``, ``range``, ``encoding``, ``json``, ``npy``, ``missing``, ``duplicate``,
-    the tokenizer's own, or ``NAME: length`` (``dtype``, ``shape``, ``range``, ``ragged``, ``npy``) of a field.
-    ``where``: for messages. ``cursor``: the place AFTER this record. ``fields``: what it has beside the tokens, by
-    name: [T, ...] or, one a sample, [...]; of the declared dtype, but float32 for bfloat16. A declared field that
+    ``damaged``, the tokenizer's own, or ``NAME: length`` (``dtype``, ``shape``, ``range``, ``ragged``, ``npy``) of a
+    field. ``where``: for messages. ``cursor``: the place AFTER this record. ``fields``: what it has beside the tokens,
+    by name: [T, ...] or, one a sample, [...]; of the declared dtype, but float32 for bfloat16. A declared field that
     the sample does not have is not there. ``loss_mask`` is there whenever the tokenizer gave one.
     """
 

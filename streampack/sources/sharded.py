@@ -1,6 +1,9 @@
 """Walking shards: passes, partitions, cursors and skipping, the same for every format.
 
 Shard i belongs to partition i mod P. Held in memory: one shard's index and one block of samples.
+
+A shard that is damaged keeps its place: it is one sample that is rejected, for whoever reads to stop at, or to count
+and go on with the others.
 """
 
 import contextlib
@@ -11,10 +14,10 @@ import msgspec
 import numpy as np
 
 from streampack.core.fields import Field
-from streampack.errors import SourceError, UserError
+from streampack.errors import DamagedFile, SourceError, UserError
 from streampack.sources.files import File, ShardFile, open_file
 from streampack.sources.order import Cursor, sample_order, shard_order
-from streampack.sources.records import Format, OpenShard, Record, Shard
+from streampack.sources.records import DAMAGED, Format, OpenShard, Record, Sample, Shard
 from streampack.sources.settings import SourceSettings, as_words
 from streampack.sources.tokenizers import Tokenizer, Tokens
 
@@ -75,6 +78,35 @@ def check_read(partition: int, partitions: int, passes: int | None, skip: int) -
         raise UserError(f"skip, passes: got {skip}, {passes}, expected none below 0")
 
 
+class _Damaged:
+    """What is left of a shard that cannot be indexed: one sample that is rejected."""
+
+    blocks = ()
+
+    def __init__(self, error: DamagedFile) -> None:
+        self._error = error
+
+    def __len__(self) -> int:
+        return 1
+
+    def load(self, sample: int) -> Sample | str:
+        return DAMAGED
+
+    def where(self, sample: int) -> str:
+        return str(self._error)
+
+
+@contextlib.contextmanager
+def _opened(open_shard: OpenShard, number: int) -> Iterator[Shard]:
+    """Shard ``number``, or what is left of it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            shard: Shard = stack.enter_context(open_shard(number))
+        except DamagedFile as error:
+            shard = _Damaged(error)
+        yield shard
+
+
 class ShardedSource:
     """Walks the shards of a format, and the samples of each, in their order."""
 
@@ -112,7 +144,7 @@ class ShardedSource:
             order = shard_order(shards, seed=seed, pass_=pass_) if self._shuffle else list(shards)
             for place in range(first_shard, len(order)):
                 after = Cursor(pass_, place + 1, 0) if place + 1 < len(order) else Cursor(pass_ + 1, 0, 0)
-                with open_shard(order[place]) as shard:
+                with _opened(open_shard, order[place]) as shard:
                     count = len(shard)
                     if first > count:
                         raise SourceError(
@@ -141,9 +173,13 @@ class ShardedSource:
         load, where = shard.load, shard.where
         for begin in range(first, count, _AT_ONCE):
             for done, sample in enumerate(order[begin : begin + _AT_ONCE].tolist(), begin + 1):
-                got = load(sample)
+                place_of = where
+                try:
+                    got = load(sample)
+                except DamagedFile as error:
+                    got, place_of = DAMAGED, _Damaged(error).where
                 cursor = Cursor(pass_, place, done) if done < count else after
                 if isinstance(got, str):
-                    yield Record(NO_TOKENS, got, where(sample), cursor)
+                    yield Record(NO_TOKENS, got, place_of(sample), cursor)
                 else:
                     yield Record(got.tokens, None, where(sample), cursor, got.fields)

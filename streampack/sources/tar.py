@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Generator, Iterator
 from typing import TypeAlias
 
-from streampack.errors import SourceError
+from streampack.errors import DamagedFile, SourceError
 from streampack.sources.files import ShardFile, Stream, refuse_compressed
 
 Member: TypeAlias = tuple[str, int, int]  # name, offset of the data, size; of regular files only
@@ -30,7 +30,7 @@ def members(file: ShardFile) -> Iterator[Member]:
     Raises SourceError for what is no tar, is cut short, is damaged, is compressed or changes meanwhile.
     """
     if file.size == 0:
-        raise SourceError(f"{file.path}: got 0 bytes, expected a tar archive: write it again")
+        raise DamagedFile(f"{file.path}: got 0 bytes, expected a tar archive: write it again")
     offset, buffer, base = 0, b"", 0
     pax: dict[bytes, bytes] = {}  # what the pax header before this one says of it
     pax_offset = 0
@@ -161,9 +161,9 @@ def _check_end(file: ShardFile, offset: int) -> None:
             )
 
 
-def _broken(file: ShardFile, offset: int, got: str, expected: str) -> SourceError:
+def _broken(file: ShardFile, offset: int, got: str, expected: str) -> DamagedFile:
     refuse_compressed(file, file.pread(min(file.size, 8), 0) if offset == 0 else b"")
-    return SourceError(
+    return DamagedFile(
         f"{file.path}: at byte {offset}: got {got}, expected {expected}; "
         "the file is cut short, damaged or no tar: copy or write it again"
     )

@@ -19,11 +19,11 @@ from typing import Any, TypeAlias
 import msgspec
 
 from streampack.core.fields import Field
-from streampack.errors import ConfigError
+from streampack.errors import ConfigError, DamagedFile
 from streampack.sources.files import ShardFile, find, measure
 from streampack.sources.jsonl import open_row
 from streampack.sources.npy import load_npy
-from streampack.sources.records import Format, Sample, Shard
+from streampack.sources.records import DAMAGED, Format, Sample, Shard
 from streampack.sources.rows import RowReader, ids_of
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import one_shard_a_file
@@ -36,7 +36,8 @@ Load: TypeAlias = Callable[[bytes], tuple[Encoded, Row] | str]
 
 _SPLIT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$").match
 _META = re.compile(r"__[^/]*__($|/)").match
-_MISSING, _DUPLICATE = -1, -2
+_MISSING, _DUPLICATE, _DAMAGED = -1, -2, -3
+_REASONS = {_MISSING: "missing", _DUPLICATE: "duplicate", _DAMAGED: DAMAGED}
 _JSON = "json"
 
 
@@ -66,7 +67,11 @@ class TarShard:
         self._offsets, self._sizes, self._ranks = array("q"), array("q"), array("b")
         self._beside: list[dict[str, tuple[int, int]]] = []
         wanted = {f"{key}.npy".lower() for _, key in self._fields.keys}
-        self._index({suffix: rank for rank, suffix in enumerate(loads)}, {*wanted, _JSON} if wanted else set())
+        self._damage = ""
+        try:
+            self._index({suffix: rank for rank, suffix in enumerate(loads)}, {*wanted, _JSON} if wanted else set())
+        except DamagedFile as error:
+            self._break_off(error)
 
     def _index(self, ranks: dict[str, int], wanted: set[str]) -> None:
         seen: set[str] = set()
@@ -91,6 +96,17 @@ class TarShard:
                 self._beside[-1][suffix] = offset, size
             seen.add(suffix)
 
+    def _break_off(self, error: DamagedFile) -> None:
+        """Keep what came before the damage, and one sample that stands for the rest."""
+        if not self._keys:
+            raise error
+        self._damage = str(error)
+        if self._fields.keys:
+            self._ranks[-1] = _DAMAGED  # some of its members may be behind the damage
+        else:
+            self._add("")
+            self._ranks[-1] = _DAMAGED
+
     def _add(self, key: str) -> None:
         self._keys.append(key)
         self._offsets.append(0)
@@ -105,7 +121,7 @@ class TarShard:
     def load(self, sample: int) -> Sample | str:
         rank = self._ranks[sample]
         if rank < 0:
-            return "missing" if rank == _MISSING else "duplicate"
+            return _REASONS[rank]
         found = self._loads[rank](self._file.pread(self._sizes[sample], self._offsets[sample]))
         if isinstance(found, str):
             return found
@@ -129,7 +145,7 @@ class TarShard:
         return dict.fromkeys((key for _, key in self._fields.keys), row) if isinstance(row, str) else row
 
     def where(self, sample: int) -> str:
-        return f"{self._file.name}:{self._keys[sample]}"
+        return self._damage if self._ranks[sample] == _DAMAGED else f"{self._file.name}:{self._keys[sample]}"
 
 
 def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Field]) -> dict[str, Load]:

@@ -464,10 +464,13 @@ def test_keys_of_tar_members_are_configurable(tmp_path: Path) -> None:
 
 
 def stop_message(kind: Any, path: Path | str | list[str]) -> str:
+    """What is said of files that cannot be read, or of the one that is damaged."""
     shards = path if isinstance(path, list) else str(path)
-    with pytest.raises((SourceError, ConfigError)) as error:
-        list(open_source(SourceSettings(kind, shards)).read(0, 1, seed=0, passes=1))
-    message = str(error.value)
+    try:
+        records = open_source(SourceSettings(kind, shards)).read(0, 1, seed=0, passes=1)
+        (message,) = {record.where for record in records if record.reason == "damaged"}
+    except (SourceError, ConfigError) as error:
+        message = str(error)
     assert "\n" not in message
     return message
 
@@ -485,6 +488,33 @@ def test_a_tar_that_is_cut_anywhere_is_never_taken_for_a_shorter_one(tmp_path: P
             assert message.startswith(str(path))
         path.write_bytes(b"")
         assert "got 0 bytes, expected a tar archive: write it again" in stop_message("webdataset", path)
+
+
+@given(st.integers(0, 9999), st.booleans())
+def test_what_comes_before_the_cut_and_after_its_file_is_read(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, shuffle: bool
+) -> None:
+    """A damaged file keeps its place: it loses what is behind the damage, counted once, and no other file anything."""
+    folder = tmp_path_factory.mktemp("cut")
+    files = [
+        write_tar(folder / f"{n}.tar", [(f"{n}{i}.txt", f"{n}{i}".encode() * 90) for i in range(5)]) for n in range(3)
+    ]
+    settings = SourceSettings("webdataset", str(folder / "*.tar"), shuffle=shuffle)
+    whole = [as_data(record) for record in open_source(settings).read(0, 1, seed=1, passes=1)]
+    size = cut % (5 * 1024 + 512)
+    os.truncate(files[1], size)
+    records = list(open_source(settings).read(0, 1, seed=1, passes=1))
+    damaged = [record for record in records if record.reason == "damaged"]
+    assert len(damaged) == 1
+    assert str(files[1]) in damaged[0].where
+    kept = {f"1{i}" for i in range(5) if size >= 1024 * i + 512 + 180}  # padding to a block may be gone
+    good = [record for record in records if record.reason is None]
+    assert {record.where[-2:] for record in good} == kept | {f"{n}{i}" for n in (0, 2) for i in range(5)}
+    before = {data[2]: data[0] for data in whole}
+    assert all(record.tokens.tolist() == before[record.where] for record in good)
+    for at, record in enumerate(records):
+        rest = open_source(settings).read(0, 1, seed=1, passes=1, start=record.cursor)
+        assert [r.where for r in rest] == [r.where for r in records[at + 1 :]]
 
 
 def test_a_cut_tar_names_the_place_and_the_member(tmp_path: Path) -> None:
