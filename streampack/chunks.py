@@ -44,6 +44,8 @@ class Batch:
     lengths: NDArray[np.uint32]
     cursor: Cursor
     rejected: dict[str, int]
+    examples: tuple[tuple[str, str], ...] = ()
+    """(reason, place) of the first sample rejected for each reason, and of every file that is damaged."""
     lost_tokens: int = 0
     """Of samples cut or dropped because they were too long even to be sent."""
     fields: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -75,28 +77,42 @@ def batches(source: Source, lease: Lease) -> Iterator[Batch]:
         lease.partition, lease.partitions, seed=lease.seed, passes=lease.passes, fields=lease.fields, start=start,
         skip=skip,
     )  # fmt: skip
-    samples: list[Values] = []
-    rejected: dict[str, int] = {}
-    held = lost = 0
     cursor: Cursor | None = None
-    began = time.monotonic()
+    gathered = _Gathered()
     for record in records:
         sample, reason = terms.admitted(record)
-        length = len(sample[_TOKENS])
         new_pass = cursor is not None and _pass_of(record.cursor) > _pass_of(cursor)
-        full = held + length > terms.room or len(samples) >= terms.most or time.monotonic() - began > CHUNK_S
-        if samples and (full or new_pass) and cursor is not None:
-            yield terms.batch(samples, cursor, rejected, lost, new_pass)
-            samples, rejected, held, lost, began = [], {}, 0, 0, time.monotonic()
-        samples.append(sample)
-        held += length
+        if cursor is not None and gathered.samples and (new_pass or terms.full(gathered, sample)):
+            yield terms.batch(gathered, cursor, new_pass)
+            gathered = _Gathered()
+        gathered.add(record, sample, reason)
         cursor = record.cursor
+    if cursor is not None and gathered.samples:
+        yield terms.batch(gathered, cursor, True)
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """Samples of a batch to be; ``tokens`` of them all, ``lost`` by cutting them."""
+
+    samples: list[Values] = field(default_factory=list)
+    rejected: dict[str, int] = field(default_factory=dict)
+    examples: list[tuple[str, str]] = field(default_factory=list)
+    tokens: int = 0
+    lost: int = 0
+    began: float = field(default_factory=time.monotonic)
+
+    def add(self, record: Record, sample: Values, reason: str | None) -> None:
+        """A record, as what is left of it by the policies."""
+        length = len(sample[_TOKENS])
+        self.samples.append(sample)
+        self.tokens += length
         if reason:
-            rejected[reason] = rejected.get(reason, 0) + 1
+            if reason not in self.rejected or reason == DAMAGED:
+                self.examples.append((reason, record.where))
+            self.rejected[reason] = self.rejected.get(reason, 0) + 1
         if record.reason is None and reason in (None, OVERLONG):
-            lost += len(record.tokens) - length
-    if samples and cursor is not None:
-        yield terms.batch(samples, cursor, rejected, lost, True)
+            self.lost += len(record.tokens) - length
 
 
 def _pass_of(after: Cursor) -> int:
@@ -196,17 +212,24 @@ class _Terms:
             f"'fields: {{loss_mask: {{}}}}' to broker.yaml"
         )
 
-    def batch(
-        self, samples: list[Values], cursor: Cursor, rejected: dict[str, int], lost: int, pass_ended: bool
-    ) -> Batch:
+    def full(self, gathered: _Gathered, sample: Values) -> bool:
+        """One more would be too many, or those there have taken long enough."""
+        tokens, count = gathered.tokens + len(sample[_TOKENS]), len(gathered.samples)
+        return tokens > self.room or count >= self.most or time.monotonic() - gathered.began > CHUNK_S
+
+    def batch(self, gathered: _Gathered, cursor: Cursor, pass_ended: bool) -> Batch:
         """Samples put together."""
+        samples = gathered.samples
         lengths = np.array([len(sample[_TOKENS]) for sample in samples], np.uint32)
         tokens = np.concatenate([sample[_TOKENS] for sample in samples]).astype(self._dtype, copy=False)
         fields = {
             each.name: (np.stack if _by_sample(each) else np.concatenate)([sample[each.name] for sample in samples])
             for each in self._lease.fields
         }
-        return Batch(tokens, lengths, cursor, rejected, lost, fields, _loss_tokens(lengths, fields), pass_ended)
+        return Batch(
+            tokens, lengths, cursor, gathered.rejected, tuple(gathered.examples), gathered.lost, fields,
+            _loss_tokens(lengths, fields), pass_ended,
+        )  # fmt: skip
 
 
 def _by_sample(each: Field) -> bool:

@@ -35,6 +35,7 @@ from streampack.core.producer_session import (
 )
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError
 from streampack.sources import Source
+from streampack.sources.records import DAMAGED
 from streampack.transport import Dealer, Poller, Waker, drain
 
 log = logging.getLogger("streampack.producer")
@@ -57,6 +58,8 @@ class StreamProgress:
     """By partition: shards gone through whole, over all passes so far."""
     passes: int | None = None
     """How many in all; None for ever, or not known yet."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """A line by reason for the first sample rejected for it, and one by error for every damaged file."""
 
 
 @dataclass(slots=True)
@@ -203,12 +206,26 @@ class ProducerLoop:
         progress, source = self.progress.streams[lease.stream], self._sources[lease.stream]
         progress.samples += len(batch.lengths)
         progress.tokens += len(batch.tokens)
+        for reason, where in batch.examples:
+            self._show(lease.stream, reason, where)
         for reason, count in batch.rejected.items():
             progress.rejected[reason] = progress.rejected.get(reason, 0) + count
         if not isinstance(source, BatchSource):
             shards = len(range(lease.partition, source.num_shards, lease.partitions))
             progress.shards[lease.partition] = batch.cursor.pass_ * shards + batch.cursor.shard
             progress.passes = lease.passes
+
+    def _show(self, stream: str, reason: str, where: str) -> None:
+        """Keep a line about a rejected sample for whoever is told the progress, else log it."""
+        examples = self.progress.streams[stream].examples
+        damaged = reason == DAMAGED
+        key = where if damaged else reason
+        if key in examples:
+            return
+        dropped = f"dropped {where} ({reason}), and counts others like it"
+        examples[key] = f"stream {stream!r}: {where if damaged else dropped}"
+        if self._on_progress is None:
+            log.warning("%s", examples[key])
 
     def _say(self) -> None:
         """Tell the progress, say what a long wait is for, give up on a broker that never answered."""

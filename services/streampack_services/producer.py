@@ -138,6 +138,8 @@ class _Watch:
     overall: Overall
     workers: list[_Worker] = field(default_factory=list)
     restarted_at: list[float] = field(default_factory=list)
+    shown: set[tuple[str, str]] = field(default_factory=set)
+    """Of which rejected samples a line was logged: (stream, reason or error)."""
 
     def until_done(self, asked: Callable[[], bool], show: Callable[[Overall], None], every_s: float) -> None:
         """Until every process has ended well, or a stop was asked for. Raises ProcessFailed."""
@@ -172,6 +174,11 @@ class _Watch:
         if kind == "failed":
             raise ProcessFailed(*rest)
         worker.read, worker.waiting = rest
+        for name, stream in worker.read.items():
+            for key, text in stream.examples.items():
+                if (name, key) not in self.shown:
+                    self.shown.add((name, key))
+                    log.warning("%s", text)
         worker.said_last = kind != "progress"
         worker.broker_stopped = kind == "stopped"
 
