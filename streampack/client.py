@@ -16,17 +16,18 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from streampack import wire
-from streampack.core.client_session import Broken, ClientSession, Deliver, Detach, Ended, Returned
+from streampack.core.client_session import Again, Broken, ClientSession, Deliver, Detach, Ended, Returned
 from streampack.core.events import Effect, FromBroker, Send, Tick
-from streampack.core.messages import Mesh
+from streampack.core.messages import Mesh, ReadBy
 from streampack.core.rules import Rules
 from streampack.errors import (
     InternalError,
@@ -63,6 +64,7 @@ def connect(
     feed: str = "train",
     mesh: Any = None,
     order: str | None = None,
+    readers: Mapping[str, Sequence[int]] | None = None,
     format: str | None = None,
     device: Any = None,
     verify: bool = False,
@@ -75,10 +77,15 @@ def connect(
     ``file://`` and its rendezvous file; by default the environment's STREAMPACK_ENDPOINT.
     ``mesh``: a torch DeviceMesh; or sizes and ranks, such as ``{"dp": 8, "dp_rank": 3}``; or sizes alone
     with the ``order`` in which RANK counts, such as ``"tp-cp-dp-pp"``; one rank by default.
-    ``format``: ``thd``, the pack as torch tensors (default where torch is installed); ``hf`` or
+    ``readers``: the tensor and pipeline ranks that read, equal on all of them, where not every rank of the mesh
+    does: ``{"tp": [0], "pp": [0, -1]}`` for Megatron, whose first and last stages read on tensor rank 0 and
+    broadcast. ``format``: ``thd``, the pack as torch tensors (default where torch is installed); ``hf`` or
     ``hf_shifted``, transformers' arguments; ``numpy``. ``device``: where its tensors are copied ahead of use.
     ``verify``: assert every invariant of every step. ``prefetch``: steps kept ready beyond the one in use.
     ``timeout_s``: how long a broker may take to answer at first.
+
+    A finite feed (no stream of it repeats) can be iterated again: each ``for`` and each ``steps()`` begins at its
+    first step, once all ranks have come to it; on one that is infinite they go on.
 
     Raises UserError for arguments that cannot be; MeshError if the rules cannot serve this mesh or
     another holds the rank, Unreachable if nobody answers.
@@ -92,7 +99,14 @@ def connect(
     place = mesh_of(mesh, order)
     views = Views(format, place, device, verify)
     _introduce_to_torch()
-    return Client(_endpoint(endpoint, timeout_s), feed, place, prefetch, timeout_s, views)
+    return Client(_endpoint(endpoint, timeout_s), feed, place, _readers(readers), prefetch, timeout_s, views)
+
+
+def _readers(readers: Mapping[str, Sequence[int]] | None) -> ReadBy:
+    try:
+        return msgspec.convert(dict(readers or {}), ReadBy)
+    except (msgspec.ValidationError, ValueError, TypeError) as error:
+        raise MeshError(f"readers: {error}; expected ranks by name, such as {{'tp': [0], 'pp': [0, -1]}}") from None
 
 
 def _introduce_to_torch() -> None:
@@ -142,19 +156,23 @@ class Client:
     One thread of the trainer uses it, in the process that made it.
     """
 
-    def __init__(self, endpoint: str, feed: str, mesh: Mesh, prefetch: int, timeout_s: float, views: Views) -> None:
+    def __init__(
+        self, endpoint: str, feed: str, mesh: Mesh, readers: ReadBy, prefetch: int, timeout_s: float, views: Views
+    ) -> None:
         self._endpoint, self._timeout_s, self._mesh, self._views = endpoint, timeout_s, mesh, views
         self._session = ClientSession(
             run=0, feed=feed, reader=uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), mesh=mesh,
-            prefetch=prefetch,
+            readers=readers, prefetch=prefetch,
         )  # fmt: skip
         self._pid = os.getpid()
         self._ready: deque[Step] = deque()
-        self._returned: deque[int] = deque()
+        self._told: deque[Returned | Again] = deque()
+        self._round = 0
+        self._delivered = False
         self._changed = threading.Condition()
         self._error: StreampackError | None = None
         self._ended = False
-        self._attached = False
+        self._attached = self._finite = False
         self._closing = False
         self._waits: deque[float] = deque(maxlen=_WAITS_KEPT)
         self._counts = {"steps": 0, "packs": 0, "tokens": 0, "wait_s": 0.0, "starved_s": 0.0}
@@ -175,7 +193,7 @@ class Client:
     # What a trainer uses
 
     def __iter__(self) -> Iterator[Any]:
-        self._check_process()
+        self._begin()
         return self
 
     def __next__(self) -> Any:
@@ -188,15 +206,35 @@ class Client:
         return pack
 
     def steps(self) -> Iterator[Step]:
-        """The rank's steps, from the next one on; a step is returned when the one after it is asked for."""
-        while (step := self._next_step()) is not None:
+        """The rank's steps; a step is returned when the one after it is asked for.
+
+        From the first one on, where the feed is finite and any of this iteration was had; else from the next.
+        """
+        self._begin()
+        return self._steps_of(self._round)
+
+    def _steps_of(self, round_: int) -> Iterator[Step]:
+        while round_ == self._round and (step := self._next_step()) is not None:
             yield step
+
+    def _begin(self) -> None:
+        """Begin the next iteration of a finite feed, if the trainer has had anything of this one."""
+        self._check_process()
+        if not self._finite or not (self._delivered or self._ended):
+            return
+        with self._changed:
+            self._round += 1
+            self._delivered = self._ended = False
+            self._ready.clear()
+        self._in_use, self._packs = None, iter(())
+        self._told.append(Again())
+        self._waker.wake()
 
     def _next_step(self) -> Step | None:
         """The next step, or None after the last; the one before it has been returned, whoever asks."""
         self._check_process()
         if self._in_use is not None:
-            self._returned.append(self._in_use + 1)
+            self._told.append(Returned(self._in_use + 1))
             self._in_use = None
             self._waker.wake()
         began = time.perf_counter()
@@ -205,6 +243,7 @@ class Client:
         if not self._ready:
             return None
         step = self._views.arrive(self._ready.popleft())
+        self._delivered = True
         self._in_use = step.index
         self._counts["steps"] += 1
         self._counts["packs"] += len(step)
@@ -286,7 +325,7 @@ class Client:
                 poller.wait(TICK_S)
                 for frames in drain(dealer, 64):
                     self._perform(dealer, self._receive(frames))
-                self._tell_returned(dealer)
+                self._tell(dealer)
                 now = time.monotonic()
                 if now - counted >= STATS_S:
                     counted = now
@@ -295,7 +334,7 @@ class Client:
                     ticked = now
                     self._perform(dealer, self._session.handle(Tick(now)))
                     self._check_reached(now)
-            self._tell_returned(dealer)
+            self._tell(dealer)
             self._perform(dealer, self._session.handle(Detach()))
         except StreampackError as error:
             self.fail(error)
@@ -306,9 +345,9 @@ class Client:
             dealer.close()
             self._waker.close()
 
-    def _tell_returned(self, dealer: Dealer) -> None:
-        while self._returned:
-            self._perform(dealer, self._session.handle(Returned(self._returned.popleft())))
+    def _tell(self, dealer: Dealer) -> None:
+        while self._told:
+            self._perform(dealer, self._session.handle(self._told.popleft()))
 
     def _receive(self, frames: list[Any]) -> list[Effect]:
         try:
@@ -325,16 +364,18 @@ class Client:
                 step = build_step(effect.parts, effect.attached, self._mesh, self._slabs)
                 step = self._views.make(step, effect.attached.rules)
                 with self._changed:
-                    self._ready.append(step)
+                    if self._session.round == self._round:  # the trainer may have begun another by now
+                        self._ready.append(step)
                     self._changed.notify_all()
             elif isinstance(effect, Ended):
                 with self._changed:
-                    self._ended = True
+                    self._ended = self._session.round == self._round
                     self._changed.notify_all()
             elif isinstance(effect, Broken):
                 self.fail(_error(effect))
         if self._session.attached is not None and not self._attached:
             with self._changed:
+                self._finite = self._session.attached.rules.finite
                 self._attached = True
                 self._changed.notify_all()
 

@@ -118,10 +118,11 @@ class StreamSettings(_Settings, frozen=True, kw_only=True):
 
 
 class FeedSettings(_Settings, frozen=True, kw_only=True):
-    """What a trainer connects to."""
+    """What a trainer connects to: its streams, all where it is the only feed, and ``rules`` laid over the run's."""
 
     streams: tuple[str, ...] = ()
     cp_layout: Literal["zigzag", "zigzag_pack", "contiguous", "whole"] = "zigzag"
+    rules: dict[str, Any] = {}
 
 
 class FieldSettings(_Settings, frozen=True, kw_only=True):
@@ -178,7 +179,9 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
     planned_mesh: PlannedMesh = PlannedMesh()
     streams: Annotated[dict[Name, StreamSettings], Meta(min_length=1)]
     fields: dict[Name, FieldSettings] = msgspec.field(default_factory=dict)
-    feeds: dict[Name, FeedSettings] = msgspec.field(default_factory=lambda: {"train": FeedSettings()})
+    feeds: Annotated[dict[Name, FeedSettings], Meta(min_length=1)] = msgspec.field(
+        default_factory=lambda: {"train": FeedSettings()}
+    )
     limits: Limits = Limits()
     steps_ahead: Annotated[int, Meta(ge=1, le=64)] = 8
     drain_timeout_s: Annotated[float, Meta(gt=0)] = 25.0
@@ -188,15 +191,11 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
         """The number that stands for the run on the wire."""
         return int.from_bytes(hashlib.blake2b(self.run.encode(), digest_size=7).digest(), "little") or 1
 
-    @property
-    def feed(self) -> str:
-        """The one feed of this version."""
-        return next(iter(self.feeds))
-
-    def plan(self) -> Rules:
-        """The rules that these settings mean. Raises ConfigError where they contradict each other."""
-        settings = self.rules
-        align = settings.align or derived_align(self.planned_mesh, self.feeds[self.feed].cp_layout)
+    def plan(self, feed: str | None = None) -> Rules:
+        """The rules of ``feed``, by default the first. Raises ConfigError where settings contradict each other."""
+        feed = next(iter(self.feeds)) if feed is None else feed
+        settings = self._rules_of(feed)
+        align = settings.align or derived_align(self.planned_mesh, self.feeds[feed].cp_layout)
         fields = tuple(field.declared(name) for name, field in self.fields.items())
         streams = tuple(
             StreamRules(
@@ -204,6 +203,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
                 stream.overlong or settings.overlong, stream.poison or settings.poison, stream.on_exhaust,
             )
             for name, stream in self.streams.items()
+            if name in (self.feeds[feed].streams or self.streams)
         )  # fmt: skip
         try:
             return Rules(
@@ -213,18 +213,23 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
                 tokens=self.tokens, fields=fields, streams=streams,
             )  # fmt: skip
         except ValueError as error:
-            raise ConfigError(f"rules: {error}") from None
+            where = f"feeds.{feed}.rules" if self.feeds[feed].rules else "rules"
+            raise ConfigError(f"{where}: {error}") from None
+
+    def _rules_of(self, feed: str) -> RulesSettings:
+        """The run's rules, with what a feed lays over them."""
+        if not self.feeds[feed].rules:
+            return self.rules
+        tree = _laid_over(msgspec.to_builtins(self.rules), self.feeds[feed].rules)
+        try:
+            return msgspec.convert(tree, RulesSettings)
+        except (msgspec.ValidationError, ValueError) as error:
+            text = _explained(str(error), RulesSettings, tree)
+            raise ConfigError(f"feeds.{feed}.rules{'.' if _AT.search(str(error)) else ': '}{text}") from None
 
     def check(self) -> BrokerConfig:
         """Raises ConfigError for what one key alone cannot show."""
-        if len(self.feeds) != 1:
-            raise ConfigError(f"feeds: got {len(self.feeds)} feeds, expected 1: this version serves one feed")
-        feed = self.feeds[self.feed]
-        if feed.streams and set(feed.streams) != set(self.streams):
-            raise ConfigError(
-                f"feeds.{self.feed}.streams: got {', '.join(feed.streams)}, expected all of {', '.join(self.streams)}"
-            )
-        heaviest = max(stream.weight for stream in self.streams.values())
+        self._check_feeds()
         for name, stream in self.streams.items():
             if stream.repeat and stream.passes != 1:
                 raise ConfigError(
@@ -236,20 +241,62 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
                     f"streams.{name}: got repeat: true and on_exhaust: stop, expected one of them: "
                     f"a stream that repeats is never exhausted"
                 )
-            if heaviest / stream.weight > MAX_WEIGHT_RATIO:
-                raise ConfigError(
-                    f"streams.{name}.weight: got {stream.weight:g}, expected at least {heaviest / MAX_WEIGHT_RATIO:g}, "
-                    f"a {MAX_WEIGHT_RATIO}th of the heaviest"
-                )
-        rules = self.plan()
-        if rules.packs % self.planned_mesh.dp:
-            raise ConfigError(
-                f"planned_mesh.dp: got {self.planned_mesh.dp}, expected a divisor of the {rules.packs} packs of a step"
-            )
+        for feed in self.feeds:
+            self._check_rules(self.plan(feed))
         parse_size(self.memory, "memory")
         if parse_size(self.limits.chunk, "limits.chunk") > _MAX_CHUNK_BYTES:
             raise ConfigError(f"limits.chunk: got {self.limits.chunk}, expected at most {_MAX_CHUNK_BYTES >> 20}MiB")
         return self
+
+    def _check_feeds(self) -> None:
+        """Each stream belongs to exactly one feed. Raises ConfigError."""
+        feed_of: dict[str, str] = {}
+        for name, feed in self.feeds.items():
+            if not feed.streams and len(self.feeds) > 1:
+                raise ConfigError(
+                    f"feeds.{name}.streams: got none, expected some of {', '.join(self.streams)}: with several feeds "
+                    f"each names its own"
+                )
+            for stream in feed.streams:
+                if stream not in self.streams:
+                    raise ConfigError(
+                        f"feeds.{name}.streams: got {stream!r}, expected one of: {', '.join(self.streams)}"
+                    )
+                other = feed_of.setdefault(stream, name)
+                if other != name:
+                    raise ConfigError(
+                        f"feeds.{name}.streams: got {stream!r}, which feed {other!r} has, expected a stream in one "
+                        f"feed: give it to one, or read the same data as a stream of another name"
+                    )
+        missing = [stream for stream in self.streams if feed_of and stream not in feed_of]
+        if missing:
+            raise ConfigError(
+                f"streams.{missing[0]}: got no feed that reads it, expected one: add it to the streams of "
+                f"{' or '.join(f'feeds.{name}' for name in self.feeds)}"
+            )
+
+    def _check_rules(self, rules: Rules) -> None:
+        heaviest = max(stream.weight for stream in rules.streams)
+        for stream in rules.streams:
+            if heaviest / stream.weight > MAX_WEIGHT_RATIO:
+                raise ConfigError(
+                    f"streams.{stream.name}.weight: got {stream.weight:g}, expected at least "
+                    f"{heaviest / MAX_WEIGHT_RATIO:g}, a {MAX_WEIGHT_RATIO}th of the heaviest"
+                )
+        if rules.packs % self.planned_mesh.dp:
+            raise ConfigError(
+                f"planned_mesh.dp: got {self.planned_mesh.dp}, expected a divisor of the {rules.packs} packs of a step"
+            )
+
+
+def _laid_over(tree: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
+    """``tree`` with the values of ``overlay`` in place of its own, key by key at every level."""
+    both = {key: _laid_over(tree[key], value) for key, value in overlay.items() if _are_trees(tree.get(key), value)}
+    return tree | overlay | both
+
+
+def _are_trees(one: Any, other: Any) -> bool:
+    return isinstance(one, dict) and isinstance(other, dict)
 
 
 class ProducerStream(SourceSettings, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ import numpy as np
 
 from streampack import wire
 from streampack.config import BrokerConfig, parse_size
-from streampack.core.broker import Broker, Capacity, needed_tokens
+from streampack.core.broker import Broker, Capacity
 from streampack.core.effects import (
     Drain,
     Form,
@@ -38,10 +38,10 @@ from streampack.core.effects import (
     Store,
 )
 from streampack.core.events import Effect, Event, Report, Tick
-from streampack.core.form import Request
+from streampack.core.feed import FeedPlan, needed_tokens
 from streampack.core.frames import EDGES, INPUT_IDS
 from streampack.core.messages import Envelope
-from streampack.core.packers import Choice, packer
+from streampack.core.packers import packer
 from streampack.core.rules import Rules
 from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport import Poller, Router, Waker, drain
@@ -58,38 +58,52 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a configuration comes to: rules, and how memory is shared out (bytes and tokens)."""
+    """What a configuration comes to: the feeds' rules, and how memory is shared out (bytes and tokens)."""
 
-    rules: Rules
+    feeds: tuple[FeedPlan, ...]
     capacity: Capacity
     memory_bytes: int
     token_bytes: int
     block_tokens: int
 
+    @property
+    def rules(self) -> Rules:
+        """Of the first feed; tokens and fields are the same in all."""
+        return self.feeds[0].rules
+
 
 def plan(config: BrokerConfig) -> Plan:
     """Raises ConfigError where the memory cannot hold what the rules need, with the figure that would."""
-    rules = config.plan()
+    feeds = {name: config.plan(name) for name in config.feeds}
     memory = parse_size(config.memory, "memory")
-    size = rules.token_bytes
+    size = next(iter(feeds.values())).token_bytes
+    budget = max(rules.budget for rules in feeds.values())
     chunk = parse_size(config.limits.chunk, "limits.chunk")
-    sample = max(config.limits.sample_tokens, rules.budget + 1)  # what is cut to it is still seen to be over-long
-    block = max(chunk // size, 8 * rules.budget)  # large beside a stored sample: little is lost where none fits
+    sample = max(config.limits.sample_tokens, budget + 1)  # what is cut to it is still seen to be over-long
+    block = max(chunk // size, 8 * budget)  # large beside a stored sample: little is lost where none fits
     max_chunk = max(chunk // size, sample)
     least_quota = 2 * max_chunk
-    partitions = sum(stream.partitions for stream in rules.streams)
-    needed = needed_tokens(rules, sample)
+    partitions = sum(stream.partitions for rules in feeds.values() for stream in rules.streams)
+    needs = {name: needed_tokens(rules, sample) for name, rules in feeds.items()}
+    needed = sum(needs.values())
     capacity = arena_tokens(memory, size, block)
     if capacity < needed + partitions * least_quota:
         enough = int(((needed + partitions * least_quota) * SLACK + 4 * block) * size)
+        windows = " and ".join(
+            f"a window of {rules.window} samples and {rules.packs} packs a step of {rules.budget} tokens"
+            for rules in feeds.values()
+        )
         raise ConfigError(
-            f"memory: got {config.memory}, expected at least {-(-enough // 2**20)}MiB for a window of {rules.window} "
-            f"samples and {rules.packs} packs a step of {rules.budget} tokens, and {partitions} partitions"
+            f"memory: got {config.memory}, expected at least {-(-enough // 2**20)}MiB for {windows}, "
+            f"and {partitions} partitions"
         )
     quota = max(least_quota, min(capacity // 4, capacity - needed) // partitions)
     merged = capacity - quota * partitions
-    shares = Capacity(quota, merged, sample, max_chunk * size)
-    return Plan(rules, shares, memory, size, block)
+    plans = tuple(
+        FeedPlan(name, rules, merged * needs[name] // needed, config.feeds[name].cp_layout)
+        for name, rules in feeds.items()
+    )
+    return Plan(plans, Capacity(quota, sample, max_chunk * size), memory, size, block)
 
 
 def keep_freed_memory() -> None:
@@ -107,7 +121,7 @@ class BrokerService:
     """One broker; ``run`` serves until it is drained, in the thread that calls it.
 
     ``endpoints`` are those that others connect to, known once made. ``exit_when_finished`` ends
-    ``run`` when every step is delivered and all readers have left.
+    ``run`` when every feed that was ever read has been read to its end and all readers have left.
     """
 
     def __init__(self, config: BrokerConfig, *, exit_when_finished: bool = False) -> None:
@@ -115,9 +129,8 @@ class BrokerService:
         self.plan = plan(config)
         capacity = self.plan.capacity
         self.core = Broker(
-            run=config.run_id, epoch=time.time_ns(), feed=config.feed, rules=self.plan.rules,
-            capacity=capacity,
-            layout=config.feeds[config.feed].cp_layout, steps_ahead=config.steps_ahead,
+            run=config.run_id, epoch=time.time_ns(), feeds=self.plan.feeds, capacity=capacity,
+            steps_ahead=config.steps_ahead,
         )  # fmt: skip
         rules = self.plan.rules
         self.arena = Arena(self.plan.memory_bytes, rules.tokens, self.plan.block_tokens, rules.fields)
@@ -128,7 +141,7 @@ class BrokerService:
         self.form_seconds = 0.0
         self.tokens_sent = 0
         self._exit_when_finished = exit_when_finished
-        self._formed: deque[Future[tuple[str, Choice, float]]] = deque()
+        self._formed: deque[Future[tuple[Formed, float]]] = deque()
         self._drain_until: float | None = None
         self._drain_asked = threading.Event()
         self._stop_now = False
@@ -142,7 +155,6 @@ class BrokerService:
             raise
         self._packing = ThreadPoolExecutor(1, "streampack-form")
         self._reporter = Reporter(self)
-        self._served = False
         self.snapshot: Snapshot = self._reporter.take(self.started)
         """Replaced whole twice a second; any thread may read it, nobody changes it."""
 
@@ -170,10 +182,10 @@ class BrokerService:
 
     def warm_up(self) -> None:
         """Compile or load the kernels, so that the first step is as fast as the others."""
-        lengths = np.full(64, max(self.plan.rules.budget // 8, 1), np.int64)
-        packer(self.plan.rules.packer).choose(
-            lengths, np.full(64, -1, np.int64), self.plan.rules.budget, 4, True, window=16
-        )
+        for feed in self.plan.feeds:
+            budget = feed.rules.budget
+            lengths = np.full(64, max(budget // 8, 1), np.int64)
+            packer(feed.rules.packer).choose(lengths, np.full(64, -1, np.int64), budget, 4, True, window=16)
         rules, handles, zero, lengths = self.plan.rules, np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 8)
         trial = Arena(8 * 64 * rules.token_bytes, rules.tokens, 64, rules.fields)
         sizes = [8 * np.dtype(rules.tokens).itemsize]
@@ -206,12 +218,11 @@ class BrokerService:
         self._waker.close()
 
     def _done(self) -> bool:
-        self._served = self._served or self.core.readers.num_readers > 0
-        if self._stop_now or (self._exit_when_finished and self._served and self.core.finished):
+        if self._stop_now or (self._exit_when_finished and self.core.finished):
             return True
         if self._drain_until is None:
             return False
-        return not self.core.readers.num_readers or time.monotonic() > self._drain_until
+        return not self.core.num_readers or time.monotonic() > self._drain_until
 
     _ticked = 0.0
 
@@ -244,10 +255,10 @@ class BrokerService:
             return
         self._handle(kind(frames[0].bytes, envelope))
 
-    def _on_formed(self, future: Future[tuple[str, Choice, float]]) -> None:
-        feed, choice, seconds = future.result()
+    def _on_formed(self, future: Future[tuple[Formed, float]]) -> None:
+        formed, seconds = future.result()
         self.form_seconds += seconds
-        self._handle(Formed(feed, choice))
+        self._handle(formed)
 
     def _handle(self, event: Event) -> None:
         for effect in self.core.handle(event):
@@ -265,7 +276,7 @@ class BrokerService:
         elif isinstance(effect, Release):
             self.arena.release(effect.handles)
         elif isinstance(effect, Form):
-            self._packing.submit(_choose, effect.feed, effect.request).add_done_callback(self._wake_formed)
+            self._packing.submit(_choose, effect).add_done_callback(self._wake_formed)
         elif isinstance(effect, Report):
             log.log(logging.getLevelName(effect.level.upper()), effect.text)
         else:
@@ -283,12 +294,12 @@ class BrokerService:
         if INPUT_IDS in effect.frames:
             self.tokens_sent += payload[0].size
 
-    def _wake_formed(self, future: Future[tuple[str, Choice, float]]) -> None:
+    def _wake_formed(self, future: Future[tuple[Formed, float]]) -> None:
         self._formed.append(future)
         self._waker.wake()
 
 
-def _choose(feed: str, request: Request) -> tuple[str, Choice, float]:
+def _choose(form: Form) -> tuple[Formed, float]:
     began = time.perf_counter()
-    choice = request.choose()
-    return feed, choice, time.perf_counter() - began
+    choice = form.request.choose()
+    return Formed(form.feed, choice, form.generation), time.perf_counter() - began

@@ -55,7 +55,7 @@ def check(file: Path) -> Tree:
         for endpoint in (config.listen.producers, config.listen.trainers):
             check_endpoint(endpoint)
         parse_address(config.listen.http)
-        resolved: Struct = _resolved_broker(config, found.rules)
+        resolved: Struct = _resolved_broker(config, found)
         follows = list(_follows(config, found))
     else:
         resolved = _resolved_producer(config)
@@ -123,9 +123,9 @@ def meaning_of(kind: type, name: str) -> str:
     return next((MEANINGS[each.__name__][name] for each in kind.__mro__ if name in MEANINGS.get(each.__name__, ())), "")
 
 
-def _resolved_broker(config: BrokerConfig, rules: Rules) -> BrokerConfig:
-    replace = msgspec.structs.replace
-    recorded = {stream.name: stream for stream in rules.streams}
+def _resolved_broker(config: BrokerConfig, found: Plan) -> BrokerConfig:
+    replace, rules = msgspec.structs.replace, found.rules
+    recorded = {stream.name: stream for feed in found.feeds for stream in feed.rules.streams}
     streams = {
         name: replace(stream, overlong=recorded[name].overlong, poison=recorded[name].poison)
         for name, stream in config.streams.items()
@@ -155,11 +155,14 @@ def _derived(path: str, value: Any, meaning: str) -> Value:
 
 
 def _follows(config: BrokerConfig, found: Plan) -> Iterator[Value]:
-    for name, feed in config.feeds.items():
-        yield from _follows_feed(f"feeds.{name}", config, found.rules, feed.cp_layout)
+    for feed in found.feeds:
+        yield from _follows_feed(f"feeds.{feed.name}", config, feed.rules, feed.layout)
+        if len(found.feeds) > 1:
+            held = feed.merged_tokens * found.token_bytes
+            yield _derived(f"feeds.{feed.name}.merged_bytes", held, "of memory: its share, which no other feed borrows")
     capacity, size = found.capacity, found.token_bytes
     partitions = sum(stream.partitions for stream in config.streams.values())
-    merged, waiting = capacity.merged_tokens * size, partitions * capacity.quota_tokens * size
+    merged, waiting = sum(feed.merged_tokens for feed in found.feeds) * size, partitions * capacity.quota_tokens * size
     share = "of memory: {}"
     yield _derived("memory.token_bytes", size, "of a token with all its fields")
     yield _derived("memory.merged_bytes", merged, share.format("the window, and steps until every rank has them"))

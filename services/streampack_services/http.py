@@ -37,7 +37,7 @@ def make_app(snapshot: Callable[[], Snapshot]) -> Starlette:
     def home(_: Request) -> Response:
         now = snapshot()
         links = "".join(f'<li><a href="{path}">{path}</a></li>' for path in _PATHS)
-        title = f"streampack: run {escape(now['run'])}, feed {escape(now['feed'])}"
+        title = f"streampack: run {escape(now['run'])}, feeds {escape(', '.join(now['feeds']))}"
         return HTMLResponse(
             f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>'
             f"<body><h1>{title}</h1><p>The broker is {escape(now['state'])}.</p><ul>{links}</ul></body></html>\n"

@@ -49,39 +49,23 @@ class Local:
     """The loader: see ``streampack.local``. One thread uses it, in the process that made it."""
 
     def __init__(self, start: Open) -> None:
-        self._start = start
-        self._ended = False
-        self._open()
-
-    def _open(self) -> None:
         with contextlib.ExitStack() as stack:
-            self._client, self.http = self._start(stack)
+            self._client, self.http = start(stack)
             self._close = weakref.finalize(self, _close_all, os.getpid(), stack.pop_all())
 
     def __iter__(self) -> Iterator[Any]:
-        self._restart()
+        iter(self._client)
         return self
 
     def __next__(self) -> Any:
         """The next pack. Raises StopIteration at the end."""
-        try:
-            return next(self._client)
-        except StopIteration:
-            self._ended = True
-            raise
+        return next(self._client)
 
     def steps(self) -> Iterator[Step]:
-        """The steps, from the next one on; after the end, from step 0."""
-        self._restart()
-        yield from self._client.steps()
-        self._ended = True
-
-    def _restart(self) -> None:
-        """Begin again if the end was reached: with threads of its own again, so that nothing can be left over."""
-        if self._ended:
-            self._close()
-            self._ended = False
-            self._open()
+        """See ``Client.steps``."""
+        steps = self._client.steps()
+        while (step := next(steps, None)) is not None:  # from here, so that the loader lives as long as its steps
+            yield step
 
     def stats(self) -> dict[str, float]:
         """See ``Client.stats``."""
@@ -89,7 +73,6 @@ class Local:
 
     def close(self) -> None:
         """End every thread and remove what they had on disk; idempotent."""
-        self._ended = False
         self._close()
 
     def __enter__(self) -> Local:
@@ -269,7 +252,9 @@ def _start(
         stack.callback(server.close)
         server.start()
         url = server.url
-    reader = streampack.connect(service.endpoints["trainers"], feed=config.feed, mesh=streampack.Mesh(), **client)
+    reader = streampack.connect(
+        service.endpoints["trainers"], feed=next(iter(config.feeds)), mesh=streampack.Mesh(), **client
+    )
     stack.callback(reader.close)
     found.append(reader)
     loop = ProducerLoop(service.endpoints["producers"], sources)

@@ -69,6 +69,7 @@ MEANINGS: dict[str, dict[str, str]] = {
     "FeedSettings": {
         "streams": "what it is a mixture of",
         "cp_layout": "what each context-parallel rank gets of a pack",
+        "rules": "laid over the run's rules, key by key",
     },
     "Limits": {
         "sample_tokens": "a longer sample is over-long before it is sent",

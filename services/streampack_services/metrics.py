@@ -52,6 +52,20 @@ def _by(path: str) -> Callable[[Snapshot], Rows]:
     return lambda snapshot: [((key,), float(value)) for key, value in snapshot[path].items()]
 
 
+def _of_feeds(*path: str) -> Callable[[Snapshot], Rows]:
+    """A figure of every feed."""
+    each = _at(*path)
+    return lambda snapshot: [((name,), value) for name, feed in snapshot["feeds"].items() for _, value in each(feed)]
+
+
+def _waste(snapshot: Snapshot) -> Rows:
+    return [
+        ((name, cause), float(tokens))
+        for name, feed in snapshot["feeds"].items()
+        for cause, tokens in feed["waste_tokens"].items()
+    ]
+
+
 def _of_streams(key: str) -> Callable[[Snapshot], Rows]:
     return lambda snapshot: [((row["stream"],), float(row[key])) for row in snapshot["streams"]]
 
@@ -64,19 +78,22 @@ def _rejected(snapshot: Snapshot) -> Rows:
     ]
 
 
-def _ranks(row: Snapshot) -> tuple[str, ...]:
-    return tuple(str(row[name]) for name in RANKS)
+def _of_readers(value: Callable[[Snapshot], float | None]) -> Callable[[Snapshot], Rows]:
+    """A figure of every rank of every feed, where it has one."""
+
+    def rows(snapshot: Snapshot) -> Rows:
+        for name, feed in snapshot["feeds"].items():
+            for row in feed["readers"]:
+                found = value(row)
+                if found is not None:
+                    yield (name, *(str(row[rank]) for rank in RANKS)), found
+
+    return rows
 
 
-def _of_readers(key: str, scale: float = 1.0) -> Callable[[Snapshot], Rows]:
+def _stat(key: str, scale: float = 1.0) -> Callable[[Snapshot], Rows]:
     """A figure that the clients send with their pings."""
-    return lambda snapshot: [
-        (_ranks(row), row["stats"][key] * scale) for row in snapshot["readers"] if key in row["stats"]
-    ]
-
-
-def _returned(snapshot: Snapshot) -> Rows:
-    return [(_ranks(row), float(row["done_upto"])) for row in snapshot["readers"]]
+    return _of_readers(lambda row: row["stats"][key] * scale if key in row["stats"] else None)
 
 
 def _build(snapshot: Snapshot) -> Rows:
@@ -84,13 +101,13 @@ def _build(snapshot: Snapshot) -> Rows:
 
 
 def _run(snapshot: Snapshot) -> Rows:
-    return [((snapshot["run"], snapshot["feed"], snapshot["rules"]["digest"]), 1.0)]
+    return [((snapshot["run"], name, feed["rules"]["digest"]), 1.0) for name, feed in snapshot["feeds"].items()]
 
 
 METRICS: tuple[Metric, ...] = (
     Metric("build_info", "gauge", "1, with the broker's version and that of its Python.", _build,
            ("version", "python")),
-    Metric("run_info", "gauge", "1, with the run, its feed and the digest of its rules.", _run,
+    Metric("run_info", "gauge", "1, with the run, a feed of it and the digest of its rules.", _run,
            ("run", "feed", "rules")),
     Metric("ready", "gauge", "1 while the broker serves, 0 while it starts or drains.", _at("ready")),
     # What came in
@@ -103,27 +120,29 @@ METRICS: tuple[Metric, ...] = (
     Metric("rejected_samples", "counter", "Samples that could not be used and were dropped, by reason.",
            _rejected, ("stream", "reason")),
     # What was formed
-    Metric("steps", "counter", "Steps formed.", _at("totals", "steps")),
-    Metric("packs", "counter", "Packs formed, empty ones too.", _at("totals", "packs")),
-    Metric("packed_samples", "counter", "Samples in the packs formed.", _at("totals", "samples")),
-    Metric("packed_tokens", "counter", "Real tokens in the packs formed.", _at("totals", "tokens")),
+    Metric("steps", "counter", "Steps formed.", _of_feeds("totals", "steps"), ("feed",)),
+    Metric("packs", "counter", "Packs formed, empty ones too.", _of_feeds("totals", "packs"), ("feed",)),
+    Metric("packed_samples", "counter", "Samples in the packs formed.", _of_feeds("totals", "samples"), ("feed",)),
+    Metric("packed_tokens", "counter", "Real tokens in the packs formed.", _of_feeds("totals", "tokens"), ("feed",)),
     Metric("tail_dropped_samples", "counter", "Samples of the last, partial step that policy tail: drop left out.",
-           _at("totals", "dropped_samples")),
+           _of_feeds("totals", "dropped_samples"), ("feed",)),
     Metric("waste_tokens", "counter", "Tokens of the packs formed that are nobody's, by cause.",
-           _by("waste_tokens"), ("cause",)),
+           _waste, ("feed", "cause")),
     Metric("form_seconds", "counter", "Time spent packing.", _at("form_seconds")),
     Metric("utilisation_ratio", "gauge", "Real tokens over packs * budget, since the start.",
-           _at("figures", "utilisation")),
-    Metric("waste_ratio", "gauge", "1 - utilisation.", _at("figures", "waste_ratio")),
+           _of_feeds("figures", "utilisation"), ("feed",)),
+    Metric("waste_ratio", "gauge", "1 - utilisation.", _of_feeds("figures", "waste_ratio"), ("feed",)),
     Metric("packing_efficiency_ratio", "gauge", "Packs that the tokens alone would need, over packs formed.",
-           _at("figures", "packing_efficiency")),
+           _of_feeds("figures", "packing_efficiency"), ("feed",)),
     Metric("bin_balance_ratio", "gauge", "1 - deviation of the packs' fill over its mean; may be negative.",
-           _at("figures", "bin_balance")),
+           _of_feeds("figures", "bin_balance"), ("feed",)),
     Metric("cost_max_over_mean_ratio", "gauge", "Dearest pack over the mean of its micro-batch, mean over all dealt.",
-           _at("figures", "cost_max_over_mean")),
+           _of_feeds("figures", "cost_max_over_mean"), ("feed",)),
     # What is held
-    Metric("window_samples", "gauge", "Samples merged and not in a step yet.", _at("window", "samples")),
-    Metric("window_tokens", "gauge", "Tokens of samples merged and not in a step yet.", _at("window", "tokens")),
+    Metric("window_samples", "gauge", "Samples merged and not in a step yet.",
+           _of_feeds("window", "samples"), ("feed",)),
+    Metric("window_tokens", "gauge", "Tokens of samples merged and not in a step yet.",
+           _of_feeds("window", "tokens"), ("feed",)),
     Metric("arena_live_tokens", "gauge", "Tokens held in the arena.", _at("memory", "live_tokens")),
     Metric("arena_capacity_bytes", "gauge", "Size of the arena.", _at("memory", "arena_bytes")),
     Metric("arena_token_bytes", "gauge", "Size of a token.", _at("memory", "token_bytes")),
@@ -136,12 +155,19 @@ METRICS: tuple[Metric, ...] = (
     Metric("producers_connected", "gauge", "Producers connected.", _at("producers")),
     Metric("vanished_producers", "counter", "Producers gone without a goodbye: silent, or started again.",
            _at("vanished_producers")),
-    Metric("readers_connected", "gauge", "Ranks attached.", lambda snapshot: [((), float(len(snapshot["readers"])))]),
-    Metric("reader_returned_steps", "gauge", "Steps that a rank has returned.", _returned, RANKS),
+    Metric("readers_connected", "gauge", "Ranks attached.",
+           lambda snapshot: [((name,), float(len(feed["readers"]))) for name, feed in snapshot["feeds"].items()],
+           ("feed",)),
+    Metric("round", "gauge", "Iteration over the feed that is served, from 0.", _of_feeds("round"), ("feed",)),
+    Metric("held_tokens", "gauge", "Tokens merged and not yet returned by all ranks.", _of_feeds("held_tokens"),
+           ("feed",)),
+    Metric("held_limit_tokens", "gauge", "Most tokens that may be held.", _of_feeds("held_limit_tokens"), ("feed",)),
+    Metric("reader_returned_steps", "gauge", "Steps of this iteration that a rank has returned.",
+           _of_readers(lambda row: float(row["done_upto"])), ("feed", *RANKS)),
     Metric("reader_starved_ratio", "gauge", "Share of a rank's time spent waiting for data.",
-           _of_readers("starved_fraction"), RANKS),
+           _stat("starved_fraction"), ("feed", *RANKS)),
     Metric("reader_next_p99_seconds", "gauge", "99th percentile of a rank's wait for a step.",
-           _of_readers("next_p99_ms", 1e-3), RANKS),
+           _stat("next_p99_ms", 1e-3), ("feed", *RANKS)),
 )  # fmt: skip
 
 

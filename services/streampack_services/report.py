@@ -82,65 +82,71 @@ def fetch_health(endpoint: str | None, path: str, timeout_s: float) -> tuple[boo
 
 def show_status(snapshot: Tree) -> None:
     """Print a snapshot."""
-    console = _console()
-    steps, figures, memory = snapshot["steps"], snapshot["figures"], snapshot["memory"]
-    end = "" if steps["end"] is None else f" of {steps['end']}"
-    about = (
-        f"  feed {snapshot['feed']}  {snapshot['state']}  "
-        f"up {_duration(snapshot['uptime_s'])}  streampack {snapshot['version']}"
-    )
+    console, memory = _console(), snapshot["memory"]
+    about = f"  {snapshot['state']}  up {_duration(snapshot['uptime_s'])}  streampack {snapshot['version']}"
     console.print(Text.assemble((snapshot["run"], "bold"), about))
-    if snapshot["waiting_for"]:
-        console.print(describe(**snapshot["waiting_for"]))
     live, arena = memory["live_tokens"] * memory["token_bytes"], memory["arena_bytes"]
-    packed = f"{_count(snapshot['totals']['tokens'])} tokens in {_count(snapshot['totals']['packs'])} packs"
-    waste = [f"{cause.replace('_', ' ')} {_count(tokens)}" for cause, tokens in snapshot["waste_tokens"].items()]
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("memory", f"{size_text(live)} of {size_text(arena)}")
+    facts.add_row("bad messages", ", ".join(f"{what} {count}" for what, count in snapshot["messages"].items()))
+    console.print(facts)
+    console.print(_streams_table(snapshot))
+    for name, feed in snapshot["feeds"].items():
+        _show_feed(console, name, feed)
+
+
+def _show_feed(console: Console, name: str, feed: Tree) -> None:
+    steps, figures = feed["steps"], feed["figures"]
+    again = f", iteration {feed['round']}" if feed["round"] else ""
+    console.print(Text.assemble((f"feed {name}", "bold"), f"  {feed['state']}{again}"))
+    if feed["waiting_for"]:
+        console.print(describe(**feed["waiting_for"]))
+    end = "" if steps["end"] is None else f" of {steps['end']}"
+    packed = f"{_count(feed['totals']['tokens'])} tokens in {_count(feed['totals']['packs'])} packs"
+    waste = [f"{cause.replace('_', ' ')} {_count(tokens)}" for cause, tokens in feed["waste_tokens"].items()]
     rows = [
         ("steps", f"{steps['formed']} formed{end}, {steps['returned']} returned by every rank"),
-        ("packed", f"{packed}, {_count(snapshot['tokens_per_s'])} tokens/s"),
+        ("packed", f"{packed}, {_count(feed['tokens_per_s'])} tokens/s"),
         ("utilisation", f"{figures['utilisation']:.2%}, packing efficiency {figures['packing_efficiency']:.2%}"),
         ("balance", f"{figures['bin_balance']:.3f} of fill, cost max/mean {figures['cost_max_over_mean']:.3f}"),
         ("wasted tokens", ", ".join(waste)),
-        ("window", f"{snapshot['window']['samples']} samples, {_count(snapshot['window']['tokens'])} tokens"),
-        ("memory", f"{size_text(live)} of {size_text(arena)}"),
-        ("bad messages", ", ".join(f"{what} {count}" for what, count in snapshot["messages"].items())),
+        ("window", f"{feed['window']['samples']} samples, {_count(feed['window']['tokens'])} tokens"),
+        ("held", f"{_count(feed['held_tokens'])} of {_count(feed['held_limit_tokens'])} tokens"),
     ]
     facts = Table.grid(padding=(0, 2))
     for row in rows:
         facts.add_row(*row)
     console.print(facts)
-    console.print(_streams_table(snapshot))
-    console.print(_readers_table(snapshot))
+    console.print(_readers_table(feed))
 
 
 def _streams_table(snapshot: Tree) -> Table:
-    table = _table("stream", "weight", "samples", "tokens", "over-long", "lost", "rejected", "ended")
+    table = _table("stream", "feed", "weight", "samples", "tokens", "over-long", "lost", "rejected", "ended")
     for row in snapshot["streams"]:
         rejected = ", ".join(f"{reason} {count}" for reason, count in row["rejected"].items()) or "0"
         table.add_row(
-            row["stream"], f"{row['weight']:g}", _count(row["samples"]), _count(row["tokens"]), str(row["overlong"]),
-            _count(row["lost_tokens"]), rejected, f"{row['ended_partitions']} of {row['partitions']}",
+            row["stream"], row["feed"], f"{row['weight']:g}", _count(row["samples"]), _count(row["tokens"]),
+            str(row["overlong"]), _count(row["lost_tokens"]), rejected,
+            f"{row['ended_partitions']} of {row['partitions']}",
         )  # fmt: skip
     table.title = f"{snapshot['producers']} producers"
     return table
 
 
-def _readers_table(snapshot: Tree) -> Table:
+def _readers_table(feed: Tree) -> Table:
     table = _table("rank", "where", "returned", "ahead", "starved", "next() p99")
     dimensions = [
-        name
-        for name in ("dp", "cp", "tp", "pp")
-        if name == "dp" or any(row[f"{name}_rank"] for row in snapshot["readers"])
+        name for name in ("dp", "cp", "tp", "pp") if name == "dp" or any(row[f"{name}_rank"] for row in feed["readers"])
     ]
-    for row in snapshot["readers"]:
+    for row in feed["readers"]:
         stats = row["stats"]
         rank = " ".join(f"{name}={row[f'{name}_rank']}" for name in dimensions)
         starved = f"{stats['starved_fraction']:.1%}" if "starved_fraction" in stats else "-"
         p99 = f"{stats['next_p99_ms']:.2f} ms" if "next_p99_ms" in stats else "-"
         ahead = max(0, row["have_upto"] - row["done_upto"])
         table.add_row(rank, row["where"], str(row["done_upto"]), str(ahead), starved, p99)
-    all_ = "" if snapshot["all_ranks_attached"] or not snapshot["readers"] else ", not yet all of their mesh"
-    table.title = f"{len(snapshot['readers'])} ranks{all_}"
+    all_ = "" if feed["all_ranks_attached"] or not feed["readers"] else ", not yet all of their mesh"
+    table.title = f"{len(feed['readers'])} ranks{all_}"
     return table
 
 

@@ -11,13 +11,14 @@ import logging
 import math
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 import streampack
 from streampack.core.broker import Broker
+from streampack.core.feed import Feed
 from streampack.core.figures import from_moments
 
 if TYPE_CHECKING:
@@ -35,25 +36,33 @@ SAY_BUSY_AFTER_S = 60.0
 SAY_AT_MOST_EVERY_S = 30.0
 
 
+@dataclass(slots=True)
+class _Watch:
+    """Since when a feed stands still, and when that was said."""
+
+    steps: int = -1
+    since: float = 0.0
+    said: float = 0.0
+    every: float = SAY_AFTER_S
+
+
 class Reporter:
     """Takes the snapshots of ``service`` and says in the log what a long wait is for; the broker's thread calls it."""
 
     def __init__(self, service: BrokerService) -> None:
         self._service = service
         self._taken = 0.0
-        self._rates: deque[tuple[float, int]] = deque()
-        self._steps = -1
-        self._still_since = 0.0
-        self._said = 0.0
-        self._say_every = SAY_AFTER_S
-        rules = service.plan.rules
+        self._rates: dict[str, deque[tuple[float, int]]] = {name: deque() for name in service.core.feeds}
+        self._watches = {name: _Watch() for name in service.core.feeds}
         self._fixed: Snapshot = {
             "version": streampack.__version__,
             "run": service.config.run,
-            "feed": service.config.feed,
             "epoch": service.core.epoch,
             "endpoints": service.endpoints,
-            "rules": {**msgspec.to_builtins(rules), "digest": rules.digest},
+        }
+        self._rules = {
+            name: {**msgspec.to_builtins(feed.rules), "digest": feed.rules.digest}
+            for name, feed in service.core.feeds.items()
         }
 
     def tick(self, now: float) -> Snapshot | None:
@@ -66,48 +75,56 @@ class Reporter:
 
     def take(self, now: float) -> Snapshot:
         """What is so now, as plain values that nobody changes afterwards."""
-        service, core = self._service, self._service.core
-        totals, arena = core.totals, service.arena
-        reasons = waiting_for(core)
+        service, core, arena = self._service, self._service.core, self._service.arena
         return self._fixed | {
             "taken_at": time.time(),
             "uptime_s": now - service.started,
             "state": self._state(),
             "ready": service.ready,
-            "waiting_for": {"reason": reasons[0], "detail": reasons[1]} if reasons else None,
-            "steps": {
-                "formed": core.readers.formed_upto,
-                "returned": core.readers.released_upto,
-                "end": core.readers.end.num_steps if core.readers.end is not None else None,
-            },
-            "totals": asdict(totals),
-            "figures": asdict(from_moments(totals.packs, totals.tokens, totals.square_tokens, core.rules.budget))
-            | {"cost_max_over_mean": core.readers.cost_max_over_mean},
-            "waste_tokens": _waste(core),
-            "tokens_per_s": self._rate(now, totals.tokens),
-            "streams": _streams(core),
+            "feeds": {name: self._feed(now, feed) for name, feed in core.feeds.items()},
+            "streams": [row for feed in core.feeds.values() for row in _streams(core, feed)],
             "producers": core.leases.num_producers,
             "vanished_producers": core.leases.vanished,
-            "readers": _readers(core),
-            "all_ranks_attached": core.readers.joined,
-            "window": {"samples": core.former.num_samples, "tokens": core.former.queued_tokens},
             "memory": {
                 "arena_bytes": service.plan.memory_bytes,
                 "token_bytes": service.plan.token_bytes,
                 "live_tokens": arena.live_tokens,
                 "moved_tokens": arena.moved_tokens,
-                "held_tokens": core.held_tokens,
-                "held_limit_tokens": service.plan.capacity.merged_tokens,
                 "partition_limit_tokens": service.plan.capacity.quota_tokens,
             },
             "messages": {
                 "damaged": service.damaged,
-                "refused": core.leases.refused,
+                "refused": core.refused,
                 "unsent": service.unsent,
                 "foreign": core.foreign,
             },
             "form_seconds": service.form_seconds,
             "sent_tokens": service.tokens_sent,
+        }
+
+    def _feed(self, now: float, feed: Feed) -> Snapshot:
+        totals, readers = feed.totals, feed.readers
+        reasons = waiting_for(feed)
+        return {
+            "state": "ended" if readers.end is not None else "serving",
+            "waiting_for": {"reason": reasons[0], "detail": reasons[1]} if reasons else None,
+            "round": readers.round,
+            "steps": {
+                "formed": readers.formed_upto,
+                "returned": readers.released_upto,
+                "end": readers.end.num_steps if readers.end is not None else None,
+            },
+            "totals": asdict(totals),
+            "figures": asdict(from_moments(totals.packs, totals.tokens, totals.square_tokens, feed.rules.budget))
+            | {"cost_max_over_mean": readers.cost_max_over_mean},
+            "waste_tokens": _waste(feed),
+            "tokens_per_s": self._rate(now, feed),
+            "readers": _readers(feed),
+            "all_ranks_attached": readers.joined,
+            "window": {"samples": feed.former.num_samples, "tokens": feed.former.queued_tokens},
+            "held_tokens": feed.held_tokens,
+            "held_limit_tokens": feed.plan.merged_tokens,
+            "rules": self._rules[feed.name],
         }
 
     def _state(self) -> str:
@@ -116,43 +133,51 @@ class Reporter:
             return "draining"
         if not self._service.ready:
             return "starting"
-        return "ended" if core.readers.end is not None else "serving"
+        return "ended" if all(feed.readers.end is not None for feed in core.feeds.values()) else "serving"
 
-    def _rate(self, now: float, tokens: int) -> float:
+    def _rate(self, now: float, feed: Feed) -> float:
         """Packed tokens a second, over the last seconds."""
-        self._rates.append((now, tokens))
-        while len(self._rates) > 2 and now - self._rates[0][0] > RATE_OVER_S:
-            self._rates.popleft()
-        (then, before), seconds = self._rates[0], now - self._rates[0][0]
+        rates, tokens = self._rates[feed.name], feed.totals.tokens
+        rates.append((now, tokens))
+        while len(rates) > 2 and now - rates[0][0] > RATE_OVER_S:
+            rates.popleft()
+        (then, before), seconds = rates[0], now - rates[0][0]
         return (tokens - before) / seconds if seconds > 0 and then < now else 0.0
 
     def _say(self, now: float) -> None:
         """A line after some seconds without a step, and then ever less often until there is one."""
         core = self._service.core
-        moved = core.readers.formed_upto + core.readers.released_upto
-        if moved != self._steps or core.draining:
-            self._steps, self._still_since, self._said, self._say_every = moved, now, now, SAY_AFTER_S
+        for name, feed in core.feeds.items():
+            moved = feed.totals.steps + feed.readers.released_upto
+            if moved != self._watches[name].steps or core.draining:
+                self._watches[name] = _Watch(moved, now, now)
+        all_still = now - max(watch.since for watch in self._watches.values())
+        for name, feed in core.feeds.items():
+            self._say_of(now, feed, self._watches[name], all_still)
+
+    def _say_of(self, now: float, feed: Feed, watch: _Watch, all_still_s: float) -> None:
+        reasons = waiting_for(feed)
+        if reasons is None or now - watch.said < watch.every:
             return
-        reasons = waiting_for(core)
-        if reasons is None or now - self._said < self._say_every:
+        ready_s = all_still_s if reasons[0] in ("peers", "memory") else SAY_BUSY_AFTER_S
+        if ready_s < (SAY_BUSY_AFTER_S if feed.readers.joined else SAY_AFTER_S):  # as it should while another is read
             return
-        if reasons[0] in ("peers", "memory") and core.readers.joined and now - self._still_since < SAY_BUSY_AFTER_S:
-            return
-        self._said, self._say_every = now, min(2 * self._say_every, SAY_AT_MOST_EVERY_S)
-        log.info("no step for %.0f s: %s", now - self._still_since, describe(*reasons))
+        watch.said, watch.every = now, min(2 * watch.every, SAY_AT_MOST_EVERY_S)
+        of = f"feed {feed.name!r}: " if len(self._watches) > 1 else ""
+        log.info("%sno step for %.0f s: %s", of, now - watch.since, describe(*reasons))
 
 
-def waiting_for(core: Broker) -> tuple[str, str] | None:
-    """What keeps the next step from being formed or read: (reason, detail); None at the end and while draining."""
-    readers = core.readers
-    if core.draining:
+def waiting_for(feed: Feed) -> tuple[str, str] | None:
+    """What keeps a feed's next step from being formed or read: (reason, detail); None at the end, while draining."""
+    readers = feed.readers
+    if readers.draining:
         return None
     if readers.num_readers and not readers.joined:
         return "join", f"{readers.num_readers} attached so far, their mesh has more"
     if readers.end is not None:
         left = readers.end.num_steps - readers.released_upto
         return ("peers", f"{left} last steps are not returned: {readers.slowest}") if left else None
-    return core.waiting_for()
+    return feed.waiting_for()
 
 
 def describe(reason: str, detail: str) -> str:
@@ -160,9 +185,9 @@ def describe(reason: str, detail: str) -> str:
     return f"waiting for {_WAITS.get(reason, reason)}: {detail}"
 
 
-def _waste(core: Broker) -> dict[str, int]:
+def _waste(feed: Feed) -> dict[str, int]:
     """Tokens of formed packs that are not samples', by cause; they add up to packs * budget - tokens."""
-    totals, budget = core.totals, core.rules.budget
+    totals, budget = feed.totals, feed.rules.budget
     return {
         "alignment": totals.slot_tokens - totals.tokens,
         "pack_tail": (totals.packs - totals.empty_packs) * budget - totals.slot_tokens,
@@ -170,25 +195,26 @@ def _waste(core: Broker) -> dict[str, int]:
     }
 
 
-def _readers(core: Broker) -> list[Snapshot]:
+def _readers(feed: Feed) -> list[Snapshot]:
     """A row a rank; of the figures that a client sends, those that are numbers: JSON has no others."""
     rows: list[Snapshot] = []
-    for row in core.readers.stats():
+    for row in feed.readers.stats():
         stats = row["stats"]
         assert isinstance(stats, dict)
         rows.append(row | {"stats": {key: value for key, value in stats.items() if math.isfinite(value)}})
     return rows
 
 
-def _streams(core: Broker) -> list[Snapshot]:
+def _streams(core: Broker, feed: Feed) -> list[Snapshot]:
     rows = []
-    first = 0
-    for stream, counts in zip(core.rules.streams, core.leases.counts, strict=True):
+    first = feed.origin
+    for stream, counts in zip(feed.rules.streams, feed.admission.counts, strict=True):
         ended = sum(intake.ended for intake in core.leases.intakes[first : first + stream.partitions])
         first += stream.partitions
         rows.append(
             {
                 "stream": stream.name,
+                "feed": feed.name,
                 "weight": stream.weight,
                 "partitions": stream.partitions,
                 "ended_partitions": ended,

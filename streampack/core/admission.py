@@ -64,7 +64,7 @@ class StreamCounts:
 
 
 class Admission:
-    """Takes chunks into ``table`` and ``merge``; ``streams`` in the order of the rules."""
+    """Takes a feed's chunks into ``table`` and ``merge``; ``streams`` in the order of the rules."""
 
     def __init__(
         self, streams: list[StreamTerms], tokens: str, fields: tuple[Field, ...], max_sample_tokens: int,
@@ -76,7 +76,7 @@ class Admission:
         ]  # bytes a token and a sample, by frame
         self.token_bytes = sum(width for width, _ in self._widths)
         self._max_sample_tokens = max_sample_tokens
-        self._table, self._merge = table, merge
+        self._table, self.merge = table, merge
         self.counts = [StreamCounts() for _ in streams]
 
     def refusal(self, stream: int, intake: Intake, envelope: Envelope, message: Samples) -> tuple[str, str] | None:
@@ -116,9 +116,9 @@ class Admission:
         table.loss_tokens[handles] = loss
         entries = np.full(len(pieces.length), -1, np.int64)
         entries[kept] = handles
-        self._merge.push(p, entries, pieces.length, pieces.part)
+        self.merge.push(p, entries, pieces.length, pieces.part)
         if message.pass_ended and terms.barriers:
-            self._merge.end_pass(p)
+            self.merge.end_pass(p)
         num_bytes, kept_tokens = int(lengths.sum()) * self.token_bytes, int(pieces.length.sum())
         intake.accept(intake.expected_seq + len(lengths), num_bytes, kept_tokens, message.cursor)
         counts.samples += len(lengths)

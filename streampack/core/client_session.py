@@ -4,6 +4,9 @@ It attaches, asks for ``prefetch`` steps beyond the one in use, puts the parts o
 and delivers whole steps in order. Everything it says is a state ("steps 7 to 9, I have returned
 7") and is said again until it holds, so nothing depends on a message arriving. It pings from the
 moment it attaches, wanted or not: a rank that has all it wants must still notice a new broker.
+
+``Again`` begins the next *round* over a finite feed: it attaches anew, at step 0, and waits there
+until every rank of the mesh has asked for that round. What comes of an earlier one is not taken.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from streampack.core.messages import (
     Get,
     Mesh,
     Message,
+    ReadBy,
     ReaderPing,
     Reject,
     StepPart,
@@ -40,6 +44,10 @@ class Returned(Event, frozen=True):
     """The trainer has returned every step before ``step``."""
 
     step: int
+
+
+class Again(Event, frozen=True):
+    """Begin the feed again, at its first step."""
 
 
 class Detach(Event, frozen=True):
@@ -81,9 +89,11 @@ class ClientSession:
     host: str
     pid: int
     mesh: Mesh
+    readers: ReadBy = field(default_factory=ReadBy)
     prefetch: int = 2
     next_step: int = 0
     chain: bytes = b""
+    round: int = 0
     epoch: int = 0
     attempt: int = 0
     attached: Attached | None = None
@@ -120,6 +130,8 @@ class ClientSession:
                 self._chains.pop(step, None)
             self._done_upto = max(self._done_upto, event.step)
             return self._get()
+        if isinstance(event, Again):
+            return self._again()
         if isinstance(event, Detach):
             self._over = True
             return [self._send(Bye(reason="goodbye"))]
@@ -182,20 +194,24 @@ class ClientSession:
             return self._break(message.code, message.detail)
         if isinstance(message, Who):
             return self._reattach() if self._now - self._attaching >= RETRY_S / 4 else []
-        if envelope.fence != self.attempt or self.attached is None:
+        if isinstance(message, Bye):
+            return self._break("stopped", message.reason)
+        if envelope.fence != self.attempt and self.attached is not None:
             return []
-        if isinstance(message, StepPart):
-            return self._part(envelope, message)
         if isinstance(message, Wait):
             self.waiting = f"{message.reason}: {message.detail}"
+        elif self.attached is None:
+            return []
+        elif isinstance(message, StepPart):
+            return self._part(envelope, message)
         elif isinstance(message, End):
             return self._end(message)
-        elif isinstance(message, Bye):
-            return self._break("stopped", message.reason)
         return []
 
     def _on_attached(self, attempt: int, message: Attached) -> list[Effect]:
-        if message.reader != self.reader or (self.attached is not None and attempt <= self.attempt):
+        if message.reader != self.reader or message.round != self.round:
+            return []
+        if self.attached is not None and attempt <= self.attempt:
             return []
         self.attempt, self.attached = attempt, message
         self._moved = self._now
@@ -234,6 +250,13 @@ class ClientSession:
         self._ended = True
         return [Ended(self._num_steps, self.chain)]
 
+    def _again(self) -> list[Effect]:
+        self.round += 1
+        self.chain, self._chains = b"", {0: b""}
+        self._have_upto = self._done_upto = 0
+        self._num_steps, self._ended = None, False
+        return self._reattach()
+
     # What goes out
 
     def _wants(self) -> bool:
@@ -243,7 +266,7 @@ class ClientSession:
         self._attaching = self._now
         attach = Attach(
             feed=self.feed, reader=self.reader, host=self.host, pid=self.pid, mesh=self.mesh,
-            next_step=self._done_upto, chain=self._chains[self._done_upto],
+            next_step=self._done_upto, chain=self._chains[self._done_upto], round=self.round, readers=self.readers,
         )  # fmt: skip
         return self._send(attach)
 

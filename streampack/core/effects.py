@@ -31,10 +31,11 @@ class FromTrainer(Event, frozen=True):
 
 
 class Formed(Event, frozen=True):
-    """A packer's choice for the last ``Form`` of a feed."""
+    """A packer's choice for the ``Form`` of a feed that had this ``generation``."""
 
     feed: str
     choice: Choice
+    generation: int = 0
 
 
 class Drain(Event, frozen=True):
@@ -71,10 +72,11 @@ class Release(Effect, frozen=True):
 
 
 class Form(Effect, frozen=True):
-    """Run ``request.choose()`` somewhere and say ``Formed``."""
+    """Run ``request.choose()`` somewhere and say ``Formed``, of the same ``generation``."""
 
     feed: str
     request: Request
+    generation: int = 0
 
 
 class SendShard(Effect, frozen=True):

@@ -122,6 +122,11 @@ class Former:
         """Closed, and every sample is in a step or dropped."""
         return self.closed and not self.num_samples and not self._pending
 
+    def held(self) -> I64:
+        """Handles of every sample that is not in a step yet, int64 [n]."""
+        waiting = [self._handles, *(handles for handles, _ in self._arrived)]
+        return np.concatenate([*waiting, *(pack.handles for pack in self._pending), self.dropped])
+
     def admit(self, handles: I64, lengths: I64) -> None:
         """Samples that follow in merge order; ``lengths`` int64 [n] are real tokens."""
         if len(handles):

@@ -4,22 +4,19 @@ Partitions of a stream are shared out among the producers that offer it, and mov
 or goes, so that any number of producer processes gives the same stream. Every move begins a new
 session at the next sample that is missing; messages of an older session or of an older broker
 change nothing. A producer that breaks the protocol, or says that it must stop, loses its leases,
-and what it said is what the trainers then wait for. Knows partitions by number (``p``), streams in
-the order of the rules; knows nothing of packs.
+and what it said is what the trainers then wait for. When a feed goes back to its first sample, so
+do its partitions, each in a new session: chunks still on their way are of an old one. Knows
+partitions by number (``p``), numbered through over all feeds; knows nothing of packs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from streampack.core.admission import Admission, StreamTerms, lengths_of
+from streampack.core.admission import Admission, StreamTerms, lengths_of, terms_of
 from streampack.core.effects import SendProducer
 from streampack.core.events import Effect, Report
-from streampack.core.fields import Field
 from streampack.core.intake import MAX_UNMERGED, Intake
-from streampack.core.merge import Merge
 from streampack.core.messages import (
     WRONG_SIDE,
     Attach,
@@ -40,7 +37,8 @@ from streampack.core.messages import (
     Sent,
     Who,
 )
-from streampack.core.samples import I64, SampleTable
+from streampack.core.rules import Rules
+from streampack.core.samples import I64
 
 REPEAT_S = 1.0
 """Credits are said again this often, whether or not they changed."""
@@ -57,25 +55,30 @@ class _Producer:
     heard: float
 
 
-class Leases:
-    """Every partition's books and holder; ``merge`` and ``table`` are the broker's, and filled from here."""
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """A stream of a feed: ``number`` among the feed's, ``first`` its first partition, ``origin`` its feed's."""
 
-    def __init__(
-        self, run: int, epoch: int, seed: int, tokens: str, fields: tuple[Field, ...], streams: list[StreamTerms],
-        quota_tokens: int, max_sample_tokens: int, max_chunk_bytes: int, table: SampleTable, merge: Merge,
-    ) -> None:  # fmt: skip
-        self._run, self.epoch, self._seed, self._tokens, self._fields = run, epoch, seed, tokens, fields
+    terms: StreamTerms
+    admission: Admission
+    rules: Rules
+    number: int
+    first: int
+    origin: int
+
+
+class Leases:
+    """Every partition's books and holder; ``open`` adds a feed's, before the first producer comes."""
+
+    def __init__(self, run: int, epoch: int, quota_tokens: int, max_sample_tokens: int, max_chunk_bytes: int) -> None:
+        self._run, self.epoch = run, epoch
+        self._quota_tokens = quota_tokens
         self._max_sample_tokens, self._max_chunk_bytes = max_sample_tokens, max_chunk_bytes
-        self._merge = merge
-        self._admission = Admission(streams, tokens, fields, max_sample_tokens, table, merge)
-        self._token_bytes = token_bytes = self._admission.token_bytes
-        self._streams = {terms.name: (number, terms) for number, terms in enumerate(streams)}
-        self._terms = streams
-        self._stream_of = [s for s, terms in enumerate(streams) for _ in range(terms.partitions)]
-        self._first = np.concatenate([[0], np.cumsum([terms.partitions for terms in streams])]).tolist()
-        self.intakes = [Intake(quota_tokens * token_bytes, token_bytes) for _ in self._stream_of]
-        self._holder: list[str | None] = [None] * len(self._stream_of)
-        self._granted = [(0, 0)] * len(self._stream_of)  # samples and bytes, as last said
+        self._streams: dict[str, _Stream] = {}
+        self._stream_of: list[_Stream] = []
+        self.intakes: list[Intake] = []
+        self._holder: list[str | None] = []
+        self._granted: list[tuple[int, int]] = []  # samples and bytes, as last said
         self._producers: dict[str, _Producer] = {}
         self._by_peer: dict[bytes, str] = {}
         self._digests: dict[str, str] = {}
@@ -83,12 +86,24 @@ class Leases:
         self._now = 0.0
         self._repeated = 0.0
         self._drained = False
-        self.counts = self._admission.counts
+        self._done = False
         self._failed: dict[int, str] = {}  # why the last holder of a partition stopped, until samples come again
         self.refused = 0
         """Messages that broke the protocol."""
         self.vanished = 0
         """Producers that were gone without a goodbye: silent, or followed by another process of their name."""
+
+    def open(self, rules: Rules, admission: Admission) -> int:
+        """Add the streams of a feed, whose samples ``admission`` takes; the number of its first partition."""
+        origin = len(self.intakes)
+        for number, terms in enumerate(terms_of(rules)):
+            stream = _Stream(terms, admission, rules, number, len(self.intakes), origin)
+            self._streams[terms.name] = stream
+            self._stream_of += [stream] * terms.partitions
+            self.intakes += [self._intake(rules) for _ in range(terms.partitions)]
+        self._holder += [None] * (len(self.intakes) - origin)
+        self._granted += [(0, 0)] * (len(self.intakes) - origin)
+        return origin
 
     # What comes in
 
@@ -138,25 +153,43 @@ class Leases:
         peers = [producer.peer for producer in self._producers.values()]
         return [e for peer in peers for e in self._send(peer, Bye(reason="the broker is stopping"))]
 
-    def merged(self, moved: I64) -> list[Effect]:
-        """The merge has taken samples of the partitions ``moved``: widen the credits that this frees."""
+    def merged(self, origin: int, moved: I64) -> list[Effect]:
+        """The merge of the feed at ``origin`` has taken samples of its partitions ``moved``: widen their credits."""
         effects: list[Effect] = []
-        for p in moved.tolist():
-            intake = self.intakes[p]
-            intake.merged_seq = int(self._merge.merged_samples[p])
-            intake.merged_tokens = int(self._merge.merged_tokens[p])
-            effects += self._flow(p)
+        merge = self._stream_of[origin].admission.merge
+        for mine in moved.tolist():
+            intake = self.intakes[origin + mine]
+            intake.merged_seq = int(merge.merged_samples[mine])
+            intake.merged_tokens = int(merge.merged_tokens[mine])
+            effects += self._flow(origin + mine)
         return effects
 
-    def close(self) -> list[Effect]:
-        """The feed has ended before its streams: take no more of any, and let their producers go."""
+    def close(self, origin: int) -> list[Effect]:
+        """The feed at ``origin`` has ended before its streams: take no more of any."""
         effects: list[Effect] = []
-        for p, intake in enumerate(self.intakes):
+        for p in self._of_feed(origin):
+            intake = self.intakes[p]
             intake.merged_tokens = intake.kept_tokens  # what waited is dropped
             if not intake.ended:
                 intake.closed = True
                 effects += self._flow(p, repeat=True)
-        return effects + [e for producer in self._producers.values() for e in self._send(producer.peer, Done())]
+        return effects
+
+    def rewind(self, origin: int) -> list[Effect]:
+        """The feed at ``origin`` wants its samples from the first one on; those it had are forgotten already."""
+        mine = self._of_feed(origin)
+        for p in mine:
+            self.intakes[p] = self._intake(self._stream_of[p].rules)
+            self._failed.pop(p, None)
+            self._begin(p)
+        moved = self._share_out()
+        return [e for p in sorted({*mine, *moved}) for e in self._lease(p)]
+
+    def dismiss(self, done: bool) -> list[Effect]:
+        """Whether nobody will ask for samples again, so that producers may go."""
+        tell, self._done = done and not self._done, done
+        peers = [producer.peer for producer in self._producers.values()] if tell else []
+        return [e for peer in peers for e in self._send(peer, Done())]
 
     @property
     def ended(self) -> bool:
@@ -169,9 +202,8 @@ class Leases:
 
     def describe(self, p: int) -> str:
         """Partition ``p`` and who should send it, for a person."""
-        number = self._stream_of[p]
-        terms, holder = self._terms[number], self._holder[p]
-        text = f"stream {terms.name!r} partition {p - self._first[number]} of {terms.partitions}"
+        stream, holder = self._stream_of[p], self._holder[p]
+        text = f"stream {stream.terms.name!r} partition {p - stream.first} of {stream.terms.partitions}"
         if p in self._failed:
             return f"{text}: {self._failed[p]}"
         if holder is None:
@@ -217,7 +249,7 @@ class Leases:
             self._begin(p)
         effects += [e for p in held for e in self._lease(p)]
         effects += [e for p in moved for e in self._lease(p)]
-        return effects + (self._send(peer, Done()) if self.ended else [])
+        return effects + (self._send(peer, Done()) if self._done else [])
 
     def _leave(self, name: str, why: str) -> list[Effect]:
         producer = self._producers.pop(name)
@@ -225,11 +257,10 @@ class Leases:
         for p, holder in enumerate(self._holder):
             if holder == name:
                 self._holder[p] = None
-        for stream in producer.offers:  # nothing of it was taken: the next producer may read other data
-            first, last = self._first[self._streams[stream][0] :][:2]
-            offered = any(stream in other.offers for other in self._producers.values())
-            if not offered and not any(intake.expected_seq for intake in self.intakes[first:last]):
-                self._digests.pop(stream, None)
+        for offer in producer.offers:  # nothing of it was ever taken: the next producer may read other data
+            offered, stream = any(offer in other.offers for other in self._producers.values()), self._streams[offer]
+            if not offered and not stream.admission.counts[stream.number].samples:
+                self._digests.pop(offer, None)
         level = "info" if self.ended or "goodbye" in why else "warning"
         effects: list[Effect] = [Report(level, f"producer {producer.where} left: {why}")]
         return effects + [e for p in self._share_out() for e in self._lease(p)]
@@ -237,9 +268,9 @@ class Leases:
     def _share_out(self) -> list[int]:
         """Give every open partition to a producer that offers its stream, evenly; those that moved."""
         moved = []
-        for number, terms in enumerate(self._terms):
-            able = [name for name, producer in self._producers.items() if terms.name in producer.offers]
-            mine = range(self._first[number], self._first[number + 1])
+        for stream in self._streams:
+            able = [name for name, producer in self._producers.items() if stream in producer.offers]
+            mine = self._partitions(stream)
             open_ = [p for p in mine if not self.intakes[p].ended]
             if not able:
                 for p in mine:
@@ -279,17 +310,18 @@ class Leases:
         intake, stream = self.intakes[p], self._stream_of[p]
         if intake.closed:
             return self._flow(p, repeat=True)
-        refusal = self._admission.refusal(stream, intake, envelope, message)
+        refusal = stream.admission.refusal(stream.number, intake, envelope, message)
         if refusal is not None:
             return self._expel(name, *refusal, p)
         lengths = lengths_of(message)
         stop = message.base_seq + len(lengths)
         if stop <= intake.expected_seq:
             return self._flow(p, repeat=True)
-        if message.base_seq > intake.expected_seq or not intake.fits(stop, int(lengths.sum()) * self._token_bytes):
+        if message.base_seq > intake.expected_seq or not intake.fits(stop, int(lengths.sum()) * intake.token_bytes):
             return self._again(p)
         self._failed.pop(p, None)
-        return [self._admission.admit(stream, p, intake, envelope, message), *self._flow(p)]
+        store = stream.admission.admit(stream.number, p - stream.origin, intake, envelope, message)
+        return [store, *self._flow(p)]
 
     def _eos(self, name: str, session: int, message: Eos) -> list[Effect]:
         p = self._partition(message.stream, message.partition)
@@ -307,12 +339,9 @@ class Leases:
                 f"expected at least the {intake.expected_seq} taken before: the files have changed", p,
             )  # fmt: skip
         intake.total = message.total
-        self._merge.end(p)
-        effects = self._flow(p, repeat=True)
-        if self.ended:
-            for producer in self._producers.values():
-                effects += self._send(producer.peer, Done())
-        return effects
+        stream = self._stream_of[p]
+        stream.admission.merge.end(p - stream.origin)
+        return self._flow(p, repeat=True)
 
     def _sent(self, name: str, session: int, message: Sent) -> list[Effect]:
         p = self._partition(message.stream, message.partition)
@@ -329,7 +358,7 @@ class Leases:
             self._failed |= dict.fromkeys([p for p in mine if not self.intakes[p].ended], message.failure)
             report = Report("error", f"producer {self._producers[name].where}: {message.failure}")
             return [report, *self._leave(name, "it failed")]
-        if self.ended:
+        if self._done:
             return self._send(peer, Done())
         return [e for p in mine for e in self._flow(p, repeat=True)]
 
@@ -344,12 +373,12 @@ class Leases:
         holder = self._holder[p]
         if holder is None or self._drained:
             return []
-        number, intake = self._stream_of[p], self.intakes[p]
-        terms = self._terms[number]
+        stream, intake = self._stream_of[p], self.intakes[p]
+        terms = stream.terms
         lease = Lease(
-            stream=terms.name, partition=p - self._first[number], partitions=terms.partitions,
-            first_seq=intake.expected_seq, cursor=intake.cursor, seed=self._seed, passes=terms.passes,
-            dtype=self._tokens, fields=self._fields, overlong=terms.overlong, poison=terms.poison,
+            stream=terms.name, partition=p - stream.first, partitions=terms.partitions,
+            first_seq=intake.expected_seq, cursor=intake.cursor, seed=stream.rules.seed, passes=terms.passes,
+            dtype=stream.rules.tokens, fields=stream.rules.fields, overlong=terms.overlong, poison=terms.poison,
             max_sample_tokens=terms.limit if terms.overlong == "error" else self._max_sample_tokens,
             max_chunk_bytes=self._max_chunk_bytes,
         )  # fmt: skip
@@ -366,9 +395,9 @@ class Leases:
         if not repeat and seq - said_seq < MAX_UNMERGED // 4 and size - said_size < intake.quota_bytes // 4:
             return []
         self._granted[p] = (seq, size)
-        number = self._stream_of[p]
+        stream = self._stream_of[p]
         flow = Flow(
-            stream=self._terms[number].name, partition=p - self._first[number], expected_seq=intake.expected_seq,
+            stream=stream.terms.name, partition=p - stream.first, expected_seq=intake.expected_seq,
             grant_seq=seq, grant_bytes=size, durable_seq=0, ended=intake.ended,
         )  # fmt: skip
         return self._send(self._producers[holder].peer, flow, intake.session)
@@ -391,9 +420,19 @@ class Leases:
 
     def _partition(self, stream: str, partition: int) -> int | None:
         known = self._streams.get(stream)
-        if known is None or not 0 <= partition < known[1].partitions:
+        if known is None or not 0 <= partition < known.terms.partitions:
             return None
-        return int(self._first[known[0]]) + partition
+        return known.first + partition
+
+    def _partitions(self, stream: str) -> range:
+        first = self._streams[stream].first
+        return range(first, first + self._streams[stream].terms.partitions)
+
+    def _of_feed(self, origin: int) -> list[int]:
+        return [p for p, stream in enumerate(self._stream_of) if stream.origin == origin]
+
+    def _intake(self, rules: Rules) -> Intake:
+        return Intake(self._quota_tokens * rules.token_bytes, rules.token_bytes)
 
     def _send(self, peer: bytes, message: Message, session: int = 0) -> list[Effect]:
         return [SendProducer(peer, Envelope(run=self._run, epoch=self.epoch, fence=session, message=message))]

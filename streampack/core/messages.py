@@ -178,7 +178,7 @@ class Reject(Message, frozen=True, kw_only=True):
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """Every partition of every stream has been taken whole: producers may go."""
+    """Every step was read and every reader has left: producers may go."""
 
     TYPE: ClassVar[int] = 15
 
@@ -219,10 +219,33 @@ class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return " ".join(f"{n}={r}/{s}" for n, r, s in zip(names, self.ranks, self.sizes, strict=True))
 
 
+class ReadBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which tensor and pipeline ranks read, equal on all ranks: negative ones count from the last; None: every one."""
+
+    tp: Annotated[tuple[int, ...], Meta(min_length=1, max_length=4096)] | None = None
+    pp: Annotated[tuple[int, ...], Meta(min_length=1, max_length=4096)] | None = None
+
+    def ranks(self, mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tp and pp ranks of a mesh that read, in order. Raises ValueError for one that it does not have."""
+        return _named_ranks("tp", self.tp, mesh.tp), _named_ranks("pp", self.pp, mesh.pp)
+
+    def __str__(self) -> str:
+        said = [f"{name}={list(ranks)}" for name, ranks in (("tp", self.tp), ("pp", self.pp)) if ranks is not None]
+        return " ".join(said) or "all"
+
+
+def _named_ranks(name: str, ranks: tuple[int, ...] | None, size: int) -> tuple[int, ...]:
+    for rank in ranks or ():
+        if not -size <= rank < size:
+            raise ValueError(f"got readers {name}={list(ranks or ())}, expected ranks of a mesh with {name}={size}")
+    return tuple(range(size)) if ranks is None else tuple(sorted({rank % size for rank in ranks}))
+
+
 class Attach(Message, frozen=True, kw_only=True):
     """A reader and the rank it claims; ``next_step`` is the first it has not wholly returned.
 
-    ``chain`` is the digest of all steps before it, where it knows one; repeated until answered.
+    ``round`` counts the iterations of a finite feed, ``readers`` says which ranks of the mesh read at
+    all. ``chain`` is the digest of all steps before it, where it knows one; repeated until answered.
     """
 
     TYPE: ClassVar[int] = 20
@@ -233,6 +256,8 @@ class Attach(Message, frozen=True, kw_only=True):
     mesh: Mesh
     next_step: Count
     chain: bytes = b""
+    round: Count = 0
+    readers: ReadBy = ReadBy()
 
 
 class Get(Message, frozen=True, kw_only=True):
@@ -265,7 +290,7 @@ class ReaderPing(Message, frozen=True, kw_only=True):
 
 
 class Attached(Message, frozen=True, kw_only=True):
-    """The rank is yours; the fence is the attempt. What a client must know to rebuild packs."""
+    """The rank is yours in iteration ``round``; the fence is the attempt. What a client must know to rebuild packs."""
 
     TYPE: ClassVar[int] = 30
     feed: Name
@@ -274,6 +299,7 @@ class Attached(Message, frozen=True, kw_only=True):
     next_step: Count
     rules: Rules
     layout: Name
+    round: Count = 0
 
 
 class StepPart(Message, frozen=True, kw_only=True):

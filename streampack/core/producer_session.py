@@ -167,6 +167,8 @@ class ProducerSession:
             return "an answer of the broker"
         if not self.held:
             return "a lease: other producers hold every partition, or all have ended"
+        if all(held.ended_known for held in self.held.values()):
+            return "the trainers to read it: everything is delivered, and would be sent again if they begin again"
         if all(held.ended for held in self.held.values()):
             return "the other producers: everything leased here is sent"
         if all(held.chunk is not None or held.ended for held in self.held.values()):

@@ -117,6 +117,12 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return np.dtype(self.tokens).itemsize + sum(f.value_bytes for f in self.fields if f.axis == "token")
 
     @property
+    def finite(self) -> bool:
+        """Every stream ends, or one stops the rest: the feed has a last step, and can be iterated again."""
+        stops = any(stream.on_exhaust == "stop" for stream in self.streams)
+        return stops or all(stream.passes is not None for stream in self.streams)
+
+    @property
     def digest(self) -> str:
         """32 hex digits that name these rules: blake2b over their canonical JSON."""
         text = msgspec.json.encode(self, order="sorted")

@@ -64,7 +64,7 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.TupleType():
             return st.tuples(*[values(each) for each in kind.item_types])
         case inspect.VarTupleType():
-            return st.lists(values(kind.item_type), max_size=3).map(tuple)
+            return st.lists(values(kind.item_type), min_size=kind.min_length or 0, max_size=3).map(tuple)
         case inspect.StructType() if kind.cls is Field:
             return FIELDS
         case inspect.StructType():

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from streampack_services.arena import arena_tokens
+from streampack_services.broker import plan
 
 from streampack.config import (
     BrokerConfig,
@@ -18,6 +20,7 @@ from streampack.config import (
     read_either,
     read_producer,
 )
+from streampack.core.feed import needed_tokens
 from streampack.core.fields import Field
 from streampack.core.rules import Align, Balance, Rules, StreamRules
 from streampack.errors import ConfigError
@@ -127,6 +130,7 @@ def refusal(path: Path, text: str) -> str:
 
 
 WEB = "streams: {web: {}}\n"
+TWO = "streams: {a: {}, b: {}}\n"
 
 
 @pytest.mark.parametrize(
@@ -170,8 +174,19 @@ WEB = "streams: {web: {}}\n"
         (WEB + "rules: {align: {sample: 3, pack: 8}}", "rules: got align.pack 8 and align.sample 3, expected a mul"),
         (WEB + "planned_mesh: {cp: 3}", "rules: got budget 8192 and align.pack 6, expected a multiple: take 8190"),
         (WEB + "planned_mesh: {dp: 7}", "planned_mesh.dp: got 7, expected a divisor of the 64 packs of a step"),
-        (WEB + "feeds: {a: {}, b: {}}", "feeds: got 2 feeds, expected 1"),
-        (WEB + "feeds: {train: {streams: [web, code]}}", "feeds.train.streams: got web, code, expected all of web"),
+        # feeds
+        (WEB + "feeds: {a: {}, b: {}}", "feeds.a.streams: got none, expected some of web: with several feeds"),
+        (WEB + "feeds: {train: {streams: [web, code]}}", "feeds.train.streams: got 'code', expected one of: web"),
+        (TWO + "feeds: {x: {streams: [a, b]}, y: {streams: [b]}}", "feeds.y.streams: got 'b', which feed 'x' has,"),
+        (TWO + "feeds: {x: {streams: [a]}}", "streams.b: got no feed that reads it, expected one: add it to the"),
+        (WEB + "feeds: {}", "feeds: expected `object` of length >= 1"),
+        (WEB + "feeds: {x: {rules: {step: {pack: 2}}}}", "feeds.x.rules.step: got the unknown key 'pack', expected 'p"),
+        (WEB + "feeds: {x: {rules: {sept: {}}}}", "feeds.x.rules: got the unknown key 'sept', expected 'step' perhaps"),
+        (WEB + "feeds: {x: {rules: {budget: 8k}}}", "feeds.x.rules.budget: expected `int`, got `str`"),
+        (
+            WEB + "feeds: {x: {rules: {budget: 9, align: {pack: 2}}}}",
+            "feeds.x.rules: got budget 9 and align.pack 2, expected a multiple",
+        ),
         ("streams: {a: {}, b: {weight: 1.0e-5}}", "streams.b.weight: got 1e-05, expected at least 0.000244141"),
         (
             "streams: {b: {repeat: true, on_exhaust: stop}}",
@@ -347,3 +362,37 @@ def test_layouts_that_cut_the_pack_as_one_ask_nothing_of_samples(
     layout: str, mesh: dict[str, int], align: Align
 ) -> None:
     assert broker(planned_mesh=mesh, feeds={"train": {"cp_layout": layout}}).plan().align == align
+
+
+def test_a_feed_has_its_streams_and_the_runs_rules_with_its_own_laid_over_them() -> None:
+    tree = {
+        "rules": {"budget": 512, "step": {"packs": 8}, "balance": {"kind": "none", "a": 5}},
+        "streams": {"val": {}, "web": {"repeat": True}, "code": {}},
+        "feeds": {
+            "train": {"streams": ["code", "web"]},
+            "valid": {"streams": ["val"], "rules": {"step": {"packs": 2}, "balance": {"a": 7}}},
+        },
+    }
+    config = convert(tree, BrokerConfig).check()
+    train, valid = config.plan("train"), config.plan("valid")
+    assert [stream.name for stream in train.streams] == ["web", "code"], "in the order of the run's streams"
+    assert [stream.name for stream in valid.streams] == ["val"]
+    assert (train.packs, valid.packs, train.budget, valid.budget) == (8, 2, 512, 512)
+    assert (valid.balance.kind, valid.balance.a) == ("none", 7)
+    assert (train.finite, valid.finite) == (False, True)
+
+
+def test_memory_is_shared_out_so_that_every_feed_can_always_make_a_step() -> None:
+    tree = {
+        "memory": "64MiB", "limits": {"sample_tokens": 4096, "chunk": "64KiB"},
+        "rules": {"budget": 512, "window": {"samples": 64}, "step": {"packs": 8}},
+        "streams": {"web": {}, "val": {"partitions": 1}},
+        "feeds": {"train": {"streams": ["web"]}, "valid": {"streams": ["val"], "rules": {"step": {"packs": 64}}}},
+    }  # fmt: skip
+    found = plan(convert(tree, BrokerConfig).check())
+    for feed in found.feeds:
+        assert feed.merged_tokens >= needed_tokens(feed.rules, found.capacity.max_sample_tokens)
+    held = sum(feed.merged_tokens for feed in found.feeds) + 5 * found.capacity.quota_tokens
+    assert held <= arena_tokens(found.memory_bytes, found.token_bytes, found.block_tokens)
+    with pytest.raises(ConfigError, match=r"memory: got 1MiB, .*8 packs a step .* and a window of 64 .* 64 packs"):
+        plan(convert(tree | {"memory": "1MiB"}, BrokerConfig).check())

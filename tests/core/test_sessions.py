@@ -5,6 +5,7 @@ No socket, clock or thread: events go in, effects come out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import wire
-from streampack.core.broker import Broker, Capacity, needed_tokens
+from streampack.core.broker import Broker, Capacity
 from streampack.core.client_session import Broken, ClientSession, Deliver, Ended, Returned
 from streampack.core.effects import (
     Drain,
@@ -29,6 +30,7 @@ from streampack.core.effects import (
     Store,
 )
 from streampack.core.events import Effect, Event, FromBroker, Send, Tick
+from streampack.core.feed import FeedPlan, needed_tokens
 from streampack.core.intake import MAX_UNMERGED
 from streampack.core.leases import SILENT_S
 from streampack.core.messages import (
@@ -77,15 +79,16 @@ M = TypeVar("M", bound=Message)
 class Bench:
     """A broker with streams ``a`` (2 partitions) and ``b`` (1), and what it said, by peer."""
 
-    def __init__(self, *, overlong: Overlong = "error", merged: int = 0) -> None:
+    def __init__(self, *, overlong: Overlong = "error", merged: int = 0, more: Sequence[FeedPlan] = ()) -> None:
         self.rules = Rules(
             budget=BUDGET, packs=4, window=4,
             streams=(StreamRules("a", 1.0, 2, overlong=overlong), StreamRules("b", 1.0, 1, overlong=overlong)),
         )  # fmt: skip
-        self.capacity = Capacity(QUOTA, merged or needed_tokens(self.rules, MAX_SAMPLE), MAX_SAMPLE, 4 * MAX_SAMPLE)
+        plan = FeedPlan("train", self.rules, merged or needed_tokens(self.rules, MAX_SAMPLE))
         self.core = Broker(
-            run=RUN, epoch=EPOCH, feed="train", rules=self.rules, capacity=self.capacity,
-        )  # fmt: skip
+            run=RUN, epoch=EPOCH, feeds=[plan, *more], capacity=Capacity(QUOTA, MAX_SAMPLE, 4 * MAX_SAMPLE)
+        )
+        self.feed = self.core.feeds["train"]
         self.said: list[tuple[bytes, Envelope]] = []
         self.stored: list[Store] = []
         self.live: set[int] = set()
@@ -107,7 +110,7 @@ class Bench:
             elif isinstance(effect, SendShard):
                 assert {h for pack in effect.packs for h in pack.tolist()} <= self.live
         for form in [e for e in effects if isinstance(e, Form)]:
-            self.handle(Formed("train", form.request.choose()))
+            self.handle(Formed(form.feed, form.request.choose(), form.generation))
 
     def _store(self, store: Store) -> None:
         fresh = set(store.handles.tolist())
@@ -124,7 +127,7 @@ class Bench:
 
     def read(self, peer: bytes, message: Message, fence: int | None = None) -> None:
         """A message of a client."""
-        fence = self.core.readers._attempt if fence is None else fence
+        fence = self.feed.readers._attempt if fence is None else fence
         self.handle(FromTrainer(peer, Envelope(run=RUN, epoch=EPOCH, fence=fence, message=message)))
 
     def heard(self, peer: bytes, kind: type[M]) -> list[M]:
@@ -262,7 +265,7 @@ def serve_two_steps(bench: Bench) -> None:
     bench.read(b"1", attach("r"))
     bench.read(b"1", get(3))
     bench.read(b"1", get(4, start=3, done=2))
-    assert bench.core.readers.released_upto == 2
+    assert bench.feed.readers.released_upto == 2
 
 
 def test_a_step_that_is_gone_is_refused_naming_the_oldest() -> None:
@@ -282,7 +285,7 @@ def test_an_older_copy_of_attach_changes_nothing() -> None:
     bench.read(b"1", attach("r"))
     assert not bench.heard(b"1", Reject)
     assert len(bench.heard(b"1", Attached)) == 2
-    assert bench.core.readers.released_upto == 2
+    assert bench.feed.readers.released_upto == 2
     bench.read(b"1", get(4, start=2, done=2, resend=1))
     assert bench.heard(b"1", StepPart)[-1].step == 3
 
@@ -318,7 +321,7 @@ def test_what_was_said_in_another_attempt_changes_nothing_and_is_answered_with_t
     serve_two_steps(bench)
     told = len(bench.heard(b"1", Attached))
     bench.read(b"1", get(64, start=4, done=4), fence=0)
-    assert bench.core.readers.released_upto == 2
+    assert bench.feed.readers.released_upto == 2
     assert len(bench.heard(b"1", Attached)) == told + 1
 
 
@@ -341,7 +344,7 @@ def test_a_farewell_counts_whatever_attempt_it_names() -> None:
     bench = Bench()
     bench.read(b"1", attach("r"))
     bench.read(b"1", Bye(), fence=0)
-    assert bench.core.readers.num_readers == 0
+    assert bench.feed.readers.num_readers == 0
 
 
 # Producers
@@ -570,7 +573,7 @@ def test_an_over_long_sample_meets_the_policy(policy: Overlong, lengths: list[in
         assert bench.taken[2] == 0
     else:
         assert bench.taken[2] == 3
-        assert bench.core.leases.counts[1].overlong == 1
+        assert bench.feed.admission.counts[1].overlong == 1
 
 
 @pytest.mark.parametrize(
@@ -607,11 +610,37 @@ def test_a_chunk_beyond_the_credits_is_not_taken() -> None:
     assert not bench.stored
 
 
-def test_all_producers_are_told_when_everything_is_taken() -> None:
-    bench = Bench()
-    bench.produce(b"1", hello("one", "a", "b"))
-    fill(bench, b"1")
-    assert bench.heard(b"1", Done)
+def read_to_the_end(bench: Bench, peer: bytes) -> None:
+    bench.read(peer, get(8))
+    bench.read(peer, get(8, start=5, done=5))
+    assert bench.heard(peer, End)
+
+
+def test_producers_are_told_to_go_when_everything_is_read_and_the_readers_have_left() -> None:
+    """Not before: another iteration, or a broker that was started again, would need them."""
+    bench = Bench(merged=1024)
+    bench.produce(b"p", hello("p", "a", "b"))
+    bench.read(b"1", attach("r"))
+    fill(bench)
+    read_to_the_end(bench, b"1")
+    bench.produce(b"p", ProducerPing(producer="p"))
+    assert not bench.heard(b"p", Done)
+    bench.read(b"1", Bye())
+    assert bench.heard(b"p", Done)
+    bench.produce(b"q", hello("q", "a", "b"))
+    assert bench.heard(b"q", Done), "and those that come later"
+
+
+def test_with_several_feeds_producers_stay() -> None:
+    rules = Rules(budget=BUDGET, packs=4, window=4, streams=(StreamRules("c", 1.0, 1),))
+    bench = Bench(merged=1024, more=[FeedPlan("valid", rules, needed_tokens(rules, MAX_SAMPLE))])
+    bench.produce(b"p", hello("p", "a", "b", "c"))
+    bench.read(b"1", attach("r"))
+    fill(bench)
+    read_to_the_end(bench, b"1")
+    bench.read(b"1", Bye())
+    assert bench.core.finished
+    assert not bench.heard(b"p", Done)
 
 
 def test_a_drain_says_farewell_to_both_sides_and_gives_no_lease() -> None:
@@ -883,6 +912,8 @@ def _field(name: str, known: dict[type, Any]) -> Any:
     if name == "mesh":
         sizes = st.sampled_from([1, 1, 1, 2, 3, 4096])
         return st.builds(lambda d, c, t: {"dp": d, "cp": c, "tp": t, "dp_rank": d - 1}, sizes, sizes, sizes)
+    if name == "readers":
+        return st.sampled_from([{}, {}, {"tp": [0]}, {"pp": [-1], "tp": [1, 9]}])
     if name in ("rejected", "stats"):
         return st.just({})
     if name == "cursor":
@@ -891,7 +922,7 @@ def _field(name: str, known: dict[type, Any]) -> Any:
         return st.just({})
     if name == "ended":
         return known[bool]
-    if name in ("partition", "partitions", "part", "parts", "first", "micro_batches"):
+    if name in ("partition", "partitions", "part", "parts", "first", "micro_batches", "round"):
         return _SMALL
     if name.endswith(("_u32", "_u64")) or name in ("digest", "chain"):
         return known[bytes]
@@ -933,7 +964,7 @@ def test_no_sequence_of_messages_breaks_the_broker_or_moves_its_memory_beyond_it
     leases = bench.core.leases
     waiting = [intake.kept_tokens - intake.merged_tokens for intake in leases.intakes]
     assert all(0 <= tokens <= QUOTA for tokens in waiting)
-    assert 0 <= bench.core.held_tokens <= bench.capacity.merged_tokens
-    assert int(bench.core.table.length[sorted(bench.live)].sum()) == sum(waiting) + bench.core.held_tokens
+    assert 0 <= bench.feed.held_tokens <= bench.feed.plan.merged_tokens
+    assert int(bench.core.table.length[sorted(bench.live)].sum()) == sum(waiting) + bench.feed.held_tokens
     assert leases.num_producers <= 3
-    assert bench.core.readers.num_readers <= 3
+    assert bench.feed.readers.num_readers <= 3

@@ -112,6 +112,11 @@ class RunningBroker(Daemon):
         found: dict[str, Any] = json.loads(self.get("/status"))
         return found
 
+    def feed(self, name: str = "train") -> dict[str, Any]:
+        """What the status says of a feed."""
+        found: dict[str, Any] = self.status()["feeds"][name]
+        return found
+
 
 @contextmanager
 def running_broker(settings: dict[str, Any], *arguments: str) -> Iterator[RunningBroker]:

@@ -14,10 +14,10 @@ import pytest
 import streampack
 from streampack import client as client_module
 from streampack.config import convert
-from streampack.errors import InternalError, PeerError, UserError
+from streampack.errors import InternalError, MeshError, PeerError, UserError
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
-from tests.integration.running import RunningBroker, running_broker, write_jsonl
+from tests.integration.running import RunningBroker, running_broker, until, write_jsonl
 
 SETTINGS: dict[str, Any] = {
     "tokens": "uint16",
@@ -32,9 +32,11 @@ def broker(tmp_path: Path) -> Iterator[RunningBroker]:
     files = write_jsonl(tmp_path / "text.jsonl", [{"text": "t" * (1 + i * 7 % 90)} for i in range(400)])
     source = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
     with running_broker(SETTINGS) as running:
-        thread = threading.Thread(target=ProducerLoop(running.producers, {"text": source}).run)
+        loop = ProducerLoop(running.producers, {"text": source})
+        thread = threading.Thread(target=loop.run)
         thread.start()
         yield running
+        loop.stop()
         thread.join(timeout=20)
         assert not thread.is_alive()
 
@@ -108,13 +110,55 @@ def test_a_client_inherited_through_a_fork_is_refused(broker: RunningBroker) -> 
 
 
 def test_steps_are_returned_whoever_asks_for_the_next(broker: RunningBroker) -> None:
-    """A new iterator each time, and packs in between: all of one run."""
+    """Steps and packs in turns, of one iteration."""
     with streampack.connect(broker.trainers, format="numpy") as loader:
         found: list[streampack.Pack] = []
-        while (step := next(loader.steps(), None)) is not None:
+        steps = loader.steps()
+        while (step := next(steps, None)) is not None:
             found += step
-            pack = next(iter(loader), None)
+            pack = next(loader, None)
             if pack is not None:
                 found += [pack, next(loader)]
     assert sum(pack.num_samples for pack in found) == 400
     assert len(found) > 2 * 20
+
+
+def test_a_finite_feed_begins_again_each_time_it_is_iterated(broker: RunningBroker) -> None:
+    with streampack.connect(broker.trainers, format="numpy") as loader:
+        first = [step.digest for step in loader.steps()]
+        broken_off = loader.steps()
+        assert [next(broken_off).digest for _ in range(3)] == first[:3]
+        packs = list(loader)
+        assert next(broken_off, None) is None, "its iteration is over"
+        assert len(packs) == 2 * len(first)
+        assert sum(pack.num_samples for pack in packs) == 400
+        assert [step.digest for step in loader.steps()] == first
+        until(lambda: broker.feed()["round"] == 3)
+
+
+def test_an_iterator_that_was_not_begun_begins_nothing(broker: RunningBroker) -> None:
+    with streampack.connect(broker.trainers, format="numpy") as loader:
+        loader.steps()
+        iter(loader)
+        assert next(loader.steps()).index == 0
+        assert broker.feed()["round"] == 0
+
+
+def test_a_trainer_that_was_started_again_reads_from_the_beginning(broker: RunningBroker) -> None:
+    with streampack.connect(broker.trainers, format="numpy") as loader:
+        first = [step.digest for step, _ in zip(loader.steps(), range(12), strict=False)]
+    with streampack.connect(broker.trainers, format="numpy") as loader:
+        assert [step.digest for step in loader.steps()][:12] == first
+
+
+def test_readers_must_be_ranks_of_the_mesh(broker: RunningBroker) -> None:
+    with pytest.raises(MeshError, match=r"readers tp=\[4\], expected ranks of a mesh with tp=2"):
+        streampack.connect(broker.trainers, mesh={"tp": 2}, readers={"tp": [4]})
+    with pytest.raises(MeshError, match="expected one of the readers that it declares: tp=\\[0\\]"):
+        streampack.connect(broker.trainers, mesh={"tp": 2, "tp_rank": 1}, readers={"tp": [0]})
+    with pytest.raises(MeshError, match=r"readers: .*unknown field"):
+        streampack.connect(broker.trainers, readers={"dp": [0]})
+    with streampack.connect(
+        broker.trainers, mesh={"tp": 2, "pp": 3}, readers={"tp": [0], "pp": [0]}, format="numpy"
+    ) as loader:
+        assert sum(pack.num_samples for pack in loader) == 400

@@ -74,7 +74,7 @@ def test_sigterm_drains_the_broker_and_its_last_steps_are_read(tmp_path: Path) -
         with running("producer", "produce", "-c", producer_config(tmp_path, broker.producers)) as producer:
             steps = loader.steps()
             assert next(steps).index == 0
-            until(lambda: broker.status()["steps"]["formed"] == 4)
+            until(lambda: broker.feed()["steps"]["formed"] == 4)
             broker.signal(signal.SIGTERM)
             assert producer.end() == 0
             assert "the broker is stopping: read" in producer.said
@@ -106,7 +106,7 @@ def test_a_broker_without_readers_drains_at_once() -> None:
 
 def test_the_broker_says_what_it_waits_for() -> None:
     with running_broker(ENDLESS, "--log-json") as broker:
-        assert broker.status()["waiting_for"]["reason"] == "stream"
+        assert broker.feed()["waiting_for"]["reason"] == "stream"
         broker.wait_for("no step for 5 s: waiting for samples: no sample has come from stream 'web' partition 0 of 2")
         assert "start one with 'streampack produce'" in broker.said
         lines = [json.loads(line) for line in broker.said.splitlines()]
@@ -119,11 +119,12 @@ def test_a_broker_ends_by_itself_when_all_is_delivered(tmp_path: Path) -> None:
     settings = {"rules": RULES, "streams": {"web": {"partitions": 2}}}
     with running_broker(settings, "--exit-when-finished") as broker:
         config = producer_config(tmp_path, f"file://{broker.rendezvous}", processes=2)
-        result = streampack("produce", "-c", config)
-        assert result.returncode == 0, result.stderr
-        assert "all delivered: read " in result.stderr
-        with sp.connect(f"file://{broker.rendezvous}", format="numpy") as loader:
-            samples = sum(int(pack.num_samples) for pack in loader)
+        with running("producer", "produce", "-c", config) as producer:
+            with sp.connect(f"file://{broker.rendezvous}", format="numpy") as loader:
+                samples = sum(int(pack.num_samples) for pack in loader)
+                assert producer.process.poll() is None, "it may be needed again while a rank is attached"
+            assert producer.end() == 0
+            assert "all delivered: read " in producer.said
         assert samples == 600
         assert broker.end() == 0
 
@@ -175,6 +176,7 @@ def test_a_killed_producer_process_is_started_again_and_no_step_differs(tmp_path
                     killed.kill()
                     until(lambda: broker.status()["vanished_producers"] == 1, 10)
                 steps = list(loader.steps())
+                loader.close()
                 assert producer.end() == 0
                 lines = [json.loads(each) for each in producer.said.splitlines()]
             ids = [tuple(each) for step in steps for pack in step for each in pack.sample_ids.tolist()]
@@ -239,8 +241,9 @@ def test_a_broker_that_is_gone_is_waited_for_and_its_successor_served(tmp_path: 
             with running_broker({**settings, **ENDLESS}) as broker:
                 until(lambda: broker.status()["producers"] == 1)
                 broker.kill()
-            with running_broker(settings) as broker, sp.connect(broker.trainers, format="numpy") as loader:
-                assert sum(int(pack.num_samples) for pack in loader) == 600
+            with running_broker(settings) as broker:
+                with sp.connect(broker.trainers, format="numpy") as loader:
+                    assert sum(int(pack.num_samples) for pack in loader) == 600
                 assert producer.end() == 0
             assert "all delivered" in producer.said
 
@@ -287,6 +290,7 @@ def test_a_share_of_the_shards_is_known_for_every_partition(tmp_path: Path) -> N
         config = producer_config(tmp_path, broker.producers, processes=2)
         with running("producer", "produce", "-c", config, "--log-json") as producer:
             assert sum(int(pack.num_samples) for pack in loader) == 1200
+            loader.close()
             assert producer.end() == 0
             last = json.loads(producer.said.splitlines()[-1])
     assert last["text"].startswith("all delivered: read ")

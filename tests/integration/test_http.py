@@ -19,10 +19,11 @@ from streampack_services.status import Reporter
 
 import streampack as sp
 from streampack.config import BrokerConfig, Listen, StreamSettings
-from tests.integration.running import RunningBroker, running_broker, streampack, until, write, write_jsonl
+from tests.integration.running import RunningBroker, running, running_broker, until, write, write_jsonl
 
 BUDGET, PACKS = 256, 4
 LENGTHS = [1 + (7 * i) % 300 for i in range(200)]
+FEED = ("train",)
 CUT = [min(length, BUDGET) for length in LENGTHS]
 
 
@@ -41,11 +42,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
     with running_broker(settings) as broker:
         source = {"source": "jsonl", "shards": str(path / "a.jsonl")}
         config = write(path / "p.yaml", {"broker": f"file://{broker.rendezvous}", "streams": {"web": source}})
-        with sp.connect(f"file://{broker.rendezvous}", format="numpy") as loader:
-            assert streampack("produce", "-c", config).returncode == 0
+        with (
+            running("producer", "produce", "-c", config),
+            sp.connect(f"file://{broker.rendezvous}", format="numpy") as loader,
+        ):
             broker.num_steps = sum(1 for _ in loader.steps())
-            until(lambda: all(row["stats"].get("steps") for row in broker.status()["readers"]))
-            until(lambda: broker.status()["steps"]["returned"] == broker.status()["steps"]["end"])
+            until(lambda: all(row["stats"].get("steps") for row in broker.feed()["readers"]))
+            until(lambda: broker.feed()["steps"]["returned"] == broker.feed()["steps"]["end"])
+            with pytest.raises(sp.errors.StreampackError, match="expected one of: 'train'"):
+                sp.connect(f"file://{broker.rendezvous}", feed="valid")
+            until(lambda: broker.status()["messages"]["refused"] == 1)
             yield broker
 
 
@@ -74,12 +80,12 @@ def test_metrics_count_what_came_in(served: RunningBroker) -> None:
 
 def test_metrics_count_what_was_packed_and_waste_adds_up(served: RunningBroker) -> None:
     found = values(served)
-    packs = found["packs_total", ()]
-    assert found["steps_total", ()] == served.num_steps
-    assert packs == PACKS * found["steps_total", ()]
-    assert found["packed_samples_total", ()] == len(LENGTHS)
-    assert found["packed_tokens_total", ()] == sum(CUT)
-    waste = {cause: found["waste_tokens_total", (cause,)] for cause in ("alignment", "pack_tail", "empty_pack")}
+    packs = found["packs_total", FEED]
+    assert found["steps_total", FEED] == served.num_steps
+    assert packs == PACKS * found["steps_total", FEED]
+    assert found["packed_samples_total", FEED] == len(LENGTHS)
+    assert found["packed_tokens_total", FEED] == sum(CUT)
+    waste = {cause: found["waste_tokens_total", (cause, "train")] for cause in ("alignment", "pack_tail", "empty_pack")}
     assert waste["alignment"] == sum(-length % 8 for length in CUT)
     assert waste["empty_pack"] % BUDGET == 0
     assert sum(waste.values()) == packs * BUDGET - sum(CUT)
@@ -87,27 +93,29 @@ def test_metrics_count_what_was_packed_and_waste_adds_up(served: RunningBroker) 
 
 def test_the_figures_are_those_of_the_packs_that_a_reader_got(served: RunningBroker) -> None:
     found = values(served)
-    packs = found["packs_total", ()]
-    assert found["utilisation_ratio", ()] == pytest.approx(sum(CUT) / (packs * BUDGET))
-    assert found["waste_ratio", ()] == pytest.approx(1 - found["utilisation_ratio", ()])
-    assert found["packing_efficiency_ratio", ()] == pytest.approx(math.ceil(sum(CUT) / BUDGET) / packs)
-    assert found["bin_balance_ratio", ()] <= 1
-    assert found["cost_max_over_mean_ratio", ()] == pytest.approx(1.0), "one rank is its own mean"
+    packs = found["packs_total", FEED]
+    assert found["utilisation_ratio", FEED] == pytest.approx(sum(CUT) / (packs * BUDGET))
+    assert found["waste_ratio", FEED] == pytest.approx(1 - found["utilisation_ratio", FEED])
+    assert found["packing_efficiency_ratio", FEED] == pytest.approx(math.ceil(sum(CUT) / BUDGET) / packs)
+    assert found["bin_balance_ratio", FEED] <= 1
+    assert found["cost_max_over_mean_ratio", FEED] == pytest.approx(1.0), "one rank is its own mean"
 
 
 def test_metrics_show_who_is_there_and_what_is_held(served: RunningBroker) -> None:
     found = values(served)
-    rank = ("0", "0", "0", "0")
-    assert found["readers_connected", ()] == 1
+    rank = ("0", "0", "train", "0", "0")
+    assert found["readers_connected", FEED] == 1
     assert found["producers_connected", ()] <= 1
-    assert found["reader_returned_steps", rank] == found["steps_total", ()]
+    assert found["reader_returned_steps", rank] == found["steps_total", FEED]
     assert 0 <= found["reader_starved_ratio", rank] <= 1
     assert 0 <= found["reader_next_p99_seconds", rank] < 60
-    assert found["window_samples", ()] == found["window_tokens", ()] == found["arena_live_tokens", ()] == 0
+    assert found["window_samples", FEED] == found["window_tokens", FEED] == found["arena_live_tokens", ()] == 0
+    assert found["held_tokens", FEED] == found["round", FEED] == 0 < found["held_limit_tokens", FEED]
     assert found["arena_capacity_bytes", ()] == 32 * 2**20
-    assert found["sent_tokens_total", ()] == found["packs_total", ()] * BUDGET
+    assert found["sent_tokens_total", ()] == found["packs_total", FEED] * BUDGET
     assert found["ready", ()] == 1
-    assert all(found["bad_messages_total", (reason,)] == 0 for reason in ("damaged", "refused", "foreign"))
+    assert all(found["bad_messages_total", (reason,)] == 0 for reason in ("damaged", "foreign"))
+    assert found["bad_messages_total", ("refused",)] == 1, "the client that wanted another feed"
 
 
 def test_metrics_keep_prometheus_rules(served: RunningBroker) -> None:
@@ -127,11 +135,13 @@ def test_status_agrees_with_metrics(served: RunningBroker) -> None:
     status = served.status()
     assert status["run"] == "served"
     assert status["state"] == "ended"
-    assert status["waiting_for"] is None
-    assert status["totals"]["tokens"] == sum(CUT)
-    assert status["steps"]["formed"] == status["steps"]["returned"] == status["steps"]["end"]
+    feed = status["feeds"]["train"]
+    assert feed["state"] == "ended"
+    assert feed["waiting_for"] is None
+    assert feed["totals"]["tokens"] == sum(CUT)
+    assert feed["steps"]["formed"] == feed["steps"]["returned"] == feed["steps"]["end"]
     assert status["streams"][0]["rejected"] == {"dtype": 1, "empty": 1}
-    assert status["rules"]["budget"] == BUDGET
+    assert feed["rules"]["budget"] == BUDGET
     until(lambda: served.status()["taken_at"] > status["taken_at"])
 
 
@@ -174,11 +184,11 @@ def test_figures_of_a_client_that_are_no_numbers_are_left_out(monkeypatch: pytes
     server = HttpServer("127.0.0.1:0", lambda: service.snapshot)
     server.start()
     try:
-        monkeypatch.setattr(service.core.readers, "stats", lambda: [row])
+        monkeypatch.setattr(service.core.feeds["train"].readers, "stats", lambda: [row])
         service.snapshot = Reporter(service).take(time.monotonic())
         code, text = answer(server.url + "/status")
         assert code == 200
-        assert json.loads(text)["readers"] == [row | {"stats": {"steps": 3.0}}]
+        assert json.loads(text)["feeds"]["train"]["readers"] == [row | {"stats": {"steps": 3.0}}]
         assert answer(server.url + "/metrics")[0] == 200
     finally:
         server.close()

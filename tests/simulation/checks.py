@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from streampack.core.effects import FromProducer, FromTrainer, SendProducer, SendShard
 from streampack.core.events import Effect, Event
-from streampack.core.messages import Attach, Bye, Eos, Flow, Hello, Samples, StepPart
+from streampack.core.messages import Attach, Bye, Eos, Flow, Get, Hello, ReaderPing, Samples, StepPart
+from streampack.core.readers import Readers
 
 if TYPE_CHECKING:
     from tests.simulation.processes import BrokerProcess
@@ -19,7 +20,8 @@ class BrokerChecks:
     """The checks of one broker process."""
 
     def __init__(self, process: BrokerProcess) -> None:
-        self._process, self._core = process, process.core
+        self._process = process
+        self._core = process.core
         self._grants: dict[tuple[str, int, int], tuple[int, int]] = {}
 
     def before(self, event: Event) -> Any:
@@ -29,15 +31,15 @@ class BrokerChecks:
             if self._is_stale(event):
                 return self._leases(event)
         elif isinstance(event, FromTrainer) and not isinstance(event.envelope.message, Attach | Bye):
-            fence = (event.envelope.epoch, event.envelope.fence)
-            if fence != (core.epoch, core.readers._attempt):
-                return self._readers()
+            readers = self._readers_of(event)
+            if (event.envelope.epoch, event.envelope.fence) != (core.epoch, readers._attempt):
+                return self._readers(readers)
         return None
 
     def after(self, event: Event, before: Any, effects: list[Effect]) -> None:
         """R3 (whole steps), R5 (fences), R6 (credits)."""
         if before is not None:
-            now = self._leases(event) if isinstance(event, FromProducer) else self._readers()
+            now = self._leases(event) if isinstance(event, FromProducer) else self._readers(self._readers_of(event))
             assert now == before, f"R5: a stale message changed something: {event}"
         for effect in effects:
             if isinstance(effect, SendProducer) and isinstance(effect.envelope.message, Flow):
@@ -53,8 +55,10 @@ class BrokerChecks:
             tokens = intake.kept_tokens - intake.merged_tokens
             assert 0 <= tokens * intake.token_bytes <= intake.quota_bytes, "a partition is over its quota"
             waiting += tokens
-        assert 0 <= core.held_tokens <= process.capacity.merged_tokens, "the merged tokens are over their capacity"
-        assert process.arena.live_tokens == waiting + core.held_tokens, "the books differ from the arena"
+        for feed in core.feeds.values():
+            assert 0 <= feed.held_tokens <= feed.plan.merged_tokens, f"{feed.name} holds more than its share"
+        held = sum(feed.held_tokens for feed in core.feeds.values())
+        assert process.arena.live_tokens == waiting + held, "the books differ from the arena"
 
     def granted(self, stream: str, partition: int, session: int) -> tuple[int, int]:
         """(samples, bytes) that this broker ever granted to a session."""
@@ -75,8 +79,14 @@ class BrokerChecks:
         old = event.envelope.epoch < self._core.epoch
         return [books, [producer.heard for producer in leases._producers.values()] if old else None]
 
-    def _readers(self) -> list[Any]:
-        readers = self._core.readers
+    def _readers_of(self, event: Event) -> Readers:
+        assert isinstance(event, FromTrainer)
+        message = event.envelope.message
+        assert isinstance(message, Get | ReaderPing)
+        readers: Readers = self._core.feeds[message.feed].readers
+        return readers
+
+    def _readers(self, readers: Readers) -> list[Any]:
         rows = [(ranks, r.name, r.heard, r.sent_upto, r.want_stop) for ranks, r in readers._readers.items()]
         return [readers.released_upto, dict(readers._returned), *rows]
 
@@ -88,10 +98,11 @@ class BrokerChecks:
         self._grants[key] = (flow.grant_seq, flow.grant_bytes)
 
     def _shard(self, effect: SendShard) -> None:
-        message, readers = effect.envelope.message, self._core.readers
+        message = effect.envelope.message
         assert isinstance(message, StepPart)
-        published = self._process.published
-        if message.step not in published:
-            here = len(readers._returned)
-            assert here == self._process.world.num_ranks, "R3: a step went out before all ranks were there"
-            published.add(message.step)
+        published, key = self._process.published, (message.feed, effect.envelope.fence, message.step)
+        if key not in published:
+            here = len(self._core.feeds[message.feed].readers._returned)
+            there = self._process.world.jobs[message.feed].num_ranks
+            assert here == there, "R3: a step went out before all ranks were there"
+            published.add(key)

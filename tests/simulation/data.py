@@ -81,8 +81,8 @@ class Case:
 
 
 @lru_cache
-def case(number: int) -> Case:
-    """Case ``number``, below NUM_CASES."""
+def case(number: int, prefix: str = "") -> Case:
+    """Case ``number``, below NUM_CASES; its streams' names begin with ``prefix``."""
     draw = np.random.default_rng([20, number])
     cp = 1 + number % 2
     counts = tuple(
@@ -91,7 +91,7 @@ def case(number: int) -> Case:
     overlong, poison = _OVERLONG[(number + number // 4) % 4], _POISON[number % 2]
     exhaust: tuple[OnExhaust, ...] = ("renormalise", "stop" if number == 4 else "renormalise", "renormalise")
     streams = tuple(
-        StreamRules(f"s{s}", float(draw.integers(1, 5)), len(sizes), 1, overlong, poison, exhaust[s])
+        StreamRules(f"{prefix}s{s}", float(draw.integers(1, 5)), len(sizes), 1, overlong, poison, exhaust[s])
         for s, sizes in enumerate(counts)
     )
     rules = Rules(

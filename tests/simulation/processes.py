@@ -13,8 +13,8 @@ import numpy as np
 from crc32c import crc32c
 from streampack_services.arena import SLACK, Arena
 
-from streampack.core.broker import Broker, Capacity, needed_tokens
-from streampack.core.client_session import Broken, ClientSession, Deliver, Detach, Ended, Returned
+from streampack.core.broker import Broker, Capacity
+from streampack.core.client_session import Again, Broken, ClientSession, Deliver, Detach, Ended, Returned
 from streampack.core.effects import (
     Form,
     Formed,
@@ -27,6 +27,7 @@ from streampack.core.effects import (
     Store,
 )
 from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
+from streampack.core.feed import FeedPlan, needed_tokens
 from streampack.core.messages import Envelope, Mesh, Offer
 from streampack.core.producer_session import (
     Chunk,
@@ -43,6 +44,7 @@ from tests.simulation.checks import BrokerChecks
 from tests.simulation.data import MAX_SAMPLE, Case
 
 if TYPE_CHECKING:
+    from tests.simulation.job import Job
     from tests.simulation.world import World
 
 RUN = 77
@@ -55,19 +57,19 @@ class BrokerProcess:
 
     def __init__(self, world: World, epoch: int) -> None:
         self.world, self.epoch, self.alive = world, epoch, True
-        case = world.case
-        size = np.dtype(case.dtype).itemsize
-        merged = needed_tokens(case.rules, MAX_SAMPLE)
-        self.capacity = Capacity(QUOTA, merged, MAX_SAMPLE, MAX_SAMPLE * size)
-        self.core = Broker(
-            run=RUN, epoch=epoch, feed="train", rules=case.rules, capacity=self.capacity,
-            steps_ahead=case.steps_ahead,
+        size = np.dtype(world.dtype).itemsize
+        plans = [
+            FeedPlan(job.feed, job.case.rules, needed_tokens(job.case.rules, MAX_SAMPLE)) for job in world.jobs.values()
+        ]
+        self.core: Broker = Broker(
+            run=RUN, epoch=epoch, feeds=plans, capacity=Capacity(QUOTA, MAX_SAMPLE, MAX_SAMPLE * size),
+            steps_ahead=world.jobs["train"].case.steps_ahead,
         )  # fmt: skip
-        partitions = sum(stream.partitions for stream in case.rules.streams)
-        self.live_tokens = merged + QUOTA * partitions
+        partitions = sum(stream.partitions for plan in plans for stream in plan.rules.streams)
+        self.live_tokens = sum(plan.merged_tokens for plan in plans) + QUOTA * partitions
         blocks = int(self.live_tokens * SLACK / MAX_SAMPLE) + 4
-        self.arena = Arena(blocks * MAX_SAMPLE * size, case.dtype, MAX_SAMPLE)
-        self.published: set[int] = set()
+        self.arena = Arena(blocks * MAX_SAMPLE * size, world.dtype, MAX_SAMPLE)
+        self.published: set[tuple[str, int, int]] = set()
         self.checks = BrokerChecks(self)
         world.clock.after(0.0, self._tick)
 
@@ -113,7 +115,7 @@ class BrokerProcess:
             world.to_peer(effect.peer, effect.envelope)
         elif isinstance(effect, Form):
             choice = effect.request.choose()
-            world.clock.after(world.rng.expovariate(20), self.handle, Formed(effect.feed, choice))
+            world.clock.after(world.rng.expovariate(20), self.handle, Formed(effect.feed, choice, effect.generation))
         else:
             assert isinstance(effect, Report), effect
 
@@ -186,12 +188,14 @@ class ProducerProcess(Process):
     def __init__(self, world: World, name: str, streams: list[str], pid: int) -> None:
         self.name, self.streams = name, streams
         self._at: dict[tuple[Key, Session], int] = {}
+        self._leaving = False
         offers = [Offer(stream=stream, source_digest="data") for stream in streams]
         self.session = ProducerSession(run=0, producer=name, host="host", pid=pid, offers=offers)
         super().__init__(world, self.session)
 
     def leave(self) -> None:
         """Stop with a farewell."""
+        self._leaving = True
         self.handle(Leave())
 
     def perform(self, effect: Effect) -> None:
@@ -202,6 +206,8 @@ class ProducerProcess(Process):
         elif isinstance(effect, Finish):
             assert not effect.error, effect
             self.alive = False
+            if not self._leaving and effect.code != "stopped":
+                self.world.dismissed(self)
         else:
             assert isinstance(effect, Report), effect
 
@@ -210,7 +216,7 @@ class ProducerProcess(Process):
         held = self.session.held.get(key)
         if not self.alive or held is None or held.session != read.session or held.ended:
             return
-        case = self.world.case
+        case = self.world.case_of[lease.stream]
         stream = case.names.index(lease.stream)
         seq = self._at.get((key, read.session))
         if seq is None:
@@ -246,22 +252,22 @@ def chunk_of(case: Case, key: Key, session: Session, start: int, stop: int) -> C
 
 
 class ClientProcess(Process):
-    """One rank's trainer: takes the steps in order, works on each for a while, and returns it."""
+    """One rank's trainer: takes the steps in order, works on each for a while, and returns it; again for each round."""
 
     kind = "client"
 
-    def __init__(self, world: World, name: str, mesh: Mesh, next_step: int, chain: bytes) -> None:
-        self.name, self.mesh = name, mesh
+    def __init__(self, job: Job, name: str, mesh: Mesh, round_: int, next_step: int, chain: bytes) -> None:
+        self.job, self.name, self.mesh = job, name, mesh
         self.session = ClientSession(
-            run=0, feed="train", reader=name, host="host", pid=1, mesh=mesh, prefetch=world.prefetch,
-            next_step=next_step, chain=chain,
+            run=0, feed=job.feed, reader=name, host="host", pid=1, mesh=mesh, prefetch=job.prefetch,
+            next_step=next_step, chain=chain, round=round_,
         )  # fmt: skip
-        self.done, self.chain = next_step, chain
+        self.round, self.done, self.chain = round_, next_step, chain
         self.ended: tuple[int, bytes] | None = None
         self.refused = ""
         self._ready: deque[tuple[int, bytes]] = deque()
-        self._working = False
-        super().__init__(world, self.session)
+        self._working = self._through = False
+        super().__init__(job.world, self.session)
 
     def leave(self) -> None:
         """Detach, as a client that is closed does."""
@@ -270,14 +276,14 @@ class ClientProcess(Process):
 
     def perform(self, effect: Effect) -> None:
         if isinstance(effect, Deliver):
-            step = self.world.delivered(self, effect.parts)
+            step = self.job.delivered(self, effect.parts)
             self._ready.append((step.step, step.chain))
             self._work()
         elif isinstance(effect, Ended):
             assert self.ended is None, "ended twice"
             self.ended = (effect.num_steps, effect.chain)
-            self.world.note("ended", self.name, *self.ended)
-            self._check_finished()
+            self.world.note("ended", self.name, self.round, *self.ended)
+            self._work()
         else:
             assert isinstance(effect, Broken), effect
             self.refused = effect.code
@@ -285,30 +291,40 @@ class ClientProcess(Process):
             self.world.refused(self)
 
     def _work(self) -> None:
-        if self._working or not self._ready:
+        if self._working or self._through:
+            return
+        self._through = self.job.returned(self)
+        if self._through or not self._ready:
             return
         self._working = True
         step, _ = self._ready[0]
-        self.world.take(self, step)
+        self.job.take(self, step)
 
-    def work_done(self, step: int) -> None:
-        """``step`` is done with, if it is in hand; said by the world, which may have ranks wait for each other."""
-        if not self.alive or not self._working or step != self.done:
+    def work_done(self, round_: int, step: int) -> None:
+        """``step`` is done with, if it is in hand; said by the job, which may have ranks wait for each other."""
+        if not self.alive or not self._working or (round_, step) != (self.round, self.done):
             return
         if self.frozen:
-            self.world.clock.after(TICK_S, self.work_done, step)
+            self.world.clock.after(TICK_S, self.work_done, round_, step)
             return
         self._working = False
         _, self.chain = self._ready.popleft()
         self.done = step + 1
         self.handle(Returned(self.done))
-        self._check_finished()
         self._work()
 
-    def _check_finished(self) -> None:
-        if self.ended is not None and self.done >= self.ended[0]:
-            self.world.finished(self)
+    def again(self, round_: int) -> None:
+        """Begin the iteration after ``round_``, once."""
+        if not self.alive or round_ != self.round:
+            return
+        if self.frozen:
+            self.world.clock.after(TICK_S, self.again, round_)
+            return
+        self.round, self.done, self.chain, self.ended = round_ + 1, 0, b"", None
+        self._ready.clear()
+        self._through = False
+        self.handle(Again())
 
-    def state(self) -> tuple[int, bytes]:
-        """What a checkpoint of the trainer holds: the next step, and the digest of those before."""
-        return self.done, self.chain
+    def state(self) -> tuple[int, int, bytes]:
+        """What a checkpoint of the trainer holds: the iteration, the next step, and the digest of those before."""
+        return self.round, self.done, self.chain

@@ -10,11 +10,10 @@ import hashlib
 import random
 from dataclasses import dataclass
 
-import numpy as np
-
 from streampack.core.events import FromBroker
-from streampack.core.messages import Envelope, Mesh, Samples, StepPart
-from tests.simulation.data import NUM_CASES, case, reference, shards_of
+from streampack.core.messages import Envelope, Mesh, Samples
+from tests.simulation.data import NUM_CASES
+from tests.simulation.job import Job
 from tests.simulation.network import Clock, Network, Weather
 from tests.simulation.processes import BrokerProcess, ClientProcess, Process, ProducerProcess
 
@@ -39,26 +38,20 @@ class World:
     def __init__(self, seed: int, case_number: int | None = None) -> None:
         self.seed, self.rng, self.clock = seed, random.Random(seed), Clock()
         number = seed % NUM_CASES if case_number is None else case_number
-        self.case, self.reference = case(number), reference(number)
+        self.jobs = {job.feed: job for job in self._make_jobs(number)}
+        self.case_of = {name: job.case for job in self.jobs.values() for name in job.case.names}
+        self.dtype = self.jobs["train"].case.dtype
+        """Of a token, in all feeds."""
         self.network = Network(self.clock, self.rng, self._weather())
-        self.num_ranks = self.case.dp * self.case.cp
-        self.prefetch = self.rng.randint(1, 3)
         self.read_s = self.rng.choice((0.005, 0.05))
-        self.work_s = self.rng.choice((0.02, 0.1, 0.5))
-        self.lockstep = self.rng.random() < 0.6
-        self.early_leavers = self.rng.random() < 0.4
         self._trace = hashlib.blake2b(digest_size=16)
         self._events = 0
         self._peers: dict[bytes, Process] = {}
         self._num_peers = self._num_names = 0
         self._sent_bytes: dict[tuple[int, str, int, int, str], int] = {}
-        self._dealt: dict[tuple[int, int], list[int]] = {}
-        self._taken: dict[int, set[int]] = {}
-        self._ended: dict[int, tuple[int, bytes]] = {}
         self.quiet_at = self.rng.uniform(1.0, 12.0)
         self.broker = BrokerProcess(self, epoch=5)
         self.producers: list[ProducerProcess] = []
-        self.clients: dict[int, ClientProcess] = {}
         self._start()
         self._plan_faults()
         self.clock.after(0.0, self._calm)
@@ -66,20 +59,16 @@ class World:
     def run(self) -> Outcome:
         """To the end of the job."""
         last = 0.0
-        while len(self._ended) < self.num_ranks:
+        while not all(job.over for job in self.jobs.values()):
             self.clock.step()
             self._events += 1
             last = self.clock.now
             if last > self.quiet_at + PATIENCE_S:
                 raise AssertionError(f"liveness: not ended at {last:.0f} s: {self._stuck()}")
-        for end in self._ended.values():
-            assert end == (len(self.reference.steps), self.reference.chain), "ranks ended at different steps"
-        for step, expected in enumerate(self.reference.steps):
-            numbers = sorted(n for d in range(self.case.dp) for n in self._dealt[step, d])
-            assert numbers == list(range(len(expected.packs))), f"step {step} was not dealt whole"
-        dropped = self.broker.core.totals.dropped_samples
-        assert dropped in (0, self.reference.num_dropped)
-        return Outcome(self.reference.chain, len(self.reference.steps), self._trace.hexdigest(), last, self._events)
+        for job in self.jobs.values():
+            job.check()
+        train = self.jobs["train"].reference
+        return Outcome(train.chain, len(train.steps), self._trace.hexdigest(), last, self._events)
 
     def note(self, *what: object) -> None:
         """A line of the trace."""
@@ -132,70 +121,51 @@ class World:
 
     # Trainers
 
-    def delivered(self, client: ClientProcess, parts: tuple[Envelope, ...]) -> StepPart:
-        """Exactly the reference's step: digests, samples, tokens, denominators; the same packs each time."""
-        step = parts[0].message
-        assert isinstance(step, StepPart)
-        number, expected = step.step, self.reference.steps[step.step]
-        assert step.digest == expected.digest, f"step {number} has another digest"
-        assert step.chain == expected.chain, f"step {number} has another chain"
-        assert (step.num_samples, step.num_loss_tokens) == (expected.num_samples, expected.num_loss_tokens)
-        shards = shards_of(parts, self.case, client.mesh.cp_rank)
-        for shard in shards:
-            assert shard.ids == self.reference.ids[number][shard.number], "a pack has other samples"
-            row = self.reference.rows[number][shard.number]
-            assert np.array_equal(row[shard.positions], shard.tokens), "a pack has other tokens"
-            assert shard.num_loss_tokens == expected.packs[shard.number].num_loss_tokens
-        numbers = [shard.number for shard in shards]
-        dealt = self._dealt.setdefault((number, client.mesh.dp_rank), numbers)
-        assert dealt == numbers, f"step {number} was dealt otherwise the second time"
-        self.note("step", client.name, number, step.digest)
-        return step
-
-    def take(self, client: ClientProcess, step: int) -> None:
-        """A rank begins a step; with ``lockstep`` all ranks are done with it together, as collectives have it."""
-        delay = self.rng.expovariate(1 / self.work_s)
-        if not self.lockstep:
-            self.clock.after(delay, client.work_done, step)
-            return
-        taken = self._taken.setdefault(step, set())
-        complete = len(taken) == self.num_ranks
-        taken.add(self._rank(client))
-        if complete:
-            self.clock.after(delay, client.work_done, step)
-        elif len(taken) == self.num_ranks:
-            for other in self.clients.values():
-                self.clock.after(delay, other.work_done, step)
-
     def refused(self, client: ClientProcess) -> None:
         """The rank is still held by one that is gone: a launcher tries again."""
         client.kill()
-        self.clock.after(3.0, self._start_client, client.mesh, *client.state())
+        self.clock.after(3.0, self._start_client, client.job, client.mesh, *client.state())
 
     # Starting and stopping
 
     def _start(self) -> None:
-        rng, names = self.rng, self.case.names
+        rng, names = self.rng, list(self.case_of)
         for number in range(rng.randint(1, 3)):
             some = names if number == 0 else rng.sample(names, rng.randint(1, len(names)))
             late = rng.random() < 0.4
             self.clock.after(rng.uniform(0, 4) if late else rng.random() * 0.2, self._start_producer, list(some))
-        for rank in range(self.num_ranks):
-            mesh = Mesh(dp=self.case.dp, cp=self.case.cp, dp_rank=rank // self.case.cp, cp_rank=rank % self.case.cp)
-            late = rng.random() < 0.3
-            self.clock.after(rng.uniform(0, 3) if late else rng.random() * 0.2, self._start_client, mesh, 0, b"")
+        for job in self.jobs.values():
+            dp, cp = job.case.dp, job.case.cp
+            for rank in range(job.num_ranks):
+                mesh = Mesh(dp=dp, cp=cp, dp_rank=rank // cp, cp_rank=rank % cp)
+                delay = rng.uniform(0, 3) if rng.random() < 0.3 else rng.random() * 0.2
+                self.clock.after(delay, self._start_client, job, mesh, 0, 0, b"")
+
+    def _make_jobs(self, number: int) -> list[Job]:
+        """Mostly one feed, read once; or it is iterated, or there is another beside it, which perhaps nobody reads."""
+        again, more = self.rng.random() < 0.25, self.rng.random() < 0.25
+        jobs = [Job(self, "train", number, self.rng.randint(2, 3) if again else 1)]
+        if more:
+            other = (number + 2 * self.rng.randint(0, 3)) % NUM_CASES  # of the same dtype
+            jobs.append(Job(self, "valid", other, self.rng.randint(0, 3), "v."))
+        return jobs
 
     def _start_producer(self, streams: list[str], name: str = "") -> None:
         self._num_names += 1
         self.producers.append(ProducerProcess(self, name or f"producer{self._num_names}", streams, self._num_names))
 
-    def _start_client(self, mesh: Mesh, next_step: int, chain: bytes) -> None:
+    def _start_client(self, job: Job, mesh: Mesh, round_: int, next_step: int, chain: bytes) -> None:
         self._num_names += 1
-        client = ClientProcess(self, f"reader{self._num_names}", mesh, next_step, chain)
-        self.clients[self._rank(client)] = client
+        client = ClientProcess(job, f"reader{self._num_names}", mesh, round_, next_step, chain)
+        job.clients[job.rank(client)] = client
 
-    def _rank(self, client: ClientProcess) -> int:
-        return client.mesh.dp_rank * self.case.cp + client.mesh.cp_rank
+    def _clients(self) -> list[ClientProcess]:
+        return [client for job in self.jobs.values() for client in job.clients.values()]
+
+    def dismissed(self, producer: ProducerProcess) -> None:
+        """A producer was told that it may go: not before every rank has had every step. One is started again."""
+        assert all(len(job.whole) == job.num_ranks for job in self.jobs.values()), "a producer was sent away too early"
+        self.clock.after(1.0, self._start_producer, producer.streams)
 
     # Faults
 
@@ -247,7 +217,7 @@ class World:
             self.clock.after(self.rng.uniform(0, 3), self._start_producer, producer.streams, name)
 
     def _any_process(self) -> Process | None:
-        alive: list[Process] = [*self._alive_producers(), *(c for c in self.clients.values() if c.alive)]
+        alive: list[Process] = [*self._alive_producers(), *(c for c in self._clients() if c.alive)]
         return self.rng.choice(alive) if alive else None
 
     def _reconnect(self) -> None:
@@ -275,7 +245,7 @@ class World:
             process.freeze(seconds)
 
     def _kill_client(self) -> None:
-        alive = [client for client in self.clients.values() if client.alive and client.ended is None]
+        alive = [client for client in self._clients() if client.alive and not client.job.ended]
         if alive:
             client = self.rng.choice(alive)
             self.note("kills", client.name)
@@ -283,14 +253,14 @@ class World:
                 client.leave()
             else:
                 client.kill()
-            self.clock.after(self.rng.uniform(0.5, 3), self._start_client, client.mesh, *client.state())
+            self.clock.after(self.rng.uniform(0.5, 3), self._start_client, client.job, client.mesh, *client.state())
 
     def _kill_broker(self) -> None:
         """Killed, or cut off and alive, and another started with a higher epoch and nothing else.
 
         Producers that are done start again.
         """
-        if any(client.ended is not None for client in self.clients.values()):
+        if any(job.ended for job in self.jobs.values()):
             return
         self.note("kills the broker")
         if self.rng.random() < 0.5:
@@ -301,20 +271,16 @@ class World:
         if epoch > self.broker.epoch:
             self.clock.after(8.0, self.broker.kill)
             self.broker = BrokerProcess(self, epoch)
-        self._start_producer(list(self.case.names))
-
-    def finished(self, client: ClientProcess) -> None:
-        """A rank has returned every step, and knows that it was the last; some close at once."""
-        assert client.ended is not None
-        self._ended[self._rank(client)] = client.ended
-        attached = all(other.alive and other.session.attached is not None for other in self.clients.values())
-        if self.early_leavers and self.clock.now > self.quiet_at and attached:
-            client.leave()
+        self._start_producer(list(self.case_of))
 
     def _stuck(self) -> str:
-        waits = [f"{c.name}: {c.session.waiting_for()} (step {c.done})" for c in self.clients.values() if c.alive]
+        waits = [
+            f"{c.name}: {c.session.waiting_for()} (step {c.done} of iteration {c.round})"
+            for c in self._clients()
+            if c.alive
+        ]
         held = [f"{p.name}: {p.session.waiting_for()}" for p in self._alive_producers()]
-        return "; ".join([*waits, *held, str(self.broker.core.waiting_for())])
+        return "; ".join([*waits, *held, str([feed.waiting_for() for feed in self.broker.core.feeds.values()])])
 
 
 def run(seed: int, case_number: int | None = None) -> Outcome:
