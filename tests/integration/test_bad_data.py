@@ -145,4 +145,4 @@ def test_with_error_it_ends_the_producer_with_the_same_line(case: str, tmp_path:
         line = the_error(result, 1 if "tar" in case else 2)
         assert said in line
         assert "poison: drop" in line
-        until(lambda: said in json.dumps(broker.status()["waiting_for"]) or said in broker.said)
+        until(lambda: said in json.dumps(broker.feed()["waiting_for"]) or said in broker.said)

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from streampack.core.client_session import ClientSession
+from streampack.core.effects import Formed
 from streampack.core.events import Effect, FromBroker, Send
+from streampack.core.feed import Feed
 from streampack.core.form import Former, Request
 from streampack.core.intake import Intake
 from streampack.core.kept import KeptSteps
@@ -264,3 +266,44 @@ def a_client_forgets_where_it_was_when_it_attaches_again(patch: Patch) -> None:
         return original(self, event)
 
     _wrap(patch, ClientSession, "handle", handle)
+
+
+@mutant("rounds")
+def an_iteration_begins_before_all_ranks_are_through_with_the_one_before(patch: Patch) -> None:
+    def opened(original: Any, self: Readers) -> Any:
+        for reader in self._readers.values():
+            reader.round = max(reader.round for reader in self._readers.values())
+        return original(self)
+
+    patch.setattr(Readers, "_all_ahead", lambda self: any(r.round > self.round for r in self._readers.values()))
+    _wrap(patch, Readers, "_open", opened)
+
+
+@mutant("rounds")
+def a_feed_goes_back_without_new_sessions(patch: Patch) -> None:
+    def rewind(original: Any, self: Leases, origin: int) -> Any:
+        before = [intake.session for intake in self.intakes]
+        original(self, origin)
+        for intake, session in zip(self.intakes, before, strict=True):
+            intake.session = session
+        return [e for p in self._of_feed(origin) for e in self._lease(p)]
+
+    _wrap(patch, Leases, "rewind", rewind)
+
+
+@mutant("rounds")
+def a_choice_from_before_a_feed_went_back_is_taken(patch: Patch) -> None:
+    def formed(original: Any, self: Feed, event: Formed) -> Any:
+        return original(self, msgspec.structs.replace(event, generation=self._generation))
+
+    _wrap(patch, Feed, "formed", formed)
+
+
+@mutant("feeds")
+def producers_go_when_everything_is_taken(patch: Patch) -> None:
+    _wrap(patch, Leases, "dismiss", lambda original, self, done: original(self, self.ended))
+
+
+@mutant("feeds")
+def a_feed_takes_more_than_its_share_of_the_memory(patch: Patch) -> None:
+    patch.setattr(Feed, "_room", lambda self: 1 << 20)
