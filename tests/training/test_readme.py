@@ -1,0 +1,153 @@
+"""The README's examples, run as they stand: real broker, real producer, tiny models on the CPU.
+
+Names that an example takes from its reader (a model, an optimizer) are given here; the endpoint alone
+is put in place of the README's. A block that is new in the README needs its test: see the last one.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import streampack
+from streampack.config import convert
+from streampack.producer import ProducerLoop
+from streampack.sources import SourceSettings, open_source
+from tests.integration.running import RunningBroker, running_broker, write_jsonl
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+BLOCKS: list[str] = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+VOCABULARY, SAMPLES, VALID = 257, 400, 30
+SETTINGS: dict[str, Any] = {
+    "tokens": "uint16",
+    "rules": {"budget": 256, "window": {"samples": 32}, "step": {"packs": 2}},
+    "streams": {"web": {"weight": 0.7}, "code": {"weight": 0.3}, "val": {}},
+    "feeds": {"train": {"streams": ["web", "code"]}, "valid": {"streams": ["val"]}},
+}
+
+
+def block(starts: str) -> str:
+    """The example that holds a text."""
+    (found,) = [code for code in BLOCKS if starts in code]
+    return found
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[RunningBroker]:
+    """A broker of two feeds, and a producer of all their streams."""
+    sources = {}
+    for name, count in (("web", SAMPLES // 2), ("code", SAMPLES // 2), ("val", VALID)):
+        files = write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name * (1 + i * 7 % 30)} for i in range(count)])
+        sources[name] = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
+    with running_broker(SETTINGS) as running:
+        loop = ProducerLoop(running.producers, sources)
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        yield running
+        loop.stop()
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+
+
+class Tiny(torch.nn.Module):
+    """A model that keeps packed samples apart by their boundaries: attention over each alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 16)
+        self.places = torch.nn.Embedding(256, 16)
+        self.head = torch.nn.Linear(16, VOCABULARY)
+        self.calls = 0
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = self.embed(input_ids) + self.places(position_ids)
+        pieces = [
+            torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)[0]
+            for x in hidden.split(cu_seqlens.diff().tolist())
+        ]
+        logits: torch.Tensor = self.head(torch.cat(pieces))
+        return logits
+
+
+def run(code: str, endpoint: str, **names: Any) -> dict[str, Any]:
+    """Run an example; the names it leaves behind."""
+    assert "tcp://node0:7402" in code
+    names |= {"streampack": streampack, "torch": torch}
+    exec(compile(code.replace("tcp://node0:7402", endpoint), "README.md", "exec"), names)
+    return names
+
+
+def changed(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    return any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_training_loop(broker: RunningBroker) -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    given = {"model": model, "optimizer": optimizer, "cross_entropy": cross_entropy, "device_mesh": None}
+    left = run(block("model(batch.input_ids"), broker.trainers, **given)
+    assert model.calls == 2 * (left["step"].index + 1)
+    assert changed(model, before)
+    assert 0 < left["loss"].item() < 10
+
+
+def test_a_transformers_loop(broker: RunningBroker) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    llama = LlamaForCausalLM(config)
+    before = {name: value.clone() for name, value in llama.state_dict().items()}
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-3)
+    left = run(block("llama(**batch"), broker.trainers, llama=llama, optimizer=optimizer)
+    assert changed(llama, before)
+    assert 0 < left["loss"].item() < 10
+
+
+def test_validation_while_training(broker: RunningBroker) -> None:
+    trained: list[Any] = []
+    evaluated: list[Any] = []
+    left = run(block('feed="valid"'), broker.trainers, update=trained.append, evaluate=evaluated.append)
+    assert len(left["losses"]) == len(evaluated) / -(-len(trained) // 20)
+    assert [step.index for step in trained] == list(range(len(trained)))
+    rounds = -(-len(trained) // 20)
+    assert rounds > 1
+    each = len(evaluated) // rounds
+    of_rounds = [evaluated[first : first + each] for first in range(0, len(evaluated), each)]
+    ids = [[sample for batch in batches for sample in batch.sample_ids.tolist()] for batches in of_rounds]
+    assert len(ids) == rounds
+    assert all(found == ids[0] and len(found) == VALID for found in ids)
+    assert sum(batch.num_samples for step in trained for batch in step) == SAMPLES
+
+
+def test_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "a.jsonl", [{"text": "local" * (1 + i % 9)} for i in range(50)])
+    monkeypatch.chdir(tmp_path)
+    packs: list[Any] = []
+    code = block("streampack.local(").replace("mycode.tokens:encode", "bytes")
+    exec(compile(code, "README.md", "exec"), {"streampack": streampack, "train": packs.append})
+    assert sum(pack.num_samples for pack in packs) == 50
+
+
+def test_packing_alone() -> None:
+    parsed = doctest.DocTestParser().get_doctest(block("pack_lengths"), {"streampack": streampack}, "README", None, 0)
+    assert doctest.DocTestRunner().run(parsed).failed == 0
+
+
+def test_every_example_has_its_test() -> None:
+    tested = ("model(batch.input_ids", "llama(**batch", 'feed="valid"', "streampack.local(", "pack_lengths")
+    assert sorted(BLOCKS) == sorted(block(starts) for starts in tested)
