@@ -66,10 +66,8 @@ class Tiny(torch.nn.Module):
         self.embed = torch.nn.Embedding(VOCABULARY, 16)
         self.places = torch.nn.Embedding(256, 16)
         self.head = torch.nn.Linear(16, VOCABULARY)
-        self.calls = 0
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
         hidden = self.embed(input_ids) + self.places(position_ids)
         pieces = [
             torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)[0]
@@ -91,16 +89,30 @@ def changed(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> bool:
     return any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def falls(losses: list[float]) -> bool:
+    """The last quarter is below the first; packs that are empty, as the last may be, have no loss."""
+    some = [loss for loss in losses if loss]
+    quarter = len(some) // 4
+    return sum(some[-quarter:]) < 0.9 * sum(some[:quarter])
+
+
 def test_a_training_loop(broker: RunningBroker) -> None:
     torch.manual_seed(0)
     model = Tiny()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    given = {"model": model, "optimizer": optimizer, "cross_entropy": cross_entropy, "device_mesh": None}
+    losses: list[float] = []
+
+    def summed(logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+        loss = cross_entropy(logits, labels, reduction=reduction)
+        losses.append(loss.item() / max(int((labels != -100).sum()), 1))
+        return loss
+
+    given = {"model": model, "optimizer": optimizer, "cross_entropy": summed, "device_mesh": None}
     left = run(block("model(batch.input_ids"), broker.trainers, **given)
-    assert model.calls == 2 * (left["step"].index + 1)
+    assert len(losses) == 2 * (left["step"].index + 1)
     assert changed(model, before)
-    assert 0 < left["loss"].item() < 10
+    assert falls(losses)
 
 
 def test_a_transformers_loop(broker: RunningBroker) -> None:
@@ -112,9 +124,12 @@ def test_a_transformers_loop(broker: RunningBroker) -> None:
     llama = LlamaForCausalLM(config)
     before = {name: value.clone() for name, value in llama.state_dict().items()}
     optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-3)
+    losses: list[float] = []
+    llama.register_forward_hook(lambda _, __, out: losses.append(out.loss.item()))
     left = run(block("llama(**batch"), broker.trainers, llama=llama, optimizer=optimizer)
+    assert len(losses) == 2 * (left["step"].index + 1)
     assert changed(llama, before)
-    assert 0 < left["loss"].item() < 10
+    assert falls(losses)
 
 
 def test_validation_while_training(broker: RunningBroker) -> None:
