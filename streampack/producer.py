@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from streampack import wire
 from streampack.chunks import Batch, BatchSource, batches, chunk_of
 from streampack.core.events import Effect, FromBroker, Report, Send, Tick
-from streampack.core.messages import Lease, Offer
+from streampack.core.messages import Flow, Lease, Offer
 from streampack.core.producer_session import (
     Chunk,
     EndOfPartition,
@@ -34,7 +34,7 @@ from streampack.core.producer_session import (
     Session,
 )
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError
-from streampack.sources import Source
+from streampack.sources import Cursor, Source
 from streampack.sources.records import DAMAGED
 from streampack.transport import Dealer, Poller, Waker, drain
 
@@ -48,7 +48,7 @@ SAY_S = 5.0
 
 @dataclass(slots=True)
 class StreamProgress:
-    """What one producer has read of one stream to send."""
+    """What the broker has taken of one stream from one producer."""
 
     samples: int = 0
     tokens: int = 0
@@ -64,10 +64,22 @@ class StreamProgress:
 
 @dataclass(slots=True)
 class Progress:
-    """What one producer has read, by stream; and what it waits for, if anything."""
+    """What one producer has delivered, by stream; and what it waits for, if anything."""
 
     streams: dict[str, StreamProgress]
     waiting: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A chunk that ends before ``stop_seq``, as long as the broker is not known to have it."""
+
+    stop_seq: int
+    lease: Lease
+    samples: int
+    tokens: int
+    rejected: dict[str, int]
+    cursor: Cursor
 
 
 class ProducerLoop:
@@ -97,6 +109,7 @@ class ProducerLoop:
         self._readers: dict[tuple[Key, Session], Iterator[Batch]] = {}
         self._asked: SimpleQueue[tuple[Read, Iterator[Batch]] | None] = SimpleQueue()
         self._answers: deque[tuple[Read, Batch | None, Chunk | None] | BaseException] = deque()
+        self._sent: dict[tuple[Key, Session], deque[_Sent]] = {}
         self._reading = False
         self._finish: Finish | None = None
         self._stopping = False
@@ -139,6 +152,8 @@ class ProducerLoop:
                 log.warning("dropped a message of the broker: %s", error)
                 continue
             self._perform(self._session.handle(FromBroker(envelope)))
+            if isinstance(envelope.message, Flow):
+                self._count((envelope.message.stream, envelope.message.partition))
         self._perform(self._session.handle(Tick(time.monotonic())))
         if self._stopping:
             self._perform(self._session.handle(Leave()))
@@ -156,6 +171,7 @@ class ProducerLoop:
                 self._reads.append(effect)
             elif isinstance(effect, Forget):
                 self._readers.pop((effect.key, effect.session), None)
+                self._sent.pop((effect.key, effect.session), None)
             elif isinstance(effect, Report):
                 log.log(logging.getLevelName(effect.level.upper()), effect.text)
             elif isinstance(effect, Finish):
@@ -199,21 +215,29 @@ class ProducerLoop:
         if batch is None or chunk is None:
             self._perform(self._session.handle(EndOfPartition((stream, read.lease.partition), read.session)))
             return
-        self._count(read.lease, batch)
+        for reason, where in batch.examples:
+            self._show(stream, reason, where)
+        sent = self._sent.setdefault((chunk.key, chunk.session), deque())
+        first = sent[-1].stop_seq if sent else read.seq
+        stop, samples = first + len(batch.lengths), len(batch.lengths)
+        sent.append(_Sent(stop, read.lease, samples, len(batch.tokens), batch.rejected, batch.cursor))
         self._perform(self._session.handle(chunk))
 
-    def _count(self, lease: Lease, batch: Batch) -> None:
-        progress, source = self.progress.streams[lease.stream], self._sources[lease.stream]
-        progress.samples += len(batch.lengths)
-        progress.tokens += len(batch.tokens)
-        for reason, where in batch.examples:
-            self._show(lease.stream, reason, where)
-        for reason, count in batch.rejected.items():
-            progress.rejected[reason] = progress.rejected.get(reason, 0) + count
-        if not isinstance(source, BatchSource):
-            shards = len(range(lease.partition, source.num_shards, lease.partitions))
-            progress.shards[lease.partition] = batch.cursor.pass_ * shards + batch.cursor.shard
-            progress.passes = lease.passes
+    def _count(self, key: Key) -> None:
+        """Add what the broker has taken since it last said so: what it has not, somebody will read again."""
+        held = self._session.held.get(key)
+        sent = self._sent.get((key, held.session)) if held is not None else None
+        while held is not None and sent and sent[0].stop_seq <= held.known_seq:
+            chunk = sent.popleft()
+            lease, progress, source = chunk.lease, self.progress.streams[key[0]], self._sources[key[0]]
+            progress.samples += chunk.samples
+            progress.tokens += chunk.tokens
+            for reason, count in chunk.rejected.items():
+                progress.rejected[reason] = progress.rejected.get(reason, 0) + count
+            if not isinstance(source, BatchSource):
+                shards = len(range(lease.partition, source.num_shards, lease.partitions))
+                progress.shards[lease.partition] = chunk.cursor.pass_ * shards + chunk.cursor.shard
+                progress.passes = lease.passes
 
     def _show(self, stream: str, reason: str, where: str) -> None:
         """Keep a line about a rejected sample for whoever is told the progress, else log it."""

@@ -1,8 +1,8 @@
 """How far a producer's processes are, added up: as a table on a terminal, as a line in a log, as figures in JSON.
 
-Samples and tokens are those read to be sent: what a process had read and not sent when it was killed, or its
-partition moved to another, is read, and counted, again. A share is of the shards, over all passes; a stream that
-repeats has none.
+Samples and tokens are those that the broker has taken: what is read again, since a partition moved to another process,
+counts once (of a process that is killed the last half second may be missing). A share is of the shards, over all
+passes; a stream that repeats has none.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Overall:
     def update(
         self, now: float, parts: Iterable[Mapping[str, StreamProgress]], waiting: Sequence[str], restarts: int
     ) -> None:
-        """``parts``: what each process that ever ran has read; ``waiting``: for what each one waits now, or ``""``."""
+        """``parts``: what each process that ever ran has delivered; ``waiting``: what each waits for now, or ``""``."""
         self.streams = add_up(self.num_shards, parts)
         self.waiting, self.restarts = waiting, restarts
         tokens = {name: stream.tokens for name, stream in self.streams.items()}
@@ -90,9 +90,9 @@ def line(overall: Overall) -> str:
 
 
 def summary(overall: Overall) -> str:
-    """``read 1200 samples, 48000 tokens, 3 rejected (json 3); web ...; code ...``, at the end."""
+    """``1200 samples, 48000 tokens, 3 rejected (json 3); web ...; code ...``, at the end."""
     rejected = _rejected(overall.rejected)
-    first = f"read {overall.samples} samples, {overall.tokens} tokens" + (f", {rejected}" if rejected else "")
+    first = f"{overall.samples} samples, {overall.tokens} tokens" + (f", {rejected}" if rejected else "")
     parts = [_stream(overall, name) for name in overall.streams] if len(overall.streams) > 1 else []
     return "; ".join([first, *parts, *_restarts(overall)])
 

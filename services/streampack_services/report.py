@@ -97,6 +97,7 @@ def show_status(snapshot: Tree) -> None:
 
 def _show_feed(console: Console, name: str, feed: Tree) -> None:
     steps, figures = feed["steps"], feed["figures"]
+    console.print()
     again = f", iteration {feed['round']}" if feed["round"] else ""
     console.print(Text.assemble((f"feed {name}", "bold"), f"  {feed['state']}{again}"))
     if feed["waiting_for"]:

@@ -182,8 +182,8 @@ class Leases:
             self.intakes[p] = self._intake(self._stream_of[p].rules)
             self._failed.pop(p, None)
             self._begin(p)
-        moved = self._share_out()
-        return [e for p in sorted({*mine, *moved}) for e in self._lease(p)]
+        moved, effects = self._share_out()
+        return effects + [e for p in sorted({*mine, *moved}) for e in self._lease(p)]
 
     def dismiss(self, done: bool) -> list[Effect]:
         """Whether nobody will ask for samples again, so that producers may go."""
@@ -243,7 +243,8 @@ class Leases:
         elif restarted:
             self.vanished += 1
             effects.append(Report("warning", f"producer {where} took over from {known_producer.where}, which is gone"))
-        moved = self._share_out()
+        moved, last_words = self._share_out()
+        effects += last_words
         held = [p for p, holder in enumerate(self._holder) if holder == hello.producer and p not in moved]
         for p in held if restarted else ():  # another process: it knows nothing of what was sent
             self._begin(p)
@@ -263,11 +264,16 @@ class Leases:
                 self._digests.pop(offer, None)
         level = "info" if self.ended or "goodbye" in why else "warning"
         effects: list[Effect] = [Report(level, f"producer {producer.where} left: {why}")]
-        return effects + [e for p in self._share_out() for e in self._lease(p)]
+        moved, last_words = self._share_out()
+        return effects + last_words + [e for p in moved for e in self._lease(p)]
 
-    def _share_out(self) -> list[int]:
-        """Give every open partition to a producer that offers its stream, evenly; those that moved."""
-        moved = []
+    def _share_out(self) -> tuple[list[int], list[Effect]]:
+        """Give every open partition to a producer that offers its stream, evenly.
+
+        Returns those that moved, and what is said to those who lost them: how much of theirs was taken.
+        """
+        moved: list[int] = []
+        effects: list[Effect] = []
         for stream in self._streams:
             able = [name for name, producer in self._producers.items() if stream in producer.offers]
             mine = self._partitions(stream)
@@ -285,6 +291,7 @@ class Leases:
                     p = orphans.pop(0)
                 elif len(load[most]) - len(load[least]) > 1:
                     p = load[most].pop()
+                    effects += self._flow(p, repeat=True)
                 else:
                     break
                 load[least].append(p)
@@ -292,7 +299,7 @@ class Leases:
                 self._holder[p] = least
         for p in moved:
             self._begin(p)
-        return sorted(moved)
+        return sorted(moved), effects
 
     def _begin(self, p: int) -> None:
         self._sessions += 1

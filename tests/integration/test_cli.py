@@ -75,7 +75,8 @@ def test_misuse_ends_with_2_and_no_traceback(arguments: tuple[str, ...]) -> None
 def test_status_is_a_page_for_a_person_or_json(broker: RunningBroker) -> None:
     shown = streampack("status", broker.http)
     assert shown.returncode == 0, shown.stderr
-    for text in ("shown  feed train  serving", "waiting for samples: no sample has come", "web", "0.7", "0 ranks"):
+    waits = "waiting for samples: no sample has come"
+    for text in ("shown  serving  up", "feed train  serving", waits, "web", "0.7", "0 ranks"):
         assert text in shown.stdout
     found = json.loads(streampack("status", f"file://{broker.rendezvous}", "--json").stdout)
     assert found["run"] == "shown"
@@ -83,7 +84,7 @@ def test_status_is_a_page_for_a_person_or_json(broker: RunningBroker) -> None:
 
 
 def test_names_are_shown_as_they_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = convert({"run": "sft[/x]", "memory": "64MiB", "streams": {"web[a] :smile:": {}}}, BrokerConfig)
+    config = convert({"run": "sft[/x]", "memory": "64MiB", "streams": {"[a]:smile:": {}}}, BrokerConfig)
     config = replace(config, listen=Listen(producers="tcp://127.0.0.1:*", trainers="tcp://127.0.0.1:*"))
     service = BrokerService(config)
     try:
@@ -91,8 +92,8 @@ def test_names_are_shown_as_they_are_written(tmp_path: Path, capsys: pytest.Capt
     finally:
         service.close()
     shown = capsys.readouterr().out
-    assert "sft[/x]  feed train" in shown
-    assert "web[a] :smile:" in shown
+    assert "sft[/x]  starting" in shown
+    assert "[a]:smile:" in shown
     path = write(tmp_path / "b[a].yaml", {"run": "sft[/x]", "streams": {"web[a]": {}}, "listen": {"http": "[::1]:0"}})
     shown = in_process("check", path).stdout
     assert all(text in shown for text in ("sft[/x]", "  web[a]", "[::1]:0", "good: b[a].yaml can be used"))
@@ -117,10 +118,15 @@ def test_a_tokenizer_may_be_a_module_of_the_current_folder(tmp_path: Path) -> No
     command = str(Path(sys.executable).with_name("streampack"))  # as installed: its own folder is first on the path
     with running_broker({"rules": {"budget": 256}, "streams": {"web": {"partitions": 1}}}) as broker:
         write(tmp_path / "p.yaml", {"broker": broker.producers, "streams": {"web": source}})
-        for arguments in (("check", "p.yaml"), ("produce", "-c", "p.yaml")):
-            done = subprocess.run([command, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=30)
-            assert done.returncode == 0, done.stderr
-    assert "read 2 samples, 6 tokens" in done.stderr
+        subprocess.run([command, "check", "p.yaml"], cwd=tmp_path, capture_output=True, timeout=30, check=True)
+        with subprocess.Popen(
+            [command, "produce", "-c", "p.yaml"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        ) as it:
+            with sp.connect(broker.trainers) as loader:
+                assert sum(pack.num_samples for pack in loader) == 2
+            assert it.wait(30) == 0
+            assert it.stderr is not None
+            assert "all delivered: 2 samples, 6 tokens" in it.stderr.read()
 
 
 def test_a_rendezvous_file_that_only_this_host_can_use_is_warned_of(broker: RunningBroker) -> None:
