@@ -35,7 +35,7 @@ lint: $(DEV)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 bench: $(DEV)
 	$(BIN)/python benchmarks/throughput.py --quick --json
