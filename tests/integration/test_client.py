@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import streampack
-from streampack import client as client_module
+from streampack import reading
 from streampack.config import convert
 from streampack.errors import InternalError, MeshError, PeerError, UserError
 from streampack.producer import ProducerLoop
@@ -74,7 +74,7 @@ def test_a_bug_in_the_clients_thread_is_raised_where_the_trainer_waits(
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(client_module, "build_step", broken)
+    monkeypatch.setattr(reading, "build_step", broken)
     with streampack.connect(broker.trainers, format="numpy") as loader, pytest.raises(InternalError, match="a bug"):
         next(iter(loader))
 
@@ -87,6 +87,28 @@ def test_a_closed_client_says_so(broker: RunningBroker) -> None:
     with pytest.raises(UserError, match="is closed"):
         for _ in loader:
             pass
+
+
+def test_what_was_ready_is_not_given_after_close(broker: RunningBroker) -> None:
+    for taken in (1, 2):  # in the middle of a step, and between two
+        loader = streampack.connect(broker.trainers, format="numpy")
+        for _ in range(taken):
+            next(loader)
+        until(lambda loader=loader: len(loader._reading._ready) == 2)  # type: ignore[misc]
+        loader.close()
+        with pytest.raises(UserError, match="is closed"):
+            next(loader)
+
+
+def test_a_client_that_nobody_holds_gives_its_rank_up(broker: RunningBroker) -> None:
+    """Else a notebook's cell could be run once: the process itself would hold the rank."""
+    for _ in range(10):
+        for pack in streampack.connect(broker.trainers, format="numpy"):
+            assert pack.step == 0
+            break
+    assert not [thread for thread in threading.enumerate() if thread.name == "streampack-client"]
+    steps = streampack.connect(broker.trainers, format="numpy").steps()
+    assert sum(pack.num_samples for step in steps for pack in step) == 400
 
 
 def use(loader: streampack.Client, said: Any) -> None:
