@@ -22,7 +22,9 @@ from typing import Any
 from msgspec.structs import fields, replace
 
 import streampack
+from streampack.client import introduce_to_torch
 from streampack.config import BrokerConfig, StreamSettings, convert, parse_size
+from streampack.core.rules import Rules
 from streampack.errors import ConfigError, InternalError, StreampackError, UserError
 from streampack.packs import Step
 from streampack.producer import ProducerLoop
@@ -52,6 +54,7 @@ class Local:
         with contextlib.ExitStack() as stack:
             self._client, self.http = start(stack)
             self._close = weakref.finalize(self, _close_all, os.getpid(), stack.pop_all())
+        introduce_to_torch(Local)
 
     def __iter__(self) -> Iterator[Any]:
         iter(self._client)
@@ -66,6 +69,11 @@ class Local:
         steps = self._client.steps()
         while (step := next(steps, None)) is not None:  # from here, so that the loader lives as long as its steps
             yield step
+
+    @property
+    def rules(self) -> Rules:
+        """See ``Client.rules``."""
+        return self._client.rules
 
     def stats(self) -> dict[str, float]:
         """See ``Client.stats``."""
@@ -85,6 +93,9 @@ class Local:
 
     def __len__(self) -> int:
         return len(self._client)
+
+    def __reduce__(self) -> str:
+        return self._client.__reduce__()
 
 
 def _close_all(pid: int, stack: contextlib.ExitStack) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,16 @@ def test_a_dataloader_in_the_trainers_process_gives_the_views(broker: RunningBro
         batches = list(DataLoader(loader, batch_size=None, num_workers=0))  # type: ignore[arg-type]
     assert sum(batch.num_samples for batch in batches) == 200
     assert all(isinstance(batch["input_ids"], torch.Tensor) for batch in batches)
+
+
+def test_a_local_loader_is_taken_like_any_other() -> None:
+    with streampack.local([[1] * 8] * 30, budget=16, verify=True) as loader:
+        for _ in range(2):
+            batches = list(DataLoader(loader, batch_size=None, num_workers=0))  # type: ignore[arg-type]
+            assert sum(batch.num_samples for batch in batches) == 30
+            streampack.verify(batches[0], rules=loader.rules)
+        with pytest.raises(UserError, match="got a client to pickle"):
+            pickle.dumps(loader)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
