@@ -180,9 +180,10 @@ class Readers:
         """The rank that has returned the fewest steps, for a person."""
         if not self._readers:
             return "no rank is attached"
-        ranks = min(self._returned, key=lambda ranks: self._returned[ranks])
+        ranks = min(self._returned, key=lambda ranks: (self._returned[ranks], ranks in self._readers))
         if ranks not in self._readers:
-            return f"{_name(ranks)} left after {self._returned[ranks]} steps: start it again"
+            when = "between two iterations" if self._returned[ranks] == OUT else f"after {self._returned[ranks]} steps"
+            return f"{_name(ranks)} left {when}: start it again"
         reader = self._readers[ranks]
         return f"rank {reader.mesh} at {reader.where} has returned {self._returned[ranks]} steps"
 
@@ -376,9 +377,9 @@ class Readers:
 
     def _release(self) -> list[Effect]:
         """Forget the steps that every rank has returned."""
-        if not self.joined:
+        if not self.joined or (least := min(self._returned.values())) == OUT:  # where all are out, nobody reads
             return []
-        upto = min(self.formed_upto, min(self._returned.values()))
+        upto = min(self.formed_upto, least)
         effects: list[Effect] = [Release(self._steps.forget(n)) for n in range(self.released_upto, upto)]
         self.released_upto = max(self.released_upto, upto)
         return effects
@@ -389,7 +390,7 @@ class Readers:
     def _serve(self, reader: _Reader) -> list[Effect]:
         """All that the reader wants and that is there."""
         if reader.round != self.round:
-            return self._send(reader.peer, Bye(reason="the broker is stopping")) if self.draining else []
+            return self._wait(reader) if self.draining else []
         if not self.joined:
             return []
         effects: list[Effect] = []
@@ -411,7 +412,8 @@ class Readers:
     def _wait(self, reader: _Reader) -> list[Effect]:
         """What the reader's next step waits for, if it asked for one that is not there."""
         if reader.round != self.round:
-            return self._send(reader.peer, Wait(feed=self._feed, step=0, reason="join", detail=self._behind(reader)))
+            wait = Wait(feed=self._feed, step=0, reason="join", detail=self._behind(reader))
+            return self._send(reader.peer, Bye(reason="the broker is stopping") if self.draining else wait)
         if reader.sent_upto >= reader.want_stop and self.joined:
             return []
         if self.end is not None and reader.sent_upto >= self.end.num_steps:

@@ -162,10 +162,13 @@ def hello(name: str, *streams: str, digest: str = "same") -> Hello:
     return Hello(producer=name, host=f"{name}-host", pid=1, offers=offers)
 
 
-def attach(name: str, *, feed: str = "train", next_step: int = 0, chain: bytes = b"", **mesh: int) -> Attach:
+def attach(
+    name: str, *, feed: str = "train", next_step: int = 0, chain: bytes = b"", round_: int = 0, **mesh: int
+) -> Attach:
     return Attach(
-        feed=feed, reader=name, host=f"{name}-host", pid=1, mesh=Mesh(**mesh), next_step=next_step, chain=chain
-    )
+        feed=feed, reader=name, host=f"{name}-host", pid=1, mesh=Mesh(**mesh), next_step=next_step, chain=chain,
+        round=round_,
+    )  # fmt: skip
 
 
 def get(stop: int, *, start: int = 0, done: int = 0, resend: int = 0) -> Get:
@@ -345,6 +348,317 @@ def test_a_farewell_counts_whatever_attempt_it_names() -> None:
     bench.read(b"1", attach("r"))
     bench.read(b"1", Bye(), fence=0)
     assert bench.feed.readers.num_readers == 0
+
+
+# Iterations
+
+
+def in_two(merged: int = 1024, chunks: int = 6) -> Bench:
+    """A feed of two ranks, both in its first iteration, each with two steps returned."""
+    bench = Bench(merged=merged)
+    bench.produce(b"p", hello("p", "a", "b"))
+    for rank, peer in enumerate((b"0", b"1")):
+        bench.read(peer, attach(f"r{rank}", dp=2, dp_rank=rank))
+    fill(bench, chunks=chunks)
+    for peer in (b"0", b"1"):
+        bench.read(peer, get(3))
+        bench.read(peer, get(3, start=3, done=2))
+    assert bench.feed.readers.released_upto == 2
+    return bench
+
+
+def again(bench: Bench, rank: int, round_: int = 1, *, name: str = "", next_step: int = 0) -> None:
+    """Rank ``rank`` of two asks for an iteration."""
+    peer = name.encode() or b"%d" % rank
+    bench.read(peer, attach(name or f"r{rank}", dp=2, dp_rank=rank, round_=round_, next_step=next_step))
+
+
+def steps_of(bench: Bench, peer: bytes) -> list[tuple[int, bytes]]:
+    return [(part.step, part.digest) for part in bench.heard(peer, StepPart)]
+
+
+@pytest.mark.parametrize("returned", [0, 2, 5])
+def test_each_iteration_has_the_steps_of_the_first(returned: int) -> None:
+    """Wherever the one before was broken off."""
+    bench = Bench(merged=1024)
+    bench.produce(b"p", hello("p", "a", "b"))
+    bench.read(b"1", attach("r"))
+    fill(bench)
+    bench.read(b"1", get(8))
+    expected = steps_of(bench, b"1")
+    assert [step for step, _ in expected] == [0, 1, 2, 3, 4]
+    for round_ in (1, 2, 3):
+        bench.read(b"1", get(8, start=5, done=returned))
+        sessions = bench.sessions(b"p")
+        bench.read(b"1", attach("r", round_=round_))
+        assert bench.heard(b"1", Attached)[-1].round == round_
+        if returned:
+            assert all(bench.sessions(b"p")[key] > session for key, session in sessions.items())
+            assert {lease.first_seq for lease in bench.heard(b"p", Lease)[-3:]} == {0}
+            fill(bench)
+        bench.read(b"1", get(8))
+        assert steps_of(bench, b"1") == expected * (round_ + 1)
+        assert bench.heard(b"1", End)[-1].num_steps == 5
+
+
+def test_an_iteration_begins_when_the_last_rank_comes_to_it() -> None:
+    bench = in_two()
+    again(bench, 0)
+    assert bench.feed.readers.round == 0
+    wait = bench.heard(b"0", Wait)[-1]
+    assert (wait.step, wait.reason) == (0, "join")
+    assert wait.detail == "iteration 1: 1 of 2 ranks are still in the one before: dp=1 cp=0 tp=0 pp=0"
+    bench.read(b"1", get(8, start=3, done=3))
+    assert bench.heard(b"1", StepPart)[-1].step == 4, "the other holds it back no longer"
+    assert bench.feed.readers.released_upto == 3
+    again(bench, 1)
+    assert bench.feed.readers.round == 1
+    assert bench.feed.readers.released_upto == 0
+    assert [bench.heard(peer, Attached)[-1].round for peer in (b"0", b"1")] == [1, 1]
+
+
+def test_what_is_said_in_the_iteration_before_changes_nothing() -> None:
+    bench = in_two()
+    again(bench, 0)
+    before = len(bench.heard(b"0", StepPart))
+    bench.read(b"0", get(5, start=3, done=3))
+    assert bench.heard(b"0", Who), "it believes to be in the iteration that it has left"
+    bench.read(b"0", attach("r0", dp=2, dp_rank=0))  # an older copy
+    again(bench, 1)
+    fill(bench)
+    bench.read(b"0", get(5, start=3, done=3), fence=1)
+    assert len(bench.heard(b"0", StepPart)) == before
+    assert bench.feed.readers.released_upto == 0
+    assert bench.feed.readers.round == 1
+
+
+def test_samples_of_the_iteration_before_are_revoked_and_not_taken() -> None:
+    bench = in_two()
+    sessions = bench.sessions(b"p")
+    again(bench, 0)
+    again(bench, 1)
+    revoked = len(bench.heard(b"p", Revoke))
+    for key, session in sessions.items():
+        bench.samples(b"p", key, 0, [4, 5], session)
+        bench.produce(b"p", Eos(stream=key[0], partition=key[1], total=0), session)
+    assert bench.taken == [0, 0, 0]
+    assert len(bench.heard(b"p", Revoke)) == revoked + 2 * len(sessions)
+
+
+def test_nothing_is_read_on_while_a_rank_is_gone_between_two_iterations() -> None:
+    """All have left the first one, and one of them the job: it may come back to either."""
+    bench = in_two(merged=4096, chunks=40)
+    formed = bench.feed.readers.formed_upto
+    assert formed > 5
+    again(bench, 0)
+    bench.read(b"0", Bye())
+    again(bench, 1)
+    bench.handle(Tick(1.0))
+    assert bench.feed.readers.released_upto == 2
+    assert bench.feed.readers.formed_upto == formed
+    assert bench.feed.readers.slowest == "dp=0 cp=0 tp=0 pp=0 left between two iterations: start it again"
+    assert "1 of 2 ranks are still in the one before: dp=0" in bench.heard(b"1", Wait)[-1].detail
+    again(bench, 0, 0, name="new", next_step=2)
+    bench.read(b"new", get(4, start=2))
+    assert [step for step, _ in steps_of(bench, b"new")] == [2, 3]
+
+
+def test_a_rank_that_left_between_two_iterations_and_comes_back_begins_the_next() -> None:
+    bench = in_two()
+    again(bench, 0)
+    bench.read(b"0", Bye())
+    again(bench, 1)
+    again(bench, 0, name="new")
+    assert bench.feed.readers.round == 1
+    assert bench.heard(b"new", Attached)[-1].round == 1
+
+
+def test_a_rank_that_never_comes_to_the_next_iteration_is_named_and_the_job_is_not_over() -> None:
+    bench = in_two()
+    for peer in (b"0", b"1"):
+        bench.read(peer, get(8, start=3, done=3))
+        bench.read(peer, get(8, start=5, done=5))
+    again(bench, 0)
+    bench.read(b"1", Bye())
+    bench.handle(Tick(1.0))
+    assert not bench.core.finished
+    assert not bench.heard(b"p", Done)
+    assert "1 of 2 ranks are still in the one before: dp=1" in bench.heard(b"0", Wait)[-1].detail
+    bench.read(b"0", Bye())
+    assert bench.core.finished, "the first was read to its end"
+
+
+def test_an_iteration_that_was_broken_off_is_no_end() -> None:
+    bench = in_two()
+    for peer in (b"0", b"1"):
+        bench.read(peer, get(8, start=3, done=3))
+        bench.read(peer, get(8, start=5, done=5))
+    again(bench, 0)
+    again(bench, 1)
+    for peer in (b"0", b"1"):
+        bench.read(peer, Bye())
+    assert not bench.core.finished
+    assert not bench.heard(b"p", Done)
+
+
+def test_a_rank_in_an_iteration_that_is_over_is_refused_and_begins_it_again_where_nobody_is() -> None:
+    bench = in_two()
+    again(bench, 0)
+    again(bench, 1)
+    bench.read(b"1", Bye())
+    again(bench, 1, 0, name="late")
+    (refused,) = bench.heard(b"late", Reject)
+    assert refused.code == "round_gone"
+    assert "got iteration 0 of feed 'train', expected 1" in refused.detail
+    bench.read(b"0", Bye())
+    again(bench, 1, 0, name="alone")
+    assert bench.heard(b"alone", Attached)[-1].round == 0
+
+
+def test_a_new_broker_serves_the_earliest_iteration_that_a_rank_is_in() -> None:
+    bench = Bench(merged=1024)
+    bench.produce(b"p", hello("p", "a", "b"))
+    again(bench, 0, 3)
+    assert bench.feed.readers.round == 3
+    again(bench, 1, 2, next_step=4)
+    assert bench.feed.readers.round == 2
+    fill(bench)
+    bench.read(b"1", get(8, start=4))
+    assert [step for step, _ in steps_of(bench, b"1")] == [4]
+    assert not steps_of(bench, b"0")
+    again(bench, 1, 3)
+    assert bench.feed.readers.round == 3
+    assert not bench.heard(b"0", Reject) + bench.heard(b"1", Reject)
+
+
+def test_a_rank_that_waits_for_an_iteration_is_told_of_a_drain_until_it_hears() -> None:
+    bench = in_two()
+    again(bench, 0)
+    bench.handle(Drain())
+    assert len(bench.heard(b"0", Bye)) == 1
+    again(bench, 0)  # it has not heard
+    assert len(bench.heard(b"0", Bye)) == 2
+    bench.handle(Tick(1.0))
+    assert len(bench.heard(b"0", Bye)) == 3
+    assert not bench.heard(b"1", Bye), "it gets what is formed"
+    bench.read(b"1", get(8, start=3, done=3))
+    assert bench.heard(b"1", StepPart)[-1].step == 4
+    again(bench, 1)
+    assert bench.heard(b"1", Bye)
+
+
+def test_a_producer_that_dies_and_one_that_joins_as_a_feed_goes_back_change_no_step() -> None:
+    bench = Bench(merged=1024)
+    bench.produce(b"p", hello("p", "a", "b"))
+    bench.read(b"1", attach("r"))
+    fill(bench)
+    bench.read(b"1", get(8))
+    expected = steps_of(bench, b"1")
+    bench.read(b"1", get(8, start=5, done=5))
+    bench.produce(b"p", Bye())
+    bench.read(b"1", attach("r", round_=1))
+    assert not bench.heard(b"1", Reject)
+    bench.produce(b"q", hello("q", "a", "b"))
+    assert {lease.first_seq for lease in bench.heard(b"q", Lease)} == {0}
+    fill(bench, b"q")
+    bench.read(b"1", get(8))
+    assert steps_of(bench, b"1") == expected * 2
+
+
+def extent(found: Any, seen: set[int]) -> int:
+    """How many numbers and other things an object holds, all the way down."""
+    if id(found) in seen or isinstance(found, type | str | int | float | bytes) or found is None:
+        return 1
+    seen.add(id(found))
+    if isinstance(found, np.ndarray):
+        return int(found.size)
+    if isinstance(found, dict):
+        return sum(extent(each, seen) for each in found.values())
+    if isinstance(found, list | tuple | set | frozenset):
+        return sum(extent(each, seen) for each in found)
+    names = [
+        *getattr(found, "__dict__", ()),
+        *(n for kind in type(found).__mro__ for n in getattr(kind, "__slots__", ())),
+    ]
+    return 1 + sum(extent(getattr(found, name, None), seen) for name in names)
+
+
+def test_a_thousand_iterations_leave_nothing_behind() -> None:
+    bench = in_two()
+    extents = []
+    for round_ in range(1, 1000):
+        broken_off = round_ % 3
+        again(bench, round_ % 2, round_)
+        again(bench, (round_ + 1) % 2, round_)
+        bench.stored.clear()
+        fill(bench)
+        for peer in (b"0", b"1"):
+            bench.read(peer, get(8))
+            bench.read(peer, get(8, start=5, done=(5, 2, 1)[broken_off]))
+        assert bench.feed.held_tokens == int(bench.core.table.length[sorted(bench.live)].sum())
+        bench.said = [said for said in bench.said if isinstance(said[1].message, Lease)][-3:]
+        if broken_off == 0:
+            assert not bench.live, "all of it was returned"
+        if round_ % 99 == 0:
+            extents.append(extent(bench.core, set()))
+    assert len(extents) == 10
+    assert max(extents) <= extents[0]
+
+
+def test_iterating_a_feed_moves_no_other() -> None:
+    rules = Rules(budget=BUDGET, packs=4, window=4, streams=(StreamRules("c", 1.0, 2),))
+    bench = Bench(merged=1024, more=[FeedPlan("valid", rules, 1024)])
+    bench.produce(b"p", hello("p", "a", "b", "c"))
+    fill(bench)
+    valid = bench.core.feeds["valid"]
+    bench.read(b"1", attach("r"))
+    bench.read(b"2", attach("v", feed="valid"), fence=0)
+    bench.read(b"1", get(8))
+    bench.read(b"2", get(2), fence=1)
+    before, told = bench.sessions(b"p"), len(bench.said)
+    for round_ in (1, 2, 3):
+        bench.read(b"2", get(2, start=2, done=1), fence=valid.readers._attempt)
+        bench.read(b"2", attach("v", feed="valid", round_=round_), fence=0)
+        for key, session in bench.sessions(b"p").items():
+            assert (key[0] == "c") == (session != before[key]), key
+        for n in range(6):
+            for key, session in bench.sessions(b"p").items():
+                if key[0] == "c":
+                    bench.samples(b"p", key, 4 * n, [4, 5, 3, 4], session)
+        bench.read(b"2", get(2), fence=valid.readers._attempt)
+    assert [e for to, e in bench.said[told:] if to == b"1" and not isinstance(e.message, Wait)] == []
+    found = steps_of(bench, b"2")
+    assert [step for step, _ in found] == [0, 1] * 4
+    assert found == found[:2] * 4
+
+
+def test_a_feed_that_a_stream_has_stopped_begins_again_with_all_its_streams() -> None:
+    streams = (StreamRules("c", 1.0, 1, on_exhaust="stop"), StreamRules("d", 1.0, 1))
+    rules = Rules(budget=BUDGET, packs=4, window=4, streams=streams)
+    bench = Bench(merged=1024, more=[FeedPlan("valid", rules, 1024)])
+    bench.produce(b"p", hello("p", "a", "b", "c", "d"))
+    valid = bench.core.feeds["valid"]
+    others = {key: session for key, session in bench.sessions(b"p").items() if key[0] in "ab"}
+    found = []
+    for round_ in (0, 1, 2):
+        bench.read(b"2", attach("v", feed="valid", round_=round_), fence=0)
+        sessions = bench.sessions(b"p")
+        for n in range(4):
+            for key in (("c", 0), ("d", 0)):
+                bench.samples(b"p", key, 4 * n, [4, 5, 3, 4], sessions[key])
+        bench.produce(b"p", Eos(stream="c", partition=0, total=16), sessions["c", 0])
+        ended = {(flow.stream, flow.partition) for flow in bench.heard(b"p", Flow) if flow.ended}
+        assert ended == {("c", 0), ("d", 0)}, "no more of the other stream is wanted"
+        at = len(steps_of(bench, b"2"))
+        bench.read(b"2", get(8), fence=valid.readers._attempt)
+        found.append(steps_of(bench, b"2")[at:])
+        assert valid.readers.end is not None
+        bench.read(
+            b"2", get(8, start=valid.readers.formed_upto, done=valid.readers.formed_upto), fence=valid.readers._attempt
+        )
+        assert valid.held_tokens == 0
+    assert found[0] == found[1] == found[2]
+    assert others.items() <= bench.sessions(b"p").items()
 
 
 # Producers
