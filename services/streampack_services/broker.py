@@ -206,6 +206,8 @@ class BrokerService:
             while not self._done():
                 poller.wait(TICK_S)
                 self._turn()
+            if not self.core.draining:
+                self._handle(Drain())  # producers that may stay as long as the broker does are told
         finally:
             self.close()
 

@@ -126,3 +126,16 @@ def test_status_shows_every_feed(service: Any) -> None:
     assert found["steps"] == {"formed": count, "returned": count, "end": count}
     assert broker.feed("train")["steps"]["returned"] == 0
     assert f'streampack_steps_total{{feed="valid"}} {2 * count}.0' in broker.get("/metrics")
+
+
+def test_a_broker_that_ends_by_itself_sends_the_producers_of_several_feeds_away(files: Path) -> None:
+    tree = {
+        "rules": RULES, "streams": {"val": {}, "code": {}},
+        "feeds": {"train": {"streams": ["code"]}, "valid": {"streams": ["val"]}},
+    }  # fmt: skip
+    with running_broker(tree, "--exit-when-finished") as broker, producing(broker, files, "val", "code") as producer:
+        with streampack.connect(broker.trainers, feed="train", format="numpy") as train:
+            assert sum(1 for _ in train.steps()) > 10
+        assert broker.end() == 0
+        assert producer.end(10) == 0
+        assert "the broker is stopping: read " in producer.said
