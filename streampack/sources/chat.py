@@ -115,7 +115,9 @@ def _read(message: object) -> Message | None:
     text = _text(raw.get("content"))
     train, weight = message.get("train"), message.get("weight")
     train, weight = True if train is None else train, 1 if weight is None else weight  # a column has nulls
-    if text is None or not isinstance(raw.get("role"), str) or not isinstance(train, bool) or weight not in (0, 1):
+    if text is None or not isinstance(raw.get("role"), str) or not isinstance(train, bool):
+        return None
+    if not isinstance(weight, int | float) or weight not in (0, 1):
         return None
     return Message(raw["role"], text, train and weight == 1, raw)
 

@@ -194,5 +194,5 @@ def _tools(value: object) -> object:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value  # the tokenizer says what it is not

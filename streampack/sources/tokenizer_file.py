@@ -94,12 +94,14 @@ class FileTokenizer:
         read = read_messages(messages)
         if isinstance(read, str):
             return read
+        if tools and not isinstance(tools, list | tuple):  # a template would write the letters of a text one by one
+            return "tools"
         try:
             markers = self._markers
             split = [message._replace(raw=chat.split_markers(message.raw, markers)) for message in read]
             template = self._template(bool(tools))
             rendered = chat.render_chat(template, split, chat.split_markers(tools, markers) or None, self._stops)
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:  # values nested too deep to be walked
             _log.warning("the chat template rejects a chat of %d messages: %s", len(read), error)
             return "template"
         return self._encode_rendered(rendered)
@@ -140,7 +142,7 @@ class FileTokenizer:
                 ids, mask = self._encode_pieces(rendered.text, learned)
             else:
                 return "special"
-        except TypeError:
+        except (TypeError, UnicodeEncodeError):  # half of a surrogate pair: the library's word for it, and ours
             return "encoding"
         return self._encoded(ids, mask) if ids else "empty"
 

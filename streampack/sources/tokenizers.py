@@ -95,8 +95,8 @@ class Tokenizer(Protocol):
     def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
         """A list of messages ``{"role": ..., "content": ...}``, of which the assistant's are learned.
 
-        ``tools``: what the chat template is told of, or None. Reasons: ``messages``, ``template``, and those of a
-        text. Raises ConfigError when this tokenizer has no way to write a chat.
+        ``tools``: what the chat template is told of, or None. Reasons: ``messages``, ``tools`` (no list), ``template``,
+        and those of a text. Raises ConfigError when this tokenizer has no way to write a chat.
         """
 
     def encode_pair(self, prompt: object, completion: object) -> Encoded | str:

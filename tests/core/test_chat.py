@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,8 +13,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from streampack.errors import ConfigError
-from streampack.sources import TokenizerSettings, open_tokenizer
+from streampack.sources import SourceSettings, TokenizerSettings, open_tokenizer
 from streampack.sources.chat import read_messages
+from streampack.sources.rows import RowReader
 from streampack.sources.tokenizers import Encoded, Tokenizer
 
 SPECIAL = [
@@ -429,10 +431,43 @@ def test_a_content_in_parts_is_its_text_where_the_template_takes_no_parts(folder
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "messages"),
         ([{"role": "user", "content": "hi", "train": "no"}], "messages"),
         ([{"role": "user", "content": "hi", "weight": 0.5}], "messages"),
+        ([{"role": "user", "content": "hi", "weight": np.array([0, 1])}], "messages"),
     ],
 )
 def test_what_is_no_chat_has_a_reason(messages: object, reason: str) -> None:
     assert read_messages(messages) == reason
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("content", "tools", "reason"),
+    [
+        ("half a pair \ud800", None, "encoding"),
+        ("half a pair \ud800 beside <|im_end|>", None, "encoding"),
+        ("hi", nested(5000), "template"),
+        ("hi", '[{"name": "cut', "tools"),
+        ("hi", "[" * 100_000, "tools"),
+        ("hi", {"name": "f"}, "tools"),
+    ],
+)
+def test_a_chat_that_cannot_be_written_is_rejected_and_ends_nothing(
+    folders: dict[str, Path], content: str, tools: Any, reason: str
+) -> None:
+    reader = RowReader(SourceSettings("jsonl", path="x"), opened(folders["tools"]))
+    assert reader({"messages": chat(content, "x"), "tools": tools}) == reason
+
+
+@pytest.mark.parametrize("tools", [None, "", [], "[]", "null"])
+def test_no_tools_are_none(folders: dict[str, Path], tools: Any) -> None:
+    reader = RowReader(SourceSettings("jsonl", path="x"), opened(folders["tools"]))
+    encoded = reader.encode({"messages": chat("hi", "x"), "tools": tools})
+    assert learned(folders["tools"], encoded) == ["x<|im_end|>"]
 
 
 def test_a_key_that_is_null_is_not_there() -> None:
