@@ -31,8 +31,11 @@ def preview(file: Path, samples: int) -> dict[str, list[Tree]]:
     config = read_either(file)
     if not isinstance(config, ProducerConfig):
         raise UserError(f"{file}: got a broker's configuration, expected a producer.yaml: only producers read samples")
-    streams = {name: msgspec.structs.replace(stream, fields={}) for name, stream in config.streams.items()}
-    config = msgspec.structs.replace(config, streams=streams)  # which fields a run has is in broker.yaml
+    streams = {}
+    for name, stream in config.streams.items():  # which other fields a run has is in broker.yaml
+        mask = {LOSS_MASK: stream.fields[LOSS_MASK]} if LOSS_MASK in stream.fields else {}
+        streams[name] = msgspec.structs.replace(stream, fields=mask)
+    config = msgspec.structs.replace(config, streams=streams)
     found = {}
     for name, source in open_sources(config).items():
         tokenizer = open_tokenizer(config.streams[name].tokenizer or config.tokenizer)

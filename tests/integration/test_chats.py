@@ -99,6 +99,14 @@ def test_check_shows_the_first_samples_and_what_is_learned(folder: Path) -> None
     assert in_process("check", path).stdout.splitlines()[-1].startswith("good: ")
 
 
+def test_check_shows_the_mask_that_a_key_of_another_name_holds(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "ids.jsonl", [{"tokens": [97, 98, 99], "mask": [0, 1, 1], "reward": 1.0}])
+    fields = {"loss_mask": "mask", "reward": "reward"}
+    stream = {"source": "jsonl", "path": str(tmp_path / "ids.jsonl"), "fields": fields}
+    path = write(tmp_path / "producer.yaml", {"streams": {"ids": stream}})
+    assert "a[[bc]]" in in_process("check", path, "--samples", "1").stdout
+
+
 def test_check_shows_why_a_sample_is_none(folder: Path) -> None:
     write_jsonl(folder / "chats.jsonl", [{"messages": [{"role": "user"}, 5]}])
     shown = in_process("check", write(folder / "producer.yaml", config(folder)), "--samples", "3").stdout
