@@ -42,6 +42,8 @@ log = logging.getLogger("streampack.producer")
 
 TICK_S = 0.2
 TELL_S = 0.5
+SLOW_S = 2.0
+"""A chunk takes CHUNK_S and one sample, unless something is slow."""
 SAY_S = 5.0
 """A wait longer than this is said, and what for."""
 
@@ -110,7 +112,8 @@ class ProducerLoop:
         self._asked: SimpleQueue[tuple[Read, Iterator[Batch]] | None] = SimpleQueue()
         self._answers: deque[tuple[Read, Batch | None, Chunk | None] | BaseException] = deque()
         self._sent: dict[tuple[Key, Session], deque[_Sent]] = {}
-        self._reading = False
+        self._reading: Lease | None = None
+        self._asked_at = 0.0
         self._finish: Finish | None = None
         self._stopping = False
         self._started = self._told_at = self._idle_since = self._said_at = time.monotonic()
@@ -189,7 +192,7 @@ class ProducerLoop:
             source = self._sources[lease.stream]
             reader = source.batches(lease) if isinstance(source, BatchSource) else batches(source, lease)
             self._readers[key, read.session] = reader
-        self._reading = True
+        self._reading, self._asked_at = lease, time.monotonic()
         self._asked.put((read, reader))
 
     def _read_all(self) -> None:
@@ -207,7 +210,7 @@ class ProducerLoop:
             self._waker.wake()
 
     def _take(self, answer: tuple[Read, Batch | None, Chunk | None] | BaseException) -> None:
-        self._reading = False
+        self._reading = None
         if isinstance(answer, BaseException):
             raise answer
         read, batch, chunk = answer
@@ -251,6 +254,13 @@ class ProducerLoop:
         if self._on_progress is None:
             log.warning("%s", examples[key])
 
+    def _waiting_for(self, now: float) -> str:
+        if self._reading is None:
+            return self._session.waiting_for()
+        if now - self._asked_at < SLOW_S:
+            return ""
+        return f"a sample of stream {self._reading.stream!r}: its file or its tokenizer is slow"
+
     def _say(self) -> None:
         """Tell the progress, say what a long wait is for, give up on a broker that never answered."""
         now = time.monotonic()
@@ -259,7 +269,7 @@ class ProducerLoop:
                 f"{self._endpoint}: got no answer in {self._timeout_s:g} s, expected a broker: "
                 f"is 'streampack broker' running, and listening for producers there?"
             )
-        self.progress.waiting = "" if self._reading else self._session.waiting_for()
+        self.progress.waiting = self._waiting_for(now)
         if not self.progress.waiting:
             self._idle_since = now
         elif min(now - self._idle_since, now - self._said_at) > SAY_S:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import streampack
+from streampack import producer
 from streampack.chunks import CHUNK_S, batches
 from streampack.config import convert
 from streampack.core import leases
@@ -29,6 +30,14 @@ SETTINGS: dict[str, Any] = {
 
 def slow(text: str) -> list[int]:
     time.sleep(0.02)
+    return list(text.encode())
+
+
+released = threading.Event()
+
+
+def hanging(text: str) -> list[int]:
+    released.wait(30)
     return list(text.encode())
 
 
@@ -56,6 +65,34 @@ def test_a_slow_tokenizer_sends_small_chunks_and_keeps_its_lease(
         thread.start()
         with streampack.connect(broker.trainers, format="numpy") as loader:
             assert sum(pack.num_samples for pack in loader) == 100
+        thread.join(timeout=20)
+        assert broker.said.count("joined") == 1
+
+
+def test_a_tokenizer_that_hangs_is_said_and_its_lease_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = write_jsonl(tmp_path / "text.jsonl", [{"text": "a"}, {"text": "b"}])
+    source = open_source(
+        convert({"source": "jsonl", "shards": str(files)}, SourceSettings),
+        open_tokenizer(TokenizerSettings(name=f"{__name__}:hanging")),
+    )
+    monkeypatch.setattr(leases, "SILENT_S", 1.0)
+    monkeypatch.setattr(producer, "SLOW_S", 0.5)
+    released.clear()
+    with running_broker(SETTINGS) as broker:
+        loop = ProducerLoop(
+            broker.producers, {"text": source}, on_progress=lambda progress: seen.append(progress.waiting)
+        )
+        seen: list[str] = []
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        try:
+            until(lambda: any("stream 'text': its file or its tokenizer is slow" in each for each in seen))
+            time.sleep(1.5)
+            assert broker.said.count("joined") == 1
+        finally:
+            released.set()
+        with streampack.connect(broker.trainers, format="numpy") as loader:
+            assert sum(pack.num_samples for pack in loader) == 2
         thread.join(timeout=20)
         assert broker.said.count("joined") == 1
 
