@@ -21,7 +21,7 @@ from streampack.core.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, to_bf
 from streampack.core.messages import OVERLONG, Lease
 from streampack.core.producer_session import Chunk, Key, Session
 from streampack.core.samples import IGNORE_INDEX
-from streampack.errors import DamagedFile, SampleError
+from streampack.errors import ConfigError, DamagedFile, SampleError
 from streampack.sources import Cursor, Record, Source
 from streampack.sources.records import DAMAGED
 
@@ -68,8 +68,15 @@ class BatchSource(Protocol):
 def batches(source: Source, lease: Lease) -> Iterator[Batch]:
     """Records of a source gathered into batches that keep the lease's limits.
 
-    Raises SampleError for what the lease's policies do not admit, naming the sample.
+    Raises SampleError for what the lease's policies do not admit, naming the sample; ConfigError for a tokenizer that
+    gives ids which the run's dtype does not hold.
     """
+    holds = int(np.iinfo(lease.dtype).max) + 1
+    if source.vocab_size is not None and source.vocab_size > holds:
+        raise ConfigError(
+            f"streams.{lease.stream}: got a tokenizer of {source.vocab_size} ids, and tokens: {lease.dtype}, expected "
+            f"{holds} at most: set tokens: int32 in broker.yaml, or tokens_key here if the samples are ids already"
+        )
     start = Cursor(*lease.cursor) if lease.cursor is not None else None
     skip = lease.first_seq if start is None else 0
     terms = _Terms(lease)

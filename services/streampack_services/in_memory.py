@@ -20,7 +20,7 @@ from streampack.sources import Cursor, Record, SourceSettings, Tokenizer
 from streampack.sources.order import sample_order
 from streampack.sources.python import ItemReader
 from streampack.sources.settings import as_words
-from streampack.sources.sharded import NO_TOKENS
+from streampack.sources.sharded import NO_TOKENS, vocab_size_of
 
 
 class InMemory:
@@ -30,6 +30,7 @@ class InMemory:
 
     def __init__(self, rows: Iterable[Any], settings: SourceSettings, tokenizer: Tokenizer) -> None:
         self._rows, self._settings, self._tokenizer = rows, settings, tokenizer
+        self.vocab_size = vocab_size_of(settings, tokenizer)
         self._once = iter(rows) if isinstance(rows, Iterator) else None
         self._taken = 0
         words = ("streampack-in-memory-1", type(rows).__qualname__, repr(as_words(settings)), tokenizer.digest)

@@ -26,7 +26,7 @@ import importlib
 from streampack.sources.order import Cursor
 from streampack.sources.records import OpenedSource, Record, Sample, Source
 from streampack.sources.settings import SourceSettings, check_settings
-from streampack.sources.sharded import ShardedSource, digest_of
+from streampack.sources.sharded import ShardedSource
 from streampack.sources.tokenizers import (
     BytesTokenizer,
     Tokenizer,
@@ -66,4 +66,4 @@ def open_source(settings: SourceSettings, tokenizer: Tokenizer | None = None) ->
 
         return open_python(settings, tokenizer)
     format_ = importlib.import_module(f"streampack.sources.{settings.source}").open_format(settings, tokenizer)
-    return ShardedSource(format_, digest_of(settings, format_, tokenizer), settings.shuffle)
+    return ShardedSource(settings, format_, tokenizer)

@@ -19,7 +19,6 @@ that the code raises stops the reader. The digest holds the import path, the len
 """
 
 import contextlib
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -31,8 +30,8 @@ from streampack.sources.order import Cursor
 from streampack.sources.records import Format, OpenedSource, OpenShard, Record, Sample, Shard
 from streampack.sources.rows import RowReader, ids_of
 from streampack.sources.settings import SourceSettings
-from streampack.sources.sharded import NO_TOKENS, ShardedSource, check_read, digest_of, pieces
-from streampack.sources.tokenizers import Encoded, Tokenizer
+from streampack.sources.sharded import NO_TOKENS, ShardedSource, check_read, digest_of, pieces, vocab_size_of
+from streampack.sources.tokenizers import Encoded, Tokenizer, import_path
 
 Items = Callable[[int, int], Iterable[object]]
 """(partition, partitions) -> its items, from the first on."""
@@ -53,8 +52,7 @@ def open_python(settings: SourceSettings, tokenizer: Tokenizer) -> OpenedSource:
             return _replayed(settings, tokenizer, words, lambda _partition, _partitions: thing(), divided=False)
         thing = made
     if _is_indexable(thing):
-        format_ = _indexed(settings, tokenizer, thing, words)
-        return ShardedSource(format_, digest_of(settings, format_, tokenizer), settings.shuffle)
+        return ShardedSource(settings, _indexed(settings, tokenizer, thing, words), tokenizer)
     _check_iterable(path, thing)
     if isinstance(thing, Iterator):
         raise ConfigError(
@@ -143,7 +141,7 @@ class ReplayedSource:
     def __init__(
         self, settings: SourceSettings, tokenizer: Tokenizer, items: Items, digest: str, divided: bool
     ) -> None:
-        self.digest = digest
+        self.digest, self.vocab_size = digest, vocab_size_of(settings, tokenizer)
         self._settings, self._tokenizer, self._items, self._divided = settings, tokenizer, items, divided
         self._path = settings.path or ""
 
@@ -207,16 +205,9 @@ class ReplayedSource:
 
 
 def _import(path: str) -> Any:
-    module_name, colon, attribute = path.partition(":")
-    if not (module_name and colon and attribute):
+    if not all(path.partition(":")):
         raise ConfigError(f"path: got {path!r}, expected 'package.module:thing'")
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"path: {path!r} cannot be imported ({error}); check its spelling and PYTHONPATH") from error
-    return found
+    return import_path("path", path)
 
 
 def _is_indexable(thing: object) -> bool:

@@ -51,13 +51,16 @@ class Source(Protocol):
 
     ``digest`` (hex) covers the files' names under their common folder and sizes, the keys, ``shuffle`` and the
     tokenizer: equal on all hosts that see the same data. ``num_shards``: what the partitions divide between them:
-    files, or pieces of them.
+    files, or pieces of them. ``vocab_size``: of the tokenizer that texts go through; None where that is not known, or
+    there are no texts.
     """
 
     @property
     def digest(self) -> str: ...
     @property
     def num_shards(self) -> int: ...
+    @property
+    def vocab_size(self) -> int | None: ...
 
     def read(
         self,

@@ -70,6 +70,11 @@ def digest_of(settings: SourceSettings, format_: Format, tokenizer: Tokenizer) -
     ).hexdigest()
 
 
+def vocab_size_of(settings: SourceSettings, tokenizer: Tokenizer) -> int | None:
+    """See Source.vocab_size."""
+    return None if settings.source == "megatron" or settings.tokens_key is not None else tokenizer.vocab_size
+
+
 def check_read(partition: int, partitions: int, passes: int | None, skip: int) -> None:
     """Raises UserError for arguments of Source.read that cannot be."""
     if not 0 <= partition < partitions:
@@ -110,11 +115,12 @@ def _opened(open_shard: OpenShard, number: int) -> Iterator[Shard]:
 class ShardedSource:
     """Walks the shards of a format, and the samples of each, in their order."""
 
-    def __init__(self, format_: Format, digest: str, shuffle: bool) -> None:
-        self.digest = digest
+    def __init__(self, settings: SourceSettings, format_: Format, tokenizer: Tokenizer) -> None:
+        self.digest = digest_of(settings, format_, tokenizer)
+        self.vocab_size = vocab_size_of(settings, tokenizer)
         self.num_files, self.num_shards = len(format_.files), format_.num_shards
         self._reader = format_.reader
-        self._shuffle = shuffle
+        self._shuffle = settings.shuffle
 
     def read(
         self,

@@ -342,20 +342,27 @@ def as_tokens(values: object) -> Tokens | str:
     return ids.astype(np.int32, order="C", copy=False)
 
 
-def _import(path: str) -> Callable[[str], object]:
-    module_name, colon, attribute = path.partition(":")
-    if not (module_name and colon and attribute):
-        raise ConfigError(
-            f"tokenizer name: got {path!r}, expected 'bytes' or 'package.module:function'; a file's key is `file`"
-        )
+def import_path(key: str, path: str) -> Any:
+    """What ``package.module:thing`` names. Raises ConfigError for ``key`` where the import fails, in whatever way."""
+    module_name, _, attribute = path.partition(":")
     try:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}: {path!r} cannot be imported ({error}); check its spelling and PYTHONPATH") from error
+    except Exception as error:  # the module's own code
+        text = f"{type(error).__name__}: {error}"[:200]
+        raise ConfigError(f"{key}: {path!r} cannot be imported ({text}); mend the module") from error
+    return found
+
+
+def _import(path: str) -> Callable[[str], object]:
+    if not all(path.partition(":")):
         raise ConfigError(
-            f"tokenizer name: {path!r} cannot be imported ({error}); check its spelling and PYTHONPATH"
-        ) from error
+            f"tokenizer name: got {path!r}, expected 'bytes' or 'package.module:function'; a file's key is `file`"
+        )
+    found = import_path("tokenizer name", path)
     if not callable(found):
         kind = type(found).__name__
         raise ConfigError(f"tokenizer name: {path!r} is of type {kind}, expected a callable from str to a list of ints")

@@ -19,7 +19,7 @@ from streampack.core.merge import Merge
 from streampack.core.messages import Envelope, Lease, Samples
 from streampack.core.rules import Overlong
 from streampack.core.samples import SampleTable
-from streampack.errors import SampleError
+from streampack.errors import ConfigError, SampleError
 from streampack.sources import Cursor, Record
 
 MASK = Field(name="loss_mask", dtype="uint8", align="target")
@@ -37,6 +37,7 @@ class Listed:
     samples: Sequence[tuple[list[int], dict[str, Any]]]
     digest: str = "listed"
     num_shards: int = 1
+    vocab_size: int | None = None
 
     def read(
         self, partition: int, partitions: int, *, seed: int, passes: int | None, fields: Sequence[Field] = (),
@@ -121,6 +122,20 @@ def test_frames_by_sample_are_no_larger_than_a_chunk_may_be() -> None:
     wide = Field(name="wide", dtype="float64", axis="sample", shape=(100,), default=0)
     found = list(batches(Listed([([1], {})] * 50), lease((wide,), max_chunk_bytes=8000)))
     assert [len(batch.lengths) for batch in found] == [10] * 5
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype", "good"), [
+    (65_536, "uint16", True), (65_537, "uint16", False), (None, "uint16", True), (200_000, "int32", True),
+])  # fmt: skip
+def test_a_vocabulary_that_the_run_cannot_hold_is_refused_before_its_first_sample(
+    vocab_size: int | None, dtype: str, good: bool
+) -> None:
+    source = Listed([([1, 2], {})], vocab_size=vocab_size)
+    if good:
+        assert len(list(batches(source, lease((), dtype=dtype)))) == 1
+        return
+    with pytest.raises(ConfigError, match=r"streams\.s: got a tokenizer of 65537 ids.*set tokens: int32"):
+        next(batches(source, lease((), dtype=dtype)))
 
 
 def test_a_mask_that_the_run_would_lose_is_refused_with_the_line_to_add() -> None:

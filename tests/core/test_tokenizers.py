@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, processors, trainers
 
 from streampack.errors import ConfigError
-from streampack.sources import TokenizerSettings, as_tokens, open_tokenizer
+from streampack.sources import SourceSettings, TokenizerSettings, as_tokens, open_source, open_tokenizer
 from streampack.sources.tokenizers import BytesTokenizer, Encoded, as_encoded
 
 
@@ -117,6 +117,22 @@ def test_a_name_that_leads_nowhere_is_a_config_error(module: types.ModuleType, n
     with pytest.raises(ConfigError, match=r"^tokenizer name: ") as error:
         open_tokenizer(TokenizerSettings(name))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["tokenizer name", "path"])
+def test_a_module_that_fails_when_it_is_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    (tmp_path / "their_broken_module.py").write_text("open('/no/such/file')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "their_broken_module:f"
+    said = rf"^{key}: '{name}' cannot be imported \(FileNotFoundError.*mend the module"
+    with pytest.raises(ConfigError, match=said):
+        _ = (
+            open_source(SourceSettings("python", path=name))
+            if key == "path"
+            else open_tokenizer(TokenizerSettings(name))
+        )
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class Numbered:
 
     digest = "numbered"
     num_shards = 3
+    vocab_size = None
 
     def read(
         self, partition: int, partitions: int, *, seed: int, passes: int | None, fields: Sequence[Field] = (),
