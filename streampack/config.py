@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
+import yaml
 from msgspec import Meta, Struct
 
 from streampack.core.fields import LABELS, LOSS_MASK, POSITION_IDS, DType, Field
@@ -331,22 +332,35 @@ def parse_size(value: str | int, path: str) -> int:
 
 def read_broker(path: str | Path) -> BrokerConfig:
     """broker.yaml. Raises ConfigError."""
-    return _checked(_read(path, BrokerConfig), path)
+    tree = read_tree(path)
+    if _names_sources(tree):
+        raise ConfigError(f"{path}: got a producer's configuration, expected a broker.yaml: its streams have no source")
+    return _checked(convert(tree, BrokerConfig, str(path)), path)
 
 
 def read_producer(path: str | Path) -> ProducerConfig:
     """producer.yaml. Raises ConfigError."""
-    return _read(path, ProducerConfig)
+    tree = read_tree(path)
+    if isinstance(tree, dict) and not _names_sources(tree) and set(tree) & _BROKERS_ALONE:
+        raise ConfigError(f"{path}: got a broker's configuration, expected a producer.yaml: its streams name a source")
+    return convert(tree, ProducerConfig, str(path))
 
 
 def read_either(path: str | Path) -> BrokerConfig | ProducerConfig:
-    """broker.yaml or producer.yaml, whichever it is: only a producer's streams name a source. Raises ConfigError."""
-    tree = read_tree(path)
+    """broker.yaml or producer.yaml, whichever it is. Raises ConfigError."""
+    return read_producer(path) if _names_sources(read_tree(path)) else read_broker(path)
+
+
+_BROKERS_ALONE = {field.encode_name for field in msgspec.structs.fields(BrokerConfig)} - {
+    field.encode_name for field in msgspec.structs.fields(ProducerConfig)
+}
+
+
+def _names_sources(tree: Any) -> bool:
+    """Whether this is a producer's configuration: only its streams name a source."""
     streams = tree.get("streams") if isinstance(tree, dict) else None
     named = list(streams.values()) if isinstance(streams, dict) else []
-    if any(isinstance(stream, dict) and "source" in stream for stream in named):
-        return convert(tree, ProducerConfig, str(path))
-    return _checked(convert(tree, BrokerConfig, str(path)), path)
+    return any(isinstance(stream, dict) and "source" in stream for stream in named)
 
 
 def _checked(config: BrokerConfig, path: str | Path) -> BrokerConfig:
@@ -368,6 +382,11 @@ _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _ENUM = re.compile(r"Invalid enum value (.*)")
+_KIND = re.compile(r"Expected `([^`]*)`(.*?)(?:, got `(.*)`)?")
+_WORDS = {"object": "a mapping", "array": "a list", "str": "text", "int": "a whole number", "float": "a number",
+          "bool": "true or false", "null": "nothing"}  # fmt: skip
+_IN_YAML = {None: "nothing", True: "true", False: "false"}
+_UNKNOWN_VALUE = object()
 
 
 def _explained(text: str, kind: Any, tree: Any) -> str:
@@ -383,9 +402,31 @@ def _explained(text: str, kind: Any, tree: Any) -> str:
         what = f"got no key '{missing[1]}', expected one: add it"
     elif enum := _ENUM.fullmatch(what):
         what = f"got {enum[1]}, expected one of: {', '.join(map(str, get_args(_type_at(kind, path))))}"
+    elif wrong := _KIND.fullmatch(what):
+        of_key = " in `$" in text
+        value = _UNKNOWN_VALUE if of_key else _value_at(tree, _named(path, kind, tree))
+        what = ("a key: " if of_key else "") + _wrong_kind(wrong, value)
     else:
         what = what[:1].lower() + what[1:]
     return f"{_named(path, kind, tree)}: {what}" if path else what
+
+
+def _wrong_kind(said: re.Match[str], value: Any) -> str:
+    """``got '8k', expected a whole number``; ``said`` is msgspec's: type, bound and, if another, type given."""
+    expected = " or ".join(_WORDS.get(word, word) for word in said[1].split(" | "))
+    if value is _UNKNOWN_VALUE or (said[3] and isinstance(value, dict | list)):
+        got = f"got {_WORDS.get(said[3], said[3])}, " if said[3] else ""
+    else:
+        got = f"got {_IN_YAML[value] if value is None or isinstance(value, bool) else repr(value)[:80]}, "
+    quote = ": put it in quotes" if said[1] == "str" and said[3] in ("int", "float", "bool") else ""
+    return f"{got}expected {expected}{said[2]}{quote}"
+
+
+def _value_at(tree: Any, path: str) -> Any:
+    """What ``path`` names, if that can be told: a name may hold dots."""
+    for step in filter(None, path.split(".")):
+        tree = tree.get(step, _UNKNOWN_VALUE) if isinstance(tree, dict) else _UNKNOWN_VALUE
+    return tree
 
 
 def _named(path: str, kind: Any, tree: Any) -> str:
@@ -418,10 +459,6 @@ def _fields(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
     return msgspec.structs.fields(kind)
 
 
-def _read(path: str | Path, kind: type[T]) -> T:
-    return convert(read_tree(path), kind, str(path))
-
-
 def read_tree(path: str | Path) -> Any:
     """What a YAML file says, unchecked. Raises ConfigError for one that cannot be read."""
     try:
@@ -431,7 +468,25 @@ def read_tree(path: str | Path) -> Any:
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
     try:
         tree = msgspec.yaml.decode(text)
-    except (msgspec.DecodeError, ValueError) as error:
-        first = " ".join(str(error).split())
+        twice = _written_twice(yaml.compose(text, Loader=yaml.SafeLoader))
+    except (msgspec.DecodeError, ValueError, yaml.YAMLError) as error:
+        first = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
         raise ConfigError(f"{path}: is not YAML: {first}") from None
+    if twice:
+        raise ConfigError(f"{path}: {twice}")
     return {} if tree is None else tree
+
+
+def _written_twice(node: yaml.Node | None, path: str = "") -> str:
+    """What to say of a key that a mapping has twice, of which YAML drops the first; empty if there is none."""
+    if not isinstance(node, yaml.MappingNode):
+        return ""
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in lines:
+            return f"{path}{name}: got it twice, in lines {lines[name]} and {line}, expected it once: put them together"
+        lines[name] = line
+        if twice := _written_twice(value, f"{path}{name}."):
+            return twice
+    return ""

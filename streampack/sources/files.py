@@ -269,7 +269,7 @@ def _stat(path: str) -> os.stat_result:
         status = os.stat(path)
     except OSError as error:
         raise SourceError(
-            f"{path}: cannot be read ({error.strerror}); expected a file: make it or fix `shards`"
+            f"{path}: cannot be read ({error.strerror}); expected a file: make it, or mend the path"
         ) from error
     if not os.path.isfile(path):
         raise SourceError(f"{path}: is no regular file; expected one: a folder is written as {path}/*")

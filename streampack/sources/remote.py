@@ -136,7 +136,7 @@ def _try(what: str, call: Callable[[], _T]) -> _T:
         try:
             return call()
         except (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError) as error:
-            raise SourceError(f"{what}: cannot be read ({_said(error)}); expected a file: fix `shards`") from error
+            raise SourceError(f"{what}: cannot be read ({_said(error)}); expected a file: mend the path") from error
         except Exception as error:
             if not waits:
                 raise SourceError(

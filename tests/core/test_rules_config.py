@@ -142,28 +142,34 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "rules: {windw: {}}", "rules: got the unknown key 'windw', expected 'window' perhaps, or another of:"),
         (WEB + "rules: {align: {smaple: 4}}", "rules.align: got the unknown key 'smaple', expected 'sample' perhaps"),
         ("streams: {a: {}, web: {weigth: 1}}", "streams.web: got the unknown key 'weigth', expected 'weight' perhaps"),
+        # keys that are there twice
+        (WEB + "rules: {}\nstreams: {code: {}}", "streams: got it twice, in lines 1 and 3, expected it once"),
+        ("streams: {a: {}, web: {weight: 2,\n  weight: 3}}", "streams.web.weight: got it twice, in lines 1 and 2,"),
         # types
-        (WEB + "rules: {budget: 8k}", "rules.budget: expected `int`, got `str`"),
-        (WEB + "rules: {budget: 8.5}", "rules.budget: expected `int`, got `float`"),
-        (WEB + "memory: true", "memory: expected `int | str`, got `bool`"),
-        (WEB + "run: 5", "run: expected `str`, got `int`"),
-        ("streams: [web]", "streams: expected `object`, got `array`"),
-        ("streams: {a: {}, web: null}", "streams.web: expected `object`, got `null`"),
-        ("streams: {1: {}}", "streams: expected `str`, got `int`"),
-        ("just text", "expected `object`, got `str`"),
+        (WEB + "rules: {budget: 8k}", "rules.budget: got '8k', expected a whole number"),
+        (WEB + "rules: {budget: 8.5}", "rules.budget: got 8.5, expected a whole number"),
+        (WEB + "memory: true", "memory: got true, expected a whole number or text"),
+        (WEB + "run: 5", "run: got 5, expected text: put it in quotes"),
+        ("streams: [web]", "streams: got a list, expected a mapping"),
+        ("streams: {a: {}, web: null}", "streams.web: got nothing, expected a mapping"),
+        ("streams: {1: {}}", "streams: a key: got a whole number, expected text: put it in quotes"),
+        ("just text", "got 'just text', expected a mapping"),
         # bounds
-        (WEB + "rules: {budget: 0}", "rules.budget: expected `int` >= 1"),
-        (WEB + "rules: {align: {pack: 0}}", "rules.align.pack: expected `int` >= 1"),
-        (WEB + "rules: {balance: {a: 4294967296}}", "rules.balance.a: expected `int` <= 4294967295"),
-        (WEB + "rules: {balance: {b: 4096}}", "rules.balance.b: expected `int` <= 4095"),
-        (WEB + "steps_ahead: 65", "steps_ahead: expected `int` <= 64"),
-        (WEB + "seed: -1", "seed: expected `int` >= 0"),
-        ("streams: {}", "streams: expected `object` of length >= 1"),
-        ("streams: {'': {}}", "streams: expected `str` of length >= 1"),
-        ("streams: {web: {partitions: 4097}}", "streams.web.partitions: expected `int` <= 4096"),
-        ("streams: {web: {weight: 0}}", "streams.web.weight: expected `float` > 0.0"),
-        ("streams: {web: {weight: .nan}}", "streams.web.weight: expected `float` > 0.0"),
-        ("streams: {web: {weight: .inf}}", "streams.web.weight: expected `float` <= 1000000000.0"),
+        (WEB + "rules: {budget: 0}", "rules.budget: got 0, expected a whole number >= 1"),
+        (WEB + "rules: {align: {pack: 0}}", "rules.align.pack: got 0, expected a whole number >= 1"),
+        (
+            WEB + "rules: {balance: {a: 4294967296}}",
+            "rules.balance.a: got 4294967296, expected a whole number <= 429496",
+        ),
+        (WEB + "rules: {balance: {b: 4096}}", "rules.balance.b: got 4096, expected a whole number <= 4095"),
+        (WEB + "steps_ahead: 65", "steps_ahead: got 65, expected a whole number <= 64"),
+        (WEB + "seed: -1", "seed: got -1, expected a whole number >= 0"),
+        ("streams: {}", "streams: got {}, expected a mapping of length >= 1"),
+        ("streams: {'': {}}", "streams: a key: expected text of length >= 1"),
+        ("streams: {web: {partitions: 4097}}", "streams.web.partitions: got 4097, expected a whole number <= 4096"),
+        ("streams: {web: {weight: 0}}", "streams.web.weight: got 0, expected a number > 0.0"),
+        ("streams: {web: {weight: .nan}}", "streams.web.weight: got nan, expected a number > 0.0"),
+        ("streams: {web: {weight: .inf}}", "streams.web.weight: got inf, expected a number <= 1000000000.0"),
         # choices
         (WEB + "tokens: int8", "tokens: got 'int8', expected one of: uint16, int32"),
         (WEB + "rules: {packer: best}", "rules.packer: got 'best', expected one of: exact_fill, sliding_ffd,"),
@@ -179,10 +185,10 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "feeds: {train: {streams: [web, code]}}", "feeds.train.streams: got 'code', expected one of: web"),
         (TWO + "feeds: {x: {streams: [a, b]}, y: {streams: [b]}}", "feeds.y.streams: got 'b', which feed 'x' has,"),
         (TWO + "feeds: {x: {streams: [a]}}", "streams.b: got no feed that reads it, expected one: add it to the"),
-        (WEB + "feeds: {}", "feeds: expected `object` of length >= 1"),
+        (WEB + "feeds: {}", "feeds: got {}, expected a mapping of length >= 1"),
         (WEB + "feeds: {x: {rules: {step: {pack: 2}}}}", "feeds.x.rules.step: got the unknown key 'pack', expected 'p"),
         (WEB + "feeds: {x: {rules: {sept: {}}}}", "feeds.x.rules: got the unknown key 'sept', expected 'step' perhaps"),
-        (WEB + "feeds: {x: {rules: {budget: 8k}}}", "feeds.x.rules.budget: expected `int`, got `str`"),
+        (WEB + "feeds: {x: {rules: {budget: 8k}}}", "feeds.x.rules.budget: got '8k', expected a whole number"),
         (
             WEB + "feeds: {x: {rules: {budget: 9, align: {pack: 2}}}}",
             "feeds.x.rules: got budget 9 and align.pack 2, expected a multiple",
@@ -226,7 +232,7 @@ def test_a_producer_s_mistake_is_named_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"producer.yaml: streams.code.source: got 'zip', expected one of: "):
         read_producer(file)
     file.write_text("streams: {web: {source: jsonl, shards: a.jsonl}}\nprocesses: 0")
-    with pytest.raises(ConfigError, match=r"producer.yaml: processes: expected `int` >= 1"):
+    with pytest.raises(ConfigError, match=r"producer.yaml: processes: got 0, expected a whole number >= 1"):
         read_either(file)
 
 
