@@ -103,21 +103,25 @@ def _endpoint(endpoint: str | None, timeout_s: float) -> str:
 def read_rendezvous(path: Path, side: str, timeout_s: float = 60.0) -> str:
     """The broker's address for ``side`` (``producers`` or ``trainers``) from its rendezvous file.
 
-    Waits up to ``timeout_s`` for the file. Raises Unreachable without one.
+    Waits up to ``timeout_s`` for the file, and for another than that of a run which has ended. Raises Unreachable.
     """
     deadline = time.monotonic() + timeout_s
     while True:
+        missing = "no such file"
         try:
-            return str(json.loads(path.read_text())[side])
+            found = json.loads(path.read_text())
+            if "failed" not in found:
+                return str(found[side])
+            missing = f"only that of a run which has ended ({found['failed']})"
         except FileNotFoundError:
-            if time.monotonic() > deadline:
-                raise Unreachable(
-                    f"{path}: got no such file in {timeout_s:g} s, expected a broker's rendezvous file: "
-                    f"is the broker running?"
-                ) from None
-            time.sleep(0.2)
+            pass
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Unreachable(f"{path}: is no rendezvous file of a broker: {error}") from None
+        if time.monotonic() > deadline:
+            raise Unreachable(
+                f"{path}: got {missing} in {timeout_s:g} s, expected a broker's rendezvous file: is the broker running?"
+            )
+        time.sleep(0.2)
 
 
 class Client:

@@ -51,6 +51,8 @@ from streampack_services.status import Reporter, Snapshot
 log = logging.getLogger("streampack.broker")
 
 TICK_S = 0.2
+SAY_S = 5.0
+"""Between two warnings of messages that are no message."""
 DRAIN_AT_MOST = 64
 """Messages of one socket before the other has its turn."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -137,6 +139,7 @@ class BrokerService:
         self.started = time.monotonic()
         self.ready = False
         self.damaged = 0
+        self._say_damaged_at = 0.0
         self.unsent = 0
         self.form_seconds = 0.0
         self.tokens_sent = 0
@@ -253,7 +256,9 @@ class BrokerService:
             envelope = wire.decode([frame.buffer for frame in frames[1:]])
         except WireError as error:
             self.damaged += 1
-            log.warning("dropped a message: %s", error)
+            if time.monotonic() >= self._say_damaged_at:  # whoever finds the port may send any number of them
+                self._say_damaged_at = time.monotonic() + SAY_S
+                log.warning("dropped a message, of %d so far: %s", self.damaged, error)
             return
         self._handle(kind(frames[0].bytes, envelope))
 

@@ -231,13 +231,28 @@ def _asked_to_stop() -> Iterator[Callable[[], bool]]:
 def _show(on_terminal: bool) -> Iterator[Callable[[Overall], None]]:
     """Where the progress goes: a table at the bottom of the terminal, else a line in the log."""
     if not on_terminal:
-        yield lambda overall: log.info("%s", line(overall), extra={"figures": figures(overall)})
+        yield _log_progress()
         return
     from rich.console import Console
     from rich.live import Live
 
     with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
         yield lambda overall: live.update(table(overall), refresh=True)
+
+
+def _log_progress() -> Callable[[Overall], None]:
+    """A line in the log each time, but while nothing changes after twice as long each time: a wait may take days."""
+    before: tuple[object, ...] = ()
+    unchanged = 0
+
+    def show(overall: Overall) -> None:
+        nonlocal before, unchanged
+        now = (overall.samples, overall.restarts, *sorted(overall.waiting))
+        unchanged, before = (unchanged + 1 if now == before else 0), now
+        if unchanged & (unchanged - 1) == 0:  # 0, 1, 2, 4, 8
+            log.info("%s", line(overall), extra={"figures": figures(overall)})
+
+    return show
 
 
 # A process

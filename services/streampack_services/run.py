@@ -68,7 +68,10 @@ def run(options: RunOptions) -> int:
     if shutil.which(options.command[0]) is None:
         raise UserError(f"{options.command[0]}: got no such command, expected a program that can be run")
     if options.log_dir is not None:
-        options.log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--log-dir: {options.log_dir}: got {error.strerror}, expected a folder") from None
     folder = Path(tempfile.mkdtemp(prefix="streampack-run-"))
     return guarded(lambda: _Run(options, folder, os.environ).work(), lambda: shutil.rmtree(folder, ignore_errors=True))
 
@@ -93,8 +96,11 @@ class _Daemon:
     """Once the process has ended."""
 
     def failure(self) -> str:
-        line = self.last_line().removeprefix("streampack: ")
-        return f"{self.name} ended with {self.process.returncode}: {line}, and the command was terminated"
+        code, line = self.process.returncode, self.last_line()
+        if code < 0:
+            memory = ", perhaps for its memory" if -code == signal.SIGKILL else ""
+            return f"{self.name} was killed by {signal.Signals(-code).name}{memory}; the last that it said: {line}"
+        return f"{self.name} ended with {code}: {line.removeprefix('streampack: ')}"
 
 
 @dataclass(slots=True)
@@ -232,7 +238,7 @@ class _Run:
                     looked = time.monotonic()
                     now = _read(watched) or {}
                     if now.get("epoch") == found["epoch"] and "failed" in now:
-                        raise Ended(f"node 0 has ended: {now['failed']}, and the command was terminated")
+                        raise Ended(f"node 0 has ended: {now['failed']}")
         finally:
             _end(command)
         return exit_code(command.returncode)
@@ -241,7 +247,7 @@ class _Run:
         for daemon in self.daemons:
             code = daemon.process.poll()
             if code is not None and (code or daemon.name == "broker"):
-                raise Ended(daemon.failure())
+                raise Ended(f"{daemon.failure()}; the command was terminated")
 
     def _pause(self) -> None:
         time.sleep(POLL_S)

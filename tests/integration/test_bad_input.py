@@ -76,13 +76,13 @@ def test_an_unknown_key_of_a_producer_is_named(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("streams: {web: {}\nrules: [", "is not YAML"),
-        ("streams: {web: {passes: 0}}", "streams.web.passes: expected `int` >= 1"),
+        ("streams: {web: {passes: 0}}", "streams.web.passes: got 0, expected a whole number >= 1"),
         (
             "streams: {web: {}}\nrules: {packer: ffd}",
             "rules.packer: got 'ffd', expected one of: exact_fill, sliding_ffd",
         ),
         ("rules: {budget: 8}", "got no key 'streams', expected one: add it"),
-        ("- web", "expected `object`, got `array`"),
+        ("- web", "got a list, expected a mapping"),
         ("streams: {web: {}}\nmemory: plenty", "expected a size such as 16GiB"),
         ("streams: {web: {}}\nrules: {budget: 100, align: {sample: 8, pack: 8}}", "take 96"),
         ("streams: {web: {}}\nlisten: {http: somewhere}", "expected host:port"),
@@ -92,6 +92,15 @@ def test_an_unknown_key_of_a_producer_is_named(tmp_path: Path) -> None:
 def test_a_configuration_that_cannot_be_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "broker.yaml").write_text(text)
     assert said in the_error(in_process("check", tmp_path / "broker.yaml"), 2)
+
+
+def test_the_other_kind_of_configuration_is_told_from_the_right_one(tmp_path: Path) -> None:
+    broker = write(tmp_path / "broker.yaml", {"run": "x", "streams": {"web": {}}})
+    producer = write(tmp_path / "producer.yaml", {"streams": {"web": {"source": "text", "path": "x"}}})
+    swapped = the_error(in_process("broker", "-c", producer), 2)
+    assert "producer.yaml: got a producer's configuration, expected a broker.yaml" in swapped
+    swapped = the_error(in_process("produce", "-c", broker), 2)
+    assert "broker.yaml: got a broker's configuration, expected a producer.yaml" in swapped
 
 
 def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -317,3 +326,22 @@ def write_tar(path: Path, files: dict[str, bytes]) -> None:
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
+
+
+def test_a_flood_of_what_is_no_message_is_counted_and_told_in_a_line_or_two(broker: RunningBroker) -> None:
+    before, said = broker.status()["messages"]["damaged"], broker.said.count("dropped a message")
+    dealer = Dealer(broker.producers, 1 << 20)
+    try:
+        for _ in range(200):
+            until(lambda: dealer.send([b"x" * 50]))
+        until(lambda: broker.status()["messages"]["damaged"] == before + 200)
+    finally:
+        dealer.close()
+    assert 0 < broker.said.count("dropped a message") - said < 5
+
+
+def test_a_log_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    config = write(tmp_path / "broker.yaml", {"streams": {"web": {}}})
+    line = the_error(streampack("run", "-c", config, "--log-dir", config, "--", "true"), 2)
+    assert line.startswith("streampack: --log-dir: ")
+    assert line.endswith("got File exists, expected a folder")

@@ -13,8 +13,9 @@ import pytest
 
 import streampack
 from streampack import reading
+from streampack.client import read_rendezvous
 from streampack.config import convert
-from streampack.errors import InternalError, MeshError, PeerError, UserError
+from streampack.errors import InternalError, MeshError, PeerError, Unreachable, UserError
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from tests.integration.running import RunningBroker, running_broker, until, write_jsonl
@@ -184,3 +185,16 @@ def test_readers_must_be_ranks_of_the_mesh(broker: RunningBroker) -> None:
         broker.trainers, mesh={"tp": 2, "pp": 3}, readers={"tp": [0], "pp": [0]}, format="numpy"
     ) as loader:
         assert sum(pack.num_samples for pack in loader) == 400
+
+
+def test_the_word_that_a_failed_run_leaves_is_no_broker_and_the_next_run_s_is_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "streampack.json"
+    file.write_text('{"epoch": 1, "failed": "the command failed there"}')
+    with pytest.raises(Unreachable, match=r"of a run which has ended \(the command failed there\) in 0.1"):
+        read_rendezvous(file, "trainers", 0.1)
+    new = tmp_path / "new"
+    new.write_text('{"epoch": 2, "trainers": "tcp://127.0.0.1:7"}')
+    later = threading.Timer(0.3, new.replace, [file])
+    later.start()
+    assert read_rendezvous(file, "trainers", 20.0) == "tcp://127.0.0.1:7"
+    later.join()

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from streampack_services.producer import _show
+from streampack_services.progress import Overall
 
 import streampack
 from streampack import producer
@@ -131,3 +133,17 @@ def test_a_chunk_ends_with_its_pass_and_says_so(shuffle: bool, tmp_path: Path) -
         assert [b.pass_ended for b in again] == [b.pass_ended for b in small[at + 1 :]]
     empty = list(batches(source, lease(passes=3, partition=1, partitions=5)))
     assert empty == [], "a partition without samples has no pass to end"
+
+
+def test_a_log_says_the_same_progress_more_and_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    overall, said = Overall({"web": 1}), []
+    with _show(on_terminal=False) as show:
+        for turn in range(20):
+            if turn == 18:
+                overall.restarts += 1
+            overall.update(float(turn), [], ["credit"], overall.restarts)
+            caplog.clear()
+            show(overall)
+            said += [turn] if caplog.records else []
+    assert said == [0, 1, 2, 4, 8, 16, 18, 19]
