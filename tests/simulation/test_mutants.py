@@ -49,6 +49,8 @@ def test_a_rule_that_is_taken_out_is_missed(patch: Callable[[Patch], None], monk
         try:
             run(seed)
         except AssertionError as error:
+            if isinstance(error.__cause__, TypeError | AttributeError | NameError):
+                raise  # the mutant does not fit the code any more, so it says nothing about the rule
             print(f"{patch.__name__}: seed {seed}: {str(error)[:120]}")
             return
     pytest.fail(f"{MAX_SEEDS} seeds passed without the rule")
@@ -78,7 +80,7 @@ def the_end_of_a_pass_is_not_told(patch: Patch) -> None:
 
 @mutant("passes")
 def what_a_stopped_feed_holds_is_kept(patch: Patch) -> None:
-    patch.setattr(Leases, "close", lambda self: [])
+    patch.setattr(Leases, "close", lambda self, origin: [])
 
 
 @mutant("R3")
