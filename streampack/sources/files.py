@@ -230,7 +230,7 @@ def _expand_glob(path: str) -> list[str]:
         found = sorted(glob.glob(path, recursive=True))
         path = os.path.abspath(path)
     if not found:
-        raise SourceError(f"{path}: got no file, expected at least one to match: fix `shards`")
+        raise SourceError(f"{path}: got no file, expected at least one to match: mend the pattern")
     return found
 
 

@@ -166,3 +166,12 @@ def test_packing_alone() -> None:
 def test_every_example_has_its_test() -> None:
     tested = ("model(batch.input_ids", "llama(**batch", 'feed="valid"', "streampack.local(", "pack_lengths")
     assert sorted(BLOCKS) == sorted(block(starts) for starts in tested)
+
+
+def test_the_map_of_the_code_has_every_module() -> None:
+    where_to_look = README[README.index("## Where to look") :]
+    root = Path(__file__).parents[2]
+    paths = [path for top in ("streampack", "services") for path in (root / top).rglob("*.py")]
+    modules = [path for path in paths if path.name != "__init__.py" and "build" not in path.parts]
+    assert len(modules) > 50
+    assert [path for path in modules if not re.search(rf"\b{path.stem}(\.py)?`", where_to_look)] == []
