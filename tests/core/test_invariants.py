@@ -97,6 +97,47 @@ def test_every_changed_value_of_a_view_is_caught(format: str) -> None:
     assert count > 4 * 16
 
 
+FIELDS = (
+    Field(name="loss_mask", dtype="bool", align="target"),
+    Field(name="advantages", dtype="bfloat16", align="target", pad=-1),
+    Field(name="routes", dtype="uint8", shape=(2,), pad=255),
+    Field(name="whole", dtype="float32", cp="replicate", pad=float("nan")),
+    Field(name="reward", dtype="float32", axis="sample"),
+    Field(name="position_ids", dtype="int32", shape=(3,), pad=9),
+)
+
+
+@pytest.mark.parametrize("case", [PADDED, SHARED], ids=["alone", "shared"])
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_a_declared_field_of_another_shape_or_padding_is_caught(case: Case, field: Field) -> None:
+    case = replace(case, fields=FIELDS)
+    rules = attached(case).rules
+    for step in steps_of(case):
+        batch = Views("thd", Mesh()).make(step, rules)[0]
+        streampack.verify(batch)
+        axis = batch[field.name].ndim - 1 if field.name == "position_ids" else 0
+        values = batch[field.name].movedim(axis, 0)
+        places = torch.arange(16) if field.cp == "replicate" else torch.as_tensor(batch.canonical.positions())
+        broken = {"short": values[:-1], "long": torch.cat([values, values[:1]]), "wide": values[..., None]}
+        for i, place in enumerate(places.tolist() if field.axis == "token" else []):
+            if place >= int(batch.cu_seqlens_padded[-2]):  # the tail
+                other = values.clone()
+                other[i] = 1 - other[i].int() if field.dtype == "bool" else 3
+                broken[f"padding at {place}"] = other
+        assert field.axis == "sample" or len(broken) > 3
+        for what, other in broken.items():
+            shown = other.movedim(0, axis)
+            assert caught(type(batch)({**batch, field.name: shown}, batch.canonical, {}, rules)), what
+        gone = {name: value for name, value in batch.items() if name != field.name}
+        assert caught(type(batch)(gone, batch.canonical, {}, rules))
+
+
+def test_tokens_below_0_hide_no_label() -> None:
+    pack = steps_of(PADDED)[0][0]
+    pack.input_ids[1] = -1
+    assert re.match("labels: .*, position 0: got 6, expected -1", caught(pack))
+
+
 def test_the_message_names_invariant_sample_and_position() -> None:
     pack = steps_of(PADDED)[0][0]
     pack.labels[4] = 77
