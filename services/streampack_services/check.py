@@ -227,7 +227,7 @@ def show_check(found: Tree, file: Path) -> None:
 
 
 def _table(title: str, values: list[Tree]) -> Table:
-    """Values as a tree by their paths; where they came from, unless all were derived."""
+    """Values as a tree by their paths; where they came from, unless all were derived; each meaning once."""
     with_source = any(each["source"] != "derived" for each in values)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column(title, no_wrap=True)
@@ -236,6 +236,7 @@ def _table(title: str, values: list[Tree]) -> Table:
         table.add_column("from", no_wrap=True)
     table.add_column("meaning", ratio=1)
     shown: list[str] = []
+    told: set[tuple[str, str]] = set()
     for each in values:
         parts = each["path"].split(".")
         for depth in range(len(parts) - 1):
@@ -245,7 +246,9 @@ def _table(title: str, values: list[Tree]) -> Table:
         shown = parts[:-1]
         source = [f"line {each['line']}" if each["line"] else each["source"]] if with_source else []
         name = "  " * (len(parts) - 1) + parts[-1].removesuffix("_bytes").replace("_", " " if not with_source else "_")
-        table.add_row(name, _text(each["path"], each["value"]), *source, each["meaning"])
+        meaning = "" if (name, each["meaning"]) in told else each["meaning"]  # each stream has the same keys
+        told.add((name, each["meaning"]))
+        table.add_row(name, _text(each["path"], each["value"]), *source, meaning)
     return table
 
 

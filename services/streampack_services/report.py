@@ -105,11 +105,12 @@ def _show_feed(console: Console, name: str, feed: Tree) -> None:
     end = "" if steps["end"] is None else f" of {steps['end']}"
     packed = f"{_count(feed['totals']['tokens'])} tokens in {_count(feed['totals']['packs'])} packs"
     waste = [f"{cause.replace('_', ' ')} {_count(tokens)}" for cause, tokens in feed["waste_tokens"].items()]
+    cost = f"{figures['cost_max_over_mean']:.3f}" if figures["cost_max_over_mean"] else "-"  # no rank has come yet
     rows = [
         ("steps", f"{steps['formed']} formed{end}, {steps['returned']} returned by every rank"),
         ("packed", f"{packed}, {_count(feed['tokens_per_s'])} tokens/s"),
         ("utilisation", f"{figures['utilisation']:.2%}, packing efficiency {figures['packing_efficiency']:.2%}"),
-        ("balance", f"{figures['bin_balance']:.3f} of fill, cost max/mean {figures['cost_max_over_mean']:.3f}"),
+        ("balance", f"{figures['bin_balance']:.3f} of fill, cost max/mean {cost}"),
         ("wasted tokens", ", ".join(waste)),
         ("window", f"{feed['window']['samples']} samples, {_count(feed['window']['tokens'])} tokens"),
         ("held", f"{_count(feed['held_tokens'])} of {_count(feed['held_limit_tokens'])} tokens"),
@@ -130,7 +131,7 @@ def _streams_table(snapshot: Tree) -> Table:
             str(row["overlong"]), _count(row["lost_tokens"]), rejected,
             f"{row['ended_partitions']} of {row['partitions']}",
         )  # fmt: skip
-    table.title = f"{snapshot['producers']} producers"
+    table.title = _counted(snapshot["producers"], "producer")
     return table
 
 
@@ -147,7 +148,8 @@ def _readers_table(feed: Tree) -> Table:
         ahead = max(0, row["have_upto"] - row["done_upto"])
         table.add_row(rank, row["where"], str(row["done_upto"]), str(ahead), starved, p99)
     all_ = "" if feed["all_ranks_attached"] or not feed["readers"] else ", not yet all of their mesh"
-    table.title = f"{len(feed['readers'])} ranks{all_}"
+    table.title = f"{_counted(len(feed['readers']), 'rank')}{all_}"
+    table.show_header = bool(feed["readers"])
     return table
 
 
@@ -165,6 +167,11 @@ def _table(first: str, *others: str) -> Table:
 def _console() -> Console:
     """One that prints names as they are: what users write in brackets or between colons means nothing to it."""
     return Console(highlight=False, markup=False, emoji=False)
+
+
+def _counted(number: int, what: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _count(value: float) -> str:

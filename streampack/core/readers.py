@@ -228,7 +228,7 @@ class Readers:
         if held is None:
             effects.append(Report("info", f"reader {where} took rank {message.mesh} of feed {self._feed!r}"))
         if held is None and len(self._readers) == self._num_ranks():
-            effects.append(Report("info", f"all {len(self._readers)} ranks of feed {self._feed!r} are attached"))
+            effects.append(Report("info", f"all ranks of feed {self._feed!r} are attached: {len(self._readers)}"))
         if first or message.round < self.round or self._all_ahead():
             effects += self._open()
         else:

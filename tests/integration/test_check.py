@@ -121,6 +121,13 @@ def test_the_table_fits_and_nothing_is_cut(columns: int, broker: Path, monkeypat
     assert "step tokens 65536 tokens of a step: packs times budget" in said
 
 
+def test_a_meaning_is_told_for_the_first_stream_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "broker.yaml", {"streams": {"web": {}, "code": {}}})
+    assert in_process("check", path).stdout.count("gone over for ever") == 1
+    meanings = [value["meaning"] for value in json.loads(in_process("check", path, "--json").stdout)["values"]]
+    assert meanings.count("gone over for ever") == 2
+
+
 def test_a_producer_s_files_are_looked_for(tmp_path: Path) -> None:
     shards = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}]))
     path = write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards}}, "processes": 2})
