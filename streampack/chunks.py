@@ -311,6 +311,6 @@ def chunk_of(batch: Batch, lease: Lease, session: Session) -> Chunk:
         key=key, session=session, lengths_u32=batch.lengths.astype("<u4").tobytes(),
         crcs_u32=np.array(crcs, "<u4").tobytes(), loss_tokens_u32=loss.astype("<u4").tobytes(),
         num_samples=len(lengths), num_bytes=num_bytes,
-        cursor=(batch.cursor.pass_, batch.cursor.shard, batch.cursor.sample),
+        cursor=batch.cursor,
         rejected=batch.rejected, lost_tokens=batch.lost_tokens, pass_ended=batch.pass_ended, payload=tuple(frames),
     )  # fmt: skip

@@ -19,7 +19,7 @@ This module knows numbers: never files, tokens or partitions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,7 @@ _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _SHARDS, _SAMPLES, _BLOCKS = 1, 2, 3  # what is ordered: they must never share keys
 
 
-@dataclass(frozen=True, slots=True)
-class Cursor:
+class Cursor(NamedTuple):
     """Where to go on in one partition: places in the ORDER of a pass, not file numbers. Opaque to all but sources.
 
     Three small ints, in this order, on the wire: pass number, place among the partition's shards, place within

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -27,8 +26,7 @@ class Sample(NamedTuple):
     fields: Mapping[str, NDArray[Any]] = NO_FIELDS
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One sample as it was found.
 
     ``tokens``: [T] int32, T > 0, perhaps read-only; empty when rejected. ``reason``: None when good, else a word:
@@ -43,7 +41,7 @@ class Record:
     reason: str | None
     where: str
     cursor: Cursor
-    fields: Mapping[str, NDArray[Any]] = field(default_factory=lambda: NO_FIELDS)
+    fields: Mapping[str, NDArray[Any]] = NO_FIELDS
 
 
 class Source(Protocol):

@@ -48,7 +48,7 @@ class RowReader:
     """``reader(row)`` is a Sample, or the word that says why there is none. ``keys``: all that it may look at."""
 
     def __init__(self, settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Field] = ()) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._encode = tokenizer, tokenizer.encode
         self._looks = _looks(settings)
         self.fields = FieldReader(settings, fields)
         keys = [key for _, *pair in self._looks for key in pair if key]
@@ -58,9 +58,7 @@ class RowReader:
 
     def __call__(self, row: Mapping[str, Any]) -> Sample | str:
         encoded = self.encode(row)
-        if isinstance(encoded, str):
-            return encoded
-        return self.fields.add(encoded, row)
+        return encoded if isinstance(encoded, str) else self.fields.add(encoded, row)
 
     def encode(self, row: Mapping[str, Any]) -> Encoded | str:
         """The sample without its fields."""
@@ -69,7 +67,7 @@ class RowReader:
             if value is None:
                 continue
             if kind == _TEXT:
-                return self._tokenizer.encode(value) if isinstance(value, str) else "dtype"
+                return self._encode(value) if isinstance(value, str) else "dtype"
             if kind == _TOKENS:
                 ids = ids_of(value)
                 return ids if isinstance(ids, str) else Encoded(ids)

@@ -1,10 +1,11 @@
 """Plain text, UTF-8: a sample a line, a paragraph or a file.
 
-Lines are found as those of JSON lines are. A paragraph is a run of lines that are not empty; the line ends between
-them are its own. A file of 0 bytes has no lines and no paragraphs; with ``unit: file`` it is a record that is
-rejected (``empty``). Text has no fields.
+Lines are found as those of JSON lines are, and a byte-order mark at the beginning is passed over. A paragraph is a
+run of lines that are not empty; the line ends between them are its own. A file of 0 bytes has no lines and no
+paragraphs; with ``unit: file`` it is a record that is rejected (``empty``). Text has no fields.
 """
 
+import codecs
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -38,8 +39,10 @@ class TextShard:
     def __init__(self, file: ShardFile, unit: str, tokenizer: Tokenizer, reader: FieldReader) -> None:
         self._file, self._tokenizer, self._reader = file, tokenizer, reader
         if unit == "file":
-            refuse_compressed(file, file.pread(min(file.size, 8), 0))
-            self._offsets, self._sizes, self._lines = np.array([0]), np.array([file.size]), np.array([1])
+            head = file.pread(min(file.size, 8), 0)
+            refuse_compressed(file, head)
+            begin = len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
+            self._offsets, self._sizes, self._lines = np.array([begin]), np.array([file.size - begin]), np.array([1])
             return
         offsets, sizes, lines = (np.frombuffer(column, np.int64) for column in index_lines(file))
         if unit == "paragraph" and len(lines):

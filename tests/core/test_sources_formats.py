@@ -296,6 +296,13 @@ def test_an_empty_text_has_no_lines(unit: Any, tmp_path: Path) -> None:
     assert [record.reason for record in records] == (["empty"] if unit == "file" else [])
 
 
+@pytest.mark.parametrize("unit", ["line", "paragraph", "file"])
+def test_a_byte_order_mark_is_no_text(unit: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhi")
+    (record,) = read(SourceSettings("text", path=str(tmp_path / "a.txt"), unit=unit))
+    assert bytes(record.tokens[:2].tolist()) == b"hi"
+
+
 @pytest.mark.parametrize("kind", ["parquet", "huggingface", "megatron"])
 @given(data=st.data())
 def test_a_damaged_file_is_refused_or_read_and_nothing_else(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +128,7 @@ def test_a_chunk_ends_with_its_pass_and_says_so(shuffle: bool, tmp_path: Path) -
     small = list(batches(source, lease(passes=3, max_chunk_bytes=8)))
     assert [batch.pass_ended for batch in small] == [False, False, False, False, False, True] * 3
     for at, batch in enumerate(small):
-        again = batches(source, lease(passes=3, max_chunk_bytes=8, first_seq=at + 1, cursor=astuple(batch.cursor)))
+        again = batches(source, lease(passes=3, max_chunk_bytes=8, first_seq=at + 1, cursor=tuple(batch.cursor)))
         assert [b.pass_ended for b in again] == [b.pass_ended for b in small[at + 1 :]]
     empty = list(batches(source, lease(passes=3, partition=1, partitions=5)))
     assert empty == [], "a partition without samples has no pass to end"
