@@ -215,6 +215,7 @@ class _Finder:
         stops: re.Pattern[str] | None,
     ) -> None:
         self._template, self._raw, self._tools, self._whole, self._stops = template, raw, tools, whole, stops
+        self._regions: dict[int, Span] = {}
 
     def span(self, number: int) -> Span:
         """What is learned of message ``number``."""
@@ -233,6 +234,8 @@ class _Finder:
     def _by_prefix(self, number: int) -> Span | None:
         try:
             before = self._template.render(self._raw[:number], self._tools, prompt=True)
+            if not self._whole.startswith(before):
+                return None
             last = number + 1 == len(self._raw)
             upto = self._whole if last else self._template.render(self._raw[: number + 1], self._tools)
         except TemplateError:  # a chat that it does not write may begin one that it does
@@ -261,6 +264,8 @@ class _Finder:
 
     def _region(self, number: int) -> Span:
         """The characters that depend on what message ``number`` holds."""
+        if number in self._regions:  # of a message between two answers
+            return self._regions[number]
         message = self._raw[number]
         other = {"role": message["role"]} if message["role"] == "assistant" else dict(message)
         in_parts = isinstance(message.get("content"), list)
@@ -270,6 +275,7 @@ class _Finder:
             raise TemplateError(f"it writes the content of message {number} {changed.count(_PLACE)} times")
         begin = _common(self._whole, changed)
         end = len(self._whole) - _common(self._whole[begin:][::-1], changed[begin:][::-1])
+        self._regions[number] = begin, end
         return begin, end
 
 
