@@ -51,7 +51,7 @@ class View(dict[str, Any]):
 
     canonical: Pack | None
     rest: dict[str, Any]
-    """The pack's other values, tensors for arrays."""
+    """The pack's values that are no keys, tensors for arrays."""
     rules: Rules | None
     copied: Any
     """The event that its copy to a device has come to its end, where there is one."""
@@ -111,7 +111,9 @@ def view(pack: Pack, format: str, rules: Rules) -> View:
     values = {name: tensor(name, value) for name, value in pack.items()}
     if format == "thd":
         return View(values, pack, rules=rules)
-    return View(_hf(values, shifted=format == "hf_shifted"), pack, values, rules)
+    keys = _hf(values, shifted=format == "hf_shifted")
+    rest = {name: value for name, value in values.items() if name not in keys}  # else it would move twice
+    return View(keys, pack, rest, rules)
 
 
 def _hf(pack: Mapping[str, Any], shifted: bool) -> dict[str, Any]:

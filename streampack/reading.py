@@ -152,7 +152,9 @@ class Reading:
         """Give the rank up and end the thread; idempotent."""
         if os.getpid() != self._pid:
             return
-        self._closing = True
+        with self._changed:  # another thread may wait for a step
+            self._closing = True
+            self._changed.notify_all()
         self._waker.wake()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=10)

@@ -153,6 +153,12 @@ def test_moving_a_view_leaves_ids_with_the_host_and_moves_shared_tensors_once() 
     assert moved["cu_seq_lens_q"] is moved["cu_seq_lens_k"] is moved.cu_seqlens_padded
 
 
+@pytest.mark.parametrize("format", ["thd", "hf", "hf_shifted"])
+def test_no_memory_moves_twice_to_a_device(format: str) -> None:
+    places = [tensor.data_ptr() for tensor in seen(TWO, format)[0].tensors().values()]
+    assert len(set(places)) == len(places)
+
+
 @pytest.mark.parametrize("format", ["thd", "hf"])
 def test_a_step_is_copied_on_a_side_stream(format: str) -> None:
     """On the CPU, where a copy is the tensor itself and streams do nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,26 @@ def test_what_was_ready_is_not_given_after_close(broker: RunningBroker) -> None:
         loader.close()
         with pytest.raises(UserError, match="is closed"):
             next(loader)
+
+
+def test_a_thread_that_waits_is_told_at_once_of_a_close(broker: RunningBroker) -> None:
+    loader = streampack.connect(broker.trainers, mesh={"dp": 2, "dp_rank": 0}, format="numpy")  # rank 1 never comes
+    said: list[UserError] = []
+
+    def wait() -> None:
+        try:
+            next(loader)
+        except UserError as error:
+            said.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.3)
+    began = time.monotonic()
+    loader.close()
+    thread.join(timeout=20)
+    assert "is closed" in str(said)
+    assert time.monotonic() - began < 2
 
 
 def test_a_client_that_nobody_holds_gives_its_rank_up(broker: RunningBroker) -> None:
