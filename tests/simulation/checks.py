@@ -100,9 +100,12 @@ class BrokerChecks:
     def _shard(self, effect: SendShard) -> None:
         message = effect.envelope.message
         assert isinstance(message, StepPart)
-        published, key = self._process.published, (message.feed, effect.envelope.fence, message.step)
+        readers, envelope = self._core.feeds[message.feed].readers, effect.envelope
+        of = self._process.world.rounds.setdefault((message.feed, envelope.epoch, envelope.fence), readers.round)
+        assert of == readers.round, f"R5: attempt {envelope.fence} is of iteration {of} and of {readers.round}"
+        published, key = self._process.published, (message.feed, envelope.fence, message.step)
         if key not in published:
-            here = len(self._core.feeds[message.feed].readers._returned)
+            here = len(readers._returned)
             there = self._process.world.jobs[message.feed].num_ranks
             assert here == there, "R3: a step went out before all ranks were there"
             published.add(key)

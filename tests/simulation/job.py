@@ -66,6 +66,8 @@ class Job:
         step = parts[0].message
         assert isinstance(step, StepPart)
         number, expected = step.step, self.reference.steps[step.step]
+        of = {self.world.rounds[self.feed, part.epoch, part.fence] for part in parts}
+        assert of == {client.round}, f"R5: step {number} of iterations {of} was taken in iteration {client.round}"
         assert step.digest == expected.digest, f"step {number} has another digest"
         assert step.chain == expected.chain, f"step {number} has another chain"
         assert (step.num_samples, step.num_loss_tokens) == (expected.num_samples, expected.num_loss_tokens)

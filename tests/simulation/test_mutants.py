@@ -22,7 +22,7 @@ from streampack.core.form import Former, Request
 from streampack.core.intake import Intake
 from streampack.core.kept import KeptSteps
 from streampack.core.leases import Leases
-from streampack.core.messages import Envelope, Eos, Flow, Get, Hello, Mesh, ProducerPing, ReaderPing, Samples
+from streampack.core.messages import Envelope, Eos, Flow, Get, Hello, Mesh, ProducerPing, ReaderPing, Samples, StepPart
 from streampack.core.producer_session import ProducerSession
 from streampack.core.readers import Readers
 from tests.simulation.world import run
@@ -279,6 +279,33 @@ def an_iteration_begins_before_all_ranks_are_through_with_the_one_before(patch: 
 
     patch.setattr(Readers, "_all_ahead", lambda self: any(r.round > self.round for r in self._readers.values()))
     _wrap(patch, Readers, "_open", opened)
+
+
+@mutant("rounds")
+def an_iteration_has_no_attempt_of_its_own(patch: Patch) -> None:
+    def opened(original: Any, self: Readers) -> Any:
+        self._attempt = max(self._attempt - 1, 0)
+        return original(self)
+
+    _wrap(patch, Readers, "_open", opened)
+
+
+@mutant("rounds")
+def a_client_takes_the_steps_of_any_iteration(patch: Patch) -> None:
+    def receive(original: Any, self: ClientSession, envelope: Envelope) -> Any:
+        before = self.attempt
+        if isinstance(envelope.message, StepPart) and envelope.epoch == self.epoch:
+            self.attempt = envelope.fence
+        effects = original(self, envelope)
+        self.attempt = before
+        return effects
+
+    _wrap(patch, ClientSession, "_receive", receive)
+
+
+@mutant("rounds")
+def a_feed_does_not_go_back(patch: Patch) -> None:
+    patch.setattr(Feed, "_rewind", lambda self: [])
 
 
 @mutant("rounds")

@@ -44,6 +44,8 @@ class World:
         """Of a token, in all feeds."""
         self.network = Network(self.clock, self.rng, self._weather())
         self.read_s = self.rng.choice((0.005, 0.05))
+        self.rounds: dict[tuple[str, int, int], int] = {}
+        """The iteration of each attempt: (feed, epoch, attempt)."""
         self._trace = hashlib.blake2b(digest_size=16)
         self._events = 0
         self._peers: dict[bytes, Process] = {}
@@ -173,8 +175,11 @@ class World:
         rng = self.rng
         if rng.random() < 0.2:
             return Weather()
+        often = (
+            0.3 if any(job.rounds > 1 for job in self.jobs.values()) else 0.05
+        )  # so that some come an iteration late
         return Weather(
-            lost=rng.choice((0.0, 0.02, 0.15)), repeated=rng.choice((0.0, 0.05)), reordered=rng.choice((0.0, 0.05)),
+            lost=rng.choice((0.0, 0.02, 0.15)), repeated=rng.choice((0.0, often)), reordered=rng.choice((0.0, 0.05)),
             delay_s=rng.choice((0.002, 0.02, 0.1)), late_s=rng.choice((0.05, 1.0, 5.0)),
         )  # fmt: skip
 
