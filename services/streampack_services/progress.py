@@ -172,8 +172,8 @@ def _restarts(overall: Overall) -> list[str]:
 
 
 def _waits(overall: Overall) -> list[str]:
-    reasons = [reason for reason in overall.waiting if reason]
-    if not reasons:
-        return []
-    count = f"{len(reasons)} of {len(overall.waiting)} wait" if len(overall.waiting) > 1 else "waits"
-    return [f"{count} for {max(set(reasons), key=reasons.count)}"]
+    reasons, processes = Counter(reason for reason in overall.waiting if reason), len(overall.waiting)
+    return [
+        (f"{count} of {processes} wait" if processes > 1 else "waits") + f" for {reason}"
+        for reason, count in reasons.most_common()
+    ]

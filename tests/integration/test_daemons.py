@@ -271,6 +271,14 @@ def test_progress_is_told_by_stream() -> None:
     }  # fmt: skip
 
 
+def test_each_wait_is_told_with_as_many_processes_as_have_it() -> None:
+    found = overall()
+    found.update(120.0, [], ["credit", "", "a lease", "credit"], 0)
+    assert line(found).endswith("; 2 of 4 wait for credit; 1 of 4 wait for a lease")
+    found.update(130.0, [], ["credit"], 0)
+    assert line(found).endswith("; waits for credit")
+
+
 @pytest.mark.parametrize("width", [72, 200])
 def test_progress_on_a_terminal_fits_and_shows_names_as_they_are(width: int) -> None:
     console = Console(width=width, file=io.StringIO(), force_terminal=False)
