@@ -180,8 +180,12 @@ class BrokerService:
         part = path.with_name(f".{path.name}.{os.getpid()}")
         attempt = os.environ.get("STREAMPACK_ATTEMPT", "")  # of 'streampack run': its other hosts look for it
         here = {"run": self.config.run, **found, "http": http, "epoch": self.core.epoch, "attempt": attempt}
-        part.write_text(json.dumps(here))
-        part.replace(path)
+        try:
+            part.write_text(json.dumps(here))
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
 
     def warm_up(self) -> None:
         """Compile or load the kernels, so that the first step is as fast as the others."""

@@ -345,3 +345,10 @@ def test_a_log_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     line = the_error(streampack("run", "-c", config, "--log-dir", config, "--", "true"), 2)
     assert line.startswith("streampack: --log-dir: ")
     assert line.endswith("got File exists, expected a folder")
+
+
+def test_a_rendezvous_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    line = broker_line(tmp_path, rendezvous=str(tmp_path / "here"))
+    assert line.endswith("here: cannot be written: Is a directory: choose another path")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broker.yaml", "here"]
