@@ -13,7 +13,6 @@ This module knows no files but the tokenizer's.
 
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Iterable
 from datetime import date
@@ -27,14 +26,12 @@ from numpy.typing import NDArray
 from streampack.errors import ConfigError
 from streampack.sources import chat
 from streampack.sources.chat import SPLIT, Rendered, TemplateError, any_of, pair_messages, read_messages
-from streampack.sources.tokenizers import Encoded, TokenizerSettings, Tokens
+from streampack.sources.tokenizers import Encoded, Rejections, TokenizerSettings, Tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
     from streampack.sources.chat_template import ChatTemplate
-
-_log = logging.getLogger(__name__)
 
 
 class FileTokenizer:
@@ -50,6 +47,7 @@ class FileTokenizer:
         self._json = _read(path)
         beside = _Beside(path.parent)
         self._plain = _library(self._json, path)
+        self._rejections = Rejections()
         self._settings = settings
         self.name = str(settings.file)
         self.vocab_size: int | None = max(self._plain.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -102,7 +100,7 @@ class FileTokenizer:
             template = self._template(bool(tools))
             rendered = chat.render_chat(template, split, chat.split_markers(tools, markers) or None, self._stops)
         except (TemplateError, RecursionError) as error:  # values nested too deep to be walked
-            _log.warning("the chat template rejects a chat of %d messages: %s", len(read), error)
+            self._rejections.warn(f"the chat template rejects a chat of {len(read)} messages", error)
             return "template"
         return self._encode_rendered(rendered)
 

@@ -200,6 +200,22 @@ class BytesTokenizer:
         return Encoded(ids, np.repeat(np.array([learned for _, learned, _ in parts], np.uint8), lengths))
 
 
+class Rejections:
+    """Warnings about rejected samples: each error once, and ``MOST`` at all, since millions may be rejected."""
+
+    MOST = 20
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def warn(self, what: str, error: BaseException) -> None:
+        text = f"{type(error).__name__}: {error}"
+        if len(self._said) < self.MOST and text not in self._said:
+            self._said.add(text)
+            last = "; more are counted, and not said" if len(self._said) == self.MOST else ""
+            _log.warning("%s: %r%s", what, error, last)
+
+
 class CallableTokenizer:
     """A callable ``str -> sequence of ints``, by its import path; or ``function``, for which ``path`` is but a name.
 
@@ -207,7 +223,7 @@ class CallableTokenizer:
 
     Its attributes ``vocab_size`` (int) and ``digest`` (str) are read when it has them. The digest of the code
     is not taken (a comment would change it): a callable whose vocabulary may change should carry one of its own.
-    An exception that it raises rejects the sample (``tokenizer``) and is logged.
+    An exception that it raises rejects the sample (``tokenizer``) and is logged: see Rejections.
     Pairs: see ``encode_pair``. Chats need an attribute ``encode_chat`` of it: a callable of messages and tools.
     """
 
@@ -229,6 +245,7 @@ class CallableTokenizer:
         self.has_chat_template = self._encode_chat is not None
         self.eos_token: str | None = None
         self._function, self._train_on = function, train_on
+        self._rejections = Rejections()
 
     def encode(self, text: str) -> Encoded | str:
         return self._call(self._function, text) if text else "empty"
@@ -280,7 +297,7 @@ class CallableTokenizer:
         except Exception as error:  # whatever it is, it is this sample's: the next one may do
             size = len(what[0]) if isinstance(what[0], str | list) else 0
             kind = "characters" if isinstance(what[0], str) else "messages"
-            _log.warning("the tokenizer %s rejects a text of %d %s: %r", self.name, size, kind, error)
+            self._rejections.warn(f"the tokenizer {self.name} rejects a text of {size} {kind}", error)
             return "tokenizer"
 
 

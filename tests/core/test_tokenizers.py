@@ -103,6 +103,21 @@ def test_what_a_callable_raises_rejects_that_text_and_is_logged(
     assert "their_tokenizer:words rejects a text of 3 characters: KeyError('abc')" in caplog.text
 
 
+def test_what_a_tokenizer_rejects_again_and_again_does_not_fill_the_log(
+    module: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    def picky(text: str) -> list[int]:
+        raise KeyError(text)
+
+    module.words = picky  # type: ignore[attr-defined]
+    tokenizer = open_tokenizer(TokenizerSettings("their_tokenizer:words"))
+    for text in ["abc"] * 5 + [str(number) for number in range(50)]:
+        assert tokenizer.encode(text) == "tokenizer"
+    assert len(caplog.records) == 20
+    assert caplog.text.count("KeyError('abc')") == 1
+    assert caplog.records[-1].message.endswith("; more are counted, and not said")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
