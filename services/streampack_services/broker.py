@@ -53,6 +53,8 @@ log = logging.getLogger("streampack.broker")
 TICK_S = 0.2
 SAY_S = 5.0
 """Between two warnings of messages that are no message."""
+FAREWELL_S = 3.0
+"""What producers have to say goodbye in: one that was not told would wait for ever for a broker that is gone."""
 DRAIN_AT_MOST = 64
 """Messages of one socket before the other has its turn."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -215,6 +217,10 @@ class BrokerService:
                 self._turn()
             if not self.core.draining:
                 self._handle(Drain())  # producers that may stay as long as the broker does are told
+            until = time.monotonic() + FAREWELL_S
+            while self.core.leases.num_producers and time.monotonic() < until and not self._stop_now:
+                poller.wait(TICK_S)
+                self._turn()
         finally:
             self.close()
 

@@ -46,6 +46,9 @@ SILENT_S = 15.0
 """A producer not heard of for so long has lost its leases."""
 
 
+_FAREWELL = Bye(reason="the broker is stopping")
+
+
 @dataclass(slots=True)
 class _Producer:
     name: str
@@ -151,7 +154,7 @@ class Leases:
         """Give no further credit, lease nothing, and send every producer away."""
         self._drained = True
         peers = [producer.peer for producer in self._producers.values()]
-        return [e for peer in peers for e in self._send(peer, Bye(reason="the broker is stopping"))]
+        return [e for peer in peers for e in self._send(peer, _FAREWELL)]
 
     def merged(self, origin: int, moved: I64) -> list[Effect]:
         """The merge of the feed at ``origin`` has taken samples of its partitions ``moved``: widen their credits."""
@@ -225,7 +228,7 @@ class Leases:
                     f"(source digest {offer.source_digest}, expected {digest}): give both the same files and tokenizer",
                 )  # fmt: skip
         if self._drained:
-            return self._send(peer, Bye(reason="the broker is stopping"))
+            return self._send(peer, _FAREWELL)
         self._digests |= {offer.stream: offer.source_digest for offer in hello.offers}
         effects: list[Effect] = []
         if self._by_peer.get(peer, hello.producer) != hello.producer:
@@ -367,6 +370,8 @@ class Leases:
             return [report, *self._leave(name, "it failed")]
         if self._done:
             return self._send(peer, Done())
+        if self._drained:
+            return self._send(peer, _FAREWELL)
         return [e for p in mine for e in self._flow(p, repeat=True)]
 
     # What goes out

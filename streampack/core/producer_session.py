@@ -248,9 +248,10 @@ class ProducerSession:
         self._finished = True
         if isinstance(message, Reject):
             return [Finish(message.detail, message.code)]
+        goodbye = self._send(Bye(reason="goodbye"))  # the broker waits for it
         if isinstance(message, Bye):
-            return [Report("info", message.reason), Finish("", "stopped")]
-        return [self._send(Bye(reason="goodbye")), Finish("")]
+            return [Report("info", message.reason), goodbye, Finish("", "stopped")]
+        return [goodbye, Finish("")]
 
     def _chunk(self, chunk: Chunk) -> list[Effect]:
         held = self.held.get(chunk.key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -107,7 +108,9 @@ def test_a_broker_without_readers_drains_at_once() -> None:
 def test_the_broker_says_what_it_waits_for() -> None:
     with running_broker(ENDLESS, "--log-json") as broker:
         assert broker.feed()["waiting_for"]["reason"] == "stream"
-        broker.wait_for("no step for 5 s: waiting for samples: no sample has come from stream 'web' partition 0 of 2")
+        what = "waiting for samples: no sample has come from stream 'web' partition 0 of 2"
+        said = re.compile(f"no step for [5-9] s: {what}")  # 5, but where the machine is slow
+        until(lambda: said.search(broker.said) is not None, 30.0)
         assert "start one with 'streampack produce'" in broker.said
         lines = [json.loads(line) for line in broker.said.splitlines()]
         warned = [line for line in lines if line["level"] != "info"]
