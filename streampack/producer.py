@@ -125,9 +125,10 @@ class ProducerLoop:
         self._waker.wake()
 
     @property
-    def broker_stopped(self) -> bool:
-        """``run`` has returned because the broker is stopping, perhaps before everything was delivered."""
-        return self._finish is not None and self._finish.code == "stopped"
+    def over(self) -> str:
+        """Why the broker sent this producer away, once ``run`` has returned: ``done``, it wants no more of anybody;
+        ``stopped``, it is stopping, perhaps before everything was delivered; empty: ``stop`` was called."""
+        return self._finish.code if self._finish is not None else ""
 
     def run(self) -> None:
         """Produce until done; closes the socket in any case."""

@@ -35,6 +35,8 @@ from streampack_services.progress import Overall, figures, line, summary, table
 log = logging.getLogger("streampack.producer")
 
 SAY_S = 5.0
+OVER_S = 2.0
+"""What the broker tells one process it tells all; one that was not there yet would wait for a broker that is gone."""
 STOP_S = 5.0
 """What processes have to say goodbye."""
 RESTARTS_A_MINUTE = 5
@@ -62,7 +64,6 @@ class _Worker:
     """What each killed one had read."""
     waiting: str = ""
     said_last: bool = False
-    broker_stopped: bool = False
 
     def __post_init__(self) -> None:
         self.process, self.pipe = self.start(self.name)
@@ -115,7 +116,7 @@ def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "in
     if asked():
         how = "stopped"
     else:
-        how = "the broker is stopping" if any(worker.broker_stopped for worker in watch.workers) else "all delivered"
+        how = "the broker is stopping" if watch.over is not None and watch.over[0] == "stopped" else "all delivered"
     log.info("%s: %s", how, summary(overall), extra={"figures": figures(overall)})
 
 
@@ -140,6 +141,8 @@ class _Watch:
     restarted_at: list[float] = field(default_factory=list)
     shown: set[tuple[str, str]] = field(default_factory=set)
     """Of which rejected samples a line was logged: (stream, reason or error)."""
+    over: tuple[str, float] | None = None
+    """What the first process that the broker sent away was told, and when."""
 
     def until_done(self, asked: Callable[[], bool], show: Callable[[Overall], None], every_s: float) -> None:
         """Until every process has ended well, or a stop was asked for. Raises ProcessFailed."""
@@ -147,7 +150,7 @@ class _Watch:
         self.add_up(said)
         while not asked():
             open_ = {worker.pipe: worker for worker in self.workers if not worker.said_last}
-            if not open_:
+            if not open_ or (self.over is not None and time.monotonic() - self.over[1] > OVER_S):
                 return
             for pipe in wait(list(open_), timeout=min(every_s, 0.5)):
                 assert isinstance(pipe, Connection)
@@ -180,7 +183,8 @@ class _Watch:
                     self.shown.add((name, key))
                     log.warning("%s", text)
         worker.said_last = kind != "progress"
-        worker.broker_stopped = kind == "stopped"
+        if kind in ("done", "stopped"):
+            self.over = self.over or (kind, time.monotonic())
 
     def _restart(self, worker: _Worker) -> None:
         """In the place of one that a signal ended. Raises ProcessFailed for any other end, or too many of them."""
@@ -276,7 +280,7 @@ def _work(
         loop = ProducerLoop(endpoint, open_sources(config), timeout_s=timeout_s, on_progress=tell, name=name)
         signal.signal(signal.SIGTERM, lambda *_: loop.stop())
         loop.run()
-        last: tuple[object, ...] = ("stopped" if loop.broker_stopped else "done", loop.progress.streams, "")
+        last: tuple[object, ...] = (loop.over or "left", loop.progress.streams, "")
     except StreampackError as error:
         last = ("failed", str(error), error.exit_code)
     except Exception as error:  # our bug: its traceback is wanted

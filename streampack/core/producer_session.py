@@ -91,7 +91,8 @@ class Forget(Effect, frozen=True):
 
 
 class Finish(Effect, frozen=True):
-    """Nothing is left to do, or the broker refused: ``error`` says so; code ``stopped``: the broker is stopping."""
+    """Nothing is left to do, or the broker refused: ``error`` says so. Code ``done``: the broker wants no more of
+    anybody; ``stopped``: it is stopping."""
 
     error: str
     code: str = ""
@@ -251,7 +252,7 @@ class ProducerSession:
         goodbye = self._send(Bye(reason="goodbye"))  # the broker waits for it
         if isinstance(message, Bye):
             return [Report("info", message.reason), goodbye, Finish("", "stopped")]
-        return [goodbye, Finish("")]
+        return [goodbye, Finish("", "done")]
 
     def _chunk(self, chunk: Chunk) -> list[Effect]:
         held = self.held.get(chunk.key)

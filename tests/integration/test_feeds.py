@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -138,4 +139,4 @@ def test_a_broker_that_ends_by_itself_sends_the_producers_of_several_feeds_away(
             assert sum(1 for _ in train.steps()) > 10
         assert broker.end() == 0
         assert producer.end(10) == 0
-        assert "the broker is stopping: 400 samples" in producer.said
+        assert re.search(r"the broker is stopping: \d+ samples", producer.said), producer.said
