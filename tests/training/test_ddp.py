@@ -28,6 +28,8 @@ with streampack.connect(order="dp", verify=True) as loader:
     found = [(step.digest, len(step), gradients(ddp, step, dist.get_world_size())) for step in loader.steps()]
 if dist.get_rank() == 0:
     print(json.dumps(found))
+dist.barrier()
+del ddp  # it holds the process group: gloo's threads must end before the interpreter does
 dist.destroy_process_group()
 """
 RULES: dict[str, Any] = {"budget": 256, "window": {"samples": 32}, "step": {"packs": 4}}
