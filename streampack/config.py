@@ -24,6 +24,7 @@ from streampack.core.rules import (
     Align,
     Balance,
     BetweenPasses,
+    MergeOrder,
     OnExhaust,
     Overlong,
     PackerName,
@@ -116,12 +117,19 @@ class StreamSettings(_Settings, frozen=True, kw_only=True):
     on_exhaust: OnExhaust = "renormalise"
     overlong: Overlong | None = None
     poison: Poison | None = None
+    pushed: bool = False
 
 
 class FeedSettings(_Settings, frozen=True, kw_only=True):
-    """What a trainer connects to: its streams, all where it is the only feed, and ``rules`` laid over the run's."""
+    """What a trainer connects to: its streams, all where it is the only feed, and ``rules`` laid over the run's.
+
+    ``on_rewind``: when trainers go back, pushed samples that came since are in the same steps again (``replay``), or
+    dropped, and other steps follow (``discard``).
+    """
 
     streams: tuple[str, ...] = ()
+    merge: MergeOrder | None = None
+    on_rewind: Literal["replay", "discard"] = "replay"
     cp_layout: Literal["zigzag", "zigzag_pack", "contiguous", "whole"] = "zigzag"
     rules: dict[str, Any] = {}
 
@@ -159,6 +167,16 @@ _KNOWN_FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
+class Retain(_Settings, frozen=True, kw_only=True):
+    """What the log keeps: so many committed checkpoints, that trainers can go back to, in so many bytes.
+
+    Full, a log that nothing was committed to takes no more pushed samples, and says so.
+    """
+
+    checkpoints: Positive = 3
+    bytes: str | int = "200GiB"
+
+
 class Limits(_Settings, frozen=True, kw_only=True):
     """Bounds on what is believed of a producer."""
 
@@ -167,14 +185,22 @@ class Limits(_Settings, frozen=True, kw_only=True):
 
 
 class BrokerConfig(_Settings, frozen=True, kw_only=True):
-    """broker.yaml. ``tokens`` is the dtype of token ids: uint16 halves every byte where the vocabulary allows."""
+    """broker.yaml. ``tokens`` is the dtype of token ids: uint16 halves every byte where the vocabulary allows.
+
+    ``state_dir``: where the log is; without one a broker that is started again reads everything again.
+    ``durability``: a record counts once it survives a power cut (``os``: an fsync every 20 ms; the default where
+    samples are pushed), or the end of the broker's process (``process``).
+    """
 
     run: Annotated[str, Meta(min_length=1, max_length=200)] = "streampack"
     listen: Listen = Listen()
     rendezvous: str | None = None
     memory: str | int = "1GiB"
     seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
-    merge: Literal["schedule"] = "schedule"
+    merge: MergeOrder = "schedule"
+    state_dir: str | None = None
+    durability: Literal["os", "process"] | None = None
+    retain: Retain = Retain()
     tokens: TokenType = "int32"
     rules: RulesSettings = RulesSettings()
     planned_mesh: PlannedMesh = PlannedMesh()
@@ -186,6 +212,11 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
     limits: Limits = Limits()
     steps_ahead: Annotated[int, Meta(ge=1, le=64)] = 8
     drain_timeout_s: Annotated[float, Meta(gt=0)] = 25.0
+
+    @property
+    def safely(self) -> Literal["os", "process"]:
+        """``durability``, or its default."""
+        return self.durability or ("os" if any(stream.pushed for stream in self.streams.values()) else "process")
 
     @property
     def run_id(self) -> int:
@@ -202,6 +233,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
             StreamRules(
                 name, stream.weight, stream.partitions, None if stream.repeat else stream.passes,
                 stream.overlong or settings.overlong, stream.poison or settings.poison, stream.on_exhaust,
+                stream.pushed,
             )
             for name, stream in self.streams.items()
             if name in (self.feeds[feed].streams or self.streams)
@@ -210,7 +242,8 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
             return Rules(
                 packer=settings.packer, budget=settings.budget, window=settings.window.samples, align=align,
                 packs=settings.step.packs, balance=settings.balance, tail=settings.tail,
-                weight_unit=settings.weight_unit, between_passes=settings.between_passes, seed=self.seed,
+                weight_unit=settings.weight_unit, merge=self.feeds[feed].merge or self.merge,
+                between_passes=settings.between_passes, seed=self.seed,
                 tokens=self.tokens, fields=fields, streams=streams,
             )  # fmt: skip
         except ValueError as error:
@@ -277,6 +310,18 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
             )
 
     def _check_rules(self, rules: Rules) -> None:
+        for stream in rules.streams:
+            if not stream.pushed or (rules.merge == "arrival" and self.state_dir is not None):
+                continue
+            wrong = (
+                "merge: got schedule, expected arrival"
+                if rules.merge == "schedule"
+                else ("state_dir: got none, expected a folder for the log")
+            )
+            raise ConfigError(
+                f"{wrong}: stream {stream.name!r} is pushed: its samples are taken as they come, and kept in the log, "
+                f"since nobody can send them again"
+            )
         heaviest = max(stream.weight for stream in rules.streams)
         for stream in rules.streams:
             if heaviest / stream.weight > MAX_WEIGHT_RATIO:

@@ -6,11 +6,14 @@
     ├── UserError              what was asked for cannot be; exit code 2
     │   ├── ConfigError        a configuration key or value (message holds its path)
     │   ├── MeshError          the rules cannot serve this mesh, or a rank is taken
+    │   ├── StateError         a checkpoint's state that is of another run, rules or version
     │   └── SampleError        a sample that the policies do not admit (also a ValueError)
     ├── SourceError            files that are missing, broken or changed; exit code 1
     │   └── DamagedFile        cut short, or not of its format: may be passed over
+    ├── LogDamaged             the broker's log is not what was written; exit code 1
     ├── PeerError              the other end: gone, refused us, or sent what it should not
     │   ├── Unreachable        nobody answers at the endpoint; exit code 75: try again
+    │   ├── DataStall          the broker is gone or hung, or ranks are missing; exit code 75
     │   ├── Rejected           the broker said no, and why
     │   └── WireError          a message that is damaged, hostile or of another version
     └── InternalError          our bug: an invariant does not hold
@@ -40,6 +43,10 @@ class MeshError(UserError):
     """The recorded rules cannot serve this mesh, or another reader holds the rank."""
 
 
+class StateError(UserError):
+    """A checkpoint's state is of another run, other rules or another version; the message names the key."""
+
+
 class SampleError(UserError, ValueError):
     """A sample that no policy admits: too long, empty, ragged or of a wrong dtype."""
 
@@ -52,8 +59,18 @@ class DamagedFile(SourceError):
     """A file whose bytes are cut short or not of its format; with ``poison: drop`` the others are read on."""
 
 
+class LogDamaged(StreampackError):
+    """The broker's log is not what was written; the message names file and offset."""
+
+
 class PeerError(StreampackError):
     """The other end of a socket is gone, refused us, or sent what it should not."""
+
+
+class DataStall(PeerError):
+    """No step has come for longer than a trainer should wait; raised before its collectives time out."""
+
+    exit_code = 75
 
 
 class Unreachable(PeerError):

@@ -11,7 +11,9 @@ MEANINGS: dict[str, dict[str, str]] = {
         "rendezvous": "file where clients and producers find the broker",
         "memory": "the arena: all samples that the broker holds, no more",
         "seed": "order of shards and samples, and where streams begin",
-        "merge": "streams take turns by weight and position",
+        "merge": "streams take turns by weight and position, or samples are taken as they come",
+        "state_dir": "folder of the log: what a killed broker goes on from",
+        "durability": "when a record of the log counts: safe from a power cut (os), or from a kill (process)",
         "tokens": "dtype of token ids; uint16 halves every byte",
         "fields": "what samples carry beside their token ids",
         "steps_ahead": "steps formed before the slowest rank has returned the first",
@@ -53,6 +55,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "passes": "how often its data is gone over",
         "repeat": "gone over for ever",
         "partitions": "parts that producers read, each by one at a time",
+        "pushed": "sent once by streampack.Producer; the log keeps it",
         "on_exhaust": "used up, it leaves its place to the others, or the feed ends",
         "overlong": "what happens to its samples over the budget",
         "poison": "what happens to its samples that cannot be used",
@@ -68,8 +71,14 @@ MEANINGS: dict[str, dict[str, str]] = {
     },
     "FeedSettings": {
         "streams": "what it is a mixture of",
+        "merge": "the run's, or its own",
+        "on_rewind": "pushed samples since then come again, or are dropped",
         "cp_layout": "what each context-parallel rank gets of a pack",
         "rules": "laid over the run's rules, key by key",
+    },
+    "Retain": {
+        "checkpoints": "committed ones that trainers can go back to",
+        "bytes": "of the log, at most",
     },
     "Limits": {
         "sample_tokens": "a longer sample is over-long before it is sent",

@@ -12,6 +12,7 @@ from streampack.core.events import Effect, Event
 from streampack.core.form import Request
 from streampack.core.messages import Envelope
 from streampack.core.packers import Choice
+from streampack.core.records import Record
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
 
@@ -40,6 +41,23 @@ class Formed(Event, frozen=True):
 
 class Drain(Event, frozen=True):
     """Take nothing new; serve what is formed."""
+
+
+class Safe(Event, frozen=True):
+    """The log has every record below ``upto``, as safely as was asked for; ``stalled`` is why it takes no more."""
+
+    upto: int
+    stalled: str = ""
+
+
+class Recalled(Event, frozen=True):
+    """The record that ``Recall`` asked for, with its payload."""
+
+    feed: str
+    lsn: int
+    record: Record
+    payload: tuple[Any, ...] = ()
+    generation: int = 0
 
 
 class SendProducer(Effect, frozen=True):
@@ -93,3 +111,24 @@ class SendShard(Effect, frozen=True):
     layout: str
     cp: int
     cp_rank: int
+
+
+class Append(Effect, frozen=True):
+    """Write a record into the log; its number is the one after the last's. ``Safe`` says when it is there."""
+
+    record: Record
+    payload: tuple[Any, ...] = ()
+
+
+class Recall(Effect, frozen=True):
+    """Read a record back and say ``Recalled``, of the same ``generation``, before any other event."""
+
+    feed: str
+    lsn: int
+    generation: int = 0
+
+
+class Cut(Effect, frozen=True):
+    """Records below ``lsn`` are wanted no more."""
+
+    lsn: int

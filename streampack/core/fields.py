@@ -38,7 +38,7 @@ DERIVED = (
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """One declared field. Raises ValueError for what cannot be.
 
     ``axis``: one value a ``token`` or a ``sample``, of trailing ``shape``. ``align``: ``target``

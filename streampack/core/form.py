@@ -19,6 +19,7 @@ from msgspec import Struct
 from streampack.core.packers import Choice, Packer, packer
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, ROW, SampleTable
+from streampack.core.snapshot import FormState
 
 _ROW = np.dtype(
     [("stream", "<u4"), ("part", "<u4"), ("index", "<u8"), ("length", "<u4"), ("crc", "<u4")],
@@ -67,22 +68,6 @@ class Request:
     def choose(self) -> Choice:
         """Run the packer; pure, and without the GIL where its kernel is compiled."""
         return self.packer.choose(self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window)
-
-
-class FormState(Struct, frozen=True):
-    """FORM between two choices: samples as references with checksums (``samples.ROW``), never tokens.
-
-    ``window`` are those held, in merge order, with their ``ages``; ``pending`` those of the packs not
-    in a step yet, ``counts`` of them each.
-    """
-
-    next_step: int
-    chain: bytes
-    closed: bool
-    window: bytes
-    ages: list[int]
-    pending: bytes
-    counts: list[int]
 
 
 class Former:

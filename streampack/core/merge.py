@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-from msgspec import Struct
 from numpy.typing import NDArray
 
 from streampack.core.kernels import merge_take
 from streampack.core.rules import MAX_WEIGHT_RATIO, Rules, WeightUnit
 from streampack.core.samples import I64
+from streampack.core.snapshot import MergeState
 
 STRIDE_ONE = 1 << 20
 PHASES = 1024
@@ -64,20 +64,6 @@ class Taken:
     lengths: I64
     blocked: int | None
     moved: I64
-
-
-class MergeState(Struct, frozen=True):
-    """A merge between two samples: by stream clock, turn, live; by partition ended, samples and tokens taken,
-    and whether it is at a barrier; whether a stream that ended has stopped it all."""
-
-    clock: list[int]
-    turn: list[int]
-    live: list[bool]
-    ended: list[bool]
-    merged_samples: list[int]
-    merged_tokens: list[int]
-    at_barrier: list[bool]
-    stopped: bool
 
 
 class Merge:

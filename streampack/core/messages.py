@@ -41,10 +41,14 @@ class Message(Struct, frozen=True, kw_only=True):
 
 
 class Offer(Struct, frozen=True, kw_only=True):
-    """A stream that a producer can read; ``source_digest`` tells whether two mean the same data."""
+    """A stream that a producer can read; ``source_digest`` tells whether two mean the same data.
+
+    One that pushes samples, and can send none again once they are safe, names the ``partition`` that is its own.
+    """
 
     stream: Name
     source_digest: Name
+    partition: Small | None = None
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -99,6 +103,18 @@ class Sent(Message, frozen=True, kw_only=True):
     next_seq: Count
 
 
+class Mark(Message, frozen=True, kw_only=True):
+    """A pushing producer has ended its batch ``batch`` after sample ``seq - 1``: nothing that follows shares a step
+    with what came before. ``number`` counts the partition's marks from 0."""
+
+    TYPE: ClassVar[int] = 7
+    stream: Name
+    partition: Small
+    number: Count
+    seq: Count
+    batch: Count
+
+
 class ProducerPing(Message, frozen=True, kw_only=True):
     """Alive, from the main loop; ``failure`` is why this producer must stop, where it must."""
 
@@ -142,8 +158,8 @@ class Lease(Message, frozen=True, kw_only=True):
 
 class Flow(Message, frozen=True, kw_only=True):
     """What the broker has and what it allows, of one session: send samples below ``grant_seq``
-    and no more than ``grant_bytes`` in all. ``durable_seq``: below it nothing will be asked again (rule
-    R1; 0 while the broker keeps no log)."""
+    and no more than ``grant_bytes`` in all. ``durable_seq`` and ``durable_marks``: of samples and marks below
+    nothing will be asked again: they are safe in the log (R1; 0 where the stream is read again, not kept)."""
 
     TYPE: ClassVar[int] = 11
     stream: Name
@@ -152,6 +168,7 @@ class Flow(Message, frozen=True, kw_only=True):
     grant_seq: Count
     grant_bytes: Count
     durable_seq: Count
+    durable_marks: Count = 0
     ended: bool = False
 
 
@@ -245,7 +262,9 @@ class Attach(Message, frozen=True, kw_only=True):
     """A reader and the rank it claims; ``next_step`` is the first it has not wholly returned.
 
     ``round`` counts the iterations of a finite feed, ``readers`` says which ranks of the mesh read at
-    all. ``chain`` is the digest of all steps before it, where it knows one; repeated until answered.
+    all. ``chain`` is the digest of all steps before it, where it knows one; repeated until answered. One that is
+    not ``ready`` takes its rank and says later where it begins. From a checkpoint: its ``lineage`` and ``snapshot``
+    (``wire.encode_snapshot``), for a broker that has neither.
     """
 
     TYPE: ClassVar[int] = 20
@@ -258,6 +277,9 @@ class Attach(Message, frozen=True, kw_only=True):
     chain: bytes = b""
     round: Count = 0
     readers: ReadBy = ReadBy()
+    ready: bool = True
+    lineage: Count = 0
+    snapshot: bytes = b""
 
 
 class Get(Message, frozen=True, kw_only=True):
@@ -284,6 +306,22 @@ class ReaderPing(Message, frozen=True, kw_only=True):
     done_upto: Count
     have_upto: Count
     stats: Annotated[dict[Name, float], Meta(max_length=32)] = {}
+
+
+class AskState(Message, frozen=True, kw_only=True):
+    """What does a checkpoint hold that begins at ``step``? Repeated until answered with ``State``."""
+
+    TYPE: ClassVar[int] = 23
+    feed: Name
+    step: Count
+
+
+class Commit(Message, frozen=True, kw_only=True):
+    """A checkpoint that begins at ``step`` is durable; repeated until answered with ``Committed``."""
+
+    TYPE: ClassVar[int] = 24
+    feed: Name
+    step: Count
 
 
 # Broker -> trainer
@@ -356,9 +394,37 @@ class End(Message, frozen=True, kw_only=True):
     chain: bytes
 
 
+class State(Message, frozen=True, kw_only=True):
+    """What decides all steps from ``step`` on: ``snapshot`` (``wire.encode_snapshot``) is that of the nearest step not
+    after it, empty where that is step 0. The same for every rank."""
+
+    TYPE: ClassVar[int] = 34
+    feed: Name
+    lineage: Count
+    step: Count
+    chain: bytes
+    snapshot: bytes
+
+
+class Committed(Message, frozen=True, kw_only=True):
+    """The commit of ``step`` is in the log."""
+
+    TYPE: ClassVar[int] = 35
+    feed: Name
+    step: Count
+
+
+class Fenced(Message, frozen=True, kw_only=True):
+    """This reader is of an attempt that is over, and why. Final."""
+
+    TYPE: ClassVar[int] = 36
+    feed: Name
+    detail: Text
+
+
 ALL: tuple[type[Message], ...] = (
-    Hello, Samples, Eos, Sent, ProducerPing, Bye, Lease, Flow, Revoke, Who, Reject, Done,
-    Attach, Get, ReaderPing, Attached, StepPart, Wait, End,
+    Hello, Samples, Eos, Sent, Mark, ProducerPing, Bye, Lease, Flow, Revoke, Who, Reject, Done,
+    Attach, Get, ReaderPing, AskState, Commit, Attached, StepPart, Wait, End, State, Committed, Fenced,
 )  # fmt: skip
 
 

@@ -23,12 +23,13 @@ WeightUnit = Literal["tokens", "samples"]
 OnExhaust = Literal["renormalise", "stop"]
 BetweenPasses = Literal["continue", "drain"]
 TokenType = Literal["uint16", "int32"]
+MergeOrder = Literal["schedule", "arrival"]
 MAX_WEIGHT_RATIO = 4096
 """Between the heaviest and the lightest stream: keeps the merge's clocks inside 64 bits."""
 PackerName = Literal["exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative"]
 
 
-class Align(Struct, frozen=True, forbid_unknown_fields=True):
+class Align(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Multiples, in tokens, to which samples and packs are padded.
 
     With ``cp`` context-parallel ranks (zigzag) both must be multiples of 2 * cp.
@@ -38,7 +39,7 @@ class Align(Struct, frozen=True, forbid_unknown_fields=True):
     pack: Positive = 1
 
 
-class Balance(Struct, frozen=True, forbid_unknown_fields=True):
+class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How packs are matched over ranks: by cost a*s + b*s*s of each sample of s padded tokens.
 
     The default is the cost of a transformer layer of hidden size 4096; ``hidden_size`` h gives
@@ -57,12 +58,12 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True):
         return costs
 
 
-class StreamRules(Struct, frozen=True, forbid_unknown_fields=True):
+class StreamRules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a run records of a stream: its share, how often its data is gone over (``passes``; None for ever),
     and what happens to samples over the budget (``overlong``) or that cannot be used (``poison``).
 
     ``on_exhaust``: when nothing of it is left the others share its place (``renormalise``), or the feed ends at its
-    next turn (``stop``).
+    next turn (``stop``). ``pushed``: its samples are sent once and cannot be read again, so the log keeps them.
     """
 
     name: str
@@ -72,16 +73,18 @@ class StreamRules(Struct, frozen=True, forbid_unknown_fields=True):
     overlong: Overlong = "error"
     poison: Poison = "error"
     on_exhaust: OnExhaust = "renormalise"
+    pushed: bool = False
 
 
-class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The rules of one feed. ``budget`` tokens a pack, ``packs`` a step, ``window`` samples.
 
     ``tail`` says what happens to the packs that do not fill the last step: ``pad`` adds empty packs,
     ``drop`` counts and drops them. ``weight_unit``: weights are shares of tokens, or of samples, where a split one
     counts once and one that is rejected or dropped does not. ``between_passes``: ``drain`` ends each pass over all
     streams as if it were the last, before the next begins. ``tokens`` is the dtype of token ids, ``fields`` what
-    samples carry beside them.
+    samples carry beside them. ``merge``: which sample is next follows from weights, seed and position
+    (``schedule``), or from when chunks came, which the log records (``arrival``).
     """
 
     budget: Positive = 8192
@@ -92,6 +95,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     balance: Balance = Balance()
     tail: Literal["pad", "drop"] = "pad"
     weight_unit: WeightUnit = "tokens"
+    merge: MergeOrder = "schedule"
     between_passes: BetweenPasses = "continue"
     seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
     tokens: TokenType = "int32"
@@ -118,12 +122,26 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def finite(self) -> bool:
-        """Every stream ends, or one stops the rest: the feed has a last step, and can be iterated again."""
+        """Every stream ends, or one stops the rest: the feed has a last step, and can be iterated again. None is
+        pushed: that is read once."""
+        if any(stream.pushed for stream in self.streams):
+            return False
         stops = any(stream.on_exhaust == "stop" for stream in self.streams)
         return stops or all(stream.passes is not None for stream in self.streams)
 
     @property
     def digest(self) -> str:
-        """32 hex digits that name these rules: blake2b over their canonical JSON."""
+        """32 hex digits that name these rules: blake2b over their canonical JSON, without what is a default: so that a
+        rule which a later version adds leaves recorded runs as they are."""
         text = msgspec.json.encode(self, order="sorted")
         return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+class RulesChange(Struct, frozen=True, kw_only=True):
+    """Other rules for all that a feed merges after its first ``position`` samples: that is from ``step`` on, but for
+    what the window held. ``note`` is who asked for what, in words."""
+
+    step: int
+    position: int
+    rules: Rules
+    note: str = ""

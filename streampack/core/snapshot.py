@@ -1,38 +1,64 @@
 """A snapshot: what decides every later step, beside samples that have not been merged yet.
 
 It holds the merge's clocks, the window with its ages and the packs that wait for their step, as
-references with checksums, about 28 bytes a sample. Whoever restores it reads the samples that
-it names again, and each partition from its first sample that was not merged.
+references with checksums, about 28 bytes a sample (R10). Whoever restores it reads the samples that
+it names again, and each partition from its *floor*: a place at or before the first sample that is named
+or not merged, with the cursor that the source goes on from.
 """
 
 from __future__ import annotations
 
 from msgspec import Struct
 
-from streampack.core.form import Former, FormState
-from streampack.core.merge import Merge, MergeState
-from streampack.core.rules import Rules
+from streampack.core.messages import Cursor
+from streampack.core.rules import RulesChange
+
+Floor = tuple[int, Cursor | None]
+"""(sequence number, cursor): where a partition is read again from."""
+
+
+class MergeState(Struct, frozen=True):
+    """A merge between two samples: by stream clock, turn, live; by partition ended, samples and tokens taken,
+    and whether it is at a barrier; whether a stream that ended has stopped it all."""
+
+    clock: list[int]
+    turn: list[int]
+    live: list[bool]
+    ended: list[bool]
+    merged_samples: list[int]
+    merged_tokens: list[int]
+    at_barrier: list[bool]
+    stopped: bool
+
+
+class FormState(Struct, frozen=True):
+    """FORM between two choices: samples as references with checksums (``samples.ROW``), never tokens.
+
+    ``window`` are those held, in merge order, with their ``ages``; ``pending`` those of the packs not
+    in a step yet, ``counts`` of them each.
+    """
+
+    next_step: int
+    chain: bytes
+    closed: bool
+    window: bytes
+    ages: list[int]
+    pending: bytes
+    counts: list[int]
 
 
 class Snapshot(Struct, frozen=True):
-    """The planner's whole state under the rules of digest ``rules``; plain data, to be stored anyhow."""
+    """A feed's whole state, under the rules of digest ``rules`` and the ``changes`` to them since; plain data, to be
+    stored anyhow. ``floors`` by partition."""
 
     rules: str
     merge: MergeState
     form: FormState
+    floors: list[Floor] = []
+    lineage: int = 0
+    changes: list[RulesChange] = []
 
-
-def snapshot(rules: Rules, merge: Merge, former: Former) -> Snapshot:
-    """Take one; not while a choice is being made."""
-    return Snapshot(rules.digest, merge.state(), former.state())
-
-
-def restore(taken: Snapshot, rules: Rules, merge: Merge, former: Former) -> None:
-    """Put ``taken`` into a merge and a former that have taken nothing.
-
-    Raises ValueError for a snapshot of other rules.
-    """
-    if taken.rules != rules.digest:
-        raise ValueError(f"got a snapshot of rules {taken.rules}, expected {rules.digest}: it is of another run")
-    merge.load(taken.merge)
-    former.load(taken.form)
+    @property
+    def step(self) -> int:
+        """The first step that it decides."""
+        return self.form.next_step

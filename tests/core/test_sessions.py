@@ -1288,6 +1288,10 @@ def _field(name: str, known: dict[type, Any]) -> Any:
         return st.none() if known is None else st.just((0, 0, 0))
     if name == "rules":
         return st.just({})
+    if name == "snapshot":
+        return st.binary(max_size=8)
+    if name == "ready":
+        return st.sampled_from([True, True, False])
     if name == "ended":
         return known[bool]
     if name in ("partition", "partitions", "part", "parts", "first", "micro_batches", "round"):

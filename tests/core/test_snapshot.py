@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from streampack.core.form import Former, Step
 from streampack.core.merge import merge_of
+from streampack.core.resume import restore, snapshot
 from streampack.core.rules import Align, Rules, StreamRules
 from streampack.core.samples import I64, ROW, SampleTable
-from streampack.core.snapshot import Snapshot, restore, snapshot
+from streampack.core.snapshot import Snapshot
 
 PACKERS = ("exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative")
 

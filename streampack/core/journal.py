@@ -1,0 +1,36 @@
+"""The log as the core sees it: records get numbers when they are appended, and are *safe* some time later.
+
+What may be said to others depends on it (R1, R2): nothing goes out that a record not yet safe decides.
+Without a log every record is safe at once, so that nothing else differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from streampack.core.effects import Append
+from streampack.core.events import Effect
+from streampack.core.records import Record
+
+
+class Journal:
+    """Numbers records; ``keeps`` is whether there is a log at all, ``next_lsn`` where it goes on."""
+
+    def __init__(self, keeps: bool = False, next_lsn: int = 0) -> None:
+        self.keeps = keeps
+        self.next_lsn = next_lsn
+        self.safe_upto = next_lsn
+        """Records below are as safe as was asked for."""
+
+    def append(self, record: Record, payload: Sequence[Any] = ()) -> list[Effect]:
+        """Write ``record``, of number ``next_lsn``; without a log nothing is done."""
+        self.next_lsn += 1
+        if not self.keeps:
+            self.safe_upto = self.next_lsn
+            return []
+        return [Append(record, tuple(payload))]
+
+    def safe(self, upto: int) -> None:
+        """Records below ``upto`` are safe."""
+        self.safe_upto = max(self.safe_upto, upto)

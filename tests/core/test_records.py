@@ -1,0 +1,54 @@
+"""Records of the log, to bytes and back."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streampack.core.records import ALL_RECORDS, Base, ChunkAdmitted, FeedFacts, StreamFacts
+from streampack.core.rules import Rules, RulesChange, StreamRules
+from streampack.errors import WireError
+from streampack.wire import decode_record, encode_record
+
+BASE = Base(
+    run=7, run_name="sft", epoch=3,
+    feeds={
+        "train": FeedFacts(
+            rules=Rules(streams=(StreamRules("web"),)), lineage=1, lineage_step=4,
+            changes=[RulesChange(step=4, position=90, rules=Rules(budget=64))], skips=[(5, 6)], commits=[2],
+        )
+    },
+    streams={"web": StreamFacts(source_digest="d", totals=[None, 7])}, released={"train": 3},
+)  # fmt: skip
+CHUNK = ChunkAdmitted(
+    stream="web", partition=1, base_seq=2, lengths_u32=b"\x01\0\0\0", crcs_u32=b"\x02\0\0\0",
+    loss_tokens_u32=b"\0\0\0\0", cursor=(0, 1, 2),
+)  # fmt: skip
+
+
+def body(record: msgspec.Struct, payload: tuple[bytes, ...] = ()) -> bytes:
+    return b"".join(encode_record(record, payload))  # type: ignore[arg-type]
+
+
+@given(st.lists(st.binary(max_size=40), max_size=5))
+def test_a_record_comes_back_with_its_payload(payload: list[bytes]) -> None:
+    for record in (BASE, CHUNK):
+        found, frames = decode_record(record.TYPE, body(record, tuple(payload)))
+        assert found == record
+        assert [bytes(frame) for frame in frames] == payload
+
+
+@given(st.integers(0, 200), st.binary(max_size=3))
+def test_a_record_that_is_cut_or_longer_is_refused(keep: int, more: bytes) -> None:
+    whole = body(CHUNK, (b"abc", b"de"))
+    wrong = whole[: min(keep, len(whole) - 1)] if not more else whole + more
+    with pytest.raises(WireError, match="record"):
+        decode_record(CHUNK.TYPE, wrong)
+
+
+def test_every_kind_of_record_has_a_number_of_its_own() -> None:
+    assert sorted(kind.TYPE for kind in ALL_RECORDS) == list(range(1, len(ALL_RECORDS) + 1))
+    with pytest.raises(WireError, match="got a record of type 99"):
+        decode_record(99, b"")
