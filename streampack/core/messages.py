@@ -17,13 +17,11 @@ from msgspec import Meta, Struct
 
 from streampack.core.fields import MAX_FIELDS, Field
 from streampack.core.rules import Rules
+from streampack.core.snapshot import Count, Cursor, Snapshot
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Text = Annotated[str, Meta(max_length=2000)]
-Count = Annotated[int, Meta(ge=0, lt=2**62)]
 Small = Annotated[int, Meta(ge=0, lt=2**20)]
-Cursor = tuple[Count, Count, Count]
-"""(pass, shard, sample): where a source goes on; only the source reads it."""
 OVERLONG = "overlong"
 """Why a producer rejects what is too long even to be sent: counted with the over-long."""
 WRONG_SIDE = "got an address of the broker, but not the one for this side"
@@ -263,8 +261,8 @@ class Attach(Message, frozen=True, kw_only=True):
 
     ``round`` counts the iterations of a finite feed, ``readers`` says which ranks of the mesh read at
     all. ``chain`` is the digest of all steps before it, where it knows one; repeated until answered. One that is
-    not ``ready`` takes its rank and says later where it begins. From a checkpoint: its ``lineage`` and ``snapshot``
-    (``wire.encode_snapshot``), for a broker that has neither.
+    not ``ready`` takes its rank and says later where it begins. From a checkpoint: its ``lineage`` and ``snapshot``,
+    for a broker that has neither.
     """
 
     TYPE: ClassVar[int] = 20
@@ -279,7 +277,7 @@ class Attach(Message, frozen=True, kw_only=True):
     readers: ReadBy = ReadBy()
     ready: bool = True
     lineage: Count = 0
-    snapshot: bytes = b""
+    snapshot: Snapshot | None = None
 
 
 class Get(Message, frozen=True, kw_only=True):
@@ -395,15 +393,15 @@ class End(Message, frozen=True, kw_only=True):
 
 
 class State(Message, frozen=True, kw_only=True):
-    """What decides all steps from ``step`` on: ``snapshot`` (``wire.encode_snapshot``) is that of the nearest step not
-    after it, empty where that is step 0. The same for every rank."""
+    """What decides all steps from ``step`` on: ``snapshot`` is that of the nearest step not after it, None where that
+    is step 0. The same for every rank."""
 
     TYPE: ClassVar[int] = 34
     feed: Name
     lineage: Count
     step: Count
     chain: bytes
-    snapshot: bytes
+    snapshot: Snapshot | None
 
 
 class Committed(Message, frozen=True, kw_only=True):

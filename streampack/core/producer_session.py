@@ -16,7 +16,6 @@ from msgspec import Struct
 from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
 from streampack.core.messages import (
     Bye,
-    Cursor,
     Done,
     Envelope,
     Eos,
@@ -32,6 +31,7 @@ from streampack.core.messages import (
     Sent,
     Who,
 )
+from streampack.core.snapshot import Cursor
 
 PING_S = 1.0
 HELLO_S = 1.0

@@ -13,9 +13,8 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from streampack.core.messages import Cursor
 from streampack.core.rules import Rules, RulesChange
-from streampack.core.snapshot import Snapshot
+from streampack.core.snapshot import Cursor, Snapshot
 
 
 class Record(Struct, frozen=True, kw_only=True):

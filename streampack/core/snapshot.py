@@ -8,11 +8,15 @@ or not merged, with the cursor that the source goes on from.
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
 
-from streampack.core.messages import Cursor
+from msgspec import Meta, Struct
+
 from streampack.core.rules import RulesChange
 
+Count = Annotated[int, Meta(ge=0, lt=2**62)]
+Cursor = tuple[Count, Count, Count]
+"""(pass, shard, sample): where a source goes on; only the source reads it."""
 Floor = tuple[int, Cursor | None]
 """(sequence number, cursor): where a partition is read again from."""
 
