@@ -19,7 +19,7 @@ from streampack.core.effects import Store
 from streampack.core.fields import LABELS, LOSS_MASK, Field
 from streampack.core.frames import INPUT_IDS
 from streampack.core.intake import Intake, apply_overlong
-from streampack.core.merge import Merge
+from streampack.core.merge import AnyMerge
 from streampack.core.messages import MAX_CHUNK_SAMPLES, OVERLONG, Envelope, Samples
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, IGNORE_INDEX, SampleTable, index_of
@@ -68,7 +68,7 @@ class Admission:
 
     def __init__(
         self, streams: list[StreamTerms], tokens: str, fields: tuple[Field, ...], max_sample_tokens: int,
-        table: SampleTable, merge: Merge,
+        table: SampleTable, merge: AnyMerge,
     ) -> None:  # fmt: skip
         self._streams, self._fields = streams, fields
         self._widths = [(np.dtype(tokens).itemsize, 0)] + [

@@ -108,6 +108,74 @@ def merge_take(
 
 
 @njit(nogil=True, cache=True)
+def arrival_take(
+    base: int,
+    stop: I64,
+    after: I64,
+    current: I64,
+    head: I64,
+    tail: I64,
+    ended: NDArray[np.bool_],
+    ring_handle: I64,
+    ring_length: I64,
+    ring_part: I64,
+    merged_samples: I64,
+    merged_tokens: I64,
+    max_tokens: int,
+    out_handle: I64,
+    out_length: I64,
+) -> tuple[int, int]:
+    """Take samples in the order of a script until one is missing or ``max_tokens`` are taken.
+
+    Run ``r`` is in slot ``r - base``: it ends before its partition's sample ``stop``, and ``after`` is that partition's
+    next run, -1 if it has none; ``current`` is each one's first. Rings and counts are as in ``merge_take``, and ``out``
+    has room for all entries. Updates ``current``, ``head`` and the counts in place. A partition at a barrier is passed
+    over, and one that has ended and is empty.
+    Returns (samples taken, the partition whose sample is missing, or -1, or -2 at the script's end).
+    """
+    width = ring_handle.shape[1]
+    taken = 0
+    tokens = 0
+    while tokens < max_tokens:
+        partition = -1
+        for p in range(len(current)):
+            while current[p] >= 0 and stop[current[p] - base] <= merged_samples[p]:
+                current[p] = after[current[p] - base]
+            if current[p] < 0 or (partition >= 0 and current[p] > current[partition]):
+                continue
+            if head[p] == tail[p]:
+                if ended[p]:
+                    continue
+            elif ring_length[p, head[p] % width] < 0:
+                continue
+            partition = p
+        if partition < 0:
+            return taken, -2
+        if head[partition] == tail[partition]:
+            return taken, partition
+        count = stop[current[partition] - base] - merged_samples[partition]
+        at = head[partition]
+        while count > 0 and tokens < max_tokens and at < tail[partition] and ring_length[partition, at % width] >= 0:
+            slot = at % width
+            whole = False
+            while not whole:
+                length = ring_length[partition, slot]
+                if length > 0:
+                    out_handle[taken] = ring_handle[partition, slot]
+                    out_length[taken] = length
+                    taken += 1
+                    tokens += length
+                    merged_tokens[partition] += length
+                at += 1
+                slot = at % width
+                whole = at == tail[partition] or ring_part[partition, slot] == 0
+            merged_samples[partition] += 1
+            count -= 1
+        head[partition] = at
+    return taken, -1
+
+
+@njit(nogil=True, cache=True)
 def gather(
     column: NDArray[Any],
     address: I64,

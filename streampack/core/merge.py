@@ -7,32 +7,29 @@ inversely proportional to the weights, so shares hold whatever the lengths, and 
 which producer was faster. A stream that has ended drops out, or, if it is to stop the rest, ends the
 merge when its turn comes; one that is silent stalls the rest, and ``blocked`` names it.
 
-Within a stream its partitions take turns, those that ended being passed over. Entries wait in one
-ring a partition; a ring grows only when the over-long policy splits samples.
+Within a stream its partitions take turns, those that ended being passed over. Entries wait in ``rings``.
 
-Where a pass over the data is to end before the next begins, a partition's passes are parted by
-barriers. A stream whose partitions are at theirs pauses; once all have paused the merge gives nothing
-until ``next_pass``, which begins as the first pass did: with the clocks that the seed gives.
+Where a pass over the data is to end before the next begins, a stream whose partitions are at their
+barriers pauses; once all have paused the merge gives nothing until ``next_pass``, which begins as the
+first pass did: with the clocks that the seed gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from streampack.core.arrival import Arrival
 from streampack.core.kernels import merge_take
+from streampack.core.rings import Rings, Taken
 from streampack.core.rules import MAX_WEIGHT_RATIO, Rules, WeightUnit
 from streampack.core.samples import I64
 from streampack.core.snapshot import MergeState
 
 STRIDE_ONE = 1 << 20
 PHASES = 1024
-BARRIER = -1
-"""The length of an entry that is the end of a pass."""
 
 
 def strides(weights: list[float]) -> I64:
@@ -55,18 +52,7 @@ def phase(seed: int, stream: int) -> int:
     return (z ^ (z >> 31)) % PHASES
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Samples in merge order: ``handles`` and ``lengths`` int64 [n]; the partition waited for, or None;
-    the partitions that moved on, int64 [k], be it over rejected samples alone."""
-
-    handles: I64
-    lengths: I64
-    blocked: int | None
-    moved: I64
-
-
-class Merge:
+class Merge(Rings):
     """The merge of some streams; partitions are numbered through, streams in their order.
 
     ``partitions`` int per stream; ``unit`` is what weights are shares of; ``stops`` are the numbers of streams
@@ -78,6 +64,7 @@ class Merge:
         self, weights: list[float], partitions: list[int], seed: int, width: int = 1024,
         unit: WeightUnit = "tokens", stops: Sequence[int] = (),
     ) -> None:  # fmt: skip
+        super().__init__(sum(partitions), width)
         self._stride = strides(weights)
         self._by_sample = unit == "samples"
         self._stops = np.isin(np.arange(len(weights)), stops)
@@ -88,37 +75,8 @@ class Merge:
         self._paused = np.zeros(len(weights), np.bool_)
         self._stopped = False
         self._first = np.concatenate([[0], np.cumsum(partitions)]).astype(np.int64)
-        count = int(self._first[-1])
         self._turn = np.zeros(len(weights), np.int64)
         self._live = np.ones(len(weights), np.bool_)
-        self._head = np.zeros(count, np.int64)
-        self._tail = np.zeros(count, np.int64)
-        self._ended = np.zeros(count, np.bool_)
-        self.merged_samples = np.zeros(count, np.int64)
-        self.merged_tokens = np.zeros(count, np.int64)
-        self._handle = np.zeros((count, width), np.int64)
-        self._length = np.zeros((count, width), np.int64)
-        self._part = np.zeros((count, width), np.int64)
-
-    def push(self, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
-        """Entries that follow the partition's last; all int64 [n], length 0 being a tombstone."""
-        tail, count = int(self._tail[partition]), len(handles)
-        while tail + count - int(self._head[partition]) > self._handle.shape[1]:
-            self._widen()
-            tail = int(self._tail[partition])
-        slots = np.arange(tail, tail + count) % self._handle.shape[1]
-        self._handle[partition, slots] = handles
-        self._length[partition, slots] = lengths
-        self._part[partition, slots] = parts
-        self._tail[partition] = tail + count
-
-    def end_pass(self, partition: int) -> None:
-        """What follows is of the partition's next pass."""
-        self.push(partition, np.array([-1]), np.array([BARRIER]), np.array([0]))
-
-    def end(self, partition: int) -> None:
-        """No entry follows; idempotent."""
-        self._ended[partition] = True
 
     def take(self, max_tokens: int) -> Taken:
         """All that can be merged now, until ``max_tokens`` are reached (the last sample may pass them)."""
@@ -139,15 +97,10 @@ class Merge:
         moved = np.flatnonzero(self.merged_samples != before)
         return Taken(handles[:count], lengths[:count], None if blocked < 0 else int(blocked), moved)
 
-    def waiting(self, partition: int) -> int:
-        """Entries of a partition not merged yet, barriers among them."""
-        return int(self._tail[partition] - self._head[partition])
-
     def state(self) -> MergeState:
         """What decides the order of all that is not merged yet; entries that wait are read again."""
-        done = self._ended & (self._head == self._tail)
         return MergeState(
-            self._clock.tolist(), self._turn.tolist(), self._live.tolist(), done.tolist(),
+            self._clock.tolist(), self._turn.tolist(), self._live.tolist(), self._done.tolist(),
             self.merged_samples.tolist(), self.merged_tokens.tolist(), self._at_barrier.tolist(), self._stopped,
         )  # fmt: skip
 
@@ -168,56 +121,22 @@ class Merge:
         """A stream that was to stop the rest has ended: what is not merged never will be."""
         return self._stopped
 
-    @property
-    def closed(self) -> bool:
-        """Nothing will ever be merged again: every stream has ended and all was taken, or one has stopped the rest."""
-        return self._stopped or bool(self._ended.all() and (self._head == self._tail).all())
-
-    @property
-    def between_passes(self) -> bool:
-        """Every stream has given its pass whole, and ``next_pass`` begins another."""
-        at_barrier = self._at_barrier
-        whole = at_barrier | (self._ended & (self._head == self._tail))
-        return not self._stopped and bool(at_barrier.any() and whole.all())
-
     def next_pass(self) -> None:
         """Go over the barriers that all streams are at; only ``between_passes``."""
-        self._head += self._at_barrier
+        super().next_pass()
         self._clock[:] = self._start
         self._turn[:] = 0
         self._paused[:] = False
 
-    def drop(self) -> I64:
-        """Forget what waits; handles, int64 [n], of its samples."""
-        width, rows = self._handle.shape[1], range(len(self._head))
-        slots = [np.arange(self._head[p], self._tail[p]) % width for p in rows]
-        waiting = [self._handle[p, slots[p]][self._length[p, slots[p]] > 0] for p in rows]
-        self._head[:] = self._tail
-        return np.concatenate(waiting)
 
-    @property
-    def _at_barrier(self) -> NDArray[np.bool_]:
-        rows = np.arange(len(self._head))
-        lengths = self._length[rows, self._head % self._length.shape[1]]
-        found: NDArray[np.bool_] = (self._head < self._tail) & (lengths == BARRIER)
-        return found
-
-    def _widen(self) -> None:
-        old = self._handle.shape[1]
-        for name in ("_handle", "_length", "_part"):
-            rows = getattr(self, name)
-            grown = np.zeros((rows.shape[0], 2 * old), np.int64)
-            for p in range(rows.shape[0]):
-                slots = np.arange(self._head[p], self._tail[p]) % old
-                grown[p, : len(slots)] = rows[p, slots]
-            setattr(self, name, grown)
-        self._tail -= self._head
-        self._head[:] = 0
+AnyMerge = Merge | Arrival
 
 
-def merge_of(rules: Rules) -> Merge:
+def merge_of(rules: Rules) -> AnyMerge:
     """The merge of all streams of some rules."""
     streams = rules.streams
+    if rules.merge == "arrival":
+        return Arrival([stream.partitions for stream in streams])
     stops = [number for number, stream in enumerate(streams) if stream.on_exhaust == "stop"]
     return Merge(
         [s.weight for s in streams], [s.partitions for s in streams], rules.seed, unit=rules.weight_unit, stops=stops

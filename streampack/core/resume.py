@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from streampack.core.form import Former
-from streampack.core.merge import Merge
+from streampack.core.merge import AnyMerge
 from streampack.core.rules import Rules
 from streampack.core.snapshot import Floor, Snapshot
 
 
 def snapshot(
-    rules: Rules, merge: Merge, former: Former, floors: list[Floor] | None = None, lineage: int = 0
+    rules: Rules, merge: AnyMerge, former: Former, floors: list[Floor] | None = None, lineage: int = 0
 ) -> Snapshot:
     """Take one; not while a choice is being made."""
     return Snapshot(rules.digest, merge.state(), former.state(), floors or [], lineage)
 
 
-def restore(taken: Snapshot, rules: Rules, merge: Merge, former: Former) -> None:
+def restore(taken: Snapshot, rules: Rules, merge: AnyMerge, former: Former) -> None:
     """Put ``taken`` into a merge and a former that have taken nothing.
 
     Raises ValueError for a snapshot of other rules.

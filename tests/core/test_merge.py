@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from streampack.core import merge as merge_module
 from streampack.core.kernels import merge_take
-from streampack.core.merge import BARRIER, STRIDE_ONE, Merge, merge_of, phase, strides
+from streampack.core.merge import STRIDE_ONE, Merge, merge_of, phase, strides
+from streampack.core.rings import BARRIER
 from streampack.core.rules import MAX_WEIGHT_RATIO, Rules, StreamRules, WeightUnit
 
 Sample = list[int]
@@ -324,6 +325,7 @@ def test_the_merge_of_rules_follows_their_policies() -> None:
     streams = (StreamRules("a", 1.0, 1), StreamRules("b", 3.0, 2, on_exhaust="stop"))
     run = Run([1.0, 3.0], [stream_of([10, 2000] * 9, 1), stream_of([5] * 30, 2)], 3, "samples", (1,))
     merge = merge_of(Rules(weight_unit="samples", seed=3, streams=streams))
+    assert isinstance(merge, Merge)
     feed = Feed(run)
     feed.merge = merge
     for number in range(3):

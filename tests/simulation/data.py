@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from streampack.core.form import Former, Step
 from streampack.core.intake import apply_overlong
-from streampack.core.merge import Merge, merge_of
+from streampack.core.merge import AnyMerge, merge_of
 from streampack.core.messages import Envelope, StepPart
 from streampack.core.rules import Align, OnExhaust, Overlong, PackerName, Poison, Rules, StreamRules
 from streampack.core.samples import I64, SampleTable
@@ -201,7 +201,7 @@ def _positions(lengths: list[int], this: Case, cp_rank: int) -> I64:
 
 
 def _enter(
-    this: Case, stream: int, partition: int, place: int, merge: Merge, table: SampleTable,
+    this: Case, stream: int, partition: int, place: int, merge: AnyMerge, table: SampleTable,
     tokens: dict[int, NDArray[Any]], expected: set[Id],
 ) -> None:  # fmt: skip
     lengths = this.lengths(stream, partition)
