@@ -6,10 +6,11 @@ DEV := $(VENV)/.dev
 SERVICE := $(VENV)/.service
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test soak lint bench clean
 help:
 	@echo "make demo    the whole service on this machine, on text that is already there"
 	@echo "make test    lint, then every test"
+	@echo "make soak    real processes killed and stopped for 10 minutes (SOAK_MINUTES), against offline golden runs"
 	@echo "make lint    ruff, mypy, import-linter"
 	@echo "make bench   the quick benchmarks"
 	@echo "make clean   remove what the targets made"
@@ -36,6 +37,9 @@ lint: $(DEV)
 
 test: lint
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+soak: $(DEV)
+	@$(BIN)/python -m tests.soak --minutes $(or $(SOAK_MINUTES),10) $(ARGS)
 
 bench: $(DEV)
 	$(BIN)/python benchmarks/throughput.py --quick --json

@@ -1,0 +1,145 @@
+"""A TCP proxy in this process, for what a network does to a connection: delay, throttling, silence, damage, an end.
+
+Two threads a connection copy bytes, one each way; a ``Weather`` says how. It may be changed while bytes flow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+
+_BLOCK = 16 * 1024
+_TURN_S = 0.05
+
+
+@dataclass
+class Weather:
+    """Of one direction. ``delay_s`` before each block is passed on; ``bytes_per_s`` at most (0: no bound);
+    ``held``: nothing is passed on; ``flip_every``: a bit of one byte in so many is flipped (0: none), once a
+    connection's first KiB, its handshake, is over."""
+
+    delay_s: float = 0.0
+    bytes_per_s: float = 0.0
+    held: bool = False
+    flip_every: int = 0
+    passed: int = 0
+    flipped: int = 0
+
+
+@dataclass
+class Proxy:
+    """``endpoint`` stands for ``target`` (``tcp://127.0.0.1:port``) until the end of the ``with``."""
+
+    target: str
+    up: Weather = field(default_factory=Weather)
+    """From those that connect to the target."""
+    down: Weather = field(default_factory=Weather)
+
+    def __enter__(self) -> Proxy:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(_TURN_S)
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.connections = 0
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self.cut()
+        for thread in self._threads:
+            thread.join(timeout=10)
+        self._listener.close()
+
+    def cut(self) -> None:
+        """End all connections at once, as a restarted switch does; new ones are taken."""
+        with self._lock:
+            for sock in self._open:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def half_close(self) -> None:
+        """The target will say no more on the connections that there are; what is said to it still arrives."""
+        with self._lock:
+            for sock in self._open:
+                if sock.getsockname()[1] == int(self.endpoint.rpartition(":")[2]):
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_WR)
+
+    def _accept(self) -> None:
+        host, _, port = self.target.removeprefix("tcp://").rpartition(":")
+        while not self._over.is_set():
+            try:
+                near, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            try:
+                far = socket.create_connection((host, int(port)), 5.0)
+            except OSError:
+                near.close()
+                continue
+            self.connections += 1
+            done = threading.Semaphore(0)
+            with self._lock:
+                self._open |= {near, far}
+            pairs = ((near, far, self.up), (far, near, self.down))
+            pumps = [threading.Thread(target=self._pump, args=(*pair, done)) for pair in pairs]
+            closer = threading.Thread(target=self._close, args=(near, far, done))
+            self._threads += [*pumps, closer]
+            for thread in (*pumps, closer):
+                thread.start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, weather: Weather, done: threading.Semaphore) -> None:
+        source.settimeout(_TURN_S)
+        passed = 0
+        try:
+            while not self._over.is_set():
+                if weather.held:
+                    time.sleep(_TURN_S)
+                    continue
+                try:
+                    block = bytearray(source.recv(_BLOCK if not weather.bytes_per_s else 1024))
+                except TimeoutError:
+                    continue
+                if not block:
+                    break
+                if weather.delay_s or weather.bytes_per_s:
+                    time.sleep(weather.delay_s + (len(block) / weather.bytes_per_s if weather.bytes_per_s else 0.0))
+                if weather.flip_every and passed > 1024:
+                    self._damage(block, weather)
+                sink.settimeout(None)
+                sink.sendall(block)
+                passed += len(block)
+                weather.passed += len(block)
+        except OSError:
+            pass
+        finally:
+            with contextlib.suppress(OSError):
+                sink.shutdown(socket.SHUT_WR)
+            done.release()
+
+    @staticmethod
+    def _damage(block: bytearray, weather: Weather) -> None:
+        """Flip one bit in every ``flip_every``-th byte that passes."""
+        first = -weather.passed % weather.flip_every
+        for at in range(first, len(block), weather.flip_every):
+            block[at] ^= 1 << (weather.flipped % 8)
+            weather.flipped += 1
+
+    def _close(self, near: socket.socket, far: socket.socket, done: threading.Semaphore) -> None:
+        """Once both directions have ended."""
+        done.acquire()
+        done.acquire()
+        with self._lock:
+            self._open -= {near, far}
+        near.close()
+        far.close()

@@ -1,0 +1,125 @@
+"""``make soak``: runs of real processes under fire, one after another, each against its offline golden run.
+
+A run is a broker, two producers and the trainers of one mesh; everything is killed and stopped at random moments
+(``fire``), started again (``run``), and in the end compared (``accounts``): every step that any rank was ever given,
+and every sample once. The last line on stdout is one JSON object; the exit code is 1 if anything was wrong, and the
+seed to repeat it with is printed. Files of a run that went wrong are kept.
+
+    python -m tests.soak --minutes 10 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streampack import client
+from tests.soak.accounts import Account, settle
+from tests.soak.fire import Fire
+from tests.soak.golden import pack_offline
+from tests.soak.job import make_job
+from tests.soak.run import Run, Unfinished
+
+FIRE_S = 50.0
+EVERY_S = 1.7
+RESUMES = hasattr(client.Client, "load_state_dict")
+
+
+@dataclass
+class Soak:
+    """Sums over runs."""
+
+    seed: int
+    runs: int = 0
+    kills: Counter[str] = field(default_factory=Counter)
+    stops: Counter[str] = field(default_factory=Counter)
+    collateral: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    recovered_s: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def run(self, seed: int, fire_s: float) -> None:
+        """One run, added up; its line on stderr."""
+        folder = Path(tempfile.mkdtemp(prefix="sp-soak-", dir="/tmp"))
+        job = make_job(seed, folder, number=seed, in_place=RESUMES and seed % 3 == 2)
+        golden = pack_offline(job)
+        run = Run(job, Fire(seed, EVERY_S), fire_s)
+        try:
+            run.go()
+            account = settle(job, golden, run.fire.hits)
+        except Unfinished as error:
+            tails = "".join(f"\n--- {member.name}: {member.codes}\n{member.said()}" for member in run.members)
+            print(f"run {seed}: {error}{tails}", file=sys.stderr, flush=True)
+            account = Account(0, wrong=[str(error)])
+        self.add(run, account)
+        print(
+            f"run {seed}: dp={job.dp} cp={job.cp} {'in place' if job.in_place else 'together'}: {account.steps} steps, "
+            f"{account.compared} compared, {run.fire.kills.total()} kills, {run.fire.stops.total()} stops, "
+            f"{run.attempts} attempts, {run.seconds:.0f} s; " + ("; ".join(account.wrong[:3]) or "as the golden run"),
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        if account.wrong:
+            print(f"kept: {folder}; repeat: python -m tests.soak --seed {seed} --runs 1", file=sys.stderr, flush=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def add(self, run: Run, account: Account) -> None:
+        self.runs += 1
+        self.kills += run.fire.kills
+        self.stops += run.fire.stops
+        self.collateral += run.collateral
+        for name in ("steps", "compared", "repeated", "lost", "duplicated", "diverged"):
+            self.counts[name] += getattr(account, name)
+        self.errors += account.errors
+        self.recovered_s += account.recovered_s
+        self.wrong += [f"seed {run.job.seed}: {text}" for text in account.wrong]
+
+    def report(self, seconds: float) -> dict[str, Any]:
+        """The one object."""
+        return {
+            "ok": not self.wrong, "seed": self.seed, "seconds": round(seconds), "runs": self.runs,
+            "kills": self.kills.total(), "killed": dict(self.kills), "stops": self.stops.total(),
+            "stopped": dict(self.stops), "ended_by_launcher": self.collateral,
+            **{name: self.counts[name] for name in ("steps", "compared", "repeated", "lost", "duplicated", "diverged")},
+            "broker_recovery_s": _spread(self.recovered_s), "trainer_errors": dict(self.errors),
+            "wrong": self.wrong[:20],
+        }  # fmt: skip
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    if not seconds:
+        return {"count": 0}
+    ordered = sorted(seconds)
+    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return {"count": len(ordered), "median": round(statistics.median(ordered), 2), "p99": p99, "max": ordered[-1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=None, help="of the first run; the others follow it")
+    parser.add_argument("--runs", type=int, default=None, help="so many instead of as many as fit")
+    asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
+    seed = asked.seed if asked.seed is not None else time.time_ns() % 1_000_000
+    print(f"seed {seed}", file=sys.stderr, flush=True)
+    soak, began = Soak(seed), time.monotonic()
+    while (left := asked.minutes * 60 - (time.monotonic() - began)) > 15 and soak.runs != asked.runs:
+        soak.run(seed + soak.runs, min(FIRE_S, left))
+    print(json.dumps(soak.report(time.monotonic() - began)))
+    sys.exit(bool(soak.wrong))
+
+
+if __name__ == "__main__":
+    main()

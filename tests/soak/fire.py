@@ -1,0 +1,90 @@
+"""What is done to a run: kills and stops at random moments, drawn from a seed.
+
+An act names kinds of processes, not processes: which one it hits is drawn as well. ``lot`` is the whole
+lot at once, as when a job is preempted.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tests.soak.members import Member
+
+ACTS: tuple[tuple[tuple[str, ...], int], ...] = (
+    (("broker",), 24),
+    (("trainer",), 16),
+    (("producer",), 8),
+    (("producer's child",), 8),
+    (("broker", "trainer"), 6),
+    (("broker", "producer"), 5),
+    (("trainer", "producer"), 4),
+    (("broker", "producer's child", "trainer"), 4),
+    (("lot",), 6),
+)
+STOP_SHARE = 0.2
+"""Of the acts, those that stop processes for a while instead of killing them."""
+SHORTEST_STOP_S, LONGEST_STOP_S = 0.1, 8.0
+
+
+@dataclass
+class Hit:
+    """An act as it happened: when, and what it was."""
+
+    at: float
+    what: str
+
+
+@dataclass
+class Fire:
+    """``kills`` and ``stops`` by kind of process; an act every ``every_s`` on average."""
+
+    seed: int
+    every_s: float
+    kills: Counter[str] = field(default_factory=Counter)
+    stops: Counter[str] = field(default_factory=Counter)
+    hits: list[Hit] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._draw = random.Random(self.seed)
+        self.next_at = 0.0
+
+    def wait(self, now: float) -> None:
+        """Draw when the next act is."""
+        self.next_at = now + self._draw.expovariate(1 / self.every_s)
+
+    def delay(self) -> float:
+        """How long after its end a process is started again."""
+        return self._draw.uniform(0.0, 0.5)
+
+    def act(self, members: list[Member], now: float) -> None:
+        """One act on those that are there and run."""
+        self.wait(now)
+        (kinds,) = self._draw.choices([kinds for kinds, _ in ACTS], [weight for _, weight in ACTS])
+        stops = self._draw.random() < STOP_SHARE
+        targets = self._targets(kinds, members)
+        if targets:
+            self.hits.append(Hit(now, f"{'stop' if stops else 'kill'} {' '.join(kind for kind, _, _ in targets)}"))
+        for kind, member, child in targets:
+            if not stops:
+                member.signal(signal.SIGKILL, child)
+                self.kills[kind] += 1
+            elif child < 0:
+                member.signal(signal.SIGSTOP)
+                self.stops[kind] += 1
+                member.continue_at = now + SHORTEST_STOP_S * (LONGEST_STOP_S / SHORTEST_STOP_S) ** self._draw.random()
+
+    def _targets(self, kinds: tuple[str, ...], members: list[Member]) -> list[tuple[str, Member, int]]:
+        """(kind, member, which child or -1) of each process that is hit."""
+        there = [member for member in members if member.alive and member.continue_at is None]
+        if kinds == ("lot",):
+            return [(member.kind, member, -1) for member in there]
+        found = []
+        for kind in kinds:
+            of_kind = [member for member in there if member.kind == kind.partition("'")[0]]
+            if of_kind:
+                child = self._draw.randrange(8) if "'" in kind else -1
+                found.append((kind, self._draw.choice(of_kind), child))
+        return found

@@ -1,0 +1,163 @@
+"""The golden run: a job's steps, packed offline from the same files by the pure core, with no service at all.
+
+What a rank must be given is derived here a second time, token by token, and not by ``core.layout``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from streampack.config import BrokerConfig, convert
+from streampack.core.form import Former, Step
+from streampack.core.intake import apply_overlong
+from streampack.core.merge import Merge, merge_of
+from streampack.core.rules import Rules
+from streampack.core.samples import I64, IGNORE_INDEX, SampleTable
+from streampack.sources import Cursor, Source, SourceSettings, open_source
+from tests.soak.checksum import crc_of
+from tests.soak.job import Job
+
+Id = tuple[int, int, int]
+"""(stream, index, part)."""
+
+
+@dataclass(frozen=True)
+class GoldenPack:
+    ids: list[Id]
+    tokens: list[NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class GoldenStep:
+    """Digests in hex."""
+
+    digest: str
+    chain: str
+    num_loss_tokens: int
+    num_samples: int
+    packs: tuple[GoldenPack, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Golden:
+    """``expected``: every sample that must be in a step, once."""
+
+    rules: Rules
+    steps: tuple[GoldenStep, ...]
+    expected: frozenset[Id]
+
+    @lru_cache  # noqa: B019 - one a run
+    def crcs(self, step: int, pack: int, cp: int, cp_rank: int) -> dict[str, int]:
+        """Of every array that the rank must get of this pack, by name."""
+        return {name: crc_of(array) for name, array in self._arrays(step, pack, cp, cp_rank).items()}
+
+    def _arrays(self, step: int, pack: int, cp: int, cp_rank: int) -> dict[str, NDArray[Any]]:
+        this, align, total = self.steps[step].packs[pack], self.rules.align.sample, self.rules.budget
+        ids, labels = np.zeros(total, np.int64), np.full(total, IGNORE_INDEX, np.int64)
+        places, padding = np.zeros(total, np.int64), np.ones(total, np.bool_)
+        real, padded, held = [0], [0], []
+        for tokens in this.tokens:
+            begin, slot = padded[-1], -(-len(tokens) // align) * align
+            ids[begin : begin + len(tokens)] = tokens
+            labels[begin : begin + len(tokens) - 1] = tokens[1:]
+            places[begin : begin + slot] = np.arange(slot)
+            padding[begin : begin + len(tokens)] = False
+            held += _chunks(begin, begin + slot, cp, cp_rank)
+            real.append(real[-1] + len(tokens))
+            padded.append(begin + slot)
+        if padded[-1] < total:
+            places[padded[-1] :] = np.arange(total - padded[-1])
+            held += _chunks(padded[-1], total, cp, cp_rank)
+            real.append(real[-1])
+            padded.append(total)
+        mine = np.array(held, np.int64)
+        return {
+            "input_ids": ids[mine], "labels": labels[mine], "position_ids": places[mine],
+            "padding_mask": padding[mine], "positions": mine, "cu_seqlens": np.array(real, np.int32),
+            "cu_seqlens_padded": np.array(padded, np.int32), "sample_ids": np.array(this.ids, np.int64).reshape(-1, 3),
+        }  # fmt: skip
+
+
+def _chunks(begin: int, end: int, cp: int, cp_rank: int) -> list[int]:
+    """Chunks r and 2W - 1 - r of a segment cut in 2W."""
+    if cp == 1:
+        return list(range(begin, end))
+    size = (end - begin) // (2 * cp)
+    first, second = begin + cp_rank * size, begin + (2 * cp - 1 - cp_rank) * size
+    return [*range(first, first + size), *range(second, second + size)]
+
+
+def pack_offline(job: Job) -> Golden:
+    """All steps of a job; every sample is seen to be there exactly once."""
+    rules = convert(job.settings, BrokerConfig).check().plan()
+    table, merge = SampleTable(), merge_of(rules)
+    tokens: dict[int, NDArray[Any]] = {}
+    place = 0
+    for number, stream in enumerate(rules.streams):
+        source = open_source(convert(job.streams[stream.name], SourceSettings))
+        for partition in range(stream.partitions):
+            _enter(rules, number, partition, place, source, merge, table, tokens)
+            place += 1
+    former, steps = Former(rules, table), []
+    while not merge.closed:
+        taken = merge.take(1 << 40)
+        former.admit(taken.handles, taken.lengths)
+        former.closed = True
+        while (request := former.request()) is not None:
+            steps += former.apply(request.choose())
+        steps += former.cut()
+        if merge.between_passes:
+            merge.next_pass()
+    assert former.finished
+    assert former.chain == steps[-1].chain
+
+    def identify(handles: I64) -> list[Id]:
+        return [(int(table.stream[h]), int(table.index[h]), int(table.part[h])) for h in handles]
+
+    def golden(step: Step) -> GoldenStep:
+        packs = (GoldenPack(identify(p.handles), [tokens[h] for h in p.handles.tolist()]) for p in step.packs)
+        return GoldenStep(
+            step.digest.hex(), step.chain.hex(), step.num_loss_tokens, step.num_samples, tuple(packs)
+        )  # fmt: skip
+
+    found = tuple(map(golden, steps))
+    packed = [one for step in found for pack in step.packs for one in pack.ids]
+    dropped = identify(former.dropped)
+    assert len(packed) + len(dropped) == len({*packed, *dropped}) == len(tokens)
+    return Golden(rules, found, frozenset(packed))
+
+
+def _enter(
+    rules: Rules, stream: int, partition: int, place: int, source: Source, merge: Merge, table: SampleTable,
+    tokens: dict[int, NDArray[Any]],
+) -> None:  # fmt: skip
+    """All samples of one partition, in all its passes, to the merge."""
+    settings = rules.streams[stream]
+    seq = 0
+    for pass_ in range(settings.passes or 0):
+        records = source.read(
+            partition, settings.partitions, seed=rules.seed, passes=pass_ + 1, start=Cursor(pass_, 0, 0)
+        )
+        samples = [np.asarray(record.tokens).astype(rules.tokens) for record in records]
+        pieces = apply_overlong(np.array([len(s) for s in samples], np.int64), rules.budget, settings.overlong)
+        handles = np.full(len(pieces.length), -1, np.int64)
+        columns = (pieces.source, pieces.offset, pieces.length, pieces.part)
+        for i, (at, offset, length, part) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+            if not length:
+                continue
+            h = handles[i] = int(table.take(1)[0])
+            tokens[h] = samples[at][offset : offset + length]
+            table.stream[h], table.index[h], table.part[h] = stream, (seq + at) * settings.partitions + partition, part
+            table.length[h], table.loss_tokens[h] = length, length - 1
+            table.crc[h] = crc32c(samples[at].tobytes())
+        merge.push(place, handles, pieces.length, pieces.part)
+        seq += len(samples)
+        if rules.between_passes == "drain":
+            merge.end_pass(place)
+    merge.end(place)

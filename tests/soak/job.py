@@ -1,0 +1,115 @@
+"""What one run under fire reads and serves: a function of its seed, so that a seed repeats it.
+
+Samples are few and short and steps are small: what is tested is the order of events, not the amount
+of data. Every job mixes streams of several partitions and passes, with samples that are cut or dropped.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.integration.running import write, write_jsonl
+
+MESHES = ((1, 1), (2, 1), (4, 1), (3, 1), (1, 2), (2, 2))
+"""(dp, cp) of the ranks that read."""
+PACKERS = ("exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative")
+BUDGET, PACKS = 128, 12
+SHARDS = {"web": 7, "code": 3}
+PARTITIONS = {"web": 3, "code": 2}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: ``settings`` are broker.yaml's, ``streams`` producer.yaml's."""
+
+    seed: int
+    folder: Path
+    dp: int
+    cp: int
+    settings: dict[str, Any]
+    streams: dict[str, Any]
+    in_place: bool
+    """A trainer that was killed comes back alone; else all are started again from their last checkpoint."""
+    checkpoint_every: int
+    step_s: float
+
+    @property
+    def meshes(self) -> list[dict[str, int]]:
+        """Of each rank, in order."""
+        sizes = {"dp": self.dp, "cp": self.cp}
+        return [sizes | {"dp_rank": d, "cp_rank": c} for d in range(self.dp) for c in range(self.cp)]
+
+    @property
+    def broker_config(self) -> Path:
+        return self.folder / "broker.yaml"
+
+    @property
+    def producer_config(self) -> Path:
+        return self.folder / "producer.yaml"
+
+
+def make_job(seed: int, folder: Path, number: int, in_place: bool = False, rows: tuple[int, int] = (500, 900)) -> Job:
+    """Run ``number`` of a soak: its files, of ``rows`` samples each, are written to ``folder``, which has a short path.
+
+    The number chooses mesh, packer and transport (TCP where it is even), the seed all else.
+    """
+    draw = random.Random(seed)
+    dp, cp = MESHES[number % len(MESHES)]
+    for stream, count in SHARDS.items():
+        for shard in range(count):
+            rows = [{"tokens": _tokens(draw)} for _ in range(draw.randint(*rows))]
+            write_jsonl(folder / f"{stream}-{shard}.jsonl", rows)
+    settings = {
+        "run": f"soak-{seed}",
+        "listen": _listen(folder, over_tcp=number % 2 == 0),
+        "rendezvous": str(folder / "streampack.json"),
+        "state_dir": str(folder / "state"),
+        "memory": "32MiB",
+        "seed": seed,
+        "tokens": draw.choice(("int32", "uint16")),
+        "limits": {"sample_tokens": 4096, "chunk": "4KiB"},
+        "steps_ahead": draw.randint(2, 8),
+        "rules": {
+            "packer": PACKERS[number % len(PACKERS)], "budget": BUDGET, "window": {"samples": draw.choice((16, 64))},
+            "step": {"packs": PACKS}, "align": {"sample": 2 * cp, "pack": 2 * cp},
+            "overlong": draw.choice(("split", "truncate", "drop")), "poison": "drop",
+            "tail": draw.choice(("pad", "drop")), "between_passes": draw.choice(("continue", "drain")),
+        },
+        "streams": {
+            "web": {"weight": 0.7, "passes": 2, "partitions": PARTITIONS["web"]},
+            "code": {"weight": 0.3, "passes": draw.choice((1, 2)), "partitions": PARTITIONS["code"]},
+        },
+    }  # fmt: skip
+    streams = {name: {"source": "jsonl", "shards": str(folder / f"{name}-*.jsonl")} for name in SHARDS}
+    job = Job(
+        seed, folder, dp, cp, settings, streams, in_place, checkpoint_every=draw.randint(3, 12),
+        step_s=draw.uniform(0.05, 0.15),
+    )  # fmt: skip
+    write(job.broker_config, settings)
+    write(job.producer_config, {"broker": f"file://{settings['rendezvous']}", "processes": 2, "streams": streams})
+    return job
+
+
+def _tokens(draw: random.Random) -> list[int]:
+    """A sample's ids, never 0; a few are longer than the budget, a few have none."""
+    chance = draw.random()
+    length = 0 if chance < 0.01 else draw.randint(BUDGET, 3 * BUDGET) if chance < 0.03 else draw.randint(1, BUDGET // 2)
+    first = draw.randrange(60_000)
+    return [1 + (first + 31 * i) % 60_000 for i in range(length)]
+
+
+def _listen(folder: Path, over_tcp: bool) -> dict[str, str]:
+    """Addresses that a broker started again has, too."""
+    if not over_tcp:
+        return {"producers": f"ipc://{folder}/p", "trainers": f"ipc://{folder}/t", "http": "127.0.0.1:0"}
+    with socket.socket() as one, socket.socket() as two:
+        one.bind(("127.0.0.1", 0))
+        two.bind(("127.0.0.1", 0))
+        ports = one.getsockname()[1], two.getsockname()[1]
+    return {
+        "producers": f"tcp://127.0.0.1:{ports[0]}", "trainers": f"tcp://127.0.0.1:{ports[1]}", "http": "127.0.0.1:0",
+    }  # fmt: skip
