@@ -13,26 +13,26 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 _BLOCK = 16 * 1024
+_LARGE = 2048
+"""Of a message's payload, most likely: a length that is damaged is noticed by heartbeats, much later."""
 _TURN_S = 0.05
 
 
 @dataclass
 class Weather:
     """Of one direction. ``delay_s`` before each block is passed on; ``bytes_per_s`` at most (0: no bound);
-    ``held``: nothing is passed on; ``flip_every``: a bit of one byte in so many is flipped (0: none), once a
-    connection's first KiB, its handshake, is over."""
+    ``held``: nothing is passed on; ``damage``: so many of the next large blocks have a bit flipped in their middle."""
 
     delay_s: float = 0.0
     bytes_per_s: float = 0.0
     held: bool = False
-    flip_every: int = 0
-    passed: int = 0
-    flipped: int = 0
+    damage: int = 0
 
 
 @dataclass
 class Proxy:
-    """``endpoint`` stands for ``target`` (``tcp://127.0.0.1:port``) until the end of the ``with``."""
+    """``endpoint`` stands for ``target`` (``tcp://127.0.0.1:port``) until the end of the ``with``. Another target is
+    that of connections made from then on."""
 
     target: str
     up: Weather = field(default_factory=Weather)
@@ -76,12 +76,12 @@ class Proxy:
                         sock.shutdown(socket.SHUT_WR)
 
     def _accept(self) -> None:
-        host, _, port = self.target.removeprefix("tcp://").rpartition(":")
         while not self._over.is_set():
             try:
                 near, _ = self._listener.accept()
             except TimeoutError:
                 continue
+            host, _, port = self.target.removeprefix("tcp://").rpartition(":")
             try:
                 far = socket.create_connection((host, int(port)), 5.0)
             except OSError:
@@ -100,7 +100,6 @@ class Proxy:
 
     def _pump(self, source: socket.socket, sink: socket.socket, weather: Weather, done: threading.Semaphore) -> None:
         source.settimeout(_TURN_S)
-        passed = 0
         try:
             while not self._over.is_set():
                 if weather.held:
@@ -114,26 +113,17 @@ class Proxy:
                     break
                 if weather.delay_s or weather.bytes_per_s:
                     time.sleep(weather.delay_s + (len(block) / weather.bytes_per_s if weather.bytes_per_s else 0.0))
-                if weather.flip_every and passed > 1024:
-                    self._damage(block, weather)
+                if weather.damage and len(block) >= _LARGE:
+                    weather.damage -= 1
+                    block[len(block) // 2] ^= 1 << weather.damage % 8
                 sink.settimeout(None)
                 sink.sendall(block)
-                passed += len(block)
-                weather.passed += len(block)
         except OSError:
             pass
         finally:
             with contextlib.suppress(OSError):
                 sink.shutdown(socket.SHUT_WR)
             done.release()
-
-    @staticmethod
-    def _damage(block: bytearray, weather: Weather) -> None:
-        """Flip one bit in every ``flip_every``-th byte that passes."""
-        first = -weather.passed % weather.flip_every
-        for at in range(first, len(block), weather.flip_every):
-            block[at] ^= 1 << (weather.flipped % 8)
-            weather.flipped += 1
 
     def _close(self, near: socket.socket, far: socket.socket, done: threading.Semaphore) -> None:
         """Once both directions have ended."""

@@ -61,11 +61,11 @@ def make_job(seed: int, folder: Path, number: int, in_place: bool = False, rows:
     dp, cp = MESHES[number % len(MESHES)]
     for stream, count in SHARDS.items():
         for shard in range(count):
-            rows = [{"tokens": _tokens(draw)} for _ in range(draw.randint(*rows))]
-            write_jsonl(folder / f"{stream}-{shard}.jsonl", rows)
+            samples = [{"tokens": _tokens(draw)} for _ in range(draw.randint(*rows))]
+            write_jsonl(folder / f"{stream}-{shard}.jsonl", samples)
     settings = {
         "run": f"soak-{seed}",
-        "listen": _listen(folder, over_tcp=number % 2 == 0),
+        "listen": fixed_listen(folder, over_tcp=number % 2 == 0),
         "rendezvous": str(folder / "streampack.json"),
         "state_dir": str(folder / "state"),
         "memory": "32MiB",
@@ -102,7 +102,7 @@ def _tokens(draw: random.Random) -> list[int]:
     return [1 + (first + 31 * i) % 60_000 for i in range(length)]
 
 
-def _listen(folder: Path, over_tcp: bool) -> dict[str, str]:
+def fixed_listen(folder: Path, over_tcp: bool = True) -> dict[str, str]:
     """Addresses that a broker started again has, too."""
     if not over_tcp:
         return {"producers": f"ipc://{folder}/p", "trainers": f"ipc://{folder}/t", "http": "127.0.0.1:0"}
