@@ -97,6 +97,7 @@ def pack_offline(job: Job) -> Golden:
     """All steps of a job; every sample is seen to be there exactly once."""
     rules = convert(job.settings, BrokerConfig).check().plan()
     table, merge = SampleTable(), merge_of(rules)
+    assert isinstance(merge, Merge)
     tokens: dict[int, NDArray[Any]] = {}
     place = 0
     for number, stream in enumerate(rules.streams):
