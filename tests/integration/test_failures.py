@@ -1,0 +1,326 @@
+"""Each failure that the user may see has a test whose name says it. Those that are elsewhere:
+
+=====================================================  =================================================================
+failure                                                test
+=====================================================  =================================================================
+producer killed or restarted, resends                  test_daemons: a_killed_producer_process_is_started_again_and_...,
+                                                       test_same_steps: a_producer_killed_in_the_middle_changes_nothing
+broker killed anywhere                                 here; simulation; every kind of kill, for long: ``make soak``
+rank killed; trainers restart from step j              training/test_restarts
+uneven tails                                           training/test_restarts: every rank ends on the same step
+slow trainer                                           here; test_memory
+a rank never joins                                     core/test_sessions: missing_ranks_are_named_and_nothing_is_served
+two claim one rank, another mesh                       test_bad_input: a_rank_that_is_held_and_another_mesh_are_refused
+wrong mesh                                             test_bad_input: a_mesh_that_the_rules_cannot_serve_is_refused_...
+other configuration                                    test_bad_input: other_data_for_the_same_stream_is_refused
+an address that is served already                      test_bad_input: a_tcp_port_in_use_is_named, an_ipc_address_...
+poison sample                                          test_bad_data; core/test_chunks
+hostile message                                        test_bad_input: a_flood_of_what_is_no_message_...;
+                                                       core/test_messages_wire
+=====================================================  =================================================================
+
+Real processes; what they do to a network is ``proxy``'s, or network namespaces'.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import streampack as sp
+from streampack.client import Client
+from streampack.errors import UserError
+from tests.integration import running as running_module
+from tests.integration.proxy import Proxy
+from tests.integration.running import Daemon, RunningBroker, folder, in_process, running, until, write, write_jsonl
+from tests.soak.accounts import settle
+from tests.soak.checksum import crc_of
+from tests.soak.golden import Golden, pack_offline
+from tests.soak.job import Job, fixed_listen, make_job
+from tests.soak.partition import Link, link, run_apart
+
+PAUSE_S = 5.0
+"""What a started broker may take to the next step; benchmarks/recovery.py has the whole pause."""
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Job]:
+    """Two streams in 10 files, one rank, over TCP: about 40 steps."""
+    with folder() as path:
+        yield make_job(7, path, number=0, rows=(90, 110))
+
+
+@pytest.fixture(scope="module")
+def golden(job: Job) -> Golden:
+    found = pack_offline(job)
+    assert len(found.steps) > 30
+    return found
+
+
+def settings_in(path: Path, job: Job, listen: dict[str, str]) -> dict[str, Any]:
+    """The job's, for a broker with a state of its own in ``path``."""
+    of_its_own = {"listen": listen, "state_dir": str(path / "state"), "rendezvous": str(path / "streampack.json")}
+    return job.settings | of_its_own
+
+
+@contextmanager
+def served(job: Job) -> Iterator[RunningBroker]:
+    """A broker of the job, with addresses that its successor has, too; and a producer."""
+    with folder() as path:
+        broker = RunningBroker(path, settings_in(path, job, fixed_listen(path)))
+        try:
+            with producing(job, path, broker.producers):
+                yield broker
+        finally:
+            broker.kill()
+
+
+@contextmanager
+def producing(job: Job, path: Path, endpoint: str) -> Iterator[Daemon]:
+    tree = {"broker": endpoint, "processes": 1, "streams": job.streams}
+    with running("producer", "produce", "-c", write(path / "producer.yaml", tree)) as producer:
+        yield producer
+
+
+def start_again(broker: RunningBroker) -> RunningBroker:
+    """Kill a broker, and start its successor at once."""
+    broker.kill()
+    settings = json.loads((broker.log.parent / "broker.yaml").read_text())
+    return RunningBroker(broker.log.parent, settings)
+
+
+def connect(endpoint: str, **more: Any) -> Client:
+    return sp.connect(endpoint, format="numpy", verify=True, **more)
+
+
+def differing(golden: Golden, steps: list[sp.Step]) -> list[int]:
+    """Steps of a lone rank that are not the golden run's, bit for bit."""
+    names = [name for name in golden.crcs(0, 0, 1, 0) if name != "positions"]
+    return [
+        step.index
+        for step in steps
+        if (step.digest, step.chain) != (golden.steps[step.index].digest, golden.steps[step.index].chain)
+        or any(
+            crc_of(pack[name]) != golden.crcs(step.index, pack.pack, 1, 0)[name] for pack in step for name in names
+        )
+    ]  # fmt: skip
+
+
+def the_golden_ones(golden: Golden, steps: list[sp.Step]) -> bool:
+    """All steps, once each, in order."""
+    return [step.index for step in steps] == list(range(len(golden.steps))) and not differing(golden, steps)
+
+
+# Brokers
+
+
+def test_a_broker_killed_anywhere_is_a_pause_and_the_same_bytes(job: Job, golden: Golden) -> None:
+    with ExitStack() as stack:
+        broker = stack.enter_context(served(job))
+        steps, pauses = [], [0.0]
+        with connect(broker.trainers, prefetch=1) as loader:
+            for step in loader.steps():
+                pauses[-1] = time.monotonic() - pauses[-1]
+                steps.append(step)
+                if step.index in (0, 12):
+                    broker = start_again(broker)
+                    stack.callback(broker.kill)
+                pauses.append(time.monotonic())
+    assert the_golden_ones(golden, steps)
+    assert max(pauses[1:-1]) < PAUSE_S
+
+
+def test_a_stopped_broker_is_waited_for_and_goes_on(job: Job, golden: Golden) -> None:
+    with served(job) as broker, connect(broker.trainers, prefetch=1) as loader:
+        steps = []
+        for step in loader.steps():
+            steps.append(step)
+            if step.index == 3:
+                broker.signal(signal.SIGSTOP)
+                threading.Timer(1.5, broker.signal, [signal.SIGCONT]).start()
+    assert the_golden_ones(golden, steps)
+
+
+def test_of_two_brokers_for_one_run_one_serves_and_a_stale_one_that_wakes_up_changes_nothing(
+    job: Job, golden: Golden
+) -> None:
+    """The first hangs, the second takes its place (its address is routed there); then the first wakes up, and
+    the trainer's connection leads to it again for a while."""
+    with served(job) as stale, Proxy(stale.trainers) as route, connect(route.endpoint, prefetch=1) as loader:
+        steps = []
+        all_steps = loader.steps()
+        steps += [next(all_steps) for _ in range(5)]
+        stale.signal(signal.SIGSTOP)
+        with served(job) as second:
+            lead_to(route, second.trainers)
+            steps += [next(all_steps) for _ in range(10)]
+            stale.signal(signal.SIGCONT)
+            lead_to(route, stale.trainers)
+            until(lambda: stale.status()["state"] != "" and route.connections > 2)
+            time.sleep(1.0)  # what the stale one says is heard, and not taken
+            lead_to(route, second.trainers)
+            steps += all_steps
+    assert the_golden_ones(golden, steps)
+
+
+def lead_to(route: Proxy, target: str) -> None:
+    route.target = target
+    route.cut()
+
+
+# The network
+
+
+def test_connections_that_are_slow_cut_half_closed_or_silent_change_nothing(job: Job, golden: Golden) -> None:
+    def half_a_second_of_silence(route: Proxy) -> None:
+        route.down.held = route.up.held = True
+        threading.Timer(0.5, partial(open_again, route)).start()
+
+    faults: dict[int, Callable[[Proxy], Any]] = {
+        3: lambda route: setattr(route.down, "delay_s", 0.02),
+        6: Proxy.cut,
+        9: lambda route: setattr(route.down, "delay_s", 0.0),
+        12: Proxy.half_close,
+        15: half_a_second_of_silence,
+        20: lambda route: setattr(route.up, "bytes_per_s", 100_000),
+        25: Proxy.cut,
+    }
+    with through_proxies(job) as (trainers, producers), connect(trainers.endpoint, prefetch=1) as loader:
+        steps = []
+        for step in loader.steps():
+            steps.append(step)
+            time.sleep(0.02)
+            for route in (trainers, producers):
+                faults.get(step.index, id)(route)
+    assert the_golden_ones(golden, steps)
+    assert trainers.connections > 2
+    assert producers.connections > 2
+
+
+def open_again(route: Proxy) -> None:
+    route.down.held = route.up.held = False
+
+
+def test_bytes_that_are_damaged_on_their_way_are_dropped_and_sent_again(job: Job, golden: Golden) -> None:
+    with through_proxies(job) as (trainers, producers), connect(trainers.endpoint, prefetch=1) as loader:
+        trainers.down.damage = producers.up.damage = 2
+        steps = list(loader.steps())
+    assert the_golden_ones(golden, steps)
+    assert trainers.down.damage == producers.up.damage == 0
+
+
+@contextmanager
+def through_proxies(job: Job) -> Iterator[tuple[Proxy, Proxy]]:
+    """Trainers and producers each come to a broker by a proxy."""
+    with folder() as path:
+        listen = fixed_listen(path)
+        broker = RunningBroker(path, settings_in(path, job, listen))
+        try:
+            with (
+                Proxy(listen["trainers"]) as trainers,
+                Proxy(listen["producers"]) as producers,
+                producing(job, path, producers.endpoint),
+            ):
+                yield trainers, producers
+        finally:
+            broker.kill()
+
+
+@pytest.fixture(scope="module")
+def between() -> Iterator[Link]:
+    with link() as found:
+        if found is None:
+            pytest.skip("no network namespaces here: they need root, ip, and a kernel that has veth")
+        yield found
+
+
+def test_a_partition_of_1_and_5_seconds_and_one_way_goes_on_exactly(between: Link) -> None:
+    with folder() as path:
+        job = make_job(11, path, number=1, rows=(150, 160))
+        golden = pack_offline(job)
+        faults: list[Callable[[], Any]] = [between.down, between.down]
+        faults += [partial(between.one_way, deaf) for deaf in (between.near, between.far)]
+        run_apart(job, between, faults, (1.0, 5.0, 1.0, 1.0))
+        account = settle(job, golden, [])
+    assert not account.wrong
+    assert account.compared >= len(job.meshes) * len(golden.steps)
+
+
+# Trainers
+
+
+def test_a_slow_trainer_leaves_memory_bounded_and_is_named_in_the_status(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "web.jsonl", [{"tokens": [7] * (1 + 31 * i % 97)} for i in range(500)])
+    settings: dict[str, Any] = {
+        "steps_ahead": 3, "rules": {"budget": 256, "window": {"samples": 64}, "step": {"packs": 4}},
+        "streams": {"web": {"partitions": 1, "repeat": True}},
+    }  # fmt: skip
+    streams = {"web": {"source": "jsonl", "shards": str(tmp_path / "web.jsonl")}}
+    with folder() as path:
+        broker = RunningBroker(path, settings)
+        tree = {"broker": broker.producers, "processes": 1, "streams": streams}
+        try:
+            with (
+                running("producer", "produce", "-c", write(path / "p.yaml", tree)),
+                Proxy(broker.trainers) as thin,
+                ExitStack() as ranks,
+            ):
+                for rank, endpoint in enumerate((broker.trainers, thin.endpoint)):
+                    loader = ranks.enter_context(connect(endpoint, mesh={"dp": 2, "dp_rank": rank}))
+                    thread = threading.Thread(target=read_on, args=(loader,))
+                    ranks.callback(thread.join, 20)
+                    ranks.callback(loader.close)
+                    thread.start()
+                until(lambda: broker.feed()["steps"]["formed"] > 100)
+                thin.down.bytes_per_s = 4000
+                time.sleep(1.5)
+                memory = psutil.Process(broker.process.pid).memory_info
+                early = memory().rss
+                time.sleep(1.5)
+                shown = in_process("status", broker.http).stdout
+                steps = broker.feed()["steps"]
+                thin.down.bytes_per_s = 0
+                assert memory().rss <= 1.02 * early + 2**20
+                assert steps["formed"] - steps["returned"] <= 3 + 1
+                assert "dp=1/2" in " ".join(shown.split()), shown
+        finally:
+            broker.kill()
+
+
+def read_on(loader: Client) -> None:
+    with suppress(UserError):  # closed
+        for _ in loader.steps():
+            continue
+
+
+# The machine
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(job: Job, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandering = (sys.executable, "-m", "tests.integration.wandering_clock")
+    monkeypatch.setattr(running_module, "STREAMPACK", wandering)
+    with served(job) as broker, connect(broker.trainers) as loader:
+        steps = list(loader.steps())
+    assert the_golden_ones(golden, steps)
+
+
+def test_what_the_golden_run_has_is_what_its_samples_are(golden: Golden) -> None:
+    """The yardstick itself: tokens of every pack are those of its samples, within the budget."""
+    for step in golden.steps:
+        for pack in step.packs:
+            assert len(pack.ids) == len(pack.tokens)
+            assert sum(map(len, pack.tokens)) <= golden.rules.budget
+    assert sum(step.num_samples for step in golden.steps) == len(golden.expected)
+    assert np.concatenate(golden.steps[0].packs[0].tokens).min() > 0
