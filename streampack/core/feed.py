@@ -23,11 +23,14 @@ from streampack.core.admission import Admission, terms_of
 from streampack.core.effects import Form, Formed, Release
 from streampack.core.events import Effect, Report
 from streampack.core.form import Former, Step
+from streampack.core.kept import LINEAGE
 from streampack.core.leases import Leases
 from streampack.core.merge import merge_of
+from streampack.core.messages import State
 from streampack.core.readers import Readers
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, SampleTable
+from streampack.core.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,8 @@ class Feed:
         self.origin = leases.open(rules, self.admission)
         """Its first partition's number in ``leases``."""
         self.readers = Readers(
-            run, epoch, plan.name, rules, plan.layout, table, self.waiting_for, self._rewind
+            run, epoch, plan.name, rules, plan.layout, table, self.waiting_for, self._rewind, self._state_of,
+            self._commit,
         )  # fmt: skip
         self.former = Former(rules, table)
         self.totals = Totals()
@@ -192,7 +196,7 @@ class Feed:
         effects: list[Effect] = []
         for step in steps:
             self.totals.add(step)
-            effects += self.readers.add(step)
+            effects += self.readers.add(step) if step.number >= self.readers.formed_upto else self._pass(step)
         if self.former.finished and self.readers.end is None:
             dropped, self.former.dropped = self.former.dropped, self.former.dropped[:0]
             self.totals.dropped_samples += len(dropped)
@@ -207,8 +211,23 @@ class Feed:
             effects += self.readers.finish(count, self.former.chain)
         return effects
 
-    def _rewind(self) -> list[Effect]:
-        """Back to the first sample; the readers have let go of their steps."""
+    def _pass(self, step: Step) -> list[Effect]:
+        """A step before the one that the readers begin at."""
+        handles = np.concatenate([pack.handles for pack in step.packs])
+        return [Release(handles), *self.readers.check(step.number + 1, step.chain)]
+
+    def _state_of(self, step: int) -> State | None:
+        chain = self.readers.chain_of(step)
+        known = chain or not step
+        return State(feed=self.name, lineage=LINEAGE, step=step, chain=chain, snapshot=None) if known else None
+
+    def _commit(self, step: int) -> list[Effect]:
+        return self.readers.committed(step)
+
+    def _rewind(self, step: int, snapshot: Snapshot | None) -> list[Effect]:
+        """Go to ``step``, from the first sample if it is behind; the readers have let go of their steps."""
+        if step >= self.former.next_step:
+            return []
         held = np.concatenate([self._drop_waiting(), self.former.held()])
         self.admission.merge, self.former = merge_of(self.rules), Former(self.rules, self._table)
         self._generation += 1

@@ -27,6 +27,7 @@ LINEAGE = 0
 @dataclass(slots=True)
 class _Kept:
     step: Step
+    skipped: bool = False
     dp: int = 0
     dealt: I64 = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
@@ -41,9 +42,9 @@ class KeptSteps:
         """Cost of the dearest pack over the mean, over ranks at each micro-batch index; mean over what was dealt."""
         self._dealt_rows = 0
 
-    def add(self, step: Step) -> None:
-        """Keep a step."""
-        self._steps[step.number] = _Kept(step)
+    def add(self, step: Step, skipped: bool = False) -> None:
+        """Keep a step; of one that is ``skipped`` readers get the digests and no packs."""
+        self._steps[step.number] = _Kept(step, skipped)
 
     def forget(self, number: int) -> I64:
         """Drop a step; the handles of all its samples, int64 [n]."""
@@ -53,6 +54,9 @@ class KeptSteps:
         """A step's messages for one rank, in order, each with the handles of its packs' samples."""
         kept = self._steps[number]
         step, table = kept.step, self._table
+        if kept.skipped:
+            yield self._passed_over(step), ()
+            return
         if kept.dp != mesh.dp:
             self._deal(kept, mesh.dp)
         column = kept.dealt[:, mesh.dp_rank]
@@ -77,6 +81,14 @@ class KeptSteps:
                 parts_u32=table.part[handles].astype("<u4").tobytes(),
             )  # fmt: skip
             yield plan, tuple(pack.handles for pack in packs)
+
+    def _passed_over(self, step: Step) -> StepPart:
+        return StepPart(
+            feed=self._feed, lineage=LINEAGE, step=step.number, part=0, parts=1, first=0, micro_batches=0,
+            digest=step.digest, chain=step.chain, num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples,
+            frames=[], packs_u32=b"", counts_u32=b"", loss_tokens_u32=b"", lengths_u32=b"", streams_u32=b"",
+            indices_u64=b"", parts_u32=b"",
+        )  # fmt: skip
 
     def _deal(self, kept: _Kept, dp: int) -> None:
         costs = np.array([pack.cost for pack in kept.step.packs], np.int64)

@@ -1,98 +1,89 @@
-"""The trainers' side of the broker: who reads which rank, and what each has had.
+"""The trainers' side of the broker: what each rank has had, and the attempts in which they read.
 
-A step goes out whole, to every rank, once all ranks of the mesh are attached. Reads are pure:
-asking again for a step gives the same bytes; only ``done_upto`` moves, and only up. A step is
-kept until every rank has returned it. What was said in another attempt, or to another broker,
-changes nothing. Knows steps and packs by number, never tokens.
+A reader takes its rank first (``attempts``) and says later that it is ready and where it begins. An
+*attempt* begins when every rank of the mesh is ready, at the earliest step that one of them
+asks for: steps that are gone are formed again. It is numbered, and what was said in another, or to
+another broker, changes nothing. A process that takes a rank over in an attempt goes on in place, where
+its steps are still kept: the others notice nothing. Where they are not, it waits until all ranks
+ask for an earlier step, and so does who comes with another mesh until the old ranks are gone.
+
+A step goes out whole, to every rank. Reads are pure: asking again for a step gives the same bytes; only
+``done_upto`` moves, and only up. A step is kept until every rank has returned it. Knows steps and
+packs by number, never tokens.
 
 A feed may be iterated again and again: a reader names the *round* that it is in. One that asks
 for a later round is out of the one that is served, and waits; when all ranks of the mesh do, that
-round begins, in a new attempt and at step 0. A rank that is gone but has not asked for it holds the
-others back: all iterate the same number of times. With no rank attached nothing is being served,
-so whoever attaches first says in which round the next attempt is.
+round begins, in a new attempt. A rank that is gone but has not asked for it holds the others back: all
+iterate the same number of times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import islice, product
-from math import prod
+from collections.abc import Callable
 
+from streampack.core.attempts import CLAIM_S, RESTART_S, Ranks, Reader, Seats, clash, rank_name, refusal
 from streampack.core.effects import Release, SendShard, SendTrainer
 from streampack.core.events import Effect, Report
 from streampack.core.form import Step
-from streampack.core.kept import LINEAGE, KeptSteps, mesh_refusal
+from streampack.core.kept import LINEAGE, KeptSteps
 from streampack.core.messages import (
+    AskState,
     Attach,
     Attached,
     Bye,
+    Commit,
+    Committed,
     End,
     Envelope,
+    Fenced,
     Get,
-    Mesh,
     Message,
-    ReadBy,
     ReaderPing,
     Reject,
+    State,
     Wait,
     Who,
 )
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
+from streampack.core.snapshot import Snapshot
 
 TELL_S = 1.0
 """Readers that wait are told what for this often, and when they ping."""
 SILENT_S = 15.0
 """A reader not heard of for so long has lost its rank."""
-MAX_RANKS = 1 << 17
-"""Of a mesh: bounds what is believed of a peer."""
 MAX_AHEAD = 64
 """Steps that one GET may ask for."""
 
 OUT = 1 << 62
 """What a rank that is out of the round served counts as having returned: every step."""
 
-Ranks = tuple[int, int, int, int]
-
-
-@dataclass(slots=True)
-class _Reader:
-    name: str
-    peer: bytes
-    where: str
-    mesh: Mesh
-    readers: ReadBy
-    heard: float
-    round: int
-    first_step: int
-    chain: bytes
-    """Digest of the steps before ``first_step``, as the reader knows them; empty if it does not."""
-    sent_upto: int = 0
-    want_stop: int = 0
-    resend: int = 0
-    have_upto: int = 0
-    stats: dict[str, float] = field(default_factory=dict)
-
 
 class Readers:
-    """One feed's readers and the steps kept for them; ``rewind`` has the feed begin again at its first sample."""
+    """One feed's readers and the steps kept for them.
+
+    What the feed does for them: ``waiting_for`` says why the next step is not there, ``rewind`` has it go to a step,
+    from a reader's snapshot if it has none that is nearer, ``state_of`` gives a checkpoint's state, or None where it
+    does not know it yet, and ``commit`` notes that a checkpoint is durable and says so with ``committed``.
+    """
 
     def __init__(
         self, run: int, epoch: int, feed: str, rules: Rules, layout: str, table: SampleTable,
-        waiting_for: Callable[[], tuple[str, str]], rewind: Callable[[], list[Effect]],
+        waiting_for: Callable[[], tuple[str, str]], rewind: Callable[[int, Snapshot | None], list[Effect]],
+        state_of: Callable[[int], State | None], commit: Callable[[int], list[Effect]],
     ) -> None:  # fmt: skip
         self._run, self.epoch, self._feed = run, epoch, feed
         self._rules, self._layout = rules, layout
-        self._waiting_for, self._rewind = waiting_for, rewind
-        self._readers: dict[Ranks, _Reader] = {}
-        self._by_peer: dict[bytes, Ranks] = {}
-        self._returned: dict[Ranks, int] = {}  # steps returned in this round, by rank; of ranks that left, too
+        self._waiting_for, self._rewind, self._state_of, self._commit = waiting_for, rewind, state_of, commit
+        self._seats = Seats()
+        self._returned: dict[Ranks, int] = {}  # steps returned in this attempt, by rank; of ranks that left, too
+        self._unheard: set[Ranks] = set()  # ranks not heard since a process was replaced: it may be a restart of all
         self._steps = KeptSteps(feed, rules, layout, table)
         self._chains: dict[int, bytes] = {}
+        self._commits: dict[bytes, int] = {}  # what a peer waits to hear that it is committed
         self._attempt = 0
         self._now = self._told = 0.0
-        self._why: tuple[str, str] | None = None  # what all that wait are told, worked out once a tick
+        self._why: dict[str, tuple[str, str]] = {}  # what all that wait are told, worked out once a tick
         self.round = 0
         """The iteration that is served."""
         self.released_upto = 0
@@ -103,25 +94,43 @@ class Readers:
         self.refused = 0
         """Clients that were refused."""
 
-    # What the broker adds
+    # What the feed adds
 
-    def add(self, step: Step) -> list[Effect]:
-        """A step was formed: serve whoever waits for it."""
-        self._steps.add(step)
-        self._chains[step.number + 1] = step.chain
-        self._chains.pop(step.number - 4096, None)
+    def add(self, step: Step, skipped: bool = False) -> list[Effect]:
+        """A step was formed: serve whoever waits for it; of one that is ``skipped``, that it is passed over."""
+        self._steps.add(step, skipped)
         self.formed_upto = step.number + 1
-        return self._check_chains(step) + self._release() + self._serve_all()
+        return self.check(self.formed_upto, step.chain) + self._release() + self._serve_all()
+
+    def check(self, step: int, chain: bytes) -> list[Effect]:
+        """All steps before ``step`` have this digest: refuse readers that begin there and had others."""
+        self._chains[step] = chain
+        self._chains.pop(step - 4096, None)
+        astray = [reader for reader in self._seats if reader.ready and self._has_diverged(reader)]
+        return [effect for reader in astray for effect in self._refuse(reader, "diverged", _diverged(reader))]
+
+    def chain_of(self, step: int) -> bytes:
+        """Digest of all steps before ``step``; empty where it is not known, and of step 0."""
+        return self._chains.get(step, b"")
 
     def finish(self, num_steps: int, chain: bytes) -> list[Effect]:
         """No step follows in this round."""
         self.end = End(feed=self._feed, lineage=LINEAGE, num_steps=num_steps, chain=chain)
         return self._serve_all()
 
+    def committed(self, step: int) -> list[Effect]:
+        """A checkpoint that begins at ``step``, and all before it, are noted as durable: tell whoever said so."""
+        effects: list[Effect] = []
+        for peer in [peer for peer, asked in self._commits.items() if asked <= step]:
+            reader, asked = self._seats.at(peer), self._commits.pop(peer)
+            if reader is not None:
+                effects += self._send(reader, Committed(feed=self._feed, step=asked))
+        return effects
+
     def drain(self) -> list[Effect]:
         """No further step will be formed: readers get what there is, then a farewell."""
         self.draining = True
-        return self._serve_all()
+        return [e for reader in self._seats for e in (self._serve(reader) if reader.entered else self._wait(reader))]
 
     # What comes in
 
@@ -131,39 +140,52 @@ class Readers:
         message = envelope.message
         if isinstance(message, Attach):
             return self._attach(peer, message)
+        reader = self._seats.at(peer)
+        assert reader is not None
         if isinstance(message, Bye):
             return self.leave(peer, message.reason or "said goodbye")
-        reader = self._readers[self._by_peer[peer]]
-        if reader.round != self.round:  # it believes to be in a round that waits: have it ask again
-            return self._send(peer, Who())
-        if (envelope.epoch, envelope.fence) != (self.epoch, self._attempt):
-            return self._send(peer, self._attached(reader))
+        if isinstance(message, AskState):
+            state = self._state_of(message.step)
+            return [] if state is None else self._send(reader, state)
+        if isinstance(message, Commit):
+            self._commits[peer] = message.step
+            return self._commit(message.step)
+        if (envelope.epoch, envelope.fence) != (self.epoch, reader.fence):
+            return self._answer(reader)
         reader.heard = now
+        if not reader.entered:
+            return self._wait_for_ready(reader) if isinstance(message, Get) else []
+        effects: list[Effect] = []
+        if reader.mesh.ranks in self._unheard:
+            self._unheard.remove(reader.mesh.ranks)
+            effects = self._release()
         if isinstance(message, Get):
-            return self._get(reader, message)
+            return effects + self._get(reader, message)
         if isinstance(message, ReaderPing):
-            return self._ping(reader, message)
+            return effects + self._ping(reader, message)
         return self._reject(peer, "protocol", f"got {type(message).__name__} from a client")
 
     def leave(self, peer: bytes, why: str) -> list[Effect]:
         """A peer has gone, whether or not it was known."""
-        return self._leave(self._by_peer[peer], why) if peer in self._by_peer else []
+        reader = self._seats.at(peer)
+        return [] if reader is None else self._leave(reader, why)
 
     def knows(self, peer: bytes) -> bool:
         """Has ``peer`` attached here?"""
-        return peer in self._by_peer
+        return self._seats.at(peer) is not None
 
     def tick(self, now: float) -> list[Effect]:
-        """Drop readers that fell silent; tell those that wait what they wait for."""
+        """Drop readers that fell silent; decide claims; tell those that wait what they wait for."""
         self._now = now
+        self._why.clear()
         effects: list[Effect] = []
-        for ranks, reader in list(self._readers.items()):
+        for reader in self._seats:
             if now - reader.heard > SILENT_S:
-                effects += self._leave(ranks, f"silent for {SILENT_S:.0f} s")
-        self._why = None
+                effects += self._leave(reader, f"silent for {SILENT_S:.0f} s")
+        effects += self._settle()
         if now - self._told >= TELL_S:
             self._told = now
-            effects += [e for reader in self._readers.values() for e in self._wait(reader)]
+            effects += [e for reader in self._seats for e in self._wait(reader)]
         return effects
 
     @property
@@ -173,189 +195,205 @@ class Readers:
 
     @property
     def num_readers(self) -> int:
-        return len(self._readers)
+        """Processes that hold or claim a rank."""
+        return len(self._seats)
+
+    @property
+    def joined(self) -> bool:
+        """An attempt is served: every rank that reads was ready for it; some may have left since."""
+        return bool(self._returned) and bool(self._seats.held)
 
     @property
     def slowest(self) -> str:
         """The rank that has returned the fewest steps, for a person."""
-        if not self._readers:
+        held = self._seats.held
+        if not self._returned or not held:
             return "no rank is attached"
-        ranks = min(self._returned, key=lambda ranks: (self._returned[ranks], ranks in self._readers))
-        if ranks not in self._readers:
+        ranks = min(self._returned, key=lambda ranks: (self._returned[ranks], ranks in held))
+        if ranks not in held:
             when = "between two iterations" if self._returned[ranks] == OUT else f"after {self._returned[ranks]} steps"
-            return f"{_name(ranks)} left {when}: start it again"
-        reader = self._readers[ranks]
-        return f"rank {reader.mesh} at {reader.where} has returned {self._returned[ranks]} steps"
+            return f"{rank_name(ranks)} left {when}: start it again"
+        return f"rank {held[ranks].mesh} at {held[ranks].where} has returned {self._returned[ranks]} steps"
 
     def stats(self) -> list[dict[str, object]]:
         """One row a reader: rank, where, progress and its own figures."""
         rows: list[dict[str, object]] = []
-        for ranks, reader in sorted(self._readers.items()):
+        for ranks, reader in sorted(self._seats.held.items()):
             row: dict[str, object] = dict(zip(("dp_rank", "cp_rank", "tp_rank", "pp_rank"), ranks, strict=True))
-            done = self._returned[ranks] if reader.round == self.round else 0
+            done = self._returned[ranks] if reader.entered else 0
             row |= {"where": reader.where, "round": reader.round, "done_upto": done, "have_upto": reader.have_upto}
             rows.append(row | {"silent_s": round(self._now - reader.heard, 3), "stats": reader.stats})
         return rows
 
-    @property
-    def joined(self) -> bool:
-        """Every rank that reads has attached in this attempt; some may have left since."""
-        return bool(self._readers) and len(self._returned) == self._num_ranks()
-
-    # Attaching
+    # Taking a rank
 
     def _attach(self, peer: bytes, message: Attach) -> list[Effect]:
-        ranks, where = message.mesh.ranks, f"{message.host}:{message.pid}"
-        held = self._readers.get(ranks)
-        mine = held is not None and held.name == message.reader and held.mesh == message.mesh
-        if mine and held is not None and message.round <= held.round:
-            return self._again(held, peer) if message.round == held.round else []  # or an older copy
-        refusal = self._refusal(message, held, where)
-        if refusal:
-            return self._reject(peer, *refusal)
-        effects: list[Effect] = []
-        if self._by_peer.get(peer, ranks) != ranks:
-            effects += self._leave(self._by_peer[peer], "its peer took another rank")
-        first = not self._readers
-        if held is not None:
-            self._by_peer.pop(held.peer, None)
-        reader = self._readers[ranks] = _Reader(
-            message.reader, peer, where, message.mesh, message.readers, self._now, message.round, message.next_step,
-            message.chain,
+        if message.reader in self._seats.fenced:
+            detail = self._seats.fenced[message.reader]
+            return [SendTrainer(peer, self._envelope(Fenced(feed=self._feed, detail=detail), 0))]
+        reader = self._seats.named(message.reader)
+        if reader is not None and (reader.mesh, reader.readers) == (message.mesh, message.readers):
+            return self._again(reader, peer, message)
+        unfit = refusal(message, self._rules, self._layout)
+        if unfit:
+            return self._reject(peer, "mesh", unfit)
+        effects = [] if reader is None else self._leave(reader, "it took another rank")
+        effects += self.leave(peer, "its peer took another rank")
+        reader = Reader(
+            message.reader, peer, f"{message.host}:{message.pid}", message.mesh, message.readers, self._now, self._now
         )  # fmt: skip
-        self._by_peer[peer] = ranks
-        self._why = None
-        if held is None:
-            effects.append(Report("info", f"reader {where} took rank {message.mesh} of feed {self._feed!r}"))
-        if held is None and len(self._readers) == self._num_ranks():
-            effects.append(Report("info", f"all ranks of feed {self._feed!r} are attached: {len(self._readers)}"))
-        if first or message.round < self.round or self._all_ahead():
-            effects += self._open()
-        else:
-            effects += self._enter(reader)
-        return effects + (self._release() + self._serve_all() if self.joined else [])
+        reader.begin(message, self._now)
+        if self._has_diverged(reader):
+            return effects + self._reject(peer, "diverged", _diverged(reader))
+        self._seats.add(reader)
+        return effects + (self._wait(reader) if self._seats.in_the_way(reader) else self._seat(reader))
 
-    def _again(self, reader: _Reader, peer: bytes) -> list[Effect]:
-        """Said again, or an older copy of it: what was returned since stays so."""
+    def _again(self, reader: Reader, peer: bytes, message: Attach) -> list[Effect]:
+        """Said again, or it is ready now, or for another round; an older copy of what it said changes nothing."""
+        if message.round < reader.round or (reader.ready and not message.ready):
+            return []
         effects: list[Effect] = []
-        if self._by_peer.get(peer, reader.mesh.ranks) != reader.mesh.ranks:
-            effects += self._leave(self._by_peer[peer], "its peer took another rank")
-        self._by_peer.pop(reader.peer, None)
-        reader.peer, reader.heard = peer, self._now
-        self._by_peer[peer] = reader.mesh.ranks
-        here = reader.round == self.round
-        return effects + (self._send(peer, self._attached(reader)) if here else self._wait(reader))
+        if self._seats.at(peer) is not reader:
+            effects += self.leave(peer, "its peer took another rank")
+            self._seats.move(reader, peer)
+        reader.heard = self._now
+        if not message.ready or (reader.ready and message.round == reader.round):
+            return effects + self._answer(reader)
+        reader.begin(message, self._now)
+        if self._has_diverged(reader):
+            return effects + self._refuse(reader, "diverged", _diverged(reader))
+        return effects + (self._arrive(reader) if reader.holds else self._wait(reader))
 
-    def _all_ahead(self) -> bool:
-        """Does every rank ask for a later round?"""
-        ahead = sum(reader.round > self.round for reader in self._readers.values())
-        return ahead == self._num_ranks()
+    def _seat(self, reader: Reader) -> list[Effect]:
+        """A reader holds its rank; with that of another mesh the attempt of the one before is over."""
+        if self._seats.seat(reader):
+            self._returned.clear()
+            self._unheard.clear()
+        elif self._returned:
+            self._unheard = self._returned.keys() - {reader.mesh.ranks}
+        self._why.clear()
+        took = Report("info", f"reader {reader.where} took rank {reader.mesh} of feed {self._feed!r}")
+        return [took, *self._arrive(reader)]
 
-    def _open(self) -> list[Effect]:
+    def _settle(self) -> list[Effect]:
+        """Claims whose rank was given up go through; who finds others alive is refused."""
+        effects: list[Effect] = []
+        for reader in list(self._seats.claims.values()):
+            others = self._seats.in_the_way(reader)
+            heard = max((other.heard for other in others), default=0.0)
+            if not others or (self._now - heard > CLAIM_S and self._now > reader.since):
+                for other in others:
+                    effects += self._leave(other, f"silent for {self._now - other.heard:.0f} s, taken over")
+                effects += self._seat(reader)
+            elif heard > reader.since + (RESTART_S if self._restarts(reader, others) else 0.0):
+                effects += self._refuse(reader, *clash(reader, others[0]))
+        entered = [reader for reader in self._seats.held.values() if reader.entered]
+        heard = max((reader.heard for reader in entered), default=0.0)
+        for reader in list(self._seats.held.values()):
+            if self._is_late(reader) and not reader.entered and heard > reader.since + RESTART_S:
+                effects += self._refuse(reader, *self._too_late(reader, entered))
+        return effects
+
+    def _restarts(self, reader: Reader, others: list[Reader]) -> bool:
+        """Does a claim look like one of a restart of all, whose old trainers may still be about to die?"""
+        late = self._is_late(reader) or self._seats.is_foreign(reader)
+        return late and any(other.entered for other in others)
+
+    def _leave(self, reader: Reader, why: str) -> list[Effect]:
+        self._why.clear()
+        self._seats.remove(reader)
+        self._commits.pop(reader.peer, None)
+        level = "info" if "goodbye" in why else "warning"
+        return [Report(level, f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why}")]
+
+    # Attempts
+
+    def _arrive(self, reader: Reader) -> list[Effect]:
+        """A reader has its rank and says where it begins, if it does: in the attempt that is served, or in the next."""
+        self._why.clear()
+        if not reader.ready:
+            return self._answer(reader)
+        if self._returned and reader.round == self.round and reader.first_step >= self.released_upto:
+            return self._enter(reader) + self._release() + self._serve_all()
+        if self._returned and reader.round > self.round:
+            self._returned[reader.mesh.ranks] = OUT
+        if self._seats.all_wait():
+            return self._begin()
+        return self._answer(reader) + self._release() + self._serve_all()
+
+    def _begin(self) -> list[Effect]:
         """A new attempt, in the earliest round that a reader asks for; steps that are gone are formed again."""
         self._attempt += 1
-        self._returned.clear()
-        self.round = min(reader.round for reader in self._readers.values())
-        effects: list[Effect] = []
-        members = [reader for reader in self._readers.values() if reader.round == self.round]
-        if any(reader.first_step < self.released_upto for reader in members):
-            gone = [self._steps.forget(number) for number in range(self.released_upto, self.formed_upto)]
-            effects += [Release(handles) for handles in gone]
-            self.released_upto = self.formed_upto = 0
-            self.end = None
-            effects += self._rewind()
-        return effects + [e for reader in self._readers.values() for e in self._enter(reader)]
+        self._unheard.clear()
+        readers = list(self._seats.held.values())
+        self.round = min(reader.round for reader in readers)
+        members = [reader for reader in readers if reader.round == self.round]
+        self._returned = {reader.mesh.ranks: OUT for reader in readers}
+        step = min(reader.first_step for reader in members)
+        text = (
+            f"attempt {self._attempt} of feed {self._feed!r} begins at step {step}: all {len(readers)} ranks are ready"
+        )
+        effects: list[Effect] = [Report("info", text)]
+        if step < self.released_upto or (step > self.formed_upto and self.end is None):
+            effects += self._go_to(step, [reader.snapshot for reader in members])
+        for reader in readers:
+            effects += self._enter(reader) if reader.round == self.round else self._wait(reader)
+        return effects + self._release() + self._serve_all()
 
-    def _enter(self, reader: _Reader) -> list[Effect]:
-        """A reader takes part in this round from its first step on; or it is ahead, and holds nobody back."""
-        here = reader.round == self.round
-        self._returned[reader.mesh.ranks] = reader.first_step if here else OUT
+    def _go_to(self, step: int, snapshots: list[Snapshot | None]) -> list[Effect]:
+        """Have the feed form from ``step`` on, with the nearest snapshot that a reader has brought."""
+        gone = [self._steps.forget(number) for number in range(self.released_upto, self.formed_upto)]
+        self.released_upto = self.formed_upto = step
+        self.end = None
+        fit = [snapshot for snapshot in snapshots if snapshot is not None and snapshot.step <= step]
+        nearest = max(fit, key=lambda snapshot: snapshot.step, default=None)
+        return [*(Release(handles) for handles in gone), *self._rewind(step, nearest)]
+
+    def _enter(self, reader: Reader) -> list[Effect]:
+        """A reader takes part in the attempt from its first step on."""
+        reader.entered, reader.fence = True, self._attempt
+        self._returned[reader.mesh.ranks] = reader.first_step
         reader.sent_upto, reader.want_stop, reader.resend = reader.first_step, 0, 0
-        return self._send(reader.peer, self._attached(reader)) if here else self._wait(reader)
+        return self._send(reader, self._attached(reader))
 
-    def _attached(self, reader: _Reader) -> Attached:
+    def _is_late(self, reader: Reader) -> bool:
+        """Is what it asks for gone, so that it can only be served if all begin again?"""
+        gone = (reader.round, reader.first_step) < (self.round, self.released_upto)
+        return bool(self._returned) and reader.ready and gone
+
+    def _too_late(self, reader: Reader, others: list[Reader]) -> tuple[str, str]:
+        """Why a reader cannot begin where it asks to: (code, detail)."""
+        alive = self._seats.names_of((other.mesh.ranks for other in others), len(others))
+        if reader.round < self.round:
+            return "round_gone", (
+                f"got iteration {reader.round} of feed {self._feed!r}, expected {self.round}, in which other ranks "
+                f"still read: start all ranks again, or end {alive}"
+            )
+        return "step_gone", (
+            f"got a request to start at step {reader.first_step}, expected {self.released_upto} or later, the oldest "
+            f"step kept, while other ranks still read: start all ranks again, or end {alive}"
+        )
+
+    def _has_diverged(self, reader: Reader) -> bool:
+        known = self.chain_of(reader.first_step)
+        return known != b"" and reader.chain not in (b"", known)
+
+    def _attached(self, reader: Reader) -> Attached:
         return Attached(
             feed=self._feed, reader=reader.name, lineage=LINEAGE, next_step=reader.first_step, rules=self._rules,
             layout=self._layout, round=reader.round,
         )  # fmt: skip
 
-    def _refusal(self, message: Attach, held: _Reader | None, where: str) -> tuple[str, str] | None:
-        """Why this reader cannot have this rank: (code, detail), or None."""
-        mesh = message.mesh
-        if prod(mesh.sizes) > MAX_RANKS:
-            return "mesh", f"got a mesh of {prod(mesh.sizes)} ranks, expected at most {MAX_RANKS}"
-        unfit = mesh_refusal(mesh, self._rules, self._layout)
-        if unfit:
-            return "mesh", unfit
-        try:
-            tp, pp = message.readers.ranks(mesh)
-        except ValueError as error:
-            return "mesh", str(error)
-        if mesh.tp_rank not in tp or mesh.pp_rank not in pp:
-            return "mesh", f"got rank {mesh}, expected one of the readers that it declares: {message.readers}"
-        other = next(iter(self._readers.values()), None)
-        if other is not None and other.readers != message.readers:
-            return "mesh", (
-                f"got readers {message.readers}, expected {other.readers} as declared by {other.where}: "
-                f"give every rank the same"
-            )
-        if other is not None and self._sizes() != mesh.sizes:
-            return "mesh", (
-                f"got a mesh of dp, cp, tp, pp = {mesh.sizes}, expected {self._sizes()} as attached by {other.where}: "
-                f"give every rank the same mesh"
-            )
-        if held is not None and held.name != message.reader:
-            return "rank_taken", (
-                f"got rank {mesh} from {where}, which {held.where} holds: start one client a rank, or stop that one"
-            )
-        if message.round < self.round and self.joined:
-            return "round_gone", (
-                f"got iteration {message.round} of feed {self._feed!r}, expected {self.round}, which the other ranks "
-                f"have begun: start all ranks again"
-            )
-        restarts = message.round != self.round or (not self._readers and not message.next_step)
-        if message.next_step < self.released_upto and not restarts:
-            return "step_gone", (
-                f"got a request to start at step {message.next_step}, expected {self.released_upto} or later, "
-                f"the oldest step kept: start all ranks at step 0, or restart the broker"
-            )
-        chain = self._chains.get(message.next_step)
-        if message.chain and chain and chain != message.chain:
-            return "diverged", _diverged(message.next_step)
-        return None
-
-    def _check_chains(self, step: Step) -> list[Effect]:
-        """Refuse readers that come from an earlier broker and had other steps before the one that follows."""
-        effects: list[Effect] = []
-        for ranks, reader in list(self._readers.items()):
-            if reader.first_step == step.number + 1 and reader.chain not in (b"", step.chain):
-                effects += self._reject(reader.peer, "diverged", _diverged(reader.first_step))
-                effects += self._leave(ranks, "it had other steps")
-        return effects
-
-    def _leave(self, ranks: Ranks, why: str) -> list[Effect]:
-        self._why = None
-        reader = self._readers.pop(ranks)
-        self._by_peer.pop(reader.peer, None)
-        level = "info" if "goodbye" in why else "warning"
-        return [Report(level, f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why}")]
-
-    def _sizes(self) -> tuple[int, int, int, int]:
-        return next(iter(self._readers.values())).mesh.sizes
-
-    def _reading(self) -> Iterator[Ranks]:
-        """Every rank that reads."""
-        reader = next(iter(self._readers.values()))
-        dp, cp, _, _ = reader.mesh.sizes
-        return product(range(dp), range(cp), *reader.readers.ranks(reader.mesh))
-
-    def _num_ranks(self) -> int:
-        reader = next(iter(self._readers.values()))
-        return prod(map(len, reader.readers.ranks(reader.mesh)), start=reader.mesh.dp * reader.mesh.cp)
+    def _answer(self, reader: Reader) -> list[Effect]:
+        """Where it stands: in the attempt of its fence, or with its rank in none yet (0)."""
+        if reader.entered:
+            return self._send(reader, self._attached(reader))
+        known = reader.holds and not reader.fence
+        return (self._send(reader, self._attached(reader)) if known else []) + self._wait(reader)
 
     # Serving
 
-    def _get(self, reader: _Reader, message: Get) -> list[Effect]:
+    def _get(self, reader: Reader, message: Get) -> list[Effect]:
         reader.want_stop = max(reader.want_stop, min(message.stop, message.start + MAX_AHEAD))
         if message.resend > reader.resend:
             reader.resend = message.resend
@@ -363,12 +401,12 @@ class Readers:
             reader.sent_upto = max(min(message.start, furthest), self.released_upto)
         return self._note_done(reader, message.done_upto) + self._serve(reader)
 
-    def _ping(self, reader: _Reader, message: ReaderPing) -> list[Effect]:
+    def _ping(self, reader: Reader, message: ReaderPing) -> list[Effect]:
         reader.have_upto = max(reader.have_upto, message.have_upto)
         reader.stats = message.stats
         return self._note_done(reader, message.done_upto) + self._wait(reader)
 
-    def _note_done(self, reader: _Reader, done_upto: int) -> list[Effect]:
+    def _note_done(self, reader: Reader, done_upto: int) -> list[Effect]:
         done_upto = min(done_upto, reader.sent_upto)
         if done_upto <= self._returned[reader.mesh.ranks]:
             return []
@@ -376,91 +414,115 @@ class Readers:
         return self._release()
 
     def _release(self) -> list[Effect]:
-        """Forget the steps that every rank has returned."""
-        if not self.joined or (least := min(self._returned.values())) == OUT:  # where all are out, nobody reads
+        """Forget the steps that every rank has returned; what one may still ask for again is kept."""
+        last = OUT if self.end is None else self.end.num_steps
+        if not self.joined or any(self._returned[ranks] < last for ranks in self._unheard):
             return []
-        upto = min(self.formed_upto, least)
+        least = min(self._returned.values())
+        upto = self.released_upto if least == OUT else min(self.formed_upto, least)  # where all are out, nobody reads
         effects: list[Effect] = [Release(self._steps.forget(n)) for n in range(self.released_upto, upto)]
         self.released_upto = max(self.released_upto, upto)
         return effects
 
     def _serve_all(self) -> list[Effect]:
-        return [e for reader in self._readers.values() for e in self._serve(reader)]
+        return [e for reader in self._seats for e in self._serve(reader)]
 
-    def _serve(self, reader: _Reader) -> list[Effect]:
+    def _serve(self, reader: Reader) -> list[Effect]:
         """All that the reader wants and that is there."""
-        if reader.round != self.round:
-            return self._wait(reader) if self.draining else []
-        if not self.joined:
+        if not reader.entered:
             return []
         effects: list[Effect] = []
         while reader.sent_upto < min(reader.want_stop, self.formed_upto):
             number = max(reader.sent_upto, self.released_upto)
-            mesh, layout = reader.mesh, self._layout
-            for plan, packs in self._steps.parts(number, mesh):
-                envelope = self._envelope(plan)
-                effects.append(
-                    SendShard(reader.peer, envelope, packs, plan.frames, self._rules, layout, mesh.cp, mesh.cp_rank)
-                )
+            effects += self._send_step(reader, number)
             reader.sent_upto = number + 1
         if self.end is not None and reader.sent_upto >= self.end.num_steps:
-            effects += self._send(reader.peer, self.end)
+            effects += self._send(reader, self.end)
         elif self.draining and reader.sent_upto >= self.formed_upto:
-            effects += self._send(reader.peer, Bye(reason="the broker is stopping"))
+            effects += self._send(reader, Bye(reason="the broker is stopping"))
         return effects
 
-    def _wait(self, reader: _Reader) -> list[Effect]:
-        """What the reader's next step waits for, if it asked for one that is not there."""
-        if reader.round != self.round:
-            wait = Wait(feed=self._feed, step=0, reason="join", detail=self._behind(reader))
-            return self._send(reader.peer, Bye(reason="the broker is stopping") if self.draining else wait)
-        if reader.sent_upto >= reader.want_stop and self.joined:
+    def _send_step(self, reader: Reader, number: int) -> list[Effect]:
+        effects: list[Effect] = []
+        mesh = reader.mesh
+        for plan, packs in self._steps.parts(number, mesh):
+            envelope = self._envelope(plan, reader.fence)
+            shard = SendShard(
+                reader.peer, envelope, packs, plan.frames, self._rules, self._layout, mesh.cp, mesh.cp_rank
+            )  # fmt: skip
+            effects.append(shard if plan.micro_batches else SendTrainer(reader.peer, envelope))
+        return effects
+
+    def _wait(self, reader: Reader) -> list[Effect]:
+        """What the reader waits for, if it does."""
+        if not reader.entered:
+            return self._wait_to_enter(reader)
+        if reader.sent_upto >= reader.want_stop:
             return []
         if self.end is not None and reader.sent_upto >= self.end.num_steps:
-            return self._send(reader.peer, self.end)
-        if self.joined and reader.sent_upto < self.formed_upto:
+            return self._send(reader, self.end)
+        if reader.sent_upto < self.formed_upto:
             return self._serve(reader)
-        if self._why is None:
-            self._why = self._waiting_for() if self.joined else ("join", self._missing())
-        reason, detail = self._why
-        wait = Wait(feed=self._feed, step=reader.sent_upto, reason=reason, detail=detail[:2000])
-        return self._send(reader.peer, wait)
+        if "step" not in self._why:
+            self._why["step"] = self._waiting_for()
+        reason, detail = self._why["step"]
+        return self._send(reader, Wait(feed=self._feed, step=reader.sent_upto, reason=reason, detail=detail[:2000]))
 
-    def _missing(self) -> str:
-        absent = (ranks for ranks in self._reading() if ranks not in self._returned)
-        count = self._num_ranks() - len(self._returned)
-        return f"{count} of {self._num_ranks()} ranks are not attached: {_names(absent, count)}"
+    def _wait_for_ready(self, reader: Reader) -> list[Effect]:
+        """It asks for steps and is in no attempt: it waits for one, or has yet to say (again) where it begins."""
+        return self._wait(reader) if reader.ready and not reader.fence else self._send(reader, Who())
 
-    def _behind(self, reader: _Reader) -> str:
-        ahead = {ranks for ranks, other in self._readers.items() if other.round > self.round}
-        count = self._num_ranks() - len(ahead)
-        names = _names((ranks for ranks in self._reading() if ranks not in ahead), count)
-        return f"iteration {reader.round}: {count} of {self._num_ranks()} ranks are still in the one before: {names}"
+    def _wait_to_enter(self, reader: Reader) -> list[Effect]:
+        if self.draining:
+            return self._send(reader, Bye(reason="the broker is stopping"))
+        if reader.holds and not reader.ready:
+            return []
+        detail = self._missing(reader) if reader.holds else self._claimed(reader)
+        wait = Wait(feed=self._feed, step=reader.first_step, reason="join", detail=detail[:2000])
+        return self._send(reader, wait)
+
+    def _claimed(self, reader: Reader) -> str:
+        others = self._seats.in_the_way(reader)
+        names = self._seats.names_of((other.mesh.ranks for other in others), len(others))
+        return f"rank {reader.mesh} is free when those that read are gone: {names}"
+
+    def _missing(self, reader: Reader) -> str:
+        """Ranks without which no attempt begins: the same for all readers that wait in a round."""
+        held, count = self._seats.held, self._seats.num_ranks
+        ahead = bool(self._returned) and reader.round > self.round
+        key = f"round {reader.round}" if ahead else ""
+        if key not in self._why:
+            there = {r for r, other in held.items() if other.ready and not other.entered}
+            names = self._seats.names_of((r for r in self._seats.ranks() if r not in there), count - len(there))
+            of = f"{count - len(there)} of {count} ranks are"
+            text = (
+                f"iteration {reader.round}: {of} still in the one before: {names}"
+                if ahead
+                else f"{of} not ready: {names}"
+            )
+            self._why[key] = "join", text
+        return self._why[key][1]
+
+    # Words
+
+    def _refuse(self, reader: Reader, code: str, detail: str) -> list[Effect]:
+        """Refuse a reader that was let in."""
+        return self._reject(reader.peer, code, detail) + self._leave(reader, "it was refused")
 
     def _reject(self, peer: bytes, code: str, detail: str) -> list[Effect]:
         self.refused += 1
-        effects: list[Effect] = [Report("warning", f"refused a client: {detail}")]
-        return effects + self._send(peer, Reject(code=code, detail=detail[:2000]))
+        reject = SendTrainer(peer, self._envelope(Reject(code=code, detail=detail[:2000]), self._attempt))
+        return [Report("warning", f"refused a client: {detail}"), reject]
 
-    def _envelope(self, message: Message) -> Envelope:
-        return Envelope(run=self._run, epoch=self.epoch, fence=self._attempt, message=message)
+    def _envelope(self, message: Message, fence: int) -> Envelope:
+        return Envelope(run=self._run, epoch=self.epoch, fence=fence, message=message)
 
-    def _send(self, peer: bytes, message: Message) -> list[Effect]:
-        return [SendTrainer(peer, self._envelope(message))]
-
-
-def _name(ranks: Ranks) -> str:
-    return " ".join(f"{name}={rank}" for name, rank in zip(("dp", "cp", "tp", "pp"), ranks, strict=True))
+    def _send(self, reader: Reader, message: Message) -> list[Effect]:
+        return [SendTrainer(reader.peer, self._envelope(message, reader.fence))]
 
 
-def _names(absent: Iterator[Ranks], count: int) -> str:
-    """The first of ``count`` ranks, for a person."""
-    names = [_name(ranks) for ranks in islice(absent, 8)]
-    return "; ".join(names) + (f" and {count - len(names)} more" if count > len(names) else "")
-
-
-def _diverged(step: int) -> str:
+def _diverged(reader: Reader) -> str:
     return (
-        f"the steps before {step} are not those that this run serves: the data, the rules or the seed have changed, "
-        f"put them back or start a new run"
+        f"the steps before {reader.first_step} are not those that this run serves: the data, the rules or the seed "
+        f"have changed, put them back or start a new run"
     )

@@ -32,7 +32,8 @@ class BrokerChecks:
                 return self._leases(event)
         elif isinstance(event, FromTrainer) and not isinstance(event.envelope.message, Attach | Bye):
             readers = self._readers_of(event)
-            if (event.envelope.epoch, event.envelope.fence) != (core.epoch, readers._attempt):
+            reader = readers._seats.at(event.peer)
+            if reader is None or (event.envelope.epoch, event.envelope.fence) != (core.epoch, reader.fence):
                 return self._readers(readers)
         return None
 
@@ -87,7 +88,7 @@ class BrokerChecks:
         return readers
 
     def _readers(self, readers: Readers) -> list[Any]:
-        rows = [(ranks, r.name, r.heard, r.sent_upto, r.want_stop) for ranks, r in readers._readers.items()]
+        rows = [(r.name, r.heard, r.sent_upto, r.want_stop) for r in readers._seats]
         return [readers.released_upto, dict(readers._returned), *rows]
 
     def _flow(self, session: int, flow: Flow) -> None:

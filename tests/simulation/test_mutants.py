@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from streampack.core.attempts import Seats
 from streampack.core.client_session import ClientSession
 from streampack.core.effects import Formed
 from streampack.core.events import Effect, FromBroker, Send
@@ -85,7 +86,7 @@ def what_a_stopped_feed_holds_is_kept(patch: Patch) -> None:
 
 @mutant("R3")
 def a_step_goes_out_before_all_ranks_are_there(patch: Patch) -> None:
-    patch.setattr(Readers, "joined", property(lambda self: bool(self._readers)))
+    patch.setattr(Seats, "all_wait", lambda self: any(reader.ready for reader in self.held.values()))
 
 
 @mutant("R4")
@@ -130,7 +131,9 @@ def producers_of_an_old_broker_are_believed(patch: Patch) -> None:
 @mutant("R5")
 def readers_of_an_old_broker_or_attempt_are_believed(patch: Patch) -> None:
     def receive(original: Any, self: Readers, peer: bytes, envelope: Envelope, now: float) -> Any:
-        return original(self, peer, _changed(envelope, epoch=self.epoch, fence=self._attempt), now)
+        reader = self._seats.at(peer)
+        fence = envelope.fence if reader is None else reader.fence
+        return original(self, peer, _changed(envelope, epoch=self.epoch, fence=fence), now)
 
     _wrap(patch, Readers, "receive", receive)
 
@@ -272,13 +275,13 @@ def a_client_forgets_where_it_was_when_it_attaches_again(patch: Patch) -> None:
 
 @mutant("rounds")
 def an_iteration_begins_before_all_ranks_are_through_with_the_one_before(patch: Patch) -> None:
-    def opened(original: Any, self: Readers) -> Any:
-        for reader in self._readers.values():
-            reader.round = max(reader.round for reader in self._readers.values())
-        return original(self)
+    def arrive(original: Any, self: Readers, reader: Any) -> Any:
+        if self._returned and reader.round > self.round:
+            for other in self._seats.held.values():
+                other.round, other.entered, other.first_step = reader.round, False, 0
+        return original(self, reader)
 
-    patch.setattr(Readers, "_all_ahead", lambda self: any(r.round > self.round for r in self._readers.values()))
-    _wrap(patch, Readers, "_open", opened)
+    _wrap(patch, Readers, "_arrive", arrive)
 
 
 @mutant("rounds")
@@ -287,7 +290,7 @@ def an_iteration_has_no_attempt_of_its_own(patch: Patch) -> None:
         self._attempt = max(self._attempt - 1, 0)
         return original(self)
 
-    _wrap(patch, Readers, "_open", opened)
+    _wrap(patch, Readers, "_begin", opened)
 
 
 @mutant("rounds")
@@ -305,7 +308,7 @@ def a_client_takes_the_steps_of_any_iteration(patch: Patch) -> None:
 
 @mutant("rounds")
 def a_feed_does_not_go_back(patch: Patch) -> None:
-    patch.setattr(Feed, "_rewind", lambda self: [])
+    patch.setattr(Feed, "_rewind", lambda self, step, snapshot: [])
 
 
 @mutant("rounds")

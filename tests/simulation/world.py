@@ -258,7 +258,7 @@ class World:
                 client.leave()
             else:
                 client.kill()
-            self.clock.after(self.rng.uniform(0.5, 3), self._start_client, client.job, client.mesh, *client.state())
+            self.clock.after(self.rng.uniform(0, 0.5), self._start_client, client.job, client.mesh, *client.state())
 
     def _kill_broker(self) -> None:
         """Killed, or cut off and alive, and another started with a higher epoch and nothing else.
