@@ -122,7 +122,9 @@ class Arena:
             at, base = stop, base + total
 
     def release(self, handles: I64) -> None:
-        """Forget samples; a block without any is empty again."""
+        """Forget samples, those that were never stored too; a block without any is empty again."""
+        if len(handles):
+            self._reserve(int(handles.max()))
         blocks = self._offset[handles] // self._block_tokens
         gone = np.bincount(blocks, self._length[handles], len(self._live)).astype(np.int64)
         self._length[handles] = 0

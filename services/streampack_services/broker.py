@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,26 +27,34 @@ from streampack import wire
 from streampack.config import BrokerConfig, parse_size
 from streampack.core.broker import Broker, Capacity
 from streampack.core.effects import (
+    Append,
+    Cut,
     Drain,
     Form,
     Formed,
     FromProducer,
     FromTrainer,
+    Recall,
+    Recalled,
     Release,
+    Safe,
     SendProducer,
     SendShard,
     SendTrainer,
     Store,
+    WasCut,
 )
 from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.feed import FeedPlan, needed_tokens
 from streampack.core.frames import EDGES, INPUT_IDS
+from streampack.core.journal import Journal
 from streampack.core.messages import Envelope
 from streampack.core.packers import packer
 from streampack.core.rules import Rules
-from streampack.errors import ConfigError, InternalError, WireError
+from streampack.errors import ConfigError, InternalError, LogDamaged, WireError
 from streampack.transport import Poller, Router, Waker, drain
 from streampack_services.arena import SLACK, Arena, arena_tokens
+from streampack_services.log import Log
 from streampack_services.status import Reporter, Snapshot
 
 log = logging.getLogger("streampack.broker")
@@ -104,7 +113,14 @@ def plan(config: BrokerConfig) -> Plan:
     quota = max(least_quota, min(capacity // 4, capacity - needed) // partitions)
     merged = capacity - quota * partitions
     plans = tuple(
-        FeedPlan(name, rules, merged * needs[name] // needed, config.feeds[name].cp_layout)
+        FeedPlan(
+            name,
+            rules,
+            merged * needs[name] // needed,
+            config.feeds[name].cp_layout,
+            config.retain.checkpoints,
+            config.feeds[name].on_rewind == "discard",
+        )
         for name, rules in feeds.items()
     )
     return Plan(plans, Capacity(quota, sample, max_chunk * size), memory, size, block)
@@ -121,6 +137,30 @@ def keep_freed_memory() -> None:
         return
 
 
+def open_log(config: BrokerConfig, on_safe: Callable[[], None]) -> Log | None:
+    """The log in ``state_dir``, if there is to be one. Raises UserError where another broker has it, LogDamaged."""
+    if config.state_dir is None:
+        return None
+    return Log.open(Path(config.state_dir), durability=config.safely, on_safe=on_safe)
+
+
+def recover(core: Broker, log_: Log, where: str) -> None:
+    """Tell the core what the log holds. Raises ConfigError for a log of another run or other rules, LogDamaged."""
+    for entry in log_.entries():
+        try:
+            record, _ = wire.decode_record(entry.kind, entry.body)
+        except WireError as error:
+            raise LogDamaged(f"{where}: record {entry.lsn}: {error}") from None
+        try:
+            core.recover(entry.lsn, record)
+        except ValueError as error:
+            raise ConfigError(
+                f"{where}: holds the log of other rules: {error}: put broker.yaml back, or give the run another "
+                f"state_dir"
+            ) from None
+    core.journal.next_lsn = core.journal.safe_upto = log_.next_lsn
+
+
 class BrokerService:
     """One broker; ``run`` serves until it is drained, in the thread that calls it.
 
@@ -132,10 +172,15 @@ class BrokerService:
         self.config = config
         self.plan = plan(config)
         capacity = self.plan.capacity
+        self._waker = Waker()
+        self.log = open_log(config, self._waker.wake)
+        journal = Journal(self.log is not None)
         self.core = Broker(
             run=config.run_id, epoch=time.time_ns(), feeds=self.plan.feeds, capacity=capacity,
-            steps_ahead=config.steps_ahead,
+            steps_ahead=config.steps_ahead, journal=journal, run_name=config.run,
         )  # fmt: skip
+        if self.log is not None:
+            recover(self.core, self.log, config.state_dir or "")
         rules = self.plan.rules
         self.arena = Arena(self.plan.memory_bytes, rules.tokens, self.plan.block_tokens, rules.fields)
         self.started = time.monotonic()
@@ -150,7 +195,7 @@ class BrokerService:
         self._drain_until: float | None = None
         self._drain_asked = threading.Event()
         self._stop_now = False
-        self._waker = Waker()
+        self._events: deque[Event] = deque()
         producer_limit = max(capacity.max_chunk_bytes, 2 << 20)
         self._producers = Router(config.listen.producers, producer_limit)
         try:
@@ -208,6 +253,7 @@ class BrokerService:
         """Serve. Closes everything in the end."""
         try:
             self.warm_up()
+            self._perform_all(self.core.begin())
             self.ready = True
             self.snapshot = self._reporter.take(time.monotonic())
             log.info("ready")
@@ -231,6 +277,8 @@ class BrokerService:
         self._producers.close()
         self._trainers.close()
         self._waker.close()
+        if self.log is not None:
+            self.log.close()
 
     def _done(self) -> bool:
         if self._stop_now or (self._exit_when_finished and self.core.finished):
@@ -254,6 +302,7 @@ class BrokerService:
                     self._on_formed(self._formed.popleft())
         while self._formed:
             self._on_formed(self._formed.popleft())
+        self._keep_log()
         if self._drain_asked.is_set() and self._drain_until is None:
             self.ready = False
             self._drain_until = now + self.config.drain_timeout_s
@@ -278,8 +327,40 @@ class BrokerService:
         self._handle(formed)
 
     def _handle(self, event: Event) -> None:
-        for effect in self.core.handle(event):
+        self._perform_all(self.core.handle(event))
+
+    def _perform_all(self, effects: list[Effect]) -> None:
+        """Perform effects, and handle what they bring about before anything else happens."""
+        for effect in effects:
             self._perform(effect)
+        while self._events:
+            for effect in self.core.handle(self._events.popleft()):
+                self._perform(effect)
+
+    def _keep_log(self) -> None:
+        """Hand over what was appended; say what has become safe."""
+        if self.log is None:
+            return
+        self.log.flush()
+        journal = self.core.journal
+        if self.log.safe_upto > journal.safe_upto or self.log.stalled != journal.stalled:
+            self._handle(Safe(self.log.safe_upto, self.log.stalled))
+            self.log.flush()
+
+    def _append(self, effect: Append) -> None:
+        if self.log is not None:
+            self.log.append(effect.record.TYPE, wire.encode_record(effect.record, effect.payload))
+
+    def _cut(self, effect: Cut) -> None:
+        if self.log is not None and self.log.cut(effect.lsn):
+            self._events.append(WasCut(self.log.first_lsn))
+
+    def _recall(self, effect: Recall) -> None:
+        if self.log is None:
+            raise InternalError(f"got a wish for record {effect.lsn} without a log")
+        entry = self.log.read(effect.lsn)
+        record, payload = wire.decode_record(entry.kind, entry.body)
+        self._events.append(Recalled(effect.feed, effect.lsn, record, payload, effect.generation))
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Store):
@@ -294,6 +375,12 @@ class BrokerService:
             self.arena.release(effect.handles)
         elif isinstance(effect, Form):
             self._packing.submit(_choose, effect).add_done_callback(self._wake_formed)
+        elif isinstance(effect, Append):
+            self._append(effect)
+        elif isinstance(effect, Recall):
+            self._recall(effect)
+        elif isinstance(effect, Cut):
+            self._cut(effect)
         elif isinstance(effect, Report):
             log.log(logging.getLevelName(effect.level.upper()), effect.text)
         else:

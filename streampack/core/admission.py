@@ -9,6 +9,7 @@ that each piece keeps, which takes the loss mask or the labels sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import field as field_
 from typing import Any
@@ -16,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from streampack.core.effects import Store
+from streampack.core.events import Effect
 from streampack.core.fields import LABELS, LOSS_MASK, Field
 from streampack.core.frames import INPUT_IDS
-from streampack.core.intake import Intake, apply_overlong
+from streampack.core.intake import Admitted, Intake, apply_overlong
 from streampack.core.merge import AnyMerge
 from streampack.core.messages import MAX_CHUNK_SAMPLES, OVERLONG, Envelope, Samples
 from streampack.core.rules import Rules
@@ -41,13 +43,16 @@ class StreamTerms:
     poison: str = "error"
     barriers: bool = False
     """Passes are kept apart."""
+    pushed: bool = False
 
 
 def terms_of(rules: Rules) -> list[StreamTerms]:
     """The terms of every stream of some rules, in their order."""
     drain = rules.between_passes == "drain"
     return [
-        StreamTerms(each.name, each.partitions, rules.budget, each.passes, each.overlong, each.poison, drain)
+        StreamTerms(
+            each.name, each.partitions, rules.budget, each.passes, each.overlong, each.poison, drain, each.pushed
+        )
         for each in rules.streams
     ]
 
@@ -76,7 +81,7 @@ class Admission:
         ]  # bytes a token and a sample, by frame
         self.token_bytes = sum(width for width, _ in self._widths)
         self._max_sample_tokens = max_sample_tokens
-        self._table, self.merge = table, merge
+        self.table, self.merge = table, merge
         self.counts = [StreamCounts() for _ in streams]
 
     def refusal(self, stream: int, intake: Intake, envelope: Envelope, message: Samples) -> tuple[str, str] | None:
@@ -85,6 +90,9 @@ class Admission:
         if wrong:
             return "malformed", wrong
         terms, lengths = self._streams[stream], lengths_of(message)
+        changed = self._changed(stream, intake, message, lengths)
+        if changed:
+            return "source_changed", changed
         if terms.overlong != "error" or int(lengths.max()) <= terms.limit:
             return None
         at = int(np.argmax(lengths > terms.limit))
@@ -94,18 +102,48 @@ class Admission:
             f"{terms.limit}: set rules.overlong, or the stream's, to truncate, split or drop, or raise rules.budget"
         )
 
-    def admit(self, stream: int, p: int, intake: Intake, envelope: Envelope, message: Samples) -> Store:
-        """Enter the samples of a chunk that are not taken yet; ``p`` is the partition's number in the merge."""
-        terms, counts, table = self._streams[stream], self.counts[stream], self._table
-        skip = intake.expected_seq - message.base_seq
-        every = lengths_of(message)
+    def admit(
+        self, stream: int, p: int, intake: Intake, envelope: Envelope, message: Samples
+    ) -> tuple[list[Effect], I64]:
+        """Enter the samples of a chunk that are not taken yet; ``p`` is the partition's number in the merge.
+
+        What to store, and the sequence numbers, int64 [n], of new samples that are in no step.
+        """
+        counts, every = self.counts[stream], lengths_of(message)
+        stop, begin = message.base_seq + len(every), intake.expected_seq
+        known = min(max(intake.known_seq, begin), stop)
+        effects = self._fill_in(stream, intake, envelope, message, every, begin, known)
+        kept_tokens, rejected = 0, np.zeros(0, np.int64)
+        if known < stop:
+            store, pieces = self._enter(stream, p, envelope, message, every, known - message.base_seq)
+            effects.append(store)
+            if message.pass_ended and self._streams[stream].barriers:
+                self.merge.end_pass(p)
+            kept_tokens = int(pieces.length.sum())
+            rejected = known + pieces.source[pieces.length == 0]
+            counts.samples += stop - known
+            counts.tokens += kept_tokens
+            counts.overlong += pieces.num_touched
+            counts.lost_tokens += pieces.lost_tokens
+        if message.base_seq == known < stop:
+            counts.lost_tokens += message.lost_tokens
+            _count_reasons(counts, message.rejected)
+        num_bytes = int(every[begin - message.base_seq :].sum()) * self.token_bytes
+        intake.accept(stop, num_bytes, kept_tokens, message.cursor)
+        return effects, rejected
+
+    def _enter(
+        self, stream: int, p: int, envelope: Envelope, message: Samples, every: I64, skip: int
+    ) -> tuple[Store, Admitted]:
+        """Give the samples of a chunk from its ``skip``-th on rows in the table and turns in the merge."""
+        terms, table = self._streams[stream], self.table
         lengths, offsets = every[skip:], (np.cumsum(every) - every)[skip:]
         pieces = apply_overlong(lengths, terms.limit, terms.overlong)
         kept = pieces.length > 0
         source = pieces.source[kept]
         handles = table.take(len(source))
         table.stream[handles] = stream
-        table.index[handles] = index_of(intake.expected_seq + source, message.partition, terms.partitions)
+        table.index[handles] = index_of(message.base_seq + skip + source, message.partition, terms.partitions)
         table.part[handles] = pieces.part[kept]
         table.length[handles] = pieces.length[kept]
         table.crc[handles] = np.frombuffer(message.crcs_u32, "<u4")[skip:][source]
@@ -117,18 +155,46 @@ class Admission:
         entries = np.full(len(pieces.length), -1, np.int64)
         entries[kept] = handles
         self.merge.push(p, entries, pieces.length, pieces.part)
-        if message.pass_ended and terms.barriers:
-            self.merge.end_pass(p)
-        num_bytes, kept_tokens = int(lengths.sum()) * self.token_bytes, int(pieces.length.sum())
-        intake.accept(intake.expected_seq + len(lengths), num_bytes, kept_tokens, message.cursor)
-        counts.samples += len(lengths)
-        counts.tokens += kept_tokens
-        counts.overlong += pieces.num_touched
-        counts.lost_tokens += pieces.lost_tokens
-        if skip == 0:
-            counts.lost_tokens += message.lost_tokens
-            _count_reasons(counts, message.rejected)
-        return Store(handles, starts, pieces.length[kept], skip + source, envelope.payload)
+        return Store(handles, starts, pieces.length[kept], skip + source, envelope.payload), pieces
+
+    def _awaited(self, intake: Intake, begin: int, stop: int) -> Iterator[tuple[int, int]]:
+        """(sequence number, handle) of the samples from ``begin`` to ``stop`` whose payload is awaited."""
+        if intake.awaited:
+            for seq in range(begin, stop):
+                for handle in intake.awaited.get(seq, ()):
+                    yield seq, handle
+
+    def _changed(self, stream: int, intake: Intake, message: Samples, lengths: I64) -> str:
+        """What differs of a sample that was had before: its source gives other data the second time; or empty."""
+        terms, table = self._streams[stream], self.table
+        stop = min(intake.known_seq, message.base_seq + len(lengths))
+        crcs = np.frombuffer(message.crcs_u32, "<u4")
+        for seq, handle in self._awaited(intake, max(intake.expected_seq, message.base_seq), stop):
+            at, part, held = seq - message.base_seq, int(table.part[handle]), int(table.length[handle])
+            cut = int(lengths[at]) > terms.limit
+            length = min(int(lengths[at]) - part * terms.limit, terms.limit) if cut else int(lengths[at])
+            if (length, int(crcs[at])) != (held, int(table.crc[handle])):
+                index = index_of(seq, message.partition, terms.partitions)
+                return (
+                    f"sample {terms.name}:{index}: got {length} tokens with checksum {int(crcs[at]):08x}, expected "
+                    f"{held} with {int(table.crc[handle]):08x}, as the first time: put the data, the tokenizer and its "
+                    f"settings back, or start a new run"
+                )
+        return ""
+
+    def _fill_in(
+        self, stream: int, intake: Intake, envelope: Envelope, message: Samples, every: I64, begin: int, stop: int
+    ) -> list[Effect]:
+        """Store the samples from ``begin`` to ``stop`` that were awaited."""
+        found = list(self._awaited(intake, begin, stop))
+        if not found:
+            return []
+        rows = np.array([seq - message.base_seq for seq, _ in found])
+        handles = np.array([handle for _, handle in found])
+        offsets = (np.cumsum(every) - every)[rows] + self.table.part[handles] * self._streams[stream].limit
+        for seq, _ in found:
+            intake.awaited.pop(seq, None)
+        return [Store(handles, offsets, self.table.length[handles].astype(np.int64), rows, envelope.payload)]
 
     def _loss_tokens(self, payload: tuple[Any, ...], starts: I64, lengths: I64) -> I64:
         """Labels that count in pieces of a chunk, int64 [n]: all but each first token, where no field says less."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streampack.core.effects import Drain, Formed, FromProducer, FromTrainer, SendTrainer
+from streampack.core.effects import Cut, Drain, Formed, FromProducer, FromTrainer, Recalled, Safe, SendTrainer, WasCut
 from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.feed import Feed, FeedPlan
+from streampack.core.journal import Journal
 from streampack.core.leases import Leases
 from streampack.core.messages import (
     WRONG_SIDE,
@@ -26,6 +27,15 @@ from streampack.core.messages import (
     Reject,
     Samples,
     Who,
+)
+from streampack.core.records import (
+    Base,
+    BatchMarked,
+    ChunkAdmitted,
+    PartitionEnded,
+    Record,
+    SamplesRejected,
+    SourceAccepted,
 )
 from streampack.core.samples import SampleTable
 
@@ -41,21 +51,29 @@ class Capacity:
 
 
 class Broker:
-    """One run's broker. ``epoch`` is higher than that of any broker of this run before."""
+    """One run's broker. ``epoch`` is higher than that of any broker of this run before.
+
+    With a ``journal`` that keeps a log: ``recover`` is told every record of it first, then ``begin``.
+    """
 
     def __init__(
-        self, *, run: int, epoch: int, feeds: Sequence[FeedPlan], capacity: Capacity, steps_ahead: int = 8
-    ) -> None:
-        self.run, self.epoch, self.capacity = run, epoch, capacity
+        self, *, run: int, epoch: int, feeds: Sequence[FeedPlan], capacity: Capacity, steps_ahead: int = 8,
+        journal: Journal | None = None, run_name: str = "",
+    ) -> None:  # fmt: skip
+        self.run, self.run_name, self.epoch, self.capacity = run, run_name, epoch, capacity
         self.table = SampleTable()
+        self.journal = journal or Journal()
         self.leases = Leases(
-            run, epoch, capacity.quota_tokens, capacity.max_sample_tokens, capacity.max_chunk_bytes
+            run, epoch, capacity.quota_tokens, capacity.max_sample_tokens, capacity.max_chunk_bytes, self.journal
         )  # fmt: skip
         self.feeds = {
-            plan.name: Feed(run, epoch, plan, capacity.max_sample_tokens, steps_ahead, self.table, self.leases)
+            plan.name: Feed(
+                run, epoch, plan, capacity.max_sample_tokens, steps_ahead, self.table, self.leases, self.journal
+            )
             for plan in feeds
         }
         self._feed_of = {stream.name: feed for feed in self.feeds.values() for stream in feed.rules.streams}
+        self._base_lsn = self._cut = 0
         self._used: set[str] = set()
         """Feeds that a reader ever attached to."""
         self._now = 0.0
@@ -80,17 +98,88 @@ class Broker:
         if isinstance(event, Formed):
             feed = self.feeds[event.feed]
             return self._moved(feed, feed.formed(event))
+        if isinstance(event, Safe):
+            self.journal.safe(event.upto, event.stalled)
+            effects = self.leases.safe(event.upto)
+            return effects + [e for feed in self.feeds.values() for e in self._moved(feed, feed.safe(event.upto))]
+        if isinstance(event, Recalled):
+            feed = self.feeds[event.feed]
+            chunk = isinstance(event.record, ChunkAdmitted)
+            return self._moved(feed, self.leases.recalled(event) if chunk else feed.recalled(event))
         if isinstance(event, Tick):
             self._now = event.now
-            effects = self.leases.tick(event.now)
+            effects = self.leases.tick(event.now) + self._trim()
             for feed in self.feeds.values():
                 effects += self._moved(feed, feed.readers.tick(event.now))
             return effects
+        if isinstance(event, WasCut):
+            self.leases.forget_below(event.first_lsn)
+            for feed in self.feeds.values():
+                feed.history.forget_below(event.first_lsn)
+            return []
         if isinstance(event, Drain):
             self.draining = True
             effects = self.leases.drain()
             return effects + [e for feed in self.feeds.values() for e in self._moved(feed, feed.readers.drain())]
         return []
+
+    # The log
+
+    def recover(self, lsn: int, record: Record) -> None:
+        """A record of the log, in order, before anything else happens. Raises ValueError where it is another run's, or
+        of other rules: the message names what differs."""
+        if isinstance(record, Base):
+            self._recover_base(record)
+        elif isinstance(record, SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded):
+            self.leases.recover(lsn, record)
+        else:
+            self.feeds[record.feed].recover(lsn, record)  # type: ignore[attr-defined]  # all others are of a feed
+
+    def _recover_base(self, base: Base) -> None:
+        if base.run != self.run:
+            raise ValueError(f"run: got {self.run_name!r}, expected {base.run_name!r}, whose log this is")
+        if list(base.feeds) != list(self.feeds):
+            raise ValueError(
+                f"feeds: got {', '.join(self.feeds)}, expected {', '.join(base.feeds)}, as the log has them"
+            )
+        self.epoch = max(self.epoch, base.epoch + 1)
+        for name, facts in base.feeds.items():
+            self.feeds[name].recover_facts(facts, base.released.get(name, 0))
+        for stream, known in base.streams.items():
+            self.leases.learn(stream, known)
+
+    def begin(self) -> list[Effect]:
+        """Begin to work: where the log, if there is one, ends."""
+        self.leases.epoch = self.epoch
+        for feed in self.feeds.values():
+            feed.readers.epoch = self.epoch
+        self._base_lsn = self.journal.next_lsn
+        effects = self.journal.append(self.base())
+        for feed in self.feeds.values():
+            effects += self._moved(feed, feed.begin())
+        return effects
+
+    def base(self) -> Base:
+        """What must survive when the records before it go."""
+        return Base(
+            run=self.run, run_name=self.run_name, epoch=self.epoch,
+            feeds={name: feed.history.facts() for name, feed in self.feeds.items()}, streams=self.leases.facts(),
+            released={name: feed.readers.released_upto for name, feed in self.feeds.items()},
+        )  # fmt: skip
+
+    def _trim(self) -> list[Effect]:
+        """Let records go that nobody wants (R7): no checkpoint kept and no rank. What must survive them is said again
+        first."""
+        wanted = min(feed.wanted_lsn for feed in self.feeds.values())
+        if wanted <= self._cut or not self.journal.keeps:
+            return []
+        if self._base_lsn < wanted:
+            self._base_lsn = self.journal.next_lsn
+            return self.journal.append(self.base())
+        if self._base_lsn >= self.journal.safe_upto:
+            return []
+        self._cut = wanted
+        return [Cut(wanted)]
 
     @property
     def refused(self) -> int:

@@ -60,6 +60,12 @@ class Recalled(Event, frozen=True):
     generation: int = 0
 
 
+class WasCut(Event, frozen=True):
+    """The log begins with record ``first_lsn``."""
+
+    first_lsn: int
+
+
 class SendProducer(Effect, frozen=True):
     peer: bytes
     envelope: Envelope

@@ -9,28 +9,49 @@ the window, in packs, in steps that some rank has not returned) by ``merged_toke
 borrows from the other nor from another feed, so the merge can always get the sample it waits
 for, and a full arena cannot deadlock.
 
-A feed whose streams all end may be iterated again. It then goes back to its first sample:
-everything held is forgotten, the producers seek back, and the same steps come again.
+To be at a step is to have gone there: from a snapshot not after it, whose window's samples are read again,
+and over the steps between, which are formed again and not served. So a broker that was killed goes
+on, trainers go back to a checkpoint, and a finite feed is iterated again, at step 0, which needs no
+snapshot. A step goes to the readers once the log has it, and everything that decided it (R2), and once
+the payload of its samples is there.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
 from streampack.core.admission import Admission, terms_of
-from streampack.core.effects import Form, Formed, Release
+from streampack.core.arrival import Arrival
+from streampack.core.effects import Form, Formed, Recall, Recalled, Release
 from streampack.core.events import Effect, Report
 from streampack.core.form import Former, Step
-from streampack.core.kept import LINEAGE
+from streampack.core.history import History
+from streampack.core.journal import Journal
 from streampack.core.leases import Leases
 from streampack.core.merge import merge_of
 from streampack.core.messages import State
 from streampack.core.readers import Readers
-from streampack.core.rules import Rules
+from streampack.core.records import (
+    CheckpointCommitted,
+    FeedEnded,
+    FeedFacts,
+    LineageBegan,
+    Record,
+    SnapshotTaken,
+    StepFormed,
+    StepsSkipped,
+    TailDropped,
+)
+from streampack.core.resume import restore, snapshot
+from streampack.core.rules import Rules, difference
 from streampack.core.samples import I64, SampleTable
-from streampack.core.snapshot import Snapshot
+from streampack.core.snapshot import Floor, Snapshot
+
+SNAPSHOT_WINDOWS = 4
+"""A snapshot is taken when so many windows of samples are in steps since the last: what a restart reads again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +63,10 @@ class FeedPlan:
     rules: Rules
     merged_tokens: int
     layout: str = "zigzag"
+    keeps: int = 3
+    """Committed checkpoints that trainers can go back to."""
+    discards: bool = False
+    """When they go back, pushed samples that came since are dropped."""
 
 
 def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
@@ -83,28 +108,37 @@ class Feed:
 
     def __init__(
         self, run: int, epoch: int, plan: FeedPlan, max_sample_tokens: int, steps_ahead: int, table: SampleTable,
-        leases: Leases,
+        leases: Leases, journal: Journal,
     ) -> None:  # fmt: skip
         self.plan, self.name, self.rules = plan, plan.name, plan.rules
         self._max_sample_tokens, self._steps_ahead = max_sample_tokens, steps_ahead
-        self._table, self._leases = table, leases
+        self._table, self._leases, self._journal = table, leases, journal
         rules = plan.rules
+        self.history = History(rules, sum(stream.partitions for stream in rules.streams))
         self.admission = Admission(
             terms_of(rules), rules.tokens, rules.fields, max_sample_tokens, table, merge_of(rules)
         )  # fmt: skip
-        self.origin = leases.open(rules, self.admission)
+        self.origin = leases.open(plan.name, rules, self.admission, self.history)
         """Its first partition's number in ``leases``."""
         self.readers = Readers(
-            run, epoch, plan.name, rules, plan.layout, table, self.waiting_for, self._rewind, self._state_of,
-            self._commit,
+            run, epoch, plan.name, rules, plan.layout, table, self.waiting_for, self.go_to, self.state_of, self.commit,
         )  # fmt: skip
         self.former = Former(rules, table)
         self.totals = Totals()
         self.held_tokens = 0
         """Merged and not yet released."""
-        self._forming = False
+        self._forming = self._ended = False
+        self._waits_for: int | None = None
         self._generation = 0
         self._blocked: int | None = None
+        self._formed: deque[tuple[int, Step | None]] = deque()
+        """Steps, or the end, that wait for their record to be safe: behind which record."""
+        self._since_snapshot = 0
+        self._commits: deque[tuple[int, int]] = deque()
+        self._committed_upto = -1
+        """The last checkpoint whose commit is safe."""
+        self.failed = ""
+        """Why nothing more can be served: the data are not what they were."""
 
     @property
     def num_partitions(self) -> int:
@@ -118,6 +152,12 @@ class Feed:
 
     def waiting_for(self) -> tuple[str, str]:
         """Why the next step is not there: (reason, detail)."""
+        if self.failed:
+            return "failed", self.failed
+        if self._formed and self._formed[0][0] >= self._journal.safe_upto:
+            return "log", self._journal.stalled or "the step is being written to the log"
+        if self._formed:
+            return "stream", f"samples of step {self.readers.formed_upto} are read again"
         if self._forming:
             return "forming", "the step is being packed"
         if self.former.next_step >= self.readers.released_upto + self._steps_ahead:
@@ -131,7 +171,7 @@ class Feed:
     def advance(self) -> list[Effect]:
         """Move on as far as can be: merge what may be merged, ask for a step to be formed."""
         effects: list[Effect] = []
-        while self.readers.end is None and not self.readers.draining:
+        while not self._ended and not self.readers.draining and not self.failed:
             effects += self._fill()
             if self._forming or self.former.next_step >= self.readers.released_upto + self._steps_ahead:
                 break
@@ -143,7 +183,7 @@ class Feed:
             if not self.former.closed:
                 break
             effects += self._publish(self.former.cut())  # the feed has ended, or its next pass begins
-        return effects
+        return effects + self.hand_out()
 
     def formed(self, event: Formed) -> list[Effect]:
         """A packer's choice; one that was asked for before the feed went back is of no use."""
@@ -157,6 +197,7 @@ class Feed:
         for effect in effects:
             if isinstance(effect, Release):
                 self.held_tokens -= int(self._table.length[effect.handles].sum())
+                self._leases.forget(effect.handles)
                 self._table.free(effect.handles)
         return effects
 
@@ -196,41 +237,229 @@ class Feed:
         effects: list[Effect] = []
         for step in steps:
             self.totals.add(step)
-            effects += self.readers.add(step) if step.number >= self.readers.formed_upto else self._pass(step)
-        if self.former.finished and self.readers.end is None:
-            dropped, self.former.dropped = self.former.dropped, self.former.dropped[:0]
-            self.totals.dropped_samples += len(dropped)
-            if len(dropped):
-                effects.append(Release(dropped))
-            if not self.admission.merge.closed:
-                self.admission.merge.next_pass()
-                self.former.closed = False
+            effects += self._note(step)
+            if self.failed:
                 return effects
-            count = self.former.next_step
+            self._formed.append((self._journal.next_lsn - 1, step))
+        if steps and self._since_snapshot >= SNAPSHOT_WINDOWS * self.rules.window:
+            effects += self._snap()
+        if self.former.finished and not self._ended:
+            effects += self._close()
+        return effects + self.hand_out()
+
+    def _note(self, step: Step) -> list[Effect]:
+        """Record a step, or see that it is what was recorded."""
+        self._since_snapshot += step.num_samples
+        before = self.history.chain_after(step.number)
+        if before is None:
+            handles = np.concatenate([pack.handles for pack in step.packs])
+            counts = np.array([len(pack.handles) for pack in step.packs], "<u4")
+            record = StepFormed(
+                feed=self.name, lineage=self.history.lineage, step=step.number, digest=step.digest, chain=step.chain,
+                num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples, counts_u32=counts.tobytes(),
+                rows=self._table.rows(handles).tobytes(), released=self.readers.released_upto,
+            )  # fmt: skip
+            self.history.add_step(step.number, step.chain, self._journal.next_lsn)
+            return self._journal.append(record)
+        if before == step.chain:
+            return []
+        self.failed = (
+            f"step {step.number} came out otherwise than the first time, though every sample that was compared is the "
+            f"same: the data, the tokenizer or streampack itself have changed: put them back, or start a new run"
+        )
+        return [Report("error", f"feed {self.name!r}: {self.failed}"), *self.readers.fail("diverged", self.failed)]
+
+    def _snap(self) -> list[Effect]:
+        """Take a snapshot: between two steps, once enough samples have gone since the last."""
+        self._since_snapshot = 0
+        if self.former.next_step <= self.history.last_snapshot:
+            return []
+        floors = self._leases.floors(self.origin, self.former.held())
+        taken = snapshot(self.rules, self.admission.merge, self.former, floors, self.history.lineage)
+        self.history.add_snapshot(taken, self._journal.next_lsn)
+        self.history.forget_snapshots(self.readers.released_upto, self._journal.keeps)
+        return self._journal.append(SnapshotTaken(feed=self.name, lineage=self.history.lineage, snapshot=taken))
+
+    def _close(self) -> list[Effect]:
+        """Everything held is in a step: the pass has ended, or the feed."""
+        effects: list[Effect] = []
+        dropped, self.former.dropped = self.former.dropped, self.former.dropped[:0]
+        self.totals.dropped_samples += len(dropped)
+        if len(dropped):
+            effects += self._note_tail(dropped)
+            effects.append(Release(dropped))
+        if not self.admission.merge.closed:
+            self.admission.merge.next_pass()
+            self.former.closed = False
+            return effects
+        self._ended = True
+        count, chain = self.former.next_step, self.former.chain
+        if self.history.end is None:  # R8: said once
+            self.history.end = (count, chain)
+            record = FeedEnded(feed=self.name, lineage=self.history.lineage, num_steps=count, chain=chain)
+            effects += self._journal.append(record)
             effects.append(Report("info", f"feed {self.name!r} has ended after {count} steps"))
-            effects += self.readers.finish(count, self.former.chain)
+        self._formed.append((self._journal.next_lsn - 1, None))
         return effects
 
-    def _pass(self, step: Step) -> list[Effect]:
-        """A step before the one that the readers begin at."""
-        handles = np.concatenate([pack.handles for pack in step.packs])
-        return [Release(handles), *self.readers.check(step.number + 1, step.chain)]
-
-    def _state_of(self, step: int) -> State | None:
-        chain = self.readers.chain_of(step)
-        known = chain or not step
-        return State(feed=self.name, lineage=LINEAGE, step=step, chain=chain, snapshot=None) if known else None
-
-    def _commit(self, step: int) -> list[Effect]:
-        return self.readers.committed(step)
-
-    def _rewind(self, step: int, snapshot: Snapshot | None) -> list[Effect]:
-        """Go to ``step``, from the first sample if it is behind; the readers have let go of their steps."""
-        if step >= self.former.next_step:
+    def _note_tail(self, dropped: I64) -> list[Effect]:
+        step, history = self.former.next_step, self.history
+        if step in history.tails:
             return []
-        held = np.concatenate([self._drop_waiting(), self.former.held()])
+        history.tails.add(step)
+        rows = self._table.rows(dropped).tobytes()
+        return self._journal.append(TailDropped(feed=self.name, lineage=history.lineage, step=step, rows=rows))
+
+    def hand_out(self) -> list[Effect]:
+        """Give the readers what is safe and whole; steps before the one that was gone to have been served."""
+        effects: list[Effect] = []
+        absent = self._leases.absent
+        while self._formed and self._formed[0][0] < self._journal.safe_upto:
+            step = self._formed[0][1]
+            if step is None:
+                effects += self.readers.finish(self.former.next_step, self.former.chain)
+            elif step.number < self.readers.formed_upto:
+                effects.append(Release(np.concatenate([pack.handles for pack in step.packs])))
+                effects += self.readers.check(step.number + 1, step.chain)
+            elif absent and any(handle in absent for pack in step.packs for handle in pack.handles.tolist()):
+                break
+            else:
+                effects += self.readers.add(step)
+            self._formed.popleft()
+        return effects
+
+    # Going to a step
+
+    def go_to(self, step: int, given: Snapshot | None = None) -> list[Effect]:
+        """Have ``step`` be the next that is served; the readers have let go of theirs. ``given`` is a checkpoint's."""
+        found, here = self.history.nearest(step), self.former.next_step
+        nearest = max(found[0] if found is not None else 0, given.step if given is not None else 0)
+        effects: list[Effect] = []
+        if (chain := self.history.chain_after(step - 1)) is not None:
+            effects += self.readers.check(step, chain)
+        if nearest <= here <= step and not self._ended:
+            return effects + self.hand_out()
+        held = self._let_go()
+        if len(held):
+            effects.append(Release(held))
+        if step or self.totals.steps:
+            effects.append(Report("info", f"feed {self.name!r} goes to step {step}"))
+        if given is not None and (found is None or given.step > found[0]):
+            return effects + self._restore(given)
+        if found is None or found[2] is not None:
+            return effects + self._restore(found[2] if found is not None else None)
+        self._waits_for = found[1]
+        return [*effects, Recall(self.name, found[1], self._generation)]
+
+    def recalled(self, event: Recalled) -> list[Effect]:
+        """The snapshot that was asked for."""
+        record = event.record
+        if (
+            event.generation != self._generation
+            or event.lsn != self._waits_for
+            or not isinstance(record, SnapshotTaken)
+        ):
+            return []
+        return self._restore(record.snapshot)
+
+    def _let_go(self) -> I64:
+        """Forget the place where the feed is; handles, int64 [n], of all that it held."""
+        waiting = [
+            np.concatenate([pack.handles for pack in step.packs]) for _, step in self._formed if step is not None
+        ]
+        held = np.concatenate([self._drop_waiting(), self.former.held(), *waiting])
+        self._formed.clear()
         self.admission.merge, self.former = merge_of(self.rules), Former(self.rules, self._table)
         self._generation += 1
-        self._forming, self._blocked = False, None
-        again = Report("info", f"feed {self.name!r} begins again at its first sample")
-        return [Release(held), again, *self._leases.rewind(self.origin)]
+        self._forming, self._blocked, self._ended = False, None, False
+        self._since_snapshot, self._waits_for = 0, None
+        return held
+
+    def _restore(self, taken: Snapshot | None) -> list[Effect]:
+        """Be where a snapshot was taken, or at the first sample."""
+        merge = self.admission.merge
+        floors: list[Floor] = [(0, None)] * self.num_partitions if taken is None else taken.floors
+        if taken is not None:
+            restore(taken, self.rules, merge, self.former)
+        if isinstance(merge, Arrival):
+            for place in self.history.order:
+                if place.count:
+                    merge.script(place.partition, place.base_seq, place.count)
+        held = self.former.held()
+        self.held_tokens += int(self._table.length[held].sum())
+        return self._leases.go_to(self.origin, floors, held)
+
+    # The log
+
+    def safe(self, upto: int) -> list[Effect]:
+        """Records below ``upto`` are safe."""
+        while self._commits and self._commits[0][0] < upto:
+            self._committed_upto = max(self._committed_upto, self._commits.popleft()[1])
+        return self.readers.committed(self._committed_upto) + self.hand_out()
+
+    def recover(self, lsn: int, record: Record) -> None:
+        """A record of the log, before anything else happens."""
+        history = self.history
+        if isinstance(record, StepFormed):
+            history.add_step(record.step, record.chain, lsn)
+            history.released = max(history.released, record.released)
+        elif isinstance(record, SnapshotTaken):
+            history.add_snapshot(record.snapshot, lsn, keep=False)
+        elif isinstance(record, FeedEnded):
+            history.end = (record.num_steps, record.chain)
+        elif isinstance(record, TailDropped):
+            history.tails.add(record.step)
+        elif isinstance(record, LineageBegan):
+            history.branch(record.lineage, record.step)
+            history.released = min(history.released, record.step)
+        elif isinstance(record, StepsSkipped):
+            history.skips.append((record.first, record.last))
+        elif isinstance(record, CheckpointCommitted):
+            self._note_commit(record.step)
+            self._committed_upto = max(self._committed_upto, record.step)
+
+    def recover_facts(self, facts: FeedFacts, released: int) -> None:
+        """What survived of records that are gone. Raises ValueError for a feed of other rules."""
+        differs = difference(facts.rules, self.rules)
+        if differs:
+            raise ValueError(f"feeds.{self.name}: {differs}")
+        history = self.history
+        history.lineage, history.lineage_step = facts.lineage, facts.lineage_step
+        history.skips, history.commits = list(facts.skips), list(facts.commits)
+        history.released = max(history.released, released)
+
+    def begin(self) -> list[Effect]:
+        """Go to where the log ends: to the first step that some rank has not returned."""
+        step = self.history.released
+        self.readers.begin(step)
+        return self.go_to(step) if step else []
+
+    @property
+    def wanted_lsn(self) -> int:
+        """Records below are wanted no more: neither by the oldest checkpoint kept nor by the slowest rank (R7)."""
+        history = self.history
+        return history.wanted_lsn(min(history.commits[0], self.readers.released_upto)) if history.commits else 0
+
+    # Checkpoints
+
+    def state_of(self, step: int) -> State | None:
+        """What a checkpoint that begins at ``step`` holds; None where that is not known."""
+        found = self.history.nearest(step)
+        chain = self.history.chain_after(step - 1) if step else bytes(16)
+        if chain is None or (found is not None and found[2] is None):
+            return None
+        taken = found[2] if found is not None else None
+        return State(feed=self.name, lineage=self.history.lineage, step=step, chain=chain, snapshot=taken)
+
+    def commit(self, step: int) -> list[Effect]:
+        """A checkpoint that begins at ``step`` is durable: keep what the last few need."""
+        effects: list[Effect] = []
+        if step not in self.history.commits and step > self._committed_upto:
+            self._note_commit(step)
+            effects = self._journal.append(CheckpointCommitted(feed=self.name, step=step))
+            self._commits.append((self._journal.next_lsn - 1, step))
+        return effects + self.safe(self._journal.safe_upto)
+
+    def _note_commit(self, step: int) -> None:
+        commits = self.history.commits
+        commits[:] = sorted({*commits, step})[-self.plan.keeps :]

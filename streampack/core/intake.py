@@ -6,15 +6,23 @@ means that messages were lost, and is answered with a new session that begins at
 (go-back-N). Credits are absolute within a session: a producer may send samples below
 ``grant_seq`` and bytes below ``grant_bytes``, so a lost or repeated credit message harms nothing
 (RFC 9000, section 4.1, has the same rule for the same reason).
+
+After a restart, or when trainers go back, a partition is read again from a *floor*: samples below
+``known_seq`` have been merged before. Those that the window still holds are ``awaited``, for their payload;
+the others are passed over.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from streampack.core.history import ChunkPlace
 from streampack.core.samples import I64
+from streampack.core.snapshot import Cursor, Floor
 
 MAX_UNMERGED = 16_384
 """Samples of one partition that may wait for the merge: bounds what short samples cost beside their tokens."""
@@ -28,20 +36,57 @@ class Intake:
     ``total`` the number of samples once the end is known. ``closed``: the feed has ended and wants no more
     of it. ``session_bytes`` were taken in this
     session; tokens that are kept but not merged yet, times ``token_bytes``, stay below
-    ``quota_bytes``.
+    ``quota_bytes``. ``known_total`` is the number of samples as an earlier broker, or pass, has found it.
+
+    Of samples in the log: ``recorded_seq`` is the next that is not in it, ``places`` their chunks,
+    of which those before ``place`` have been taken; ``unsafe`` those appended and not yet safe.
     """
 
     quota_bytes: int
     token_bytes: int
     expected_seq: int = 0
-    cursor: tuple[int, int, int] | None = None
+    cursor: Cursor | None = None
     total: int | None = None
+    known_total: int | None = None
     closed: bool = False
     session: int = 0
     session_bytes: int = 0
     kept_tokens: int = 0
     merged_tokens: int = 0
     merged_seq: int = 0
+    known_seq: int = 0
+    rejected_seq: int = 0
+    """Rejected samples below are recorded."""
+    awaited: dict[int, list[int]] = field(default_factory=dict)
+    """Handles of samples whose payload is to come again, by sequence number: the pieces of it."""
+    recorded_seq: int = 0
+    num_marks: int = 0
+    durable_seq: int = 0
+    durable_marks: int = 0
+    unsafe: deque[tuple[int, int, int]] = field(default_factory=deque)
+    """(record, samples, marks) that are durable once the record is safe."""
+    places: list[ChunkPlace] = field(default_factory=list)
+    place: int = 0
+    recalling: bool = False
+    _floors: list[Floor] = field(default_factory=list)
+
+    def go_to(self, floor: Floor, known_seq: int, merged_tokens: int) -> None:
+        """Begin to read again at ``floor``; the samples below ``known_seq``, of ``merged_tokens``, are merged."""
+        self.expected_seq, self.cursor = floor
+        self._floors = [floor]
+        self.known_seq = self.merged_seq = known_seq
+        self.kept_tokens = self.merged_tokens = merged_tokens
+        self.total, self.closed, self.recalling = None, False, False
+        self.awaited.clear()
+        self.place = 0
+
+    def floor(self, seq: int) -> Floor:
+        """Where to read again from so that sample ``seq`` comes; those before are forgotten."""
+        at = bisect_right(self._floors, seq, key=lambda floor: floor[0]) - 1
+        if at < 0:
+            return 0, None
+        del self._floors[:at]
+        return self._floors[0]
 
     def begin(self, session: int) -> None:
         """A new session: byte credits start again from nothing."""
@@ -63,12 +108,25 @@ class Intake:
         """Is a chunk that ends before ``stop_seq`` within the credits?"""
         return stop_seq <= self.grant_seq and self.session_bytes + num_bytes <= self.grant_bytes
 
-    def accept(self, stop_seq: int, num_bytes: int, kept_tokens: int, cursor: tuple[int, int, int]) -> None:
+    def accept(self, stop_seq: int, num_bytes: int, kept_tokens: int, cursor: Cursor | None) -> None:
         """Count a chunk that begins at ``expected_seq``."""
         self.expected_seq = stop_seq
         self.cursor = cursor
+        self._floors.append((stop_seq, cursor))
         self.session_bytes += num_bytes
         self.kept_tokens += kept_tokens
+
+    @property
+    def behind(self) -> bool:
+        """The log has samples of the partition that have not been taken again yet."""
+        return self.place < len(self.places)
+
+    def safe(self, upto: int) -> bool:
+        """Records below ``upto`` are safe; has anything become durable?"""
+        before = (self.durable_seq, self.durable_marks)
+        while self.unsafe and self.unsafe[0][0] < upto:
+            _, self.durable_seq, self.durable_marks = self.unsafe.popleft()
+        return before != (self.durable_seq, self.durable_marks)
 
     @property
     def ended(self) -> bool:

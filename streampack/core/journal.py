@@ -22,6 +22,8 @@ class Journal:
         self.next_lsn = next_lsn
         self.safe_upto = next_lsn
         """Records below are as safe as was asked for."""
+        self.stalled = ""
+        """Why the log takes no more, if it does not."""
 
     def append(self, record: Record, payload: Sequence[Any] = ()) -> list[Effect]:
         """Write ``record``, of number ``next_lsn``; without a log nothing is done."""
@@ -31,6 +33,6 @@ class Journal:
             return []
         return [Append(record, tuple(payload))]
 
-    def safe(self, upto: int) -> None:
+    def safe(self, upto: int, stalled: str = "") -> None:
         """Records below ``upto`` are safe."""
-        self.safe_upto = max(self.safe_upto, upto)
+        self.safe_upto, self.stalled = max(self.safe_upto, upto), stalled

@@ -13,11 +13,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from streampack.core.admission import Admission, StreamTerms, lengths_of, terms_of
-from streampack.core.effects import SendProducer
+from streampack.core.arrival import Arrival
+from streampack.core.effects import Recall, Recalled, SendProducer, Store
 from streampack.core.events import Effect, Report
+from streampack.core.history import ChunkPlace, History
 from streampack.core.intake import MAX_UNMERGED, Intake
+from streampack.core.journal import Journal
 from streampack.core.messages import (
+    OVERLONG,
     WRONG_SIDE,
     Attach,
     Bye,
@@ -28,7 +34,9 @@ from streampack.core.messages import (
     Get,
     Hello,
     Lease,
+    Mark,
     Message,
+    Offer,
     ProducerPing,
     ReaderPing,
     Reject,
@@ -37,14 +45,24 @@ from streampack.core.messages import (
     Sent,
     Who,
 )
+from streampack.core.records import (
+    BatchMarked,
+    ChunkAdmitted,
+    PartitionEnded,
+    SamplesRejected,
+    SourceAccepted,
+    StreamFacts,
+)
 from streampack.core.rules import Rules
-from streampack.core.samples import I64
+from streampack.core.samples import I64, index_of
+from streampack.core.snapshot import Floor
 
 REPEAT_S = 1.0
 """Credits are said again this often, whether or not they changed."""
 SILENT_S = 15.0
 """A producer not heard of for so long has lost its leases."""
-
+CLAIM_S = 3.0
+"""One that pushes has lost its partition to another that names it after so long."""
 
 _FAREWELL = Bye(reason="the broker is stopping")
 
@@ -54,7 +72,8 @@ class _Producer:
     name: str
     peer: bytes
     where: str
-    offers: frozenset[str]
+    offers: dict[str, int | None]
+    """By stream; the partition of one that is pushed."""
     heard: float
 
 
@@ -62,19 +81,28 @@ class _Producer:
 class _Stream:
     """A stream of a feed: ``number`` among the feed's, ``first`` its first partition, ``origin`` its feed's."""
 
+    feed: str
     terms: StreamTerms
     admission: Admission
     rules: Rules
+    history: History
     number: int
     first: int
     origin: int
+
+    @property
+    def in_order(self) -> bool:
+        """Is the order in which its chunks came recorded?"""
+        return self.rules.merge == "arrival"
 
 
 class Leases:
     """Every partition's books and holder; ``open`` adds a feed's, before the first producer comes."""
 
-    def __init__(self, run: int, epoch: int, quota_tokens: int, max_sample_tokens: int, max_chunk_bytes: int) -> None:
-        self._run, self.epoch = run, epoch
+    def __init__(
+        self, run: int, epoch: int, quota_tokens: int, max_sample_tokens: int, max_chunk_bytes: int, journal: Journal
+    ) -> None:  # fmt: skip
+        self._run, self.epoch, self._journal = run, epoch, journal
         self._quota_tokens = quota_tokens
         self._max_sample_tokens, self._max_chunk_bytes = max_sample_tokens, max_chunk_bytes
         self._streams: dict[str, _Stream] = {}
@@ -90,17 +118,20 @@ class Leases:
         self._repeated = 0.0
         self._drained = False
         self._done = False
+        self._claims: dict[str, float] = {}  # when producers first named a partition that another holds
+        self.absent: dict[int, tuple[int, int]] = {}
+        """Handles of samples that are known and whose payload is to come again: (partition, sequence number)."""
         self._failed: dict[int, str] = {}  # why the last holder of a partition stopped, until samples come again
         self.refused = 0
         """Messages that broke the protocol."""
         self.vanished = 0
         """Producers that were gone without a goodbye: silent, or followed by another process of their name."""
 
-    def open(self, rules: Rules, admission: Admission) -> int:
-        """Add the streams of a feed, whose samples ``admission`` takes; the number of its first partition."""
+    def open(self, feed: str, rules: Rules, admission: Admission, history: History) -> int:
+        """Add the streams of ``feed``, whose samples ``admission`` takes; the number of its first partition."""
         origin = len(self.intakes)
         for number, terms in enumerate(terms_of(rules)):
-            stream = _Stream(terms, admission, rules, number, len(self.intakes), origin)
+            stream = _Stream(feed, terms, admission, rules, history, number, len(self.intakes), origin)
             self._streams[terms.name] = stream
             self._stream_of += [stream] * terms.partitions
             self.intakes += [self._intake(rules) for _ in range(terms.partitions)]
@@ -132,6 +163,8 @@ class Leases:
             return self._eos(name, envelope.fence, message)
         if isinstance(message, Sent):
             return self._sent(name, envelope.fence, message)
+        if isinstance(message, Mark):
+            return self._mark(name, envelope.fence, message)
         if isinstance(message, ProducerPing):
             return self._ping(name, message)
         return self._refuse(peer, "protocol", f"got {type(message).__name__} from a producer")
@@ -164,7 +197,7 @@ class Leases:
             intake = self.intakes[origin + mine]
             intake.merged_seq = int(merge.merged_samples[mine])
             intake.merged_tokens = int(merge.merged_tokens[mine])
-            effects += self._flow(origin + mine)
+            effects += self._flow(origin + mine) + self._pull(origin + mine)
         return effects
 
     def close(self, origin: int) -> list[Effect]:
@@ -178,15 +211,138 @@ class Leases:
                 effects += self._flow(p, repeat=True)
         return effects
 
-    def rewind(self, origin: int) -> list[Effect]:
-        """The feed at ``origin`` wants its samples from the first one on; those it had are forgotten already."""
+    def go_to(self, origin: int, floors: list[Floor], held: I64) -> list[Effect]:
+        """The feed at ``origin`` has gone to another place: its merge says how far, ``held`` are the handles of
+        samples, int64 [n], whose payload is wanted again, from ``floors`` on, one a partition."""
         mine = self._of_feed(origin)
+        merge = self._stream_of[origin].admission.merge
+        self.forget(held, origin)
         for p in mine:
-            self.intakes[p] = self._intake(self._stream_of[p].rules)
+            self.intakes[p].go_to(
+                floors[p - origin], int(merge.merged_samples[p - origin]), int(merge.merged_tokens[p - origin])
+            )
             self._failed.pop(p, None)
+        self._await(origin, held)
+        for p in mine:
             self._begin(p)
+            intake = self.intakes[p]
+            whole = intake.known_total is not None and intake.expected_seq >= intake.known_total
+            if whole and not intake.behind:
+                intake.total = intake.known_total
+                merge.end(p - origin)
         moved, effects = self._share_out()
-        return effects + [e for p in sorted({*mine, *moved}) for e in self._lease(p)]
+        effects += [e for p in sorted({*mine, *moved}) for e in self._lease(p)]
+        return effects + [e for p in mine for e in self._pull(p)]
+
+    def _await(self, origin: int, held: I64) -> None:
+        """Note which samples' payload is to come again; a partition that has ended, and has none of them, is done."""
+        table = self._stream_of[origin].admission.table
+        rows = zip(held.tolist(), table.stream[held].tolist(), table.index[held].tolist(), strict=True)
+        of = [stream for stream in self._streams.values() if stream.origin == origin]
+        for handle, number, index in rows:
+            stream = of[number]
+            p, seq = stream.first + index % stream.terms.partitions, index // stream.terms.partitions
+            self.intakes[p].awaited.setdefault(seq, []).append(handle)
+            self.absent[handle] = (p, seq)
+
+    def forget(self, handles: I64, origin: int | None = None) -> None:
+        """Samples that are released need no payload any more; with ``origin`` none of that feed's does."""
+        if origin is not None:
+            mine = self._of_feed(origin)
+            self.absent = {handle: at for handle, at in self.absent.items() if at[0] not in mine}
+        for handle in handles.tolist() if self.absent else ():
+            p, seq = self.absent.pop(handle, (-1, 0))
+            if p >= 0 and seq in self.intakes[p].awaited:
+                left = [other for other in self.intakes[p].awaited[seq] if other != handle]
+                self.intakes[p].awaited[seq] = left
+
+    def floors(self, origin: int, held: I64) -> list[Floor]:
+        """Where each partition of the feed at ``origin`` is read again from, so that the samples ``held`` (handles,
+        int64 [n]) and all that are not merged come."""
+        first = self._stream_of[origin]
+        table, merge = first.admission.table, first.admission.merge
+        lowest = np.array(merge.merged_samples)
+        number, index = table.stream[held].astype(np.int64), table.index[held]
+        of = [stream for stream in self._streams.values() if stream.origin == origin]
+        firsts = np.array([stream.first - origin for stream in of])
+        counts = np.array([stream.terms.partitions for stream in of])
+        np.minimum.at(lowest, firsts[number] + index % counts[number], index // counts[number])
+        return [self.intakes[origin + mine].floor(seq) for mine, seq in enumerate(lowest.tolist())]
+
+    def safe(self, upto: int) -> list[Effect]:
+        """Records below ``upto`` are safe: tell those who keep what they push until then."""
+        moved = [p for p, intake in enumerate(self.intakes) if intake.unsafe and intake.safe(upto)]
+        return [e for p in moved for e in self._flow(p, repeat=True)]
+
+    def recalled(self, event: Recalled) -> list[Effect]:
+        """A chunk of a pushed partition, out of the log."""
+        record = event.record
+        assert isinstance(record, ChunkAdmitted)
+        p = self._partition(record.stream, record.partition)
+        if p is None or not self.intakes[p].recalling:
+            return []
+        intake = self.intakes[p]
+        intake.recalling = False
+        message = Samples(
+            stream=record.stream, partition=record.partition, base_seq=record.base_seq, lengths_u32=record.lengths_u32,
+            crcs_u32=record.crcs_u32, loss_tokens_u32=record.loss_tokens_u32, cursor=record.cursor,
+            rejected=record.rejected, lost_tokens=record.lost_tokens, pass_ended=record.pass_ended,
+        )  # fmt: skip
+        envelope = Envelope(run=self._run, epoch=self.epoch, fence=0, message=message, payload=event.payload)
+        intake.place += 1
+        return self._take(p, envelope, message) + self._pull(p) + self._flow(p, repeat=not intake.behind)
+
+    # What is known of streams
+
+    def facts(self) -> dict[str, StreamFacts]:
+        """What must survive when records of the log go."""
+        return {
+            name: StreamFacts(
+                source_digest=self._digests.get(name, ""),
+                totals=[self.intakes[p].known_total for p in self._partitions(name)],
+            )
+            for name in self._streams
+        }
+
+    def recover(
+        self, lsn: int, record: SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded
+    ) -> None:
+        """A record of the log, before anything else happens."""
+        name = record.stream
+        if isinstance(record, SourceAccepted):
+            self._digests[name] = record.source_digest
+            return
+        if isinstance(record, SamplesRejected):
+            partitions = self._streams[name].terms.partitions
+            for index in np.frombuffer(record.indices_u64, "<u8").tolist():
+                intake = self.intakes[self._streams[name].first + index % partitions]
+                intake.rejected_seq = max(intake.rejected_seq, index // partitions + 1)
+            return
+        p = self._streams[name].first + record.partition
+        intake = self.intakes[p]
+        if isinstance(record, PartitionEnded):
+            intake.known_total = record.total
+            return
+        if isinstance(record, ChunkAdmitted):
+            lengths = np.frombuffer(record.lengths_u32, "<u4")
+            self._note_chunk(p, record.base_seq, len(lengths), int(lengths.sum()), lsn)
+        else:
+            self._note_mark(p, record.number, record.seq, lsn)
+        intake.durable_seq, intake.durable_marks = intake.recorded_seq, intake.num_marks
+
+    def forget_below(self, lsn: int) -> None:
+        """Records below ``lsn`` are gone from the log."""
+        for intake in self.intakes:
+            gone = sum(place.lsn < lsn for place in intake.places)
+            del intake.places[:gone]
+            intake.place = max(intake.place - gone, 0)
+
+    def learn(self, stream: str, facts: StreamFacts) -> None:
+        """What an earlier broker has found out of a stream."""
+        if facts.source_digest:
+            self._digests[stream] = facts.source_digest
+        for p, total in zip(self._partitions(stream), facts.totals, strict=False):
+            self.intakes[p].known_total = total
 
     def dismiss(self, done: bool) -> list[Effect]:
         """Whether nobody will ask for samples again, so that producers may go."""
@@ -220,6 +376,9 @@ class Leases:
             if offer.stream not in self._streams:
                 known = ", ".join(self._streams)
                 return self._refuse(peer, "unknown_stream", f"got stream {offer.stream!r}, expected one of: {known}")
+            wrong = self._misplaced(offer)
+            if wrong:
+                return self._refuse(peer, "partition", wrong)
             digest = self._digests.get(offer.stream, offer.source_digest)
             if digest != offer.source_digest:
                 return self._refuse(
@@ -229,14 +388,21 @@ class Leases:
                 )  # fmt: skip
         if self._drained:
             return self._send(peer, _FAREWELL)
-        self._digests |= {offer.stream: offer.source_digest for offer in hello.offers}
+        claimed = self._claimed(peer, hello)
+        if claimed is not None:
+            return claimed
         effects: list[Effect] = []
+        for offer in hello.offers:
+            if self._digests.get(offer.stream) != offer.source_digest:
+                self._digests[offer.stream] = offer.source_digest
+                accepted = SourceAccepted(stream=offer.stream, source_digest=offer.source_digest)
+                effects += self._journal.append(accepted)
         if self._by_peer.get(peer, hello.producer) != hello.producer:
             effects += self._leave(self._by_peer[peer], "its peer took another name")
         known_producer = self._producers.get(hello.producer)
         if known_producer is not None:
             self._by_peer.pop(known_producer.peer, None)
-        offers = frozenset(offer.stream for offer in hello.offers)
+        offers = {offer.stream: offer.partition for offer in hello.offers}
         where = f"{hello.host}:{hello.pid}"
         self._producers[hello.producer] = _Producer(hello.producer, peer, where, offers, self._now)
         self._by_peer[peer] = hello.producer
@@ -255,6 +421,54 @@ class Leases:
         effects += [e for p in moved for e in self._lease(p)]
         return effects + (self._send(peer, Done()) if self._done else [])
 
+    def _misplaced(self, offer: Offer) -> str:
+        """Why a stream cannot be offered so: only one that pushes names its partition."""
+        terms = self._streams[offer.stream].terms
+        if terms.pushed and offer.partition is None:
+            return (
+                f"got an offer to read stream {offer.stream!r}, expected none: it is pushed, by streampack.Producer: "
+                f"take it out of producer.yaml, or set its pushed: false"
+            )
+        if not terms.pushed and offer.partition is not None:
+            return f"got samples for stream {offer.stream!r}, expected none: it is read: set its pushed: true"
+        if offer.partition is not None and offer.partition >= terms.partitions:
+            return (
+                f"got partition {offer.partition} of stream {offer.stream!r}, expected one below {terms.partitions}: "
+                f"set the stream's partitions to the number of its producers"
+            )
+        return ""
+
+    def _claimed(self, peer: bytes, hello: Hello) -> list[Effect] | None:
+        """What to say of partitions that another producer holds; None once they are free.
+
+        The other keeps them while it is heard; killed, it is silent, and cannot say goodbye.
+        """
+        wanted = {self._streams[offer.stream].first + (offer.partition or 0): offer for offer in hello.offers}
+        others = {self._holder[p]: offer for p, offer in wanted.items() if offer.partition is not None}
+        others = {name: offer for name, offer in others.items() if name not in (None, hello.producer)}
+        if not others:
+            self._claims.pop(hello.producer, None)
+            return None
+        since = self._claims.setdefault(hello.producer, self._now)
+        for name, offer in others.items():
+            assert name is not None
+            holder = self._producers[name]
+            if holder.heard > since:
+                self._claims.pop(hello.producer)
+                return self._refuse(
+                    peer, "partition_taken",
+                    f"got partition {offer.partition} of stream {offer.stream!r} from {hello.host}:{hello.pid}, which "
+                    f"the producer at {holder.where} holds: give each producer a partition of its own",
+                )  # fmt: skip
+        silent = [name for name in others if name is not None and self._now - self._producers[name].heard > CLAIM_S]
+        if len(silent) < len(others):
+            return []
+        self._claims.pop(hello.producer)
+        self.vanished += len(silent)
+        return [e for name in silent for e in self._leave(name, f"silent for {CLAIM_S:.0f} s, and another came")] + (
+            self._hello(peer, hello)
+        )
+
     def _leave(self, name: str, why: str) -> list[Effect]:
         producer = self._producers.pop(name)
         self._by_peer.pop(producer.peer, None)
@@ -263,7 +477,7 @@ class Leases:
                 self._holder[p] = None
         for offer in producer.offers:  # nothing of it was ever taken: the next producer may read other data
             offered, stream = any(offer in other.offers for other in self._producers.values()), self._streams[offer]
-            if not offered and not stream.admission.counts[stream.number].samples:
+            if not offered and not self._journal.keeps and not stream.admission.counts[stream.number].samples:
                 self._digests.pop(offer, None)
         level = "info" if self.ended or "goodbye" in why else "warning"
         effects: list[Effect] = [Report(level, f"producer {producer.where} left: {why}")]
@@ -280,6 +494,9 @@ class Leases:
         for stream in self._streams:
             able = [name for name, producer in self._producers.items() if stream in producer.offers]
             mine = self._partitions(stream)
+            if self._streams[stream].terms.pushed:
+                moved += self._share_pushed(mine, {self._producers[name].offers[stream]: name for name in able})
+                continue
             open_ = [p for p in mine if not self.intakes[p].ended]
             if not able:
                 for p in mine:
@@ -304,6 +521,16 @@ class Leases:
             self._begin(p)
         return sorted(moved), effects
 
+    def _share_pushed(self, mine: range, named: dict[int | None, str]) -> list[int]:
+        """Give each partition of a pushed stream to the producer that names it; those that moved."""
+        moved = []
+        for p in mine:
+            name = named.get(p - mine.start)
+            if name != self._holder[p]:
+                self._holder[p] = name
+                moved += [p] if name is not None else []
+        return moved
+
     def _begin(self, p: int) -> None:
         self._sessions += 1
         self.intakes[p].begin(self._sessions)
@@ -325,13 +552,107 @@ class Leases:
             return self._expel(name, *refusal, p)
         lengths = lengths_of(message)
         stop = message.base_seq + len(lengths)
-        if stop <= intake.expected_seq:
+        if stop <= self._next_seq(p):
             return self._flow(p, repeat=True)
-        if message.base_seq > intake.expected_seq or not intake.fits(stop, int(lengths.sum()) * intake.token_bytes):
+        fits = intake.fits(stop, int(lengths.sum()) * intake.token_bytes) and not intake.behind
+        if message.base_seq > intake.expected_seq or not fits:
             return self._again(p)
+        if stream.terms.pushed and message.base_seq < intake.recorded_seq:
+            return self._again(p)  # half of it is in the log
         self._failed.pop(p, None)
-        store = stream.admission.admit(stream.number, p - stream.origin, intake, envelope, message)
-        return [store, *self._flow(p)]
+        recorded = self._record(p, envelope, message)
+        return recorded + self._take(p, envelope, message) + self._flow(p)
+
+    def _take(self, p: int, envelope: Envelope, message: Samples) -> list[Effect]:
+        """Admit a chunk that was found good."""
+        intake, stream = self.intakes[p], self._stream_of[p]
+        effects, rejected = stream.admission.admit(stream.number, p - stream.origin, intake, envelope, message)
+        if self.absent:
+            for effect in effects:
+                for handle in effect.handles.tolist() if isinstance(effect, Store) else ():
+                    self.absent.pop(handle, None)
+        rejected = rejected[rejected >= intake.rejected_seq]
+        if len(rejected):
+            intake.rejected_seq = int(rejected[-1]) + 1
+            effects += self._journal.append(self._rejection(p, rejected, message))
+        return effects
+
+    def _record(self, p: int, envelope: Envelope, message: Samples) -> list[Effect]:
+        """Write down when a chunk came, where that decides the order; with its payload where it cannot come again."""
+        intake, stream = self.intakes[p], self._stream_of[p]
+        lengths = lengths_of(message)
+        stop, first = message.base_seq + len(lengths), max(message.base_seq, intake.recorded_seq)
+        if not stream.in_order or first >= stop:
+            return []
+        skip = first - message.base_seq
+        record = ChunkAdmitted(
+            stream=message.stream, partition=message.partition, base_seq=first,
+            lengths_u32=message.lengths_u32[4 * skip :], crcs_u32=message.crcs_u32[4 * skip :],
+            loss_tokens_u32=message.loss_tokens_u32[4 * skip :], cursor=message.cursor,
+            rejected=message.rejected if not skip else {}, lost_tokens=message.lost_tokens if not skip else 0,
+            pass_ended=message.pass_ended,
+        )  # fmt: skip
+        effects = self._journal.append(record, envelope.payload if stream.terms.pushed else ())
+        self._note_chunk(p, first, stop - first, int(lengths[skip:].sum()), self._journal.next_lsn - 1)
+        if stream.terms.pushed:
+            intake.place = len(intake.places)
+            intake.unsafe.append((self._journal.next_lsn - 1, stop, intake.num_marks))
+            effects += self._settle(p)
+        return effects
+
+    def _note_chunk(self, p: int, base_seq: int, count: int, tokens: int, lsn: int) -> None:
+        """A chunk is in the log's order."""
+        intake, stream = self.intakes[p], self._stream_of[p]
+        place = ChunkPlace(p - stream.origin, base_seq, count, lsn, tokens)
+        intake.recorded_seq = base_seq + count
+        if stream.terms.pushed:
+            intake.places.append(place)
+        stream.history.order.append(place)
+
+    def _settle(self, p: int) -> list[Effect]:
+        """What was appended may be safe already: without a log, or in one that is only to survive a kill."""
+        return self._flow(p, repeat=True) if self.intakes[p].safe(self._journal.safe_upto) else []
+
+    def _pull(self, p: int) -> list[Effect]:
+        """Take a pushed partition's next samples out of the log, where there is room for them."""
+        intake, stream = self.intakes[p], self._stream_of[p]
+        merge = stream.admission.merge
+        while intake.behind and not intake.recalling:
+            place = intake.places[intake.place]
+            if place.mark >= 0:
+                if isinstance(merge, Arrival) and place.mark >= merge.marks[p - stream.origin]:
+                    merge.end_pass(p - stream.origin)
+            elif place.lost and place.stop_seq > max(intake.expected_seq, intake.known_seq):
+                begin = max(place.base_seq, intake.known_seq)
+                none = np.zeros(place.stop_seq - begin, np.int64)
+                merge.push(p - stream.origin, none - 1, none, none)
+                intake.expected_seq = place.stop_seq
+            elif place.stop_seq > intake.expected_seq:
+                waiting = intake.kept_tokens - intake.merged_tokens + place.tokens
+                if waiting * intake.token_bytes > intake.quota_bytes or place.stop_seq > intake.grant_seq:
+                    return []
+                intake.expected_seq = place.base_seq
+                intake.recalling = True
+                return [Recall(stream.feed, place.lsn)]
+            intake.place += 1
+        if stream.terms.pushed and not intake.behind and intake.total is None and intake.known_total is not None:
+            return self._end(p)
+        return []
+
+    def _next_seq(self, p: int) -> int:
+        """The sample that the holder of a partition is to send next."""
+        intake = self.intakes[p]
+        return intake.recorded_seq if self._stream_of[p].terms.pushed else intake.expected_seq
+
+    def _rejection(self, p: int, rejected: I64, message: Samples) -> SamplesRejected:
+        stream = self._stream_of[p]
+        indices = index_of(rejected, p - stream.first, stream.terms.partitions)
+        reasons = dict(message.rejected)
+        more = len(rejected) - sum(reasons.values())
+        if more > 0:
+            reasons[OVERLONG] = reasons.get(OVERLONG, 0) + more
+        data = np.asarray(indices, "<u8").tobytes()
+        return SamplesRejected(stream=stream.terms.name, indices_u64=data, reasons=reasons)
 
     def _eos(self, name: str, session: int, message: Eos) -> list[Effect]:
         p = self._partition(message.stream, message.partition)
@@ -340,25 +661,67 @@ class Leases:
         intake = self.intakes[p]
         if intake.closed:
             return self._flow(p, repeat=True)
-        if message.total > intake.expected_seq:
+        if message.total > self._next_seq(p):
             return self._again(p)
-        if message.total < intake.expected_seq:
+        taken = max(self._next_seq(p), intake.known_seq)
+        if message.total < taken or message.total != (
+            message.total if intake.known_total is None else intake.known_total
+        ):
+            expected = f"at least the {taken} taken before" if intake.known_total is None else str(intake.known_total)
             return self._expel(
                 name, "short_stream",
                 f"stream {message.stream!r} partition {message.partition}: got an end after {message.total} samples, "
-                f"expected at least the {intake.expected_seq} taken before: the files have changed", p,
+                f"expected {expected}: the files have changed", p,
             )  # fmt: skip
-        intake.total = message.total
-        stream = self._stream_of[p]
+        effects: list[Effect] = []
+        if intake.known_total is None:
+            intake.known_total = message.total
+            ended = PartitionEnded(stream=message.stream, partition=message.partition, total=message.total)
+            effects = self._journal.append(ended)
+        if intake.behind:
+            return effects + self._flow(p, repeat=True)
+        return effects + self._end(p)
+
+    def _end(self, p: int) -> list[Effect]:
+        """All of a partition is taken."""
+        intake, stream = self.intakes[p], self._stream_of[p]
+        intake.total = intake.known_total
         stream.admission.merge.end(p - stream.origin)
         return self._flow(p, repeat=True)
+
+    def _mark(self, name: str, session: int, message: Mark) -> list[Effect]:
+        """A batch of a pushed partition has ended."""
+        p = self._partition(message.stream, message.partition)
+        if p is None or self._holder[p] != name or session != self.intakes[p].session:
+            return self._stale(name, session, message)
+        intake, stream = self.intakes[p], self._stream_of[p]
+        if not stream.terms.pushed or message.number < intake.num_marks:
+            return self._flow(p, repeat=True)
+        if message.number > intake.num_marks or message.seq != intake.recorded_seq:
+            return self._again(p)
+        record = BatchMarked(
+            stream=message.stream, partition=message.partition, number=message.number, seq=message.seq,
+            batch=message.batch,
+        )  # fmt: skip
+        effects = self._journal.append(record)
+        lsn = self._journal.next_lsn - 1
+        self._note_mark(p, message.number, message.seq, lsn)
+        intake.unsafe.append((lsn, intake.recorded_seq, intake.num_marks))
+        return effects + self._pull(p) + self._settle(p)
+
+    def _note_mark(self, p: int, number: int, seq: int, lsn: int) -> None:
+        intake, stream = self.intakes[p], self._stream_of[p]
+        place = ChunkPlace(p - stream.origin, seq, 0, lsn, 0, mark=number)
+        intake.num_marks = number + 1
+        intake.places.append(place)
+        stream.history.order.append(place)
 
     def _sent(self, name: str, session: int, message: Sent) -> list[Effect]:
         p = self._partition(message.stream, message.partition)
         if p is None or self._holder[p] != name or session != self.intakes[p].session:
             return self._stale(name, session, message)
         intake = self.intakes[p]
-        lost = message.next_seq > intake.expected_seq and not self._drained and not intake.closed
+        lost = message.next_seq > self._next_seq(p) and not self._drained and not intake.closed
         return self._again(p) if lost else self._flow(p, repeat=True)
 
     def _ping(self, name: str, message: ProducerPing) -> list[Effect]:
@@ -389,7 +752,7 @@ class Leases:
         terms = stream.terms
         lease = Lease(
             stream=terms.name, partition=p - stream.first, partitions=terms.partitions,
-            first_seq=intake.expected_seq, cursor=intake.cursor, seed=stream.rules.seed, passes=terms.passes,
+            first_seq=self._next_seq(p), cursor=intake.cursor, seed=stream.rules.seed, passes=terms.passes,
             dtype=stream.rules.tokens, fields=stream.rules.fields, overlong=terms.overlong, poison=terms.poison,
             max_sample_tokens=terms.limit if terms.overlong == "error" else self._max_sample_tokens,
             max_chunk_bytes=self._max_chunk_bytes,
@@ -403,18 +766,21 @@ class Leases:
         if holder is None or self._drained:
             return []
         seq, size = intake.grant_seq, intake.grant_bytes
+        if intake.behind:  # the log goes first
+            seq, size = intake.recorded_seq, intake.session_bytes
         said_seq, said_size = self._granted[p]
         if not repeat and seq - said_seq < MAX_UNMERGED // 4 and size - said_size < intake.quota_bytes // 4:
             return []
         self._granted[p] = (seq, size)
         stream = self._stream_of[p]
         flow = Flow(
-            stream=stream.terms.name, partition=p - stream.first, expected_seq=intake.expected_seq,
-            grant_seq=seq, grant_bytes=size, durable_seq=0, ended=intake.ended,
+            stream=stream.terms.name, partition=p - stream.first, expected_seq=self._next_seq(p),
+            grant_seq=seq, grant_bytes=size, durable_seq=intake.durable_seq, durable_marks=intake.durable_marks,
+            ended=intake.ended,
         )  # fmt: skip
         return self._send(self._producers[holder].peer, flow, intake.session)
 
-    def _stale(self, name: str, session: int, message: Samples | Eos | Sent) -> list[Effect]:
+    def _stale(self, name: str, session: int, message: Samples | Eos | Sent | Mark) -> list[Effect]:
         """Of a session that is over: say so."""
         revoke = Revoke(stream=message.stream, partition=message.partition)
         return self._send(self._producers[name].peer, revoke, session)

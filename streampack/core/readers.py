@@ -96,6 +96,14 @@ class Readers:
 
     # What the feed adds
 
+    def begin(self, step: int) -> None:
+        """An earlier broker of this run had served the steps before ``step``."""
+        self.released_upto = self.formed_upto = step
+
+    def fail(self, code: str, detail: str) -> list[Effect]:
+        """Nothing more can be served: tell every reader."""
+        return [effect for reader in self._seats for effect in self._refuse(reader, code, detail)]
+
     def add(self, step: Step, skipped: bool = False) -> list[Effect]:
         """A step was formed: serve whoever waits for it; of one that is ``skipped``, that it is passed over."""
         self._steps.add(step, skipped)

@@ -44,7 +44,7 @@ class FeedFacts(Struct, frozen=True, kw_only=True):
 
 
 class Base(Record, frozen=True, kw_only=True):
-    """What every segment begins with, so that those before it may go: all that is known and is not a step's.
+    """All that is known and is not a step's: said again before the records that said it first may go.
 
     ``released`` by feed: steps below are returned by every rank.
     """
@@ -151,8 +151,6 @@ class FeedEnded(Record, frozen=True, kw_only=True):
     lineage: int
     num_steps: int
     chain: bytes
-    dropped: bytes = b""
-    """Samples that ``tail: drop`` left over, ``samples.ROW``."""
 
 
 class RulesChanged(Record, frozen=True, kw_only=True):
@@ -190,7 +188,18 @@ class CheckpointCommitted(Record, frozen=True, kw_only=True):
     step: int
 
 
+class TailDropped(Record, frozen=True, kw_only=True):
+    """What ``tail: drop`` left over at the end of the feed, or of a pass, before step ``step`` (``samples.ROW``)."""
+
+    TYPE: ClassVar[int] = 14
+    feed: str
+    lineage: int
+    step: int
+    rows: bytes
+
+
 ALL_RECORDS: tuple[type[Record], ...] = (
     Base, SourceAccepted, ChunkAdmitted, SamplesRejected, BatchMarked, PartitionEnded, StepFormed, SnapshotTaken,
     FeedEnded, RulesChanged, StepsSkipped, LineageBegan, CheckpointCommitted,
+    TailDropped,
 )  # fmt: skip

@@ -145,3 +145,34 @@ class RulesChange(Struct, frozen=True, kw_only=True):
     position: int
     rules: Rules
     note: str = ""
+
+
+def difference(got: Rules, expected: Rules) -> str:
+    """The first rule that differs, with both values; empty if none does."""
+    return _difference(msgspec.to_builtins(_whole(got)), msgspec.to_builtins(_whole(expected)), "rules")
+
+
+def _whole(value: object) -> object:
+    """Structs as mappings with every key, defaults too."""
+    if isinstance(value, Struct):
+        return {name: _whole(getattr(value, name)) for name in value.__struct_fields__}
+    return [_whole(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _difference(got: object, expected: object, path: str) -> str:
+    if isinstance(got, dict) and isinstance(expected, dict) and got.keys() == expected.keys():
+        found = (_difference(got[key], expected[key], f"{path}.{key}") for key in got)
+        return next(filter(None, found), "")
+    if isinstance(got, list) and isinstance(expected, list) and len(got) == len(expected):
+        names = [each.get("name", at) if isinstance(each, dict) else at for at, each in enumerate(expected)]
+        every = zip(got, expected, names, strict=True)
+        return next(filter(None, (_difference(one, other, f"{path}.{name}") for one, other, name in every)), "")
+    if got == expected:
+        return ""
+    return f"{path}: got {_short(got)}, expected {_short(expected)}"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, list) and all(isinstance(each, dict) and "name" in each for each in value):
+        return ", ".join(str(each["name"]) for each in value) or "none"
+    return str(value)[:80]

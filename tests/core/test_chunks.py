@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from streampack.chunks import batches, chunk_of
 from streampack.core.admission import Admission, StreamTerms
+from streampack.core.effects import Store
 from streampack.core.fields import Field, from_bfloat16, to_bfloat16
 from streampack.core.intake import Intake
 from streampack.core.merge import Merge
@@ -216,7 +217,8 @@ def test_pieces_keep_their_own_labels_and_bytes(
     envelope = Envelope(run=1, epoch=1, fence=1, message=message, payload=tuple(map(memoryview, chunk.payload)))  # type: ignore[arg-type]
     assert admission.refusal(0, intake, envelope, message) is None
     assert chunk.num_bytes == sum(len(tokens) for tokens, _ in rows) * admission.token_bytes
-    store = admission.admit(0, 0, intake, envelope, message)
+    (store,), rejected = admission.admit(0, 0, intake, envelope, message)
+    assert isinstance(store, Store)
     found = [
         (int(table.index[h]), int(table.part[h]), int(table.length[h]), int(table.loss_tokens[h]))
         for h in store.handles
@@ -228,6 +230,7 @@ def test_pieces_keep_their_own_labels_and_bytes(
             piece = range(begin, min(begin + LIMIT, len(tokens)))
             expected.append((index, part, len(piece), counted(piece, values, names)))
     assert found == expected
+    assert rejected.tolist() == sorted(set(range(len(rows))) - {index for index, *_ in expected})
     assert store.rows.tolist() == [index for index, *_ in expected]
     assert [int(table.crc[h]) for h in store.handles] == [crc_of(rows[index], fields) for index, *_ in expected]
 

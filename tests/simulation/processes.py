@@ -6,6 +6,7 @@ links of its ``World``; none decides anything. What they see is checked in ``che
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -13,21 +14,29 @@ import numpy as np
 from crc32c import crc32c
 from streampack_services.arena import SLACK, Arena
 
+from streampack import wire
 from streampack.core.broker import Broker, Capacity
 from streampack.core.client_session import Again, Broken, ClientSession, Deliver, Detach, Ended, Returned
 from streampack.core.effects import (
+    Append,
+    Cut,
     Form,
     Formed,
     FromProducer,
     FromTrainer,
+    Recall,
+    Recalled,
     Release,
+    Safe,
     SendProducer,
     SendShard,
     SendTrainer,
     Store,
+    WasCut,
 )
 from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
 from streampack.core.feed import FeedPlan, needed_tokens
+from streampack.core.journal import Journal
 from streampack.core.messages import Envelope, Mesh, Offer
 from streampack.core.producer_session import (
     Chunk,
@@ -52,18 +61,39 @@ TICK_S = 0.25
 QUOTA = 2 * MAX_SAMPLE
 
 
-class BrokerProcess:
-    """A broker with a real arena; ``Form`` takes a while."""
+class Disk:
+    """A log's records as bytes, the first ``safe_upto`` of them synced; a crash loses some of the others."""
 
-    def __init__(self, world: World, epoch: int) -> None:
-        self.world, self.epoch, self.alive = world, epoch, True
+    def __init__(self, sync_s: float) -> None:
+        self.records: list[tuple[int, bytes]] = []
+        self.safe_upto = self.first_lsn = 0
+        self.sync_s = sync_s
+        """Mean time of a sync; 0: what is written is safe, as from a kill of the process."""
+
+    def cut(self, lsn: int) -> None:
+        """Forget records below ``lsn``; whoever reads one fails."""
+        for gone in range(self.first_lsn, lsn):
+            self.records[gone] = (0, b"")
+        self.first_lsn = lsn
+
+    def crash(self, rng: random.Random) -> None:
+        """Lose what was not synced, or the end of it."""
+        del self.records[rng.randint(self.safe_upto, len(self.records)) :]
+        self.safe_upto = len(self.records)
+
+
+class BrokerProcess:
+    """A broker with a real arena, and a log on ``disk`` if there is one; ``Form`` takes a while."""
+
+    def __init__(self, world: World, epoch: int, disk: Disk | None = None) -> None:
+        self.world, self.epoch, self.alive, self.disk = world, epoch, True, disk
         size = np.dtype(world.dtype).itemsize
         plans = [
             FeedPlan(job.feed, job.case.rules, needed_tokens(job.case.rules, MAX_SAMPLE)) for job in world.jobs.values()
         ]
         self.core: Broker = Broker(
             run=RUN, epoch=epoch, feeds=plans, capacity=Capacity(QUOTA, MAX_SAMPLE, MAX_SAMPLE * size),
-            steps_ahead=world.jobs["train"].case.steps_ahead,
+            steps_ahead=world.jobs["train"].case.steps_ahead, journal=Journal(disk is not None), run_name="sim",
         )  # fmt: skip
         partitions = sum(stream.partitions for plan in plans for stream in plan.rules.streams)
         self.live_tokens = sum(plan.merged_tokens for plan in plans) + QUOTA * partitions
@@ -71,6 +101,14 @@ class BrokerProcess:
         self.arena = Arena(blocks * MAX_SAMPLE * size, world.dtype, MAX_SAMPLE)
         self.published: set[tuple[str, int, int]] = set()
         self.checks = BrokerChecks(self)
+        self._events: deque[Event] = deque()
+        self._syncing = False
+        if disk is not None:
+            for lsn, (kind, body) in enumerate(disk.records[disk.first_lsn :], disk.first_lsn):
+                self.core.recover(lsn, wire.decode_record(kind, body)[0])
+            self.core.journal.next_lsn = self.core.journal.safe_upto = len(disk.records)
+        self._perform_all(self.core.begin())
+        self.epoch = self.core.epoch
         world.clock.after(0.0, self._tick)
 
     def kill(self) -> None:
@@ -86,9 +124,28 @@ class BrokerProcess:
         before = self.checks.before(event)
         effects = self.core.handle(event)
         self.checks.after(event, before, effects)
+        self._perform_all(effects)
+        self.checks.memory()
+
+    def _perform_all(self, effects: list[Effect]) -> None:
         for effect in effects:
             self._perform(effect)
-        self.checks.memory()
+        while self._events:
+            event = self._events.popleft()
+            effects = self.core.handle(event)
+            self.checks.after(event, None, effects)
+            for effect in effects:
+                self._perform(effect)
+        if self.disk is not None and len(self.disk.records) > self.disk.safe_upto and not self._syncing:
+            self._syncing = True
+            delay = self.world.rng.expovariate(1 / self.disk.sync_s) if self.disk.sync_s else 0.0
+            self.world.clock.after(delay, self._synced, len(self.disk.records))
+
+    def _synced(self, upto: int) -> None:
+        if self.alive and self.disk is not None:
+            self._syncing = False
+            self.disk.safe_upto = upto
+            self.handle(Safe(upto))
 
     def _tick(self) -> None:
         self.handle(Tick(self.world.clock.now))
@@ -113,6 +170,19 @@ class BrokerProcess:
             world.to_peer(effect.peer, whole)
         elif isinstance(effect, SendProducer | SendTrainer):
             world.to_peer(effect.peer, effect.envelope)
+        elif isinstance(effect, Append):
+            assert self.disk is not None
+            record = effect.record
+            frames = [memoryview(part).tobytes() for part in wire.encode_record(record, effect.payload)]
+            self.disk.records.append((record.TYPE, b"".join(frames)))
+        elif isinstance(effect, Recall):
+            assert self.disk is not None
+            recalled, frames_ = wire.decode_record(*self.disk.records[effect.lsn])
+            self._events.append(Recalled(effect.feed, effect.lsn, recalled, frames_, effect.generation))
+        elif isinstance(effect, Cut):
+            assert self.disk is not None
+            self.disk.cut(effect.lsn)
+            self._events.append(WasCut(self.disk.first_lsn))
         elif isinstance(effect, Form):
             choice = effect.request.choose()
             world.clock.after(world.rng.expovariate(20), self.handle, Formed(effect.feed, choice, effect.generation))

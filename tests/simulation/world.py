@@ -15,7 +15,7 @@ from streampack.core.messages import Envelope, Mesh, Samples
 from tests.simulation.data import NUM_CASES
 from tests.simulation.job import Job
 from tests.simulation.network import Clock, Network, Weather
-from tests.simulation.processes import BrokerProcess, ClientProcess, Process, ProducerProcess
+from tests.simulation.processes import BrokerProcess, ClientProcess, Disk, Process, ProducerProcess
 
 PATIENCE_S = 120.0
 """Virtual time in which a job ends once its faults have."""
@@ -52,7 +52,9 @@ class World:
         self._num_peers = self._num_names = 0
         self._sent_bytes: dict[tuple[int, str, int, int, str], int] = {}
         self.quiet_at = self.rng.uniform(1.0, 12.0)
-        self.broker = BrokerProcess(self, epoch=5)
+        sync_s = self.rng.choice((None, 0.0, 0.02, 0.3))
+        self.disk = None if sync_s is None else Disk(sync_s)
+        self.broker = BrokerProcess(self, epoch=5, disk=self.disk)
         self.producers: list[ProducerProcess] = []
         self._start()
         self._plan_faults()
@@ -268,14 +270,16 @@ class World:
         if any(job.ended for job in self.jobs.values()):
             return
         self.note("kills the broker")
-        if self.rng.random() < 0.5:
+        if self.disk is not None or self.rng.random() < 0.5:
             self.broker.alive = False
         self.clock.after(self.rng.uniform(0.1, 2.0), self._restart_broker, self.broker.epoch + 1)
 
     def _restart_broker(self, epoch: int) -> None:
         if epoch > self.broker.epoch:
             self.clock.after(8.0, self.broker.kill)
-            self.broker = BrokerProcess(self, epoch)
+            if self.disk is not None:
+                self.disk.crash(self.rng)
+            self.broker = BrokerProcess(self, epoch, self.disk)
         self._start_producer(list(self.case_of))
 
     def _stuck(self) -> str:

@@ -1,0 +1,182 @@
+"""What is recorded of one feed: how each step came out, where it may be taken up again, in which order chunks came.
+
+It is filled as records are appended, and from the log when a broker starts, in the same way. Steps are
+known by the digest of all steps up to them (16 bytes a step); snapshots by the step that they begin and
+the record that holds them. Of chunks that were taken in the order of their arrival it knows where each
+begins and which record holds it: from them the merge gets its script, and pushed partitions are read again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+from streampack.core.records import FeedFacts
+from streampack.core.rules import Rules, RulesChange
+from streampack.core.snapshot import Snapshot
+
+DIGEST_BYTES = 16
+KEPT_STEPS = 64
+"""Snapshots of so many steps before the oldest that a rank may ask for stay in memory: trainers fetch ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlace:
+    """A recorded chunk: ``count`` samples, of ``tokens``, of a partition from ``base_seq`` on; or the ``mark``-th mark,
+    behind ``base_seq`` samples. ``lost``: trainers went back and its samples were discarded."""
+
+    partition: int
+    base_seq: int
+    count: int
+    lsn: int
+    tokens: int = 0
+    mark: int = -1
+    lost: bool = False
+
+    @property
+    def stop_seq(self) -> int:
+        return self.base_seq + self.count
+
+
+@dataclass(slots=True)
+class _Place:
+    step: int
+    lsn: int
+    floors: list[int]
+    snapshot: Snapshot | None
+
+
+@dataclass(slots=True)
+class History:
+    """One feed's; ``rules`` are those that it began with."""
+
+    rules: Rules
+    num_partitions: int
+    lineage: int = 0
+    lineage_step: int = 0
+    changes: list[RulesChange] = field(default_factory=list)
+    skips: list[tuple[int, int]] = field(default_factory=list)
+    commits: list[int] = field(default_factory=list)
+    released: int = 0
+    """Steps below are returned by every rank, as far as is known."""
+    end: tuple[int, bytes] | None = None
+    """(steps, digest of all), once the end is recorded."""
+    tails: set[int] = field(default_factory=set)
+    """Steps before which ``tail: drop`` left something over, as recorded."""
+    order: list[ChunkPlace] = field(default_factory=list)
+    is_cut: bool = False
+    """Its first records are gone."""
+    _first: int = 0
+    _chains: bytearray = field(default_factory=bytearray)
+    _lsns: array[int] = field(default_factory=lambda: array("q"))
+    _places: list[_Place] = field(default_factory=list)
+
+    # Steps
+
+    @property
+    def num_steps(self) -> int:
+        """Steps below are recorded."""
+        return self._first + len(self._lsns)
+
+    def chain_after(self, step: int) -> bytes | None:
+        """Digest of ``step`` and all before it, or None where that is not recorded, or not any more."""
+        at = step - self._first
+        if not 0 <= at < len(self._lsns):
+            return None
+        return bytes(self._chains[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
+
+    def add_step(self, step: int, chain: bytes, lsn: int) -> None:
+        """Step ``step`` is recorded; it follows those before it, or the first of them is no longer there."""
+        if not self._lsns:
+            self._first = step
+        if step == self.num_steps:
+            self._chains += chain
+            self._lsns.append(lsn)
+
+    def lsn_of(self, step: int) -> int:
+        """The record of ``step``, or -1."""
+        at = step - self._first
+        return self._lsns[at] if 0 <= at < len(self._lsns) else -1
+
+    def is_skipped(self, step: int) -> bool:
+        """Is ``step`` passed over?"""
+        return any(first <= step <= last for first, last in self.skips)
+
+    # Snapshots
+
+    def add_snapshot(self, snapshot: Snapshot, lsn: int, keep: bool = True) -> None:
+        """A snapshot is in record ``lsn``, and kept here as well if ``keep``."""
+        if not self._places or snapshot.step > self._places[-1].step:
+            floors = [seq for seq, _ in snapshot.floors]
+            self._places.append(_Place(snapshot.step, lsn, floors, snapshot if keep else None))
+
+    def nearest(self, step: int) -> tuple[int, int, Snapshot | None] | None:
+        """(its step, its record, itself if at hand) of the last snapshot not after ``step``."""
+        at = bisect_right(self._places, step, key=lambda place: place.step) - 1
+        if at < 0:
+            return None
+        place = self._places[at]
+        return place.step, place.lsn, place.snapshot
+
+    @property
+    def last_snapshot(self) -> int:
+        """The step of the last one, or 0."""
+        return self._places[-1].step if self._places else 0
+
+    def forget_snapshots(self, released: int, keeps_log: bool) -> None:
+        """Let go of what no rank will ask for: from memory, or wholly where there is no log to read it from."""
+        at = bisect_right(self._places, released - KEPT_STEPS, key=lambda place: place.step) - 1
+        for place in self._places[: max(at, 0)]:
+            place.snapshot = None
+        if not keeps_log and at > 0:
+            del self._places[:at]
+
+    def wanted_lsn(self, step: int) -> int:
+        """The first record without which nobody could go to ``step``."""
+        at = bisect_right(self._places, step, key=lambda place: place.step) - 1
+        if at < 0:
+            return 0
+        place = self._places[at]
+        needed = (chunk.lsn for chunk in self.order if chunk.stop_seq >= place.floors[chunk.partition])
+        return min(place.lsn, next(needed, place.lsn))
+
+    def forget_below(self, lsn: int) -> None:
+        """Records below ``lsn`` are gone from the log."""
+        self._places = [place for place in self._places if place.lsn >= lsn]
+        self.order = [chunk for chunk in self.order if chunk.lsn >= lsn]
+        self.is_cut = True
+        gone = bisect_right(self._lsns, lsn - 1)
+        del self._lsns[:gone]
+        del self._chains[: gone * DIGEST_BYTES]
+        self._first += gone
+
+    @property
+    def oldest_step(self) -> int:
+        """The first step that can be gone to: 0, or where arrivals before it are gone, that of the oldest snapshot."""
+        return self._places[0].step if self.is_cut and self.in_order and self._places else 0
+
+    @property
+    def in_order(self) -> bool:
+        """Does the order in which chunks came decide the steps?"""
+        return self.rules.merge == "arrival"
+
+    # Lineages
+
+    def branch(self, lineage: int, step: int) -> None:
+        """Forget what is recorded of ``step`` and after: another lineage follows."""
+        self.lineage, self.lineage_step = lineage, step
+        keep = max(step - self._first, 0)
+        del self._lsns[keep:]
+        del self._chains[keep * DIGEST_BYTES :]
+        while self._places and self._places[-1].step > step:
+            self._places.pop()
+        self.end = None
+        self.tails = {tail for tail in self.tails if tail < step}
+
+    def facts(self) -> FeedFacts:
+        """What must survive when records of the log go."""
+        return FeedFacts(
+            rules=self.rules, lineage=self.lineage, lineage_step=self.lineage_step, changes=self.changes,
+            skips=self.skips, commits=self.commits,
+        )  # fmt: skip
