@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from streampack.core.messages import ReadBy
+from streampack.core.patience import Patience
 from streampack.core.rules import Rules
 from streampack.errors import MeshError, StreampackError, Unreachable, UserError
 from streampack.formats import Views
@@ -39,6 +40,8 @@ def connect(
     verify: bool = False,
     prefetch: int = 2,
     timeout_s: float = 60.0,
+    stall_timeout_s: float = 300.0,
+    join_timeout_s: float = 300.0,
 ) -> Client:
     """Attach to a broker and iterate its packs.
 
@@ -51,13 +54,16 @@ def connect(
     broadcast. ``format``: ``thd``, the pack as torch tensors (default where torch is installed); ``hf`` or
     ``hf_shifted``, transformers' arguments; ``numpy``. ``device``: where its tensors are copied ahead of use.
     ``verify``: assert every invariant of every step. ``prefetch``: steps kept ready beyond the one in use.
-    ``timeout_s``: how long a broker may take to answer at first.
+    ``timeout_s``: how long a broker may take to answer, at first and to what is asked of it. ``stall_timeout_s``: how
+    long a step may be waited for without a word of the broker, and ``join_timeout_s``: how long for ranks that have not
+    joined, before DataStall is raised; below the time in which the trainer's collectives give up.
 
     A finite feed (no stream of it repeats) can be iterated again: each ``for`` and each ``steps()`` begins at its
     first step, once all ranks have come to it; on one that is infinite they go on.
 
     Raises UserError for arguments that cannot be; MeshError if the rules cannot serve this mesh or
-    another holds the rank, Unreachable if nobody answers.
+    another holds the rank, Unreachable if nobody answers. What happens later is raised where the next pack or step is
+    asked for: DataStall, Rejected if another process has taken the rank over.
 
     >>> with connect("tcp://node0:7402", mesh={"dp": 2, "dp_rank": 0}) as loader:  # doctest: +SKIP
     ...     for pack in loader:
@@ -65,10 +71,15 @@ def connect(
     """
     if not isinstance(prefetch, int) or prefetch < 1:
         raise UserError(f"got prefetch={prefetch!r}, expected at least 1 step")
+    limits = {"timeout_s": timeout_s, "stall_timeout_s": stall_timeout_s, "join_timeout_s": join_timeout_s}
+    for name, seconds in limits.items():
+        if not isinstance(seconds, int | float) or not seconds > 0:
+            raise UserError(f"got {name}={seconds!r}, expected seconds, more than 0")
     place = mesh_of(mesh, order)
     views = Views(format, place, device, verify)
     introduce_to_torch(Client)
-    return Client(Reading(_endpoint(endpoint, timeout_s), feed, place, _readers(readers), prefetch, timeout_s, views))
+    patience = Patience(stall_timeout_s, join_timeout_s, timeout_s)
+    return Client(Reading(_endpoint(endpoint, timeout_s), feed, place, _readers(readers), prefetch, patience, views))
 
 
 def _readers(readers: Mapping[str, Sequence[int]] | None) -> ReadBy:
@@ -145,7 +156,8 @@ class Client:
     def steps(self) -> Iterator[Step]:
         """The rank's steps; a step is returned when the one after it is asked for.
 
-        From the first one on, where the feed is finite and any of this iteration was had; else from the next.
+        From the first one on, where the feed is finite and any of this iteration was had; else from the next; or from
+        where a state that was loaded says.
         """
         self._reading.begin()
         return self._steps_of(self._reading.round)
@@ -154,10 +166,36 @@ class Client:
         while round_ == self._reading.round and (step := self._reading.next_step()) is not None:
             yield step
 
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """Where the loader is, to be saved with the model: plain JSON, equal on all ranks, free of the mesh.
+
+        A step counts as used once it was handed out whole, so between two steps it is the state after the last one.
+        ``step``: the last that was trained, where that is another because steps are fetched ahead. Moves nothing, may
+        be called on any rank, at any time; waits for the broker's answer.
+
+        Raises UserError for a step that was not handed out in this iteration, DataStall without an answer.
+        """
+        return self._reading.state(step)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, as every rank must: the next pack, step or iteration begins there. The last one counts.
+
+        Raises StateError, which names the key, for a state of another version, run, feed or other rules.
+        """
+        self._reading.load(state)
+
+    def commit(self, step: int) -> None:
+        """The checkpoint made after ``step``, the last that was trained, is durable: what only older ones need may go.
+
+        By any one rank. Returns when the broker has noted it. Raises UserError for a step that was not handed out,
+        DataStall without an answer.
+        """
+        self._reading.commit(step)
+
     def stats(self) -> dict[str, float]:
         """Counts and times so far: ``steps``, ``packs``, ``tokens`` (real ones of this rank's packs), ``wait_s``,
-        ``next_p50_ms``, ``next_p99_ms``, ``next_p999_ms`` of a step's wait, and ``starved_fraction``: the share of
-        the time since the third step was asked for that was spent waiting."""
+        ``next_p50_ms``, ``next_p99_ms``, ``next_p999_ms`` of a step's wait, ``starved_fraction``: the share of
+        the time since the third step was asked for that was spent waiting, and ``skipped_steps``."""
         return self._reading.stats()
 
     def close(self) -> None:

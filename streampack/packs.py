@@ -117,6 +117,11 @@ class Step:
     chain: str
     """Digest of this step and all before it."""
 
+    @property
+    def sample_ids(self) -> I64:
+        """[samples of this rank's packs, 3] stream number, index, part: for the trainer's own log."""
+        return np.concatenate([np.zeros((0, 3), np.int64), *(np.asarray(pack.sample_ids) for pack in self.packs)])
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.packs)
 

@@ -75,6 +75,18 @@ class Local:
         """See ``Client.rules``."""
         return self._client.rules
 
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """See ``Client.state_dict``."""
+        return self._client.state_dict(step)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See ``Client.load_state_dict``."""
+        self._client.load_state_dict(state)
+
+    def commit(self, step: int) -> None:
+        """See ``Client.commit``."""
+        self._client.commit(step)
+
     def stats(self) -> dict[str, float]:
         """See ``Client.stats``."""
         return self._client.stats()

@@ -5,8 +5,12 @@ and delivers whole steps in order. Everything it says is a state ("steps 7 to 9,
 7") and is said again until it holds, so nothing depends on a message arriving. It pings from the
 moment it attaches, wanted or not: a rank that has all it wants must still notice a new broker.
 
-``Again`` begins the next *round* over a finite feed: it attaches anew, at step 0, and waits there
-until every rank of the mesh has asked for that round. What comes of an earlier one is not taken.
+It may take its rank first, and ``Begin`` later, at the step that a checkpoint names: until then it is not ready,
+holds nobody up and is sent no steps. ``Begin`` and ``Again`` also begin the next *round*, over a finite feed or where
+an iteration is broken off: it attaches anew and waits until every rank of the mesh has asked for that round. What
+comes of an earlier one is not taken.
+
+A question (``Ask``) is repeated until it is answered, whatever becomes of the attachment meanwhile.
 """
 
 from __future__ import annotations
@@ -17,21 +21,28 @@ from msgspec import Struct
 
 from streampack.core.events import Effect, Event, FromBroker, Send, Tick
 from streampack.core.messages import (
+    AskState,
     Attach,
     Attached,
     Bye,
+    Commit,
+    Committed,
     End,
     Envelope,
+    Fenced,
     Get,
     Mesh,
     Message,
     ReadBy,
     ReaderPing,
     Reject,
+    State,
     StepPart,
     Wait,
     Who,
 )
+from streampack.core.patience import Patience
+from streampack.core.snapshot import Snapshot
 
 PING_S = 1.0
 RETRY_S = 2.0
@@ -46,8 +57,33 @@ class Returned(Event, frozen=True):
     step: int
 
 
+class Begin(Event, frozen=True):
+    """The trainer begins to iterate: at ``next_step`` of a ``round``, with what its checkpoint says of it.
+
+    A later one of the same client is of a higher round.
+    """
+
+    next_step: int = 0
+    chain: bytes = b""
+    round: int = 0
+    lineage: int = 0
+    snapshot: Snapshot | None = None
+
+
 class Again(Event, frozen=True):
     """Begin the feed again, at its first step."""
+
+
+class Waiting(Event, frozen=True):
+    """The trainer begins to wait, for a step or an answer, or has what it waited for."""
+
+    on: bool
+
+
+class Ask(Event, frozen=True):
+    """Ask the broker, one question at a time, for as long as the trainer waits."""
+
+    message: AskState | Commit
 
 
 class Detach(Event, frozen=True):
@@ -68,6 +104,12 @@ class Ended(Effect, frozen=True):
     chain: bytes
 
 
+class Answered(Effect, frozen=True):
+    """What the broker says to what was asked."""
+
+    message: State | Committed
+
+
 class Broken(Effect, frozen=True):
     """The session cannot go on: ``code`` for the kind, ``detail`` for a person."""
 
@@ -81,7 +123,7 @@ class _Assembly(Struct):
 
 @dataclass(slots=True)
 class ClientSession:
-    """State of one reader; ``next_step`` is where it begins."""
+    """State of one reader; ``next_step`` is where it begins, unless it is not ``ready`` before it is told to."""
 
     run: int
     feed: str
@@ -94,13 +136,20 @@ class ClientSession:
     next_step: int = 0
     chain: bytes = b""
     round: int = 0
+    ready: bool = True
+    lineage: int = 0
+    snapshot: Snapshot | None = None
+    patience: Patience = field(default_factory=Patience)
     epoch: int = 0
     attempt: int = 0
     attached: Attached | None = None
     stats: dict[str, float] = field(default_factory=dict)
     waiting: str = ""
+    reached: bool = False
+    """The broker has answered at least once."""
+    num_skipped: int = 0
+    """Steps that were passed over, as the run's record says."""
     _now: float = 0.0
-    _heard: float | None = None
     _moved: float = 0.0
     _pinged: float = -PING_S
     _attaching: float = -RETRY_S
@@ -109,6 +158,9 @@ class ClientSession:
     _resend: int = 0
     _assembling: dict[int, _Assembly] = field(default_factory=dict)
     _chains: dict[int, bytes] = field(default_factory=dict)
+    _skipped: set[int] = field(default_factory=set)
+    _asked: AskState | Commit | None = None
+    _asked_at: float = 0.0
     _num_steps: int | None = None
     _ended: bool = False
     _over: bool = False
@@ -126,44 +178,50 @@ class ClientSession:
         if isinstance(event, FromBroker):
             return self._receive(event.envelope)
         if isinstance(event, Returned):
-            for step in range(self._done_upto, event.step):
-                self._chains.pop(step, None)
-            self._done_upto = max(self._done_upto, event.step)
+            self._returned(event.step)
             return self._get()
+        if isinstance(event, Begin):
+            return self._begin(event)
         if isinstance(event, Again):
-            return self._again()
+            return self._begin(Begin(round=self.round + 1))
+        if isinstance(event, Waiting):
+            self.patience.wants(event.on)
+            self._asked = self._asked if event.on else None
+            return []
+        if isinstance(event, Ask):
+            self._asked = event.message
+            self.patience.asks()
+            return self._ask()
         if isinstance(event, Detach):
             self._over = True
             return [self._send(Bye(reason="goodbye"))]
         return []
 
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the broker was last heard, or since the start."""
-        return self._now - (self._heard or 0.0)
-
-    @property
-    def reached(self) -> bool:
-        """The broker has answered at least once."""
-        return self._heard is not None
-
     def waiting_for(self) -> str:
         """What the next step waits for, for a person."""
-        if self._heard is None:
+        if not self.reached:
             return "an answer of the broker"
-        if self.silent_s > GONE_S:
-            return f"the broker, silent for {self.silent_s:.0f} s"
+        if self.patience.silent_s > GONE_S:
+            return f"the broker, silent for {self.patience.silent_s:.0f} s"
         return self.waiting or f"step {self._have_upto}"
 
     # Events
 
     def _tick(self, now: float) -> list[Effect]:
         self._now = now
+        self.patience.tick(now)
+        if self.reached and (why := self.patience.over()):
+            return self._break("stall", why)
         effects: list[Effect] = []
-        if self.attached is None:
-            if now - self._attaching >= RETRY_S:
-                effects.append(self._attach())
-            return effects
+        if self.attached is None and now - self._attaching >= RETRY_S:
+            effects.append(self._attach())
+        if self._asked is not None and now - self._asked_at >= RETRY_S:
+            effects += self._ask()
+        return effects if self.attached is None else effects + self._keep_up(now)
+
+    def _keep_up(self, now: float) -> list[Effect]:
+        """Say that it is alive, and what it still wants."""
+        effects: list[Effect] = []
         if now - self._pinged >= PING_S:
             self._pinged = now
             ping = ReaderPing(
@@ -181,7 +239,8 @@ class ClientSession:
         self.run = self.run or envelope.run
         if envelope.run != self.run or envelope.epoch < self.epoch:
             return []
-        self._heard = self._now
+        self.reached = True
+        self.patience.heard()
         if envelope.epoch > self.epoch:
             restarted, self.epoch = self.epoch > 0, envelope.epoch
             self.attempt = 0
@@ -196,11 +255,16 @@ class ClientSession:
             return self._reattach() if self._now - self._attaching >= RETRY_S / 4 else []
         if isinstance(message, Bye):
             return self._break("stopped", message.reason)
+        if isinstance(message, Fenced):
+            return self._break("fenced", message.detail)
+        if isinstance(message, State | Committed):
+            return self._answer(message)
         if envelope.fence != self.attempt and self.attached is not None:
             return []
         if isinstance(message, Wait):
             self.waiting = f"{message.reason}: {message.detail}"
-        elif self.attached is None:
+            self.patience.told(message.reason == "join", message.detail)
+        elif self.attached is None or not self.ready:
             return []
         elif isinstance(message, StepPart):
             return self._part(envelope, message)
@@ -210,6 +274,8 @@ class ClientSession:
 
     def _on_attached(self, attempt: int, message: Attached) -> list[Effect]:
         if message.reader != self.reader or message.round != self.round:
+            return []
+        if self.ready and not attempt:  # late: the answer to a claim that was not ready
             return []
         if self.attached is not None and attempt <= self.attempt:
             return []
@@ -222,21 +288,46 @@ class ClientSession:
         if message.step < self._have_upto:
             return []
         self.waiting = ""
+        self.patience.told(joining=False)
         self._moved = self._now
         assembly = self._assembling.setdefault(message.step, _Assembly({}))
         assembly.parts[message.part] = envelope
         effects: list[Effect] = []
+        done_upto = self._done_upto
         while (ready := self._assembling.get(self._have_upto)) is not None:
             first = next(iter(ready.parts.values())).message
             if not isinstance(first, StepPart) or len(ready.parts) < first.parts:
                 break
             del self._assembling[self._have_upto]
             self._have_upto += 1
-            parts = tuple(ready.parts[n] for n in sorted(ready.parts))
             self.chain = self._chains[self._have_upto] = first.chain
             assert self.attached is not None
-            effects.append(Deliver(parts, self.attached))
-        return effects + (self._finished() if effects else [])
+            if first.micro_batches:
+                parts = tuple(ready.parts[n] for n in sorted(ready.parts))
+                effects.append(Deliver(parts, self.attached))
+            else:
+                self._skipped.add(first.step)
+                self.num_skipped += 1
+        self._returned(done_upto)
+        return effects + (self._get() if self._done_upto > done_upto else []) + self._finished()
+
+    def _returned(self, upto: int) -> None:
+        """Steps before ``upto`` are done with, and those skipped after them."""
+        before, self._done_upto = self._done_upto, max(self._done_upto, upto)
+        while self._done_upto in self._skipped:
+            self._skipped.remove(self._done_upto)
+            self._done_upto += 1
+        for step in range(before, self._done_upto):
+            self._chains.pop(step, None)
+
+    def _answer(self, message: State | Committed) -> list[Effect]:
+        asked = self._asked
+        if asked is None or asked.step != message.step or isinstance(asked, Commit) != isinstance(message, Committed):
+            return []
+        if isinstance(message, State) and self._chains.get(message.step, b"") not in (b"", message.chain):
+            return self._break("diverged", f"the broker has other steps before {message.step} than were read here")
+        self._asked = None
+        return [Answered(message)]
 
     def _end(self, message: End) -> list[Effect]:
         self._num_steps = message.num_steps
@@ -250,23 +341,26 @@ class ClientSession:
         self._ended = True
         return [Ended(self._num_steps, self.chain)]
 
-    def _again(self) -> list[Effect]:
-        self.round += 1
-        self.chain, self._chains = b"", {0: b""}
-        self._have_upto = self._done_upto = 0
+    def _begin(self, place: Begin) -> list[Effect]:
+        self.ready, self.round = True, place.round
+        self.lineage, self.snapshot = place.lineage, place.snapshot
+        self.chain, self._chains = place.chain, {place.next_step: place.chain}
+        self._have_upto = self._done_upto = place.next_step
+        self._skipped.clear()
         self._num_steps, self._ended = None, False
         return self._reattach()
 
     # What goes out
 
     def _wants(self) -> bool:
-        return not self._ended and self._have_upto < self._done_upto + self.prefetch + 1
+        return self.ready and not self._ended and self._have_upto < self._done_upto + self.prefetch + 1
 
     def _attach(self) -> Effect:
         self._attaching = self._now
         attach = Attach(
             feed=self.feed, reader=self.reader, host=self.host, pid=self.pid, mesh=self.mesh,
             next_step=self._done_upto, chain=self._chains[self._done_upto], round=self.round, readers=self.readers,
+            ready=self.ready, lineage=self.lineage, snapshot=self.snapshot,
         )  # fmt: skip
         return self._send(attach)
 
@@ -276,13 +370,18 @@ class ClientSession:
         return [self._attach()]
 
     def _get(self) -> list[Effect]:
-        if self.attached is None:
+        if self.attached is None or not self.ready:
             return []
         get = Get(
             feed=self.feed, lineage=self.attached.lineage, start=self._have_upto,
             stop=self._done_upto + self.prefetch + 1, done_upto=self._done_upto, resend=self._resend,
         )  # fmt: skip
         return [self._send(get)]
+
+    def _ask(self) -> list[Effect]:
+        assert self._asked is not None
+        self._asked_at = self._now
+        return [self._send(self._asked)]
 
     def _break(self, code: str, detail: str) -> list[Effect]:
         self._over = True

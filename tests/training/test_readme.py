@@ -148,6 +148,32 @@ def test_validation_while_training(broker: RunningBroker) -> None:
     assert sum(batch.num_samples for step in trained for batch in step) == SAMPLES
 
 
+class Stopped(Exception):
+    """A trainer that ends in the middle."""
+
+
+def test_resuming_from_a_checkpoint(broker: RunningBroker) -> None:
+    code = block("load_state_dict")
+    model, saved, log = Tiny(), list[dict[str, Any]](), list[Any]()
+    given = {"model": model, "device_mesh": None, "save": saved.append, "log": log}
+
+    def stop(step: streampack.Step) -> None:
+        if step.index == 5:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run(code, broker.trainers, **given, checkpoint=None, update=stop)
+    (checkpoint,) = saved
+    assert checkpoint["loader"]["next_step"] == 1
+    before, log[:] = [(index, digest, ids.tolist()) for index, digest, ids in log], []
+    run(code, broker.trainers, **given, checkpoint=checkpoint, update=lambda step: None)
+    after = [(index, digest, ids.tolist()) for index, digest, ids in log]
+    assert after[:4] == before[1:]
+    assert [index for index, _, _ in after] == list(range(1, len(after) + 1))
+    samples = [tuple(sample) for _, _, ids in before[:1] + after for sample in ids]
+    assert len(set(samples)) == len(samples) == SAMPLES
+
+
 def test_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "a.jsonl", [{"text": "local" * (1 + i % 9)} for i in range(50)])
@@ -164,7 +190,14 @@ def test_packing_alone() -> None:
 
 
 def test_every_example_has_its_test() -> None:
-    tested = ("model(batch.input_ids", "llama(**batch", 'feed="valid"', "streampack.local(", "pack_lengths")
+    tested = (
+        "model(batch.input_ids",
+        "llama(**batch",
+        'feed="valid"',
+        "load_state_dict",
+        "streampack.local(",
+        "pack_lengths",
+    )
     assert sorted(BLOCKS) == sorted(block(starts) for starts in tested)
 
 
