@@ -68,7 +68,7 @@ def train(rank: Rank) -> None:
     ) as loader:
         begun = 0
         if state is not None and state["loader"] is not None:
-            loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            loader.load_state_dict(state["loader"])
         if state is not None:
             begun = state["next_step"]
         rank.write(kind="begin", resume=begun)
