@@ -117,6 +117,8 @@ class Writer:
     def _turn(self) -> bool:
         """One group; True when it was the last."""
         closing = self._wait()
+        while self._can_unlink():  # first: it may be the space that is lacking
+            self._unlink()
         full = self._try(self._write)
         full = self._try(self._make_safe) or full
         if full and not self.full:
@@ -124,8 +126,6 @@ class Writer:
         elif self.full and not full:
             log.info("log %s: there is space again, all that waited is written", self._folder)
         self.full = full
-        while self._can_unlink():
-            self._unlink()
         if not closing:
             self._reserve()
         return closing

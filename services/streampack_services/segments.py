@@ -220,12 +220,12 @@ def _cut_tail(segment: Segment) -> None:
     """Overwrite with zeros what is not zero behind the last good record; the caller syncs."""
     fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        cut = 0
+        zeros, cut = bytes(_PIECE), 0
         for at in range(segment.end, segment.capacity, _PIECE):
             piece = os.pread(fd, min(_PIECE, segment.capacity - at), at)
-            if piece.strip(b"\0"):
-                write_at(fd, [bytes(len(piece))], at)
-                cut += len(piece.strip(b"\0"))
+            if piece != zeros[: len(piece)]:
+                write_at(fd, [zeros[: len(piece)]], at)
+                cut = at + len(piece.rstrip(b"\0")) - segment.end
     finally:
         os.close(fd)
     if cut:
