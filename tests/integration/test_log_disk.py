@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -231,9 +230,8 @@ def test_a_killed_writer_loses_nothing_that_it_called_safe(
         command = [sys.executable, "-c", PRELUDE + WRITER, str(tmp_path), durability, str(kill)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
-            promised = int(writer.stdout.readline())
-            end = time.monotonic() + 0.3 * rng.random()
-            while time.monotonic() < end:
+            goal = promised + rng.randrange(20, 300)
+            while promised < goal:
                 promised = int(writer.stdout.readline())
             os.kill(writer.pid, signal.SIGKILL)
             said = writer.stdout.read().splitlines()  # a last line may be torn
@@ -245,7 +243,6 @@ def test_a_killed_writer_loses_nothing_that_it_called_safe(
                 assert bytes(entry.body[:8]) * (len(entry.body) // 8) == entry.body
                 assert int.from_bytes(entry.body[:8], "little") == number
             promised = log.next_lsn
-    assert promised > 100
 
 
 def opened(folder: Path, durability: Literal["os", "process"]) -> Log:
