@@ -11,19 +11,45 @@ samples' identities, lengths and checksums.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from streampack.core.packers import Choice, Packer, packer
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, ROW, SampleTable
 from streampack.core.snapshot import FormState
 
-_ROW = np.dtype(
+FIRST_CHAIN = bytes(16)
+"""The chain digest before step 0."""
+_IDENTITY = np.dtype(
     [("stream", "<u4"), ("part", "<u4"), ("index", "<u8"), ("length", "<u4"), ("crc", "<u4")],
 )
+
+
+def pack_digests(rows: NDArray[np.void], bounds: I64) -> list[bytes]:
+    """Digests of packs, 16 bytes each: pack i holds samples ``rows[bounds[i]:bounds[i + 1]]``, ``samples.ROW``."""
+    identities = np.empty(len(rows), _IDENTITY)
+    for name in _IDENTITY.names or ():
+        identities[name] = rows[name]
+    data, size = memoryview(identities.tobytes()), _IDENTITY.itemsize
+    spans = pairwise(bounds.tolist())
+    return [hashlib.blake2b(data[begin * size : end * size], digest_size=16).digest() for begin, end in spans]
+
+
+def step_digest(number: int, num_loss_tokens: int, num_samples: int, packs: Iterable[bytes]) -> bytes:
+    """A step's digest, of its number, its denominators and the digests of its ``packs``."""
+    head = f"{number}:{num_loss_tokens}:{num_samples}:".encode()
+    return hashlib.blake2b(head + b"".join(packs), digest_size=16).digest()
+
+
+def chain_digest(chain: bytes, digest: bytes) -> bytes:
+    """The digest of all steps up to one: of the ``chain`` before it and its own ``digest``."""
+    return hashlib.blake2b(chain + digest, digest_size=16).digest()
 
 
 class Pack(Struct, frozen=True, eq=False):
@@ -86,7 +112,7 @@ class Former:
         self._asked_count = 0
         self.closed = False
         self.next_step = 0
-        self.chain = bytes(16)
+        self.chain = FIRST_CHAIN
         self.queued_tokens = 0
         """Real tokens held outside packs."""
         self.dropped: I64 = np.zeros(0, np.int64)
@@ -199,32 +225,24 @@ class Former:
         self._ages = np.concatenate([self._ages, np.full(len(handles), -1, np.int64)])
 
     def _make_packs(self, handles: I64, bounds: I64) -> list[Pack]:
-        table, align = self._table, self._rules.align.sample
-        length = table.length[handles].astype(np.int64)
+        rows = self._table.rows(handles)
+        align, length = self._rules.align.sample, rows["length"].astype(np.int64)
         slot = -(-length // align) * align
-        rows = np.empty(len(handles), _ROW)
-        rows["stream"], rows["part"], rows["index"] = table.stream[handles], table.part[handles], table.index[handles]
-        rows["length"], rows["crc"] = length, table.crc[handles]
-        columns = np.stack([length, slot, table.loss_tokens[handles], self._rules.balance.costs(slot)], axis=1)
+        columns = np.stack([length, slot, rows["loss_tokens"], self._rules.balance.costs(slot)], axis=1)
         sums = np.zeros((len(handles) + 1, 4), np.int64)
         np.cumsum(columns, axis=0, out=sums[1:])
         totals = (sums[bounds[1:]] - sums[bounds[:-1]]).tolist()
-        data = memoryview(rows.tobytes())
-        packs = []
-        begin = 0
-        for end, (tokens, slots, loss, cost) in zip(bounds[1:].tolist(), totals, strict=True):
-            content = data[begin * _ROW.itemsize : end * _ROW.itemsize]
-            digest = hashlib.blake2b(content, digest_size=16).digest()
-            packs.append(Pack(handles[begin:end], tokens, slots, loss, cost, digest))
-            begin = end
-        return packs
+        spans, digests = pairwise(bounds.tolist()), pack_digests(rows, bounds)
+        return [
+            Pack(handles[begin:end], tokens, slots, loss, cost, digest)
+            for (begin, end), (tokens, slots, loss, cost), digest in zip(spans, totals, digests, strict=True)
+        ]
 
     def _make_step(self, packs: list[Pack]) -> Step:
         loss = sum(pack.num_loss_tokens for pack in packs)
         samples = sum(len(pack.handles) for pack in packs)
-        head = f"{self.next_step}:{loss}:{samples}:".encode()
-        digest = hashlib.blake2b(head + b"".join(pack.digest for pack in packs), digest_size=16).digest()
-        self.chain = hashlib.blake2b(self.chain + digest, digest_size=16).digest()
+        digest = step_digest(self.next_step, loss, samples, (pack.digest for pack in packs))
+        self.chain = chain_digest(self.chain, digest)
         step = Step(self.next_step, tuple(packs), loss, samples, digest, self.chain)
         self.next_step += 1
         return step
