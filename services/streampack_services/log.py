@@ -17,12 +17,24 @@ import socket
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 from streampack.errors import InternalError, UserError
 from streampack_services.log_writer import Pending, Writer
-from streampack_services.segments import MAX_BODY, RECORD, START, Segment, damaged, recover, segment_path, walk
+from streampack_services.segments import (
+    MAX_BODY,
+    RECORD,
+    START,
+    Segment,
+    damaged,
+    read_segment,
+    recover,
+    segment_files,
+    segment_path,
+    walk,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +220,24 @@ class Log:
         return self._segments[bisect_right(self._segments, lsn, key=lambda segment: segment.first_lsn) - 1]
 
 
+def read_entries(folder: Path, start: int = 0) -> Iterator[Entry]:
+    """Records from ``start``, or the oldest that is kept, of a log that another process may be writing: no lock.
+
+    Ends where nothing more is written yet. Raises LogDamaged as ``Log.open`` does; a folder without a log has no
+    records.
+    """
+    files = segment_files(folder) if folder.is_dir() else []
+    skip = max(bisect_right(files, start, key=lambda file: file[0]) - 1, 0)
+    nexts = [first_lsn for first_lsn, _ in files[skip + 1 :]]
+    for (first_lsn, path), next_first_lsn in zip_longest(files[skip:], nexts):
+        with contextlib.suppress(FileNotFoundError), _opened(path) as fd:  # cut meanwhile: the log begins later now
+            segment = read_segment(path, first_lsn, next_first_lsn)
+            lsn = min(max(start, first_lsn), segment.next_lsn)
+            for _, kind, body in walk(fd, segment.offset(lsn), segment.end, lsn):
+                yield Entry(lsn, kind, body)
+                lsn += 1
+
+
 def _views(parts: Sequence[Any]) -> tuple[list[memoryview], int]:
     """The parts as bytes, without the empty ones, and how many bytes a record of them has."""
     views = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
@@ -219,10 +249,18 @@ def _views(parts: Sequence[Any]) -> tuple[list[memoryview], int]:
 
 @contextlib.contextmanager
 def _reading(segment: Segment) -> Iterator[int]:
-    try:
-        fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise damaged(segment.path, 0, "no such file", "the segment that was here when the log was opened") from None
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = stack.enter_context(_opened(segment.path))
+        except FileNotFoundError:
+            expected = "the segment that was here when the log was opened"
+            raise damaged(segment.path, 0, "no such file", expected) from None
+        yield fd
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield fd
     finally:

@@ -151,9 +151,8 @@ def recover(folder: Path) -> list[Segment]:
 
     Raises LogDamaged for whatever else is not as it was written; then nothing has been changed.
     """
-    found = sorted((int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
     segments: list[Segment] = []
-    for first_lsn, path in found:
+    for first_lsn, path in segment_files(folder):
         if segments and segments[-1].next_lsn != first_lsn:
             raise _gap(segments[-1], first_lsn)
         segments.append(_read(path, first_lsn))
@@ -165,6 +164,22 @@ def recover(folder: Path) -> list[Segment]:
             raise _lost(last)
         _cut_tail(last)
     return segments
+
+
+def segment_files(folder: Path) -> list[tuple[int, Path]]:
+    """(first lsn, file) of each segment, in their order."""
+    return sorted((int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
+
+
+def read_segment(path: Path, first_lsn: int, next_first_lsn: int | None) -> Segment:
+    """One segment while another process may write it: what follows its last good record, if it is the last, is not
+    there yet. Raises FileNotFoundError, LogDamaged as ``recover`` does; changes nothing."""
+    segment = _read(path, first_lsn)
+    if segment.end < segment.synced:
+        raise _lost(segment)
+    if next_first_lsn not in (None, segment.next_lsn):
+        raise _gap(segment, next_first_lsn)
+    return segment
 
 
 def _read(path: Path, first_lsn: int) -> Segment:
