@@ -11,6 +11,7 @@
     ├── SourceError            files that are missing, broken or changed; exit code 1
     │   └── DamagedFile        cut short, or not of its format: may be passed over
     ├── LogDamaged             the broker's log is not what was written; exit code 1
+    ├── LedgerDamaged          nor the ledger, which can be made again; exit code 1
     ├── PeerError              the other end: gone, refused us, or sent what it should not
     │   ├── Unreachable        nobody answers at the endpoint; exit code 75: try again
     │   ├── DataStall          the broker is gone or hung, or ranks are missing; exit code 75
@@ -61,6 +62,10 @@ class DamagedFile(SourceError):
 
 class LogDamaged(StreampackError):
     """The broker's log is not what was written; the message names file and offset."""
+
+
+class LedgerDamaged(StreampackError):
+    """The ledger is not what was written, or does not belong to the log; the message names what."""
 
 
 class PeerError(StreampackError):

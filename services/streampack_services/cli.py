@@ -1,7 +1,7 @@
 """The command ``streampack``: parses, calls, and turns errors into one line and an exit code.
 
 Exit codes: 0 good, 1 failed, 2 misuse, 75 try again, 130 interrupted. What a command does is
-elsewhere and imported when it runs, so that ``--help`` is quick. Only this module prints.
+elsewhere and imported when it runs, so that ``--help`` is quick. Only this module and ``cli_audit`` print.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from msgspec.structs import replace
 import streampack
 from streampack.core.rules import PackerName
 from streampack.errors import InternalError, StreampackError
-from streampack_services import logs
+from streampack_services import cli_audit, logs
 
 app = typer.Typer(
     name="streampack", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -320,3 +320,7 @@ def demo(
         json=as_json, quiet=quiet,
     )  # fmt: skip
     raise typer.Exit(module.run_demo(options))
+
+
+app.command()(cli_audit.why)
+app.add_typer(cli_audit.ledger, name="ledger")

@@ -1,0 +1,315 @@
+"""The questions of ``streampack why``: what was in a step, and where a sample went. Trees for JSON.
+
+Works on a ``state_dir``, while its broker runs or afterwards: the ledger beside the log is brought up to date, then
+asked. What is not in the ledger is said to be so only when nothing of it is damaged.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from streampack.config import read_broker
+from streampack.core.deal import deal
+from streampack.core.rules import Rules
+from streampack.core.samples import I64, ROW
+from streampack.errors import LedgerDamaged, UserError
+from streampack_services.history import LATEST, NEVER, FeedHistory
+from streampack_services.ledger import Ledger, Place
+from streampack_services.log import read_entries
+from streampack_services.segments import segment_files
+from streampack_services.step_rows import StepRows
+
+LEDGER = "ledger.sqlite"
+"""The ledger's file in a ``state_dir``."""
+Tree = dict[str, Any]
+
+
+def state_folder(state_dir: Path | None, config: Path | None) -> Path:
+    """The folder that the user means: given, or that of a broker.yaml. Raises UserError."""
+    if (state_dir is None) == (config is None):
+        got = "nothing" if config is None else "--state-dir and --config"
+        raise UserError(f"got {got} to say where the log is, expected --state-dir or --config")
+    if config is not None:
+        named = read_broker(config).state_dir
+        if named is None:
+            raise UserError(f"{config}: got no state_dir, expected one: without it a broker keeps no log")
+        state_dir = Path(named)
+    assert state_dir is not None
+    if not state_dir.is_dir() or not segment_files(state_dir):
+        raise UserError(f"{state_dir}: got no log, expected the state_dir of a broker that has begun")
+    return state_dir
+
+
+@contextmanager
+def open_ledger(state_dir: Path) -> Iterator[Ledger]:
+    """The ledger of a ``state_dir``, brought up to date. Raises UserError, LedgerDamaged, LogDamaged."""
+    with Ledger(state_dir / LEDGER) as ledger:
+        ledger.update(read_entries(state_dir, max(ledger.state.next_lsn - 1, 0)))
+        yield ledger
+
+
+def rebuild(state_dir: Path) -> Tree:
+    """Make the ledger again from the log, and compare it with what was there.
+
+    Of what lies before the log's first record the ledger is all there is: these rows are kept, as far as they are good.
+    """
+    path, fresh = state_dir / LEDGER, state_dir / (LEDGER + ".new")
+    fresh.unlink(missing_ok=True)
+    begin = segment_files(state_dir)[0][0]
+    with Ledger(fresh) as ledger:
+        before, damage = _salvage(path, ledger, begin)
+        ledger.update(read_entries(state_dir))
+        after, records = ledger.fingerprints(), [ledger.state.first_lsn, ledger.state.next_lsn]
+    os.replace(fresh, path)
+    changed = [row for row, crc in before.items() if row in after and after[row] != crc]
+    gone = [row for row in before if row not in after]
+    return {
+        "file": str(path),
+        "records": records,
+        "log_begins": begin,
+        "rows": len(after),
+        "kept": sum(before.get(row) == crc for row, crc in after.items()),
+        "new": sum(row not in before for row in after),
+        "repaired": [_row_name(row) for row in changed],
+        "gone": [_row_name(row) for row in gone],
+        "damage": damage,
+    }
+
+
+def _salvage(path: Path, into: Ledger, begin: int) -> tuple[dict[tuple[Any, ...], int | None], list[str]]:
+    """Copy what the log does not say any more; checksums of all rows that were there, and what was damaged."""
+    if not path.exists():
+        return {}, []
+    try:
+        with Ledger(path) as old:
+            damage = old.check()
+            before = old.fingerprints()
+            into.keep(old, begin)
+            return before, damage
+    except LedgerDamaged as error:
+        return {}, [str(error)]
+
+
+def _row_name(row: tuple[Any, ...]) -> str:
+    match row:
+        case "steps", feed, step, lineage:
+            return f"step {step} of {feed}, lineage {lineage}"
+        case "rejected", lsn, stream, lo, hi:
+            return f"rejected samples {stream}:{lo} to {hi} of record {lsn}"
+    return f"record {row[1]}"
+
+
+# A step
+
+
+def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | None = None) -> Tree:
+    """What is in a step and what was decided about it; with ``dp_size``, which rank has each pack. Raises UserError."""
+    of = _feed(ledger, feed)
+    found = _recorded(ledger, of, step)
+    rules = of.rules_at(step, found.lsn)
+    end = of.end
+    return {
+        "run": ledger.state.run,
+        "feed": of.name,
+        "step": step,
+        "lineage": found.lineage,
+        "digest": found.digest.hex(),
+        "chain": found.chain.hex(),
+        "num_loss_tokens": found.num_loss_tokens,
+        "num_samples": found.num_samples,
+        "num_tokens": found.num_tokens,
+        "num_packs": len(found.bounds) - 1,
+        "num_empty_packs": int((np.diff(found.bounds) == 0).sum()),
+        "budget": rules.budget,
+        "skipped": _skipped(of, step),
+        "last": end is not None and step == end.num_steps - 1,
+        "committed": step + 1 in of.commits,
+        "changes": _changes(of, step, found.lsn),
+        "began": [{"lineage": each.number, "why": each.why} for each in of.branches[1:] if each.step == step],
+        "other_lineages": [
+            {"lineage": each, "digest": other.digest.hex()} for each in ledger.lineages_of(of.name, step)
+            if each != found.lineage and (other := ledger.step(of.name, step, each)) is not None
+        ],
+        "packs": _packs(of, found, rules, dp_size),
+    }  # fmt: skip
+
+
+def _feed(ledger: Ledger, name: str | None) -> FeedHistory:
+    feeds = ledger.history.feeds
+    if not feeds:
+        raise UserError("got a log that holds nothing yet, expected a broker that has begun")
+    if name is not None and name not in feeds:
+        raise UserError(f"got feed {name!r}, expected one of: {', '.join(feeds)}")
+    return feeds[name] if name is not None else next(iter(feeds.values()))
+
+
+def _recorded(ledger: Ledger, feed: FeedHistory, step: int) -> StepRows:
+    found = ledger.step(feed.name, step, feed.effective(step))
+    if found is not None:
+        return found
+    raise_if_damaged(ledger, "steps")
+    end, last = feed.end, ledger.last_step(feed.name, feed.branches[-1].number)
+    if end is not None and step >= end.num_steps:
+        raise UserError(
+            f"got step {step} of feed {feed.name!r}, expected one below {end.num_steps}: the feed has ended"
+        )
+    if step > (feed.branches[-1].step - 1 if last is None else last):
+        raise UserError(f"got step {step} of feed {feed.name!r}, which is not formed yet: the last one is {last}")
+    raise UserError(f"got step {step} of feed {feed.name!r}, expected a later one: neither log nor ledger has it")
+
+
+def raise_if_damaged(ledger: Ledger, *tables: str) -> None:
+    """What was not found might be in a row that cannot be read. Raises LedgerDamaged."""
+    damage = ledger.check(tables)
+    if damage:
+        raise LedgerDamaged(f"ledger: {damage[0]}: make it again with 'streampack ledger rebuild'")
+
+
+def _skipped(feed: FeedHistory, step: int) -> bool:
+    return any(first <= step <= last for first, last in feed.skips)
+
+
+def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None) -> list[Tree]:
+    """Packs in their order, or by (micro-batch, rank) where a mesh is asked for."""
+    rows, bounds, align = step.rows, step.bounds.tolist(), rules.align.sample
+    offsets = step.offsets(align).tolist()
+    costs = rules.balance.costs(-(-rows["length"].astype(np.int64) // align) * align)
+    sums = np.concatenate([[0], np.cumsum(costs)])
+    packs = [
+        {
+            "pack": number,
+            "num_tokens": int(rows["length"][begin:end].sum()),
+            "num_loss_tokens": int(rows["loss_tokens"][begin:end].sum()),
+            "cost": int(sums[end] - sums[begin]),
+            "samples": [_sample(feed, step, row, offsets[row]) for row in range(begin, end)],
+        }
+        for number, (begin, end) in enumerate(pairwise(bounds))
+    ]
+    if dp_size is None:
+        return packs
+    return _dealt(packs, rules, dp_size)
+
+
+def _dealt(packs: list[Tree], rules: Rules, dp_size: int) -> list[Tree]:
+    try:
+        dealt: I64 = deal(np.array([pack["cost"] for pack in packs], np.int64), dp_size, rules.balance.kind)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return [
+        {"micro_batch": micro_batch, "dp_rank": rank, **packs[number]}
+        for micro_batch, row in enumerate(dealt.tolist())
+        for rank, number in enumerate(row)
+    ]
+
+
+def _sample(feed: FeedHistory, step: StepRows, row: int, offset: int) -> Tree:
+    values = step.rows[row]
+    return {
+        "stream": feed.stream_name(int(values["stream"]), step.step, step.lsn),
+        "index": int(values["index"]),
+        "part": int(values["part"]),
+        "offset": offset,
+        "length": int(values["length"]),
+        "loss_tokens": int(values["loss_tokens"]),
+        "crc": int(values["crc"]),
+    }
+
+
+def _changes(feed: FeedHistory, step: int, lsn: int) -> list[Tree]:
+    """Rules that hold from this step on, as differences to those before."""
+    found = [each for each in feed.rules if each.note is not None and each.step == step and lsn < each.until]
+    before = feed.rules_at(step - 1, lsn) if step else None
+    return [
+        {"note": each.note, "differences": [] if before is None else differences(before, each.rules)} for each in found
+    ]
+
+
+def differences(before: Rules, after: Rules) -> list[str]:
+    """``streams.web.weight: 0.7 -> 0.5`` of every rule that is another."""
+    one, other = _flat("", msgspec.to_builtins(before)), _flat("", msgspec.to_builtins(after))
+    keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    return [f"{key}: {one.get(key, 'default')} -> {other.get(key, 'default')}" for key in keys]
+
+
+def _flat(path: str, tree: Any) -> Tree:
+    if isinstance(tree, dict):
+        named = tree.items()
+    elif isinstance(tree, list | tuple) and all(isinstance(each, dict) and "name" in each for each in tree):
+        named = {each["name"]: each for each in tree}.items()
+    else:
+        return {path: tree}
+    return {key: value for name, each in named for key, value in _flat(f"{path}.{name}".strip("."), each).items()}
+
+
+# A sample
+
+
+def why_sample(ledger: Ledger, name: str) -> Tree:
+    """Where sample ``STREAM:INDEX`` went: ``is`` one of step, rejected, dropped, waiting, none. Raises UserError."""
+    stream, _, number = name.rpartition(":")
+    if not stream or not number.isascii() or not number.isdigit():
+        raise UserError(f"got sample {name!r}, expected STREAM:INDEX, such as web:1234")
+    index, feed = int(number), ledger.history.feed_of(stream)
+    if feed is None:
+        known = [each for of in ledger.history.feeds.values() for each in of.streams]
+        raise UserError(f"got stream {stream!r}, expected one of: {', '.join(known)}")
+    partitions = feed.streams[stream].partitions
+    places = [_place(feed, place) for place in ledger.find(stream, index)]
+    rejection = ledger.rejection(stream, index)
+    found = {
+        "run": ledger.state.run, "stream": stream, "index": index, "feed": feed.name,
+        "partition": index % partitions, "seq": index // partitions, "places": places,
+        "rejected": None if rejection is None else sorted(rejection[1]),
+    }  # fmt: skip
+    return found | _verdict(ledger, feed, found)
+
+
+def _place(feed: FeedHistory, place: Place) -> Tree:
+    step, row = place.step, place.row
+    rules = feed.rules_at(step.step, step.lsn)
+    offset = int(step.offsets(rules.align.sample)[row])
+    sample = _sample(feed, step, row, offset)
+    return {
+        "step": step.step,
+        "lineage": step.lineage,
+        "counts": feed.effective(step.step) == step.lineage,
+        "skipped": _skipped(feed, step.step),
+        "pack": place.pack,
+        **{key: sample[key] for key in ("part", "offset", "length", "loss_tokens", "crc")},
+        "digest": step.digest.hex(),
+    }
+
+
+def _verdict(ledger: Ledger, feed: FeedHistory, found: Tree) -> Tree:
+    """``is`` and, in words, ``why``."""
+    stream, index, seq = found["stream"], found["index"], found["seq"]
+    if any(place["counts"] for place in found["places"]):
+        return {"is": "step", "why": ""}
+    if found["rejected"] is not None:
+        return {"is": "rejected", "why": " or ".join(found["rejected"]) or "no reason was given"}
+    raise_if_damaged(ledger, "spans", "rejected", "records")
+    end, total = feed.end, ledger.history.totals.get((stream, found["partition"]), [NEVER])[-1]
+    if end is not None and index in _dropped(feed, stream):
+        return {"is": "dropped", "why": "left over at the end, which tail: drop leaves out"}
+    if seq >= total:
+        return {"is": "none", "why": f"partition {found['partition']} of {stream} ended after {total} samples"}
+    if end is not None:
+        return {"is": "none", "why": f"feed {feed.name} ended after {end.num_steps} steps without it"}
+    furthest = ledger.furthest(stream)
+    if index <= furthest or seq < ledger.admitted(stream).get(found["partition"], 0):
+        return {"is": "waiting", "why": f"in no step yet: it waits in the window, or for {stream} to get there"}
+    so_far = f"the furthest in a step is {stream}:{furthest}" if furthest >= 0 else f"{stream} is in no step"
+    return {"is": "waiting", "why": f"not yet: {so_far}"}
+
+
+def _dropped(feed: FeedHistory, stream: str) -> list[int]:
+    rows = np.frombuffer(feed.end.dropped if feed.end is not None else b"", ROW)
+    return [int(row["index"]) for row in rows if feed.stream_name(int(row["stream"]), LATEST, LATEST) == stream]

@@ -1,0 +1,129 @@
+"""The commands that ask the ledger: ``why``, ``ledger verify``, ``ledger rebuild``. ``cli`` adds them to its own.
+
+All work on a state_dir, while its broker runs or after it has ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from streampack.errors import UserError
+
+StateDir = Annotated[
+    Path | None, typer.Option("--state-dir", metavar="FOLDER", help="The broker's state_dir.", show_default=False)
+]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", metavar="FILE", help="Or its broker.yaml, that names it.", show_default=False),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+ledger = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+def why(
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="K", min=0, help="What was in this step?", show_default=False)
+    ] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option("--sample", metavar="STREAM:INDEX", help="Where did this sample go?", show_default=False),
+    ] = None,
+    dp: Annotated[
+        int | None,
+        typer.Option("--dp", metavar="R", min=0, help="Only this data-parallel rank's packs.", show_default=False),
+    ] = None,
+    dp_size: Annotated[
+        int | None,
+        typer.Option("--dp-size", metavar="N", min=1, help="Deal the packs over so many ranks.", show_default=False),
+    ] = None,
+    feed: Annotated[
+        str | None, typer.Option("--feed", metavar="NAME", help="Default: the run's first.", show_default=False)
+    ] = None,
+    state_dir: StateDir = None,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what was in a step, or where a sample went.
+
+    A step: its samples by pack, digests, denominators, what changed at it; with --dp-size, which rank of such a mesh
+    has which packs. A sample: its steps, packs and offsets; or that it was rejected, or is not read yet.
+
+    \b
+    Example:
+        streampack why --step 1200 --dp 3 --dp-size 16 -c broker.yaml
+        streampack why --sample web:81234 --state-dir shared/sft-8b/state
+    """
+    from streampack_services import audit, audit_report
+
+    if (step is None) == (sample is None):
+        got = "nothing" if step is None else "--step and --sample"
+        raise UserError(f"got {got} to explain, expected --step or --sample")
+    if dp is not None and (dp_size is None or dp >= dp_size):
+        raise UserError(f"got --dp {dp} and --dp-size {dp_size}, expected a rank below a size: which mesh is it of?")
+    with audit.open_ledger(audit.state_folder(state_dir, config)) as opened:
+        if step is not None:
+            found = audit.why_step(opened, step, feed, dp_size)
+            if dp is not None:
+                found["packs"] = [pack for pack in found["packs"] if pack["dp_rank"] == dp]
+            _say(found, as_json, audit_report.show_step)
+        elif sample is not None:
+            found = audit.why_sample(opened, sample)
+            _say(found, as_json, audit_report.show_sample)
+
+
+@ledger.callback()
+def _ledger() -> None:
+    """Check the record of which sample went where, or make it again.
+
+    \b
+    Example:
+        streampack ledger verify -c broker.yaml
+    """
+
+
+@ledger.command("verify")
+def verify_(state_dir: StateDir = None, config: Config = None, as_json: AsJson = False) -> None:
+    """Show that every sample is exactly once.
+
+    Over the whole run: each is in one step that counts, or rejected, or not read yet; digests and chains follow from
+    what is recorded. Exit code 1 if anything is lost, repeated or damaged; the first few are named.
+
+    \b
+    Example:
+        streampack ledger verify -c broker.yaml
+    """
+    from streampack_services import audit, audit_report, verify
+
+    with audit.open_ledger(audit.state_folder(state_dir, config)) as opened:
+        found = verify.verify(opened)
+    _say(found, as_json, audit_report.show_verified)
+    raise typer.Exit(0 if found["good"] else 1)
+
+
+@ledger.command()
+def rebuild(state_dir: StateDir = None, config: Config = None, as_json: AsJson = False) -> None:
+    """Make the ledger again from the log alone.
+
+    Compared with what was there. What is older than the log is kept as far as it is good.
+
+    \b
+    Example:
+        streampack ledger rebuild -c broker.yaml
+    """
+    from streampack_services import audit, audit_report
+
+    folder = audit.state_folder(state_dir, config)
+    found = audit.rebuild(folder)
+    _say(found, as_json, audit_report.show_rebuilt)
+
+
+def _say(found: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+    if as_json:
+        print(json.dumps(found))
+    else:
+        show(found)
