@@ -16,10 +16,12 @@ partition that has ended holds nobody up. Weights, units and ``on_exhaust`` have
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from streampack.core.kernels import arrival_take
-from streampack.core.rings import Rings, Taken
+from streampack.core.rings import NOWHERE, Rings, Taken
 from streampack.core.samples import I64
 from streampack.core.snapshot import MergeState
 
@@ -30,13 +32,13 @@ class Script:
     """Runs in their order, from number ``base`` on: ``stop`` int64 [n], the partition's sequence number that ends
     it, and ``after``, the number of the partition's next run. ``current`` and ``last`` are each partition's."""
 
-    def __init__(self, partitions: int, capacity: int = 1024) -> None:
+    def __init__(self, capacity: int = 1024) -> None:
         self.base = 0
         self.upto = 0
         self.stop = np.zeros(capacity, np.int64)
         self.after = np.zeros(capacity, np.int64)
-        self.current = np.full(partitions, NONE, np.int64)
-        self.last = np.full(partitions, NONE, np.int64)
+        self.current = np.zeros(0, np.int64)
+        self.last = np.zeros(0, np.int64)
 
     def add(self, partition: int, stop: int) -> None:
         """The partition's samples up to ``stop`` are next; a run that goes on is not begun again."""
@@ -54,6 +56,13 @@ class Script:
             self.current[partition] = number
         self.last[partition] = number
         self.upto = number + 1
+
+    def grow(self, partitions: int) -> None:
+        """So many more partitions, without runs."""
+        if not partitions:
+            return
+        more = np.full(partitions, NONE, np.int64)
+        self.current, self.last = np.concatenate([self.current, more]), np.concatenate([self.last, more])
 
     def clear(self) -> None:
         """Forget all runs."""
@@ -74,27 +83,32 @@ class Script:
 
 
 class Arrival(Rings):
-    """The merge of ``partitions`` (int per stream, numbered through as in ``Merge``) in the order of arrival.
+    """The merge of streams of ``partitions`` each, numbered through as in ``Merge``, in the order of arrival.
 
-    ``marks`` int64 [partitions] counts the barriers said of each, those before a loaded state among them: who
-    repeats recorded marks says those whose number is not below it. State is the script, small integers and
-    rings of entries not yet merged.
+    State is the script, small integers and rings of entries not yet merged.
     """
 
-    def __init__(self, partitions: list[int], width: int = 1024) -> None:
-        super().__init__(sum(partitions), width)
-        self.marks = np.zeros(sum(partitions), np.int64)
-        self._passes = 0
-        self._script = Script(sum(partitions))
-        self._pushed = [0] * sum(partitions)
-        self._scripted = [0] * sum(partitions)
+    def __init__(self, partitions: Sequence[int], width: int = 1024, removed: Sequence[int] = ()) -> None:
+        super().__init__(partitions, width, removed)
+        self._script = Script()
+        self._passed, self._marks = list[int](), list[int]()
+        self._pushed, self._scripted = list[int](), list[int]()
+        self._extend(sum(partitions))
+
+    @property
+    def marks(self) -> list[int]:
+        """Barriers said of each partition, those before a loaded state among them: who repeats recorded marks says
+        those whose number is not below it."""
+        return list(self._marks)
 
     def script(self, partition: int, first_seq: int, count: int) -> None:
         """Samples ``first_seq`` on of a partition, ``count`` of them, were admitted next; idempotent.
 
-        Call it before anything is pushed, for all that was admitted since the loaded state or longer ago. Raises
-        ValueError where samples are missing before ``first_seq``.
+        Call it before anything is pushed, for all that was admitted since the loaded state or longer ago; the
+        partition may be of a stream that ``change`` adds later on. Raises ValueError where samples are missing
+        before ``first_seq``.
         """
+        self._extend(partition + 1)
         known, stop = self._scripted[partition], first_seq + count
         if first_seq > known:
             raise ValueError(f"got sample {first_seq} of partition {partition} in the script, expected {known} first")
@@ -112,10 +126,10 @@ class Arrival(Rings):
     def end_pass(self, partition: int) -> None:
         """What follows is of the partition's next pass."""
         super().end_pass(partition)
-        self.marks[partition] += 1
+        self._marks[partition] += 1
 
-    def take(self, max_tokens: int) -> Taken:
-        """All that can be merged now, until ``max_tokens`` are reached (the last sample may pass them).
+    def take(self, max_tokens: int, max_position: int = NOWHERE) -> Taken:
+        """All that can be merged now, until ``max_tokens`` are reached (the last sample may pass them), or a position.
 
         Where nothing is missing but more is to come, ``blocked`` is the partition that gave the fewest samples
         of those that the pass still waits for.
@@ -125,22 +139,29 @@ class Arrival(Rings):
         before = self.merged_samples.copy()
         count, blocked = arrival_take(
             script.base, script.stop, script.after, script.current, self._head, self._tail, self._ended,
-            self._handle, self._length, self._part, self.merged_samples, self.merged_tokens, max_tokens,
-            handles, lengths,
+            self._handle, self._length, self._part, self.merged_samples, self.merged_tokens,
+            max_tokens, max_position - self.position, handles, lengths,
         )  # fmt: skip
         if blocked == -2:
             blocked = self._awaited()
         moved = np.flatnonzero(self.merged_samples != before)
+        self._fresh &= not len(moved)
         return Taken(handles[:count], lengths[:count], None if blocked < 0 else int(blocked), moved)
+
+    def change(self, weights: Sequence[float], partitions: Sequence[int], _: Sequence[int] = ()) -> I64:
+        """Other streams from here on, as ``Merge.change`` does it; weights matter no more than before."""
+        dropped = self._restream(partitions, [s for s, weight in enumerate(weights) if weight == 0])
+        self._extend(len(self._head))
+        return dropped
 
     def state(self) -> MergeState:
         """What decides, with the script, the order of all that is not merged yet.
 
-        ``clock`` and ``live`` are empty, ``turn`` is the number of passes before this one.
+        ``clock`` and ``live`` are empty, ``turn`` counts the barriers that each partition went over.
         """
         return MergeState(
-            [], [self._passes], [], self._done.tolist(), self.merged_samples.tolist(), self.merged_tokens.tolist(),
-            self._at_barrier.tolist(), False,
+            [], self._passed[: len(self._head)], [], self._done.tolist(), self.merged_samples.tolist(),
+            self.merged_tokens.tolist(), self._at_barrier.tolist(), False, self._fresh,
         )  # fmt: skip
 
     def load(self, state: MergeState) -> None:
@@ -149,24 +170,32 @@ class Arrival(Rings):
         Each partition's next entry is the one after its first ``merged_samples``; a barrier that it is at is not
         said again. The script may have been told before or is afterwards, from its beginning or from here.
         """
-        self._passes = state.turn[0]
-        self._ended[:] = state.ended
+        self._ended[:], self._fresh = state.ended, state.fresh
         self.merged_samples[:], self.merged_tokens[:] = state.merged_samples, state.merged_tokens
-        self._pushed = list(state.merged_samples)
+        count = len(self._head)
+        self._passed[:count] = self._marks[:count] = state.turn
+        self._pushed[:count] = state.merged_samples
         self._scripted = [max(pair) for pair in zip(self._scripted, self._pushed, strict=True)]
-        self.marks[:] = self._passes
         for partition in np.flatnonzero(state.at_barrier).tolist():
             self.end_pass(partition)
 
     def next_pass(self) -> None:
         """Go over the barriers that all partitions are at; only ``between_passes``."""
+        for partition in np.flatnonzero(self._at_barrier).tolist():
+            self._passed[partition] += 1
         super().next_pass()
-        self._passes += 1
 
     def drop(self) -> I64:
         """Forget what waits, and the script; handles, int64 [n], of its samples. Nothing is pushed afterwards."""
         self._script.clear()
         return super().drop()
+
+    def _extend(self, count: int) -> None:
+        """Keep books of ``count`` partitions at least."""
+        more = max(count - len(self._marks), 0)
+        for each in (self._passed, self._marks, self._pushed, self._scripted):
+            each += [0] * more
+        self._script.grow(more)
 
     def _awaited(self) -> int:
         """Of the partitions that may give more in this pass the one that gave the fewest samples, or -1."""

@@ -24,6 +24,7 @@ except ImportError:  # a trainer's machine: nothing hot runs there
 
 @njit(nogil=True, cache=True)
 def merge_take(
+    now: I64,
     clock: I64,
     stride: I64,
     first: I64,
@@ -41,22 +42,25 @@ def merge_take(
     merged_tokens: I64,
     by_sample: bool,
     max_tokens: int,
+    max_samples: int,
     out_handle: I64,
     out_length: I64,
 ) -> tuple[int, int]:
-    """Take samples in merge order until one is missing, ``max_tokens`` are taken or the output is full.
+    """Take samples in merge order until one is missing or ``max_tokens`` or ``max_samples`` are taken.
 
     Streams ``s`` own partitions ``first[s]:first[s + 1]``; partition ``p`` holds entries
-    ``head[p]:tail[p]`` of row ``p`` of the rings, modulo their width. Updates ``clock``,
+    ``head[p]:tail[p]`` of row ``p`` of the rings, modulo their width. ``out`` has room for all. Updates ``clock``,
     ``turn``, ``live``, ``paused``, ``head`` and the counts by partition in place. An entry of length 0 is a tombstone:
     it takes its turn and gives nothing. One of length -1 is a barrier: it stays, and a stream all of whose open
-    partitions are at one is paused. Clocks run by tokens, or one for each sample with ``by_sample``.
+    partitions are at one is paused. Clocks run by tokens, or one for each sample with ``by_sample``;
+    ``now`` int64 [1] is what the clock of the last one taken was before it.
     Returns (samples taken, partition waited for, or -1, or -2 if a stream of ``stops`` has ended).
     """
     width = ring_handle.shape[1]
     taken = 0
     tokens = 0
-    while tokens < max_tokens:
+    samples = 0
+    while tokens < max_tokens and samples < max_samples:
         stream = -1
         for s in range(len(clock)):
             if live[s] and not paused[s] and (stream < 0 or clock[s] < clock[stream]):
@@ -85,9 +89,8 @@ def merge_take(
         pieces = 1
         while at + pieces < tail[partition] and ring_part[partition, (at + pieces) % width] > 0:
             pieces += 1
-        if taken + pieces > len(out_handle):
-            return taken, -1
         before = taken
+        now[0] = clock[stream]
         for piece in range(pieces):
             slot = (at + piece) % width
             length = ring_length[partition, slot]
@@ -102,6 +105,7 @@ def merge_take(
         if by_sample and taken > before:
             clock[stream] += stride[stream]
         merged_samples[partition] += 1
+        samples += 1
         head[partition] = at + pieces
         turn[stream] = (partition - first[stream] + 1) % count
     return taken, -1
@@ -122,23 +126,25 @@ def arrival_take(
     merged_samples: I64,
     merged_tokens: I64,
     max_tokens: int,
+    max_samples: int,
     out_handle: I64,
     out_length: I64,
 ) -> tuple[int, int]:
-    """Take samples in the order of a script until one is missing or ``max_tokens`` are taken.
+    """Take samples in the order of a script until one is missing or ``max_tokens`` or ``max_samples`` are taken.
 
     Run ``r`` is in slot ``r - base``: it ends before its partition's sample ``stop``, and ``after`` is that partition's
-    next run, -1 if it has none; ``current`` is each one's first. Rings and counts are as in ``merge_take``, and ``out``
-    has room for all entries. Updates ``current``, ``head`` and the counts in place. A partition at a barrier is passed
-    over, and one that has ended and is empty.
+    next run, -1 if it has none; ``current`` is each one's first, also of partitions yet to come. Rings and counts are
+    as in ``merge_take``, and ``out`` has room for all entries. Updates ``current``, ``head`` and the counts in place.
+    A partition at a barrier is passed over, and one that has ended and is empty.
     Returns (samples taken, the partition whose sample is missing, or -1, or -2 at the script's end).
     """
     width = ring_handle.shape[1]
     taken = 0
     tokens = 0
-    while tokens < max_tokens:
+    left = max_samples
+    while tokens < max_tokens and left > 0:
         partition = -1
-        for p in range(len(current)):
+        for p in range(len(head)):
             while current[p] >= 0 and stop[current[p] - base] <= merged_samples[p]:
                 current[p] = after[current[p] - base]
             if current[p] < 0 or (partition >= 0 and current[p] > current[partition]):
@@ -153,7 +159,8 @@ def arrival_take(
             return taken, -2
         if head[partition] == tail[partition]:
             return taken, partition
-        count = stop[current[partition] - base] - merged_samples[partition]
+        count = min(stop[current[partition] - base] - merged_samples[partition], left)
+        left -= count
         at = head[partition]
         while count > 0 and tokens < max_tokens and at < tail[partition] and ring_length[partition, at % width] >= 0:
             slot = at % width
@@ -171,6 +178,7 @@ def arrival_take(
                 whole = at == tail[partition] or ring_part[partition, slot] == 0
             merged_samples[partition] += 1
             count -= 1
+        left += count
         head[partition] = at
     return taken, -1
 

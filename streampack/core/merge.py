@@ -12,6 +12,12 @@ Within a stream its partitions take turns, those that ended being passed over. E
 Where a pass over the data is to end before the next begins, a stream whose partitions are at their
 barriers pauses; once all have paused the merge gives nothing until ``next_pass``, which begins as the
 first pass did: with the clocks that the seed gives.
+
+When weights change, each stream keeps the lead over the last sample's clock that it has, as a number of
+tokens (or samples): multiplied by new stride and divided by old (Waldspurger and Weihl's dynamic
+tickets). What it got before is neither made up for nor held against it, so from there on its share follows
+its new weight, as if it had always had it. All of it is a function of the position alone, never of what
+is known of ends that are still to come: so a change that is replayed at its position gives the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ import numpy as np
 
 from streampack.core.arrival import Arrival
 from streampack.core.kernels import merge_take
-from streampack.core.rings import Rings, Taken
+from streampack.core.rings import NOWHERE, Rings, Taken
 from streampack.core.rules import MAX_WEIGHT_RATIO, Rules, WeightUnit
 from streampack.core.samples import I64
 from streampack.core.snapshot import MergeState
@@ -64,44 +70,87 @@ class Merge(Rings):
         self, weights: list[float], partitions: list[int], seed: int, width: int = 1024,
         unit: WeightUnit = "tokens", stops: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        super().__init__(sum(partitions), width)
-        self._stride = strides(weights)
-        self._by_sample = unit == "samples"
-        self._stops = np.isin(np.arange(len(weights)), stops)
-        phases = np.array([phase(seed, s) for s in range(len(weights))], np.int64)
-        # Those that stop the rest go first, so that a pass in which they are missing is not begun.
-        self._start = np.where(self._stops, -1, phases * (self._stride // (PHASES if self._by_sample else 1)))
+        super().__init__(partitions, width, _removed(weights))
+        self._seed, self._by_sample = seed, unit == "samples"
+        self._weigh(weights, stops)
         self._clock = self._start.copy()
         self._paused = np.zeros(len(weights), np.bool_)
         self._stopped = False
-        self._first = np.concatenate([[0], np.cumsum(partitions)]).astype(np.int64)
+        self._now = np.zeros(1, np.int64)
         self._turn = np.zeros(len(weights), np.int64)
-        self._live = np.ones(len(weights), np.bool_)
+        self._live = self._stride > 0
 
-    def take(self, max_tokens: int) -> Taken:
-        """All that can be merged now, until ``max_tokens`` are reached (the last sample may pass them)."""
+    def _weigh(self, weights: Sequence[float], stops: Sequence[int]) -> None:
+        """Strides (0 for what is removed), and where the clocks begin a pass."""
+        left = [weight for weight in weights if weight] or list(weights)
+        self._stride = np.zeros(len(weights), np.int64)
+        self._stride[np.array(weights) != 0] = strides(left)
+        self._stops = np.isin(np.arange(len(weights)), stops)
+        phases = np.array([phase(self._seed, s) for s in range(len(weights))], np.int64)
+        # Those that stop the rest go first, so that a pass in which they are missing is not begun.
+        self._start = np.where(self._stops, -1, phases * (self._stride // (PHASES if self._by_sample else 1)))
+
+    def take(self, max_tokens: int, max_position: int = NOWHERE) -> Taken:
+        """All that can be merged now, until ``max_tokens`` (the last sample may pass them) or a position is reached."""
         active = self._live & ~self._paused
         if self._stopped or not active.any():
             nothing = np.zeros(0, np.int64)
             return Taken(nothing, nothing, None, nothing)
-        self._clock[active] -= self._clock[active].min()
+        self._rebase()
         bound = int((self._tail - self._head).sum())
         handles, lengths = np.empty(bound, np.int64), np.empty(bound, np.int64)
         before = self.merged_samples.copy()
         count, blocked = merge_take(
-            self._clock, self._stride, self._first, self._turn, self._live, self._paused, self._stops,
+            self._now, self._clock, self._stride, self._first, self._turn, self._live, self._paused, self._stops,
             self._head, self._tail, self._ended, self._handle, self._length, self._part,
-            self.merged_samples, self.merged_tokens, self._by_sample, max_tokens, handles, lengths,
+            self.merged_samples, self.merged_tokens, self._by_sample, max_tokens, max_position - self.position,
+            handles, lengths,
         )  # fmt: skip
         self._stopped = blocked == -2
         moved = np.flatnonzero(self.merged_samples != before)
+        self._fresh &= not len(moved)
         return Taken(handles[:count], lengths[:count], None if blocked < 0 else int(blocked), moved)
+
+    def change(self, weights: Sequence[float], partitions: Sequence[int], stops: Sequence[int] = ()) -> I64:
+        """Other weights from here on; arguments as for a new merge. Handles of what is dropped, int64 [n].
+
+        A weight of 0 removes a stream: what waits of it is dropped, and no more is pushed. New streams stand after
+        those there are and join at the clock of the last sample. In a run that is played again, call it at the same
+        position before anything else. Raises ValueError for weights that cannot be, a removed stream that comes
+        back, or a new one at the beginning of a later pass; nothing has changed then.
+        """
+        old, known, removed = self._stride, len(self._stride), _removed(weights)
+        back = [s for s in range(known) if old[s] == 0 and weights[s]]
+        if back:
+            raise ValueError(f"got a weight for stream {back[0]}, expected 0: it was removed, add it anew")
+        strides([weight for weight in weights if weight] or list(weights))  # before anything changes
+        dropped = self._restream(partitions, removed)
+        self._weigh(weights, stops)
+        self._rebase()
+        clock = self._start.copy()
+        if not self._fresh:
+            leads = zip(self._clock.tolist(), self._stride.tolist(), old.tolist(), strict=False)
+            clock[:known] = [lead * new // was if was else 0 for lead, new, was in leads]
+            clock[known:] = 0
+        more = len(weights) - known
+        self._clock, self._turn = clock, np.concatenate([self._turn, np.zeros(more, np.int64)])
+        self._paused = np.concatenate([self._paused, np.zeros(more, np.bool_)])
+        self._live = np.concatenate([self._live, np.ones(more, np.bool_)]) & (self._stride > 0)
+        return dropped
+
+    def _rebase(self) -> None:
+        """Clocks count from the last sample's on; those that will not be read again in this pass stand at 0."""
+        active = self._live & ~self._paused
+        self._clock = np.where(active, self._clock - self._now, 0)
+        self._now[0] = 0
 
     def state(self) -> MergeState:
         """What decides the order of all that is not merged yet; entries that wait are read again."""
+        self._rebase()
         return MergeState(
             self._clock.tolist(), self._turn.tolist(), self._live.tolist(), self._done.tolist(),
             self.merged_samples.tolist(), self.merged_tokens.tolist(), self._at_barrier.tolist(), self._stopped,
+            self._fresh,
         )  # fmt: skip
 
     def load(self, state: MergeState) -> None:
@@ -110,7 +159,7 @@ class Merge(Rings):
         Each partition's next entry is the one after its first ``merged_samples``.
         """
         columns = (self._clock, self._turn, self._live, self._ended, self.merged_samples, self.merged_tokens)
-        *values, at_barrier, self._stopped = msgspec.structs.astuple(state)
+        *values, at_barrier, self._stopped, self._fresh = msgspec.structs.astuple(state)
         for column, each in zip(columns, values, strict=True):
             column[:] = each
         for partition in np.flatnonzero(at_barrier).tolist():
@@ -124,7 +173,7 @@ class Merge(Rings):
     def next_pass(self) -> None:
         """Go over the barriers that all streams are at; only ``between_passes``."""
         super().next_pass()
-        self._clock[:] = self._start
+        self._clock, self._now[0] = self._start.copy(), 0
         self._turn[:] = 0
         self._paused[:] = False
 
@@ -133,11 +182,24 @@ AnyMerge = Merge | Arrival
 
 
 def merge_of(rules: Rules) -> AnyMerge:
-    """The merge of all streams of some rules."""
-    streams = rules.streams
+    """The merge of all streams of some rules; one of weight 0 was removed."""
+    weights, partitions, stops = _terms(rules)
     if rules.merge == "arrival":
-        return Arrival([stream.partitions for stream in streams])
+        return Arrival(partitions, removed=_removed(weights))
+    return Merge(weights, partitions, rules.seed, unit=rules.weight_unit, stops=stops)
+
+
+def change(merge: AnyMerge, rules: Rules) -> I64:
+    """Go on by other rules from the next sample on; ``Merge.change`` says how, what it raises and returns."""
+    return merge.change(*_terms(rules))
+
+
+def _terms(rules: Rules) -> tuple[list[float], list[int], list[int]]:
+    """Of every stream weight and partitions, and the numbers of those that stop the rest."""
+    streams = rules.streams
     stops = [number for number, stream in enumerate(streams) if stream.on_exhaust == "stop"]
-    return Merge(
-        [s.weight for s in streams], [s.partitions for s in streams], rules.seed, unit=rules.weight_unit, stops=stops
-    )
+    return [stream.weight for stream in streams], [stream.partitions for stream in streams], stops
+
+
+def _removed(weights: Sequence[float]) -> list[int]:
+    return [number for number, weight in enumerate(weights) if weight == 0]

@@ -4,10 +4,15 @@ The half of a merge that is the same in whatever order it takes samples. An entr
 tombstone for a sample that is none (length 0), or a barrier: what follows is of the partition's
 next pass. Nothing of a next pass is taken until every partition that has not ended is at its
 barrier; ``next_pass`` then goes over them. A ring grows only when the over-long policy splits samples.
+
+A recorded change of rules holds from a *position*, the number of samples merged before it, over all
+partitions: a place that a run which is played again comes to as well. Streams and partitions keep their
+numbers for good: one that is removed stays, empty, and one that is added is the last.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +22,8 @@ from streampack.core.samples import I64
 
 BARRIER = -1
 """The length of an entry that is the end of a pass."""
+NOWHERE = 2**62
+"""A position that no run comes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +38,27 @@ class Taken:
 
 
 class Rings:
-    """``count`` partitions' entries that are not merged yet, up to ``width`` each before it has to grow.
+    """Entries that are not merged yet of streams of ``partitions`` each, numbered through: up to ``width`` in each
+    before it has to grow. ``removed`` are the numbers of streams that were taken out.
 
     ``merged_samples`` and ``merged_tokens`` int64 [partitions] count what was taken.
     """
 
-    def __init__(self, count: int, width: int) -> None:
+    def __init__(self, partitions: Sequence[int], width: int, removed: Sequence[int] = ()) -> None:
+        count = sum(partitions)
+        self._first = np.concatenate([[0], np.cumsum(partitions)]).astype(np.int64)
         self._head = np.zeros(count, np.int64)
         self._tail = np.zeros(count, np.int64)
         self._ended = np.zeros(count, np.bool_)
+        self._fresh = True
+        """Nothing of this pass was taken."""
         self.merged_samples = np.zeros(count, np.int64)
         self.merged_tokens = np.zeros(count, np.int64)
         self._handle = np.zeros((count, width), np.int64)
         self._length = np.zeros((count, width), np.int64)
         self._part = np.zeros((count, width), np.int64)
+        for stream in removed:
+            self._ended[self._first[stream] : self._first[stream + 1]] = True
 
     def push(self, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
         """Entries that follow the partition's last; all int64 [n], length 0 being a tombstone."""
@@ -61,6 +75,11 @@ class Rings:
     def waiting(self, partition: int) -> int:
         """Entries of a partition not merged yet, barriers among them."""
         return int(self._tail[partition] - self._head[partition])
+
+    @property
+    def position(self) -> int:
+        """Samples merged so far, rejected ones among them."""
+        return int(self.merged_samples.sum())
 
     @property
     def stopped(self) -> bool:
@@ -81,14 +100,38 @@ class Rings:
     def next_pass(self) -> None:
         """Go over the barriers that all streams are at; only ``between_passes``."""
         self._head += self._at_barrier
+        self._fresh = True
 
     def drop(self) -> I64:
         """Forget what waits; handles, int64 [n], of its samples. Nothing is pushed afterwards."""
-        width, rows = self._handle.shape[1], range(len(self._head))
+        return self._forget(range(len(self._head)))
+
+    def _restream(self, partitions: Sequence[int], removed: Sequence[int]) -> I64:
+        """Take out the streams of numbers ``removed``, add those beyond the ones there are; handles of what waited.
+
+        Raises ValueError where streams there are would have other partitions, or between two passes.
+        """
+        known = np.diff(self._first).tolist()
+        if list(partitions[: len(known)]) != known:
+            raise ValueError(f"got streams of {list(partitions)} partitions, expected {known} first: they keep theirs")
+        if len(partitions) > len(known) and self._fresh and self.position:
+            raise ValueError("got a new stream between two passes, expected one once a sample of the next is merged")
+        self._first = np.concatenate([[0], np.cumsum(partitions)]).astype(np.int64)
+        for name in ("_head", "_tail", "_ended", "merged_samples", "merged_tokens", "_handle", "_length", "_part"):
+            old = getattr(self, name)
+            more = np.zeros((sum(partitions) - len(old), *old.shape[1:]), old.dtype)
+            setattr(self, name, np.concatenate([old, more]))
+        rows = [p for stream in removed for p in range(self._first[stream], self._first[stream + 1])]
+        self._ended[rows] = True
+        return self._forget(rows)
+
+    def _forget(self, rows: Sequence[int]) -> I64:
+        """Drop what waits of some partitions; its handles, int64 [n]."""
+        width = self._handle.shape[1]
         slots = [np.arange(self._head[p], self._tail[p]) % width for p in rows]
-        waiting = [self._handle[p, slots[p]][self._length[p, slots[p]] > 0] for p in rows]
-        self._head[:] = self._tail
-        return np.concatenate(waiting)
+        waiting = [self._handle[p, at][self._length[p, at] > 0] for p, at in zip(rows, slots, strict=True)]
+        self._head[rows] = self._tail[rows]
+        return np.concatenate([np.zeros(0, np.int64), *waiting])
 
     @property
     def _done(self) -> NDArray[np.bool_]:

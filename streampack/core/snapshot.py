@@ -23,7 +23,8 @@ Floor = tuple[int, Cursor | None]
 
 class MergeState(Struct, frozen=True):
     """A merge between two samples: by stream clock, turn, live; by partition ended, samples and tokens taken,
-    and whether it is at a barrier; whether a stream that ended has stopped it all."""
+    and whether it is at a barrier; whether a stream that ended has stopped it all, and whether nothing of this pass
+    was taken. In order of arrival there are no clocks, and ``turn`` counts the barriers gone over by partition."""
 
     clock: list[int]
     turn: list[int]
@@ -33,6 +34,7 @@ class MergeState(Struct, frozen=True):
     merged_tokens: list[int]
     at_barrier: list[bool]
     stopped: bool
+    fresh: bool = True
 
 
 class FormState(Struct, frozen=True):

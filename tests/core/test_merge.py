@@ -122,7 +122,7 @@ class Feed:
     def take_once(self, max_tokens: int) -> None:
         taken = self.merge.take(max_tokens)
         assert taken.lengths.tolist() == [self.lengths[handle] for handle in taken.handles.tolist()]
-        longest = max((sum(sample) for _, samples in self.all for sample in samples), default=0)
+        longest = max((sum(sample) for _, samples in self.all for sample in samples if sample != [BARRIER]), default=0)
         tokens = int(taken.lengths.sum())
         assert tokens < max_tokens + longest or (max_tokens, tokens) == (0, 0)
         assert tokens >= max_tokens or taken.blocked is not None or self.merge.closed or self.merge.between_passes
