@@ -1,9 +1,11 @@
 """streampack: tokens to GPUs with nothing wasted, nothing lost and nobody waiting.
 
-``connect`` attaches a trainer to a broker; ``local`` is the same loader with no daemon; ``pack_lengths`` packs any
-list of lengths offline.
+``connect`` attaches a trainer to a broker; ``Producer`` pushes a program's own samples to one, as RL's rollouts;
+``local`` is the same loader with no daemon; ``pack_lengths`` packs any list of lengths offline.
 The library needs no torch and no numba; what the daemons need is the extra ``service``.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from streampack.client import Client, connect
 from streampack.core.messages import Mesh
@@ -13,5 +15,28 @@ from streampack.invariants import verify
 from streampack.local import local
 from streampack.packs import Pack, Step
 
+if TYPE_CHECKING:
+    from streampack.push import Producer
+
 __version__ = "0.1.0.dev0"
-__all__ = ["Client", "Mesh", "Pack", "Step", "StreampackError", "connect", "local", "pack_lengths", "verify"]
+__all__ = [
+    "Client",
+    "Mesh",
+    "Pack",
+    "Producer",
+    "Step",
+    "StreampackError",
+    "connect",
+    "local",
+    "pack_lengths",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """``Producer``, when it is asked for: trainers need none of what it loads."""
+    if name == "Producer":
+        from streampack.push import Producer
+
+        return Producer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

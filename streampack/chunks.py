@@ -8,8 +8,9 @@ records; never sockets or files.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -79,17 +80,25 @@ def batches(source: Source, lease: Lease) -> Iterator[Batch]:
         )
     start = Cursor(*lease.cursor) if lease.cursor is not None else None
     skip = lease.first_seq if start is None else 0
-    terms = _Terms(lease)
     records = source.read(
         lease.partition, lease.partitions, seed=lease.seed, passes=lease.passes, fields=lease.fields, start=start,
         skip=skip,
     )  # fmt: skip
+    yield from batches_of(records, lease, CHUNK_S)
+
+
+def batches_of(records: Iterable[Record], lease: Lease, chunk_s: float = math.inf) -> Iterator[Batch]:
+    """Records gathered into batches that keep the lease's limits; one ends early if it took ``chunk_s`` to gather.
+
+    Raises SampleError for what the lease's policies do not admit, naming the sample.
+    """
+    terms = _Terms(lease)
     cursor: Cursor | None = None
     gathered = _Gathered()
     for record in records:
         sample, reason = terms.admitted(record)
         new_pass = cursor is not None and _pass_of(record.cursor) > _pass_of(cursor)
-        if cursor is not None and gathered.samples and (new_pass or terms.full(gathered, sample)):
+        if cursor is not None and gathered.samples and (new_pass or terms.full(gathered, sample, chunk_s)):
             yield terms.batch(gathered, cursor, new_pass)
             gathered = _Gathered()
         gathered.add(record, sample, reason)
@@ -219,10 +228,10 @@ class _Terms:
             f"'fields: {{loss_mask: {{}}}}' to broker.yaml"
         )
 
-    def full(self, gathered: _Gathered, sample: Values) -> bool:
+    def full(self, gathered: _Gathered, sample: Values, chunk_s: float) -> bool:
         """One more would be too many, or those there have taken long enough."""
         tokens, count = gathered.tokens + len(sample[_TOKENS]), len(gathered.samples)
-        return tokens > self.room or count >= self.most or time.monotonic() - gathered.began > CHUNK_S
+        return tokens > self.room or count >= self.most or time.monotonic() - gathered.began > chunk_s
 
     def batch(self, gathered: _Gathered, cursor: Cursor, pass_ended: bool) -> Batch:
         """Samples put together."""

@@ -18,7 +18,7 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct
 
-from streampack.core.fields import LABELS, LOSS_MASK, POSITION_IDS, DType, Field
+from streampack.core.fields import GROUP, LABELS, LOSS_MASK, POLICY_VERSION, POSITION_IDS, DType, Field
 from streampack.core.rules import (
     MAX_WEIGHT_RATIO,
     Align,
@@ -137,11 +137,12 @@ class FeedSettings(_Settings, frozen=True, kw_only=True):
 class FieldSettings(_Settings, frozen=True, kw_only=True):
     """What a sample carries beside its token ids; ``core.fields`` explains each key.
 
-    ``loss_mask``, ``labels`` and ``position_ids`` have a meaning, and defaults of their own: ``{}`` declares them.
+    ``loss_mask``, ``labels``, ``position_ids``, ``group`` and ``policy_version`` have a meaning, and defaults of their
+    own: ``{}`` declares them.
     """
 
     dtype: DType | None = None
-    axis: Literal["token", "sample", "item", "patch"] = "token"
+    axis: Literal["token", "sample", "item", "patch"] | None = None
     shape: tuple[Positive, ...] = ()
     align: Literal["token", "target"] | None = None
     pad: int | float | None = None
@@ -164,6 +165,8 @@ _KNOWN_FIELDS: dict[str, dict[str, Any]] = {
     LOSS_MASK: {"dtype": "uint8", "align": "target"},
     LABELS: {"dtype": "int32", "align": "target", "pad": IGNORE_INDEX},
     POSITION_IDS: {"dtype": "int32"},
+    GROUP: {"dtype": "int64", "axis": "sample", "default": -1},
+    POLICY_VERSION: {"dtype": "int64", "axis": "sample", "default": -1},
 }
 
 

@@ -191,10 +191,10 @@ def run(
 ) -> None:  # fmt: skip
     """Run a command with a broker, and producers, around it.
 
-    The command finds the broker by STREAMPACK_ENDPOINT, and its status by STREAMPACK_HTTP. All of it ends together,
-    and the exit code is the command's, or 1 if the broker or a producer failed. Ports that broker.yaml does not name
-    are free ones. On several hosts, run the same on each, with a rendezvous in broker.yaml that all of them see:
-    the first one starts the broker.
+    The command finds the broker by STREAMPACK_ENDPOINT and STREAMPACK_PRODUCERS, and its status by STREAMPACK_HTTP.
+    All of it ends together, and the exit code is the command's, or 1 if the broker or a producer failed. Ports that
+    broker.yaml does not name are free ones. On several hosts, run the same on each, with a rendezvous in broker.yaml
+    that all of them see: the first one starts the broker.
 
     \b
     Example:

@@ -218,7 +218,10 @@ class _Run:
     # The command
 
     def _command(self, found: dict[str, Any], watched: Path | None) -> int:
-        env = {**self.env, "STREAMPACK_ENDPOINT": found["trainers"], "STREAMPACK_HTTP": found["http"]}
+        env = {
+            **self.env, "STREAMPACK_ENDPOINT": found["trainers"], "STREAMPACK_PRODUCERS": found["producers"],
+            "STREAMPACK_HTTP": found["http"],
+        }  # fmt: skip
         try:
             command = subprocess.Popen(self.options.command, env=env)
         except OSError as error:

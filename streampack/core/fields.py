@@ -29,6 +29,9 @@ MAX_SAMPLE_BYTES = 1024
 LOSS_MASK, LABELS, POSITION_IDS = "loss_mask", "labels", "position_ids"
 """Names with a meaning: labels are masked where ``loss_mask`` is 0; ``labels`` are those that the
 producer sends, -100 where none counts; ``position_ids`` are supplied instead of derived."""
+GROUP, POLICY_VERSION = "group", "policy_version"
+"""What a pushing producer fills in of each sample of a group: the sequence number of the group's first, and the
+version of the policy that it was given."""
 DERIVED = (
     "input_ids", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "padding_mask", "num_samples", "num_segments",
     "sample_ids", "num_loss_tokens", "step", "micro_batch", "dp_rank", "pack", "slices", "edges", "fields", "layout",

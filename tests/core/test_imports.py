@@ -39,6 +39,12 @@ def test_a_pack_of_lengths_needs_no_numba() -> None:
     assert "torch" not in asked_for(f"sys.modules['numba'] = None\nimport streampack\n{packs}")
 
 
+def test_a_producer_of_rollouts_loads_nothing_heavy() -> None:
+    """The worker has its own torch, or none; trainers do not load what it needs."""
+    found = asked_for("import streampack\nassert 'streampack.push' not in sys.modules\nstreampack.Producer")
+    assert not found & {*HEAVY, "streampack_services"}
+
+
 @pytest.mark.parametrize("module", ["broker", "arena"])
 def test_the_daemons_load_no_torch(module: str) -> None:
     found = asked_for(f"import streampack_services.{module}")

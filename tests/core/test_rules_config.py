@@ -320,6 +320,10 @@ def test_fields_with_a_meaning_need_no_more_than_their_names() -> None:
         Field(name="position_ids", dtype="int32", shape=(3,)),
     )
     assert declared(loss_mask={"dtype": "bool"})[0].dtype == "bool"
+    assert declared(group={}, policy_version={"default": 0}) == (
+        Field(name="group", dtype="int64", axis="sample", default=-1),
+        Field(name="policy_version", dtype="int64", axis="sample", default=0),
+    )
     two = broker(
         fields={"routes": {"dtype": "int16", "shape": [4, 2]}, "reward": {"dtype": "float32", "axis": "sample"}}
     )

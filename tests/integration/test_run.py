@@ -30,6 +30,7 @@ COUNT = (
     "with streampack.connect() as loader:\n"
     "    print(sum(int(pack.num_samples) for pack in loader))\n"
     "assert os.environ['STREAMPACK_HTTP'].startswith('http://')\n"
+    "assert os.environ['STREAMPACK_PRODUCERS'].endswith('producers')\n"
     "sys.exit(int(sys.argv[1]))\n"
 )
 HANG = "import sys, time; print('begun', flush=True); time.sleep(300)"

@@ -23,6 +23,7 @@ from streampack.config import convert
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from tests.integration.running import RunningBroker, running_broker, write_jsonl
+from tests.integration.small_broker import SmallBroker
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS: list[str] = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
@@ -189,12 +190,25 @@ def test_packing_alone() -> None:
     assert doctest.DocTestRunner().run(parsed).failed == 0
 
 
+def test_a_rollout_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = SmallBroker()
+    monkeypatch.setenv("STREAMPACK_PRODUCERS", broker.endpoint)
+    given = {"worker": 1, "updates": 2, "prompts": ["a", "bc"], "generate": lambda prompt: [[1], torch.arange(3)]}
+    try:
+        exec(compile(block("streampack.Producer("), "README.md", "exec"), {"streampack": streampack, **given})
+    finally:
+        broker.stop()
+    assert [taken.lengths for taken in broker.taken] == [[1, 3]] * 4
+    assert broker.marks == [(4, 0), (8, 1)]
+
+
 def test_every_example_has_its_test() -> None:
     tested = (
         "model(batch.input_ids",
         "llama(**batch",
         'feed="valid"',
         "load_state_dict",
+        "streampack.Producer(",
         "streampack.local(",
         "pack_lengths",
     )

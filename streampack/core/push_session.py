@@ -1,0 +1,349 @@
+"""The side of a producer that pushes samples which exist once, as a pure state machine: ``handle(event) -> effects``.
+
+One session serves one partition of one stream. Nobody can read its samples again, so each is kept here
+until the broker says that it is safe (``durable_seq``, R1), and sent again from wherever a new session
+begins: after a gap, another connection, a broker that was killed and lost what it had not written. The
+buffer is bounded; whoever gives samples waits for room.
+
+The broker counts a partition's samples, over all processes that ever pushed to it. A process numbers its
+own from there on, but only once every earlier one is safe: else a broker that lost some would count again
+from a place that this process knows nothing of. After that ``first_seq`` must lie within what is kept, or
+something is wrong that must be said: a log that was lost, or two that push to one partition.
+
+What is kept, and in which order it goes out, is ``push_buffer``'s; what a chunk holds is the shell's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
+from streampack.core.messages import (
+    Bye,
+    Done,
+    Envelope,
+    Eos,
+    Flow,
+    Hello,
+    Lease,
+    Mark,
+    Message,
+    Offer,
+    ProducerPing,
+    Reject,
+    Revoke,
+    Samples,
+    Sent,
+    Who,
+)
+from streampack.core.producer_session import HELLO_S, PING_S, Chunk, Failed, Finish, Leave, Session
+from streampack.core.push_buffer import Kept, PushBuffer
+
+PUSHED = "pushed"
+"""The source digest of a stream that nobody can read twice."""
+SILENT_S = 5.0
+
+
+class Push(Event, frozen=True):
+    """Samples, numbered from ``next_seq`` on and admitted as one; only where there is ``room``."""
+
+    chunk: Chunk
+
+
+class EndBatch(Event, frozen=True):
+    """The batch of this number ends here."""
+
+    batch: int
+
+
+class End(Event, frozen=True):
+    """The partition ends here: no process will push to it again."""
+
+
+@dataclass(slots=True)
+class PushSession:
+    """State of one process that pushes to ``partition`` of ``stream``, from a ``buffer`` that bounds what it keeps."""
+
+    run: int
+    producer: str
+    host: str
+    pid: int
+    stream: str
+    partition: int
+    buffer: PushBuffer
+    epoch: int = 0
+    lease: Lease | None = None
+    """The newest: what the broker asks of samples."""
+    begun: bool = False
+    """Samples may be numbered: all earlier ones are safe."""
+    _ending: bool = False
+    _ended_known: bool = False
+    _session: Session | None = None
+    _last_session: Session = (0, 0)
+    _said: bool = False
+    """The first mark, or where there is none the end, was sent in this session."""
+    _sent_bytes: int = 0
+    _grant_seq: int = 0
+    _grant_bytes: int = 0
+    _known_seq: int = 0
+    """The broker has every sample below."""
+    _still_seq: int = 0
+    """What was sent at the last ping."""
+    _stopping: bool = False
+    _now: float = 0.0
+    _last_ping: float = -PING_S
+    _last_hello: float = -HELLO_S
+    _last_heard: float | None = None
+    _finished: bool = False
+
+    def handle(self, event: Event) -> list[Effect]:
+        """What to do about an event; never performs it."""
+        if self._finished:
+            return []
+        if isinstance(event, Tick):
+            return self._tick(event.now)
+        if isinstance(event, FromBroker):
+            return self._receive(event.envelope)
+        if isinstance(event, Push | EndBatch | End):
+            return self._give(event)
+        if isinstance(event, Failed):
+            return [self._send(ProducerPing(producer=self.producer, failure=event.text[:2000]))]
+        if isinstance(event, Leave):
+            self._finished = True
+            return [self._send(Bye(reason="goodbye")), Finish("")]
+        return []
+
+    def room(self, size: int) -> bool:
+        """May a chunk of so many bytes be pushed now?"""
+        return self.begun and self.buffer.room(size)
+
+    @property
+    def flushed(self) -> bool:
+        """Everything that was pushed is safe; the end too, where there is one."""
+        return self.buffer.empty and self._ended_known >= self._ending
+
+    @property
+    def reached(self) -> bool:
+        """The broker has answered at least once."""
+        return self._last_heard is not None
+
+    def waiting_for(self) -> str:
+        """What keeps the samples from being safe, for a person; empty if nothing does."""
+        if self._last_heard is None or self._now - self._last_heard > SILENT_S:
+            return "an answer of the broker"
+        if self._stopping:
+            return "another broker: the one there was is stopping"
+        if self._session is None:
+            return f"a lease of partition {self.partition}: another process holds it, or it has ended"
+        if not self.begun:
+            return "the broker's log: what an earlier process pushed is not safe yet"
+        if self._last_words() is not None and self.buffer.marks:
+            return f"the broker's log: the end of batch {self.buffer.marks[0].batch} is not safe yet"
+        if not self.buffer.all_sent:
+            return "credit: the broker holds all it may until trainers, or another stream's samples, move it on"
+        if not self.buffer.empty:
+            first, last = self.buffer.durable_seq, self.buffer.next_seq - 1
+            return f"the broker's log: samples {first} to {last} are not safe yet"
+        return "" if self.flushed else "the broker's log: the end is not safe yet"
+
+    # What comes in
+
+    def _give(self, event: Push | EndBatch | End) -> list[Effect]:
+        if isinstance(event, Push):
+            self.buffer.put(event.chunk)
+        elif isinstance(event, EndBatch):
+            self.buffer.end_batch(event.batch)
+        else:
+            self._ending = True
+        return self._move()
+
+    def _tick(self, now: float) -> list[Effect]:
+        self._now = now
+        effects: list[Effect] = []
+        if self._session is None and now - self._last_hello >= HELLO_S:
+            effects.append(self._hello())
+        if now - self._last_ping >= PING_S:
+            self._last_ping = now
+            effects += [self._send(ProducerPing(producer=self.producer)), *self._remind()]
+        return effects
+
+    def _receive(self, envelope: Envelope) -> list[Effect]:
+        self.run = self.run or envelope.run
+        if envelope.run != self.run or envelope.epoch < self.epoch:
+            return []
+        self._last_heard = self._now
+        effects: list[Effect] = []
+        if envelope.epoch > self.epoch:
+            known, self.epoch = self.epoch, envelope.epoch
+            self._session, self._stopping = None, False
+            if known:
+                effects += [Report("info", "the broker was restarted"), self._hello()]
+        message, fence = envelope.message, envelope.fence
+        if isinstance(message, Lease | Flow | Revoke) and (message.stream, message.partition) != self._key:
+            return effects
+        if isinstance(message, Lease):
+            effects += self._lease(message, fence)
+        elif isinstance(message, Flow):
+            effects += self._flow(message, fence)
+        elif isinstance(message, Revoke):
+            self._session = None if self._session == (self.epoch, fence) else self._session
+        elif isinstance(message, Who):
+            effects += self._hello_again()
+        elif isinstance(message, Bye):
+            effects += self._stopped(message)
+        elif isinstance(message, Reject):
+            effects += self._over(message.detail, message.code)
+        elif isinstance(message, Done):
+            effects += [self._send(Bye(reason="goodbye")), *self._ended_early()]
+        return effects
+
+    def _lease(self, lease: Lease, number: int) -> list[Effect]:
+        if self._last_session >= (self.epoch, number):
+            return []
+        wrong = self._misplaced(lease.first_seq)
+        if wrong:
+            return self._over(wrong, "sequence")
+        self._last_session = self._session = (self.epoch, number)
+        self.lease = lease
+        self.buffer.go_to(lease.first_seq)
+        self._known_seq = self._still_seq = lease.first_seq
+        self._sent_bytes = self._grant_seq = self._grant_bytes = 0
+        self._said = self._ended_known = False
+        return []  # nothing may be sent before there is credit
+
+    def _flow(self, flow: Flow, number: int) -> list[Effect]:
+        session = (self.epoch, number)
+        if self._session != session or self.lease is None:
+            return self._hello_again() if self._last_session < session else []
+        if not self.begun and flow.durable_seq >= self.lease.first_seq:
+            self.begun = True
+            self.buffer.number_from(self.lease.first_seq, flow.durable_marks)
+        self._grant_seq = max(self._grant_seq, flow.grant_seq)
+        self._grant_bytes = max(self._grant_bytes, flow.grant_bytes)
+        return self._had(flow) if self.begun else []
+
+    def _had(self, flow: Flow) -> list[Effect]:
+        """What the broker has, and what of it is safe."""
+        buffer = self.buffer
+        if max(flow.expected_seq, flow.durable_seq) > buffer.ever_sent_seq or flow.durable_marks > buffer.next_mark:
+            return self._over(self._pushed_by_another(), "sequence")
+        self._known_seq = max(self._known_seq, flow.expected_seq)
+        buffer.forget(flow.durable_seq)
+        while buffer.marks and buffer.marks[0].number < flow.durable_marks:
+            buffer.marks.popleft()
+            self._said = False
+        if flow.ended and (not self._ending or self._known_seq < buffer.next_seq or buffer.marks):
+            return self._ended_early()
+        self._ended_known = self._ended_known or flow.ended
+        return self._move()
+
+    def _stopped(self, message: Bye) -> list[Effect]:
+        """It may be started again: what is not safe stays here until then."""
+        first, self._stopping = not self._stopping, True
+        self._session = None
+        goodbye = self._send(Bye(reason="goodbye"))  # the broker waits for it
+        return [Report("info", message.reason), goodbye] if first else [goodbye]
+
+    def _over(self, error: str, code: str) -> list[Effect]:
+        self._finished = True
+        return [Finish(error, code)]
+
+    def _ended_early(self) -> list[Effect]:
+        self._ended_known = self._ending
+        return self._over(
+            f"{self._name}: got samples of a partition that has ended, or whose feed has, expected none: "
+            f"the broker wants no more of it",
+            "ended",
+        )
+
+    def _misplaced(self, seq: int) -> str:
+        """Why no session can begin at sample ``seq``; empty if it can."""
+        safe = self.buffer.durable_seq
+        if not self.begun or safe <= seq <= self.buffer.ever_sent_seq:
+            return ""
+        if seq > safe:
+            return self._pushed_by_another()
+        return (
+            f"{self._name}: the broker asks for sample {seq}, which it had said was safe up to {safe}: "
+            f"its log was lost or is another one; give it back its state_dir, or start a new run"
+        )
+
+    def _pushed_by_another(self) -> str:
+        return (
+            f"{self._name}: the broker has samples or marks that this process did not push: another one pushes to the "
+            f"same partition; give each a partition of its own"
+        )
+
+    # Moving on
+
+    def _move(self) -> list[Effect]:
+        """Send what credits and marks allow; then the mark that is next; at last the end."""
+        if self._session is None or not self.begun:
+            return []
+        effects: list[Effect] = []
+        while (kept := self.buffer.next()) is not None and self._granted(kept):
+            self._sent_bytes += kept.chunk.num_bytes
+            effects.append(self._send(self._samples(kept), self._session, kept.chunk.payload))
+            self.buffer.sent()
+        if not self._said and (last := self._last_words()) is not None:
+            self._said = True
+            effects.append(self._send(last, self._session))
+        return effects
+
+    def _granted(self, kept: Kept) -> bool:
+        fits = self._sent_bytes + kept.chunk.num_bytes <= self._grant_bytes
+        return fits and kept.stop_seq <= self._grant_seq
+
+    def _samples(self, kept: Kept) -> Samples:
+        chunk = kept.chunk
+        return Samples(
+            stream=self.stream, partition=self.partition, base_seq=kept.base_seq, lengths_u32=chunk.lengths_u32,
+            crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=(0, 0, kept.stop_seq),
+            rejected=chunk.rejected, lost_tokens=chunk.lost_tokens,
+        )  # fmt: skip
+
+    def _last_words(self) -> Mark | Eos | None:
+        """The mark, or the end, that comes after all that was sent."""
+        buffer = self.buffer
+        if buffer.marks:
+            mark = buffer.marks[0]
+            if mark.seq > buffer.sent_seq:
+                return None
+            return Mark(
+                stream=self.stream, partition=self.partition, number=mark.number, seq=mark.seq, batch=mark.batch
+            )
+        if not self._ending or not buffer.all_sent or self._ended_known:
+            return None
+        return Eos(stream=self.stream, partition=self.partition, total=self.buffer.next_seq)
+
+    def _remind(self) -> list[Effect]:
+        """Say again what the broker seems not to know: a mark, the end, or that all of this was sent."""
+        if self._session is None or not self.begun:
+            return []
+        words: list[Message] = []
+        still, self._still_seq = self._still_seq == self.buffer.sent_seq, self.buffer.sent_seq
+        if still and self.buffer.sent_seq > self._known_seq:
+            words.append(Sent(stream=self.stream, partition=self.partition, next_seq=self.buffer.sent_seq))
+        if self._said and (last := self._last_words()) is not None:
+            words.append(last)
+        return [self._send(word, self._session) for word in words]
+
+    def _hello(self) -> Effect:
+        self._last_hello = self._now
+        offer = Offer(stream=self.stream, source_digest=PUSHED, partition=self.partition)
+        return self._send(Hello(producer=self.producer, host=self.host, pid=self.pid, offers=[offer]))
+
+    def _hello_again(self) -> list[Effect]:
+        return [self._hello()] if self._now - self._last_hello >= HELLO_S / 2 else []
+
+    def _send(self, message: Message, session: Session = (0, 0), payload: tuple[object, ...] = ()) -> Send:
+        envelope = Envelope(run=self.run, epoch=self.epoch, fence=session[1], message=message, payload=payload)
+        return Send(envelope)
+
+    @property
+    def _key(self) -> tuple[str, int]:
+        return self.stream, self.partition
+
+    @property
+    def _name(self) -> str:
+        return f"stream {self.stream!r} partition {self.partition}"

@@ -1,0 +1,95 @@
+"""What a program gives as samples, made chunks: dicts or ids, arrays, tensors or lists, under a lease's terms.
+
+A sample is a mapping with ``input_ids`` and the fields that the run declares, as a row of a file is, and is held to
+the same rules (``sources.rows``, ``chunks``): nothing here decides what a good sample is. Keys that the run does not
+declare are passed over, but for a loss mask, without which prompts would be trained on. Knows samples and leases;
+never sockets, threads or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from streampack.chunks import CHUNK_SAMPLES, batches_of, chunk_of
+from streampack.core.fields import GROUP, LOSS_MASK, POLICY_VERSION
+from streampack.core.frames import INPUT_IDS
+from streampack.core.messages import Lease
+from streampack.core.producer_session import Chunk
+from streampack.errors import SampleError
+from streampack.sources import Cursor, Record, SourceSettings
+from streampack.sources.rows import RowReader
+from streampack.sources.tokenizers import BytesTokenizer
+
+_SETTINGS = SourceSettings("python", tokens_key=INPUT_IDS)
+Given = Mapping[str, Any] | Sequence[int] | Any
+"""A mapping with ``input_ids``, or the ids alone: an array, a tensor or a list."""
+
+
+def chunks_of(samples: Sequence[Given], lease: Lease, first_seq: int) -> list[Chunk]:
+    """Samples in as few chunks as the lease's limits allow; they will be numbered from ``first_seq``.
+
+    Raises SampleError for what the lease's policies do not admit, naming the sample.
+    """
+    reader = RowReader(_SETTINGS, BytesTokenizer(), lease.fields)
+    records = (_record(sample, lease, first_seq + i, reader) for i, sample in enumerate(samples))
+    return [chunk_of(batch, lease, (0, 0)) for batch in batches_of(records, lease)]
+
+
+def chunk_of_group(samples: Sequence[Given], lease: Lease, first_seq: int, policy_version: int | None) -> Chunk:
+    """A group in one chunk, with its fields ``group`` and ``policy_version`` where the run declares them.
+
+    Raises SampleError for a sample that the lease's policies do not admit, and for a group that no chunk holds.
+    """
+    by_sample = {field.name for field in lease.fields if field.axis == "sample"}
+    common = {GROUP: first_seq} if GROUP in by_sample else {}
+    if POLICY_VERSION in by_sample and policy_version is not None:
+        common[POLICY_VERSION] = policy_version
+    chunks = chunks_of([as_mapping(sample) | common for sample in samples], lease, first_seq)
+    if len(chunks) != 1:
+        raise SampleError(
+            f"stream {lease.stream!r}: got a group of {len(samples)} samples that fills {len(chunks)} chunks, expected "
+            f"one of at most {lease.max_chunk_bytes} bytes and {CHUNK_SAMPLES} samples: send smaller groups, or raise "
+            f"limits.chunk in broker.yaml"
+        )
+    return chunks[0]
+
+
+def as_mapping(sample: Given) -> dict[str, Any]:
+    """A sample by its keys."""
+    return dict(sample) if isinstance(sample, Mapping) else {INPUT_IDS: sample}
+
+
+def check_declared(names: Sequence[str], lease: Lease) -> None:
+    """Raises SampleError for fields given by name that the run does not declare."""
+    declared = [INPUT_IDS, *(field.name for field in lease.fields)]
+    unknown = [name for name in names if name not in declared]
+    if unknown:
+        raise SampleError(
+            f"stream {lease.stream!r}: got the field {unknown[0]!r}, expected one of {', '.join(declared)}: declare it "
+            f"under 'fields' in broker.yaml, or leave it out"
+        )
+
+
+def _record(sample: Given, lease: Lease, seq: int, reader: RowReader) -> Record:
+    """The sample as a source would give it."""
+    given = as_mapping(sample)
+    row = {key: _plain(given[key]) for key in (*reader.keys, LOSS_MASK) if key in given}
+    where = f"stream {lease.stream!r} partition {lease.partition} sample {seq}"
+    found, cursor = reader(row), Cursor(0, 0, seq + 1)
+    if isinstance(found, str):
+        return Record(np.zeros(0, np.int32), found, where, cursor)
+    fields = found.fields
+    if LOSS_MASK in row and LOSS_MASK not in fields:
+        fields = {**fields, LOSS_MASK: np.asarray(row[LOSS_MASK])}  # not declared: what holds to the terms says so
+    return Record(found.tokens, None, where, cursor, fields)
+
+
+def _plain(value: Any) -> Any:
+    """A torch tensor as an array of this host; anything else as it is. numpy has no bfloat16: float32 holds it."""
+    if not hasattr(value, "detach"):
+        return value
+    tensor = value.detach().cpu()
+    return (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()
