@@ -19,11 +19,11 @@ import numpy as np
 from streampack.config import read_broker
 from streampack.core.deal import deal
 from streampack.core.rules import Rules
-from streampack.core.samples import I64, ROW
+from streampack.core.samples import I64
 from streampack.errors import LedgerDamaged, UserError
-from streampack_services.history import LATEST, NEVER, FeedHistory
 from streampack_services.ledger import Ledger, Place
 from streampack_services.log import read_entries
+from streampack_services.run_history import LATEST, NEVER, FeedHistory
 from streampack_services.segments import segment_files
 from streampack_services.step_rows import StepRows
 
@@ -297,8 +297,8 @@ def _verdict(ledger: Ledger, feed: FeedHistory, found: Tree) -> Tree:
         return {"is": "rejected", "why": " or ".join(found["rejected"]) or "no reason was given"}
     raise_if_damaged(ledger, "spans", "rejected", "records")
     end, total = feed.end, ledger.history.totals.get((stream, found["partition"]), [NEVER])[-1]
-    if end is not None and index in _dropped(feed, stream):
-        return {"is": "dropped", "why": "left over at the end, which tail: drop leaves out"}
+    if index in _dropped(feed, stream):
+        return {"is": "dropped", "why": "it was left over at the end of a pass, which tail: drop leaves out"}
     if seq >= total:
         return {"is": "none", "why": f"partition {found['partition']} of {stream} ended after {total} samples"}
     if end is not None:
@@ -311,5 +311,5 @@ def _verdict(ledger: Ledger, feed: FeedHistory, found: Tree) -> Tree:
 
 
 def _dropped(feed: FeedHistory, stream: str) -> list[int]:
-    rows = np.frombuffer(feed.end.dropped if feed.end is not None else b"", ROW)
+    rows = feed.dropped()
     return [int(row["index"]) for row in rows if feed.stream_name(int(row["stream"]), LATEST, LATEST) == stream]

@@ -6,7 +6,7 @@ crc32c, since a flipped bit in SQLite mostly reads back as another value (290 of
 number and the sum of its rows' checksums are kept, so that a row that a damaged page hides is missed. What does not
 agree is named, never believed.
 
-    records    records that are rare, as the log has them (``history``)
+    records    records that are rare, as the log has them (``run_history``)
     steps      a row a step (``step_rows``)
     spans      where to look for a sample: (stream, lo, hi, step, lineage), one for every stretch of a step's indices of
                a stream, cut where ``GAP`` others lie between; a stream's samples mostly come in order, so mostly one
@@ -39,8 +39,8 @@ from streampack.core.records import ChunkAdmitted, Record, SamplesRejected, Step
 from streampack.core.samples import I64
 from streampack.errors import LedgerDamaged, UserError
 from streampack_services import step_rows
-from streampack_services.history import LATEST, History
 from streampack_services.log import Entry
+from streampack_services.run_history import LATEST, History
 from streampack_services.step_rows import StepRows
 
 VERSION = 1

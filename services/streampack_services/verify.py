@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.form import FIRST_CHAIN
+from streampack.core.records import FeedEnded
 from streampack.core.samples import I64, ROW
 from streampack.core.snapshot import Snapshot
 from streampack.errors import LedgerDamaged
 from streampack_services.books import DROPPED, REJECTED, Books
-from streampack_services.history import LATEST, FeedHistory
 from streampack_services.ledger import Ledger, Place
+from streampack_services.run_history import LATEST, FeedHistory
 from streampack_services.step_rows import StepRows
 
 FEW = 5
@@ -191,23 +192,22 @@ class _Feed:
             self._findings.add("contradictions", f"feed {self._feed.name}: {line}")
 
     def _last_snapshot(self) -> Snapshot | None:
-        """The last of the history that counts; none where it does not say all: of what was dropped between passes."""
-        rules = self._feed.rules_at(LATEST)
-        if rules.tail == "drop" and rules.between_passes == "drain":
-            return None
+        """The last of the history that counts."""
         lineage = self._feed.branches[-1]
         last = self._ledger.last_step(self._feed.name, lineage.number)
         return self._feed.snapshot(lineage.step if last is None else last + 1)
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
-        """What was merged is in a step, rejected or waits in the snapshot."""
+        """What was merged is in a step, rejected or dropped, or waits in the snapshot."""
         if not self._known:
             return
         lsn = next(lsn for lsn, each in self._feed.snapshots.values() if each is snapshot)
         waiting = self._by_stream(self._rows_of(snapshot), snapshot.step, lsn)
+        dropped = self._by_stream(self._feed.dropped(snapshot.step), LATEST, LATEST)
         for name, upto in self._merged(snapshot, lsn).items():
             index, part = waiting.get(name, _NONE)
-            self._lost[name] |= set(self._books[name].lost(upto, index, part))
+            held = zip((index, part), dropped.get(name, _NONE), strict=True)
+            self._lost[name] |= set(self._books[name].lost(upto, *map(np.concatenate, held)))
             heads = self._books[name].in_steps(index[part == 0])
             lines = (f"{name}:{each} waits at step {snapshot.step} and {self._where(name, each)}"
                      for each in heads.tolist())  # fmt: skip
@@ -234,9 +234,20 @@ class _Feed:
     # The end
 
     def _check_end(self, last: int) -> None:
-        end = self._feed.end
-        if end is None:
+        dropped = self._by_stream(self._feed.dropped(), LATEST, LATEST)
+        for stream, (index, part) in dropped.items():
+            both = self._books[stream].mark(index[part == 0], DROPPED)
+            lines = (f"{stream}:{each} was dropped and {self._where(stream, each)}" for each in both.tolist())
+            self._findings.many("contradictions", lines, len(both))
+        if self._feed.end is None:
             return
+        self._check_last(self._feed.end, last)
+        for stream, books in self._books.items():
+            upto = [self._expected(stream, partition) for partition in range(books.partitions)]
+            self._lost[stream] |= set(books.lost(upto, *dropped.get(stream, _NONE))) if self._known else set()
+
+    def _check_last(self, end: FeedEnded, last: int) -> None:
+        """The end that was recorded is that of step ``last``."""
         name = self._feed.name
         for other in self._feed.ends:
             if other != end and self._feed.effective(other.num_steps) == other.lineage:
@@ -249,14 +260,6 @@ class _Feed:
             self._findings.add("contradictions", f"feed {name}: got {got}")
         elif self._chain is not None and end.chain != self._chain:
             self._findings.add("digests", f"feed {name}: its chain is not the one that it ended with")
-        dropped = self._by_stream(np.frombuffer(end.dropped, ROW), end.num_steps, LATEST)
-        for stream, (index, part) in dropped.items():
-            both = self._books[stream].mark(index[part == 0], DROPPED)
-            lines = (f"{stream}:{each} was dropped and {self._where(stream, each)}" for each in both.tolist())
-            self._findings.many("contradictions", lines, len(both))
-        for stream, books in self._books.items():
-            upto = [self._expected(stream, partition) for partition in range(books.partitions)]
-            self._lost[stream] |= set(books.lost(upto, *dropped.get(stream, _NONE))) if self._known else set()
 
     def _expected(self, stream: str, partition: int) -> int:
         """How many samples of a partition are accounted for at the end: all, unless another stream ended the feed or
@@ -305,7 +308,7 @@ class _Feed:
     def _stream(self, name: str, rejected: int) -> Tree:
         books, lost = self._books[name], self._lost[name]
         end = self._feed.end
-        dropped = np.frombuffer(b"" if end is None else end.dropped, ROW)["stream"].tolist()
+        dropped = self._feed.dropped()["stream"].tolist()
         heads = {index for index, part in lost if part == 0}
         waiting = 0
         if end is None:

@@ -25,6 +25,7 @@ from streampack.core.records import (
     SnapshotTaken,
     StepFormed,
     StreamFacts,
+    TailDropped,
 )
 from streampack.core.resume import restore, snapshot
 from streampack.core.rules import Rules
@@ -103,11 +104,11 @@ class Run:
         self._write(self.former.cut())
         if self.former.finished and not self.ended:
             self.ended = True
-            dropped = self.table.rows(self.former.dropped).tobytes()
             step, chain = self.former.next_step, self.former.chain
-            self.records.append(
-                FeedEnded(feed=FEED, lineage=self.lineage, num_steps=step, chain=chain, dropped=dropped)
-            )
+            if len(self.former.dropped):
+                rows = self.table.rows(self.former.dropped).tobytes()
+                self.records.append(TailDropped(feed=FEED, lineage=self.lineage, step=step, rows=rows))
+            self.records.append(FeedEnded(feed=FEED, lineage=self.lineage, num_steps=step, chain=chain))
 
     def _write(self, steps: list[Step]) -> None:
         for step in steps:

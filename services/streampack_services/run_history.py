@@ -13,6 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from streampack.core.records import (
     Base,
     CheckpointCommitted,
@@ -26,8 +29,10 @@ from streampack.core.records import (
     SourceAccepted,
     StepFormed,
     StepsSkipped,
+    TailDropped,
 )
 from streampack.core.rules import Rules, RulesChange, StreamRules
+from streampack.core.samples import ROW
 from streampack.core.snapshot import Snapshot
 
 T = TypeVar("T")
@@ -69,6 +74,7 @@ class FeedHistory:
     skips: list[tuple[int, int]] = field(default_factory=list)
     commits: list[int] = field(default_factory=list)
     ends: list[FeedEnded] = field(default_factory=list)
+    tails: list[TailDropped] = field(default_factory=list)
     first_snapshot: tuple[int, Snapshot] | None = None
     snapshots: dict[int, tuple[int, Snapshot]] = field(default_factory=dict)
     """By lineage, the one of the highest step."""
@@ -107,6 +113,11 @@ class FeedHistory:
     def end(self) -> FeedEnded | None:
         """The end of the history that counts, if it has one."""
         return next((end for end in self.ends if self.effective(end.num_steps) == end.lineage), None)
+
+    def dropped(self, upto: int = NEVER) -> NDArray[np.void]:
+        """What ``tail: drop`` left over before steps up to ``upto``, in the history that counts: ``samples.ROW``."""
+        tails = [tail for tail in self.tails if tail.step <= upto and self.effective(tail.step) == tail.lineage]
+        return np.frombuffer(b"".join(tail.rows for tail in tails), ROW)
 
     def snapshot(self, next_step: int) -> Snapshot | None:
         """The highest snapshot of the history that counts that is not after ``next_step``."""
@@ -153,6 +164,8 @@ class History:
                 return _once(self._feed(feed).commits, step)
             case FeedEnded(feed=feed):
                 return _once(self._feed(feed).ends, record)
+            case TailDropped(feed=feed):
+                return _once(self._feed(feed).tails, record)
             case StepFormed(feed=feed):
                 return _once(self._feed(feed).contradictions, record)
         return False
