@@ -3,7 +3,8 @@
 It attaches, asks for ``prefetch`` steps beyond the one in use, puts the parts of each together,
 and delivers whole steps in order. Everything it says is a state ("steps 7 to 9, I have returned
 7") and is said again until it holds, so nothing depends on a message arriving. It pings from the
-moment it attaches, wanted or not: a rank that has all it wants must still notice a new broker.
+moment it is answered, whatever it wants: a rank that has everything must still notice a new broker,
+and one that waits for the others must not be taken for dead.
 
 It may take its rank first, and ``Begin`` later, at the step that a checkpoint names: until then it is not ready,
 holds nobody up and is sent no steps. ``Begin`` and ``Again`` also begin the next *round*, over a finite feed or where
@@ -217,19 +218,19 @@ class ClientSession:
             effects.append(self._attach())
         if self._asked is not None and now - self._asked_at >= RETRY_S:
             effects += self._ask()
-        return effects if self.attached is None else effects + self._keep_up(now)
+        return effects + self._keep_up(now)
 
     def _keep_up(self, now: float) -> list[Effect]:
         """Say that it is alive, and what it still wants."""
         effects: list[Effect] = []
-        if now - self._pinged >= PING_S:
+        if self.reached and now - self._pinged >= PING_S:
             self._pinged = now
             ping = ReaderPing(
                 feed=self.feed, reader=self.reader, done_upto=self._done_upto, have_upto=self._have_upto,
                 stats=self.stats,
             )  # fmt: skip
             effects.append(self._send(ping))
-        if self._wants() and now - self._moved >= RETRY_S:
+        if self.attached is not None and self._wants() and now - self._moved >= RETRY_S:
             self._moved = now
             self._resend += 1
             effects += self._get()

@@ -39,6 +39,7 @@ from streampack.core.messages import (
     Mesh,
     Message,
     ReaderPing,
+    Reject,
     State,
     StepPart,
     Wait,
@@ -71,9 +72,9 @@ def attached(round_: int = 0) -> Attached:
     return Attached(feed="train", reader="r", lineage=0, next_step=0, rules=RULES, layout="zigzag", round=round_)
 
 
-def part(step: int, *, micro_batches: int = 1, chain: bytes = b"") -> StepPart:
+def part(step: int, number: int = 0, of: int = 1, *, micro_batches: int = 1, chain: bytes = b"") -> StepPart:
     return StepPart(
-        feed="train", lineage=0, step=step, part=0, parts=1, first=0, micro_batches=micro_batches, digest=b"d",
+        feed="train", lineage=0, step=step, part=number, parts=of, first=0, micro_batches=micro_batches, digest=b"d",
         chain=chain or b"chain%d" % (step + 1), num_loss_tokens=0, num_samples=0, frames=[], packs_u32=b"",
         counts_u32=b"", loss_tokens_u32=b"", lengths_u32=b"", streams_u32=b"", indices_u64=b"", parts_u32=b"",
     )  # fmt: skip
@@ -143,6 +144,18 @@ def test_a_claim_is_repeated_until_it_is_answered_and_says_what_it_waits_for() -
     assert session.waiting_for() == "join: rank dp=0 is held by node1:77"
 
 
+def test_a_reader_that_waits_for_the_others_is_heard_every_second() -> None:
+    """Else it would be taken for dead, and its rank given to another."""
+    session = client()
+    session.handle(said(attached(), fence=0))
+    session.handle(Begin())
+    pings = []
+    for now in range(1, 11):
+        session.handle(said(wait("join"), fence=0))
+        pings += sent(session.handle(Tick(float(now))), ReaderPing)
+    assert len(pings) == 10
+
+
 def test_what_a_checkpoint_says_goes_to_a_new_broker_as_well() -> None:
     session = client()
     session.handle(said(attached(), fence=0))
@@ -163,6 +176,111 @@ def test_a_reader_whose_rank_another_has_taken_over_stops() -> None:
     why = broken(session.handle(said(Fenced(feed="train", detail="node2:9 holds rank dp=0"), fence=8)))
     assert why == Broken("fenced", "node2:9 holds rank dp=0")
     assert not session.handle(Tick(100.0)), "and does not ask for the rank again"
+
+
+# Steps, in order
+
+
+def test_parts_and_steps_in_any_order_are_delivered_whole_and_in_order_once() -> None:
+    session = client(ready=True, prefetch=1)
+    session.handle(said(attached()))
+    assert not session.handle(said(part(1)))
+    assert not session.handle(said(part(0, 1, of=2)))
+    assert not session.handle(said(part(0, 1, of=2)))
+    effects = session.handle(said(part(0, 0, of=2)))
+    assert delivered(effects) == [0, 1]
+    assert [len(e.parts) for e in effects if isinstance(e, Deliver)] == [2, 1]
+    assert not session.handle(said(part(0, 0, of=2)))
+
+
+def test_the_end_waits_for_the_steps_before_it() -> None:
+    session = client(ready=True, prefetch=1)
+    session.handle(said(attached()))
+    assert not session.handle(said(End(feed="train", lineage=0, num_steps=1, chain=b"chain1")))
+    effects = session.handle(said(part(0)))
+    assert isinstance(effects[-1], Ended)
+    assert (effects[-1].num_steps, effects[-1].chain) == (1, b"chain1")
+
+
+def test_a_client_attaches_in_place_to_a_new_broker_with_what_it_has() -> None:
+    session = client(ready=True, prefetch=1)
+    session.handle(said(attached()))
+    session.handle(said(part(0)))
+    session.handle(Returned(1))
+    (again,) = sent(session.handle(said(Who(), epoch=EPOCH + 1)), Attach)
+    assert (again.next_step, again.chain) == (1, b"chain1")
+    assert not session.handle(said(part(1))), "a step of the old broker"
+
+
+def test_a_client_asks_again_and_pings_even_if_it_wants_nothing() -> None:
+    session = client(ready=True, prefetch=1)
+    session.handle(said(attached()))
+    first, second = (sent(session.handle(Tick(now)), Get) for now in (0.5, 3.0))
+    assert not first
+    assert second[0].resend == 2
+    session.handle(said(part(0)))
+    session.handle(said(part(1)))
+    assert sent(session.handle(Tick(30.0)), ReaderPing)
+
+
+def test_the_next_iteration_begins_at_step_0_wherever_the_one_before_was_broken_off() -> None:
+    session = client(ready=True, prefetch=3)
+    session.handle(said(attached()))
+    session.handle(said(part(0)))
+    session.handle(Returned(1))
+    session.handle(said(part(2)))  # waits for step 1
+    (asked,) = sent(session.handle(Again()), Attach)
+    assert (asked.round, asked.next_step, asked.chain) == (1, 0, b"")
+    (get,) = sent(session.handle(said(attached(1), fence=2)), Get)
+    assert (get.start, get.done_upto) == (0, 0)
+    effects = session.handle(said(part(0), fence=2)) + session.handle(said(part(1), fence=2))
+    assert delivered(effects) == [0, 1], "and not what waited"
+    assert session.chain == b"chain2"
+
+
+def test_an_iteration_ends_once_and_so_does_the_next() -> None:
+    session = client(ready=True, prefetch=1)
+    end = End(feed="train", lineage=0, num_steps=1, chain=b"chain1")
+    for round_ in range(3):
+        session.handle(said(attached(round_), fence=1 + round_))
+        effects = session.handle(said(part(0), fence=1 + round_))
+        effects += session.handle(said(end, fence=1 + round_))
+        effects += session.handle(said(end, fence=1 + round_))
+        assert [type(e) for e in effects] == [Deliver, Ended]
+        session.handle(Again())
+
+
+def test_what_comes_of_the_iteration_before_is_not_taken() -> None:
+    session = client(ready=True, prefetch=1)
+    session.handle(said(attached()))
+    session.handle(Again())
+    for late in (attached(), part(0), End(feed="train", lineage=0, num_steps=0, chain=b"")):
+        assert not session.handle(said(late))
+    assert session.attached is None
+    session.handle(said(attached(1), fence=2))
+    for late in (attached(), part(0), End(feed="train", lineage=0, num_steps=0, chain=b"")):
+        assert not session.handle(said(late))
+    assert session.attempt == 2
+    assert session.handle(said(part(0), fence=2))
+
+
+def test_a_client_that_waits_for_an_iteration_asks_for_it_again_and_says_what_it_waits_for() -> None:
+    session = client(ready=True, prefetch=1)
+    session.handle(said(attached()))
+    session.handle(Tick(1.0))
+    session.handle(Again())
+    session.handle(said(Wait(feed="train", step=0, reason="join", detail="iteration 1: dp=1"), fence=7))
+    assert session.waiting_for() == "join: iteration 1: dp=1"
+    (asked,) = sent(session.handle(Tick(4.0)), Attach)
+    assert asked.round == 1
+    (asked,) = sent(session.handle(FromBroker(Envelope(run=RUN, epoch=EPOCH + 1, fence=1, message=Who()))), Attach)
+    assert (asked.round, asked.next_step) == (1, 0)
+
+
+def test_a_refusal_breaks_the_session() -> None:
+    (broken,) = client(ready=True, prefetch=1).handle(said(Reject(code="mesh", detail="why")))
+    assert isinstance(broken, Broken)
+    assert (broken.code, broken.detail) == ("mesh", "why")
 
 
 # Steps that are passed over

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from streampack import wire
 from streampack.core.broker import Broker, Capacity
-from streampack.core.client_session import Again, Broken, ClientSession, Deliver, Ended, Returned
 from streampack.core.effects import (
     Drain,
     Form,
@@ -1086,131 +1085,6 @@ def test_a_producer_that_leaves_or_is_refused_does_nothing_more() -> None:
     assert isinstance(finish, Finish)
     assert (finish.error, finish.code) == ("why", "short_stream")
     assert sent(producer().handle(Failed("why")), ProducerPing)[0].failure == "why"
-
-
-# A client's side
-
-
-def client(prefetch: int = 1) -> ClientSession:
-    return ClientSession(run=0, feed="train", reader="r", host="h", pid=1, mesh=Mesh(), prefetch=prefetch)
-
-
-def attached(round_: int = 0) -> Attached:
-    return Attached(
-        feed="train", reader="r", lineage=0, next_step=0, rules=Rules(), layout="zigzag", round=round_
-    )  # fmt: skip
-
-
-def part(step: int, number: int = 0, of: int = 1) -> StepPart:
-    return StepPart(
-        feed="train", lineage=0, step=step, part=number, parts=of, first=0, micro_batches=1, digest=b"d",
-        chain=b"chain%d" % step, num_loss_tokens=0, num_samples=0, frames=["input_ids"], packs_u32=b"", counts_u32=b"",
-        loss_tokens_u32=b"", lengths_u32=b"", streams_u32=b"", indices_u64=b"", parts_u32=b"",
-    )  # fmt: skip
-
-
-def test_parts_and_steps_in_any_order_are_delivered_whole_and_in_order_once() -> None:
-    session = client()
-    session.handle(from_broker(attached()))
-    assert not session.handle(from_broker(part(1)))
-    assert not session.handle(from_broker(part(0, 1, of=2)))
-    assert not session.handle(from_broker(part(0, 1, of=2)))
-    delivered = [e for e in session.handle(from_broker(part(0, 0, of=2))) if isinstance(e, Deliver)]
-    assert [[p.message.part for p in e.parts] for e in delivered if isinstance(e.parts[0].message, StepPart)] == [  # type: ignore[attr-defined]
-        [0, 1],
-        [0],
-    ]
-    assert not session.handle(from_broker(part(0, 0, of=2)))
-
-
-def test_the_end_waits_for_the_steps_before_it() -> None:
-    session = client()
-    session.handle(from_broker(attached()))
-    assert not session.handle(from_broker(End(feed="train", lineage=0, num_steps=1, chain=b"chain0")))
-    effects = session.handle(from_broker(part(0)))
-    assert isinstance(effects[-1], Ended)
-    assert (effects[-1].num_steps, effects[-1].chain) == (1, b"chain0")
-
-
-def test_a_client_attaches_in_place_to_a_new_broker_with_what_it_has() -> None:
-    session = client()
-    session.handle(from_broker(attached()))
-    session.handle(from_broker(part(0)))
-    session.handle(Returned(1))
-    (again,) = sent(session.handle(from_broker(Who(), epoch=EPOCH + 1)), Attach)
-    assert (again.next_step, again.chain) == (1, b"chain0")
-    assert not session.handle(from_broker(part(1))), "a step of the old broker"
-
-
-def test_a_client_asks_again_and_pings_even_if_it_wants_nothing() -> None:
-    session = client(prefetch=1)
-    session.handle(from_broker(attached()))
-    first, second = (sent(session.handle(Tick(now)), Get) for now in (0.5, 3.0))
-    assert not first
-    assert second[0].resend == 2
-    session.handle(from_broker(part(0)))
-    session.handle(from_broker(part(1)))
-    assert sent(session.handle(Tick(30.0)), ReaderPing)
-
-
-def test_the_next_iteration_begins_at_step_0_wherever_the_one_before_was_broken_off() -> None:
-    session = client(prefetch=3)
-    session.handle(from_broker(attached()))
-    session.handle(from_broker(part(0)))
-    session.handle(Returned(1))
-    session.handle(from_broker(part(2)))  # waits for step 1
-    (asked,) = sent(session.handle(Again()), Attach)
-    assert (asked.round, asked.next_step, asked.chain) == (1, 0, b"")
-    (get,) = sent(session.handle(from_broker(attached(1), fence=2)), Get)
-    assert (get.start, get.done_upto) == (0, 0)
-    delivered = session.handle(from_broker(part(0), fence=2)) + session.handle(from_broker(part(1), fence=2))
-    assert len([e for e in delivered if isinstance(e, Deliver)]) == 2, "and not what waited"
-    assert session.chain == b"chain1"
-
-
-def test_an_iteration_ends_once_and_so_does_the_next() -> None:
-    session = client()
-    end = End(feed="train", lineage=0, num_steps=1, chain=b"chain0")
-    for round_ in range(3):
-        session.handle(from_broker(attached(round_), fence=1 + round_))
-        effects = session.handle(from_broker(part(0), fence=1 + round_))
-        effects += session.handle(from_broker(end, fence=1 + round_))
-        effects += session.handle(from_broker(end, fence=1 + round_))
-        assert [type(e) for e in effects] == [Deliver, Ended]
-        session.handle(Again())
-
-
-def test_what_comes_of_the_iteration_before_is_not_taken() -> None:
-    session = client()
-    session.handle(from_broker(attached()))
-    session.handle(Again())
-    for late in (attached(), part(0), End(feed="train", lineage=0, num_steps=0, chain=b"")):
-        assert not session.handle(from_broker(late))
-    assert session.attached is None
-    session.handle(from_broker(attached(1), fence=2))
-    for late in (attached(), part(0), End(feed="train", lineage=0, num_steps=0, chain=b"")):
-        assert not session.handle(from_broker(late))
-    assert session.attempt == 2
-    assert session.handle(from_broker(part(0), fence=2))
-
-
-def test_a_client_that_waits_for_an_iteration_asks_for_it_again_and_says_what_it_waits_for() -> None:
-    session = client()
-    session.handle(from_broker(attached()))
-    session.handle(Tick(1.0))
-    session.handle(Again())
-    session.handle(from_broker(Wait(feed="train", step=0, reason="join", detail="iteration 1: dp=1"), fence=7))
-    assert session.waiting_for() == "join: iteration 1: dp=1"
-    (asked,) = sent(session.handle(Tick(4.0)), Attach)
-    assert asked.round == 1
-    (asked,) = sent(session.handle(FromBroker(Envelope(run=RUN, epoch=EPOCH + 1, fence=1, message=Who()))), Attach)
-    assert (asked.round, asked.next_step) == (1, 0)
-
-
-def test_a_refusal_breaks_the_session() -> None:
-    (broken,) = client().handle(from_broker(Reject(code="mesh", detail="why")))
-    assert isinstance(broken, Broken)
-    assert (broken.code, broken.detail) == ("mesh", "why")
 
 
 # Hostile peers
