@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from streampack.core.admission import Admission, terms_of
@@ -31,6 +32,7 @@ from streampack.core.form import Former, Step
 from streampack.core.history import History
 from streampack.core.journal import Journal
 from streampack.core.leases import Leases
+from streampack.core.merge import change as change_merge
 from streampack.core.merge import merge_of
 from streampack.core.messages import State
 from streampack.core.readers import Readers
@@ -40,13 +42,15 @@ from streampack.core.records import (
     FeedFacts,
     LineageBegan,
     Record,
+    RulesChanged,
     SnapshotTaken,
     StepFormed,
     StepsSkipped,
     TailDropped,
 )
 from streampack.core.resume import restore, snapshot
-from streampack.core.rules import Rules, difference
+from streampack.core.rings import NOWHERE
+from streampack.core.rules import Rules, RulesChange, difference
 from streampack.core.samples import I64, SampleTable
 from streampack.core.snapshot import Floor, Snapshot
 
@@ -121,7 +125,7 @@ class Feed:
         self.origin = leases.open(plan.name, rules, self.admission, self.history)
         """Its first partition's number in ``leases``."""
         self.readers = Readers(
-            run, epoch, plan.name, rules, plan.layout, table, self.waiting_for, self.go_to, self.state_of, self.commit,
+            run, epoch, plan.name, rules, plan.layout, table, self.waiting_for, self.rewind, self.state_of, self.commit,
         )  # fmt: skip
         self.former = Former(rules, table)
         self.totals = Totals()
@@ -129,6 +133,8 @@ class Feed:
         """Merged and not yet released."""
         self._forming = self._ended = False
         self._waits_for: int | None = None
+        self._applied = 0
+        """Changes of the rules that the merge goes by."""
         self._generation = 0
         self._blocked: int | None = None
         self._formed: deque[tuple[int, Step | None]] = deque()
@@ -204,19 +210,45 @@ class Feed:
     def _fill(self) -> list[Effect]:
         """Merge while the next step may need more, and there is room."""
         merge, target = self.admission.merge, 2 * self.rules.packs * self.rules.budget
-        effects: list[Effect] = []
+        effects: list[Effect] = self._change()
         while (room := self._room()) > 0 and (self.former.queued_tokens < target or self.former.starved):
-            taken = merge.take(min(room, target))
+            taken = merge.take(min(room, target), self._next_change())
             self._blocked = taken.blocked
             if not len(taken.moved):
                 break
             effects += self._leases.merged(self.origin, taken.moved)
             self.former.admit(taken.handles, taken.lengths)
             self.held_tokens += int(taken.lengths.sum())
+            effects += self._change()
         closed = merge.closed or merge.between_passes
         if closed and not self.former.closed and merge.stopped:
             effects += self._stop()
         self.former.closed = closed
+        return effects
+
+    def _next_change(self) -> int:
+        """The position that the merge must not pass before the rules change; NOWHERE if they do not."""
+        changes = self.history.changes
+        position = changes[self._applied].position if self._applied < len(changes) else -1
+        return position if position >= 0 else NOWHERE
+
+    def _change(self) -> list[Effect]:
+        """Go by other rules, where a change was asked for or is recorded; the first time, record where."""
+        effects: list[Effect] = []
+        merge, changes = self.admission.merge, self.history.changes
+        while self._applied < len(changes):
+            change = changes[self._applied]
+            if change.position < 0 and change.step <= self.former.next_step:
+                change = msgspec.structs.replace(change, step=self.former.next_step, position=merge.position)
+                self.history.note_change(change)
+                effects += self._journal.append(RulesChanged(feed=self.name, change=change))
+            if change.position < 0 or change.position > merge.position:
+                break
+            dropped = change_merge(merge, change.rules)
+            self._applied += 1
+            self.held_tokens += int(self._table.length[dropped].sum())
+            effects += [Release(dropped)] if len(dropped) else []
+            effects += self._leases.remove(self.origin, change.rules)
         return effects
 
     def _stop(self) -> list[Effect]:
@@ -275,7 +307,10 @@ class Feed:
         if self.former.next_step <= self.history.last_snapshot:
             return []
         floors = self._leases.floors(self.origin, self.former.held())
-        taken = snapshot(self.rules, self.admission.merge, self.former, floors, self.history.lineage)
+        taken = msgspec.structs.replace(
+            snapshot(self.rules, self.admission.merge, self.former, floors), lineage=self.history.lineage,
+            changes=list(self.history.changes), applied=self._applied, skips=list(self.history.skips),
+        )  # fmt: skip
         self.history.add_snapshot(taken, self._journal.next_lsn)
         self.history.forget_snapshots(self.readers.released_upto, self._journal.keeps)
         return self._journal.append(SnapshotTaken(feed=self.name, lineage=self.history.lineage, snapshot=taken))
@@ -324,11 +359,26 @@ class Feed:
             elif absent and any(handle in absent for pack in step.packs for handle in pack.handles.tolist()):
                 break
             else:
-                effects += self.readers.add(step)
+                effects += self.readers.add(step, self.history.is_skipped(step.number))
             self._formed.popleft()
         return effects
 
     # Going to a step
+
+    def rewind(self, step: int, given: Snapshot | None) -> list[Effect]:
+        """Trainers begin again at ``step``, before others that they had; where that is wanted, pushed samples that came
+        since are dropped, and other steps follow, in another lineage."""
+        effects: list[Effect] = []
+        if self.plan.discards and step < self.history.num_steps:
+            history = self.history
+            for place in history.since(step):
+                effects += self._leases.discard(self.origin, place)
+            why = f"trainers went back to step {step} from {history.num_steps}, and what was pushed since is dropped"
+            began = LineageBegan(feed=self.name, lineage=history.lineage + 1, step=step, why=why)
+            effects += [*self._journal.append(began), Report("warning", f"feed {self.name!r}: {why}")]
+            history.branch(history.lineage + 1, step)
+            self.readers.lineage = history.lineage
+        return effects + self.go_to(step, given)
 
     def go_to(self, step: int, given: Snapshot | None = None) -> list[Effect]:
         """Have ``step`` be the next that is served; the readers have let go of theirs. ``given`` is a checkpoint's."""
@@ -377,7 +427,10 @@ class Feed:
 
     def _restore(self, taken: Snapshot | None) -> list[Effect]:
         """Be where a snapshot was taken, or at the first sample."""
-        merge = self.admission.merge
+        effects = self._adopt(taken) if taken is not None else []
+        self._applied = taken.applied if taken is not None else 0
+        rules = self.history.changes[self._applied - 1].rules if self._applied else self.rules
+        merge = self.admission.merge = merge_of(rules)
         floors: list[Floor] = [(0, None)] * self.num_partitions if taken is None else taken.floors
         if taken is not None:
             restore(taken, self.rules, merge, self.former)
@@ -387,7 +440,18 @@ class Feed:
                     merge.script(place.partition, place.base_seq, place.count)
         held = self.former.held()
         self.held_tokens += int(self._table.length[held].sum())
-        return self._leases.go_to(self.origin, floors, held)
+        return effects + self._leases.go_to(self.origin, floors, held) + self._leases.remove(self.origin, rules)
+
+    def _adopt(self, taken: Snapshot) -> list[Effect]:
+        """Record what a checkpoint knows of changes and this broker, whose log is another, does not."""
+        effects: list[Effect] = []
+        for change in taken.changes[len(self.history.changes) :]:
+            self.history.changes.append(change)
+            effects += self._journal.append(RulesChanged(feed=self.name, change=change))
+        for first, last in taken.skips[len(self.history.skips) :]:
+            self.history.skips.append((first, last))
+            effects += self._journal.append(StepsSkipped(feed=self.name, first=first, last=last))
+        return effects
 
     # The log
 
@@ -412,6 +476,8 @@ class Feed:
         elif isinstance(record, LineageBegan):
             history.branch(record.lineage, record.step)
             history.released = min(history.released, record.step)
+        elif isinstance(record, RulesChanged):
+            history.note_change(record.change)
         elif isinstance(record, StepsSkipped):
             history.skips.append((record.first, record.last))
         elif isinstance(record, CheckpointCommitted):
@@ -425,12 +491,14 @@ class Feed:
             raise ValueError(f"feeds.{self.name}: {differs}")
         history = self.history
         history.lineage, history.lineage_step = facts.lineage, facts.lineage_step
+        history.changes = list(facts.changes)
         history.skips, history.commits = list(facts.skips), list(facts.commits)
         history.released = max(history.released, released)
 
     def begin(self) -> list[Effect]:
         """Go to where the log ends: to the first step that some rank has not returned."""
         step = self.history.released
+        self.readers.lineage = self.history.lineage
         self.readers.begin(step)
         return self.go_to(step) if step else []
 
@@ -439,6 +507,35 @@ class Feed:
         """Records below are wanted no more: neither by the oldest checkpoint kept nor by the slowest rank (R7)."""
         history = self.history
         return history.wanted_lsn(min(history.commits[0], self.readers.released_upto)) if history.commits else 0
+
+    # What a person changes
+
+    def change(self, rules: Rules, at_step: int | None, note: str) -> tuple[list[Effect], int]:
+        """Go by ``rules`` from a step on that is not formed yet; that step."""
+        changes = self.history.changes
+        step = max(self.former.next_step, at_step or 0, changes[-1].step if changes else 0)
+        change = RulesChange(step=step, position=-1, rules=rules, note=f"{note}, asked at step {self.former.next_step}")
+        changes.append(change)
+        return self._journal.append(RulesChanged(feed=self.name, change=change)) + self.advance(), step
+
+    @property
+    def latest_rules(self) -> Rules:
+        """With every change that was asked for."""
+        changes = self.history.changes
+        return changes[-1].rules if changes else self.rules
+
+    def skip(self, first: int, last: int) -> list[Effect]:
+        """Pass over steps ``first`` to ``last``; what follows stays as it is. Raises ValueError for steps that some
+        rank may have had."""
+        if not 0 <= first <= last:
+            raise ValueError(f"got steps {first} to {last}, expected the first one first")
+        if self.readers.joined and first < self.readers.formed_upto:
+            raise ValueError(
+                f"got step {first}, expected {self.readers.formed_upto} or later, the first that no rank can have had: "
+                f"or stop the trainers, skip, and start them from a checkpoint before step {first}"
+            )
+        self.history.skips.append((first, last))
+        return self._journal.append(StepsSkipped(feed=self.name, first=first, last=last))
 
     # Checkpoints
 
@@ -449,6 +546,9 @@ class Feed:
         if chain is None or (found is not None and found[2] is None):
             return None
         taken = found[2] if found is not None else None
+        if taken is not None:
+            changes = [change for change in self.history.changes if change.position >= 0 and change.step <= step]
+            taken = msgspec.structs.replace(taken, changes=changes, skips=list(self.history.skips))
         return State(feed=self.name, lineage=self.history.lineage, step=step, chain=chain, snapshot=taken)
 
     def commit(self, step: int) -> list[Effect]:

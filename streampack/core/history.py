@@ -21,7 +21,7 @@ KEPT_STEPS = 64
 """Snapshots of so many steps before the oldest that a rank may ask for stay in memory: trainers fetch ahead."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChunkPlace:
     """A recorded chunk: ``count`` samples, of ``tokens``, of a partition from ``base_seq`` on; or the ``mark``-th mark,
     behind ``base_seq`` samples. ``lost``: trainers went back and its samples were discarded."""
@@ -99,6 +99,14 @@ class History:
         at = step - self._first
         return self._lsns[at] if 0 <= at < len(self._lsns) else -1
 
+    def note_change(self, change: RulesChange) -> None:
+        """A change is asked for; or the position is known at which one that was asked for holds."""
+        at = len(self.changes)
+        for number, known in enumerate(self.changes):
+            if known.position < 0 and known.note == change.note and known.rules == change.rules:
+                at = number
+        self.changes[at : at + 1] = [change]
+
     def is_skipped(self, step: int) -> bool:
         """Is ``step`` passed over?"""
         return any(first <= step <= last for first, last in self.skips)
@@ -164,7 +172,9 @@ class History:
     # Lineages
 
     def branch(self, lineage: int, step: int) -> None:
-        """Forget what is recorded of ``step`` and after: another lineage follows."""
+        """Forget what is recorded of ``step`` and after: another lineage follows, without chunks that came since."""
+        for place in self.since(step):
+            place.lost = True
         self.lineage, self.lineage_step = lineage, step
         keep = max(step - self._first, 0)
         del self._lsns[keep:]
@@ -173,6 +183,11 @@ class History:
             self._places.pop()
         self.end = None
         self.tails = {tail for tail in self.tails if tail < step}
+
+    def since(self, step: int) -> list[ChunkPlace]:
+        """Chunks that came after ``step - 1`` was formed, and are not lost already."""
+        last = self.lsn_of(step - 1)
+        return [place for place in self.order if place.lsn > last and place.count and not place.lost]
 
     def facts(self) -> FeedFacts:
         """What must survive when records of the log go."""

@@ -20,8 +20,6 @@ from streampack.core.samples import I64, SampleTable
 
 PART_BYTES = 1 << 20
 """Payload of one message, about: large steps travel as several."""
-LINEAGE = 0
-"""The one lineage of a run whose rules never change."""
 
 
 @dataclass(slots=True)
@@ -38,6 +36,7 @@ class KeptSteps:
     def __init__(self, feed: str, rules: Rules, layout: str, table: SampleTable) -> None:
         self._feed, self._rules, self._layout, self._table = feed, rules, layout, table
         self._steps: dict[int, _Kept] = {}
+        self.lineage = 0
         self.cost_max_over_mean = 0.0
         """Cost of the dearest pack over the mean, over ranks at each micro-batch index; mean over what was dealt."""
         self._dealt_rows = 0
@@ -68,7 +67,7 @@ class KeptSteps:
             packs = [step.packs[n] for n in numbers.tolist()]
             handles = np.concatenate([pack.handles for pack in packs])
             plan = StepPart(
-                feed=self._feed, lineage=LINEAGE, step=step.number,
+                feed=self._feed, lineage=self.lineage, step=step.number,
                 part=part, parts=-(-len(column) // each), first=first,
                 micro_batches=len(column), digest=step.digest, chain=step.chain,
                 num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples, frames=frames,
@@ -84,7 +83,7 @@ class KeptSteps:
 
     def _passed_over(self, step: Step) -> StepPart:
         return StepPart(
-            feed=self._feed, lineage=LINEAGE, step=step.number, part=0, parts=1, first=0, micro_batches=0,
+            feed=self._feed, lineage=self.lineage, step=step.number, part=0, parts=1, first=0, micro_batches=0,
             digest=step.digest, chain=step.chain, num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples,
             frames=[], packs_u32=b"", counts_u32=b"", loss_tokens_u32=b"", lengths_u32=b"", streams_u32=b"",
             indices_u64=b"", parts_u32=b"",

@@ -211,6 +211,30 @@ class Leases:
                 effects += self._flow(p, repeat=True)
         return effects
 
+    def remove(self, origin: int, rules: Rules) -> list[Effect]:
+        """Streams of weight 0 are wanted no more; what waited of them is dropped."""
+        gone = [number for number, stream in enumerate(rules.streams) if not stream.weight]
+        effects: list[Effect] = []
+        for p in self._of_feed(origin) if gone else ():
+            intake = self.intakes[p]
+            if self._stream_of[p].number in gone:
+                intake.merged_tokens = intake.kept_tokens
+                if not intake.ended:
+                    intake.closed = True
+                    effects += self._flow(p, repeat=True)
+        return effects
+
+    def discard(self, origin: int, place: ChunkPlace) -> list[Effect]:
+        """Samples that were pushed are dropped: counted, and no longer anybody's."""
+        p, stream = origin + place.partition, self._stream_of[origin + place.partition]
+        if not stream.terms.pushed:
+            return []
+        seqs = np.arange(place.base_seq, place.stop_seq)
+        indices = np.asarray(index_of(seqs, p - stream.first, stream.terms.partitions), "<u8")
+        return self._journal.append(
+            SamplesRejected(stream=stream.terms.name, indices_u64=indices.tobytes(), reasons={"discarded": place.count})
+        )
+
     def go_to(self, origin: int, floors: list[Floor], held: I64) -> list[Effect]:
         """The feed at ``origin`` has gone to another place: its merge says how far, ``held`` are the handles of
         samples, int64 [n], whose payload is wanted again, from ``floors`` on, one a partition."""

@@ -25,7 +25,7 @@ from streampack.core.attempts import CLAIM_S, RESTART_S, Ranks, Reader, Seats, c
 from streampack.core.effects import Release, SendShard, SendTrainer
 from streampack.core.events import Effect, Report
 from streampack.core.form import Step
-from streampack.core.kept import LINEAGE, KeptSteps
+from streampack.core.kept import KeptSteps
 from streampack.core.messages import (
     AskState,
     Attach,
@@ -123,7 +123,7 @@ class Readers:
 
     def finish(self, num_steps: int, chain: bytes) -> list[Effect]:
         """No step follows in this round."""
-        self.end = End(feed=self._feed, lineage=LINEAGE, num_steps=num_steps, chain=chain)
+        self.end = End(feed=self._feed, lineage=self.lineage, num_steps=num_steps, chain=chain)
         return self._serve_all()
 
     def committed(self, step: int) -> list[Effect]:
@@ -195,6 +195,15 @@ class Readers:
             self._told = now
             effects += [e for reader in self._seats for e in self._wait(reader)]
         return effects
+
+    @property
+    def lineage(self) -> int:
+        """Of the steps that are served."""
+        return self._steps.lineage
+
+    @lineage.setter
+    def lineage(self, lineage: int) -> None:
+        self._steps.lineage = lineage
 
     @property
     def cost_max_over_mean(self) -> float:
@@ -388,7 +397,7 @@ class Readers:
 
     def _attached(self, reader: Reader) -> Attached:
         return Attached(
-            feed=self._feed, reader=reader.name, lineage=LINEAGE, next_step=reader.first_step, rules=self._rules,
+            feed=self._feed, reader=reader.name, lineage=self.lineage, next_step=reader.first_step, rules=self._rules,
             layout=self._layout, round=reader.round,
         )  # fmt: skip
 

@@ -8,11 +8,9 @@ from streampack.core.rules import Rules
 from streampack.core.snapshot import Floor, Snapshot
 
 
-def snapshot(
-    rules: Rules, merge: AnyMerge, former: Former, floors: list[Floor] | None = None, lineage: int = 0
-) -> Snapshot:
+def snapshot(rules: Rules, merge: AnyMerge, former: Former, floors: list[Floor] | None = None) -> Snapshot:
     """Take one; not while a choice is being made."""
-    return Snapshot(rules.digest, merge.state(), former.state(), floors or [], lineage)
+    return Snapshot(rules.digest, merge.state(), former.state(), floors or [])
 
 
 def restore(taken: Snapshot, rules: Rules, merge: AnyMerge, former: Former) -> None:

@@ -139,7 +139,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
 
 class RulesChange(Struct, frozen=True, kw_only=True):
     """Other rules for all that a feed merges after its first ``position`` samples: that is from ``step`` on, but for
-    what the window held. ``note`` is who asked for what, in words."""
+    what the window held. Before that step is reached the position is not known: -1. ``note`` says what was asked."""
 
     step: int
     position: int

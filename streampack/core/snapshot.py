@@ -54,8 +54,8 @@ class FormState(Struct, frozen=True):
 
 
 class Snapshot(Struct, frozen=True):
-    """A feed's whole state, under the rules of digest ``rules`` and the ``changes`` to them since; plain data, to be
-    stored anyhow. ``floors`` by partition."""
+    """A feed's whole state, under the rules of digest ``rules`` and the first ``applied`` of the ``changes`` to them;
+    plain data, to be stored anyhow. ``floors`` by partition; ``skips`` are steps that are passed over (first, last)."""
 
     rules: str
     merge: MergeState
@@ -63,6 +63,8 @@ class Snapshot(Struct, frozen=True):
     floors: list[Floor] = []
     lineage: int = 0
     changes: list[RulesChange] = []
+    applied: int = 0
+    skips: list[tuple[int, int]] = []
 
     @property
     def step(self) -> int:

@@ -124,7 +124,7 @@ class Run:
 
     def take_snapshot(self) -> None:
         if not self.ended:
-            taken = snapshot(self.rules, self.merge, self.former, lineage=self.lineage)
+            taken = snapshot(self.rules, self.merge, self.former)
             self.snapshots.append(SnapshotTaken(feed=FEED, lineage=self.lineage, snapshot=taken))
             self.records.append(self.snapshots[-1])
 
