@@ -136,16 +136,15 @@ class Seats:
             self._last.clear()
             tp, pp = reader.readers.ranks(reader.mesh)
             self._mesh, self.num_ranks = mesh, reader.mesh.dp * reader.mesh.cp * len(tp) * len(pp)
-        last_here = self._last.get(reader.mesh.ranks)
-        if last_here is not None and last_here is not reader:
-            self._fence(last_here, reader)
+        if reader.mesh.ranks in self._last:
+            self._fence(self._last[reader.mesh.ranks], reader)
         del self.claims[reader.name]
         self.held[reader.mesh.ranks] = self._last[reader.mesh.ranks] = reader
         reader.holds = True
         return other
 
     def _fence(self, last: Reader, by: Reader) -> None:
-        if last.name == by.name:
+        if last.name in self._names:  # it is here itself, and no zombie
             return
         self.fenced.pop(last.name, None)
         self.fenced[last.name] = (

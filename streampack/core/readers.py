@@ -1,4 +1,4 @@
-"""The trainers' side of the broker: what each rank has had, and the attempts in which they read.
+"""The trainers' side of the broker: who reads, and the attempts in which they do.
 
 A reader takes its rank first (``attempts``) and says later that it is ready and where it begins. An
 *attempt* begins when every rank of the mesh is ready, at the earliest step that one of them
@@ -6,10 +6,6 @@ asks for: steps that are gone are formed again. It is numbered, and what was sai
 another broker, changes nothing. A process that takes a rank over in an attempt goes on in place, where
 its steps are still kept: the others notice nothing. Where they are not, it waits until all ranks
 ask for an earlier step, and so does who comes with another mesh until the old ranks are gone.
-
-A step goes out whole, to every rank. Reads are pure: asking again for a step gives the same bytes; only
-``done_upto`` moves, and only up. A step is kept until every rank has returned it. Knows steps and
-packs by number, never tokens.
 
 A feed may be iterated again and again: a reader names the *round* that it is in. One that asks
 for a later round is out of the one that is served, and waits; when all ranks of the mesh do, that
@@ -21,11 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from streampack.core.attempts import CLAIM_S, RESTART_S, Ranks, Reader, Seats, clash, rank_name, refusal
-from streampack.core.effects import Release, SendShard, SendTrainer
+from streampack.core.attempts import CLAIM_S, RESTART_S, Reader, clash, refusal
+from streampack.core.effects import SendTrainer
 from streampack.core.events import Effect, Report
 from streampack.core.form import Step
-from streampack.core.kept import KeptSteps
 from streampack.core.messages import (
     AskState,
     Attach,
@@ -33,11 +28,9 @@ from streampack.core.messages import (
     Bye,
     Commit,
     Committed,
-    End,
     Envelope,
     Fenced,
     Get,
-    Message,
     ReaderPing,
     Reject,
     State,
@@ -46,20 +39,16 @@ from streampack.core.messages import (
 )
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
+from streampack.core.serving import OUT, Serving
 from streampack.core.snapshot import Snapshot
 
 TELL_S = 1.0
 """Readers that wait are told what for this often, and when they ping."""
 SILENT_S = 15.0
 """A reader not heard of for so long has lost its rank."""
-MAX_AHEAD = 64
-"""Steps that one GET may ask for."""
-
-OUT = 1 << 62
-"""What a rank that is out of the round served counts as having returned: every step."""
 
 
-class Readers:
+class Readers(Serving):
     """One feed's readers and the steps kept for them.
 
     What the feed does for them: ``waiting_for`` says why the next step is not there, ``rewind`` has it go to a step,
@@ -72,25 +61,13 @@ class Readers:
         waiting_for: Callable[[], tuple[str, str]], rewind: Callable[[int, Snapshot | None], list[Effect]],
         state_of: Callable[[int], State | None], commit: Callable[[int], list[Effect]],
     ) -> None:  # fmt: skip
-        self._run, self.epoch, self._feed = run, epoch, feed
-        self._rules, self._layout = rules, layout
-        self._waiting_for, self._rewind, self._state_of, self._commit = waiting_for, rewind, state_of, commit
-        self._seats = Seats()
-        self._returned: dict[Ranks, int] = {}  # steps returned in this attempt, by rank; of ranks that left, too
-        self._unheard: set[Ranks] = set()  # ranks not heard since a process was replaced: it may be a restart of all
-        self._steps = KeptSteps(feed, rules, layout, table)
-        self._chains: dict[int, bytes] = {}
+        super().__init__(run, epoch, feed, rules, layout, table, waiting_for)
+        self._rewind, self._state_of, self._commit = rewind, state_of, commit
         self._commits: dict[bytes, int] = {}  # what a peer waits to hear that it is committed
         self._attempt = 0
-        self._now = self._told = 0.0
-        self._why: dict[str, tuple[str, str]] = {}  # what all that wait are told, worked out once a tick
+        self._told = 0.0
         self.round = 0
         """The iteration that is served."""
-        self.released_upto = 0
-        """Steps below are returned by every rank and forgotten."""
-        self.formed_upto = 0
-        self.end: End | None = None
-        self.draining = False
         self.refused = 0
         """Clients that were refused."""
 
@@ -106,8 +83,7 @@ class Readers:
 
     def add(self, step: Step, skipped: bool = False) -> list[Effect]:
         """A step was formed: serve whoever waits for it; of one that is ``skipped``, that it is passed over."""
-        self._steps.add(step, skipped)
-        self.formed_upto = step.number + 1
+        self._keep(step, skipped)
         return self.check(self.formed_upto, step.chain) + self._release() + self._serve_all()
 
     def check(self, step: int, chain: bytes) -> list[Effect]:
@@ -116,15 +92,6 @@ class Readers:
         self._chains.pop(step - 4096, None)
         astray = [reader for reader in self._seats if reader.ready and self._has_diverged(reader)]
         return [effect for reader in astray for effect in self._refuse(reader, "diverged", _diverged(reader))]
-
-    def chain_of(self, step: int) -> bytes:
-        """Digest of all steps before ``step``; empty where it is not known, and of step 0."""
-        return self._chains.get(step, b"")
-
-    def finish(self, num_steps: int, chain: bytes) -> list[Effect]:
-        """No step follows in this round."""
-        self.end = End(feed=self._feed, lineage=self.lineage, num_steps=num_steps, chain=chain)
-        return self._serve_all()
 
     def committed(self, step: int) -> list[Effect]:
         """A checkpoint that begins at ``step``, and all before it, are noted as durable: tell whoever said so."""
@@ -148,10 +115,10 @@ class Readers:
         message = envelope.message
         if isinstance(message, Attach):
             return self._attach(peer, message)
-        reader = self._seats.at(peer)
-        assert reader is not None
         if isinstance(message, Bye):
             return self.leave(peer, message.reason or "said goodbye")
+        reader = self._seats.at(peer)
+        assert reader is not None
         if isinstance(message, AskState):
             state = self._state_of(message.step)
             return [] if state is None else self._send(reader, state)
@@ -163,14 +130,10 @@ class Readers:
         reader.heard = now
         if not reader.entered:
             return self._wait_for_ready(reader) if isinstance(message, Get) else []
-        effects: list[Effect] = []
-        if reader.mesh.ranks in self._unheard:
-            self._unheard.remove(reader.mesh.ranks)
-            effects = self._release()
         if isinstance(message, Get):
-            return effects + self._get(reader, message)
+            return self._heard(reader) + self._get(reader, message)
         if isinstance(message, ReaderPing):
-            return effects + self._ping(reader, message)
+            return self._heard(reader) + self._ping(reader, message)
         return self._reject(peer, "protocol", f"got {type(message).__name__} from a client")
 
     def leave(self, peer: bytes, why: str) -> list[Effect]:
@@ -197,50 +160,9 @@ class Readers:
         return effects
 
     @property
-    def lineage(self) -> int:
-        """Of the steps that are served."""
-        return self._steps.lineage
-
-    @lineage.setter
-    def lineage(self, lineage: int) -> None:
-        self._steps.lineage = lineage
-
-    @property
-    def cost_max_over_mean(self) -> float:
-        """Of the packs that run at the same moment, mean over the steps dealt."""
-        return self._steps.cost_max_over_mean
-
-    @property
     def num_readers(self) -> int:
         """Processes that hold or claim a rank."""
         return len(self._seats)
-
-    @property
-    def joined(self) -> bool:
-        """An attempt is served: every rank that reads was ready for it; some may have left since."""
-        return bool(self._returned) and bool(self._seats.held)
-
-    @property
-    def slowest(self) -> str:
-        """The rank that has returned the fewest steps, for a person."""
-        held = self._seats.held
-        if not self._returned or not held:
-            return "no rank is attached"
-        ranks = min(self._returned, key=lambda ranks: (self._returned[ranks], ranks in held))
-        if ranks not in held:
-            when = "between two iterations" if self._returned[ranks] == OUT else f"after {self._returned[ranks]} steps"
-            return f"{rank_name(ranks)} left {when}: start it again"
-        return f"rank {held[ranks].mesh} at {held[ranks].where} has returned {self._returned[ranks]} steps"
-
-    def stats(self) -> list[dict[str, object]]:
-        """One row a reader: rank, where, progress and its own figures."""
-        rows: list[dict[str, object]] = []
-        for ranks, reader in sorted(self._seats.held.items()):
-            row: dict[str, object] = dict(zip(("dp_rank", "cp_rank", "tp_rank", "pp_rank"), ranks, strict=True))
-            done = self._returned[ranks] if reader.entered else 0
-            row |= {"where": reader.where, "round": reader.round, "done_upto": done, "have_upto": reader.have_upto}
-            rows.append(row | {"silent_s": round(self._now - reader.heard, 3), "stats": reader.stats})
-        return rows
 
     # Taking a rank
 
@@ -294,27 +216,27 @@ class Readers:
 
     def _settle(self) -> list[Effect]:
         """Claims whose rank was given up go through; who finds others alive is refused."""
-        effects: list[Effect] = []
-        for reader in list(self._seats.claims.values()):
-            others = self._seats.in_the_way(reader)
-            heard = max((other.heard for other in others), default=0.0)
-            if not others or (self._now - heard > CLAIM_S and self._now > reader.since):
-                for other in others:
-                    effects += self._leave(other, f"silent for {self._now - other.heard:.0f} s, taken over")
-                effects += self._seat(reader)
-            elif heard > reader.since + (RESTART_S if self._restarts(reader, others) else 0.0):
-                effects += self._refuse(reader, *clash(reader, others[0]))
+        effects = [effect for reader in list(self._seats.claims.values()) for effect in self._decide(reader)]
         entered = [reader for reader in self._seats.held.values() if reader.entered]
         heard = max((reader.heard for reader in entered), default=0.0)
         for reader in list(self._seats.held.values()):
-            if self._is_late(reader) and not reader.entered and heard > reader.since + RESTART_S:
+            if self._is_late(reader) and heard > reader.since + RESTART_S:
                 effects += self._refuse(reader, *self._too_late(reader, entered))
         return effects
 
-    def _restarts(self, reader: Reader, others: list[Reader]) -> bool:
-        """Does a claim look like one of a restart of all, whose old trainers may still be about to die?"""
-        late = self._is_late(reader) or self._seats.is_foreign(reader)
-        return late and any(other.entered for other in others)
+    def _decide(self, claim: Reader) -> list[Effect]:
+        others = self._seats.in_the_way(claim)
+        heard = max((other.heard for other in others), default=0.0)
+        if not others or (self._now - heard > CLAIM_S and self._now > claim.since):
+            effects = [e for other in others for e in self._leave(other, f"silent for {CLAIM_S:.0f} s, taken over")]
+            return effects + self._seat(claim)
+        late, foreign = self._is_late(claim), self._seats.is_foreign(claim)
+        restarts = (late or foreign) and any(other.entered for other in others)  # the old ones may be about to die
+        if heard <= claim.since + (RESTART_S if restarts else 0.0):
+            return []
+        return self._refuse(
+            claim, *(self._too_late(claim, others) if late and not foreign else clash(claim, others[0]))
+        )
 
     def _leave(self, reader: Reader, why: str) -> list[Effect]:
         self._why.clear()
@@ -359,12 +281,10 @@ class Readers:
 
     def _go_to(self, step: int, snapshots: list[Snapshot | None]) -> list[Effect]:
         """Have the feed form from ``step`` on, with the nearest snapshot that a reader has brought."""
-        gone = [self._steps.forget(number) for number in range(self.released_upto, self.formed_upto)]
-        self.released_upto = self.formed_upto = step
-        self.end = None
+        effects = self._forget_all(step)
         fit = [snapshot for snapshot in snapshots if snapshot is not None and snapshot.step <= step]
         nearest = max(fit, key=lambda snapshot: snapshot.step, default=None)
-        return [*(Release(handles) for handles in gone), *self._rewind(step, nearest)]
+        return effects + self._rewind(step, nearest)
 
     def _enter(self, reader: Reader) -> list[Effect]:
         """A reader takes part in the attempt from its first step on."""
@@ -376,7 +296,7 @@ class Readers:
     def _is_late(self, reader: Reader) -> bool:
         """Is what it asks for gone, so that it can only be served if all begin again?"""
         gone = (reader.round, reader.first_step) < (self.round, self.released_upto)
-        return bool(self._returned) and reader.ready and gone
+        return bool(self._returned) and reader.ready and not reader.entered and gone
 
     def _too_late(self, reader: Reader, others: list[Reader]) -> tuple[str, str]:
         """Why a reader cannot begin where it asks to: (code, detail)."""
@@ -401,6 +321,8 @@ class Readers:
             layout=self._layout, round=reader.round,
         )  # fmt: skip
 
+    # What they are told
+
     def _answer(self, reader: Reader) -> list[Effect]:
         """Where it stands: in the attempt of its fence, or with its rank in none yet (0)."""
         if reader.entered:
@@ -408,82 +330,9 @@ class Readers:
         known = reader.holds and not reader.fence
         return (self._send(reader, self._attached(reader)) if known else []) + self._wait(reader)
 
-    # Serving
-
-    def _get(self, reader: Reader, message: Get) -> list[Effect]:
-        reader.want_stop = max(reader.want_stop, min(message.stop, message.start + MAX_AHEAD))
-        if message.resend > reader.resend:
-            reader.resend = message.resend
-            furthest = max(self.formed_upto, self._returned[reader.mesh.ranks])
-            reader.sent_upto = max(min(message.start, furthest), self.released_upto)
-        return self._note_done(reader, message.done_upto) + self._serve(reader)
-
-    def _ping(self, reader: Reader, message: ReaderPing) -> list[Effect]:
-        reader.have_upto = max(reader.have_upto, message.have_upto)
-        reader.stats = message.stats
-        return self._note_done(reader, message.done_upto) + self._wait(reader)
-
-    def _note_done(self, reader: Reader, done_upto: int) -> list[Effect]:
-        done_upto = min(done_upto, reader.sent_upto)
-        if done_upto <= self._returned[reader.mesh.ranks]:
-            return []
-        self._returned[reader.mesh.ranks] = done_upto
-        return self._release()
-
-    def _release(self) -> list[Effect]:
-        """Forget the steps that every rank has returned; what one may still ask for again is kept."""
-        last = OUT if self.end is None else self.end.num_steps
-        if not self.joined or any(self._returned[ranks] < last for ranks in self._unheard):
-            return []
-        least = min(self._returned.values())
-        upto = self.released_upto if least == OUT else min(self.formed_upto, least)  # where all are out, nobody reads
-        effects: list[Effect] = [Release(self._steps.forget(n)) for n in range(self.released_upto, upto)]
-        self.released_upto = max(self.released_upto, upto)
-        return effects
-
-    def _serve_all(self) -> list[Effect]:
-        return [e for reader in self._seats for e in self._serve(reader)]
-
-    def _serve(self, reader: Reader) -> list[Effect]:
-        """All that the reader wants and that is there."""
-        if not reader.entered:
-            return []
-        effects: list[Effect] = []
-        while reader.sent_upto < min(reader.want_stop, self.formed_upto):
-            number = max(reader.sent_upto, self.released_upto)
-            effects += self._send_step(reader, number)
-            reader.sent_upto = number + 1
-        if self.end is not None and reader.sent_upto >= self.end.num_steps:
-            effects += self._send(reader, self.end)
-        elif self.draining and reader.sent_upto >= self.formed_upto:
-            effects += self._send(reader, Bye(reason="the broker is stopping"))
-        return effects
-
-    def _send_step(self, reader: Reader, number: int) -> list[Effect]:
-        effects: list[Effect] = []
-        mesh = reader.mesh
-        for plan, packs in self._steps.parts(number, mesh):
-            envelope = self._envelope(plan, reader.fence)
-            shard = SendShard(
-                reader.peer, envelope, packs, plan.frames, self._rules, self._layout, mesh.cp, mesh.cp_rank
-            )  # fmt: skip
-            effects.append(shard if plan.micro_batches else SendTrainer(reader.peer, envelope))
-        return effects
-
     def _wait(self, reader: Reader) -> list[Effect]:
         """What the reader waits for, if it does."""
-        if not reader.entered:
-            return self._wait_to_enter(reader)
-        if reader.sent_upto >= reader.want_stop:
-            return []
-        if self.end is not None and reader.sent_upto >= self.end.num_steps:
-            return self._send(reader, self.end)
-        if reader.sent_upto < self.formed_upto:
-            return self._serve(reader)
-        if "step" not in self._why:
-            self._why["step"] = self._waiting_for()
-        reason, detail = self._why["step"]
-        return self._send(reader, Wait(feed=self._feed, step=reader.sent_upto, reason=reason, detail=detail[:2000]))
+        return self._wait_for_step(reader) if reader.entered else self._wait_to_enter(reader)
 
     def _wait_for_ready(self, reader: Reader) -> list[Effect]:
         """It asks for steps and is in no attempt: it waits for one, or has yet to say (again) where it begins."""
@@ -520,8 +369,6 @@ class Readers:
             self._why[key] = "join", text
         return self._why[key][1]
 
-    # Words
-
     def _refuse(self, reader: Reader, code: str, detail: str) -> list[Effect]:
         """Refuse a reader that was let in."""
         return self._reject(reader.peer, code, detail) + self._leave(reader, "it was refused")
@@ -530,12 +377,6 @@ class Readers:
         self.refused += 1
         reject = SendTrainer(peer, self._envelope(Reject(code=code, detail=detail[:2000]), self._attempt))
         return [Report("warning", f"refused a client: {detail}"), reject]
-
-    def _envelope(self, message: Message, fence: int) -> Envelope:
-        return Envelope(run=self._run, epoch=self.epoch, fence=fence, message=message)
-
-    def _send(self, reader: Reader, message: Message) -> list[Effect]:
-        return [SendTrainer(reader.peer, self._envelope(message, reader.fence))]
 
 
 def _diverged(reader: Reader) -> str:

@@ -1,0 +1,197 @@
+"""One feed's steps, and what the ranks of the attempt that is served have had of them.
+
+A step goes out whole, to every rank. Reads are pure: asking again for a step gives the same bytes; only
+``done_upto`` moves, and only up. A step is kept until every rank has returned it, and while a process that was
+replaced may be one of many that go back. Knows steps and packs by number, never tokens, and
+nothing of how an attempt comes about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from streampack.core.attempts import Ranks, Reader, Seats, rank_name
+from streampack.core.effects import Release, SendShard, SendTrainer
+from streampack.core.events import Effect
+from streampack.core.form import Step
+from streampack.core.kept import KeptSteps
+from streampack.core.messages import Bye, End, Envelope, Get, Message, ReaderPing, Wait
+from streampack.core.rules import Rules
+from streampack.core.samples import SampleTable
+
+MAX_AHEAD = 64
+"""Steps that one GET may ask for."""
+
+OUT = 1 << 62
+"""What a rank that is out of the round served counts as having returned: every step."""
+
+
+class Serving:
+    """The steps that are kept, and how far each rank is; ``waiting_for`` says why the next step is not there."""
+
+    def __init__(
+        self, run: int, epoch: int, feed: str, rules: Rules, layout: str, table: SampleTable,
+        waiting_for: Callable[[], tuple[str, str]],
+    ) -> None:  # fmt: skip
+        self._run, self.epoch, self._feed = run, epoch, feed
+        self._rules, self._layout = rules, layout
+        self._waiting_for = waiting_for
+        self._seats = Seats()
+        self._steps = KeptSteps(feed, rules, layout, table)
+        self._chains: dict[int, bytes] = {}
+        self._returned: dict[Ranks, int] = {}  # steps returned in this attempt, by rank; of ranks that left, too
+        self._unheard: set[Ranks] = set()  # ranks not heard since a process was replaced: it may be a restart of all
+        self._why: dict[str, tuple[str, str]] = {}  # what all that wait are told, worked out once a tick
+        self._now = 0.0
+        self.released_upto = 0
+        """Steps below are returned by every rank and forgotten."""
+        self.formed_upto = 0
+        self.end: End | None = None
+        self.draining = False
+
+    def finish(self, num_steps: int, chain: bytes) -> list[Effect]:
+        """No step follows in this round."""
+        self.end = End(feed=self._feed, lineage=self.lineage, num_steps=num_steps, chain=chain)
+        return self._serve_all()
+
+    def chain_of(self, step: int) -> bytes:
+        """Digest of all steps before ``step``; empty where it is not known, and of step 0."""
+        return self._chains.get(step, b"")
+
+    @property
+    def lineage(self) -> int:
+        """Of the steps that are served."""
+        return self._steps.lineage
+
+    @lineage.setter
+    def lineage(self, lineage: int) -> None:
+        self._steps.lineage = lineage
+
+    @property
+    def cost_max_over_mean(self) -> float:
+        """Of the packs that run at the same moment, mean over the steps dealt."""
+        return self._steps.cost_max_over_mean
+
+    @property
+    def joined(self) -> bool:
+        """An attempt is served: every rank that reads was ready for it; some may have left since."""
+        return bool(self._returned) and bool(self._seats.held)
+
+    @property
+    def slowest(self) -> str:
+        """The rank that has returned the fewest steps, for a person."""
+        held = self._seats.held
+        if not self._returned or not held:
+            return "no rank is attached"
+        ranks = min(self._returned, key=lambda ranks: (self._returned[ranks], ranks in held))
+        if ranks not in held:
+            when = "between two iterations" if self._returned[ranks] == OUT else f"after {self._returned[ranks]} steps"
+            return f"{rank_name(ranks)} left {when}: start it again"
+        return f"rank {held[ranks].mesh} at {held[ranks].where} has returned {self._returned[ranks]} steps"
+
+    def stats(self) -> list[dict[str, object]]:
+        """One row a reader: rank, where, progress and its own figures."""
+        rows: list[dict[str, object]] = []
+        for ranks, reader in sorted(self._seats.held.items()):
+            row: dict[str, object] = dict(zip(("dp_rank", "cp_rank", "tp_rank", "pp_rank"), ranks, strict=True))
+            done = self._returned[ranks] if reader.entered else 0
+            row |= {"where": reader.where, "round": reader.round, "done_upto": done, "have_upto": reader.have_upto}
+            rows.append(row | {"silent_s": round(self._now - reader.heard, 3), "stats": reader.stats})
+        return rows
+
+    def _keep(self, step: Step, skipped: bool) -> None:
+        self._steps.add(step, skipped)
+        self.formed_upto = step.number + 1
+
+    def _forget_all(self, step: int) -> list[Effect]:
+        """Nothing is kept; ``step`` is the next to be formed."""
+        gone = [self._steps.forget(number) for number in range(self.released_upto, self.formed_upto)]
+        self.released_upto = self.formed_upto = step
+        self.end = None
+        return [Release(handles) for handles in gone]
+
+    def _heard(self, reader: Reader) -> list[Effect]:
+        """It lives, so it has not gone back."""
+        if reader.mesh.ranks not in self._unheard:
+            return []
+        self._unheard.remove(reader.mesh.ranks)
+        return self._release()
+
+    def _get(self, reader: Reader, message: Get) -> list[Effect]:
+        reader.want_stop = max(reader.want_stop, min(message.stop, message.start + MAX_AHEAD))
+        if message.resend > reader.resend:
+            reader.resend = message.resend
+            furthest = max(self.formed_upto, self._returned[reader.mesh.ranks])
+            reader.sent_upto = max(min(message.start, furthest), self.released_upto)
+        return self._note_done(reader, message.done_upto) + self._serve(reader)
+
+    def _ping(self, reader: Reader, message: ReaderPing) -> list[Effect]:
+        reader.have_upto = max(reader.have_upto, message.have_upto)
+        reader.stats = message.stats
+        return self._note_done(reader, message.done_upto) + self._wait_for_step(reader)
+
+    def _note_done(self, reader: Reader, done_upto: int) -> list[Effect]:
+        done_upto = min(done_upto, reader.sent_upto)
+        if done_upto <= self._returned[reader.mesh.ranks]:
+            return []
+        self._returned[reader.mesh.ranks] = done_upto
+        return self._release()
+
+    def _release(self) -> list[Effect]:
+        """Forget the steps that every rank has returned; what one may still ask for again is kept."""
+        last = OUT if self.end is None else self.end.num_steps
+        if not self.joined or any(self._returned[ranks] < last for ranks in self._unheard):
+            return []
+        least = min(self._returned.values())
+        upto = self.released_upto if least == OUT else min(self.formed_upto, least)  # where all are out, nobody reads
+        effects: list[Effect] = [Release(self._steps.forget(n)) for n in range(self.released_upto, upto)]
+        self.released_upto = max(self.released_upto, upto)
+        return effects
+
+    def _serve_all(self) -> list[Effect]:
+        return [e for reader in self._seats for e in self._serve(reader)]
+
+    def _serve(self, reader: Reader) -> list[Effect]:
+        """All that the reader wants and that is there."""
+        if not reader.entered:
+            return []
+        effects: list[Effect] = []
+        while reader.sent_upto < min(reader.want_stop, self.formed_upto):
+            number = max(reader.sent_upto, self.released_upto)
+            effects += self._send_step(reader, number)
+            reader.sent_upto = number + 1
+        if self.end is not None and reader.sent_upto >= self.end.num_steps:
+            effects += self._send(reader, self.end)
+        elif self.draining and reader.sent_upto >= self.formed_upto:
+            effects += self._send(reader, Bye(reason="the broker is stopping"))
+        return effects
+
+    def _send_step(self, reader: Reader, number: int) -> list[Effect]:
+        effects: list[Effect] = []
+        mesh = reader.mesh
+        for plan, packs in self._steps.parts(number, mesh):
+            envelope = self._envelope(plan, reader.fence)
+            shard = SendShard(
+                reader.peer, envelope, packs, plan.frames, self._rules, self._layout, mesh.cp, mesh.cp_rank
+            )  # fmt: skip
+            effects.append(shard if plan.micro_batches else SendTrainer(reader.peer, envelope))
+        return effects
+
+    def _wait_for_step(self, reader: Reader) -> list[Effect]:
+        """What the reader's next step waits for, if it asked for one that is not there."""
+        if reader.sent_upto >= reader.want_stop:
+            return []
+        if self.end is not None and reader.sent_upto >= self.end.num_steps:
+            return self._send(reader, self.end)
+        if reader.sent_upto < self.formed_upto:
+            return self._serve(reader)
+        if "step" not in self._why:
+            self._why["step"] = self._waiting_for()
+        reason, detail = self._why["step"]
+        return self._send(reader, Wait(feed=self._feed, step=reader.sent_upto, reason=reason, detail=detail[:2000]))
+
+    def _envelope(self, message: Message, fence: int) -> Envelope:
+        return Envelope(run=self._run, epoch=self.epoch, fence=fence, message=message)
+
+    def _send(self, reader: Reader, message: Message) -> list[Effect]:
+        return [SendTrainer(reader.peer, self._envelope(message, reader.fence))]
