@@ -207,10 +207,9 @@ def _readers(feed: Feed) -> list[Snapshot]:
 
 def _streams(core: Broker, feed: Feed) -> list[Snapshot]:
     rows = []
-    first = feed.origin
+    books = core.leases.books
     for stream, counts in zip(feed.rules.streams, feed.admission.counts, strict=True):
-        ended = sum(intake.ended for intake in core.leases.intakes[first : first + stream.partitions])
-        first += stream.partitions
+        ended = sum(books.intakes[p].ended for p in books.partitions(stream.name))
         rows.append(
             {
                 "stream": stream.name,

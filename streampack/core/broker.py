@@ -113,7 +113,7 @@ class Broker:
                 effects += self._moved(feed, feed.readers.tick(event.now))
             return effects
         if isinstance(event, WasCut):
-            self.leases.forget_below(event.first_lsn)
+            self.leases.books.forget_below(event.first_lsn)
             for feed in self.feeds.values():
                 feed.history.forget_below(event.first_lsn)
             return []
@@ -131,7 +131,7 @@ class Broker:
         if isinstance(record, Base):
             self._recover_base(record)
         elif isinstance(record, SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded):
-            self.leases.recover(lsn, record)
+            self.leases.books.recover(lsn, record)
         else:
             self.feeds[record.feed].recover(lsn, record)  # type: ignore[attr-defined]  # all others are of a feed
 
@@ -146,7 +146,7 @@ class Broker:
         for name, facts in base.feeds.items():
             self.feeds[name].recover_facts(facts, base.released.get(name, 0))
         for stream, known in base.streams.items():
-            self.leases.learn(stream, known)
+            self.leases.books.learn(stream, known)
 
     def begin(self) -> list[Effect]:
         """Begin to work: where the log, if there is one, ends."""
@@ -163,7 +163,7 @@ class Broker:
         """What must survive when the records before it go."""
         return Base(
             run=self.run, run_name=self.run_name, epoch=self.epoch,
-            feeds={name: feed.history.facts() for name, feed in self.feeds.items()}, streams=self.leases.facts(),
+            feeds={name: feed.history.facts() for name, feed in self.feeds.items()}, streams=self.leases.books.facts(),
             released={name: feed.readers.released_upto for name, feed in self.feeds.items()},
         )  # fmt: skip
 

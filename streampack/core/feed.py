@@ -116,14 +116,13 @@ class Feed:
     ) -> None:  # fmt: skip
         self.plan, self.name, self.rules = plan, plan.name, plan.rules
         self._max_sample_tokens, self._steps_ahead = max_sample_tokens, steps_ahead
-        self._table, self._leases, self._journal = table, leases, journal
+        self._table, self._leases, self._books, self._journal = table, leases, leases.books, journal
         rules = plan.rules
         self.history = History(rules, sum(stream.partitions for stream in rules.streams))
         self.admission = Admission(
             terms_of(rules), rules.tokens, rules.fields, max_sample_tokens, table, merge_of(rules)
         )  # fmt: skip
-        self.origin = leases.open(plan.name, rules, self.admission, self.history)
-        """Its first partition's number in ``leases``."""
+        leases.open(plan.name, rules, self.admission, self.history)
         self.readers = Readers(
             run, epoch, plan.name, rules, plan.layout, table, self.waiting_for, self.rewind, self.state_of, self.commit,
         )  # fmt: skip
@@ -171,7 +170,10 @@ class Feed:
         if self._room() <= 0:
             return "memory", f"the arena is full: {self.readers.slowest}"
         if self._blocked is not None:
-            return "stream", f"no sample has come from {self._leases.describe(self.origin + self._blocked)}"
+            return (
+                "stream",
+                f"no sample has come from {self._leases.describe(self._books.of_feed(self.name)[self._blocked])}",
+            )
         return "forming", "the step is being packed"
 
     def advance(self) -> list[Effect]:
@@ -203,7 +205,7 @@ class Feed:
         for effect in effects:
             if isinstance(effect, Release):
                 self.held_tokens -= int(self._table.length[effect.handles].sum())
-                self._leases.forget(effect.handles)
+                self._books.forget(effect.handles)
                 self._table.free(effect.handles)
         return effects
 
@@ -216,7 +218,7 @@ class Feed:
             self._blocked = taken.blocked
             if not len(taken.moved):
                 break
-            effects += self._leases.merged(self.origin, taken.moved)
+            effects += self._leases.merged(self.name, taken.moved)
             self.former.admit(taken.handles, taken.lengths)
             self.held_tokens += int(taken.lengths.sum())
             effects += self._change()
@@ -248,13 +250,13 @@ class Feed:
             self._applied += 1
             self.held_tokens += int(self._table.length[dropped].sum())
             effects += [Release(dropped)] if len(dropped) else []
-            effects += self._leases.remove(self.origin, change.rules)
+            effects += self._leases.remove(self.name, change.rules)
         return effects
 
     def _stop(self) -> list[Effect]:
         """A stream has stopped the feed: let go of what the others hold, and ask for no more of it."""
         handles = self._drop_waiting()
-        return [*([Release(handles)] if len(handles) else []), *self._leases.close(self.origin)]
+        return [*([Release(handles)] if len(handles) else []), *self._leases.close(self.name)]
 
     def _drop_waiting(self) -> I64:
         """What waits for the merge, int64 [n]: no longer there, and counted as merged until it is released."""
@@ -306,7 +308,7 @@ class Feed:
         self._since_snapshot = 0
         if self.former.next_step <= self.history.last_snapshot:
             return []
-        floors = self._leases.floors(self.origin, self.former.held())
+        floors = self._books.floors(self.name, self.former.held())
         taken = msgspec.structs.replace(
             snapshot(self.rules, self.admission.merge, self.former, floors), lineage=self.history.lineage,
             changes=list(self.history.changes), applied=self._applied, skips=list(self.history.skips),
@@ -348,7 +350,7 @@ class Feed:
     def hand_out(self) -> list[Effect]:
         """Give the readers what is safe and whole; steps before the one that was gone to have been served."""
         effects: list[Effect] = []
-        absent = self._leases.absent
+        absent = self._books.absent
         while self._formed and self._formed[0][0] < self._journal.safe_upto:
             step = self._formed[0][1]
             if step is None:
@@ -372,7 +374,7 @@ class Feed:
         if self.plan.discards and step < self.history.num_steps:
             history = self.history
             for place in history.since(step):
-                effects += self._leases.discard(self.origin, place)
+                effects += self._books.discard(self.name, place)
             why = f"trainers went back to step {step} from {history.num_steps}, and what was pushed since is dropped"
             began = LineageBegan(feed=self.name, lineage=history.lineage + 1, step=step, why=why)
             effects += [*self._journal.append(began), Report("warning", f"feed {self.name!r}: {why}")]
@@ -440,7 +442,7 @@ class Feed:
                     merge.script(place.partition, place.base_seq, place.count)
         held = self.former.held()
         self.held_tokens += int(self._table.length[held].sum())
-        return effects + self._leases.go_to(self.origin, floors, held) + self._leases.remove(self.origin, rules)
+        return effects + self._leases.go_to(self.name, floors, held) + self._leases.remove(self.name, rules)
 
     def _adopt(self, taken: Snapshot) -> list[Effect]:
         """Record what a checkpoint knows of changes and this broker, whose log is another, does not."""

@@ -6,24 +6,21 @@ session at the next sample that is missing; messages of an older session or of a
 change nothing. A producer that breaks the protocol, or says that it must stop, loses its leases,
 and what it said is what the trainers then wait for. When a feed goes back to its first sample, so
 do its partitions, each in a new session: chunks still on their way are of an old one. Knows
-partitions by number (``p``), numbered through over all feeds; knows nothing of packs.
+partitions by number (``p``), numbered through over all feeds; what was taken of each is in their ``books``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from streampack.core.admission import Admission, StreamTerms, lengths_of, terms_of
-from streampack.core.arrival import Arrival
-from streampack.core.effects import Recall, Recalled, SendProducer, Store
+from streampack.core.admission import Admission, lengths_of
+from streampack.core.books import Books
+from streampack.core.effects import Recalled, SendProducer
 from streampack.core.events import Effect, Report
-from streampack.core.history import ChunkPlace, History
+from streampack.core.history import History
 from streampack.core.intake import MAX_UNMERGED, Intake
 from streampack.core.journal import Journal
 from streampack.core.messages import (
-    OVERLONG,
     WRONG_SIDE,
     Attach,
     Bye,
@@ -45,16 +42,8 @@ from streampack.core.messages import (
     Sent,
     Who,
 )
-from streampack.core.records import (
-    BatchMarked,
-    ChunkAdmitted,
-    PartitionEnded,
-    SamplesRejected,
-    SourceAccepted,
-    StreamFacts,
-)
 from streampack.core.rules import Rules
-from streampack.core.samples import I64, index_of
+from streampack.core.samples import I64
 from streampack.core.snapshot import Floor
 
 REPEAT_S = 1.0
@@ -77,67 +66,37 @@ class _Producer:
     heard: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """A stream of a feed: ``number`` among the feed's, ``first`` its first partition, ``origin`` its feed's."""
-
-    feed: str
-    terms: StreamTerms
-    admission: Admission
-    rules: Rules
-    history: History
-    number: int
-    first: int
-    origin: int
-
-    @property
-    def in_order(self) -> bool:
-        """Is the order in which its chunks came recorded?"""
-        return self.rules.merge == "arrival"
-
-
 class Leases:
-    """Every partition's books and holder; ``open`` adds a feed's, before the first producer comes."""
+    """Every partition's holder, beside its ``books``."""
 
     def __init__(
         self, run: int, epoch: int, quota_tokens: int, max_sample_tokens: int, max_chunk_bytes: int, journal: Journal
     ) -> None:  # fmt: skip
         self._run, self.epoch, self._journal = run, epoch, journal
-        self._quota_tokens = quota_tokens
         self._max_sample_tokens, self._max_chunk_bytes = max_sample_tokens, max_chunk_bytes
-        self._streams: dict[str, _Stream] = {}
-        self._stream_of: list[_Stream] = []
-        self.intakes: list[Intake] = []
+        self.books = Books(run, quota_tokens, journal)
         self._holder: list[str | None] = []
         self._granted: list[tuple[int, int]] = []  # samples and bytes, as last said
         self._producers: dict[str, _Producer] = {}
         self._by_peer: dict[bytes, str] = {}
-        self._digests: dict[str, str] = {}
         self._sessions = 0
         self._now = 0.0
         self._repeated = 0.0
         self._drained = False
         self._done = False
         self._claims: dict[str, float] = {}  # when producers first named a partition that another holds
-        self.absent: dict[int, tuple[int, int]] = {}
-        """Handles of samples that are known and whose payload is to come again: (partition, sequence number)."""
         self._failed: dict[int, str] = {}  # why the last holder of a partition stopped, until samples come again
         self.refused = 0
         """Messages that broke the protocol."""
         self.vanished = 0
         """Producers that were gone without a goodbye: silent, or followed by another process of their name."""
 
-    def open(self, feed: str, rules: Rules, admission: Admission, history: History) -> int:
-        """Add the streams of ``feed``, whose samples ``admission`` takes; the number of its first partition."""
-        origin = len(self.intakes)
-        for number, terms in enumerate(terms_of(rules)):
-            stream = _Stream(feed, terms, admission, rules, history, number, len(self.intakes), origin)
-            self._streams[terms.name] = stream
-            self._stream_of += [stream] * terms.partitions
-            self.intakes += [self._intake(rules) for _ in range(terms.partitions)]
-        self._holder += [None] * (len(self.intakes) - origin)
-        self._granted += [(0, 0)] * (len(self.intakes) - origin)
-        return origin
+    def open(self, feed: str, rules: Rules, admission: Admission, history: History) -> None:
+        """Add the streams of ``feed`` that are not there yet, whose samples ``admission`` takes."""
+        self.books.open(feed, rules, admission, history)
+        more = len(self.books.intakes) - len(self._holder)
+        self._holder += [None] * more
+        self._granted += [(0, 0)] * more
 
     # What comes in
 
@@ -189,109 +148,45 @@ class Leases:
         peers = [producer.peer for producer in self._producers.values()]
         return [e for peer in peers for e in self._send(peer, _FAREWELL)]
 
-    def merged(self, origin: int, moved: I64) -> list[Effect]:
-        """The merge of the feed at ``origin`` has taken samples of its partitions ``moved``: widen their credits."""
+    def merged(self, feed: str, moved: I64) -> list[Effect]:
+        """The merge of ``feed`` has taken samples of its partitions ``moved``: widen their credits."""
         effects: list[Effect] = []
-        merge = self._stream_of[origin].admission.merge
+        every = self.books.of_feed(feed)
         for mine in moved.tolist():
-            intake = self.intakes[origin + mine]
+            p = every[mine]
+            intake, merge = self.intakes[p], self.books.stream_of[p].admission.merge
             intake.merged_seq = int(merge.merged_samples[mine])
             intake.merged_tokens = int(merge.merged_tokens[mine])
-            effects += self._flow(origin + mine) + self._pull(origin + mine)
+            effects += self._flow(p) + self._pull(p)
         return effects
 
-    def close(self, origin: int) -> list[Effect]:
-        """The feed at ``origin`` has ended before its streams: take no more of any."""
-        effects: list[Effect] = []
-        for p in self._of_feed(origin):
-            intake = self.intakes[p]
-            intake.merged_tokens = intake.kept_tokens  # what waited is dropped
-            if not intake.ended:
-                intake.closed = True
-                effects += self._flow(p, repeat=True)
-        return effects
+    def close(self, feed: str) -> list[Effect]:
+        """``feed`` has ended before its streams: take no more of any."""
+        return [e for p in self.books.of_feed(feed) for e in self._close(p)]
 
-    def remove(self, origin: int, rules: Rules) -> list[Effect]:
+    def remove(self, feed: str, rules: Rules) -> list[Effect]:
         """Streams of weight 0 are wanted no more; what waited of them is dropped."""
-        gone = [number for number, stream in enumerate(rules.streams) if not stream.weight]
-        effects: list[Effect] = []
-        for p in self._of_feed(origin) if gone else ():
-            intake = self.intakes[p]
-            if self._stream_of[p].number in gone:
-                intake.merged_tokens = intake.kept_tokens
-                if not intake.ended:
-                    intake.closed = True
-                    effects += self._flow(p, repeat=True)
-        return effects
+        gone = [stream.name for stream in rules.streams if not stream.weight]
+        return [e for name in gone for p in self.books.partitions(name) for e in self._close(p)]
 
-    def discard(self, origin: int, place: ChunkPlace) -> list[Effect]:
-        """Samples that were pushed are dropped: counted, and no longer anybody's."""
-        p, stream = origin + place.partition, self._stream_of[origin + place.partition]
-        if not stream.terms.pushed:
+    def _close(self, p: int) -> list[Effect]:
+        intake = self.intakes[p]
+        intake.merged_tokens = intake.kept_tokens  # what waited is dropped
+        if intake.ended:
             return []
-        seqs = np.arange(place.base_seq, place.stop_seq)
-        indices = np.asarray(index_of(seqs, p - stream.first, stream.terms.partitions), "<u8")
-        return self._journal.append(
-            SamplesRejected(stream=stream.terms.name, indices_u64=indices.tobytes(), reasons={"discarded": place.count})
-        )
+        intake.closed = True
+        return self._flow(p, repeat=True)
 
-    def go_to(self, origin: int, floors: list[Floor], held: I64) -> list[Effect]:
-        """The feed at ``origin`` has gone to another place: its merge says how far, ``held`` are the handles of
-        samples, int64 [n], whose payload is wanted again, from ``floors`` on, one a partition."""
-        mine = self._of_feed(origin)
-        merge = self._stream_of[origin].admission.merge
-        self.forget(held, origin)
+    def go_to(self, feed: str, floors: list[Floor], held: I64) -> list[Effect]:
+        """``feed`` has gone to another place (``Books.go_to``): its partitions are read from there, in new sessions."""
+        self.books.go_to(feed, floors, held)
+        mine = self.books.of_feed(feed)
         for p in mine:
-            self.intakes[p].go_to(
-                floors[p - origin], int(merge.merged_samples[p - origin]), int(merge.merged_tokens[p - origin])
-            )
             self._failed.pop(p, None)
-        self._await(origin, held)
-        for p in mine:
             self._begin(p)
-            intake = self.intakes[p]
-            whole = intake.known_total is not None and intake.expected_seq >= intake.known_total
-            if whole and not intake.behind:
-                intake.total = intake.known_total
-                merge.end(p - origin)
         moved, effects = self._share_out()
         effects += [e for p in sorted({*mine, *moved}) for e in self._lease(p)]
         return effects + [e for p in mine for e in self._pull(p)]
-
-    def _await(self, origin: int, held: I64) -> None:
-        """Note which samples' payload is to come again; a partition that has ended, and has none of them, is done."""
-        table = self._stream_of[origin].admission.table
-        rows = zip(held.tolist(), table.stream[held].tolist(), table.index[held].tolist(), strict=True)
-        of = [stream for stream in self._streams.values() if stream.origin == origin]
-        for handle, number, index in rows:
-            stream = of[number]
-            p, seq = stream.first + index % stream.terms.partitions, index // stream.terms.partitions
-            self.intakes[p].awaited.setdefault(seq, []).append(handle)
-            self.absent[handle] = (p, seq)
-
-    def forget(self, handles: I64, origin: int | None = None) -> None:
-        """Samples that are released need no payload any more; with ``origin`` none of that feed's does."""
-        if origin is not None:
-            mine = self._of_feed(origin)
-            self.absent = {handle: at for handle, at in self.absent.items() if at[0] not in mine}
-        for handle in handles.tolist() if self.absent else ():
-            p, seq = self.absent.pop(handle, (-1, 0))
-            if p >= 0 and seq in self.intakes[p].awaited:
-                left = [other for other in self.intakes[p].awaited[seq] if other != handle]
-                self.intakes[p].awaited[seq] = left
-
-    def floors(self, origin: int, held: I64) -> list[Floor]:
-        """Where each partition of the feed at ``origin`` is read again from, so that the samples ``held`` (handles,
-        int64 [n]) and all that are not merged come."""
-        first = self._stream_of[origin]
-        table, merge = first.admission.table, first.admission.merge
-        lowest = np.array(merge.merged_samples)
-        number, index = table.stream[held].astype(np.int64), table.index[held]
-        of = [stream for stream in self._streams.values() if stream.origin == origin]
-        firsts = np.array([stream.first - origin for stream in of])
-        counts = np.array([stream.terms.partitions for stream in of])
-        np.minimum.at(lowest, firsts[number] + index % counts[number], index // counts[number])
-        return [self.intakes[origin + mine].floor(seq) for mine, seq in enumerate(lowest.tolist())]
 
     def safe(self, upto: int) -> list[Effect]:
         """Records below ``upto`` are safe: tell those who keep what they push until then."""
@@ -300,79 +195,29 @@ class Leases:
 
     def recalled(self, event: Recalled) -> list[Effect]:
         """A chunk of a pushed partition, out of the log."""
-        record = event.record
-        assert isinstance(record, ChunkAdmitted)
-        p = self._partition(record.stream, record.partition)
-        if p is None or not self.intakes[p].recalling:
-            return []
-        intake = self.intakes[p]
-        intake.recalling = False
-        message = Samples(
-            stream=record.stream, partition=record.partition, base_seq=record.base_seq, lengths_u32=record.lengths_u32,
-            crcs_u32=record.crcs_u32, loss_tokens_u32=record.loss_tokens_u32, cursor=record.cursor,
-            rejected=record.rejected, lost_tokens=record.lost_tokens, pass_ended=record.pass_ended,
-        )  # fmt: skip
-        envelope = Envelope(run=self._run, epoch=self.epoch, fence=0, message=message, payload=event.payload)
-        intake.place += 1
-        return self._take(p, envelope, message) + self._pull(p) + self._flow(p, repeat=not intake.behind)
+        p, effects = self.books.recalled(event)
+        return effects if p is None else effects + self._pull(p) + self._flow(p, repeat=not self.intakes[p].behind)
 
-    # What is known of streams
+    def _pull(self, p: int) -> list[Effect]:
+        """Read on in the log, where it has more of a partition; it may end with that."""
+        ended = self.intakes[p].ended
+        effects = self.books.pull(p)
+        return effects + (self._flow(p, repeat=True) if self.intakes[p].ended and not ended else [])
 
-    def facts(self) -> dict[str, StreamFacts]:
-        """What must survive when records of the log go."""
-        return {
-            name: StreamFacts(
-                source_digest=self._digests.get(name, ""),
-                totals=[self.intakes[p].known_total for p in self._partitions(name)],
-            )
-            for name in self._streams
-        }
-
-    def recover(
-        self, lsn: int, record: SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded
-    ) -> None:
-        """A record of the log, before anything else happens."""
-        name = record.stream
-        if isinstance(record, SourceAccepted):
-            self._digests[name] = record.source_digest
-            return
-        if isinstance(record, SamplesRejected):
-            partitions = self._streams[name].terms.partitions
-            for index in np.frombuffer(record.indices_u64, "<u8").tolist():
-                intake = self.intakes[self._streams[name].first + index % partitions]
-                intake.rejected_seq = max(intake.rejected_seq, index // partitions + 1)
-            return
-        p = self._streams[name].first + record.partition
-        intake = self.intakes[p]
-        if isinstance(record, PartitionEnded):
-            intake.known_total = record.total
-            return
-        if isinstance(record, ChunkAdmitted):
-            lengths = np.frombuffer(record.lengths_u32, "<u4")
-            self._note_chunk(p, record.base_seq, len(lengths), int(lengths.sum()), lsn)
-        else:
-            self._note_mark(p, record.number, record.seq, lsn)
-        intake.durable_seq, intake.durable_marks = intake.recorded_seq, intake.num_marks
-
-    def forget_below(self, lsn: int) -> None:
-        """Records below ``lsn`` are gone from the log."""
-        for intake in self.intakes:
-            gone = sum(place.lsn < lsn for place in intake.places)
-            del intake.places[:gone]
-            intake.place = max(intake.place - gone, 0)
-
-    def learn(self, stream: str, facts: StreamFacts) -> None:
-        """What an earlier broker has found out of a stream."""
-        if facts.source_digest:
-            self._digests[stream] = facts.source_digest
-        for p, total in zip(self._partitions(stream), facts.totals, strict=False):
-            self.intakes[p].known_total = total
+    def _settle(self, p: int) -> list[Effect]:
+        """What was appended may be safe already: without a log, or in one that is only to survive a kill."""
+        return self._flow(p, repeat=True) if self.intakes[p].safe(self._journal.safe_upto) else []
 
     def dismiss(self, done: bool) -> list[Effect]:
         """Whether nobody will ask for samples again, so that producers may go."""
         tell, self._done = done and not self._done, done
         peers = [producer.peer for producer in self._producers.values()] if tell else []
         return [e for peer in peers for e in self._send(peer, Done())]
+
+    @property
+    def intakes(self) -> list[Intake]:
+        """Every partition's, as in the books."""
+        return self.books.intakes
 
     @property
     def ended(self) -> bool:
@@ -385,7 +230,7 @@ class Leases:
 
     def describe(self, p: int) -> str:
         """Partition ``p`` and who should send it, for a person."""
-        stream, holder = self._stream_of[p], self._holder[p]
+        stream, holder = self.books.stream_of[p], self._holder[p]
         text = f"stream {stream.terms.name!r} partition {p - stream.first} of {stream.terms.partitions}"
         if p in self._failed:
             return f"{text}: {self._failed[p]}"
@@ -397,13 +242,13 @@ class Leases:
 
     def _hello(self, peer: bytes, hello: Hello) -> list[Effect]:
         for offer in hello.offers:
-            if offer.stream not in self._streams:
-                known = ", ".join(self._streams)
+            if offer.stream not in self.books.streams:
+                known = ", ".join(self.books.streams)
                 return self._refuse(peer, "unknown_stream", f"got stream {offer.stream!r}, expected one of: {known}")
             wrong = self._misplaced(offer)
             if wrong:
                 return self._refuse(peer, "partition", wrong)
-            digest = self._digests.get(offer.stream, offer.source_digest)
+            digest = self.books.digests.get(offer.stream, offer.source_digest)
             if digest != offer.source_digest:
                 return self._refuse(
                     peer, "source_digest",
@@ -417,10 +262,7 @@ class Leases:
             return claimed
         effects: list[Effect] = []
         for offer in hello.offers:
-            if self._digests.get(offer.stream) != offer.source_digest:
-                self._digests[offer.stream] = offer.source_digest
-                accepted = SourceAccepted(stream=offer.stream, source_digest=offer.source_digest)
-                effects += self._journal.append(accepted)
+            effects += self.books.accept(offer.stream, offer.source_digest)
         if self._by_peer.get(peer, hello.producer) != hello.producer:
             effects += self._leave(self._by_peer[peer], "its peer took another name")
         known_producer = self._producers.get(hello.producer)
@@ -447,7 +289,7 @@ class Leases:
 
     def _misplaced(self, offer: Offer) -> str:
         """Why a stream cannot be offered so: only one that pushes names its partition."""
-        terms = self._streams[offer.stream].terms
+        terms = self.books.streams[offer.stream].terms
         if terms.pushed and offer.partition is None:
             return (
                 f"got an offer to read stream {offer.stream!r}, expected none: it is pushed, by streampack.Producer: "
@@ -467,7 +309,7 @@ class Leases:
 
         The other keeps them while it is heard; killed, it is silent, and cannot say goodbye.
         """
-        wanted = {self._streams[offer.stream].first + (offer.partition or 0): offer for offer in hello.offers}
+        wanted = {self.books.streams[offer.stream].first + (offer.partition or 0): offer for offer in hello.offers}
         others = {self._holder[p]: offer for p, offer in wanted.items() if offer.partition is not None}
         others = {name: offer for name, offer in others.items() if name not in (None, hello.producer)}
         if not others:
@@ -500,9 +342,12 @@ class Leases:
             if holder == name:
                 self._holder[p] = None
         for offer in producer.offers:  # nothing of it was ever taken: the next producer may read other data
-            offered, stream = any(offer in other.offers for other in self._producers.values()), self._streams[offer]
+            offered, stream = (
+                any(offer in other.offers for other in self._producers.values()),
+                self.books.streams[offer],
+            )
             if not offered and not self._journal.keeps and not stream.admission.counts[stream.number].samples:
-                self._digests.pop(offer, None)
+                self.books.digests.pop(offer, None)
         level = "info" if self.ended or "goodbye" in why else "warning"
         effects: list[Effect] = [Report(level, f"producer {producer.where} left: {why}")]
         moved, last_words = self._share_out()
@@ -515,10 +360,10 @@ class Leases:
         """
         moved: list[int] = []
         effects: list[Effect] = []
-        for stream in self._streams:
+        for stream in self.books.streams:
             able = [name for name, producer in self._producers.items() if stream in producer.offers]
-            mine = self._partitions(stream)
-            if self._streams[stream].terms.pushed:
+            mine = self.books.partitions(stream)
+            if self.books.streams[stream].terms.pushed:
                 moved += self._share_pushed(mine, {self._producers[name].offers[stream]: name for name in able})
                 continue
             open_ = [p for p in mine if not self.intakes[p].ended]
@@ -563,12 +408,12 @@ class Leases:
     # Samples
 
     def _samples(self, name: str, envelope: Envelope, message: Samples) -> list[Effect]:
-        p = self._partition(message.stream, message.partition)
+        p = self.books.partition(message.stream, message.partition)
         if p is None or self._holder[p] != name or envelope.fence != self.intakes[p].session:
             return self._stale(name, envelope.fence, message)
         if self._drained:
             return []
-        intake, stream = self.intakes[p], self._stream_of[p]
+        intake, stream = self.intakes[p], self.books.stream_of[p]
         if intake.closed:
             return self._flow(p, repeat=True)
         refusal = stream.admission.refusal(stream.number, intake, envelope, message)
@@ -576,7 +421,7 @@ class Leases:
             return self._expel(name, *refusal, p)
         lengths = lengths_of(message)
         stop = message.base_seq + len(lengths)
-        if stop <= self._next_seq(p):
+        if stop <= self.books.next_seq(p):
             return self._flow(p, repeat=True)
         fits = intake.fits(stop, int(lengths.sum()) * intake.token_bytes) and not intake.behind
         if message.base_seq > intake.expected_seq or not fits:
@@ -584,110 +429,18 @@ class Leases:
         if stream.terms.pushed and message.base_seq < intake.recorded_seq:
             return self._again(p)  # half of it is in the log
         self._failed.pop(p, None)
-        recorded = self._record(p, envelope, message)
-        return recorded + self._take(p, envelope, message) + self._flow(p)
-
-    def _take(self, p: int, envelope: Envelope, message: Samples) -> list[Effect]:
-        """Admit a chunk that was found good."""
-        intake, stream = self.intakes[p], self._stream_of[p]
-        effects, rejected = stream.admission.admit(stream.number, p - stream.origin, intake, envelope, message)
-        if self.absent:
-            for effect in effects:
-                for handle in effect.handles.tolist() if isinstance(effect, Store) else ():
-                    self.absent.pop(handle, None)
-        rejected = rejected[rejected >= intake.rejected_seq]
-        if len(rejected):
-            intake.rejected_seq = int(rejected[-1]) + 1
-            effects += self._journal.append(self._rejection(p, rejected, message))
-        return effects
-
-    def _record(self, p: int, envelope: Envelope, message: Samples) -> list[Effect]:
-        """Write down when a chunk came, where that decides the order; with its payload where it cannot come again."""
-        intake, stream = self.intakes[p], self._stream_of[p]
-        lengths = lengths_of(message)
-        stop, first = message.base_seq + len(lengths), max(message.base_seq, intake.recorded_seq)
-        if not stream.in_order or first >= stop:
-            return []
-        skip = first - message.base_seq
-        record = ChunkAdmitted(
-            stream=message.stream, partition=message.partition, base_seq=first,
-            lengths_u32=message.lengths_u32[4 * skip :], crcs_u32=message.crcs_u32[4 * skip :],
-            loss_tokens_u32=message.loss_tokens_u32[4 * skip :], cursor=message.cursor,
-            rejected=message.rejected if not skip else {}, lost_tokens=message.lost_tokens if not skip else 0,
-            pass_ended=message.pass_ended,
-        )  # fmt: skip
-        effects = self._journal.append(record, envelope.payload if stream.terms.pushed else ())
-        self._note_chunk(p, first, stop - first, int(lengths[skip:].sum()), self._journal.next_lsn - 1)
-        if stream.terms.pushed:
-            intake.place = len(intake.places)
-            intake.unsafe.append((self._journal.next_lsn - 1, stop, intake.num_marks))
-            effects += self._settle(p)
-        return effects
-
-    def _note_chunk(self, p: int, base_seq: int, count: int, tokens: int, lsn: int) -> None:
-        """A chunk is in the log's order."""
-        intake, stream = self.intakes[p], self._stream_of[p]
-        place = ChunkPlace(p - stream.origin, base_seq, count, lsn, tokens)
-        intake.recorded_seq = base_seq + count
-        if stream.terms.pushed:
-            intake.places.append(place)
-        stream.history.order.append(place)
-
-    def _settle(self, p: int) -> list[Effect]:
-        """What was appended may be safe already: without a log, or in one that is only to survive a kill."""
-        return self._flow(p, repeat=True) if self.intakes[p].safe(self._journal.safe_upto) else []
-
-    def _pull(self, p: int) -> list[Effect]:
-        """Take a pushed partition's next samples out of the log, where there is room for them."""
-        intake, stream = self.intakes[p], self._stream_of[p]
-        merge = stream.admission.merge
-        while intake.behind and not intake.recalling:
-            place = intake.places[intake.place]
-            if place.mark >= 0:
-                if isinstance(merge, Arrival) and place.mark >= merge.marks[p - stream.origin]:
-                    merge.end_pass(p - stream.origin)
-            elif place.lost and place.stop_seq > max(intake.expected_seq, intake.known_seq):
-                begin = max(place.base_seq, intake.known_seq)
-                none = np.zeros(place.stop_seq - begin, np.int64)
-                merge.push(p - stream.origin, none - 1, none, none)
-                intake.expected_seq = place.stop_seq
-            elif place.stop_seq > intake.expected_seq:
-                waiting = intake.kept_tokens - intake.merged_tokens + place.tokens
-                if waiting * intake.token_bytes > intake.quota_bytes or place.stop_seq > intake.grant_seq:
-                    return []
-                intake.expected_seq = place.base_seq
-                intake.recalling = True
-                return [Recall(stream.feed, place.lsn)]
-            intake.place += 1
-        if stream.terms.pushed and not intake.behind and intake.total is None and intake.known_total is not None:
-            return self._end(p)
-        return []
-
-    def _next_seq(self, p: int) -> int:
-        """The sample that the holder of a partition is to send next."""
-        intake = self.intakes[p]
-        return intake.recorded_seq if self._stream_of[p].terms.pushed else intake.expected_seq
-
-    def _rejection(self, p: int, rejected: I64, message: Samples) -> SamplesRejected:
-        stream = self._stream_of[p]
-        indices = index_of(rejected, p - stream.first, stream.terms.partitions)
-        reasons = dict(message.rejected)
-        more = len(rejected) - sum(reasons.values())
-        if more > 0:
-            reasons[OVERLONG] = reasons.get(OVERLONG, 0) + more
-        data = np.asarray(indices, "<u8").tobytes()
-        return SamplesRejected(stream=stream.terms.name, indices_u64=data, reasons=reasons)
+        return self.books.take(p, envelope, message) + self._settle(p) + self._flow(p)
 
     def _eos(self, name: str, session: int, message: Eos) -> list[Effect]:
-        p = self._partition(message.stream, message.partition)
+        p = self.books.partition(message.stream, message.partition)
         if p is None or self._holder[p] != name or session != self.intakes[p].session:
             return self._stale(name, session, message)
         intake = self.intakes[p]
         if intake.closed:
             return self._flow(p, repeat=True)
-        if message.total > self._next_seq(p):
+        if message.total > self.books.next_seq(p):
             return self._again(p)
-        taken = max(self._next_seq(p), intake.known_seq)
+        taken = max(self.books.next_seq(p), intake.known_seq)
         if message.total < taken or message.total != (
             message.total if intake.known_total is None else intake.known_total
         ):
@@ -697,55 +450,26 @@ class Leases:
                 f"stream {message.stream!r} partition {message.partition}: got an end after {message.total} samples, "
                 f"expected {expected}: the files have changed", p,
             )  # fmt: skip
-        effects: list[Effect] = []
-        if intake.known_total is None:
-            intake.known_total = message.total
-            ended = PartitionEnded(stream=message.stream, partition=message.partition, total=message.total)
-            effects = self._journal.append(ended)
-        if intake.behind:
-            return effects + self._flow(p, repeat=True)
-        return effects + self._end(p)
-
-    def _end(self, p: int) -> list[Effect]:
-        """All of a partition is taken."""
-        intake, stream = self.intakes[p], self._stream_of[p]
-        intake.total = intake.known_total
-        stream.admission.merge.end(p - stream.origin)
-        return self._flow(p, repeat=True)
+        return self.books.end(p, message.total) + self._flow(p, repeat=True)
 
     def _mark(self, name: str, session: int, message: Mark) -> list[Effect]:
         """A batch of a pushed partition has ended."""
-        p = self._partition(message.stream, message.partition)
+        p = self.books.partition(message.stream, message.partition)
         if p is None or self._holder[p] != name or session != self.intakes[p].session:
             return self._stale(name, session, message)
-        intake, stream = self.intakes[p], self._stream_of[p]
+        intake, stream = self.intakes[p], self.books.stream_of[p]
         if not stream.terms.pushed or message.number < intake.num_marks:
             return self._flow(p, repeat=True)
         if message.number > intake.num_marks or message.seq != intake.recorded_seq:
             return self._again(p)
-        record = BatchMarked(
-            stream=message.stream, partition=message.partition, number=message.number, seq=message.seq,
-            batch=message.batch,
-        )  # fmt: skip
-        effects = self._journal.append(record)
-        lsn = self._journal.next_lsn - 1
-        self._note_mark(p, message.number, message.seq, lsn)
-        intake.unsafe.append((lsn, intake.recorded_seq, intake.num_marks))
-        return effects + self._pull(p) + self._settle(p)
-
-    def _note_mark(self, p: int, number: int, seq: int, lsn: int) -> None:
-        intake, stream = self.intakes[p], self._stream_of[p]
-        place = ChunkPlace(p - stream.origin, seq, 0, lsn, 0, mark=number)
-        intake.num_marks = number + 1
-        intake.places.append(place)
-        stream.history.order.append(place)
+        return self.books.mark(p, message) + self._pull(p) + self._settle(p)
 
     def _sent(self, name: str, session: int, message: Sent) -> list[Effect]:
-        p = self._partition(message.stream, message.partition)
+        p = self.books.partition(message.stream, message.partition)
         if p is None or self._holder[p] != name or session != self.intakes[p].session:
             return self._stale(name, session, message)
         intake = self.intakes[p]
-        lost = message.next_seq > self._next_seq(p) and not self._drained and not intake.closed
+        lost = message.next_seq > self.books.next_seq(p) and not self._drained and not intake.closed
         return self._again(p) if lost else self._flow(p, repeat=True)
 
     def _ping(self, name: str, message: ProducerPing) -> list[Effect]:
@@ -772,11 +496,11 @@ class Leases:
         holder = self._holder[p]
         if holder is None or self._drained:
             return []
-        stream, intake = self._stream_of[p], self.intakes[p]
+        stream, intake = self.books.stream_of[p], self.intakes[p]
         terms = stream.terms
         lease = Lease(
             stream=terms.name, partition=p - stream.first, partitions=terms.partitions,
-            first_seq=self._next_seq(p), cursor=intake.cursor, seed=stream.rules.seed, passes=terms.passes,
+            first_seq=self.books.next_seq(p), cursor=intake.cursor, seed=stream.rules.seed, passes=terms.passes,
             dtype=stream.rules.tokens, fields=stream.rules.fields, overlong=terms.overlong, poison=terms.poison,
             max_sample_tokens=terms.limit if terms.overlong == "error" else self._max_sample_tokens,
             max_chunk_bytes=self._max_chunk_bytes,
@@ -796,9 +520,9 @@ class Leases:
         if not repeat and seq - said_seq < MAX_UNMERGED // 4 and size - said_size < intake.quota_bytes // 4:
             return []
         self._granted[p] = (seq, size)
-        stream = self._stream_of[p]
+        stream = self.books.stream_of[p]
         flow = Flow(
-            stream=stream.terms.name, partition=p - stream.first, expected_seq=self._next_seq(p),
+            stream=stream.terms.name, partition=p - stream.first, expected_seq=self.books.next_seq(p),
             grant_seq=seq, grant_bytes=size, durable_seq=intake.durable_seq, durable_marks=intake.durable_marks,
             ended=intake.ended,
         )  # fmt: skip
@@ -819,22 +543,6 @@ class Leases:
         self.refused += 1
         effects: list[Effect] = [Report("warning", f"refused a producer: {detail}")]
         return effects + self._send(peer, Reject(code=code, detail=detail[:2000]))
-
-    def _partition(self, stream: str, partition: int) -> int | None:
-        known = self._streams.get(stream)
-        if known is None or not 0 <= partition < known.terms.partitions:
-            return None
-        return known.first + partition
-
-    def _partitions(self, stream: str) -> range:
-        first = self._streams[stream].first
-        return range(first, first + self._streams[stream].terms.partitions)
-
-    def _of_feed(self, origin: int) -> list[int]:
-        return [p for p, stream in enumerate(self._stream_of) if stream.origin == origin]
-
-    def _intake(self, rules: Rules) -> Intake:
-        return Intake(self._quota_tokens * rules.token_bytes, rules.token_bytes)
 
     def _send(self, peer: bytes, message: Message, session: int = 0) -> list[Effect]:
         return [SendProducer(peer, Envelope(run=self._run, epoch=self.epoch, fence=session, message=message))]

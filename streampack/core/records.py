@@ -24,11 +24,13 @@ class Record(Struct, frozen=True, kw_only=True):
 
 
 class StreamFacts(Struct, frozen=True, kw_only=True):
-    """What has been found out of a stream: the digest of its source, and the samples of partitions whose end is
-    known (None where it is not)."""
+    """What has been found out of a stream: the digest of its source, and by partition its samples where the end is
+    known (else None), samples and marks that are recorded."""
 
     source_digest: str = ""
     totals: list[int | None] = []
+    recorded: list[int] = []
+    marks: list[int] = []
 
 
 class FeedFacts(Struct, frozen=True, kw_only=True):

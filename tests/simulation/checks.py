@@ -59,7 +59,7 @@ class BrokerChecks:
         for feed in core.feeds.values():
             assert 0 <= feed.held_tokens <= feed.plan.merged_tokens, f"{feed.name} holds more than its share"
         held = sum(feed.held_tokens for feed in core.feeds.values())
-        absent = sum(int(core.table.length[handle]) for handle in core.leases.absent)
+        absent = sum(int(core.table.length[handle]) for handle in core.leases.books.absent)
         assert process.arena.live_tokens == waiting + held - absent, "the books differ from the arena"
 
     def granted(self, stream: str, partition: int, session: int) -> tuple[int, int]:
@@ -69,7 +69,7 @@ class BrokerChecks:
     def _is_stale(self, event: FromProducer) -> bool:
         message, envelope = event.envelope.message, event.envelope
         if isinstance(message, Samples | Eos):
-            p = self._core.leases._partition(message.stream, message.partition)
+            p = self._core.leases.books.partition(message.stream, message.partition)
             assert p is not None
             return (envelope.epoch, envelope.fence) != (self._core.epoch, self._core.leases.intakes[p].session)
         return envelope.epoch < self._core.epoch and not isinstance(message, Hello | Bye)

@@ -112,7 +112,7 @@ def a_step_is_dealt_anew_each_time_it_is_read(patch: Patch) -> None:
 def samples_of_an_old_session_are_taken(patch: Patch) -> None:
     def receive(original: Any, self: Leases, peer: bytes, envelope: Envelope, now: float) -> Any:
         if isinstance(envelope.message, Samples | Eos):
-            p = self._partition(envelope.message.stream, envelope.message.partition)
+            p = self.books.partition(envelope.message.stream, envelope.message.partition)
             assert p is not None
             envelope = _changed(envelope, fence=self.intakes[p].session)
         return original(self, peer, envelope, now)
@@ -237,7 +237,7 @@ def a_gap_is_not_asked_for(patch: Patch) -> None:
 @mutant("go-back-N")
 def a_chunk_is_taken_whatever_its_number(patch: Patch) -> None:
     def samples(original: Any, self: Leases, name: str, envelope: Envelope, message: Samples) -> Any:
-        p = self._partition(message.stream, message.partition)
+        p = self.books.partition(message.stream, message.partition)
         assert p is not None
         placed = msgspec.structs.replace(message, base_seq=self.intakes[p].expected_seq)
         return original(self, name, envelope, placed)
@@ -308,19 +308,19 @@ def a_client_takes_the_steps_of_any_iteration(patch: Patch) -> None:
 
 @mutant("rounds")
 def a_feed_does_not_go_back(patch: Patch) -> None:
-    patch.setattr(Feed, "_rewind", lambda self, step, snapshot: [])
+    patch.setattr(Feed, "go_to", lambda self, step, given=None: [])
 
 
 @mutant("rounds")
 def a_feed_goes_back_without_new_sessions(patch: Patch) -> None:
-    def rewind(original: Any, self: Leases, origin: int) -> Any:
+    def go_to(original: Any, self: Leases, feed: str, floors: Any, held: Any) -> Any:
         before = [intake.session for intake in self.intakes]
-        original(self, origin)
+        original(self, feed, floors, held)
         for intake, session in zip(self.intakes, before, strict=True):
             intake.session = session
-        return [e for p in self._of_feed(origin) for e in self._lease(p)]
+        return [e for p in self.books.of_feed(feed) for e in self._lease(p)]
 
-    _wrap(patch, Leases, "rewind", rewind)
+    _wrap(patch, Leases, "go_to", go_to)
 
 
 @mutant("rounds")
