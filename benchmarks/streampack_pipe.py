@@ -62,12 +62,15 @@ class MemorySource:
             yield Batch(tokens, lengths, Cursor(0, 0, sample), {})
 
 
-def run_streampack(seconds: float, endpoint_kind: str = "ipc") -> PipeResult:
-    """Run the service and time what its client gets, as ``run_bare_pipe`` does; same arguments and errors."""
+def run_streampack(seconds: float, endpoint_kind: str = "ipc", state_dir: str | None = None) -> PipeResult:
+    """Run the service and time what its client gets, as ``run_bare_pipe`` does; same arguments and errors.
+
+    The broker keeps its log in ``state_dir``, where one is given.
+    """
     with tempfile.TemporaryDirectory(prefix="streampack-") as folder, Processes() as processes:
         tcp = endpoint_kind == "tcp"
         listen = {side: "tcp://127.0.0.1:*" if tcp else f"ipc://{folder}/{side}" for side in ("producers", "trainers")}
-        broker = processes.start("broker", _broker, listen)
+        broker = processes.start("broker", _broker, listen, state_dir)
         endpoints = processes.receive(broker, START_TIMEOUT_S)
         client = processes.start("client", _client, endpoints["trainers"], seconds)
         for i in range(NUM_PRODUCERS):
@@ -80,10 +83,11 @@ def run_streampack(seconds: float, endpoint_kind: str = "ipc") -> PipeResult:
     return PipeResult(tokens, elapsed, tokens / elapsed, cpu)
 
 
-def _broker(report: Connection, listen: dict[str, str]) -> None:
+def _broker(report: Connection, listen: dict[str, str], state_dir: str | None) -> None:
     keep_freed_memory()
     tree = {
         "listen": listen,
+        "state_dir": state_dir,
         "memory": "256MiB",
         "rules": {"budget": PACK_TOKENS, "step": {"packs": PACKS_PER_STEP}},
         "streams": {"web": {"repeat": True, "partitions": NUM_PRODUCERS}},
