@@ -31,7 +31,7 @@ from tests.soak.job import make_job
 from tests.soak.run import Run, Unfinished
 
 FIRE_S = 50.0
-EVERY_S = 1.4
+EVERY_S = 1.1
 RESUMES = hasattr(client.Client, "load_state_dict")
 
 

@@ -13,8 +13,12 @@ from dataclasses import dataclass, field
 
 from tests.soak.members import Member
 
+ALONE = "broker alone"
+"""The broker, and then nothing for ``QUIET_S``: how long its recovery takes is seen."""
+QUIET_S = 6.0
 ACTS: tuple[tuple[tuple[str, ...], int], ...] = (
-    (("broker",), 24),
+    (("broker",), 21),
+    ((ALONE,), 4),
     (("trainer",), 16),
     (("producer",), 8),
     (("producer's child",), 8),
@@ -64,6 +68,8 @@ class Fire:
         self.wait(now)
         (kinds,) = self._draw.choices([kinds for kinds, _ in ACTS], [weight for _, weight in ACTS])
         stops = self._draw.random() < STOP_SHARE
+        if kinds == (ALONE,):
+            kinds, stops, self.next_at = ("broker",), False, now + QUIET_S
         targets = self._targets(kinds, members)
         if targets:
             self.hits.append(Hit(now, f"{'stop' if stops else 'kill'} {' '.join(kind for kind, _, _ in targets)}"))
