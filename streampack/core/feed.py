@@ -404,15 +404,15 @@ class Feed:
         return [*effects, Recall(self.name, found[1], self._generation)]
 
     def recalled(self, event: Recalled) -> list[Effect]:
-        """The snapshot that was asked for."""
-        record = event.record
-        if (
-            event.generation != self._generation
-            or event.lsn != self._waits_for
-            or not isinstance(record, SnapshotTaken)
-        ):
+        """A snapshot that was asked for: to go there, or for a checkpoint's state."""
+        if not isinstance(event.record, SnapshotTaken):
             return []
-        return self._restore(record.snapshot)
+        taken = event.record.snapshot
+        self.history.keep(taken)
+        effects = self.readers.tell_states()
+        if event.generation == self._generation and event.lsn == self._waits_for:
+            effects += self._restore(taken)
+        return effects
 
     def _let_go(self) -> I64:
         """Forget the place where the feed is; handles, int64 [n], of all that it held."""
@@ -541,12 +541,14 @@ class Feed:
 
     # Checkpoints
 
-    def state_of(self, step: int) -> State | None:
-        """What a checkpoint that begins at ``step`` holds; None where that is not known."""
+    def state_of(self, step: int) -> State | list[Effect]:
+        """What a checkpoint that begins at ``step`` holds; or what is done to know it, nothing where nobody can."""
         found = self.history.nearest(step)
         chain = self.history.chain_after(step - 1) if step else bytes(16)
-        if chain is None or (found is not None and found[2] is None):
-            return None
+        if chain is None:
+            return []
+        if found is not None and found[2] is None:
+            return [Recall(self.name, found[1], self._generation)]
         taken = found[2] if found is not None else None
         if taken is not None:
             changes = [change for change in self.history.changes if change.position >= 0 and change.step <= step]

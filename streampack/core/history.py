@@ -119,6 +119,12 @@ class History:
             floors = [seq for seq, _ in snapshot.floors]
             self._places.append(_Place(snapshot.step, lsn, floors, snapshot if keep else None))
 
+    def keep(self, snapshot: Snapshot) -> None:
+        """Have one that is recorded at hand again."""
+        at = bisect_right(self._places, snapshot.step, key=lambda place: place.step) - 1
+        if at >= 0 and self._places[at].step == snapshot.step:
+            self._places[at].snapshot = snapshot
+
     def nearest(self, step: int) -> tuple[int, int, Snapshot | None] | None:
         """(its step, its record, itself if at hand) of the last snapshot not after ``step``."""
         at = bisect_right(self._places, step, key=lambda place: place.step) - 1

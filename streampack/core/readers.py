@@ -52,17 +52,18 @@ class Readers(Serving):
     """One feed's readers and the steps kept for them.
 
     What the feed does for them: ``waiting_for`` says why the next step is not there, ``rewind`` has it go to a step,
-    from a reader's snapshot if it has none that is nearer, ``state_of`` gives a checkpoint's state, or None where it
-    does not know it yet, and ``commit`` notes that a checkpoint is durable and says so with ``committed``.
+    from a reader's snapshot if it has none that is nearer, ``state_of`` gives a checkpoint's state, or what is
+    done to know it, after which come ``tell_states``, and ``commit`` notes that a checkpoint is durable and says so with ``committed``.
     """
 
     def __init__(
         self, run: int, epoch: int, feed: str, rules: Rules, layout: str, table: SampleTable,
         waiting_for: Callable[[], tuple[str, str]], rewind: Callable[[int, Snapshot | None], list[Effect]],
-        state_of: Callable[[int], State | None], commit: Callable[[int], list[Effect]],
+        state_of: Callable[[int], State | list[Effect]], commit: Callable[[int], list[Effect]],
     ) -> None:  # fmt: skip
         super().__init__(run, epoch, feed, rules, layout, table, waiting_for)
         self._rewind, self._state_of, self._commit = rewind, state_of, commit
+        self._asked: dict[bytes, int] = {}  # a step whose state a peer waits for
         self._commits: dict[bytes, int] = {}  # what a peer waits to hear that it is committed
         self._attempt = 0
         self._told = 0.0
@@ -120,8 +121,8 @@ class Readers(Serving):
         reader = self._seats.at(peer)
         assert reader is not None
         if isinstance(message, AskState):
-            state = self._state_of(message.step)
-            return [] if state is None else self._send(reader, state)
+            self._asked[peer] = message.step
+            return self._tell_state(reader)
         if isinstance(message, Commit):
             self._commits[peer] = message.step
             return self._commit(message.step)
@@ -135,6 +136,17 @@ class Readers(Serving):
         if isinstance(message, ReaderPing):
             return self._heard(reader) + self._ping(reader, message)
         return self._reject(peer, "protocol", f"got {type(message).__name__} from a client")
+
+    def tell_states(self) -> list[Effect]:
+        """What was not at hand may be now."""
+        return [e for peer in list(self._asked) if (reader := self._seats.at(peer)) for e in self._tell_state(reader)]
+
+    def _tell_state(self, reader: Reader) -> list[Effect]:
+        state = self._state_of(self._asked[reader.peer])
+        if isinstance(state, list):
+            return state
+        del self._asked[reader.peer]
+        return self._send(reader, state)
 
     def leave(self, peer: bytes, why: str) -> list[Effect]:
         """A peer has gone, whether or not it was known."""
@@ -242,6 +254,7 @@ class Readers(Serving):
         self._why.clear()
         self._seats.remove(reader)
         self._commits.pop(reader.peer, None)
+        self._asked.pop(reader.peer, None)
         level = "info" if "goodbye" in why else "warning"
         return [Report(level, f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why}")]
 

@@ -126,7 +126,7 @@ def the_golden_ones(golden: Golden, steps: list[sp.Step]) -> bool:
 # Brokers
 
 
-def test_a_broker_killed_anywhere_is_a_pause_and_the_same_bytes(job: Job, golden: Golden) -> None:
+def test_a_broker_killed_anywhere_is_a_pause_and_the_same_bytes_and_states(job: Job, golden: Golden) -> None:
     with ExitStack() as stack:
         broker = stack.enter_context(served(job))
         steps, pauses = [], [0.0]
@@ -134,7 +134,9 @@ def test_a_broker_killed_anywhere_is_a_pause_and_the_same_bytes(job: Job, golden
             for step in loader.steps():
                 pauses[-1] = time.monotonic() - pauses[-1]
                 steps.append(step)
-                if step.index in (0, 12):
+                state = loader.state_dict()
+                assert (state["next_step"], state["chain"]) == (step.index + 1, step.chain)
+                if step.index in (0, 12, 20):
                     broker = start_again(broker)
                     stack.callback(broker.kill)
                 pauses.append(time.monotonic())

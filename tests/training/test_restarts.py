@@ -90,7 +90,7 @@ def test_ranks_of_which_one_is_killed_at_every_step_have_the_same_steps_and_end_
     with streampack.local(files, budget=256, window=32, packs=4, format="numpy") as loader:
         golden = [(step.digest, step.chain) for step in loader.steps()]
     streams = {"data": {"source": "jsonl", "shards": str(files)}}
-    settings = {"rules": RULES | {"align": {"sample": 1, "pack": 1}}, "streams": {"data": {"partitions": 1}}}
+    settings = {"rules": RULES | {"align": {"sample": 1, "pack": 1}}, "streams": {"data": {}}}
     with running_broker(settings) as broker:
         config = write(tmp_path / "p.yaml", {"broker": broker.producers, "processes": 1, "streams": streams})
         with running("producer", "produce", "-c", config):
