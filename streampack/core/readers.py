@@ -52,8 +52,9 @@ class Readers(Serving):
     """One feed's readers and the steps kept for them.
 
     What the feed does for them: ``waiting_for`` says why the next step is not there, ``rewind`` has it go to a step,
-    from a reader's snapshot if it has none that is nearer, ``state_of`` gives a checkpoint's state, or what is
-    done to know it, after which come ``tell_states``, and ``commit`` notes that a checkpoint is durable and says so with ``committed``.
+    from a reader's snapshot if it has none that is nearer, ``state_of`` gives a checkpoint's state, or what is done to
+    know it, which ends with ``tell_states``, and ``commit`` notes that a checkpoint is durable and says so with
+    ``committed``.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class Desk:
         self.rewinds.append((step, snapshot))
         return []
 
-    def _state_of(self, step: int) -> State | None:
+    def _state_of(self, step: int) -> State | list[Effect]:
         return State(feed="train", lineage=0, step=step, chain=chain_of(step), snapshot=None)
 
     def _commit(self, step: int) -> list[Effect]:
