@@ -248,7 +248,7 @@ class Readers(Serving):
         if heard <= claim.since + (RESTART_S if restarts else 0.0):
             return []
         return self._refuse(
-            claim, *(self._too_late(claim, others) if late and not foreign else clash(claim, others[0]))
+            claim, *(self._too_late(claim, others) if restarts and not foreign else clash(claim, others[0]))
         )
 
     def _leave(self, reader: Reader, why: str) -> list[Effect]:

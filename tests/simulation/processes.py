@@ -335,6 +335,8 @@ class ClientProcess(Process):
         self.round, self.done, self.chain = round_, next_step, chain
         self.ended: tuple[int, bytes] | None = None
         self.refused = ""
+        self.replaced = False
+        """Another process has its rank: what it does is of no use, and must do no harm."""
         self._ready: deque[tuple[int, bytes]] = deque()
         self._working = self._through = False
         super().__init__(job.world, self.session)
@@ -357,11 +359,14 @@ class ClientProcess(Process):
         else:
             assert isinstance(effect, Broken), effect
             self.refused = effect.code
-            assert effect.code == "rank_taken", effect
-            self.world.refused(self)
+            assert effect.code == "rank_taken" or (effect.code == "fenced" and self.replaced), effect
+            if self.replaced:
+                self.kill()
+            else:
+                self.world.refused(self)
 
     def _work(self) -> None:
-        if self._working or self._through:
+        if self._working or self._through or self.replaced:
             return
         self._through = self.job.returned(self)
         if self._through or not self._ready:
@@ -385,7 +390,7 @@ class ClientProcess(Process):
 
     def again(self, round_: int) -> None:
         """Begin the iteration after ``round_``, once."""
-        if not self.alive or round_ != self.round:
+        if not self.alive or self.replaced or round_ != self.round:
             return
         if self.frozen:
             self.world.clock.after(TICK_S, self.again, round_)

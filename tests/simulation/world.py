@@ -56,6 +56,8 @@ class World:
         self.disk = None if sync_s is None else Disk(sync_s)
         self.broker = BrokerProcess(self, epoch=5, disk=self.disk)
         self.producers: list[ProducerProcess] = []
+        self._hung: list[ClientProcess] = []
+        """Clients that others have replaced: they may wake up."""
         self._start()
         self._plan_faults()
         self.clock.after(0.0, self._calm)
@@ -128,7 +130,9 @@ class World:
     def refused(self, client: ClientProcess) -> None:
         """The rank is still held by one that is gone: a launcher tries again."""
         client.kill()
-        self.clock.after(3.0, self._start_client, client.job, client.mesh, *client.state())
+        for hung in [other for other in self._hung if other.job is client.job and other.mesh == client.mesh]:
+            hung.kill()
+        self._relaunch(client, 3.0)
 
     # Starting and stopping
 
@@ -163,6 +167,19 @@ class World:
         client = ClientProcess(job, f"reader{self._num_names}", mesh, round_, next_step, chain)
         job.clients[job.rank(client)] = client
 
+    def _relaunch(self, client: ClientProcess, delay_s: float) -> None:
+        """Another process in its place, unless all are begun anew before."""
+        self._launch(client.job, client.mesh, delay_s, *client.state())
+
+    def _launch(self, job: Job, mesh: Mesh, delay_s: float, round_: int, step: int, chain: bytes) -> None:
+        launch = job.launch
+
+        def start() -> None:
+            if launch == job.launch:
+                self._start_client(job, mesh, round_, step, chain)
+
+        self.clock.after(delay_s, start)
+
     def _clients(self) -> list[ClientProcess]:
         return [client for job in self.jobs.values() for client in job.clients.values()]
 
@@ -188,7 +205,7 @@ class World:
     def _plan_faults(self) -> None:
         faults = [
             self._kill_producer, self._stop_producer, self._reconnect, self._outage, self._freeze,
-            self._kill_client, self._kill_broker,
+            self._kill_client, self._replace_client, self._restart_trainers, self._kill_broker,
         ]  # fmt: skip
         chosen = self.rng.sample(faults, self.rng.randint(0, 3))
         if self.rng.random() < 0.25 and self._kill_broker not in chosen:
@@ -260,7 +277,36 @@ class World:
                 client.leave()
             else:
                 client.kill()
-            self.clock.after(self.rng.uniform(0, 0.5), self._start_client, client.job, client.mesh, *client.state())
+            self._relaunch(client, self.rng.uniform(0, 0.5))
+
+    def _replace_client(self) -> None:
+        """One that hangs is replaced, and wakes up later."""
+        alive = [client for client in self._clients() if client.alive and not client.frozen and not client.job.ended]
+        if alive:
+            client, seconds = self.rng.choice(alive), self.rng.uniform(3.0, 9.0)
+            self.note("replaces", client.name, seconds)
+            self.quiet_at = max(self.quiet_at, self.clock.now + seconds)
+            client.replaced = True
+            client.freeze(seconds)
+            self._hung.append(client)
+            self._relaunch(client, self.rng.uniform(0, 0.5))
+
+    def _restart_trainers(self) -> None:
+        """All trainers of a job are killed, and begin again at an earlier step."""
+        jobs = [job for job in self.jobs.values() if job.num_ranks == len(job.clients) > 0 and not job.ended]
+        if not jobs:
+            return
+        job = self.rng.choice(jobs)
+        job.launch += 1
+        round_, done, _ = min(client.state() for client in job.clients.values())
+        step = self.rng.randint(0, done)
+        self.note("restarts", job.feed, round_, step)
+        for client in [*job.clients.values(), *self._hung]:
+            if client.job is job:
+                client.kill()
+        chain = job.reference.steps[step - 1].chain if step else b""
+        for client in list(job.clients.values()):
+            self._launch(job, client.mesh, self.rng.uniform(0, 1), round_, step, chain)
 
     def _kill_broker(self) -> None:
         """Killed, or cut off and alive, and another started with a higher epoch and nothing else.
