@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,14 +34,11 @@ from streampack.core.effects import (
     FromProducer,
     FromTrainer,
     Recall,
-    Recalled,
     Release,
-    Safe,
     SendProducer,
     SendShard,
     SendTrainer,
     Store,
-    WasCut,
 )
 from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.feed import FeedPlan, needed_tokens
@@ -51,10 +47,10 @@ from streampack.core.journal import Journal
 from streampack.core.messages import Envelope
 from streampack.core.packers import packer
 from streampack.core.rules import Rules
-from streampack.errors import ConfigError, InternalError, LogDamaged, WireError
+from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport import Poller, Router, Waker, drain
 from streampack_services.arena import SLACK, Arena, arena_tokens
-from streampack_services.log import Log
+from streampack_services.keeper import Keeper
 from streampack_services.status import Reporter, Snapshot
 
 log = logging.getLogger("streampack.broker")
@@ -137,30 +133,6 @@ def keep_freed_memory() -> None:
         return
 
 
-def open_log(config: BrokerConfig, on_safe: Callable[[], None]) -> Log | None:
-    """The log in ``state_dir``, if there is to be one. Raises UserError where another broker has it, LogDamaged."""
-    if config.state_dir is None:
-        return None
-    return Log.open(Path(config.state_dir), durability=config.safely, on_safe=on_safe)
-
-
-def recover(core: Broker, log_: Log, where: str) -> None:
-    """Tell the core what the log holds. Raises ConfigError for a log of another run or other rules, LogDamaged."""
-    for entry in log_.entries():
-        try:
-            record, _ = wire.decode_record(entry.kind, entry.body)
-        except WireError as error:
-            raise LogDamaged(f"{where}: record {entry.lsn}: {error}") from None
-        try:
-            core.recover(entry.lsn, record)
-        except ValueError as error:
-            raise ConfigError(
-                f"{where}: holds the log of other rules: {error}: put broker.yaml back, or give the run another "
-                f"state_dir"
-            ) from None
-    core.journal.next_lsn = core.journal.safe_upto = log_.next_lsn
-
-
 class BrokerService:
     """One broker; ``run`` serves until it is drained, in the thread that calls it.
 
@@ -173,14 +145,13 @@ class BrokerService:
         self.plan = plan(config)
         capacity = self.plan.capacity
         self._waker = Waker()
-        self.log = open_log(config, self._waker.wake)
-        journal = Journal(self.log is not None)
+        self.keeper = Keeper(config, self._waker.wake) if config.state_dir is not None else None
         self.core = Broker(
             run=config.run_id, epoch=time.time_ns(), feeds=self.plan.feeds, capacity=capacity,
-            steps_ahead=config.steps_ahead, journal=journal, run_name=config.run,
+            steps_ahead=config.steps_ahead, journal=Journal(self.keeper is not None), run_name=config.run,
         )  # fmt: skip
-        if self.log is not None:
-            recover(self.core, self.log, config.state_dir or "")
+        if self.keeper is not None:
+            self.keeper.recover(self.core)
         rules = self.plan.rules
         self.arena = Arena(self.plan.memory_bytes, rules.tokens, self.plan.block_tokens, rules.fields)
         self.started = time.monotonic()
@@ -277,8 +248,8 @@ class BrokerService:
         self._producers.close()
         self._trainers.close()
         self._waker.close()
-        if self.log is not None:
-            self.log.close()
+        if self.keeper is not None:
+            self.keeper.close()
 
     def _done(self) -> bool:
         if self._stop_now or (self._exit_when_finished and self.core.finished):
@@ -339,28 +310,9 @@ class BrokerService:
 
     def _keep_log(self) -> None:
         """Hand over what was appended; say what has become safe."""
-        if self.log is None:
-            return
-        self.log.flush()
         journal = self.core.journal
-        if self.log.safe_upto > journal.safe_upto or self.log.stalled != journal.stalled:
-            self._handle(Safe(self.log.safe_upto, self.log.stalled))
-            self.log.flush()
-
-    def _append(self, effect: Append) -> None:
-        if self.log is not None:
-            self.log.append(effect.record.TYPE, wire.encode_record(effect.record, effect.payload))
-
-    def _cut(self, effect: Cut) -> None:
-        if self.log is not None and self.log.cut(effect.lsn):
-            self._events.append(WasCut(self.log.first_lsn))
-
-    def _recall(self, effect: Recall) -> None:
-        if self.log is None:
-            raise InternalError(f"got a wish for record {effect.lsn} without a log")
-        entry = self.log.read(effect.lsn)
-        record, payload = wire.decode_record(entry.kind, entry.body)
-        self._events.append(Recalled(effect.feed, effect.lsn, record, payload, effect.generation))
+        for event in self.keeper.news(journal.safe_upto, journal.stalled, journal.full) if self.keeper else ():
+            self._handle(event)
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Store):
@@ -375,16 +327,22 @@ class BrokerService:
             self.arena.release(effect.handles)
         elif isinstance(effect, Form):
             self._packing.submit(_choose, effect).add_done_callback(self._wake_formed)
-        elif isinstance(effect, Append):
-            self._append(effect)
-        elif isinstance(effect, Recall):
-            self._recall(effect)
-        elif isinstance(effect, Cut):
-            self._cut(effect)
+        elif isinstance(effect, Append | Recall | Cut):
+            self._perform_on_log(effect)
         elif isinstance(effect, Report):
             log.log(logging.getLevelName(effect.level.upper()), effect.text)
         else:
             raise InternalError(f"got effect {type(effect).__name__}, which nobody performs")
+
+    def _perform_on_log(self, effect: Append | Recall | Cut) -> None:
+        if self.keeper is None:
+            raise InternalError(f"got {type(effect).__name__} without a log")
+        if isinstance(effect, Append):
+            self.keeper.append(effect)
+        elif isinstance(effect, Recall):
+            self._events.append(self.keeper.recall(effect))
+        else:
+            self.keeper.trim(effect.lsn)
 
     def _send_shard(self, effect: SendShard) -> None:
         rules, envelope = effect.rules, effect.envelope

@@ -58,6 +58,17 @@ def _of_feeds(*path: str) -> Callable[[Snapshot], Rows]:
     return lambda snapshot: [((name,), value) for name, feed in snapshot["feeds"].items() for _, value in each(feed)]
 
 
+def _of_log(key: str) -> Callable[[Snapshot], Rows]:
+    """A figure of the log, where there is one; of words whether there are any."""
+
+    def rows(snapshot: Snapshot) -> Rows:
+        figures = snapshot["log"]
+        if figures is not None:
+            yield (), float(bool(figures[key]) if isinstance(figures[key], str) else figures[key])
+
+    return rows
+
+
 def _waste(snapshot: Snapshot) -> Rows:
     return [
         ((name, cause), float(tokens))
@@ -148,6 +159,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("arena_token_bytes", "gauge", "Size of a token.", _at("memory", "token_bytes")),
     Metric("arena_moved_tokens", "counter", "Tokens copied within the arena to make room.",
            _at("memory", "moved_tokens")),
+    # What is on the disk
+    Metric("log_bytes", "gauge", "Size of the log's files.", _of_log("bytes")),
+    Metric("log_limit_bytes", "gauge", "Most that they may take: retain.bytes.", _of_log("limit_bytes")),
+    Metric("log_records", "counter", "Records appended over the life of the log.", _of_log("records")),
+    Metric("log_unsafe_records", "gauge", "Records that are not as safe yet as durability asks.",
+           _of_log("unsafe_records")),
+    Metric("log_stalled", "gauge", "1 while the log takes no more: the disk or retain.bytes is full.",
+           _of_log("stalled")),
+    Metric("log_syncs", "counter", "Syncs of the log.", _of_log("syncs")),
+    Metric("log_sync_seconds", "counter", "Time spent in them.", _of_log("sync_seconds")),
     # Who is there, and what went out
     Metric("sent_tokens", "counter", "Tokens sent to trainers, padding too.", _at("sent_tokens")),
     Metric("bad_messages", "counter", "Messages damaged, refused, of another run, or that could not be sent.",

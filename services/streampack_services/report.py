@@ -88,6 +88,11 @@ def show_status(snapshot: Tree) -> None:
     live, arena = memory["live_tokens"] * memory["token_bytes"], memory["arena_bytes"]
     facts = Table.grid(padding=(0, 2))
     facts.add_row("memory", f"{size_text(live)} of {size_text(arena)}")
+    if (log := snapshot["log"]) is not None:
+        safe = f", {log['unsafe_records']} records not safe yet" if log["unsafe_records"] else ""
+        facts.add_row("log", f"{size_text(log['bytes'])}, {log['records']} records{safe}")
+        if log["stalled"]:
+            facts.add_row("", f"takes no more: {log['stalled']}")
     facts.add_row("bad messages", ", ".join(f"{what} {count}" for what, count in snapshot["messages"].items()))
     console.print(facts)
     console.print(_streams_table(snapshot))
@@ -115,6 +120,8 @@ def _show_feed(console: Console, name: str, feed: Tree) -> None:
         ("window", f"{feed['window']['samples']} samples, {_count(feed['window']['tokens'])} tokens"),
         ("held", f"{_count(feed['held_tokens'])} of {_count(feed['held_limit_tokens'])} tokens"),
     ]
+    if feed["committed"] is not None:
+        rows.insert(1, ("checkpoint", f"step {feed['committed']} is committed"))
     facts = Table.grid(padding=(0, 2))
     for row in rows:
         facts.add_row(*row)

@@ -92,6 +92,7 @@ class Reporter:
                 "moved_tokens": arena.moved_tokens,
                 "partition_limit_tokens": service.plan.capacity.quota_tokens,
             },
+            "log": service.keeper.figures() if service.keeper is not None else None,
             "messages": {
                 "damaged": service.damaged,
                 "refused": core.refused,
@@ -114,6 +115,9 @@ class Reporter:
                 "returned": readers.released_upto,
                 "end": readers.end.num_steps if readers.end is not None else None,
             },
+            "lineage": feed.history.lineage,
+            "recorded_steps": feed.history.num_steps,
+            "committed": feed.history.commits[-1] if feed.history.commits else None,
             "totals": asdict(totals),
             "figures": asdict(from_moments(totals.packs, totals.tokens, totals.square_tokens, feed.rules.budget))
             | {"cost_max_over_mean": readers.cost_max_over_mean},

@@ -99,7 +99,7 @@ class Broker:
             feed = self.feeds[event.feed]
             return self._moved(feed, feed.formed(event))
         if isinstance(event, Safe):
-            self.journal.safe(event.upto, event.stalled)
+            self.journal.safe(event.upto, event.stalled, event.full)
             effects = self.leases.safe(event.upto)
             return effects + [e for feed in self.feeds.values() for e in self._moved(feed, feed.safe(event.upto))]
         if isinstance(event, Recalled):
@@ -178,7 +178,7 @@ class Broker:
             return self.journal.append(self.base())
         if self._base_lsn >= self.journal.safe_upto:
             return []
-        self._cut = wanted
+        self._cut = wanted if wanted > self._cut else self._cut
         return [Cut(wanted)]
 
     @property

@@ -44,10 +44,12 @@ class Drain(Event, frozen=True):
 
 
 class Safe(Event, frozen=True):
-    """The log has every record below ``upto``, as safely as was asked for; ``stalled`` is why it takes no more."""
+    """The log has every record below ``upto``, as safely as was asked for; ``stalled`` is why the rest waits,
+    ``full`` why nothing should be taken in that has to be written down."""
 
     upto: int
     stalled: str = ""
+    full: str = ""
 
 
 class Recalled(Event, frozen=True):

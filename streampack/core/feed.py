@@ -508,7 +508,10 @@ class Feed:
     def wanted_lsn(self) -> int:
         """Records below are wanted no more: neither by the oldest checkpoint kept nor by the slowest rank (R7)."""
         history = self.history
-        return history.wanted_lsn(min(history.commits[0], self.readers.released_upto)) if history.commits else 0
+        if not history.commits:  # where all can be read again, what is before the ranks may go when room is short
+            short = self._journal.full and not history.in_order
+            return history.wanted_lsn(self.readers.released_upto) if short else 0
+        return history.wanted_lsn(min(history.commits[0], self.readers.released_upto))
 
     # What a person changes
 

@@ -23,7 +23,9 @@ class Journal:
         self.safe_upto = next_lsn
         """Records below are as safe as was asked for."""
         self.stalled = ""
-        """Why the log takes no more, if it does not."""
+        """Why records wait, if they do."""
+        self.full = ""
+        """Why nothing should be taken in that has to be written down."""
 
     def append(self, record: Record, payload: Sequence[Any] = ()) -> list[Effect]:
         """Write ``record``, of number ``next_lsn``; without a log nothing is done."""
@@ -33,6 +35,6 @@ class Journal:
             return []
         return [Append(record, tuple(payload))]
 
-    def safe(self, upto: int, stalled: str = "") -> None:
+    def safe(self, upto: int, stalled: str = "", full: str = "") -> None:
         """Records below ``upto`` are safe."""
-        self.safe_upto, self.stalled = max(self.safe_upto, upto), stalled
+        self.safe_upto, self.stalled, self.full = max(self.safe_upto, upto), stalled, full

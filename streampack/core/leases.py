@@ -514,7 +514,7 @@ class Leases:
         if holder is None or self._drained:
             return []
         seq, size = intake.grant_seq, intake.grant_bytes
-        if intake.behind:  # the log goes first
+        if intake.behind or (self._journal.full and self.books.stream_of[p].in_order):  # the log goes first
             seq, size = intake.recorded_seq, intake.session_bytes
         said_seq, said_size = self._granted[p]
         if not repeat and seq - said_seq < MAX_UNMERGED // 4 and size - said_size < intake.quota_bytes // 4:
