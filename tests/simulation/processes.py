@@ -359,7 +359,8 @@ class ClientProcess(Process):
         else:
             assert isinstance(effect, Broken), effect
             self.refused = effect.code
-            assert effect.code == "rank_taken" or (effect.code == "fenced" and self.replaced), effect
+            zombie = ("fenced", "step_gone", "round_gone") if self.replaced else ()  # a new broker knows no fences
+            assert effect.code in ("rank_taken", *zombie), effect
             if self.replaced:
                 self.kill()
             else:
