@@ -181,16 +181,16 @@ class Reading:
         begins = self._place.next_step
         upto = begins if self._upto is None else self._upto
         next_step = upto if step is None else _step(step, begins - 1, upto) + 1
-        origin, epoch = self._origin, self._session.epoch
+        origin = self._origin
         if next_step > begins:
             found = self._ask(AskState(feed=origin.feed, step=next_step))
             assert isinstance(found, State)
-            return checkpoint.save(origin, self.round, found, epoch)
+            return checkpoint.save(origin, self.round, found, self._session.epoch)
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         assert self._attached is not None
         start = State(feed=origin.feed, lineage=self._attached.lineage, step=0, chain=b"", snapshot=None)
-        return checkpoint.save(origin, self.round, start, epoch)
+        return checkpoint.save(origin, self.round, start, self._session.epoch)
 
     def load(self, state: Any) -> None:
         """The next iteration begins where ``state`` says; the one that is on has ended. Raises StateError."""

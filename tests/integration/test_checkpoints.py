@@ -329,6 +329,21 @@ def test_a_state_that_nobody_answers_for_is_a_stall(tmp_path: Path) -> None:
         broker.signal(signal.SIGCONT)
 
 
+def test_a_state_asked_of_a_broker_that_was_killed_is_answered_by_the_next_one(tmp_path: Path) -> None:
+    listen = {side: f"ipc://{tmp_path}/{side}" for side in ("producers", "trainers")}
+    settings = SETTINGS | {"listen": listen | {"http": "127.0.0.1:0"}}
+    with running_broker(settings) as broker, producing(broker, tmp_path), connect(broker) as loader:
+        take(loader, 7)
+        before = loader.state_dict()
+        broker.kill()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(loader.state_dict)
+            with running_broker(settings):
+                after = asked.result(timeout=30)
+    assert after.pop("epoch") > before.pop("epoch")
+    assert after == before
+
+
 def test_a_broker_that_comes_back_in_time_is_no_stall(tmp_path: Path) -> None:
     with running_broker(SETTINGS) as broker, producing(broker, tmp_path), connect(broker, timeout_s=20) as loader:
         take(loader, 1)
