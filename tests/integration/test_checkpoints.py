@@ -329,9 +329,13 @@ def test_a_state_that_nobody_answers_for_is_a_stall(tmp_path: Path) -> None:
         broker.signal(signal.SIGCONT)
 
 
-def test_a_state_asked_of_a_broker_that_was_killed_is_answered_by_the_next_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps_a_log", [False, True])
+def test_a_state_asked_of_a_broker_that_was_killed_is_answered_by_the_next_one(
+    tmp_path: Path, keeps_a_log: bool
+) -> None:
     listen = {side: f"ipc://{tmp_path}/{side}" for side in ("producers", "trainers")}
     settings = SETTINGS | {"listen": listen | {"http": "127.0.0.1:0"}}
+    settings |= {"state_dir": str(tmp_path / "state")} if keeps_a_log else {}
     with running_broker(settings) as broker, producing(broker, tmp_path), connect(broker) as loader:
         take(loader, 7)
         before = loader.state_dict()
