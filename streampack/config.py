@@ -54,11 +54,15 @@ class _Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Listen(_Settings, frozen=True, kw_only=True):
-    """Where the broker listens: ``tcp://host:port`` (``*`` for a free port) or ``ipc:///path``; http: ``host:port``."""
+    """Where the broker listens: ``tcp://host:port`` (``*`` for a free port) or ``ipc:///path``; http: ``host:port``.
+
+    ``control``: who may change a run over HTTP, this machine (``loopback``) or whoever comes that far (``any``).
+    """
 
     producers: str = "tcp://127.0.0.1:7401"
     trainers: str = "tcp://127.0.0.1:7402"
     http: str = "127.0.0.1:7400"
+    control: Literal["loopback", "any"] = "loopback"
 
 
 class Window(_Settings, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ snapshot that is replaced whole. Nothing is decided here.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import logging
 import os
@@ -25,8 +26,11 @@ import numpy as np
 from streampack import wire
 from streampack.config import BrokerConfig, parse_size
 from streampack.core.broker import Broker, Capacity
+from streampack.core.changes import Ask
 from streampack.core.effects import (
+    Answer,
     Append,
+    Change,
     Cut,
     Drain,
     Form,
@@ -163,6 +167,9 @@ class BrokerService:
         self.tokens_sent = 0
         self._exit_when_finished = exit_when_finished
         self._formed: deque[Future[tuple[Formed, float]]] = deque()
+        self._tokens = itertools.count()
+        self._asked: deque[tuple[Change, Future[Answer]]] = deque()
+        self._answers: dict[int, Future[Answer]] = {}
         self._drain_until: float | None = None
         self._drain_asked = threading.Event()
         self._stop_now = False
@@ -189,6 +196,13 @@ class BrokerService:
             self._stop_now = True
         self._drain_asked.set()
         self._waker.wake()
+
+    def ask(self, feed: str, ask: Ask, at_step: int | None, note: str) -> Future[Answer]:
+        """Ask for a change; any thread may. Cancelled where the broker ends first."""
+        future: Future[Answer] = Future()
+        self._asked.append((Change(next(self._tokens), feed, ask, at_step, note), future))
+        self._waker.wake()
+        return future
 
     def write_rendezvous(self, path: Path, http: str) -> None:
         """Where producers and clients find this broker, replaced whole."""
@@ -248,6 +262,8 @@ class BrokerService:
         self._producers.close()
         self._trainers.close()
         self._waker.close()
+        for future in [*self._answers.values(), *(future for _, future in self._asked)]:
+            future.cancel()
         if self.keeper is not None:
             self.keeper.close()
 
@@ -274,6 +290,10 @@ class BrokerService:
         while self._formed:
             self._on_formed(self._formed.popleft())
         self._keep_log()
+        while self._asked:
+            change, future = self._asked.popleft()
+            self._answers[change.token] = future
+            self._handle(change)
         if self._drain_asked.is_set() and self._drain_until is None:
             self.ready = False
             self._drain_until = now + self.config.drain_timeout_s
@@ -329,6 +349,10 @@ class BrokerService:
             self._packing.submit(_choose, effect).add_done_callback(self._wake_formed)
         elif isinstance(effect, Append | Recall | Cut):
             self._perform_on_log(effect)
+        elif isinstance(effect, Answer):
+            future = self._answers.pop(effect.token)
+            if future.set_running_or_notify_cancel():  # else nobody waits any more
+                future.set_result(effect)
         elif isinstance(effect, Report):
             log.log(logging.getLevelName(effect.level.upper()), effect.text)
         else:

@@ -1,7 +1,8 @@
 """The command ``streampack``: parses, calls, and turns errors into one line and an exit code.
 
 Exit codes: 0 good, 1 failed, 2 misuse, 75 try again, 130 interrupted. What a command does is
-elsewhere and imported when it runs, so that ``--help`` is quick. Only this module and ``cli_audit`` print.
+elsewhere and imported when it runs, so that ``--help`` is quick. Only this module, ``cli_audit``
+and ``cli_control`` print.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from msgspec.structs import replace
 import streampack
 from streampack.core.rules import PackerName
 from streampack.errors import InternalError, StreampackError
-from streampack_services import cli_audit, logs
+from streampack_services import cli_audit, cli_control, logs
 
 app = typer.Typer(
     name="streampack", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -324,3 +325,5 @@ def demo(
 
 app.command()(cli_audit.why)
 app.add_typer(cli_audit.ledger, name="ledger")
+app.add_typer(cli_control.settings, name="set")
+app.command()(cli_control.skip)

@@ -29,7 +29,8 @@ def serve(config: BrokerConfig, *, exit_when_finished: bool = False) -> None:
     keep_freed_memory()
     service = BrokerService(config, exit_when_finished=exit_when_finished)
     with _drained_by_signals(service), _closing(service):
-        http = HttpServer(config.listen.http, lambda: service.snapshot)
+        anybody = config.listen.control == "any"
+        http = HttpServer(config.listen.http, lambda: service.snapshot, service.ask, anybody)
         http.start()
         try:
             where = service.endpoints

@@ -1,6 +1,6 @@
-"""The broker's HTTP side: metrics, probes and status, from its last snapshot.
+"""The broker's HTTP side: metrics, probes and status, from its last snapshot; and what is asked of it (``control``).
 
-Runs in a thread of its own beside the broker and only ever reads. ``/livez`` says whether the
+Runs in a thread of its own beside the broker and only reads, but for what it passes on. ``/livez`` says whether the
 broker's loop still turns and depends on nobody else; ``/readyz`` whether it serves: not while it
 starts, not while it drains. Binds before it starts, so that a taken port is known at once.
 """
@@ -22,6 +22,8 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from streampack.errors import ConfigError, UserError
+from streampack_services import control
+from streampack_services.control import Asking
 from streampack_services.metrics import registry
 from streampack_services.status import Snapshot
 
@@ -30,8 +32,11 @@ STUCK_AFTER_S = 30.0
 _PATHS = ("/status", "/metrics", "/readyz", "/livez")
 
 
-def make_app(snapshot: Callable[[], Snapshot]) -> Starlette:
-    """The application; ``snapshot()`` is the last one taken, and may come from any thread."""
+def make_app(snapshot: Callable[[], Snapshot], asking: Asking | None = None, anybody: bool = False) -> Starlette:
+    """The application; ``snapshot()`` is the last one taken, and may come from any thread.
+
+    With ``asking`` changes may be asked for, from other hosts too with ``anybody``.
+    """
     own = registry(snapshot)
 
     def home(_: Request) -> Response:
@@ -61,13 +66,18 @@ def make_app(snapshot: Callable[[], Snapshot]) -> Starlette:
         return JSONResponse(snapshot())
 
     handlers = {"/": home, "/metrics": metrics, "/livez": livez, "/readyz": readyz, "/status": status}
-    return Starlette(routes=[Route(path, handler) for path, handler in handlers.items()])
+    routes = [Route(path, each) for path, each in handlers.items()]
+    if asking is not None:
+        routes += [Route(path, control.handler(path, asking, anybody), methods=["POST"]) for path in control.BODIES]
+    return Starlette(routes=routes)
 
 
 class HttpServer:
     """Serves ``make_app`` on ``host:port`` (port 0: any free one) in a thread; ``url`` says where."""
 
-    def __init__(self, address: str, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(
+        self, address: str, snapshot: Callable[[], Snapshot], asking: Asking | None = None, anybody: bool = False
+    ) -> None:
         host, port = parse_address(address)
         self._socket = _listen(host, port, address)
         bound = self._socket.getsockname()[1]
@@ -75,7 +85,7 @@ class HttpServer:
         self.url = f"http://{shown}:{bound}"
         self._server = uvicorn.Server(
             uvicorn.Config(
-                make_app(snapshot),
+                make_app(snapshot, asking, anybody),
                 log_config=None,
                 log_level="warning",
                 access_log=False,

@@ -22,7 +22,8 @@ MEANINGS: dict[str, dict[str, str]] = {
     "Listen": {
         "producers": "where producers connect",
         "trainers": "where trainers connect",
-        "http": "metrics, status and health",
+        "http": "metrics, status and health, and where changes are asked for",
+        "control": "who may change a run over http: this machine alone (loopback), or any",
     },
     "PlannedMesh": {
         "dp": "data-parallel ranks, planned; must divide the packs of a step",

@@ -1,4 +1,4 @@
-"""What ``streampack status`` and ``health`` show: fetched, then laid out for a person.
+"""What ``streampack status`` and ``health`` show: fetched, then laid out for a person; and changes asked for.
 
 Knows the snapshot's keys (``status.py``); starts nothing.
 """
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streampack.client import read_rendezvous
-from streampack.errors import PeerError, Unreachable, UserError
+from streampack.errors import PeerError, Rejected, Unreachable, UserError
 from streampack_services.status import describe
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:7400"
@@ -38,11 +38,12 @@ def _base(endpoint: str | None, timeout_s: float) -> str:
     return found.rstrip("/")
 
 
-def _fetch(base: str, path: str, timeout_s: float) -> tuple[int, str]:
-    """(HTTP status, text). Raises Unreachable. Proxies of the environment are not used: a broker is near."""
+def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) -> tuple[int, str]:
+    """(HTTP status, text); a ``body`` is posted. Raises Unreachable. Proxies of the environment are not used: a broker
+    is near."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(base + path, timeout=timeout_s) as answer:
+        with opener.open(urllib.request.Request(base + path, body), timeout=timeout_s) as answer:
             return int(answer.status), answer.read().decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode("utf-8", "replace")
@@ -75,6 +76,26 @@ def fetch_health(endpoint: str | None, path: str, timeout_s: float) -> tuple[boo
     except Unreachable as error:
         return False, f"streampack: {error}"
     return code == 200, text.strip() or f"got an answer {code}"
+
+
+def ask_change(endpoint: str | None, path: str, body: Tree, timeout_s: float) -> Tree:
+    """What the broker says to a change that is asked for: ``feed`` and ``step``, from which it holds.
+
+    Raises UserError for what cannot be, Rejected where it is refused, Unreachable if no answer comes in time.
+    """
+    base = _base(endpoint, timeout_s)
+    code, text = _fetch(base, path, timeout_s, json.dumps(body).encode())
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if code == 200 and isinstance(found, dict) and "step" in found:
+        return found
+    if not isinstance(found, dict) or "error" not in found:
+        raise PeerError(f"{base}{path}: got an answer {code} that is no broker's, expected one: check the address")
+    if code in (503, 504):
+        raise Unreachable(f"{base}: {found['error']}")
+    raise UserError(found["error"]) if code == 400 else Rejected("refused", found["error"])
 
 
 # status

@@ -212,7 +212,7 @@ def _readers(feed: Feed) -> list[Snapshot]:
 def _streams(core: Broker, feed: Feed) -> list[Snapshot]:
     rows = []
     books = core.leases.books
-    for stream, counts in zip(feed.rules.streams, feed.admission.counts, strict=True):
+    for stream, counts in zip(feed.latest_rules.streams, feed.admission.counts, strict=False):
         ended = sum(books.intakes[p].ended for p in books.partitions(stream.name))
         rows.append(
             {

@@ -84,6 +84,12 @@ class Admission:
         self.table, self.merge = table, merge
         self.counts = [StreamCounts() for _ in streams]
 
+    def extend(self, streams: list[StreamTerms]) -> None:
+        """More streams, after those there are."""
+        more = streams[len(self._streams) :]
+        self._streams = [*self._streams, *more]
+        self.counts += [StreamCounts() for _ in more]
+
     def refusal(self, stream: int, intake: Intake, envelope: Envelope, message: Samples) -> tuple[str, str] | None:
         """Why this chunk cannot be believed or is not wanted: (code, detail), or None."""
         wrong = self._malformed(message, envelope, intake.total)

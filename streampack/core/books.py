@@ -259,7 +259,19 @@ class Books:
             whole = intake.known_total is not None and intake.expected_seq >= intake.known_total
             if whole and not intake.behind:
                 self._end(p)
+        for p in self.of_feed(feed)[len(floors) :]:  # of streams that join later
+            self.intakes[p].closed = True
         self._await(feed, held)
+
+    def join(self, feed: str) -> list[int]:
+        """The merge of ``feed`` has more partitions now: these, from their beginning."""
+        streams = self._streams_of(feed)
+        merge = streams[0].admission.merge
+        more = [p for p in self.of_feed(feed)[: len(merge.merged_samples)] if self.intakes[p].closed]
+        more = [p for p in more if not merge.merged_samples[self.stream_of[p].mine(p)]]
+        for p in more:
+            self.intakes[p].go_to((0, None), 0, 0)
+        return more
 
     def floors(self, feed: str, held: I64) -> list[Floor]:
         """Where each partition of ``feed`` is read again from, so that the samples ``held`` (handles, int64 [n]) and

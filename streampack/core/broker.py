@@ -10,7 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streampack.core.effects import Cut, Drain, Formed, FromProducer, FromTrainer, Recalled, Safe, SendTrainer, WasCut
+from streampack.core.changes import Restream, Skip, changed, described
+from streampack.core.effects import (
+    Answer,
+    Change,
+    Cut,
+    Drain,
+    Formed,
+    FromProducer,
+    FromTrainer,
+    Recalled,
+    Safe,
+    SendTrainer,
+    WasCut,
+)
 from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.feed import Feed, FeedPlan
 from streampack.core.journal import Journal
@@ -22,6 +35,7 @@ from streampack.core.messages import (
     Envelope,
     Eos,
     Hello,
+    Mark,
     Message,
     ProducerPing,
     Reject,
@@ -72,7 +86,6 @@ class Broker:
             )
             for plan in feeds
         }
-        self._feed_of = {stream.name: feed for feed in self.feeds.values() for stream in feed.rules.streams}
         self._base_lsn = self._cut = 0
         self._used: set[str] = set()
         """Feeds that a reader ever attached to."""
@@ -93,7 +106,8 @@ class Broker:
                 return self._trainer(event.peer, event.envelope)
             effects = self.leases.receive(event.peer, event.envelope, self._now)
             message = event.envelope.message
-            feed = self._feed_of.get(message.stream) if isinstance(message, Samples | Eos) else None
+            of = self.leases.books.streams.get(message.stream) if isinstance(message, Samples | Eos | Mark) else None
+            feed = self.feeds[of.feed] if of is not None else None
             return effects + (feed.settle(feed.advance()) if feed is not None else [])
         if isinstance(event, Formed):
             feed = self.feeds[event.feed]
@@ -112,6 +126,8 @@ class Broker:
             for feed in self.feeds.values():
                 effects += self._moved(feed, feed.readers.tick(event.now))
             return effects
+        if isinstance(event, Change):
+            return self._change(event)
         if isinstance(event, WasCut):
             self.leases.books.forget_below(event.first_lsn)
             for feed in self.feeds.values():
@@ -206,6 +222,31 @@ class Broker:
             self.epoch = self.leases.epoch = envelope.epoch + 1
             for feed in self.feeds.values():
                 feed.readers.epoch = self.epoch
+
+    def _change(self, event: Change) -> list[Effect]:
+        """What was asked for cannot be, or is its feed's matter."""
+        feed = self.feeds.get(event.feed or next(iter(self.feeds)))
+        if feed is None or (not event.feed and len(self.feeds) > 1):
+            got = f"feed {event.feed!r}" if event.feed else "no feed"
+            refusal = f"got {got}, expected one of: {', '.join(map(repr, self.feeds))}"
+            return [Answer(event.token, refusal=refusal)]
+        try:
+            effects, step = self._changed(feed, event)
+        except ValueError as error:
+            return [Answer(event.token, feed.name, refusal=str(error))]
+        return self._moved(feed, [*effects, Answer(event.token, feed.name, step)])
+
+    def _changed(self, feed: Feed, event: Change) -> tuple[list[Effect], int]:
+        """Raises ValueError where a change cannot be."""
+        ask = event.ask
+        if isinstance(ask, Skip):
+            return feed.skip(ask.first, ask.last), ask.first
+        for stream in ask.add if isinstance(ask, Restream) else ():  # a stream is of one feed
+            of = self.leases.books.streams.get(stream.name)
+            if of is not None and of.feed != feed.name:
+                raise ValueError(f"got a new stream {stream.name!r}, which feed {of.feed!r} has, expected a new name")
+        note = described(ask) + (f" ({event.note})" if event.note else "")
+        return feed.change(changed(feed.latest_rules, ask), event.at_step, note)
 
     def _trainer(self, peer: bytes, envelope: Envelope) -> list[Effect]:
         """A client's message: for the feed that its peer reads, or asks for."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from streampack.core.changes import Ask
 from streampack.core.events import Effect, Event
 from streampack.core.form import Request
 from streampack.core.messages import Envelope
@@ -43,6 +44,17 @@ class Drain(Event, frozen=True):
     """Take nothing new; serve what is formed."""
 
 
+class Change(Event, frozen=True):
+    """Somebody asks for a change of ``feed`` (empty: the only one) that holds from step ``at_step`` on, or from the
+    first that is not formed yet. ``note`` is what to record of it. Answered by an ``Answer`` of the same ``token``."""
+
+    token: int
+    feed: str
+    ask: Ask
+    at_step: int | None = None
+    note: str = ""
+
+
 class Safe(Event, frozen=True):
     """The log has every record below ``upto``, as safely as was asked for; ``stalled`` is why the rest waits,
     ``full`` why nothing should be taken in that has to be written down."""
@@ -76,6 +88,15 @@ class SendProducer(Effect, frozen=True):
 class SendTrainer(Effect, frozen=True):
     peer: bytes
     envelope: Envelope
+
+
+class Answer(Effect, frozen=True):
+    """To a ``Change``: ``step`` of ``feed`` from which it holds, and is recorded; or why it is refused."""
+
+    token: int
+    feed: str = ""
+    step: int = 0
+    refusal: str = ""
 
 
 class Store(Effect, frozen=True):

@@ -115,6 +115,7 @@ class Feed:
         leases: Leases, journal: Journal,
     ) -> None:  # fmt: skip
         self.plan, self.name, self.rules = plan, plan.name, plan.rules
+        self._merged_tokens = plan.merged_tokens
         self._max_sample_tokens, self._steps_ahead = max_sample_tokens, steps_ahead
         self._table, self._leases, self._books, self._journal = table, leases, leases.books, journal
         rules = plan.rules
@@ -248,10 +249,22 @@ class Feed:
                 break
             dropped = change_merge(merge, change.rules)
             self._applied += 1
+            self._know(change.rules)
+            effects += self._leases.join(self.name)
             self.held_tokens += int(self._table.length[dropped].sum())
             effects += [Release(dropped)] if len(dropped) else []
             effects += self._leases.remove(self.name, change.rules)
         return effects
+
+    def _know(self, rules: Rules) -> None:
+        """Streams that are new, of which the merge may know later; their partitions take from what is merged."""
+        before = len(self._books.of_feed(self.name))
+        self.admission.extend(terms_of(rules))
+        self._leases.open(self.name, rules, self.admission, self.history)
+        more = len(self._books.of_feed(self.name)) - before
+        self._merged_tokens -= more * self._leases.quota_tokens
+        for p in self._books.of_feed(self.name)[before:]:
+            self._books.intakes[p].closed = True
 
     def _stop(self) -> list[Effect]:
         """A stream has stopped the feed: let go of what the others hold, and ask for no more of it."""
@@ -265,7 +278,7 @@ class Feed:
         return handles
 
     def _room(self) -> int:
-        return self.plan.merged_tokens - self.held_tokens - self._max_sample_tokens
+        return self._merged_tokens - self.held_tokens - self._max_sample_tokens
 
     def _publish(self, steps: list[Step]) -> list[Effect]:
         effects: list[Effect] = []
@@ -433,7 +446,7 @@ class Feed:
         self._applied = taken.applied if taken is not None else 0
         rules = self.history.changes[self._applied - 1].rules if self._applied else self.rules
         merge = self.admission.merge = merge_of(rules)
-        floors: list[Floor] = [(0, None)] * self.num_partitions if taken is None else taken.floors
+        floors: list[Floor] = [(0, None)] * len(merge.merged_samples) if taken is None else taken.floors
         if taken is not None:
             restore(taken, self.rules, merge, self.former)
         if isinstance(merge, Arrival):
@@ -449,6 +462,7 @@ class Feed:
         effects: list[Effect] = []
         for change in taken.changes[len(self.history.changes) :]:
             self.history.changes.append(change)
+            self._know(change.rules)
             effects += self._journal.append(RulesChanged(feed=self.name, change=change))
         for first, last in taken.skips[len(self.history.skips) :]:
             self.history.skips.append((first, last))
@@ -480,6 +494,7 @@ class Feed:
             history.released = min(history.released, record.step)
         elif isinstance(record, RulesChanged):
             history.note_change(record.change)
+            self._know(record.change.rules)
         elif isinstance(record, StepsSkipped):
             history.skips.append((record.first, record.last))
         elif isinstance(record, CheckpointCommitted):
@@ -494,6 +509,7 @@ class Feed:
         history = self.history
         history.lineage, history.lineage_step = facts.lineage, facts.lineage_step
         history.changes = list(facts.changes)
+        self._know(self.latest_rules)
         history.skips, history.commits = list(facts.skips), list(facts.commits)
         history.released = max(history.released, released)
 
@@ -516,8 +532,16 @@ class Feed:
     # What a person changes
 
     def change(self, rules: Rules, at_step: int | None, note: str) -> tuple[list[Effect], int]:
-        """Go by ``rules`` from a step on that is not formed yet; that step."""
+        """Go by ``rules`` from a step on that is not formed yet; that step. Raises ValueError where memory is short."""
         changes = self.history.changes
+        before = sum(stream.partitions for stream in self.latest_rules.streams)
+        more = sum(stream.partitions for stream in rules.streams) - before
+        left = self._merged_tokens - more * self._leases.quota_tokens
+        if left < (least := needed_tokens(self.rules, self._max_sample_tokens)):
+            raise ValueError(
+                f"got {more} more partitions, which leaves {left} tokens of memory for the window and the steps, "
+                f"expected {least}: add fewer partitions, or start the broker with more memory"
+            )
         step = max(self.former.next_step, at_step or 0, changes[-1].step if changes else 0)
         change = RulesChange(step=step, position=-1, rules=rules, note=f"{note}, asked at step {self.former.next_step}")
         changes.append(change)

@@ -73,6 +73,7 @@ class Leases:
         self, run: int, epoch: int, quota_tokens: int, max_sample_tokens: int, max_chunk_bytes: int, journal: Journal
     ) -> None:  # fmt: skip
         self._run, self.epoch, self._journal = run, epoch, journal
+        self.quota_tokens = quota_tokens
         self._max_sample_tokens, self._max_chunk_bytes = max_sample_tokens, max_chunk_bytes
         self.books = Books(run, quota_tokens, journal)
         self._holder: list[str | None] = []
@@ -163,6 +164,15 @@ class Leases:
     def close(self, feed: str) -> list[Effect]:
         """``feed`` has ended before its streams: take no more of any."""
         return [e for p in self.books.of_feed(feed) for e in self._close(p)]
+
+    def join(self, feed: str) -> list[Effect]:
+        """The merge of ``feed`` has streams now that it had not: lease their partitions, from their beginning."""
+        more = self.books.join(feed)
+        for p in more:
+            self._begin(p)
+        moved, effects = self._share_out()
+        effects += [e for p in sorted({*more, *moved}) for e in self._lease(p)]
+        return effects + [e for p in more for e in self._pull(p)]
 
     def remove(self, feed: str, rules: Rules) -> list[Effect]:
         """Streams of weight 0 are wanted no more; what waited of them is dropped."""
