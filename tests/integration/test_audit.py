@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,22 @@ import numpy as np
 import pytest
 from streampack_services.log import Log, read_entries
 
+import streampack as sp
 from streampack.core.records import LineageBegan, Record, SamplesRejected, StepFormed
 from streampack.core.rules import Align, Rules, StreamRules
 from streampack.wire import encode_record
 from tests.core.recorded import Run, resealed, rows_in, without
-from tests.integration.running import in_process, streampack, the_error, write
+from tests.integration.running import (
+    RunningBroker,
+    folder,
+    in_process,
+    running,
+    streampack,
+    the_error,
+    write,
+    write_jsonl,
+)
+from tests.soak.job import fixed_listen
 
 RULES = Rules(
     budget=256, window=32, packs=8, align=Align(sample=2, pack=4),
@@ -82,6 +94,53 @@ def test_real_commands_explain_a_step_and_a_sample_and_verify_the_run(run: Run, 
     shown = streampack("why", "--sample", f"{('web', 'code')[row['stream']]}:{row['index']}", *where)
     assert shown.returncode == 0, shown.stderr
     assert f"{row['crc']:08x}" in shown.stdout
+
+
+def test_a_run_whose_broker_was_killed_is_in_the_ledger_as_the_trainer_got_it() -> None:
+    """Real processes: every step, pack and sample id, while the broker runs, after its kill and at the end."""
+    rows = [{"text": "" if i % 50 == 7 else "x" * (5 + i * 37 % 300)} for i in range(1200)]
+    with folder() as path:
+        sources = {
+            name: {"source": "jsonl", "shards": str(write_jsonl(path / f"{name}.jsonl", rows[begin::2]))}
+            for begin, name in enumerate(("web", "code"))
+        }
+        settings = {
+            "listen": fixed_listen(path), "state_dir": str(path / "state"),
+            "rules": {"budget": 256, "window": {"samples": 32}, "step": {"packs": 8}, "overlong": "split",
+                      "poison": "drop"},
+            "streams": {"web": {"partitions": 3, "weight": 0.7}, "code": {"partitions": 1, "weight": 0.3}},
+        }  # fmt: skip
+        where, steps = ("-c", path / "broker.yaml"), []
+        with ExitStack() as stack:
+            broker = RunningBroker(path, settings)
+            stack.callback(lambda: broker.kill())
+            producer = {"broker": broker.producers, "tokenizer": {"name": "bytes"}, "streams": sources}
+            stack.enter_context(running("producer", "produce", "-c", write(path / "producer.yaml", producer)))
+            with sp.connect(broker.trainers, format="numpy", prefetch=1) as loader:
+                for step in loader.steps():
+                    steps.append(step)
+                    if step.index == 5:
+                        assert ask("ledger", "verify", *where)["exit"] == 0
+                    if step.index == 10:
+                        broker.kill()
+                        found = ask("ledger", "verify", *where)
+                        assert (found["good"], found["feeds"]["train"]["ended"]) == (True, False)
+                        broker = RunningBroker(path, settings)
+            found = ask("ledger", "verify", *where)
+        assert (found["good"], found["lost"], found["duplicated"], found["named"]) == (True, 0, 0, [])
+        feed = found["feeds"]["train"]
+        assert (feed["next_step"], feed["chain"], feed["ended"]) == (len(steps), steps[-1].chain, True)
+        assert [(row["samples"], row["rejected"]) for row in feed["streams"].values()] == [(600, 0), (576, 24)]
+        for step in steps[::7]:
+            packs = ask("why", "--step", str(step.index), *where)["packs"]
+            ids = {
+                each["pack"]: [[("web", "code").index(s["stream"]), s["index"], s["part"]] for s in each["samples"]]
+                for each in packs
+            }
+            assert ids == {pack.pack: pack.sample_ids.tolist() for pack in step}
+            assert [each["offset"] for each in packs[3]["samples"]] == next(
+                pack.cu_seqlens_padded[: pack.num_samples].tolist() for pack in step if pack.pack == 3
+            )
 
 
 def test_a_rank_of_a_mesh_is_shown_its_packs_alone(state_dir: Path) -> None:
