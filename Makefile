@@ -44,6 +44,7 @@ soak: $(DEV)
 bench: $(DEV)
 	$(BIN)/python benchmarks/throughput.py --quick --json
 	$(BIN)/python benchmarks/sources.py --quick --json
+	$(BIN)/python benchmarks/ledger.py --quick --json
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

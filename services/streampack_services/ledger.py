@@ -454,6 +454,10 @@ def _crc(table: str, values: Iterable[Any]) -> int:
 
 def _stretches(indices: Any) -> Iterator[tuple[int, int]]:
     """First and last of indices that lie near each other."""
+    least, most = int(indices.min()), int(indices.max())
+    if most - least <= GAP:
+        yield least, most
+        return
     found = np.sort(indices)
     cuts = np.flatnonzero(np.diff(found) > GAP)
     yield from zip(found[[0, *(cuts + 1)]].tolist(), found[[*cuts, -1]].tolist(), strict=True)
