@@ -225,7 +225,7 @@ def _sample(feed: FeedHistory, step: StepRows, row: int, offset: int) -> Tree:
 
 def _changes(feed: FeedHistory, step: int, lsn: int) -> list[Tree]:
     """Rules that hold from this step on, as differences to those before."""
-    found = [each for each in feed.rules if each.note is not None and each.step == step and lsn < each.until]
+    found = [each for each in feed.rules if each.note is not None and each.step == step]
     before = feed.rules_at(step - 1, lsn) if step else None
     return [
         {"note": each.note, "differences": [] if before is None else differences(before, each.rules)} for each in found

@@ -117,6 +117,8 @@ def show_verified(found: Tree) -> None:
         facts = Table.grid(padding=(0, 2))
         facts.add_row("packs", f"{feed['packs']:,}")
         facts.add_row("chain", feed["chain"] or "-")
+        if not feed["all_known"]:
+            facts.add_row("before", "another log has it: what was lost cannot be told yet")
         for lineage in feed["lineages"][1:]:
             facts.add_row(f"lineage {lineage['lineage']}", f"from step {lineage['step']:,}: {lineage['why'] or '-'}")
         for begin, end in feed["skipped"]:

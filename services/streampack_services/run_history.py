@@ -54,14 +54,14 @@ class Lineage:
 
 @dataclass(slots=True)
 class RulesFrom:
-    """``rules`` hold from ``step`` on, as record ``lsn`` says, and until record ``until`` begins another lineage before
-    that step. ``note`` is who asked for what; None for the rules that the run began with."""
+    """``rules`` hold from ``step`` on, as record ``lsn`` says. ``note`` is what was asked; None for the rules that the
+    run began with. ``position``: -1 for a change that was asked for and is not in force yet."""
 
     lsn: int
     step: int
     rules: Rules
     note: str | None = None
-    until: int = NEVER
+    position: int = 0
 
 
 @dataclass(slots=True)
@@ -96,13 +96,17 @@ class FeedHistory:
 
     def rules_at(self, step: int, lsn: int = LATEST) -> Rules:
         """The rules of ``step`` as record ``lsn`` has it, or as it would be now."""
-        held = [each for each in self.rules if each.step <= step and each.lsn <= lsn < each.until]
+        held = [each for each in self.rules if each.step <= step and each.lsn <= lsn]
         return max(held, key=lambda each: (each.step, each.lsn)).rules
 
     @property
     def streams(self) -> dict[str, StreamRules]:
         """Every stream that it has or had, by name, as its rules were last."""
         return {stream.name: stream for each in self.rules for stream in each.rules.streams}
+
+    def rules_of(self, snapshot: Snapshot) -> Rules:
+        """The rules that the merge went by where a snapshot was taken."""
+        return snapshot.changes[snapshot.applied - 1].rules if snapshot.applied else self.rules[0].rules
 
     def stream_name(self, number: int, step: int, lsn: int) -> str:
         """The name of the stream of this number then."""
@@ -200,19 +204,20 @@ class History:
         return new
 
     def _change(self, lsn: int, feed: FeedHistory, change: RulesChange) -> bool:
-        same = (change.step, change.rules, change.note)
-        if any((each.step, each.rules, each.note) == same and each.until == NEVER for each in feed.rules):
-            return False
-        feed.rules.append(RulesFrom(lsn, change.step, change.rules, change.note))
-        return True
+        """One that was asked for is recorded again once it is in force, and where."""
+        same = [each for each in feed.rules if (each.rules, each.note) == (change.rules, change.note)]
+        if not same:
+            feed.rules.append(RulesFrom(lsn, change.step, change.rules, change.note, change.position))
+            return True
+        new = same[0].position < 0 <= change.position
+        if new:
+            same[0].step, same[0].position = change.step, change.position
+        return new
 
     def _lineage(self, feed: FeedHistory, lineage: Lineage) -> bool:
         if any((each.number, each.step) == (lineage.number, lineage.step) for each in feed.lineages):
             return False
         feed.lineages.append(lineage)
-        for each in feed.rules:
-            if each.step > lineage.step:
-                each.until = min(each.until, lineage.lsn)
         return True
 
     def _snapshot(self, lsn: int, feed: FeedHistory, record: SnapshotTaken) -> bool:

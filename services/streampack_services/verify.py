@@ -22,7 +22,7 @@ from streampack.core.records import FeedEnded
 from streampack.core.samples import I64, ROW
 from streampack.core.snapshot import Snapshot
 from streampack.errors import LedgerDamaged
-from streampack_services.books import DROPPED, REJECTED, Books
+from streampack_services.conservation import DROPPED, REJECTED, Books
 from streampack_services.ledger import Ledger, Place
 from streampack_services.run_history import LATEST, FeedHistory
 from streampack_services.step_rows import StepRows
@@ -101,11 +101,13 @@ class _Feed:
                 self._begin(step.step)
             elif step.step != last + 1:
                 self._missing(last + 1, step.step)
+            self._look_back(step.step)
             if snapshot is not None and snapshot.step <= step.step:
                 self._check_snapshot(snapshot)
                 snapshot = None
             self._take(step)
             last = step.step
+        self._look_back(last + 1)
         if snapshot is not None and snapshot.step == last + 1 and self._first is not None:
             self._check_snapshot(snapshot)
         self._check_contradictions()
@@ -126,20 +128,25 @@ class _Feed:
             self._findings.add("digests", f"{name}: its rows have {got}")
 
     def _begin(self, first: int) -> None:
-        """Of steps before the first that is here, all that is known is a snapshot."""
+        """What came before the first step that is here is in another log: only a snapshot says what it was."""
         self._first = first
         if first == 0:
             return
-        self._chain = None
-        held = self._feed.first_snapshot
-        if held is None or held[1].step != first:
+        self._chain, self._known = None, False
+        if self._ledger.state.first_lsn:
             self._missing(0, first)
-            self._known = False
+
+    def _look_back(self, step: int) -> None:
+        """Once there is a snapshot, at or before ``step``, what was merged up to it is known."""
+        held = self._feed.first_snapshot
+        if self._known or held is None or held[1].step > step:
             return
         lsn, snapshot = held
-        self._chain = snapshot.form.chain
+        self._known = True
+        if snapshot.step == self._first:
+            self._chain = snapshot.form.chain
         waiting = self._by_stream(self._rows_of(snapshot), snapshot.step, lsn)
-        for name, upto in self._merged(snapshot, lsn).items():
+        for name, upto in self._merged(snapshot).items():
             self._books[name].begin(upto, *waiting.get(name, _NONE))
 
     def _missing(self, begin: int, end: int) -> None:
@@ -175,11 +182,10 @@ class _Feed:
         return count
 
     def _check_contradictions(self) -> None:
-        """A sample that was rejected since the last lineage began is in no step; steps and the end are said once."""
-        began = self._feed.branches[-1].lsn
+        """A sample that was rejected is in no step; steps and the end are said once."""
         for name, books in self._books.items():
-            for lsn, index, _ in self._ledger.rejections(name):
-                both = books.in_steps(index) if lsn > began else index[:0]
+            for _, index, _ in self._ledger.rejections(name):
+                both = books.in_steps(index)
                 lines = (f"{name}:{each} was rejected and {self._where(name, each)}" for each in both.tolist())
                 self._findings.many("contradictions", lines, len(both))
             for partition in range(books.partitions):
@@ -204,7 +210,7 @@ class _Feed:
         lsn = next(lsn for lsn, each in self._feed.snapshots.values() if each is snapshot)
         waiting = self._by_stream(self._rows_of(snapshot), snapshot.step, lsn)
         dropped = self._by_stream(self._feed.dropped(snapshot.step), LATEST, LATEST)
-        for name, upto in self._merged(snapshot, lsn).items():
+        for name, upto in self._merged(snapshot).items():
             index, part = waiting.get(name, _NONE)
             held = zip((index, part), dropped.get(name, _NONE), strict=True)
             self._lost[name] |= set(self._books[name].lost(upto, *map(np.concatenate, held)))
@@ -216,11 +222,11 @@ class _Feed:
     def _rows_of(self, snapshot: Snapshot) -> NDArray[np.void]:
         return np.frombuffer(snapshot.form.window + snapshot.form.pending, ROW)
 
-    def _merged(self, snapshot: Snapshot, lsn: int) -> dict[str, list[int]]:
+    def _merged(self, snapshot: Snapshot) -> dict[str, list[int]]:
         """Samples merged of each stream's partitions."""
         left = list(snapshot.merge.merged_samples)
         found = {}
-        for stream in self._feed.rules_at(snapshot.step, lsn).streams:
+        for stream in self._feed.rules_of(snapshot).streams:
             found[stream.name], left = left[: stream.partitions], left[stream.partitions :]
         return {name: upto for name, upto in found.items() if name in self._books}
 
@@ -293,6 +299,7 @@ class _Feed:
         return {
             "steps": self._steps,
             "first_step": self._first or 0,
+            "all_known": self._known,
             "next_step": last + 1,
             "ended": end is not None,
             "packs": self._packs,

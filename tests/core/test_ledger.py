@@ -18,8 +18,8 @@ from streampack_services.audit import why_sample, why_step
 from streampack_services.ledger import Ledger
 from streampack_services.verify import verify
 
-from streampack.core.records import FeedEnded, Record, SamplesRejected, SnapshotTaken, StepFormed
-from streampack.core.rules import Align, Rules, StreamRules
+from streampack.core.records import FeedEnded, Record, RulesChanged, SamplesRejected, SnapshotTaken, StepFormed
+from streampack.core.rules import Align, Rules, RulesChange, StreamRules
 from streampack.core.samples import ROW
 from streampack.errors import LedgerDamaged, UserError
 from tests.core.recorded import FEED, Run, doubling, entries, resealed, rows_in, with_rows, without
@@ -307,9 +307,34 @@ def test_a_log_that_begins_with_a_checkpoint_knows_what_came_before(run: Run) ->
         assert found["feeds"][FEED]["steps"] == 0 or found["feeds"][FEED]["first_step"] == first
 
 
-def test_a_log_that_does_not_say_what_came_before_is_not_good(ended: Run) -> None:
-    with ledger_of([r for r in ended.records if not isinstance(r, StepFormed) or r.step > 3]) as ledger:
-        assert "feed train: step 0 is missing" in verify(ledger)["named"]
+def test_of_a_log_that_does_not_say_what_came_before_that_is_said(ended: Run) -> None:
+    """A broker that goes on from a checkpoint alone: no sample is called lost before its first snapshot."""
+    rest = [r for r in ended.records if not isinstance(r, StepFormed) or r.step > 3]
+    with ledger_of([r for r in rest if not isinstance(r, SnapshotTaken)]) as ledger:
+        found = verify(ledger)
+    assert (found["good"], found["lost"], found["feeds"][FEED]["all_known"]) == (True, 0, False)
+    with ledger_of(rest) as ledger:
+        found = verify(ledger)
+    assert (found["named"], found["feeds"][FEED]["first_step"], found["feeds"][FEED]["all_known"]) == ([], 4, True)
+    last = [r for r in rest if isinstance(r, StepFormed)][-2]
+    row = next(i for i, each in enumerate(rows_in(last)) if not has_pieces(ended, each))
+    with ledger_of([without(last, row) if r is last else r for r in rest]) as ledger:
+        assert verify(ledger)["lost"] == 1
+
+
+def test_a_change_of_rules_is_told_at_the_step_where_it_came_into_force() -> None:
+    run = run_of(rules_of(), [[20] * 60, [20] * 60, [20] * 60], [("feed", p, 20) for p in (0, 1, 2)], finish=False)
+    step = run.former.next_step
+    rules = replace(run.rules, streams=(replace(run.rules.streams[0], weight=0.5), run.rules.streams[1]))
+    asked = RulesChange(step=step, position=-1, rules=rules, note="a=0.5")
+    run.records.append(RulesChanged(feed=FEED, change=asked))
+    run.records.append(RulesChanged(feed=FEED, change=replace(asked, step=step + 1, position=40)))
+    run.finish()
+    with ledger_of(run.records) as ledger:
+        assert verify(ledger)["good"]
+        assert why_step(ledger, step)["changes"] == []
+        changes = why_step(ledger, step + 1)["changes"]
+    assert changes == [{"note": "a=0.5", "differences": ["streams.a.weight: 0.7 -> 0.5"]}]
 
 
 # Damage
