@@ -162,6 +162,7 @@ class Arrival(Rings):
         return MergeState(
             [], self._passed[: len(self._head)], [], self._done.tolist(), self.merged_samples.tolist(),
             self.merged_tokens.tolist(), self._at_barrier.tolist(), False, self._fresh,
+            self._passes,
         )  # fmt: skip
 
     def load(self, state: MergeState) -> None:
@@ -170,7 +171,7 @@ class Arrival(Rings):
         Each partition's next entry is the one after its first ``merged_samples``; a barrier that it is at is not
         said again. The script may have been told before or is afterwards, from its beginning or from here.
         """
-        self._ended[:], self._fresh = state.ended, state.fresh
+        self._ended[:], self._fresh, self._passes = state.ended, state.fresh, state.passes
         self.merged_samples[:], self.merged_tokens[:] = state.merged_samples, state.merged_tokens
         count = len(self._head)
         self._passed[:count] = self._marks[:count] = state.turn

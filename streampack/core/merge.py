@@ -150,7 +150,7 @@ class Merge(Rings):
         return MergeState(
             self._clock.tolist(), self._turn.tolist(), self._live.tolist(), self._done.tolist(),
             self.merged_samples.tolist(), self.merged_tokens.tolist(), self._at_barrier.tolist(), self._stopped,
-            self._fresh,
+            self._fresh, self._passes,
         )  # fmt: skip
 
     def load(self, state: MergeState) -> None:
@@ -159,7 +159,7 @@ class Merge(Rings):
         Each partition's next entry is the one after its first ``merged_samples``.
         """
         columns = (self._clock, self._turn, self._live, self._ended, self.merged_samples, self.merged_tokens)
-        *values, at_barrier, self._stopped, self._fresh = msgspec.structs.astuple(state)
+        *values, at_barrier, self._stopped, self._fresh, self._passes = msgspec.structs.astuple(state)
         for column, each in zip(columns, values, strict=True):
             column[:] = each
         for partition in np.flatnonzero(at_barrier).tolist():

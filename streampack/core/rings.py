@@ -52,6 +52,8 @@ class Rings:
         self._ended = np.zeros(count, np.bool_)
         self._fresh = True
         """Nothing of this pass was taken."""
+        self._passes = 0
+        """Those before this one; one may have been empty."""
         self.merged_samples = np.zeros(count, np.int64)
         self.merged_tokens = np.zeros(count, np.int64)
         self._handle = np.zeros((count, width), np.int64)
@@ -101,6 +103,7 @@ class Rings:
         """Go over the barriers that all streams are at; only ``between_passes``."""
         self._head += self._at_barrier
         self._fresh = True
+        self._passes += 1
 
     def drop(self) -> I64:
         """Forget what waits; handles, int64 [n], of its samples. Nothing is pushed afterwards."""
@@ -114,7 +117,7 @@ class Rings:
         known = np.diff(self._first).tolist()
         if list(partitions[: len(known)]) != known:
             raise ValueError(f"got streams of {list(partitions)} partitions, expected {known} first: they keep theirs")
-        if len(partitions) > len(known) and self._fresh and self.position:
+        if len(partitions) > len(known) and self._fresh and self._passes:
             raise ValueError("got a new stream between two passes, expected one once a sample of the next is merged")
         self._first = np.concatenate([[0], np.cumsum(partitions)]).astype(np.int64)
         for name in ("_head", "_tail", "_ended", "merged_samples", "merged_tokens", "_handle", "_length", "_part"):

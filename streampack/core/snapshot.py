@@ -23,8 +23,9 @@ Floor = tuple[int, Cursor | None]
 
 class MergeState(Struct, frozen=True):
     """A merge between two samples: by stream clock, turn, live; by partition ended, samples and tokens taken,
-    and whether it is at a barrier; whether a stream that ended has stopped it all, and whether nothing of this pass
-    was taken. In order of arrival there are no clocks, and ``turn`` counts the barriers gone over by partition."""
+    and whether it is at a barrier; whether a stream that ended has stopped it all, whether nothing of this pass
+    was taken, and how many there were before it. In order of arrival there are no clocks, and ``turn`` counts the
+    barriers gone over by partition."""
 
     clock: list[int]
     turn: list[int]
@@ -35,6 +36,7 @@ class MergeState(Struct, frozen=True):
     at_barrier: list[bool]
     stopped: bool
     fresh: bool = True
+    passes: int = 0
 
 
 class FormState(Struct, frozen=True):

@@ -137,7 +137,7 @@ def live(world: World, data: st.DataObject) -> tuple[Feed, list[Changed]]:
             feed.merge.next_pass()
         elif what == "change" and not feed.merge.closed:
             weights = [each and data.draw(st.one_of(st.floats(0.05, 4), st.just(0))) for each in feed.weights]
-            between = feed.merge.state().fresh and feed.merge.position
+            between = feed.merge.state().fresh and feed.merge.state().passes
             if not between and data.draw(st.booleans()):
                 weights += [data.draw(st.floats(0.05, 4))] * (len(weights) < len(world.streams))
             if not any(weights):
@@ -283,14 +283,19 @@ def test_a_change_that_cannot_be_is_refused_and_changes_nothing(
     assert merge.state() == state
 
 
+@pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("kind", ["schedule", "arrival"])
-def test_a_new_stream_between_two_passes_is_refused(kind: MergeOrder) -> None:
+def test_a_new_stream_between_two_passes_is_refused(kind: MergeOrder, empty: bool) -> None:
     """Whether it is of the pass before or of the next one could not be said of a position."""
-    merge = merge_of(Rules(merge=kind, streams=(StreamRules("a", 1.0, 1),)))
-    merge.push(0, np.array([4]), np.array([3]), np.array([0]))
-    merge.end_pass(0)
-    merge.take(1 << 60)
-    merge.next_pass()
+    rules = Rules(merge=kind, streams=(StreamRules("a", 1.0, 1),))
+    before = merge_of(rules)
+    if not empty:
+        before.push(0, np.array([4]), np.array([3]), np.array([0]))
+    before.end_pass(0)
+    before.take(1 << 60)
+    before.next_pass()
+    merge = merge_of(rules)
+    merge.load(before.state())
     with pytest.raises(ValueError, match="got a new stream between two passes, expected one once a sample"):
         merge.change([1.0, 1.0], [1, 1])
     merge.push(0, np.array([4]), np.array([3]), np.array([0]))
