@@ -48,9 +48,10 @@ class Pushing:
 
     def __init__(self, endpoint: str, stream: str, partition: int, buffer_bytes: int, timeout_s: float) -> None:
         self._endpoint, self._timeout_s, self._pid = endpoint, timeout_s, os.getpid()
+        name = uuid.uuid4()
         self._session = PushSession(
-            run=0, producer=uuid.uuid4().hex, host=socket.gethostname(), pid=self._pid, stream=stream,
-            partition=partition, buffer=PushBuffer(buffer_bytes),
+            run=0, producer=name.hex, incarnation=name.int >> 68, host=socket.gethostname(), pid=self._pid,
+            stream=stream, partition=partition, buffer=PushBuffer(buffer_bytes),
         )  # fmt: skip
         self._name = f"stream {stream!r} partition {partition}"
         self._changed = threading.Condition()

@@ -38,6 +38,7 @@ from streampack.core.messages import (
 )
 from streampack.core.producer_session import HELLO_S, PING_S, Chunk, Failed, Finish, Leave, Session
 from streampack.core.push_buffer import Kept, PushBuffer
+from streampack.core.snapshot import Cursor
 
 PUSHED = "pushed"
 """The source digest of a stream that nobody can read twice."""
@@ -62,10 +63,15 @@ class End(Event, frozen=True):
 
 @dataclass(slots=True)
 class PushSession:
-    """State of one process that pushes to ``partition`` of ``stream``, from a ``buffer`` that bounds what it keeps."""
+    """State of one process that pushes to ``partition`` of ``stream``, from a ``buffer`` that bounds what it keeps.
+
+    ``incarnation``, below 2**62, is a number that no other process has: it stands in each chunk's cursor, which the
+    broker gives back with a lease, so that one that was stopped for long learns that another has pushed since.
+    """
 
     run: int
     producer: str
+    incarnation: int
     host: str
     pid: int
     stream: str
@@ -76,6 +82,8 @@ class PushSession:
     """The newest: what the broker asks of samples."""
     begun: bool = False
     """Samples may be numbered: all earlier ones are safe."""
+    first_seq: int = 0
+    """Of this process."""
     _ending: bool = False
     _ended_known: bool = False
     _session: Session | None = None
@@ -200,7 +208,7 @@ class PushSession:
     def _lease(self, lease: Lease, number: int) -> list[Effect]:
         if self._last_session >= (self.epoch, number):
             return []
-        wrong = self._misplaced(lease.first_seq)
+        wrong = self._misplaced(lease.first_seq, lease.cursor)
         if wrong:
             return self._over(wrong, "sequence")
         self._last_session = self._session = (self.epoch, number)
@@ -216,8 +224,8 @@ class PushSession:
         if self._session != session or self.lease is None:
             return self._hello_again() if self._last_session < session else []
         if not self.begun and flow.durable_seq >= self.lease.first_seq:
-            self.begun = True
-            self.buffer.number_from(self.lease.first_seq, flow.durable_marks)
+            self.begun, self.first_seq = True, self.lease.first_seq
+            self.buffer.number_from(self.first_seq, flow.durable_marks)
         self._grant_seq = max(self._grant_seq, flow.grant_seq)
         self._grant_bytes = max(self._grant_bytes, flow.grant_bytes)
         return self._had(flow) if self.begun else []
@@ -256,13 +264,16 @@ class PushSession:
             "ended",
         )
 
-    def _misplaced(self, seq: int) -> str:
-        """Why no session can begin at sample ``seq``; empty if it can."""
+    def _misplaced(self, seq: int, cursor: Cursor | None) -> str:
+        """Why no session can begin at sample ``seq``, behind what ``cursor`` says; empty if one can."""
         safe = self.buffer.durable_seq
-        if not self.begun or safe <= seq <= self.buffer.ever_sent_seq:
+        if not self.begun:
             return ""
-        if seq > safe:
+        by_another = cursor is not None and cursor[2] == seq > self.first_seq and cursor[0] != self.incarnation
+        if by_another or seq > self.buffer.ever_sent_seq:
             return self._pushed_by_another()
+        if seq >= safe:
+            return ""
         return (
             f"{self._name}: the broker asks for sample {seq}, which it had said was safe up to {safe}: "
             f"its log was lost or is another one; give it back its state_dir, or start a new run"
@@ -298,7 +309,7 @@ class PushSession:
         chunk = kept.chunk
         return Samples(
             stream=self.stream, partition=self.partition, base_seq=kept.base_seq, lengths_u32=chunk.lengths_u32,
-            crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=(0, 0, kept.stop_seq),
+            crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=(self.incarnation, 0, kept.stop_seq),
             rejected=chunk.rejected, lost_tokens=chunk.lost_tokens,
         )  # fmt: skip
 

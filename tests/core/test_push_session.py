@@ -1,7 +1,8 @@
 """A pushing producer against a small honest broker: what it was told is safe is in the log, once and in order.
 
 The network drops, repeats and reorders; the broker is killed and loses what it had not written; producers are killed
-and begin anew. The model keeps the protocol's rules and nothing more: it is no part of streampack.
+and begin anew, or are stopped and wake up after others. The model keeps the protocol's rules and nothing more: it is no
+part of streampack.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ from streampack.core.messages import (
 from streampack.core.producer_session import Chunk, Failed, Finish, Leave
 from streampack.core.push_buffer import CHUNK_BYTES, PushBuffer, size_of
 from streampack.core.push_session import End, EndBatch, Push, PushSession
+from streampack.core.snapshot import Cursor
 
 RUN, STREAM, PARTITION = 7, "rollouts", 3
 BUFFER = 3 * CHUNK_BYTES + 200
+ME = 77
 AHEAD, QUOTA = 8, 96
 """Samples and bytes that the model takes before its merge does."""
 
@@ -62,7 +65,12 @@ class Log:
     safe: int = 0
 
     def samples(self, upto: int | None = None) -> list[int]:
-        return [i for kind, ids in self.records[:upto] if kind == "samples" for i in ids]
+        return [i for kind, it in self.records[:upto] if kind == "samples" for i in it[0]]
+
+    @property
+    def cursor(self) -> Cursor | None:
+        """Of the last chunk."""
+        return next((it[1] for kind, it in reversed(self.records) if kind == "samples"), None)
 
     def marks(self, upto: int | None = None) -> list[tuple[int, int]]:
         return [mark for kind, mark in self.records[:upto] if kind == "mark"]
@@ -77,7 +85,6 @@ class ModelBroker:
     def __init__(self, log: Log, epoch: int, patient: bool) -> None:
         self.log, self.epoch, self.patient = log, epoch, patient
         self.owner = ""
-        self.past: set[str] = set()
         self.session = 0
         self.merged = len(log.samples())
         self.taken_bytes = 0
@@ -97,7 +104,9 @@ class ModelBroker:
             if envelope.fence != self.session:
                 return [self._to(Revoke(stream=STREAM, partition=PARTITION), envelope.fence)]
             return self._in_session(message, envelope)
-        return [self._flow()] if isinstance(message, ProducerPing) and message.producer == self.owner else []
+        if isinstance(message, ProducerPing) and message.producer != self.owner:
+            return [(message.producer, self._of(Who()))]
+        return [self._flow()]
 
     def merge(self, count: int) -> list[tuple[str, Envelope]]:
         self.merged = min(self.merged + count, self.expected)
@@ -111,9 +120,8 @@ class ModelBroker:
         (offer,) = hello.offers
         assert (offer.stream, offer.partition) == (STREAM, PARTITION)
         if hello.producer != self.owner:
-            if hello.producer in self.past or (self.patient and self.log.safe < len(self.log.records)):
+            if self.patient and self.log.safe < len(self.log.records):
                 return []
-            self.past.add(self.owner)
             self.owner = hello.producer
         return self._again()
 
@@ -121,8 +129,8 @@ class ModelBroker:
         self.session += 1
         self.taken_bytes = 0
         lease = Lease(
-            stream=STREAM, partition=PARTITION, partitions=4, first_seq=self.expected, cursor=None, seed=0, passes=1,
-            dtype="int32", overlong="error", poison="error", max_sample_tokens=100, max_chunk_bytes=1000,
+            stream=STREAM, partition=PARTITION, partitions=4, first_seq=self.expected, cursor=self.log.cursor, seed=0,
+            passes=1, dtype="int32", overlong="error", poison="error", max_sample_tokens=100, max_chunk_bytes=1000,
         )  # fmt: skip
         return [self._to(lease, self.session), self._flow()]
 
@@ -153,7 +161,7 @@ class ModelBroker:
             self.taken_bytes += 8 * len(ids)
             assert message.base_seq == self.expected, "a chunk was cut"
             assert not self.log.ended()
-            self.log.records.append(("samples", ids))
+            self.log.records.append(("samples", (ids, message.cursor)))
         elif isinstance(message, Mark):
             if message.seq > self.expected:
                 return self._again()
@@ -191,6 +199,12 @@ class World:
         self.promised: dict[int, int] = {}
         """By sequence number, the id of what a producer was told is safe."""
         self.promised_marks: dict[int, tuple[int, int]] = {}
+        self.pushed_by: dict[int, int] = {}
+        """By id, the process."""
+        self.ever: set[tuple[int, int]] = set()
+        """(sequence number, id) that were ever in the log."""
+        self.stopped: tuple[PushSession, dict[int, int], dict[int, tuple[int, int]]] | None = None
+        """Another process, which neither hears nor says anything now."""
         self.begin()
 
     def begin(self) -> None:
@@ -199,20 +213,32 @@ class World:
         self.names += 1
         self.up = [envelope for envelope in self.up if not isinstance(envelope.message, Hello)]
         self.session = PushSession(
-            run=0, producer=f"process {self.names}", host="host", pid=self.names, stream=STREAM, partition=PARTITION,
-            buffer=PushBuffer(BUFFER),
+            run=0, producer=f"process {self.names}", incarnation=self.names, host="host", pid=self.names,
+            stream=STREAM, partition=PARTITION, buffer=PushBuffer(BUFFER),
         )  # fmt: skip
         self.pushed: dict[int, int] = {}
         self.marked: dict[int, tuple[int, int]] = {}
         self.ended = False
         self.tell(Tick(self.now))
 
+    def swap(self) -> None:
+        """The process is stopped, and another goes on, or begins."""
+        stopped, self.stopped = self.stopped, (self.session, self.pushed, self.marked)
+        if stopped is None:
+            self.begin()
+        else:
+            self.session, self.pushed, self.marked = stopped
+
     def tell(self, event: Event) -> None:
-        for effect in self.session.handle(event):
-            assert not isinstance(effect, Finish), effect
+        effects = self.session.handle(event)
+        for effect in effects:
             if isinstance(effect, Send):
                 self.up.append(wire.decode(wire.encode(effect.envelope)))
         self.check()
+        if any(isinstance(effect, Finish) for effect in effects):
+            me, first = self.session.incarnation, self.session.first_seq
+            assert any(seq >= first and self.pushed_by[number] != me for seq, number in self.ever), effects
+            self.begin()
 
     def check(self) -> None:
         session = self.session
@@ -237,6 +263,7 @@ class World:
             return
         for i in range(count):
             self.pushed[self.session.buffer.next_seq + i] = self.next_id + i
+            self.pushed_by[self.next_id + i] = self.session.incarnation
         self.next_id += count
         self.tell(Push(chunk))
 
@@ -253,6 +280,7 @@ class World:
     def deliver_up(self, at: int) -> None:
         if self.up:
             self.down += self.broker.receive(self.up.pop(self._which(at, len(self.up))))
+            self.ever |= set(enumerate(self.broker.log.samples()))
 
     def deliver_down(self, at: int) -> None:
         if self.down:
@@ -274,7 +302,7 @@ class World:
         """One thing happens, chosen by ``at`` where there are several."""
         if action == "push":
             self.push(1 + at % 5)
-        elif action in ("mark", "end", "begin"):
+        elif action in ("mark", "end", "begin", "swap"):
             getattr(self, action)()
         elif action in ("deliver_up", "deliver_down", "crash"):
             getattr(self, action)(at)
@@ -308,10 +336,10 @@ WEIGHTS = {
 }  # fmt: skip
 
 
-def faulty(world: World, seed: int) -> None:
+def faulty(world: World, seed: int, weights: dict[str, int]) -> None:
     """1000 things happen, drawn by ``seed``: hypothesis draws short lists, which seldom get anywhere."""
     drawn = Random(seed)
-    for action in drawn.choices(list(WEIGHTS), list(WEIGHTS.values()), k=1000):
+    for action in drawn.choices(list(weights), list(weights.values()), k=1000):
         world.step(action, drawn.randrange(1 << 16))
 
 
@@ -319,7 +347,7 @@ def faulty(world: World, seed: int) -> None:
 @given(seed=st.integers(0, 1 << 32), end=st.booleans())
 def test_what_is_said_to_be_safe_is_in_the_log_once_and_in_order(seed: int, end: bool) -> None:
     world = World()
-    faulty(world, seed)
+    faulty(world, seed, WEIGHTS)
     world.settle()
     world.push(2)
     if end:
@@ -336,9 +364,10 @@ def test_what_is_said_to_be_safe_is_in_the_log_once_and_in_order(seed: int, end:
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_a_process_takes_over_while_samples_of_the_one_before_are_not_safe(seed: int) -> None:
-    """A broker that leases at once what it may still lose."""
+    """A broker that leases at once what it may still lose; and processes that are stopped while another pushes, and
+    wake up: their samples are neither lost nor taken for the other's without an error."""
     world = World(patient=False)
-    faulty(world, seed)
+    faulty(world, seed, WEIGHTS | {"swap": 3})
     world.settle()
     world.push(2)
     world.settle()
@@ -369,7 +398,14 @@ class Bench:
 
     def __init__(self) -> None:
         self.session = PushSession(
-            run=0, producer="me", host="host", pid=1, stream=STREAM, partition=PARTITION, buffer=PushBuffer(BUFFER)
+            run=0,
+            producer="me",
+            incarnation=ME,
+            host="host",
+            pid=1,
+            stream=STREAM,
+            partition=PARTITION,
+            buffer=PushBuffer(BUFFER),
         )
         self.effects: list[Effect] = self.session.handle(Tick(0.0))
 
@@ -381,10 +417,10 @@ class Bench:
         for event in events:
             self.effects += self.session.handle(event)
 
-    def lease(self, first_seq: int, session: int, epoch: int = 1, **flow: Any) -> None:
+    def lease(self, first_seq: int, session: int, epoch: int = 1, by: int = ME, **flow: Any) -> None:
         lease = Lease(
-            stream=STREAM, partition=PARTITION, partitions=4, first_seq=first_seq, cursor=None, seed=0, passes=1,
-            dtype="int32", overlong="error", poison="error", max_sample_tokens=100, max_chunk_bytes=1000,
+            stream=STREAM, partition=PARTITION, partitions=4, first_seq=first_seq, cursor=(by, 0, first_seq), seed=0,
+            passes=1, dtype="int32", overlong="error", poison="error", max_sample_tokens=100, max_chunk_bytes=1000,
         )  # fmt: skip
         self.hear(lease, session, epoch)
         self.flow(session, epoch, **{"expected_seq": first_seq, "durable_seq": first_seq} | flow)
@@ -465,10 +501,12 @@ def test_a_broker_that_lost_what_was_safe_is_an_error(bench: Bench) -> None:
     )
 
 
-@pytest.mark.parametrize("where", ["lease", "expected", "durable", "marks"])
+@pytest.mark.parametrize("where", ["lease", "expected", "durable", "marks", "cursor"])
 def test_a_broker_that_has_more_than_was_pushed_is_an_error(where: str, bench: Bench) -> None:
     if where == "lease":
         bench.lease(16, 2)
+    elif where == "cursor":
+        bench.lease(13, 2, by=ME + 1)
     elif where == "expected":
         bench.flow(1, expected_seq=16, durable_seq=12)
     elif where == "durable":
