@@ -64,7 +64,7 @@ class Pushing:
         self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-push", daemon=True)
         self._thread.start()
         try:
-            self._wait_for(lambda: self._session.begun, timeout_s, "the partition")
+            self._wait_for(lambda: self._session.begun and self._error is None, timeout_s, "the partition")
         except BaseException:  # Ctrl-C too
             self._leave()
             raise
