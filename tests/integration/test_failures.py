@@ -25,6 +25,7 @@ Real processes; what they do to a network is ``proxy``'s, or network namespaces'
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import threading
@@ -41,10 +42,21 @@ import pytest
 
 import streampack as sp
 from streampack.client import Client
-from streampack.errors import UserError
+from streampack.errors import DataStall, UserError
 from tests.integration import running as running_module
 from tests.integration.proxy import Proxy
-from tests.integration.running import Daemon, RunningBroker, folder, in_process, running, until, write, write_jsonl
+from tests.integration.running import (
+    Daemon,
+    RunningBroker,
+    folder,
+    in_process,
+    running,
+    streampack,
+    the_error,
+    until,
+    write,
+    write_jsonl,
+)
 from tests.soak.accounts import settle
 from tests.soak.checksum import crc_of
 from tests.soak.golden import Golden, pack_offline
@@ -155,6 +167,48 @@ def test_a_stopped_broker_is_waited_for_and_goes_on(job: Job, golden: Golden) ->
     assert the_golden_ones(golden, steps)
 
 
+def test_a_broker_that_hangs_is_a_data_stall_within_the_time_that_was_set(job: Job) -> None:
+    with served(job) as broker, connect(broker.trainers, prefetch=1, stall_timeout_s=2.0) as loader:
+        steps = loader.steps()
+        next(steps)
+        broker.signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(DataStall, match="broker"):
+            list(steps)
+        assert 1.5 < time.monotonic() - began < 10.0
+
+
+def test_a_source_that_gives_other_data_the_second_time_stops_the_run_naming_stream_and_index(tmp_path: Path) -> None:
+    """Its files have the sizes that they had, and so its digest."""
+    shard = write_jsonl(tmp_path / "web.jsonl", [{"text": f"{i:06d} " * 9} for i in range(3000)])
+    streams = {"web": {"source": "jsonl", "shards": str(shard), "shuffle": False}}
+    rules = {"budget": 256, "window": {"samples": 16}, "step": {"packs": 2}}
+    with folder() as path, ExitStack() as stack:
+        settings = {
+            "listen": fixed_listen(path), "state_dir": str(path / "state"), "rules": rules,
+            "streams": {"web": {"partitions": 1}},
+        }  # fmt: skip
+        broker = RunningBroker(path, settings)
+        stack.callback(broker.kill)
+        tree = {"broker": broker.producers, "processes": 1, "streams": streams}
+        config = write(path / "producer.yaml", tree)
+        loader = stack.enter_context(connect(broker.trainers, prefetch=1))
+        steps = loader.steps()
+        with running("producer", "produce", "-c", config):
+            had = [next(steps) for _ in range(20)]
+            broker.kill()
+        shard.write_text(shard.read_text().replace("00", "11"))
+        broker = RunningBroker(path, settings)
+        stack.callback(broker.kill)
+        with running("other", "produce", "-c", config) as other:
+            assert other.end() != 0
+            assert re.search(r"sample web:\d+: got 64 tokens with checksum", other.said)
+        until(lambda: "put the data" in broker.feed()["waiting_for"]["detail"])
+        assert "sample web:" in broker.feed()["waiting_for"]["detail"]
+        assert "sample web:" in broker.said
+    assert [step.index for step in had] == list(range(20))
+
+
 def test_of_two_brokers_for_one_run_one_serves_and_a_stale_one_that_wakes_up_changes_nothing(
     job: Job, golden: Golden
 ) -> None:
@@ -174,6 +228,23 @@ def test_of_two_brokers_for_one_run_one_serves_and_a_stale_one_that_wakes_up_cha
             time.sleep(1.0)  # what the stale one says is heard, and not taken
             lead_to(route, second.trainers)
             steps += all_steps
+    assert the_golden_ones(golden, steps)
+
+
+def test_a_second_broker_with_the_state_of_one_that_hangs_is_refused_and_served_once_that_is_gone(
+    job: Job, golden: Golden
+) -> None:
+    with served(job) as broker, connect(broker.trainers, prefetch=1) as loader:
+        all_steps = loader.steps()
+        steps = [next(all_steps) for _ in range(5)]
+        broker.signal(signal.SIGSTOP)
+        said = the_error(streampack("broker", "-c", broker.log.parent / "broker.yaml"), 2)
+        assert f":{broker.process.pid}" in said, "it names who has the log"
+        second = start_again(broker)
+        try:
+            steps += all_steps
+        finally:
+            second.kill()
     assert the_golden_ones(golden, steps)
 
 

@@ -32,6 +32,7 @@ from tests.soak.run import Run, Unfinished
 
 FIRE_S = 50.0
 EVERY_S = 1.1
+COUNTS = ("steps", "compared", "repeated", "lost", "duplicated", "diverged", "states")
 RESUMES = hasattr(client.Client, "load_state_dict")
 
 
@@ -55,13 +56,15 @@ class Soak:
         job = make_job(seed, folder, number=seed, in_place=RESUMES and seed % 3 == 2)
         golden = pack_offline(job)
         run = Run(job, Fire(seed, EVERY_S), fire_s)
+        unfinished = ""
         try:
             run.go()
-            account = settle(job, golden, run.fire.hits)
         except Unfinished as error:
+            unfinished = str(error)
             tails = "".join(f"\n--- {member.name}: {member.codes}\n{member.said()}" for member in run.members)
             print(f"run {seed}: {error}{tails}", file=sys.stderr, flush=True)
-            account = Account(0, wrong=[str(error)])
+        account = settle(job, golden, run.fire.hits)
+        account.wrong = [unfinished, *account.wrong] if unfinished else account.wrong
         self.add(run, account)
         print(
             f"run {seed}: dp={job.dp} cp={job.cp} {'in place' if job.in_place else 'together'}: {account.steps} steps, "
@@ -79,7 +82,7 @@ class Soak:
         self.kills += run.fire.kills
         self.stops += run.fire.stops
         self.collateral += run.collateral
-        for name in ("steps", "compared", "repeated", "lost", "duplicated", "diverged"):
+        for name in COUNTS:
             self.counts[name] += getattr(account, name)
         self.errors += account.errors
         self.recovered_s += account.recovered_s
@@ -91,7 +94,7 @@ class Soak:
             "ok": not self.wrong, "seed": self.seed, "seconds": round(seconds), "runs": self.runs,
             "kills": self.kills.total(), "killed": dict(self.kills), "stops": self.stops.total(),
             "stopped": dict(self.stops), "ended_by_launcher": self.collateral,
-            **{name: self.counts[name] for name in ("steps", "compared", "repeated", "lost", "duplicated", "diverged")},
+            **{name: self.counts[name] for name in COUNTS},
             "broker_recovery_s": _spread(self.recovered_s), "trainer_errors": dict(self.errors),
             "wrong": self.wrong[:20],
         }  # fmt: skip

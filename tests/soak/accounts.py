@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,6 +27,8 @@ class Account:
     lost: int = 0
     duplicated: int = 0
     diverged: int = 0
+    states: int = 0
+    """Checkpoints' states compared."""
     errors: Counter[str] = field(default_factory=Counter)
     """Of trainers, by type; they were started again."""
     wrong: list[str] = field(default_factory=list)
@@ -45,6 +48,7 @@ def settle(job: Job, golden: Golden, hits: list[Hit]) -> Account:
         if not of_rank or of_rank[-1]["kind"] != "end":
             account.wrong.append(f"rank {rank} did not come to the end")
     _conserve(account, job, golden, last)
+    _compare_states(account, job, golden)
     steps = sorted((line["at"], line["index"]) for of_rank in lines for line in of_rank if line["kind"] == "step")
     account.recovered_s = _recoveries(hits, steps)
     return account
@@ -107,6 +111,20 @@ def _conserve(account: Account, job: Job, golden: Golden, last: list[dict[int, d
             account.wrong.append(f"{len(foreign)} samples that are in no source, such as {min(foreign)}")
     if account.lost or account.duplicated:
         account.wrong.append(f"{account.lost} samples lost, {account.duplicated} duplicated")
+
+
+def _compare_states(account: Account, job: Job, golden: Golden) -> None:
+    """States of one step are those of the golden run, and equal on all ranks, but for the broker that told them."""
+    states: dict[int, list[dict[str, Any]]] = {}
+    for path in job.folder.glob("checkpoint-*.json"):
+        states.setdefault(int(path.stem.split("-")[1]), []).append(json.loads(path.read_text())["loader"])
+    for step, found in states.items():
+        account.states += len(found)
+        told = [{key: value for key, value in state.items() if key not in ("epoch", "snapshot")} for state in found]
+        if any(each != told[0] for each in told):
+            account.wrong.append(f"states after step {step} differ between ranks")
+        if (told[0]["next_step"], told[0]["chain"]) != (step + 1, golden.steps[step].chain):
+            account.wrong.append(f"the state after step {step} is of another step, or of other steps")
 
 
 def _recoveries(hits: list[Hit], steps: list[tuple[float, int]]) -> list[float]:

@@ -10,6 +10,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 
+from tests.integration.running import streampack
 from tests.soak.fire import Fire
 from tests.soak.job import Job
 from tests.soak.members import OWN_PLACE, Member, last_checkpoint, members_of, tell_trainer
@@ -59,6 +60,7 @@ class Run:
                 time.sleep(TURN_S)
             self.seconds = time.monotonic() - began
             self._end()
+            self._verify()
         finally:
             for member in self.members:
                 member.kill()
@@ -102,6 +104,12 @@ class Run:
         for rank, other in enumerate(self.trainers):
             tell_trainer(self.job, rank, resume)
             other.start_at = start_at
+
+    def _verify(self) -> None:
+        """The ledger, made from the log alone, finds every sample exactly once. Raises Unfinished if not."""
+        done = streampack("ledger", "verify", "-c", self.job.broker_config, timeout_s=120.0)
+        if done.returncode:
+            raise Unfinished(f"streampack ledger verify: {done.stdout} {done.stderr}")
 
     def _end(self) -> None:
         """Gently: nobody needs them any more. Raises Unfinished if one does not go, or fails."""
