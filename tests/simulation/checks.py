@@ -7,13 +7,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from streampack.core.effects import FromProducer, FromTrainer, SendProducer, SendShard
+from streampack.core.effects import FromProducer, FromTrainer, SendProducer, SendShard, SendTrainer
 from streampack.core.events import Effect, Event
-from streampack.core.messages import Attach, Bye, Eos, Flow, Get, Hello, ReaderPing, Samples, StepPart
+from streampack.core.messages import (
+    AskState,
+    Attach,
+    Bye,
+    Commit,
+    End,
+    Eos,
+    Flow,
+    Get,
+    Hello,
+    ReaderPing,
+    Samples,
+    StepPart,
+)
 from streampack.core.readers import Readers
+from streampack.core.records import ChunkAdmitted, FeedEnded, Record, StepFormed
 
 if TYPE_CHECKING:
-    from tests.simulation.processes import BrokerProcess
+    from tests.simulation.broker import BrokerProcess
+
+
+NOT_FENCED = Attach | Bye | AskState | Commit
+"""What a trainer may say whatever attempt it is in."""
 
 
 class BrokerChecks:
@@ -23,6 +41,38 @@ class BrokerChecks:
         self._process = process
         self._core = process.core
         self._grants: dict[tuple[str, int, int], tuple[int, int]] = {}
+        self._steps: dict[tuple[str, int], tuple[int, bytes]] = {}
+        """(record, chain) of each step in the log, be it safe or not."""
+        self._ends: dict[str, int] = {}
+        self._chunks: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        """(record, stop) of each chunk in the log."""
+        disk = process.disk
+        for lsn in range(len(disk.records) if disk is not None else 0):
+            assert disk is not None
+            self.appended(lsn, disk.decode(lsn)[0])
+
+    def appended(self, lsn: int, record: Record) -> None:
+        """A record is in the log: the end is there once and nothing follows it (R8), a step is what it was."""
+        if isinstance(record, StepFormed):
+            assert record.feed not in self._ends, f"R8: step {record.step} is recorded after the end"
+            before = self._steps.setdefault((record.feed, record.step), (lsn, record.chain))
+            assert before == (lsn, record.chain), f"step {record.step} is recorded twice"
+            follows = (record.feed, record.step - 1) in self._steps or not record.step
+            assert follows or self._process.world.lost_disk, f"R2: step {record.step - 1} is missing in the log"
+        elif isinstance(record, FeedEnded):
+            assert record.feed not in self._ends, "R8: the end is recorded twice"
+            last = self._steps.get((record.feed, record.num_steps - 1), (0, bytes(16)))[1]
+            assert last == record.chain, "R8: the end is recorded before the last step"
+            self._ends[record.feed] = lsn
+        elif isinstance(record, ChunkAdmitted):
+            key, stop = (record.stream, record.partition), record.base_seq + len(record.lengths_u32) // 4
+            known = self._chunks.setdefault(key, [])
+            assert record.base_seq == (known[-1][1] if known else 0), f"a gap in the log before a chunk of {key}"
+            known.append((lsn, stop))
+
+    def _is_safe(self, lsn: int) -> bool:
+        disk = self._process.disk
+        return disk is not None and 0 <= lsn < disk.safe_upto
 
     def before(self, event: Event) -> Any:
         """What a stale message must not change; None if the event is none."""
@@ -30,7 +80,7 @@ class BrokerChecks:
         if isinstance(event, FromProducer):
             if self._is_stale(event):
                 return self._leases(event)
-        elif isinstance(event, FromTrainer) and not isinstance(event.envelope.message, Attach | Bye):
+        elif isinstance(event, FromTrainer) and not isinstance(event.envelope.message, NOT_FENCED):
             readers = self._readers_of(event)
             reader = readers._seats.at(event.peer)
             if reader is None or (event.envelope.epoch, event.envelope.fence) != (core.epoch, reader.fence):
@@ -47,6 +97,10 @@ class BrokerChecks:
                 self._flow(effect.envelope.fence, effect.envelope.message)
             elif isinstance(effect, SendShard):
                 self._shard(effect)
+            elif isinstance(effect, SendTrainer) and isinstance(effect.envelope.message, End):
+                end = effect.envelope.message
+                safe = self._process.disk is None or self._is_safe(self._ends.get(end.feed, -1))
+                assert safe, "R8: an end went out before the log had it"
 
     def memory(self) -> None:
         """Waiting, merged and live tokens are within their bounds, and the books agree with the arena."""
@@ -97,6 +151,8 @@ class BrokerChecks:
         seq, size = self._grants.get(key, (0, 0))
         assert flow.grant_seq >= seq, "R6: a grant of samples was taken back"
         assert flow.grant_bytes >= size, "R6: a grant of bytes was taken back"
+        safe = max((stop for lsn, stop in self._chunks.get(key[:2], []) if self._is_safe(lsn)), default=0)
+        assert flow.durable_seq <= safe, f"R1: samples below {flow.durable_seq} are said to be safe, {safe} are"
         self._grants[key] = (flow.grant_seq, flow.grant_bytes)
 
     def _shard(self, effect: SendShard) -> None:
@@ -105,9 +161,15 @@ class BrokerChecks:
         readers, envelope = self._core.feeds[message.feed].readers, effect.envelope
         of = self._process.world.rounds.setdefault((message.feed, envelope.epoch, envelope.fence), readers.round)
         assert of == readers.round, f"R5: attempt {envelope.fence} is of iteration {of} and of {readers.round}"
+        lsn, _ = self._steps.get((message.feed, message.step), (-1, b""))
+        safe = self._process.disk is None or self._is_safe(lsn)
+        assert safe, f"R2: step {message.step} went out before the log had it"
+        reader = readers._seats.at(effect.peer)
+        assert reader is not None
+        assert reader.name not in readers._seats.fenced, f"R5: {reader.name} is served, which lost its rank"
         published, key = self._process.published, (message.feed, envelope.fence, message.step)
         if key not in published:
             here = len(readers._returned)
-            there = self._process.world.jobs[message.feed].num_ranks
+            there = reader.mesh.dp * reader.mesh.cp
             assert here == there, "R3: a step went out before all ranks were there"
             published.add(key)

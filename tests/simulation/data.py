@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from streampack.core.form import Former, Step
 from streampack.core.intake import apply_overlong
 from streampack.core.merge import AnyMerge, merge_of
-from streampack.core.messages import Envelope, StepPart
+from streampack.core.messages import Envelope, Mesh, StepPart
 from streampack.core.rules import Align, OnExhaust, Overlong, PackerName, Poison, Rules, StreamRules
 from streampack.core.samples import I64, SampleTable
 
@@ -59,6 +59,11 @@ class Case:
     def overlong(self) -> Overlong:
         """Of every stream."""
         return self.rules.streams[0].overlong
+
+    @property
+    def meshes(self) -> list[tuple[int, int]]:
+        """(dp, cp) that may read it."""
+        return [(dp, cp) for dp in (1, 2, 4) for cp in (1, 2)[: self.cp]]
 
     @lru_cache  # noqa: B019 - cases live as long as the tests
     def lengths(self, stream: int, partition: int) -> I64:
@@ -166,7 +171,7 @@ class Shard:
     positions: I64
 
 
-def shards_of(parts: tuple[Envelope, ...], this: Case, cp_rank: int) -> list[Shard]:
+def shards_of(parts: tuple[Envelope, ...], this: Case, mesh: Mesh) -> list[Shard]:
     """The shards in a delivered step, by micro-batch; positions are derived here and not by ``core.layout``."""
     shards: list[Shard] = []
     for envelope in parts:
@@ -178,23 +183,23 @@ def shards_of(parts: tuple[Envelope, ...], this: Case, cp_rank: int) -> list[Sha
         lengths = np.frombuffer(part.lengths_u32, "<u4").tolist()
         numbers = np.frombuffer(part.packs_u32, "<u4").tolist()
         loss = np.frombuffer(part.loss_tokens_u32, "<u4").tolist()
-        rows = np.frombuffer(envelope.payload[0], this.dtype).reshape(len(numbers), BUDGET // this.cp)
+        rows = np.frombuffer(envelope.payload[0], this.dtype).reshape(len(numbers), BUDGET // mesh.cp)
         at = 0
         for i, count in enumerate(np.frombuffer(part.counts_u32, "<u4").tolist()):
-            positions = _positions(lengths[at : at + count], this, cp_rank)
+            positions = _positions(lengths[at : at + count], this, mesh)
             shards.append(Shard(numbers[i], ids[at : at + count], loss[i], rows[i], positions))
             at += count
     return shards
 
 
-def _positions(lengths: list[int], this: Case, cp_rank: int) -> I64:
+def _positions(lengths: list[int], this: Case, mesh: Mesh) -> I64:
     """Chunks r and 2W - 1 - r of each segment, padded to the alignment, the tail being one, too."""
-    align, pieces, start = this.rules.align.sample, 2 * this.cp, 0
+    align, pieces, start = this.rules.align.sample, 2 * mesh.cp, 0
     segments = [-(-length // align) * align for length in lengths]
     positions: list[int] = []
     for size in [*segments, BUDGET - sum(segments)]:
-        chunks = np.arange(start, start + size).reshape(pieces, -1) if this.cp > 1 else np.arange(start, start + size)
-        mine = chunks[[cp_rank, pieces - 1 - cp_rank]] if this.cp > 1 else chunks
+        whole = np.arange(start, start + size)
+        mine = whole.reshape(pieces, -1)[[mesh.cp_rank, pieces - 1 - mesh.cp_rank]] if mesh.cp > 1 else whole
         positions += mine.ravel().tolist()
         start += size
     return np.array(positions, np.int64)

@@ -1,6 +1,7 @@
 """A job of a simulated run: one feed, how often it is iterated, and what its ranks must get each time.
 
-A feed with a job that nobody reads is there to be in the way of the others, and must not be.
+All its ranks may be killed and started again from a checkpoint, as another mesh: its *life* counts that. A feed
+with a job that nobody reads is there to be in the way of the others, and must not be.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from streampack.core.messages import Envelope, StepPart
+from streampack.core.attempts import Ranks
+from streampack.core.client_session import Broken
+from streampack.core.messages import Envelope, Mesh, State, StepPart
+from tests.simulation.client import Checkpoint, ClientProcess
 from tests.simulation.data import case, reference, shards_of
 
 if TYPE_CHECKING:
-    from tests.simulation.processes import ClientProcess
     from tests.simulation.world import World
+
+RESTART_S = 40.0
+"""So long after all ranks were started anew one may be refused because of what is left of the old ones."""
 
 
 class Job:
@@ -24,29 +30,42 @@ class Job:
         rng = world.rng
         self.world, self.feed, self.rounds = world, feed, rounds
         self.case, self.reference = case(number, prefix), reference(number)
-        self.num_ranks = self.case.dp * self.case.cp if rounds else 0
+        self.dp, self.cp = self.case.dp, self.case.cp
         self.prefetch = rng.randint(1, 3)
         self.work_s = rng.choice((0.02, 0.1, 0.5)) if rounds == 1 else 0.02
         self.lockstep = rng.random() < 0.6
         self.early_leavers = rng.random() < 0.4
         self.breaks = {r: rng.randint(1, len(self.reference.steps)) for r in range(rounds - 1) if rng.random() < 0.4}
-        self.clients: dict[int, ClientProcess] = {}
-        self.launch = 0
-        """Counts how often all trainers were started."""
-        self.whole: set[int] = set()
+        self.saves = rng.choice((0.0, 0.1, 0.3))
+        self.commits = rounds == 1 and rng.random() < 0.7
+        self.checkpoints: list[Checkpoint] = [Checkpoint()]
+        self.life = 0
+        self.restarted_at = -RESTART_S
+        self.clients: dict[Ranks, ClientProcess] = {}
+        self.whole: set[Ranks] = set()
         """Ranks that have returned every step of some iteration."""
-        self.ended: dict[int, tuple[int, bytes]] = {}
+        self.ended: dict[Ranks, tuple[int, bytes]] = {}
         """How the last iteration ended, by rank."""
-        self._dealt: dict[tuple[int, int], list[int]] = {}
-        self._had: dict[int, set[tuple[int, int]]] = {}
-        self._taken: dict[tuple[int, int], set[int]] = {}
+        self.through = rounds == 0
+        """Every rank has returned every step of some iteration."""
+        self._told: list[int] = []
+        self._kept: list[int] = []
+        self._dealt: dict[tuple[int, int, int], list[int]] = {}
+        self._had: dict[int, set[tuple[int, int, int]]] = {}
+        self._taken: dict[tuple[int, int], set[Ranks]] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp * self.cp if self.rounds else 0
 
     @property
     def over(self) -> bool:
         return len(self.ended) == self.num_ranks
 
-    def rank(self, client: ClientProcess) -> int:
-        return client.mesh.dp_rank * self.case.cp + client.mesh.cp_rank
+    def meshes(self) -> list[Mesh]:
+        """Of every rank."""
+        dp, cp = self.dp, self.cp
+        return [Mesh(dp=dp, cp=cp, dp_rank=rank // cp, cp_rank=rank % cp) for rank in range(self.num_ranks)]
 
     def check(self) -> None:
         """All ranks have ended alike, and every iteration was dealt whole, up to where it was broken off."""
@@ -54,36 +73,40 @@ class Job:
             assert end == (len(self.reference.steps), self.reference.chain), "ranks ended at different steps"
         for round_ in range(self.rounds):
             for step in range(self.breaks.get(round_, len(self.reference.steps))):
-                had = {(step, d) for d in range(self.case.dp)}
-                assert had <= self._had[round_], f"step {step} of iteration {round_} was not dealt whole"
-        for step in range(len(self.reference.steps) if self.rounds else 0):
-            numbers = sorted(n for d in range(self.case.dp) for n in self._dealt[step, d])
-            assert numbers == list(range(len(self.reference.steps[step].packs))), f"step {step} was not dealt whole"
+                had = self._had[round_]
+                whole = any(all((step, dp, rank) in had for rank in range(dp)) for dp, _ in self.case.meshes)
+                assert whole, f"conservation: step {step} of iteration {round_} was not dealt whole"
+        for step, dp, rank in self._dealt:
+            if rank == 0 and all((step, dp, other) in self._dealt for other in range(dp)):
+                numbers = sorted(n for d in range(dp) for n in self._dealt[step, dp, d])
+                packs = len(self.reference.steps[step].packs)
+                assert numbers == list(range(packs)), f"conservation: step {step} was not dealt whole over dp={dp}"
         dropped = self.world.broker.core.feeds[self.feed].totals.dropped_samples
-        if self.rounds == 1 and not self.launch:  # else the tail may have been formed more than once
+        if self.rounds == 1 and not self.life:
             assert dropped in (0, self.reference.num_dropped)
 
     def delivered(self, client: ClientProcess, parts: tuple[Envelope, ...]) -> StepPart:
         """Exactly the reference's step: digests, samples, tokens, denominators; the same packs each time."""
         step = parts[0].message
         assert isinstance(step, StepPart)
-        number, expected = step.step, self.reference.steps[step.step]
+        number, expected, dp = step.step, self.reference.steps[step.step], client.mesh.dp
         of = {self.world.rounds[self.feed, part.epoch, part.fence] for part in parts}
         assert of == {client.round}, f"R5: step {number} of iterations {of} was taken in iteration {client.round}"
-        assert step.digest == expected.digest, f"step {number} has another digest"
-        assert step.chain == expected.chain, f"step {number} has another chain"
+        assert step.digest == expected.digest, f"immutability: step {number} has another digest"
+        assert step.chain == expected.chain, f"immutability: step {number} has another chain"
         assert (step.num_samples, step.num_loss_tokens) == (expected.num_samples, expected.num_loss_tokens)
-        shards = shards_of(parts, self.case, client.mesh.cp_rank)
+        shards = shards_of(parts, self.case, client.mesh)
         for shard in shards:
-            assert shard.ids == self.reference.ids[number][shard.number], "a pack has other samples"
+            assert shard.ids == self.reference.ids[number][shard.number], "immutability: a pack has other samples"
             row = self.reference.rows[number][shard.number]
-            assert np.array_equal(row[shard.positions], shard.tokens), "a pack has other tokens"
+            assert np.array_equal(row[shard.positions], shard.tokens), "immutability: a pack has other tokens"
             assert shard.num_loss_tokens == expected.packs[shard.number].num_loss_tokens
         numbers = [shard.number for shard in shards]
-        dealt = self._dealt.setdefault((number, client.mesh.dp_rank), numbers)
-        assert dealt == numbers, f"step {number} was dealt otherwise the second time"
-        self._had.setdefault(client.round, set()).add((number, client.mesh.dp_rank))
-        self._check_joined(client, number)
+        dealt = self._dealt.setdefault((number, dp, client.mesh.dp_rank), numbers)
+        assert dealt == numbers, f"R4: step {number} was dealt otherwise the second time"
+        self._had.setdefault(client.round, set()).add((number, dp, client.mesh.dp_rank))
+        if client.in_job:
+            self._check_joined(client, number)
         self.world.note("step", client.name, client.round, number, step.digest)
         return step
 
@@ -100,7 +123,7 @@ class Job:
             return
         taken = self._taken.setdefault(key, set())
         complete = len(taken) == self.num_ranks
-        taken.add(self.rank(client))
+        taken.add(client.mesh.ranks)
         if complete:
             clock.after(delay, client.work_done, *key)
         elif len(taken) == self.num_ranks:
@@ -111,15 +134,80 @@ class Job:
         """Is a rank through with its iteration? If so it begins the next, or it was the last."""
         last = client.ended is not None and client.done >= client.ended[0]
         if last:
-            self.whole.add(self.rank(client))
+            self.whole.add(client.mesh.ranks)
+            self.through = self.through or len(self.whole) == self.num_ranks
         if client.round + 1 < self.rounds:
             if not last and client.done < self.breaks.get(client.round, 1 << 30):
                 return False
             self.world.clock.after(self.world.rng.expovariate(20), client.again, client.round)
         elif last:
             assert client.ended is not None
-            self.ended[self.rank(client)] = client.ended
+            self.ended[client.mesh.ranks] = client.ended
             attached = all(other.alive and other.session.attached is not None for other in self.clients.values())
             if self.early_leavers and self.world.clock.now > self.world.quiet_at and attached:
                 client.leave()
         return last or client.round + 1 < self.rounds
+
+    # Going back
+
+    def wants_checkpoint(self) -> bool:
+        """Does a rank take a checkpoint here?"""
+        return self.saves > 0 and self.world.rng.random() < self.saves
+
+    def saved(self, client: ClientProcess, state: State) -> None:
+        """A rank has what its checkpoint must hold."""
+        steps = self.reference.steps
+        expected = steps[state.step - 1].chain if state.step else bytes(16)
+        assert state.chain == expected, f"R10: a checkpoint before step {state.step} holds another chain"
+        taken = state.snapshot
+        assert taken is None or taken.step <= state.step, "R10: a checkpoint holds a later snapshot"
+        if client.in_job and client.done == state.step:
+            self.checkpoints.append(Checkpoint(client.round, state.step, state.chain, taken))
+            self.world.note("saved", client.name, state.step, None if taken is None else taken.step)
+
+    def tells(self, step: int) -> None:
+        """A rank says that its checkpoint is durable."""
+        self._told.append(step)
+
+    def committed(self, step: int) -> None:
+        """The broker has it."""
+        self._kept.append(step)
+
+    def can_go_back(self) -> list[Checkpoint]:
+        """Checkpoints that a launcher may start all ranks from: those not later than the slowest rank, and of those
+        committed the last few (R7)."""
+        slowest = min((client.round, client.done) for client in self.clients.values())
+        oldest, kept = 0, self.world.broker.core.feeds[self.feed].plan.keeps
+        if self.case.rules.merge == "arrival" and self._told:
+            last = sorted(set(self._told))[-kept:][0]
+            oldest = max(last, min(self._kept) if self._kept else max(self._told))
+        return [each for each in self.checkpoints if (each.round, each.step) <= slowest and each.step >= oldest]
+
+    def go_back(self, begin: Checkpoint) -> None:
+        """All ranks are gone, and new ones are started from ``begin``, perhaps as another mesh."""
+        rng, world = self.world.rng, self.world
+        self.life += 1
+        self.restarted_at = world.clock.now
+        self.checkpoints = [each for each in self.checkpoints if (each.round, each.step) <= (begin.round, begin.step)]
+        self.clients, self._taken = {}, {}
+        self.whole.clear()
+        self.ended.clear()
+        if rng.random() < 0.5:
+            self.dp, self.cp = rng.choice(self.case.meshes)
+        world.note("goes back", self.feed, begin.round, begin.step, self.dp, self.cp)
+        for mesh in self.meshes():
+            snapshot = begin.snapshot if rng.random() < 0.7 else None
+            mine = Checkpoint(begin.round, begin.step, begin.chain, snapshot)
+            world.clock.after(rng.uniform(0, 3), world.start_client, self, mesh, mine, self.life)
+
+    def refused(self, client: ClientProcess, broken: Broken) -> None:
+        """The rank is still held by one that is gone: a launcher tries again. Of what was replaced nobody cares."""
+        client.kill()
+        if not client.in_job:
+            fenced = client.fenced_by == self.world.broker.epoch
+            assert broken.code == "fenced" or not fenced, f"R5: a replaced process was not told so: {broken}"
+            return
+        lately = self.world.clock.now < max(self.restarted_at, self.world.quiet_at) + RESTART_S
+        assert broken.code == "rank_taken" or (self.life and lately), broken
+        assert broken.code in ("rank_taken", "mesh", "step_gone", "round_gone"), broken
+        self.world.clock.after(3.0, self.world.start_client, self, client.mesh, client.state(), self.life)

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 
 from streampack.core.events import FromBroker
 from streampack.core.messages import Envelope, Mesh, Samples
+from tests.simulation.broker import BrokerProcess
+from tests.simulation.client import Checkpoint, ClientProcess
 from tests.simulation.data import NUM_CASES
+from tests.simulation.disk import Disk
+from tests.simulation.faults import Faults
 from tests.simulation.job import Job
 from tests.simulation.network import Clock, Network, Weather
-from tests.simulation.processes import BrokerProcess, ClientProcess, Disk, Process, ProducerProcess
+from tests.simulation.processes import Process, ProducerProcess
 
 PATIENCE_S = 120.0
 """Virtual time in which a job ends once its faults have."""
@@ -54,12 +58,12 @@ class World:
         self.quiet_at = self.rng.uniform(1.0, 12.0)
         sync_s = self.rng.choice((None, 0.0, 0.02, 0.3))
         self.disk = None if sync_s is None else Disk(sync_s)
-        self.broker = BrokerProcess(self, epoch=5, disk=self.disk)
+        self.lost_disk = False
+        """The log may begin at the step of a checkpoint that trainers brought."""
         self.producers: list[ProducerProcess] = []
-        self._hung: list[ClientProcess] = []
-        """Clients that others have replaced: they may wake up."""
+        self.faults = Faults(self)
+        self.broker = BrokerProcess(self, epoch=5, disk=self.disk)
         self._start()
-        self._plan_faults()
         self.clock.after(0.0, self._calm)
 
     def run(self) -> Outcome:
@@ -125,15 +129,6 @@ class World:
         assert sent <= size, f"R6: {sent} bytes were sent on a grant of {size}"
         assert message.base_seq + len(message.lengths_u32) // 4 <= seq, "R6: a sample was sent beyond the grant"
 
-    # Trainers
-
-    def refused(self, client: ClientProcess) -> None:
-        """The rank is still held by one that is gone: a launcher tries again."""
-        client.kill()
-        for hung in [other for other in self._hung if other.job is client.job and other.mesh == client.mesh]:
-            hung.kill()
-        self._relaunch(client, 3.0)
-
     # Starting and stopping
 
     def _start(self) -> None:
@@ -141,13 +136,11 @@ class World:
         for number in range(rng.randint(1, 3)):
             some = names if number == 0 else rng.sample(names, rng.randint(1, len(names)))
             late = rng.random() < 0.4
-            self.clock.after(rng.uniform(0, 4) if late else rng.random() * 0.2, self._start_producer, list(some))
+            self.clock.after(rng.uniform(0, 4) if late else rng.random() * 0.2, self.start_producer, list(some))
         for job in self.jobs.values():
-            dp, cp = job.case.dp, job.case.cp
-            for rank in range(job.num_ranks):
-                mesh = Mesh(dp=dp, cp=cp, dp_rank=rank // cp, cp_rank=rank % cp)
+            for mesh in job.meshes():
                 delay = rng.uniform(0, 3) if rng.random() < 0.3 else rng.random() * 0.2
-                self.clock.after(delay, self._start_client, job, mesh, 0, 0, b"")
+                self.clock.after(delay, self.start_client, job, mesh, Checkpoint(), job.life)
 
     def _make_jobs(self, number: int) -> list[Job]:
         """Mostly one feed, read once; or it is iterated, or there is another beside it, which perhaps nobody reads."""
@@ -158,37 +151,40 @@ class World:
             jobs.append(Job(self, "valid", other, self.rng.randint(0, 3), "v."))
         return jobs
 
-    def _start_producer(self, streams: list[str], name: str = "") -> None:
+    def start_producer(self, streams: list[str], name: str = "") -> None:
+        """A producer of some streams; with ``name`` in the place of one that had it."""
         self._num_names += 1
         self.producers.append(ProducerProcess(self, name or f"producer{self._num_names}", streams, self._num_names))
 
-    def _start_client(self, job: Job, mesh: Mesh, round_: int, next_step: int, chain: bytes) -> None:
-        self._num_names += 1
-        client = ClientProcess(job, f"reader{self._num_names}", mesh, round_, next_step, chain)
-        job.clients[job.rank(client)] = client
+    def start_client(self, job: Job, mesh: Mesh, begin: Checkpoint, life: int) -> None:
+        """Start a rank's process, unless all ranks were started anew since that was planned."""
+        if life == job.life:
+            self._num_names += 1
+            job.clients[mesh.ranks] = ClientProcess(job, f"reader{self._num_names}", mesh, begin)
 
-    def _relaunch(self, client: ClientProcess, delay_s: float) -> None:
-        """Another process in its place, unless all are begun anew before."""
-        self._launch(client.job, client.mesh, delay_s, *client.state())
+    def start_broker(self, epoch: int) -> None:
+        """The next broker, on the disk as the last one left it."""
+        if self.disk is not None:
+            self.disk.crash(self.rng)
+        self.broker = BrokerProcess(self, epoch, self.disk)
 
-    def _launch(self, job: Job, mesh: Mesh, delay_s: float, round_: int, step: int, chain: bytes) -> None:
-        launch = job.launch
-
-        def start() -> None:
-            if launch == job.launch:
-                self._start_client(job, mesh, round_, step, chain)
-
-        self.clock.after(delay_s, start)
-
-    def _clients(self) -> list[ClientProcess]:
+    def clients(self) -> list[ClientProcess]:
         return [client for job in self.jobs.values() for client in job.clients.values()]
+
+    def alive_producers(self) -> list[ProducerProcess]:
+        return [producer for producer in self.producers if producer.alive]
+
+    @property
+    def can_lose_disk(self) -> bool:
+        """Nothing is on it that could not be had again."""
+        return self.disk is not None and all(job.case.rules.merge == "schedule" for job in self.jobs.values())
 
     def dismissed(self, producer: ProducerProcess) -> None:
         """A producer was told that it may go: not before every rank has had every step. One is started again."""
-        assert all(len(job.whole) == job.num_ranks for job in self.jobs.values()), "a producer was sent away too early"
-        self.clock.after(1.0, self._start_producer, producer.streams)
+        assert all(job.through for job in self.jobs.values()), "a producer was sent away too early"
+        self.clock.after(1.0, self.start_producer, producer.streams)
 
-    # Faults
+    # Weather
 
     def _weather(self) -> Weather:
         rng = self.rng
@@ -202,18 +198,6 @@ class World:
             delay_s=rng.choice((0.002, 0.02, 0.1)), late_s=rng.choice((0.05, 1.0, 5.0)),
         )  # fmt: skip
 
-    def _plan_faults(self) -> None:
-        faults = [
-            self._kill_producer, self._stop_producer, self._reconnect, self._outage, self._freeze,
-            self._kill_client, self._replace_client, self._restart_trainers, self._kill_broker,
-        ]  # fmt: skip
-        chosen = self.rng.sample(faults, self.rng.randint(0, 3))
-        if self.rng.random() < 0.25 and self._kill_broker not in chosen:
-            chosen.append(self._kill_broker)
-        for fault in chosen:
-            for _ in range(self.rng.randint(1, 3)):
-                self.clock.after(self.rng.uniform(0.1, self.quiet_at), fault)
-
     def _calm(self) -> None:
         """From ``quiet_at`` on the links are good."""
         if self.clock.now < self.quiet_at:
@@ -221,120 +205,13 @@ class World:
             return
         self.network.weather = Weather(delay_s=self.network.weather.delay_s)
 
-    def _alive_producers(self) -> list[ProducerProcess]:
-        return [producer for producer in self.producers if producer.alive]
-
-    def _kill_producer(self) -> None:
-        self._replace_producer(lambda producer: producer.kill(), same_name=self.rng.random() < 0.5)
-
-    def _stop_producer(self) -> None:
-        self._replace_producer(lambda producer: producer.leave())
-
-    def _replace_producer(self, end: object, same_name: bool = False) -> None:
-        alive = self._alive_producers()
-        if alive:
-            producer = self.rng.choice(alive)
-            self.note("ends", producer.name)
-            assert callable(end)
-            end(producer)
-            name = producer.name if same_name else ""
-            self.clock.after(self.rng.uniform(0, 3), self._start_producer, producer.streams, name)
-
-    def _any_process(self) -> Process | None:
-        alive: list[Process] = [*self._alive_producers(), *(c for c in self._clients() if c.alive)]
-        return self.rng.choice(alive) if alive else None
-
-    def _reconnect(self) -> None:
-        process = self._any_process()
-        if process is not None:
-            self.note("reconnects", process.peer)
-            process.reconnect()
-
-    def _outage(self) -> None:
-        process = self._any_process()
-        if process is not None:
-            link = self.rng.choice((b"<", b">")) + process.peer
-            self.note("outage", link)
-            self.network.cut.add(link)
-            seconds = self.rng.uniform(0.5, 18.0)
-            self.quiet_at = max(self.quiet_at, self.clock.now + seconds)
-            self.clock.after(seconds, self.network.cut.discard, link)
-
-    def _freeze(self) -> None:
-        process = self._any_process()
-        if process is not None and not process.frozen:
-            seconds = self.rng.choice((2.0, 17.0))
-            self.note("freezes", process.peer, seconds)
-            self.quiet_at = max(self.quiet_at, self.clock.now + seconds)
-            process.freeze(seconds)
-
-    def _kill_client(self) -> None:
-        alive = [client for client in self._clients() if client.alive and not client.job.ended]
-        if alive:
-            client = self.rng.choice(alive)
-            self.note("kills", client.name)
-            if self.rng.random() < 0.5:
-                client.leave()
-            else:
-                client.kill()
-            self._relaunch(client, self.rng.uniform(0, 0.5))
-
-    def _replace_client(self) -> None:
-        """One that hangs is replaced, and wakes up later."""
-        alive = [client for client in self._clients() if client.alive and not client.frozen and not client.job.ended]
-        if alive:
-            client, seconds = self.rng.choice(alive), self.rng.uniform(3.0, 9.0)
-            self.note("replaces", client.name, seconds)
-            self.quiet_at = max(self.quiet_at, self.clock.now + seconds)
-            client.replaced = True
-            client.freeze(seconds)
-            self._hung.append(client)
-            self._relaunch(client, self.rng.uniform(0, 0.5))
-
-    def _restart_trainers(self) -> None:
-        """All trainers of a job are killed, and begin again at an earlier step."""
-        jobs = [job for job in self.jobs.values() if job.num_ranks == len(job.clients) > 0 and not job.ended]
-        if not jobs:
-            return
-        job = self.rng.choice(jobs)
-        job.launch += 1
-        round_, done, _ = min(client.state() for client in job.clients.values())
-        step = self.rng.randint(0, done)
-        self.note("restarts", job.feed, round_, step)
-        for client in [*job.clients.values(), *self._hung]:
-            if client.job is job:
-                client.kill()
-        chain = job.reference.steps[step - 1].chain if step else b""
-        for client in list(job.clients.values()):
-            self._launch(job, client.mesh, self.rng.uniform(0, 1), round_, step, chain)
-
-    def _kill_broker(self) -> None:
-        """Killed, or cut off and alive, and another started with a higher epoch and nothing else.
-
-        Producers that are done start again.
-        """
-        if any(job.ended for job in self.jobs.values()):
-            return
-        self.note("kills the broker")
-        if self.disk is not None or self.rng.random() < 0.5:
-            self.broker.alive = False
-        self.clock.after(self.rng.uniform(0.1, 2.0), self._restart_broker, self.broker.epoch + 1)
-
-    def _restart_broker(self, epoch: int) -> None:
-        if epoch > self.broker.epoch:
-            self.clock.after(8.0, self.broker.kill)
-            if self.disk is not None:
-                self.disk.crash(self.rng)
-            self.broker = BrokerProcess(self, epoch, self.disk)
-        self._start_producer(list(self.case_of))
-
     def _stuck(self) -> str:
         waits = [
             f"{c.name}: {c.session.waiting_for()} (step {c.done} of iteration {c.round})"
-            for c in self._clients()
+            for c in self.clients()
             if c.alive
         ]
-        held = [f"{p.name}: {p.session.waiting_for()}" for p in self._alive_producers()]
+        held = [f"{p.name}: {p.session.waiting_for()}" for p in self.alive_producers()]
         return "; ".join([*waits, *held, str([feed.waiting_for() for feed in self.broker.core.feeds.values()])])
 
 

@@ -1,0 +1,168 @@
+"""A broker's process: the real core in a shell that shares one virtual world, with a real arena and a log on a disk.
+
+It does what its daemon does (perform effects, feed events, tick) and decides nothing. What it sees is checked in
+``checks``. It may be killed right after what it said went out, by ``World.buggify``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+from streampack_services.arena import SLACK, Arena
+
+from streampack import wire
+from streampack.core.broker import Broker, Capacity
+from streampack.core.effects import (
+    Append,
+    Cut,
+    Form,
+    Formed,
+    FromProducer,
+    FromTrainer,
+    Recall,
+    Recalled,
+    Release,
+    Safe,
+    SendProducer,
+    SendShard,
+    SendTrainer,
+    Store,
+    WasCut,
+)
+from streampack.core.events import Effect, Event, Report, Tick
+from streampack.core.feed import FeedPlan, needed_tokens
+from streampack.core.journal import Journal
+from streampack.core.messages import Committed, End, Envelope, Flow
+from tests.simulation.checks import BrokerChecks
+from tests.simulation.data import MAX_SAMPLE
+from tests.simulation.disk import Disk
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+RUN = 77
+TICK_S = 0.25
+QUOTA = 2 * MAX_SAMPLE
+
+
+class BrokerProcess:
+    """A broker with a real arena, and a log on ``disk`` if there is one; ``Form`` takes a while."""
+
+    def __init__(self, world: World, epoch: int, disk: Disk | None = None) -> None:
+        self.world, self.epoch, self.alive, self.disk = world, epoch, True, disk
+        size = np.dtype(world.dtype).itemsize
+        plans = [
+            FeedPlan(job.feed, job.case.rules, needed_tokens(job.case.rules, MAX_SAMPLE)) for job in world.jobs.values()
+        ]
+        self.core: Broker = Broker(
+            run=RUN, epoch=epoch, feeds=plans, capacity=Capacity(QUOTA, MAX_SAMPLE, MAX_SAMPLE * size),
+            steps_ahead=world.jobs["train"].case.steps_ahead, journal=Journal(disk is not None), run_name="sim",
+        )  # fmt: skip
+        partitions = sum(stream.partitions for plan in plans for stream in plan.rules.streams)
+        self.live_tokens = sum(plan.merged_tokens for plan in plans) + QUOTA * partitions
+        blocks = int(self.live_tokens * SLACK / MAX_SAMPLE) + 4
+        self.arena = Arena(blocks * MAX_SAMPLE * size, world.dtype, MAX_SAMPLE)
+        self.published: set[tuple[str, int, int]] = set()
+        self.checks = BrokerChecks(self)
+        self._events: deque[Event] = deque()
+        self._durable: dict[tuple[str, int], int] = {}
+        self._syncing = False
+        if disk is not None:
+            for lsn in range(disk.first_lsn, len(disk.records)):
+                self.core.recover(lsn, disk.read(lsn)[0])
+            self.core.journal.next_lsn = self.core.journal.safe_upto = len(disk.records)
+        self._perform_all(self.core.begin())
+        self.epoch = self.core.epoch
+        world.clock.after(0.0, self._tick)
+
+    def kill(self) -> None:
+        self.alive = False
+
+    def receive(self, peer: bytes, envelope: Envelope, from_producer: bool) -> None:
+        kind = FromProducer if from_producer else FromTrainer
+        self.handle(kind(peer, envelope))
+
+    def handle(self, event: Event) -> None:
+        if not self.alive:
+            return
+        before = self.checks.before(event)
+        effects = self.core.handle(event)
+        self.checks.after(event, before, effects)
+        self._perform_all(effects)
+        self.checks.memory()
+        if any(self._promises(effect) for effect in effects):
+            self.world.faults.buggify()
+
+    def _promises(self, effect: Effect) -> bool:
+        """Does it say what must hold from now on: a step, an end, that something is safe?"""
+        if isinstance(effect, SendProducer) and isinstance(flow := effect.envelope.message, Flow):
+            key = flow.stream, flow.partition
+            before, self._durable[key] = self._durable.get(key, 0), flow.durable_seq
+            return flow.durable_seq > before
+        said = isinstance(effect, SendTrainer) and isinstance(effect.envelope.message, End | Committed)
+        return said or isinstance(effect, SendShard)
+
+    def _perform_all(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            self._perform(effect)
+        while self._events:
+            event = self._events.popleft()
+            effects = self.core.handle(event)
+            self.checks.after(event, None, effects)
+            for effect in effects:
+                self._perform(effect)
+        if self.disk is not None and len(self.disk.records) > self.disk.safe_upto and not self._syncing:
+            self._syncing = True
+            delay = self.world.rng.expovariate(1 / self.disk.sync_s) if self.disk.sync_s else 0.0
+            self.world.clock.after(delay, self._synced, len(self.disk.records))
+
+    def _synced(self, upto: int) -> None:
+        if self.alive and self.disk is not None:
+            self._syncing = False
+            self.disk.safe_upto = upto
+            self.handle(Safe(upto))
+
+    def _tick(self) -> None:
+        self.handle(Tick(self.world.clock.now))
+        if self.alive:
+            self.world.clock.after(TICK_S, self._tick)
+
+    def _perform(self, effect: Effect) -> None:
+        world = self.world
+        if isinstance(effect, Store):
+            self.arena.store(effect.handles, effect.offsets, effect.lengths, effect.rows, effect.payload)
+        elif isinstance(effect, Release):
+            self.arena.release(effect.handles)
+        elif isinstance(effect, SendShard):
+            rules, envelope = effect.rules, effect.envelope
+            shard = self.arena.gather(
+                effect.packs, effect.frames, rules.align.sample, rules.budget, effect.cp, effect.cp_rank, effect.layout
+            )
+            whole = Envelope(
+                run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message,
+                payload=shard,
+            )  # fmt: skip
+            world.to_peer(effect.peer, whole)
+        elif isinstance(effect, SendProducer | SendTrainer):
+            world.to_peer(effect.peer, effect.envelope)
+        elif isinstance(effect, Append):
+            assert self.disk is not None
+            record = effect.record
+            frames = [memoryview(part).tobytes() for part in wire.encode_record(record, effect.payload)]
+            self.checks.appended(len(self.disk.records), record)
+            self.disk.append(record.TYPE, b"".join(frames))
+        elif isinstance(effect, Recall):
+            assert self.disk is not None
+            recalled, payload = self.disk.read(effect.lsn)
+            self._events.append(Recalled(effect.feed, effect.lsn, recalled, payload, effect.generation))
+        elif isinstance(effect, Cut):
+            assert self.disk is not None
+            self.disk.cut(effect.lsn)
+            self._events.append(WasCut(self.disk.first_lsn))
+        elif isinstance(effect, Form):
+            choice = effect.request.choose()
+            world.clock.after(world.rng.expovariate(20), self.handle, Formed(effect.feed, choice, effect.generation))
+        else:
+            assert isinstance(effect, Report), effect

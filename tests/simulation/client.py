@@ -1,0 +1,145 @@
+"""A trainer's process, of one rank: takes the steps in order, works on each for a while, and returns it.
+
+Now and then it takes a checkpoint as a trainer does: it asks what must be in it, stores that, and says that it
+is durable. What it holds then is what its job may go back to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from streampack.core.client_session import (
+    Again,
+    Answered,
+    Ask,
+    Broken,
+    ClientSession,
+    Deliver,
+    Detach,
+    Ended,
+    Returned,
+)
+from streampack.core.events import Effect
+from streampack.core.messages import AskState, Commit, Mesh, State
+from streampack.core.snapshot import Snapshot
+from tests.simulation.processes import TICK_S, Process
+
+if TYPE_CHECKING:
+    from tests.simulation.job import Job
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a trainer begins with: the iteration, the next step, the digest of those before, and perhaps a snapshot."""
+
+    round: int = 0
+    step: int = 0
+    chain: bytes = b""
+    snapshot: Snapshot | None = None
+
+
+class ClientProcess(Process):
+    """One rank of a job, in the ``life``-th time that all its ranks were started."""
+
+    kind = "client"
+
+    def __init__(self, job: Job, name: str, mesh: Mesh, begin: Checkpoint) -> None:
+        self.job, self.name, self.mesh, self.life = job, name, mesh, job.life
+        self.session = ClientSession(
+            run=0, feed=job.feed, reader=name, host="host", pid=1, mesh=mesh, prefetch=job.prefetch,
+            next_step=begin.step, chain=begin.chain, round=begin.round, snapshot=begin.snapshot,
+        )  # fmt: skip
+        self.begin = begin
+        self.fenced_by = 0
+        """The broker, by its epoch, that must tell it that its rank is another's."""
+        self.round, self.done, self.chain = begin.round, begin.step, begin.chain
+        self.ended: tuple[int, bytes] | None = None
+        self._ready: deque[tuple[int, bytes]] = deque()
+        self._working = self._through = False
+        self.asked_at: float | None = None
+        """Since when a question of it is open."""
+        super().__init__(job.world, self.session)
+
+    @property
+    def in_job(self) -> bool:
+        """It is the rank's process, and not one that was replaced and does not know it yet."""
+        return self.job.clients.get(self.mesh.ranks) is self
+
+    def leave(self) -> None:
+        """Detach, as a client that is closed does."""
+        self.handle(Detach())
+        self.kill()
+
+    def perform(self, effect: Effect) -> None:
+        if isinstance(effect, Deliver):
+            step = self.job.delivered(self, effect.parts)
+            self._ready.append((step.step, step.chain))
+            self._work()
+        elif isinstance(effect, Ended):
+            assert self.ended is None, "R8: ended twice"
+            self.ended = (effect.num_steps, effect.chain)
+            self.world.note("ended", self.name, self.round, *self.ended)
+            self._work()
+        elif isinstance(effect, Answered):
+            self.asked_at = None
+            self._answered(effect)
+        else:
+            assert isinstance(effect, Broken), effect
+            self.job.refused(self, effect)
+
+    def _work(self) -> None:
+        if self._working or self._through or not self.in_job:
+            return
+        self._through = self.job.returned(self)
+        if self._through or not self._ready:
+            return
+        self._working = True
+        step, _ = self._ready[0]
+        self.job.take(self, step)
+
+    def work_done(self, round_: int, step: int) -> None:
+        """``step`` is done with, if it is in hand; said by the job, which may have ranks wait for each other."""
+        if not self.alive or not self._working or (round_, step) != (self.round, self.done):
+            return
+        if self.frozen:
+            self.world.clock.after(TICK_S, self.work_done, round_, step)
+            return
+        self._working = False
+        _, self.chain = self._ready.popleft()
+        self.done = step + 1
+        self.handle(Returned(self.done))
+        if self.asked_at is None and self.job.wants_checkpoint():
+            self.asked_at = self.world.clock.now
+            self.handle(Ask(AskState(feed=self.job.feed, step=self.done)))
+        self._work()
+
+    def _answered(self, effect: Answered) -> None:
+        message = effect.message
+        if isinstance(message, State):
+            self.job.saved(self, message)
+            if self.job.commits and self.world.rng.random() < 0.7:
+                self.asked_at = self.world.clock.now
+                self.job.tells(message.step)
+                self.handle(Ask(Commit(feed=self.job.feed, step=message.step)))
+        else:
+            self.job.committed(message.step)
+
+    def again(self, round_: int) -> None:
+        """Begin the iteration after ``round_``, once."""
+        if not self.alive or round_ != self.round:
+            return
+        if self.frozen:
+            self.world.clock.after(TICK_S, self.again, round_)
+            return
+        self.round, self.done, self.chain, self.ended = round_ + 1, 0, b"", None
+        self._ready.clear()
+        self._through = False
+        self.handle(Again())
+
+    def state(self) -> Checkpoint:
+        """Where it is, for the process that takes its place."""
+        if (self.round, self.done) == (self.begin.round, self.begin.step):
+            return self.begin
+        return Checkpoint(self.round, self.done, self.chain)

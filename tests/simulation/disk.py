@@ -1,0 +1,42 @@
+"""A disk with one log on it, which loses what was not synced, and refuses what was cut."""
+
+from __future__ import annotations
+
+import random
+
+from streampack import wire
+from streampack.core.records import Record
+
+
+class Disk:
+    """A log's records as bytes, those below ``safe_upto`` synced; a crash loses some of the others."""
+
+    def __init__(self, sync_s: float) -> None:
+        self.records: list[tuple[int, bytes]] = []
+        """Every record that survived; those below ``first_lsn`` are kept for the checks alone."""
+        self.safe_upto = self.first_lsn = 0
+        self.sync_s = sync_s
+        """Mean time of a sync; 0: what is written is safe, as from a kill of the process."""
+
+    def append(self, kind: int, body: bytes) -> None:
+        self.records.append((kind, body))
+
+    def read(self, lsn: int) -> tuple[Record, tuple[memoryview, ...]]:
+        """A record and its payload. One that was cut is gone (R7)."""
+        assert lsn >= self.first_lsn, f"R7: record {lsn} is read, and the log was cut at {self.first_lsn}"
+        return self.decode(lsn)
+
+    def decode(self, lsn: int) -> tuple[Record, tuple[memoryview, ...]]:
+        """A record, be it cut or not."""
+        record, frames = wire.decode_record(*self.records[lsn])
+        return record, tuple(memoryview(frame) for frame in frames)
+
+    def cut(self, lsn: int) -> None:
+        """Forget records below ``lsn``."""
+        assert lsn <= self.safe_upto, "R7: the log is cut where it is not safe yet"
+        self.first_lsn = max(self.first_lsn, lsn)
+
+    def crash(self, rng: random.Random) -> None:
+        """Lose what was not synced, or the end of it."""
+        del self.records[rng.randint(self.safe_upto, len(self.records)) :]
+        self.safe_upto = len(self.records)
