@@ -39,6 +39,7 @@ test: lint
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 soak: $(DEV)
+	@SIM_SEEDS=$(or $(SIM_SEEDS),1000:5000) $(BIN)/python -m pytest -q -n 2 tests/simulation/test_simulation.py -k offline
 	@$(BIN)/python -m tests.soak --minutes $(or $(SOAK_MINUTES),10) $(ARGS)
 
 bench: $(DEV)

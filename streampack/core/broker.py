@@ -144,6 +144,10 @@ class Broker:
     def recover(self, lsn: int, record: Record) -> None:
         """A record of the log, in order, before anything else happens. Raises ValueError where it is another run's, or
         of other rules: the message names what differs."""
+        if lsn and not self._cut:
+            self._cut = lsn
+            for feed in self.feeds.values():
+                feed.history.is_cut = True
         if isinstance(record, Base):
             self._recover_base(record)
         elif isinstance(record, SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded):

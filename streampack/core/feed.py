@@ -298,6 +298,8 @@ class Feed:
         """Record a step, or see that it is what was recorded."""
         self._since_snapshot += step.num_samples
         before = self.history.chain_after(step.number)
+        if self.history.is_gone(step.number):
+            return []
         if before is None:
             handles = np.concatenate([pack.handles for pack in step.packs])
             counts = np.array([len(pack.handles) for pack in step.packs], "<u4")
@@ -354,7 +356,7 @@ class Feed:
 
     def _note_tail(self, dropped: I64) -> list[Effect]:
         step, history = self.former.next_step, self.history
-        if step in history.tails:
+        if step in history.tails or history.is_gone(step):
             return []
         history.tails.add(step)
         rows = self._table.rows(dropped).tobytes()

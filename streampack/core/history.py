@@ -94,6 +94,10 @@ class History:
             self._chains += chain
             self._lsns.append(lsn)
 
+    def is_gone(self, step: int) -> bool:
+        """Was ``step`` recorded, and its record cut off?"""
+        return self.is_cut and step < self._first
+
     def lsn_of(self, step: int) -> int:
         """The record of ``step``, or -1."""
         at = step - self._first
@@ -115,6 +119,8 @@ class History:
 
     def add_snapshot(self, snapshot: Snapshot, lsn: int, keep: bool = True) -> None:
         """A snapshot is in record ``lsn``, and kept here as well if ``keep``."""
+        if not self._lsns:
+            self._first = max(self._first, snapshot.step)
         if not self._places or snapshot.step > self._places[-1].step:
             floors = [seq for seq, _ in snapshot.floors]
             self._places.append(_Place(snapshot.step, lsn, floors, snapshot if keep else None))

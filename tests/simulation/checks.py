@@ -54,11 +54,14 @@ class BrokerChecks:
     def appended(self, lsn: int, record: Record) -> None:
         """A record is in the log: the end is there once and nothing follows it (R8), a step is what it was."""
         if isinstance(record, StepFormed):
-            assert record.feed not in self._ends, f"R8: step {record.step} is recorded after the end"
-            before = self._steps.setdefault((record.feed, record.step), (lsn, record.chain))
-            assert before == (lsn, record.chain), f"step {record.step} is recorded twice"
-            follows = (record.feed, record.step - 1) in self._steps or not record.step
-            assert follows or self._process.world.lost_disk, f"R2: step {record.step - 1} is missing in the log"
+            key, whole = (record.feed, record.step), not self._process.world.lost_disk
+            assert record.feed not in self._ends or not whole, f"R8: step {record.step} is recorded after the end"
+            assert key not in self._steps or not whole, f"R2: step {record.step} is recorded twice"
+            assert (record.feed, record.step - 1) in self._steps or not whole or not record.step, (
+                "R2: a step is missing"
+            )
+            before = self._steps.setdefault(key, (lsn, record.chain))
+            assert before[1] == record.chain, f"immutability: step {record.step} is recorded with another chain"
         elif isinstance(record, FeedEnded):
             assert record.feed not in self._ends, "R8: the end is recorded twice"
             last = self._steps.get((record.feed, record.num_steps - 1), (0, bytes(16)))[1]

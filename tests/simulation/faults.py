@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from streampack.core.attempts import Reader
 from tests.simulation.client import ClientProcess
 from tests.simulation.disk import Disk
 from tests.simulation.job import Job
@@ -32,7 +33,7 @@ class Faults:
         """How often the broker may still be killed right after it spoke."""
         faults = [
             self.kill_producer, self.stop_producer, self.reconnect, self.outage, self.freeze, self.kill_client,
-            self.kill_broker, self.go_back,
+            self.replace_client, self.kill_broker, self.go_back,
         ]  # fmt: skip
         chosen = rng.sample(faults, rng.randint(0, 3))
         if rng.random() < 0.25 and self.kill_broker not in chosen:
@@ -124,26 +125,41 @@ class Faults:
         old = list(job.clients.values())
         for client in old:
             if client.alive and world.rng.random() < 0.1:
-                self._hang(client)
+                self._hang(client, ZOMBIE_S)
             else:
                 self._end(client)
         world.quiet_at = max(world.quiet_at, world.clock.now + 3.0)
         job.go_back(begin)
 
-    def _hang(self, client: ClientProcess) -> None:
+    def replace_client(self) -> None:
+        """One that hangs is replaced, and wakes up later."""
         world = self.world
-        client.freeze(ZOMBIE_S)
-        world.clock.after(ZOMBIE_S, self._wakes, client)
-        world.clock.after(ZOMBIE_S + 4.0, client.kill)
-        world.quiet_at = max(world.quiet_at, world.clock.now + ZOMBIE_S + 4.0)
+        alive = [client for client in world.clients() if client.alive and not client.frozen and not client.job.ended]
+        if alive:
+            client = world.rng.choice(alive)
+            world.note("replaces", client.name)
+            self._hang(client, world.rng.uniform(3.0, 9.0))
+            delay = world.rng.uniform(0, 0.5)
+            world.clock.after(delay, world.start_client, client.job, client.mesh, client.state(), client.life)
 
-    def _wakes(self, client: ClientProcess) -> None:
-        """A process that was replaced wakes up: it must hear that it has lost its rank, from this broker."""
+    def _hang(self, client: ClientProcess, seconds: float) -> None:
         world = self.world
-        held = world.broker.core.feeds[client.job.feed].readers._seats.held.get(client.mesh.ranks)
-        now = client.job.clients.get(client.mesh.ranks)
-        if held is not None and now is not None and (held.name, held.mesh.sizes) == (now.name, client.mesh.sizes):
-            client.fenced_by = world.broker.epoch
+        client.freeze(seconds)
+        held = self._held(client)
+        if held is not None and held.name == client.name:
+            world.clock.after(seconds, self._wakes, client, world.broker.epoch)
+        world.clock.after(seconds + 4.0, client.kill)
+        world.quiet_at = max(world.quiet_at, world.clock.now + seconds + 4.0)
+
+    def _held(self, client: ClientProcess) -> Reader | None:
+        """Who holds a client's rank, as the broker sees it."""
+        return self.world.broker.core.feeds[client.job.feed].readers._seats.held.get(client.mesh.ranks)
+
+    def _wakes(self, client: ClientProcess, epoch: int) -> None:
+        """A process that was replaced wakes up: it must hear that it has lost its rank, if the broker knew both."""
+        held, now = self._held(client), client.job.clients.get(client.mesh.ranks)
+        if held is not None and now is not None and held.name == now.name and epoch == self.world.broker.epoch:
+            client.fenced_by = epoch
 
     # The broker
 

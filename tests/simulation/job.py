@@ -181,7 +181,11 @@ class Job:
         if self.case.rules.merge == "arrival" and self._told:
             last = sorted(set(self._told))[-kept:][0]
             oldest = max(last, min(self._kept) if self._kept else max(self._told))
-        return [each for each in self.checkpoints if (each.round, each.step) <= slowest and each.step >= oldest]
+        found = [each for each in self.checkpoints if (each.round, each.step) <= slowest and each.step >= oldest]
+        if self.case.rules.merge == "schedule":  # any step is as good as one that was saved
+            step = self.world.rng.randint(0, slowest[1])
+            found.append(Checkpoint(slowest[0], step, self.reference.steps[step - 1].chain if step else b""))
+        return found
 
     def go_back(self, begin: Checkpoint) -> None:
         """All ranks are gone, and new ones are started from ``begin``, perhaps as another mesh."""

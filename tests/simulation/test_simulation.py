@@ -18,7 +18,7 @@ CHUNK = 20
 
 
 def _chunks() -> list[range]:
-    first, _, stop = os.environ.get("SIM_SEEDS", "400").rpartition(":")
+    first, _, stop = os.environ.get("SIM_SEEDS", "200").rpartition(":")
     begin, end = int(first or 0), int(stop)
     return [range(at, min(at + CHUNK, end)) for at in range(begin, end, CHUNK)]
 
