@@ -14,7 +14,7 @@ import pytest
 
 import streampack
 from streampack.errors import Rejected
-from tests.integration.running import RunningBroker, folder
+from tests.integration.running import RunningBroker, folder, until
 
 BATCHES, GROUPS, SAMPLES = 3, 12, 3
 
@@ -83,6 +83,27 @@ def test_every_rollout_is_in_one_step_of_its_batch() -> None:
                 check(pool.submit(read, broker.trainers).result(timeout=60))
                 for worker in workers:
                     worker.result(timeout=20)
+        finally:
+            broker.kill()
+
+
+@pytest.mark.parametrize("durability", ["os", "process"])
+def test_a_broker_that_is_killed_loses_no_rollout(durability: str) -> None:
+    """Killed while both workers push, and once more when all is safe and they have gone."""
+    with folder() as path, ThreadPoolExecutor() as pool:
+        config = settings(path, durability=durability)
+        broker = RunningBroker(path, config)
+        try:
+            workers = [pool.submit(work, broker.producers, worker) for worker in range(2)]
+            until(lambda: broker.status()["streams"][0]["samples"] > 0)
+            broker.kill()
+            broker = RunningBroker(path, config)
+            reader = pool.submit(read, broker.trainers)
+            for worker in workers:
+                worker.result(timeout=30)
+            broker.kill()
+            broker = RunningBroker(path, config)
+            check(reader.result(timeout=30))
         finally:
             broker.kill()
 
