@@ -107,6 +107,13 @@ class Books:
         intake = self.intakes[p]
         return intake.recorded_seq if self.stream_of[p].terms.pushed else intake.expected_seq
 
+    def is_ended(self, p: int) -> bool:
+        """Need its holder send nothing any more? What was pushed is at its end once the log says so for sure."""
+        intake = self.intakes[p]
+        if not self.stream_of[p].terms.pushed:
+            return intake.ended
+        return intake.closed or (intake.known_total is not None and intake.end_lsn < self._journal.safe_upto)
+
     # Taking samples
 
     def take(self, p: int, envelope: Envelope, message: Samples) -> list[Effect]:
@@ -174,7 +181,10 @@ class Books:
             intake.known_total = total
             stream = self.stream_of[p]
             ended = PartitionEnded(stream=stream.terms.name, partition=p - stream.first, total=total)
+            intake.end_lsn = self._journal.next_lsn
             effects = self._journal.append(ended)
+            if stream.terms.pushed:
+                intake.unsafe.append((intake.end_lsn, intake.recorded_seq, intake.num_marks))
         if not intake.behind:
             self._end(p)
         return effects

@@ -397,14 +397,15 @@ class Feed:
             self.readers.lineage = history.lineage
         return effects + self.go_to(step, given)
 
-    def go_to(self, step: int, given: Snapshot | None = None) -> list[Effect]:
-        """Have ``step`` be the next that is served; the readers have let go of theirs. ``given`` is a checkpoint's."""
+    def go_to(self, step: int, given: Snapshot | None = None, fresh: bool = False) -> list[Effect]:
+        """Have ``step`` be the next that is served; the readers have let go of theirs. ``given`` is a checkpoint's;
+        a feed that is ``fresh`` has only heard of what is recorded."""
         found, here = self.history.nearest(step), self.former.next_step
         nearest = max(found[0] if found is not None else 0, given.step if given is not None else 0)
         effects: list[Effect] = []
         if (chain := self.history.chain_after(step - 1)) is not None:
             effects += self.readers.check(step, chain)
-        if nearest <= here <= step and not self._ended:
+        if nearest <= here <= step and not self._ended and not fresh:
             return effects + self.hand_out()
         held = self._let_go()
         if len(held):
@@ -412,7 +413,7 @@ class Feed:
         if step or self.totals.steps:
             effects.append(Report("info", f"feed {self.name!r} goes to step {step}"))
         if given is not None and (found is None or given.step > found[0]):
-            return effects + self._restore(given)
+            return effects + self._restore(given, new=True)
         if found is None or found[2] is not None:
             return effects + self._restore(found[2] if found is not None else None)
         self._waits_for = found[1]
@@ -442,9 +443,9 @@ class Feed:
         self._since_snapshot, self._waits_for = 0, None
         return held
 
-    def _restore(self, taken: Snapshot | None) -> list[Effect]:
-        """Be where a snapshot was taken, or at the first sample."""
-        effects = self._adopt(taken) if taken is not None else []
+    def _restore(self, taken: Snapshot | None, new: bool = False) -> list[Effect]:
+        """Be where a snapshot was taken, or at the first sample; a ``new`` one is a checkpoint's."""
+        effects = self._adopt(taken) if taken is not None and new else []
         self._applied = taken.applied if taken is not None else 0
         rules = self.history.changes[self._applied - 1].rules if self._applied else self.rules
         merge = self.admission.merge = merge_of(rules)
@@ -460,8 +461,10 @@ class Feed:
         return effects + self._leases.go_to(self.name, floors, held) + self._leases.remove(self.name, rules)
 
     def _adopt(self, taken: Snapshot) -> list[Effect]:
-        """Record what a checkpoint knows of changes and this broker, whose log is another, does not."""
-        effects: list[Effect] = []
+        """Record what a checkpoint knows and this broker, whose log is another, does not: it may be killed in turn."""
+        self.history.begin_at(taken.step)
+        self.history.add_snapshot(taken, self._journal.next_lsn)
+        effects = self._journal.append(SnapshotTaken(feed=self.name, lineage=taken.lineage, snapshot=taken))
         for change in taken.changes[len(self.history.changes) :]:
             self.history.changes.append(change)
             self._know(change.rules)
@@ -520,7 +523,7 @@ class Feed:
         step = self.history.released
         self.readers.lineage = self.history.lineage
         self.readers.begin(step)
-        return self.go_to(step) if step else []
+        return self.go_to(step, fresh=True) if self.history.order or step else []
 
     @property
     def wanted_lsn(self) -> int:

@@ -98,6 +98,12 @@ class History:
         """Was ``step`` recorded, and its record cut off?"""
         return self.is_cut and step < self._first
 
+    def begin_at(self, step: int) -> None:
+        """What is recorded begins at ``step``, which a checkpoint has brought, if it is beyond all that is known."""
+        if step > self.num_steps:
+            self._first = step
+            del self._lsns[:], self._chains[:]
+
     def lsn_of(self, step: int) -> int:
         """The record of ``step``, or -1."""
         at = step - self._first

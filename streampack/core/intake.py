@@ -63,6 +63,8 @@ class Intake:
     num_marks: int = 0
     durable_seq: int = 0
     durable_marks: int = 0
+    end_lsn: int = -1
+    """The record of its end."""
     unsafe: deque[tuple[int, int, int]] = field(default_factory=deque)
     """(record, samples, marks) that are durable once the record is safe."""
     places: list[ChunkPlace] = field(default_factory=list)

@@ -85,6 +85,8 @@ class Leases:
         self._repeated = 0.0
         self._drained = False
         self._done = False
+        self._held_back: set[int] = set()  # partitions that are leased once all that was pushed to them is safe
+        self._replaced: set[str] = set()  # producers that lost a partition to another
         self._claims: dict[str, float] = {}  # when producers first named a partition that another holds
         self._failed: dict[int, str] = {}  # why the last holder of a partition stopped, until samples come again
         self.refused = 0
@@ -201,7 +203,10 @@ class Leases:
     def safe(self, upto: int) -> list[Effect]:
         """Records below ``upto`` are safe: tell those who keep what they push until then."""
         moved = [p for p, intake in enumerate(self.intakes) if intake.unsafe and intake.safe(upto)]
-        return [e for p in moved for e in self._flow(p, repeat=True)]
+        effects = [e for p in moved for e in self._flow(p, repeat=True)]
+        ready = [p for p in self._held_back if not self.intakes[p].unsafe]
+        self._held_back.difference_update(ready)
+        return effects + [e for p in ready for e in self._lease(p)]
 
     def recalled(self, event: Recalled) -> list[Effect]:
         """A chunk of a pushed partition, out of the log."""
@@ -267,6 +272,8 @@ class Leases:
                 )  # fmt: skip
         if self._drained:
             return self._send(peer, _FAREWELL)
+        if hello.producer in self._replaced:
+            return self._refuse(peer, "partition_taken", "got a producer whose partition another has taken since")
         claimed = self._claimed(peer, hello)
         if claimed is not None:
             return claimed
@@ -340,6 +347,7 @@ class Leases:
         if len(silent) < len(others):
             return []
         self._claims.pop(hello.producer)
+        self._replaced.update(silent)
         self.vanished += len(silent)
         return [e for name in silent for e in self._leave(name, f"silent for {CLAIM_S:.0f} s, and another came")] + (
             self._hello(peer, hello)
@@ -508,6 +516,9 @@ class Leases:
             return []
         stream, intake = self.books.stream_of[p], self.intakes[p]
         terms = stream.terms
+        if terms.pushed and intake.unsafe:  # what is not safe may be lost yet, and its numbers given again
+            self._held_back.add(p)
+            return []
         lease = Lease(
             stream=terms.name, partition=p - stream.first, partitions=terms.partitions,
             first_seq=self.books.next_seq(p), cursor=intake.cursor, seed=stream.rules.seed, passes=terms.passes,
@@ -534,7 +545,7 @@ class Leases:
         flow = Flow(
             stream=stream.terms.name, partition=p - stream.first, expected_seq=self.books.next_seq(p),
             grant_seq=seq, grant_bytes=size, durable_seq=intake.durable_seq, durable_marks=intake.durable_marks,
-            ended=intake.ended,
+            ended=self.books.is_ended(p),
         )  # fmt: skip
         return self._send(self._producers[holder].peer, flow, intake.session)
 
