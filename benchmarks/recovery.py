@@ -105,7 +105,7 @@ def _length(shard: int, row: int) -> int:
 
 
 class Trainer:
-    """A client that takes every step at once; ``had`` are their times and numbers."""
+    """A client that takes every step at once, in a thread; ``had`` are their times and numbers."""
 
     def __init__(self, endpoint: str, state: dict[str, Any] | None = None) -> None:
         self.loader: Any = streampack.connect(endpoint, format="numpy", prefetch=1)
@@ -113,6 +113,8 @@ class Trainer:
             self.loader.load_state_dict(state)
         self.had: list[tuple[float, int]] = []
         self.samples = 0
+        self._asked = threading.Event()
+        self._state: dict[str, Any] | None = None
         self._thread = threading.Thread(target=self._train)
         self._thread.start()
 
@@ -121,6 +123,15 @@ class Trainer:
             for step in self.loader.steps():
                 self.had.append((time.monotonic(), step.index))
                 self.samples += step.num_samples
+                if self._asked.is_set() and self._state is None:
+                    self._state = self.loader.state_dict()
+
+    def checkpoint(self) -> dict[str, Any]:
+        """A state, once it has its next step; it goes on."""
+        self._asked.set()
+        _until(lambda: self._state is not None)
+        state: dict[str, Any] = json.loads(json.dumps(self._state))
+        return state
 
     def until(self, samples: int) -> None:
         _until(lambda: self.samples >= samples)
@@ -187,7 +198,7 @@ def empty_state_dir(times: int) -> list[dict[str, float]]:
         try:
             for number in range(times):
                 trainer.until((BEHIND if not number else trainer.samples) + 700 * (number % 7) + 300)
-                state, next_step = _checkpoint(trainer)
+                state = trainer.checkpoint()
                 killed = time.monotonic()
                 running.kill()
                 trainer.close()
@@ -197,16 +208,10 @@ def empty_state_dir(times: int) -> list[dict[str, float]]:
                 trainer = Trainer(running.trainers, state)
                 first = trainer.first_after(started)
                 found.append({"from_kill_s": first - killed, "from_start_s": first - started})
-                assert trainer.had[0][1] == next_step
+                assert trainer.had[0][1] == state["next_step"]
         finally:
             trainer.close()
     return found
-
-
-def _checkpoint(trainer: Trainer) -> tuple[dict[str, Any], int]:
-    """A state while the trainer goes on, and the step that it begins with."""
-    state = json.loads(json.dumps(trainer.loader.state_dict()))
-    return state, state["next_step"]
 
 
 def cost_of_the_log(seconds: float) -> dict[str, Any]:
