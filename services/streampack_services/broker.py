@@ -177,7 +177,7 @@ class BrokerService:
         producer_limit = max(capacity.max_chunk_bytes, 2 << 20)
         self._producers = Router(config.listen.producers, producer_limit)
         try:
-            self._trainers = Router(config.listen.trainers, 1 << 20)
+            self._trainers = Router(config.listen.trainers, (1 << 20) + self._largest_snapshot())
         except Exception:
             self._producers.close()
             raise
@@ -185,6 +185,13 @@ class BrokerService:
         self._reporter = Reporter(self)
         self.snapshot: Snapshot = self._reporter.take(self.started)
         """Replaced whole twice a second; any thread may read it, nobody changes it."""
+
+    def _largest_snapshot(self) -> int:
+        """Bytes of what a trainer may bring of its checkpoint: about 48 a sample, and of samples as many as are held
+        at most."""
+        sample = self.plan.capacity.max_sample_tokens
+        held = max(needed_tokens(feed.rules, sample) for feed in self.plan.feeds)
+        return min(48 * held, wire.MAX_META_BYTES)
 
     @property
     def endpoints(self) -> dict[str, str]:

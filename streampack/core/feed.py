@@ -48,7 +48,7 @@ from streampack.core.records import (
     StepsSkipped,
     TailDropped,
 )
-from streampack.core.resume import restore, snapshot
+from streampack.core.resume import problem, restore, snapshot
 from streampack.core.rings import NOWHERE
 from streampack.core.rules import Rules, RulesChange, difference
 from streampack.core.samples import I64, SampleTable
@@ -125,7 +125,8 @@ class Feed:
         )  # fmt: skip
         leases.open(plan.name, rules, self.admission, self.history)
         self.readers = Readers(
-            run, epoch, plan.name, rules, plan.layout, table, self.waiting_for, self.rewind, self.state_of, self.commit,
+            run, epoch, plan.name, rules, plan.layout, table, self.waiting_for, self.unfit, self.rewind, self.state_of,
+            self.commit,
         )  # fmt: skip
         self.former = Former(rules, table)
         self.totals = Totals()
@@ -141,6 +142,7 @@ class Feed:
         """Steps, or the end, that wait for their record to be safe: behind which record."""
         self._since_snapshot = 0
         self._commits: deque[tuple[int, int]] = deque()
+        self._sound: Snapshot | None = None  # the last of a checkpoint that nothing was wrong with: all ranks bring it
         self._committed_upto = -1
         """The last checkpoint whose commit is safe."""
         self.failed = ""
@@ -382,6 +384,57 @@ class Feed:
 
     # Going to a step
 
+    def unfit(self, step: int, given: Snapshot | None) -> tuple[str, str] | None:
+        """Why the feed cannot go to ``step``, with a checkpoint's snapshot: (code, detail), or None."""
+        history = self.history
+        if step < history.oldest_step:
+            return "step_gone", (
+                f"got a request to start at step {step}, expected {history.oldest_step} or later: the order in which "
+                f"samples came before it is no longer in the log: start from a later checkpoint"
+            )
+        wrong = self._wrong(given) if given is not None and given.step <= step else ""
+        return ("snapshot", f"the checkpoint's snapshot: {wrong}") if wrong else None
+
+    def _wrong(self, given: Snapshot) -> str:
+        """Why nobody can go on here from a checkpoint's snapshot; empty if the feed can."""
+        if given != self._sound:
+            partitions = sum(stream.partitions for stream in self.latest_rules.streams)
+            spare = self._merged_tokens - needed_tokens(self.rules, self._max_sample_tokens)
+            room = partitions + max(spare, 0) // self._leases.quota_tokens
+            if wrong := problem(given, self.rules, self._merged_tokens, room):
+                return wrong
+            self._sound = given
+        return self._wrong_here(given)
+
+    def _wrong_here(self, given: Snapshot) -> str:
+        """What of a sound snapshot is not as it is known here."""
+        history, chain = self.history, self.history.chain_after(given.step - 1)
+        if given.lineage < history.lineage and given.step > history.lineage_step:
+            return (
+                f"got step {given.step} of lineage {given.lineage}, expected one up to {history.lineage_step}, where "
+                f"trainers went back to and lineage {history.lineage} began: start from an earlier checkpoint"
+            )
+        if chain is not None and chain != given.form.chain:
+            return f"got other steps before {given.step} than this run has, expected the same: it is of another run"
+        for known, change in zip(history.changes, given.changes, strict=False):
+            if (known.position, known.rules) != (change.position, change.rules):
+                return (
+                    f"got a change of the rules at step {change.step} ({change.note}), expected the one that is asked "
+                    f"for here at step {known.step} ({known.note}): give the run another state_dir"
+                )
+        for name in {stream.name for change in given.changes for stream in change.rules.streams}:
+            of = self._books.streams.get(name)
+            if of is not None and of.feed != self.name:
+                return f"got a stream {name!r}, which feed {of.feed!r} has, expected one of this feed"
+        for p, merged in zip(self._books.of_feed(self.name), given.merge.merged_samples, strict=False):
+            recorded = self._books.intakes[p].recorded_seq
+            if self._books.stream_of[p].terms.pushed and merged > recorded:
+                return (
+                    f"got {merged} samples that were pushed, expected at most the {recorded} in the log: give the "
+                    f"broker the state_dir that has them"
+                )
+        return ""
+
     def rewind(self, step: int, given: Snapshot | None) -> list[Effect]:
         """Trainers begin again at ``step``, before others that they had; where that is wanted, pushed samples that came
         since are dropped, and other steps follow, in another lineage."""
@@ -469,7 +522,7 @@ class Feed:
             self.history.changes.append(change)
             self._know(change.rules)
             effects += self._journal.append(RulesChanged(feed=self.name, change=change))
-        for first, last in taken.skips[len(self.history.skips) :]:
+        for first, last in [each for each in taken.skips if each not in self.history.skips]:
             self.history.skips.append((first, last))
             effects += self._journal.append(StepsSkipped(feed=self.name, first=first, last=last))
         return effects

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from streampack.core.attempts import CLAIM_S, RESTART_S, Reader, clash, refusal
 from streampack.core.effects import SendTrainer
 from streampack.core.events import Effect, Report
@@ -51,21 +53,24 @@ SILENT_S = 15.0
 class Readers(Serving):
     """One feed's readers and the steps kept for them.
 
-    What the feed does for them: ``waiting_for`` says why the next step is not there, ``rewind`` has it go to a step,
-    from a reader's snapshot if it has none that is nearer, ``state_of`` gives a checkpoint's state, or what is done to
+    What the feed does for them: ``waiting_for`` says why the next step is not there, ``unfit`` why it cannot go to a
+    step, or not with a reader's snapshot, ``rewind`` has it go there, from that if it has none that is nearer,
+    ``state_of`` gives a checkpoint's state, or what is done to
     know it, which ends with ``tell_states``, and ``commit`` notes that a checkpoint is durable and says so with
     ``committed``.
     """
 
     def __init__(
         self, run: int, epoch: int, feed: str, rules: Rules, layout: str, table: SampleTable,
-        waiting_for: Callable[[], tuple[str, str]], rewind: Callable[[int, Snapshot | None], list[Effect]],
+        waiting_for: Callable[[], tuple[str, str]], unfit: Callable[[int, Snapshot | None], tuple[str, str] | None],
+        rewind: Callable[[int, Snapshot | None], list[Effect]],
         state_of: Callable[[int], State | list[Effect]], commit: Callable[[int], list[Effect]],
     ) -> None:  # fmt: skip
         super().__init__(run, epoch, feed, rules, layout, table, waiting_for)
-        self._rewind, self._state_of, self._commit = rewind, state_of, commit
+        self._unfit, self._rewind, self._state_of, self._commit = unfit, rewind, state_of, commit
         self._asked: dict[bytes, int] = {}  # a step whose state a peer waits for
         self._commits: dict[bytes, int] = {}  # what a peer waits to hear that it is committed
+        self._brought: Snapshot | None = None
         self._attempt = 0
         self._told = 0.0
         self.round = 0
@@ -116,7 +121,7 @@ class Readers(Serving):
         self._now = now
         message = envelope.message
         if isinstance(message, Attach):
-            return self._attach(peer, message)
+            return self._attach(peer, self._shared(message))
         if isinstance(message, Bye):
             return self.leave(peer, message.reason or "said goodbye")
         reader = self._seats.at(peer)
@@ -189,6 +194,8 @@ class Readers(Serving):
         unfit = refusal(message, self._rules, self._layout)
         if unfit:
             return self._reject(peer, "mesh", unfit)
+        if message.ready and (gone := self._unfit(message.next_step, message.snapshot)):
+            return self._reject(peer, *gone)
         effects = [] if reader is None else self._leave(reader, "it took another rank")
         effects += self.leave(peer, "its peer took another rank")
         reader = Reader(
@@ -199,6 +206,13 @@ class Readers(Serving):
             return effects + self._reject(peer, "diverged", _diverged(reader))
         self._seats.add(reader)
         return effects + (self._wait(reader) if self._seats.in_the_way(reader) else self._seat(reader))
+
+    def _shared(self, message: Attach) -> Attach:
+        """All ranks bring the same snapshot: it is kept once."""
+        if message.snapshot is None or message.snapshot != self._brought:
+            self._brought = message.snapshot or self._brought
+            return message
+        return msgspec.structs.replace(message, snapshot=self._brought)
 
     def _again(self, reader: Reader, peer: bytes, message: Attach) -> list[Effect]:
         """Said again, or it is ready now, or for another round; an older copy of what it said changes nothing."""
@@ -211,6 +225,8 @@ class Readers(Serving):
         reader.heard = self._now
         if not message.ready or (reader.ready and message.round == reader.round):
             return effects + self._answer(reader)
+        if gone := self._unfit(message.next_step, message.snapshot):
+            return effects + self._refuse(reader, *gone)
         reader.begin(message, self._now)
         if self._has_diverged(reader):
             return effects + self._refuse(reader, "diverged", _diverged(reader))
@@ -276,9 +292,12 @@ class Readers(Serving):
 
     def _begin(self) -> list[Effect]:
         """A new attempt, in the earliest round that a reader asks for; steps that are gone are formed again."""
+        readers = list(self._seats.held.values())
+        unfit = [(reader, gone) for reader in readers if (gone := self._unfit(reader.first_step, reader.snapshot))]
+        if unfit:  # it was fit when it came
+            return [effect for reader, gone in unfit for effect in self._refuse(reader, *gone)]
         self._attempt += 1
         self._unheard.clear()
-        readers = list(self._seats.held.values())
         self.round = min(reader.round for reader in readers)
         members = [reader for reader in readers if reader.round == self.round]
         self._returned = {reader.mesh.ranks: OUT for reader in readers}
@@ -289,7 +308,7 @@ class Readers(Serving):
         effects: list[Effect] = [Report("info", text)]
         if step < self.released_upto or (step > self.formed_upto and self.end is None):
             effects += self._go_to(step, [reader.snapshot for reader in members])
-        for reader in readers:
+        for reader in (reader for reader in readers if reader.holds):  # one may have been refused as diverged
             effects += self._enter(reader) if reader.round == self.round else self._wait(reader)
         return effects + self._release() + self._serve_all()
 
@@ -302,7 +321,7 @@ class Readers(Serving):
 
     def _enter(self, reader: Reader) -> list[Effect]:
         """A reader takes part in the attempt from its first step on."""
-        reader.entered, reader.fence = True, self._attempt
+        reader.entered, reader.fence, reader.snapshot = True, self._attempt, None
         self._returned[reader.mesh.ranks] = reader.first_step
         reader.sent_upto, reader.want_stop, reader.resend = reader.first_step, 0, 0
         return self._send(reader, self._attached(reader))

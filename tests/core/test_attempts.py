@@ -76,7 +76,7 @@ class Desk:
         self.now, self.ahead, self.durable = 0.0, ahead, True
         self.readers = Readers(
             1, EPOCH, "train", Rules(budget=16, packs=4), "zigzag", SampleTable(), lambda: ("forming", "of samples"),
-            self._rewind, self._state_of, self._commit,
+            lambda step, given: None, self._rewind, self._state_of, self._commit,
         )  # fmt: skip
         self.rewinds: list[tuple[int, Snapshot | None]] = []
         self.skipped: set[int] = set()
