@@ -19,21 +19,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from streampack import client
 from tests.soak.accounts import Account, settle
+from tests.soak.arrived import broken_promises, pack_as_it_came
 from tests.soak.fire import Fire
 from tests.soak.golden import pack_offline
 from tests.soak.job import make_job
+from tests.soak.partition import long_partition
 from tests.soak.run import Run, Unfinished
 
 FIRE_S = 50.0
 EVERY_S = 1.1
 COUNTS = ("steps", "compared", "repeated", "lost", "duplicated", "diverged", "states")
-RESUMES = hasattr(client.Client, "load_state_dict")
 
 
 @dataclass
@@ -53,8 +54,7 @@ class Soak:
     def run(self, seed: int, fire_s: float) -> None:
         """One run, added up; its line on stderr."""
         folder = Path(tempfile.mkdtemp(prefix="sp-soak-", dir="/tmp"))
-        job = make_job(seed, folder, number=seed, in_place=RESUMES and seed % 3 == 2)
-        golden = pack_offline(job)
+        job = make_job(seed, folder, number=seed, in_place=seed % 3 == 2, pushers=2 if seed % 4 == 3 else 0)
         run = Run(job, Fire(seed, EVERY_S), fire_s)
         unfinished = ""
         try:
@@ -63,11 +63,13 @@ class Soak:
             unfinished = str(error)
             tails = "".join(f"\n--- {member.name}: {member.codes}\n{member.said()}" for member in run.members)
             print(f"run {seed}: {error}{tails}", file=sys.stderr, flush=True)
-        account = settle(job, golden, run.fire.hits)
+        account = settle(job, pack_as_it_came(job) if job.pushers else pack_offline(job), run.fire.hits)
+        account.wrong += broken_promises(job)
         account.wrong = [unfinished, *account.wrong] if unfinished else account.wrong
         self.add(run, account)
+        how = ("in place" if job.in_place else "together") + (", pushed" if job.pushers else "")
         print(
-            f"run {seed}: dp={job.dp} cp={job.cp} {'in place' if job.in_place else 'together'}: {account.steps} steps, "
+            f"run {seed}: dp={job.dp} cp={job.cp} {how}: {account.steps} steps, "
             f"{account.compared} compared, {run.fire.kills.total()} kills, {run.fire.stops.total()} stops, "
             f"{run.attempts} attempts, {run.seconds:.0f} s; " + ("; ".join(account.wrong[:3]) or "as the golden run"),
             file=sys.stderr, flush=True,
@@ -118,9 +120,15 @@ def main() -> None:
     seed = asked.seed if asked.seed is not None else time.time_ns() % 1_000_000
     print(f"seed {seed}", file=sys.stderr, flush=True)
     soak, began = Soak(seed), time.monotonic()
+    beside = ThreadPoolExecutor(1)
+    partition = beside.submit(long_partition, seed) if asked.minutes >= 3 and asked.runs is None else None
     while (left := asked.minutes * 60 - (time.monotonic() - began)) > 15 and soak.runs != asked.runs:
         soak.run(seed + soak.runs, min(FIRE_S, left))
-    print(json.dumps(soak.report(time.monotonic() - began)))
+    partitioned = partition.result() if partition is not None else None
+    soak.wrong += partitioned or []
+    found = soak.report(time.monotonic() - began)
+    found["link_down_60_s"] = "not tried" if partitioned is None else "wrong" if partitioned else "as the golden run"
+    print(json.dumps(found))
     sys.exit(bool(soak.wrong))
 
 

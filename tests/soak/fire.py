@@ -26,6 +26,8 @@ ACTS: tuple[tuple[tuple[str, ...], int], ...] = (
     (("broker", "producer"), 5),
     (("trainer", "producer"), 4),
     (("broker", "producer's child", "trainer"), 4),
+    (("pusher",), 10),
+    (("broker", "pusher"), 4),
     (("lot",), 6),
 )
 STOP_SHARE = 0.2
@@ -66,7 +68,8 @@ class Fire:
     def act(self, members: list[Member], now: float) -> None:
         """One act on those that are there and run."""
         self.wait(now)
-        (kinds,) = self._draw.choices([kinds for kinds, _ in ACTS], [weight for _, weight in ACTS])
+        acts = [act for act in ACTS if "pusher" not in act[0] or any(member.kind == "pusher" for member in members)]
+        (kinds,) = self._draw.choices([kinds for kinds, _ in acts], [weight for _, weight in acts])
         stops = self._draw.random() < STOP_SHARE
         if kinds == (ALONE,):
             kinds, stops, self.next_at = ("broker",), False, now + QUIET_S

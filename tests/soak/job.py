@@ -36,6 +36,10 @@ class Job:
     """A trainer that was killed comes back alone; else all are started again from their last checkpoint."""
     checkpoint_every: int
     step_s: float
+    pushers: int = 0
+    """Programs that push samples of their own, a partition each."""
+    pushed: int = 0
+    """Samples that each of them pushes."""
 
     @property
     def meshes(self) -> list[dict[str, int]]:
@@ -52,10 +56,13 @@ class Job:
         return self.folder / "producer.yaml"
 
 
-def make_job(seed: int, folder: Path, number: int, in_place: bool = False, rows: tuple[int, int] = (500, 900)) -> Job:
+def make_job(
+    seed: int, folder: Path, number: int, in_place: bool = False, rows: tuple[int, int] = (500, 900), pushers: int = 0
+) -> Job:
     """Run ``number`` of a soak: its files, of ``rows`` samples each, are written to ``folder``, which has a short path.
 
-    The number chooses mesh, packer and transport (TCP where it is even), the seed all else.
+    The number chooses mesh, packer and transport (TCP where it is even), the seed all else. With ``pushers`` streams
+    are merged as they arrive.
     """
     draw = random.Random(seed)
     dp, cp = MESHES[number % len(MESHES)]
@@ -63,7 +70,7 @@ def make_job(seed: int, folder: Path, number: int, in_place: bool = False, rows:
         for shard in range(count):
             samples = [{"tokens": _tokens(draw)} for _ in range(draw.randint(*rows))]
             write_jsonl(folder / f"{stream}-{shard}.jsonl", samples)
-    settings = {
+    settings: dict[str, Any] = {
         "run": f"soak-{seed}",
         "listen": fixed_listen(folder, over_tcp=number % 2 == 0),
         "rendezvous": str(folder / "streampack.json"),
@@ -85,9 +92,13 @@ def make_job(seed: int, folder: Path, number: int, in_place: bool = False, rows:
         },
     }  # fmt: skip
     streams = {name: {"source": "jsonl", "shards": str(folder / f"{name}-*.jsonl")} for name in SHARDS}
+    if pushers:
+        settings["merge"] = "arrival"
+        settings["rules"] |= {"tail": "pad", "between_passes": "continue"}  # every sample is in a step
+        settings["streams"] |= {"rollouts": {"pushed": True, "partitions": pushers}}
     job = Job(
         seed, folder, dp, cp, settings, streams, in_place, checkpoint_every=draw.randint(3, 12),
-        step_s=draw.uniform(0.05, 0.15),
+        step_s=draw.uniform(0.05, 0.15), pushers=pushers, pushed=1500 if pushers else 0,
     )  # fmt: skip
     write(job.broker_config, settings)
     write(job.producer_config, {"broker": f"file://{settings['rendezvous']}", "processes": 2, "streams": streams})

@@ -92,10 +92,16 @@ def members_of(job: Job, producers: int) -> list[Member]:
         command = [*streampack, "produce", "-c", str(job.producer_config), "--timeout", "300"]
         found.append(Member("producer", f"producer-{number}", job.folder, command))
     for rank in range(len(job.meshes)):
-        settings = str(job.folder / f"trainer-{rank}.json")
-        found.append(
-            Member("trainer", f"trainer-{rank}", job.folder, [sys.executable, "-m", "tests.soak.trainer", settings])
-        )
+        command = [sys.executable, "-m", "tests.soak.trainer", str(job.folder / f"trainer-{rank}.json")]
+        found.append(Member("trainer", f"trainer-{rank}", job.folder, command))
+    for partition in range(job.pushers):
+        settings = write(
+            job.folder / f"pusher-{partition}.json",
+            {"endpoint": job.settings["listen"]["producers"], "partition": partition, "total": job.pushed,
+             "seed": job.seed, "folder": str(job.folder)},
+        )  # fmt: skip
+        command = [sys.executable, "-m", "tests.soak.pusher", str(settings)]
+        found.append(Member("pusher", f"pusher-{partition}", job.folder, command))
     return found
 
 

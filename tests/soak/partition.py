@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.integration.running import until, write
-from tests.soak.job import Job
+from tests.integration.running import folder, until, write
+from tests.soak.accounts import settle
+from tests.soak.golden import pack_offline
+from tests.soak.job import Job, make_job
 from tests.soak.members import members_of, tell_trainer
 
 NEAR, FAR = "10.213.77.1", "10.213.77.2"
@@ -112,6 +114,19 @@ def run_apart(job: Job, between: Link, faults: Sequence[Callable[[], Any]], seco
             if member.process is not None:
                 member.signal(signal.SIGTERM)
             member.kill()
+
+
+def long_partition(seed: int, seconds: float = 60.0) -> list[str] | None:
+    """A run whose link is down so long; what is wrong with it, None where there are no namespaces here."""
+    with link() as between, folder() as path:
+        if between is None:
+            return None
+        job = make_job(seed, path, number=1, rows=(150, 160))
+        try:
+            run_apart(job, between, [between.down], [seconds])
+        except AssertionError as error:
+            return [f"a partition of {seconds:.0f} s: {error}"]
+        return settle(job, pack_offline(job), []).wrong
 
 
 def _some_steps(written: list[Path]) -> None:

@@ -82,7 +82,7 @@ class Run:
                 continue
             if member.kind == "trainer":
                 self._trainer_ended(member, code, now)
-            else:
+            elif member.kind != "pusher" or code:
                 if member.kind == "broker" and code != -signal.SIGKILL:
                     raise Unfinished(f"the broker ended with {code}")
                 member.start_at = now + self.fire.delay()
@@ -113,7 +113,7 @@ class Run:
 
     def _end(self) -> None:
         """Gently: nobody needs them any more. Raises Unfinished if one does not go, or fails."""
-        for kind in ("producer", "broker"):
+        for kind in ("pusher", "producer", "broker"):
             going = [member for member in self.members if member.kind == kind and member.alive]
             for member in going:
                 member.signal(signal.SIGCONT)
@@ -125,5 +125,5 @@ class Run:
                 time.sleep(TURN_S)
             for member in going:
                 code = member.ended()
-                if code not in (0, -signal.SIGTERM if kind == "producer" else 0):  # it may be about to begin, or to end
+                if code not in (0, -signal.SIGTERM if kind != "broker" else 0):  # it may be about to begin, or to end
                     raise Unfinished(f"the {kind} ended with {code} after SIGTERM: {member.said(400)}")

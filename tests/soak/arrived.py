@@ -1,0 +1,100 @@
+"""The golden run of a job whose order only the log knows: ``merge: arrival``, with samples that were pushed.
+
+Which samples are in which pack is taken from what the ranks wrote down first; all else is worked out again from the
+samples themselves: digests, chains, and every array of every rank. That each is in exactly one step is ``accounts``'s.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from streampack.config import BrokerConfig, convert
+from streampack.core.form import chain_digest, pack_digests, step_digest
+from streampack.core.intake import apply_overlong
+from streampack.core.rules import Rules
+from streampack.core.samples import ROW
+from streampack.sources import SourceSettings, open_source
+from tests.soak.golden import Golden, GoldenPack, GoldenStep, Id
+from tests.soak.job import Job
+from tests.soak.members import lines_of
+from tests.soak.pusher import STREAM, tokens_of
+
+Sample = tuple[NDArray[Any], int]
+"""(its tokens, the checksum of the whole sample that it is a part of)."""
+
+
+def pack_as_it_came(job: Job) -> Golden:
+    """Steps with the samples that the ranks had in them first."""
+    rules = convert(job.settings, BrokerConfig).check().plan()
+    samples = _samples(job, rules)
+    came: dict[int, dict[int, list[Id]]] = {}
+    for rank in range(len(job.meshes)):
+        for line in lines_of(job, rank):
+            if line["kind"] == "step":
+                for pack in line["packs"]:
+                    ids = [(row[0], row[1], row[2]) for row in pack["ids"]]
+                    came.setdefault(line["index"], {}).setdefault(pack["pack"], ids)
+    steps: list[GoldenStep] = []
+    chain = bytes(16)
+    for number in range(len(came)):
+        packs = [came.get(number, {}).get(pack, []) for pack in range(rules.packs)]
+        step = _step(number, packs, samples, chain)
+        chain = bytes.fromhex(step.chain)
+        steps.append(step)
+    return Golden(rules, tuple(steps), frozenset(samples))
+
+
+def broken_promises(job: Job) -> list[str]:
+    """Where a program that pushed was sent back before what it had been told is safe, or did not come to the end."""
+    found = []
+    for partition in range(job.pushers):
+        path = job.folder / f"pusher-{partition}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        found += [
+            f"partition {partition}: begun at {line['begun']}, where {line['known']} were safe"
+            for line in lines
+            if "begun" in line and line["begun"] < line["known"]
+        ]
+        if max((line.get("safe", 0) for line in lines), default=0) != job.pushed:
+            found.append(f"partition {partition}: not all of {job.pushed} samples are safe")
+    return found
+
+
+def _step(number: int, packs: list[list[Id]], samples: dict[Id, Sample], chain: bytes) -> GoldenStep:
+    ids = [each for pack in packs for each in pack]
+    rows = np.zeros(len(ids), ROW)
+    for row, each in zip(rows, ids, strict=True):
+        tokens, crc = samples.get(each, (np.zeros(1, np.int32), 0))  # a foreign one: accounts says so
+        row["stream"], row["index"], row["part"] = each
+        row["length"], row["loss_tokens"], row["crc"] = len(tokens), len(tokens) - 1, crc
+    bounds = np.cumsum([0, *map(len, packs)])
+    loss = int(rows["loss_tokens"].sum())
+    digest = step_digest(number, loss, len(ids), pack_digests(rows, bounds))
+    contents = (GoldenPack(pack, [samples[each][0] for each in pack if each in samples]) for pack in packs)
+    return GoldenStep(digest.hex(), chain_digest(chain, digest).hex(), loss, len(ids), tuple(contents))
+
+
+def _samples(job: Job, rules: Rules) -> dict[Id, Sample]:
+    """All that must be in a step, by id."""
+    found: dict[Id, Sample] = {}
+    for number, stream in enumerate(rules.streams):
+        for partition in range(stream.partitions):
+            if stream.name == STREAM:
+                sequence = [np.array(tokens_of(job.seed, partition, seq), rules.tokens) for seq in range(job.pushed)]
+            else:
+                source = open_source(convert(job.streams[stream.name], SourceSettings))
+                records = source.read(partition, stream.partitions, seed=rules.seed, passes=stream.passes)
+                sequence = [np.asarray(record.tokens).astype(rules.tokens) for record in records]
+            pieces = apply_overlong(np.array([len(s) for s in sequence], np.int64), rules.budget, stream.overlong)
+            columns = (pieces.source, pieces.offset, pieces.length, pieces.part)
+            for seq, offset, length, part in zip(*(c.tolist() for c in columns), strict=True):
+                if length:
+                    whole = sequence[seq]
+                    id_ = (number, seq * stream.partitions + partition, part)
+                    found[id_] = (whole[offset : offset + length], crc32c(whole.tobytes()))
+    return found
