@@ -64,7 +64,12 @@ def train(rank: Rank) -> None:
     settings = rank.settings
     state = rank.saved()
     with streampack.connect(
-        settings["endpoint"], mesh=settings["mesh"], format="numpy", prefetch=settings["prefetch"], verify=True
+        settings["endpoint"],
+        mesh=settings["mesh"],
+        format="numpy",
+        prefetch=settings["prefetch"],
+        verify=True,
+        timeout_s=300.0,
     ) as loader:
         begun = 0
         if state is not None and state["loader"] is not None:
