@@ -87,6 +87,7 @@ class Broker:
             for plan in feeds
         }
         self._base_lsn = self._cut = 0
+        self._recovered = False
         self._used: set[str] = set()
         """Feeds that a reader ever attached to."""
         self._now = 0.0
@@ -98,6 +99,8 @@ class Broker:
     def handle(self, event: Event) -> list[Effect]:
         """What to do about an event; never performs it."""
         if isinstance(event, (FromProducer, FromTrainer)):
+            if isinstance(event.envelope.message, Attach) and 0 < event.envelope.epoch < self.epoch:
+                return self._send(event.peer, Who())  # R5: to an earlier broker; where it begins may be long past
             self._outbid(event.envelope)
             if event.envelope.run not in (0, self.run) or event.envelope.epoch > self.epoch:
                 self.foreign += 1
@@ -131,7 +134,7 @@ class Broker:
         if isinstance(event, WasCut):
             self.leases.books.forget_below(event.first_lsn)
             for feed in self.feeds.values():
-                feed.history.forget_below(event.first_lsn)
+                feed.forget_below(event.first_lsn)
             return []
         if isinstance(event, Drain):
             self.draining = True
@@ -144,10 +147,10 @@ class Broker:
     def recover(self, lsn: int, record: Record) -> None:
         """A record of the log, in order, before anything else happens. Raises ValueError where it is another run's, or
         of other rules: the message names what differs."""
-        if lsn and not self._cut:
-            self._cut = lsn
+        if not self._recovered and lsn:
             for feed in self.feeds.values():
                 feed.history.is_cut = True
+        self._recovered = True
         if isinstance(record, Base):
             self._recover_base(record)
         elif isinstance(record, SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded):

@@ -576,7 +576,13 @@ class Feed:
         step = self.history.released
         self.readers.lineage = self.history.lineage
         self.readers.begin(step)
+        self.readers.oldest = self.history.oldest_step
         return self.go_to(step, fresh=True) if self.history.order or step else []
+
+    def forget_below(self, lsn: int) -> None:
+        """Records below ``lsn`` are gone from the log."""
+        self.history.forget_below(lsn)
+        self.readers.oldest = self.history.oldest_step
 
     @property
     def wanted_lsn(self) -> int:

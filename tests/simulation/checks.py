@@ -19,8 +19,10 @@ from streampack.core.messages import (
     Flow,
     Get,
     Hello,
+    Mark,
     ReaderPing,
     Samples,
+    Sent,
     StepPart,
 )
 from streampack.core.readers import Readers
@@ -125,7 +127,7 @@ class BrokerChecks:
 
     def _is_stale(self, event: FromProducer) -> bool:
         message, envelope = event.envelope.message, event.envelope
-        if isinstance(message, Samples | Eos):
+        if isinstance(message, Samples | Eos | Mark | Sent):
             p = self._core.leases.books.partition(message.stream, message.partition)
             assert p is not None
             return (envelope.epoch, envelope.fence) != (self._core.epoch, self._core.leases.intakes[p].session)
@@ -134,7 +136,10 @@ class BrokerChecks:
     def _leases(self, event: FromProducer) -> list[Any]:
         """The books, and for a message of an older broker also when producers were last heard."""
         leases = self._core.leases
-        books = [(i.expected_seq, i.total, i.session, i.session_bytes, i.kept_tokens, i.cursor) for i in leases.intakes]
+        books = [
+            (i.expected_seq, i.total, i.session, i.session_bytes, i.kept_tokens, i.cursor, i.num_marks)
+            for i in leases.intakes
+        ]
         old = event.envelope.epoch < self._core.epoch
         return [books, [producer.heard for producer in leases._producers.values()] if old else None]
 

@@ -118,8 +118,7 @@ class ClientProcess(Process):
     def _answered(self, effect: Answered) -> None:
         message = effect.message
         if isinstance(message, State):
-            self.job.saved(self, message)
-            if self.job.commits and self.world.rng.random() < 0.7:
+            if self.job.saved(self, message) and self.job.commits and self.world.rng.random() < 0.7:
                 self.asked_at = self.world.clock.now
                 self.job.tells(message.step)
                 self.handle(Ask(Commit(feed=self.job.feed, step=message.step)))

@@ -1,8 +1,7 @@
-"""What a simulated run reads, and what it must give: sources as functions of (stream, partition, seq).
+"""What a simulated run reads: cases, and sources as functions of (stream, partition, seq).
 
-``Case`` n is one of a few small jobs that between them use every packer, over-long policy and
-tail. ``reference`` packs a case with no network at all: the steps that every simulated run of it
-must serve, whatever happens to its processes and messages.
+``Case`` n is one of a few small jobs that between them use every packer, over-long policy, tail and order of merging.
+Streams are read, as often as need be, or pushed once by programs that keep nothing; those say where batches end.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from crc32c import crc32c
 from numpy.typing import NDArray
 
-from streampack.core.form import Former, Step
-from streampack.core.intake import apply_overlong
-from streampack.core.merge import AnyMerge, merge_of
 from streampack.core.messages import Envelope, Mesh, StepPart
 from streampack.core.rules import Align, OnExhaust, Overlong, PackerName, Poison, Rules, StreamRules
-from streampack.core.samples import I64, SampleTable
+from streampack.core.samples import I64
 
-NUM_CASES = 8
+NUM_CASES = 12
+FIRST_ARRIVAL, FIRST_PUSHED = 8, 10
+"""Cases from here on are merged in the order of arrival; those from there on are pushed, the last in part."""
+BATCH = 13
+"""Samples of a partition between two ends of batches."""
 BUDGET = 64
 MAX_SAMPLE = 128
 _PACKERS: tuple[PackerName, ...] = ("exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative")
@@ -49,6 +48,16 @@ class Case:
     @property
     def names(self) -> list[str]:
         return [stream.name for stream in self.rules.streams]
+
+    @property
+    def pushed(self) -> list[str]:
+        """Streams whose samples exist once."""
+        return [stream.name for stream in self.rules.streams if stream.pushed]
+
+    @property
+    def batch(self) -> int:
+        """Samples of a pushed partition in a batch; the case that also reads has one batch."""
+        return BATCH if self.number == FIRST_PUSHED else 1 << 30
 
     @property
     def dtype(self) -> str:
@@ -96,68 +105,23 @@ def case(number: int, prefix: str = "") -> Case:
     overlong, poison = _OVERLONG[(number + number // 4) % 4], _POISON[number % 2]
     exhaust: tuple[OnExhaust, ...] = ("renormalise", "stop" if number == 4 else "renormalise", "renormalise")
     streams = tuple(
-        StreamRules(f"{prefix}s{s}", float(draw.integers(1, 5)), len(sizes), 1, overlong, poison, exhaust[s])
+        StreamRules(
+            f"{prefix}s{s}", float(draw.integers(1, 5)), len(sizes), 1, overlong, poison, exhaust[s],
+            pushed=number >= FIRST_PUSHED and (s > 0 or number == FIRST_PUSHED),
+        )
         for s, sizes in enumerate(counts)
-    )
+    )  # fmt: skip
     rules = Rules(
         budget=BUDGET, packs=4, window=int(draw.integers(8, 17)), packer=_PACKERS[number % 4],
         align=Align(2 * cp, 2 * cp) if cp > 1 else Align(), tokens="int32" if number % 2 else "uint16",
-        tail="drop" if number == 5 else "pad", between_passes="drain" if number in (5, 7) else "continue",
+        tail="drop" if number in (5, 9) else "pad", between_passes="drain" if number in (5, 7) else "continue",
         weight_unit="samples" if number in (2, 5) else "tokens", seed=number, streams=streams,
+        merge="schedule" if number < FIRST_ARRIVAL else "arrival",
     )  # fmt: skip
     return Case(
         number, rules, counts, dp=(1, 2, 4)[number % 3], cp=cp, steps_ahead=int(draw.integers(2, 9)),
         pass_samples=23,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The steps of a case; ``rows[step][pack]`` are a pack's tokens [T], ``ids[step][pack]`` its samples."""
-
-    steps: tuple[Step, ...]
-    rows: tuple[NDArray[Any], ...]
-    ids: tuple[tuple[list[Id], ...], ...]
-    chain: bytes
-    num_dropped: int
-
-
-@lru_cache
-def reference(number: int) -> Reference:
-    """Case ``number`` packed offline; every sample is seen to be there exactly once."""
-    this = case(number)
-    rules, table = this.rules, SampleTable()
-    merge = merge_of(rules)
-    tokens: dict[int, NDArray[Any]] = {}
-    expected: set[Id] = set()
-    place = 0
-    for stream, partitions in enumerate(s.partitions for s in rules.streams):
-        for partition in range(partitions):
-            _enter(this, stream, partition, place, merge, table, tokens, expected)
-            place += 1
-    former = Former(rules, table)
-    steps: list[Step] = []
-    while not merge.closed:
-        taken = merge.take(1 << 40)
-        former.admit(taken.handles, taken.lengths)
-        former.closed = True
-        while (request := former.request()) is not None:
-            steps += former.apply(request.choose())
-        steps += former.cut()
-        if merge.between_passes:
-            merge.next_pass()
-    assert former.finished
-
-    def identify(handles: I64) -> list[Id]:
-        return [(int(table.stream[h]), int(table.index[h]), int(table.part[h])) for h in handles]
-
-    ids = tuple(tuple(identify(pack.handles) for pack in step.packs) for step in steps)
-    found = [one for packs in ids for pack in packs for one in pack] + identify(former.dropped)
-    found += identify(merge.drop())  # what a stream that stopped the rest has left
-    assert len(found) == len(set(found)) == len(expected)
-    assert set(found) == expected
-    rows = tuple(np.stack([_row(this, pack.handles, tokens) for pack in step.packs]) for step in steps)
-    return Reference(tuple(steps), rows, ids, former.chain, len(former.dropped))
 
 
 @dataclass(frozen=True)
@@ -203,40 +167,3 @@ def _positions(lengths: list[int], this: Case, mesh: Mesh) -> I64:
         positions += mine.ravel().tolist()
         start += size
     return np.array(positions, np.int64)
-
-
-def _enter(
-    this: Case, stream: int, partition: int, place: int, merge: AnyMerge, table: SampleTable,
-    tokens: dict[int, NDArray[Any]], expected: set[Id],
-) -> None:  # fmt: skip
-    lengths = this.lengths(stream, partition)
-    pieces = apply_overlong(lengths, BUDGET, this.overlong)
-    partitions = this.rules.streams[stream].partitions
-    handles = np.full(len(pieces.length), -1, np.int64)
-    for i, (seq, offset, length, part) in enumerate(
-        zip(pieces.source.tolist(), pieces.offset.tolist(), pieces.length.tolist(), pieces.part.tolist(), strict=True)
-    ):
-        if not length:
-            continue
-        h = handles[i] = int(table.take(1)[0])
-        whole = this.tokens(stream, partition, seq)
-        tokens[h] = whole[offset : offset + length]
-        table.stream[h], table.index[h], table.part[h] = stream, seq * partitions + partition, part
-        table.length[h], table.loss_tokens[h] = length, length - 1
-        table.crc[h] = crc32c(whole.tobytes())
-        expected.add((stream, seq * partitions + partition, part))
-    for start in range(0, len(lengths), this.pass_samples):
-        mine = (pieces.source >= start) & (pieces.source < start + this.pass_samples)
-        merge.push(place, handles[mine], pieces.length[mine], pieces.part[mine])
-        if this.rules.between_passes == "drain":
-            merge.end_pass(place)
-    merge.end(place)
-
-
-def _row(this: Case, handles: I64, tokens: dict[int, NDArray[Any]]) -> NDArray[Any]:
-    row = np.zeros(BUDGET, this.dtype)
-    at, align = 0, this.rules.align.sample
-    for h in handles.tolist():
-        row[at : at + len(tokens[h])] = tokens[h]
-        at += -(-len(tokens[h]) // align) * align
-    return row

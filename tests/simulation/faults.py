@@ -14,6 +14,7 @@ from tests.simulation.client import ClientProcess
 from tests.simulation.disk import Disk
 from tests.simulation.job import Job
 from tests.simulation.processes import Process, ProducerProcess
+from tests.simulation.pushers import PusherProcess
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -54,7 +55,9 @@ class Faults:
     def stop_producer(self) -> None:
         self._replace_producer(lambda producer: producer.leave())
 
-    def _replace_producer(self, end: Callable[[ProducerProcess], None], same_name: bool = False) -> None:
+    def _replace_producer(
+        self, end: Callable[[ProducerProcess | PusherProcess], None], same_name: bool = False
+    ) -> None:
         world = self.world
         alive = world.alive_producers()
         if alive:
@@ -62,7 +65,7 @@ class Faults:
             world.note("ends", producer.name)
             end(producer)
             name = producer.name if same_name else ""
-            world.clock.after(world.rng.uniform(0, 3), world.start_producer, producer.streams, name)
+            world.clock.after(world.rng.uniform(0, 3), world.start_again, producer, name)
 
     def _any_process(self) -> Process | None:
         alive: list[Process] = [*self.world.alive_producers(), *(c for c in self.world.clients() if c.alive)]
@@ -119,9 +122,19 @@ class Faults:
         if jobs:
             self._go_back(world.rng.choice(jobs))
 
+    def restart(self, job: Job, life: int) -> None:
+        """A launcher gives up on this life of a job."""
+        if job.life == life and len(job.clients) == job.num_ranks:
+            self._go_back(job)
+        elif job.life == life:
+            self.world.clock.after(1.0, self.restart, job, life)
+
     def _go_back(self, job: Job) -> None:
         world = self.world
-        begin = world.rng.choice(job.can_go_back())
+        found = job.can_go_back()
+        if not found:
+            return
+        begin = world.rng.choice(found)
         old = list(job.clients.values())
         for client in old:
             if client.alive and world.rng.random() < 0.1:
@@ -188,7 +201,8 @@ class Faults:
         if epoch > world.broker.epoch:
             world.clock.after(8.0, world.broker.kill)
             world.start_broker(epoch)
-        world.start_producer(list(world.case_of))
+        if world.read_streams:
+            world.start_producer(world.read_streams)
 
     def lose_disk(self) -> None:
         """The broker comes back on an empty disk, and mostly everybody else anew from what the trainers have."""

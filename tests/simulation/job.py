@@ -14,7 +14,9 @@ from streampack.core.attempts import Ranks
 from streampack.core.client_session import Broken
 from streampack.core.messages import Envelope, Mesh, State, StepPart
 from tests.simulation.client import Checkpoint, ClientProcess
-from tests.simulation.data import case, reference, shards_of
+from tests.simulation.data import FIRST_ARRIVAL, Shard, case, shards_of
+from tests.simulation.log_checks import check_log
+from tests.simulation.offline import Reference, packed, reference
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -29,13 +31,18 @@ class Job:
     def __init__(self, world: World, feed: str, number: int, rounds: int, prefix: str = "") -> None:
         rng = world.rng
         self.world, self.feed, self.rounds = world, feed, rounds
-        self.case, self.reference = case(number, prefix), reference(number)
+        self.case = case(number, prefix)
+        self.reference: Reference | None = reference(number) if number < FIRST_ARRIVAL else None
+        """What must be served; known at the end, where arrival decides."""
+        self._seen: dict[int, list[tuple[StepPart, list[Shard]]]] = {}
+        """Deliveries that are still to be compared with it."""
         self.dp, self.cp = self.case.dp, self.case.cp
         self.prefetch = rng.randint(1, 3)
         self.work_s = rng.choice((0.02, 0.1, 0.5)) if rounds == 1 else 0.02
         self.lockstep = rng.random() < 0.6
         self.early_leavers = rng.random() < 0.4
-        self.breaks = {r: rng.randint(1, len(self.reference.steps)) for r in range(rounds - 1) if rng.random() < 0.4}
+        most = len(self.reference.steps) if self.reference is not None else 6
+        self.breaks = {r: rng.randint(1, most) for r in range(rounds - 1) if rng.random() < 0.4}
         self.saves = rng.choice((0.0, 0.1, 0.3))
         self.commits = rounds == 1 and rng.random() < 0.7
         self.checkpoints: list[Checkpoint] = [Checkpoint()]
@@ -68,39 +75,54 @@ class Job:
         return [Mesh(dp=dp, cp=cp, dp_rank=rank // cp, cp_rank=rank % cp) for rank in range(self.num_ranks)]
 
     def check(self) -> None:
-        """All ranks have ended alike, and every iteration was dealt whole, up to where it was broken off."""
+        """All ranks have ended alike, and every iteration was dealt whole, up to where it was broken off.
+
+        What was served is the offline packing of the order that the log recorded, and so is what the log says of it.
+        """
+        if not self.rounds:
+            return
+        disk = self.world.disk
+        if self.reference is None:
+            assert disk is not None
+            self.reference = packed(self.case, disk)
+            for seen in self._seen.values():
+                for each, shards in seen:
+                    self._compare(self.reference, each, shards)
+        if disk is not None and not self.world.lost_disk:
+            check_log(self.feed, self.case, self.reference, disk)
         for end in self.ended.values():
-            assert end == (len(self.reference.steps), self.reference.chain), "ranks ended at different steps"
+            assert end == (len(self.reference.steps), self.reference.chain), "R8: ranks ended at different steps"
         for round_ in range(self.rounds):
-            for step in range(self.breaks.get(round_, len(self.reference.steps))):
+            for step in range(min(self.breaks.get(round_, 1 << 30), len(self.reference.steps))):
                 had = self._had[round_]
                 whole = any(all((step, dp, rank) in had for rank in range(dp)) for dp, _ in self.case.meshes)
                 assert whole, f"conservation: step {step} of iteration {round_} was not dealt whole"
         for step, dp, rank in self._dealt:
+            if step >= len(self.reference.steps):
+                raise AssertionError(f"R8: step {step} was served after the end")
             if rank == 0 and all((step, dp, other) in self._dealt for other in range(dp)):
                 numbers = sorted(n for d in range(dp) for n in self._dealt[step, dp, d])
                 packs = len(self.reference.steps[step].packs)
                 assert numbers == list(range(packs)), f"conservation: step {step} was not dealt whole over dp={dp}"
         dropped = self.world.broker.core.feeds[self.feed].totals.dropped_samples
         if self.rounds == 1 and not self.life:
-            assert dropped in (0, self.reference.num_dropped)
+            assert dropped in (0, len(self.reference.left))
 
     def delivered(self, client: ClientProcess, parts: tuple[Envelope, ...]) -> StepPart:
         """Exactly the reference's step: digests, samples, tokens, denominators; the same packs each time."""
         step = parts[0].message
         assert isinstance(step, StepPart)
-        number, expected, dp = step.step, self.reference.steps[step.step], client.mesh.dp
+        number, dp = step.step, client.mesh.dp
         of = {self.world.rounds[self.feed, part.epoch, part.fence] for part in parts}
         assert of == {client.round}, f"R5: step {number} of iterations {of} was taken in iteration {client.round}"
-        assert step.digest == expected.digest, f"immutability: step {number} has another digest"
-        assert step.chain == expected.chain, f"immutability: step {number} has another chain"
-        assert (step.num_samples, step.num_loss_tokens) == (expected.num_samples, expected.num_loss_tokens)
         shards = shards_of(parts, self.case, client.mesh)
-        for shard in shards:
-            assert shard.ids == self.reference.ids[number][shard.number], "immutability: a pack has other samples"
-            row = self.reference.rows[number][shard.number]
-            assert np.array_equal(row[shard.positions], shard.tokens), "immutability: a pack has other tokens"
-            assert shard.num_loss_tokens == expected.packs[shard.number].num_loss_tokens
+        if self.reference is not None:
+            self._compare(self.reference, step, shards)
+        else:
+            seen = self._seen.setdefault(number, [])
+            seen.append((step, shards))
+            first = seen[0][0]
+            assert (step.digest, step.chain) == (first.digest, first.chain), f"immutability: step {number} is another"
         numbers = [shard.number for shard in shards]
         dealt = self._dealt.setdefault((number, dp, client.mesh.dp_rank), numbers)
         assert dealt == numbers, f"R4: step {number} was dealt otherwise the second time"
@@ -110,9 +132,30 @@ class Job:
         self.world.note("step", client.name, client.round, number, step.digest)
         return step
 
+    def _compare(self, reference: Reference, step: StepPart, shards: list[Shard]) -> None:
+        number = step.step
+        assert number < len(reference.steps), f"R8: step {number} was served after the end"
+        expected = reference.steps[number]
+        assert step.digest == expected.digest, f"immutability: step {number} has another digest"
+        assert step.chain == expected.chain, f"immutability: step {number} has another chain"
+        assert (step.num_samples, step.num_loss_tokens) == (expected.num_samples, expected.num_loss_tokens)
+        for shard in shards:
+            assert shard.ids == reference.ids[number][shard.number], "immutability: a pack has other samples"
+            row = reference.rows[number][shard.number]
+            assert np.array_equal(row[shard.positions], shard.tokens), "immutability: a pack has other tokens"
+            assert shard.num_loss_tokens == expected.packs[shard.number].num_loss_tokens
+
+    def _chain(self, step: int) -> bytes:
+        """Digest of all steps before ``step``, as far as is known."""
+        if not step:
+            return bytes(16)
+        if self.reference is not None:
+            return self.reference.steps[step - 1].chain
+        return self._seen[step - 1][0][0].chain
+
     def _check_joined(self, client: ClientProcess, number: int) -> None:
         """Nobody is in an iteration while another rank is still in the one before."""
-        behind = [other.name for other in self.clients.values() if other.round < client.round]
+        behind = [other.name for other in self.clients.values() if other.alive and other.round < client.round]
         assert not behind, f"step {number} of iteration {client.round} came while {behind} were in the one before"
 
     def take(self, client: ClientProcess, step: int) -> None:
@@ -154,16 +197,16 @@ class Job:
         """Does a rank take a checkpoint here?"""
         return self.saves > 0 and self.world.rng.random() < self.saves
 
-    def saved(self, client: ClientProcess, state: State) -> None:
-        """A rank has what its checkpoint must hold."""
-        steps = self.reference.steps
-        expected = steps[state.step - 1].chain if state.step else bytes(16)
-        assert state.chain == expected, f"R10: a checkpoint before step {state.step} holds another chain"
+    def saved(self, client: ClientProcess, state: State) -> bool:
+        """A rank has what its checkpoint must hold; is it one that all may begin from?"""
+        assert state.chain == self._chain(state.step), f"R10: a checkpoint before step {state.step} holds another chain"
         taken = state.snapshot
         assert taken is None or taken.step <= state.step, "R10: a checkpoint holds a later snapshot"
-        if client.in_job and client.done == state.step:
+        saved = client.in_job and client.done == state.step
+        if saved:
             self.checkpoints.append(Checkpoint(client.round, state.step, state.chain, taken))
             self.world.note("saved", client.name, state.step, None if taken is None else taken.step)
+        return saved
 
     def tells(self, step: int) -> None:
         """A rank says that its checkpoint is durable."""
@@ -184,7 +227,7 @@ class Job:
         found = [each for each in self.checkpoints if (each.round, each.step) <= slowest and each.step >= oldest]
         if self.case.rules.merge == "schedule":  # any step is as good as one that was saved
             step = self.world.rng.randint(0, slowest[1])
-            found.append(Checkpoint(slowest[0], step, self.reference.steps[step - 1].chain if step else b""))
+            found.append(Checkpoint(slowest[0], step, self._chain(step) if step else b""))
         return found
 
     def go_back(self, begin: Checkpoint) -> None:
@@ -193,6 +236,8 @@ class Job:
         self.life += 1
         self.restarted_at = world.clock.now
         self.checkpoints = [each for each in self.checkpoints if (each.round, each.step) <= (begin.round, begin.step)]
+        self._told = [step for step in self._told if step <= begin.step]
+        self._kept = [step for step in self._kept if step <= begin.step]
         self.clients, self._taken = {}, {}
         self.whole.clear()
         self.ended.clear()
@@ -205,7 +250,8 @@ class Job:
             world.clock.after(rng.uniform(0, 3), world.start_client, self, mesh, mine, self.life)
 
     def refused(self, client: ClientProcess, broken: Broken) -> None:
-        """The rank is still held by one that is gone: a launcher tries again. Of what was replaced nobody cares."""
+        """The rank is still held by one that is gone: a launcher tries again, with all ranks where the others have
+        begun with that one. Of what was replaced nobody cares."""
         client.kill()
         if not client.in_job:
             fenced = client.fenced_by == self.world.broker.epoch
@@ -214,4 +260,7 @@ class Job:
         lately = self.world.clock.now < max(self.restarted_at, self.world.quiet_at) + RESTART_S
         assert broken.code == "rank_taken" or (self.life and lately), broken
         assert broken.code in ("rank_taken", "mesh", "step_gone", "round_gone"), broken
-        self.world.clock.after(3.0, self.world.start_client, self, client.mesh, client.state(), self.life)
+        if broken.code == "rank_taken":
+            self.world.clock.after(3.0, self.world.start_client, self, client.mesh, client.state(), self.life)
+        else:
+            self.world.clock.after(3.0, self.world.faults.restart, self, self.life)

@@ -25,6 +25,7 @@ from streampack.core.producer_session import (
     Read,
     Session,
 )
+from streampack.core.push_session import PushSession
 from tests.simulation.data import Case
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ class Process:
 
     kind = ""
 
-    def __init__(self, world: World, machine: ProducerSession | ClientSession) -> None:
+    name = ""
+
+    def __init__(self, world: World, machine: ProducerSession | PushSession | ClientSession) -> None:
         self.world, self._machine = world, machine
         self.alive, self.frozen = True, False
         self._inbox: list[Event] = []

@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from tests.simulation.data import NUM_CASES, case, reference
+from tests.simulation.data import FIRST_ARRIVAL, case
+from tests.simulation.offline import reference
 from tests.simulation.world import run
 
 CHUNK = 20
@@ -29,7 +30,7 @@ def test_every_rank_gets_exactly_the_offline_steps_whatever_fails(seeds: range) 
         run(seed)
 
 
-@pytest.mark.parametrize("number", range(NUM_CASES))
+@pytest.mark.parametrize("number", range(FIRST_ARRIVAL))
 def test_the_cases_are_worth_simulating(number: int) -> None:
     found = reference(number)
     assert len(found.steps) >= 8

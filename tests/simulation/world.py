@@ -11,15 +11,16 @@ import random
 from dataclasses import dataclass
 
 from streampack.core.events import FromBroker
-from streampack.core.messages import Envelope, Mesh, Samples
+from streampack.core.messages import Attach, Envelope, Mesh, Samples
 from tests.simulation.broker import BrokerProcess
 from tests.simulation.client import Checkpoint, ClientProcess
-from tests.simulation.data import NUM_CASES
+from tests.simulation.data import FIRST_PUSHED, NUM_CASES
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults
 from tests.simulation.job import Job
 from tests.simulation.network import Clock, Network, Weather
 from tests.simulation.processes import Process, ProducerProcess
+from tests.simulation.pushers import Births, PusherProcess
 
 PATIENCE_S = 120.0
 """Virtual time in which a job ends once its faults have."""
@@ -48,6 +49,13 @@ class World:
         """Of a token, in all feeds."""
         self.network = Network(self.clock, self.rng, self._weather())
         self.read_s = self.rng.choice((0.005, 0.05))
+        self.births = {
+            (name, partition): Births(job.case, job.case.names.index(name), partition)
+            for job in self.jobs.values()
+            for name in job.case.pushed
+            for partition in range(job.case.rules.streams[job.case.names.index(name)].partitions)
+        }
+        """What is pushed, by (stream, partition)."""
         self.rounds: dict[tuple[str, int, int], int] = {}
         """The iteration of each attempt: (feed, epoch, attempt)."""
         self._trace = hashlib.blake2b(digest_size=16)
@@ -56,11 +64,12 @@ class World:
         self._num_peers = self._num_names = 0
         self._sent_bytes: dict[tuple[int, str, int, int, str], int] = {}
         self.quiet_at = self.rng.uniform(1.0, 12.0)
-        sync_s = self.rng.choice((None, 0.0, 0.02, 0.3))
+        arrival = any(job.case.rules.merge == "arrival" for job in self.jobs.values())
+        sync_s = self.rng.choice((0.02 if arrival else None, 0.0, 0.02, 0.3))
         self.disk = None if sync_s is None else Disk(sync_s)
         self.lost_disk = False
         """The log may begin at the step of a checkpoint that trainers brought."""
-        self.producers: list[ProducerProcess] = []
+        self.producers: list[ProducerProcess | PusherProcess] = []
         self.faults = Faults(self)
         self.broker = BrokerProcess(self, epoch=5, disk=self.disk)
         self._start()
@@ -77,7 +86,11 @@ class World:
                 raise AssertionError(f"liveness: not ended at {last:.0f} s: {self._stuck()}")
         for job in self.jobs.values():
             job.check()
+        for births in self.births.values():
+            assert self.disk is not None
+            births.check(self.disk)
         train = self.jobs["train"].reference
+        assert train is not None
         return Outcome(train.chain, len(train.steps), self._trace.hexdigest(), last, self._events)
 
     def note(self, *what: object) -> None:
@@ -103,7 +116,11 @@ class World:
         if isinstance(message, Samples):
             self._check_credit(process, envelope, message)
 
+        broker = self.broker
+
         def arrive(arrived: Envelope) -> None:
+            if isinstance(message, Attach) and not envelope.epoch and broker is not self.broker:
+                return  # the first thing said over a connection, which does not outlive the broker
             self.note("broker", peer, type(arrived.message).__name__, arrived.epoch, arrived.fence)
             self.broker.receive(peer, arrived, is_producer)
 
@@ -122,7 +139,6 @@ class World:
         """R6: a producer sends no more than the broker that it speaks to ever granted its session."""
         if envelope.epoch != self.broker.epoch:
             return
-        assert isinstance(process, ProducerProcess)
         key = (envelope.epoch, message.stream, message.partition, envelope.fence, process.name)
         sent = self._sent_bytes[key] = self._sent_bytes.get(key, 0) + len(envelope.payload[0])
         seq, size = self.broker.checks.granted(message.stream, message.partition, envelope.fence)
@@ -132,11 +148,13 @@ class World:
     # Starting and stopping
 
     def _start(self) -> None:
-        rng, names = self.rng, list(self.case_of)
-        for number in range(rng.randint(1, 3)):
+        rng, names = self.rng, self.read_streams
+        for number in range(rng.randint(1, 3) if names else 0):
             some = names if number == 0 else rng.sample(names, rng.randint(1, len(names)))
             late = rng.random() < 0.4
             self.clock.after(rng.uniform(0, 4) if late else rng.random() * 0.2, self.start_producer, list(some))
+        for stream, partition in self.births:
+            self.clock.after(rng.random(), self.start_pusher, stream, partition)
         for job in self.jobs.values():
             for mesh in job.meshes():
                 delay = rng.uniform(0, 3) if rng.random() < 0.3 else rng.random() * 0.2
@@ -145,16 +163,33 @@ class World:
     def _make_jobs(self, number: int) -> list[Job]:
         """Mostly one feed, read once; or it is iterated, or there is another beside it, which perhaps nobody reads."""
         again, more = self.rng.random() < 0.25, self.rng.random() < 0.25
+        again = again and number < FIRST_PUSHED
         jobs = [Job(self, "train", number, self.rng.randint(2, 3) if again else 1)]
         if more:
             other = (number + 2 * self.rng.randint(0, 3)) % NUM_CASES  # of the same dtype
-            jobs.append(Job(self, "valid", other, self.rng.randint(0, 3), "v."))
+            most = 3 if other < FIRST_PUSHED else 1
+            jobs.append(Job(self, "valid", other, self.rng.randint(0, most), "v."))
         return jobs
 
     def start_producer(self, streams: list[str], name: str = "") -> None:
         """A producer of some streams; with ``name`` in the place of one that had it."""
         self._num_names += 1
         self.producers.append(ProducerProcess(self, name or f"producer{self._num_names}", streams, self._num_names))
+
+    def start_pusher(self, stream: str, partition: int, name: str = "") -> None:
+        """A program that pushes a partition; with ``name`` in the place of one that had it."""
+        self._num_names += 1
+        name = name or f"pusher{self._num_names}"
+        self.producers.append(PusherProcess(self, name, stream, partition, self._num_names))
+
+    def start_again(self, producer: ProducerProcess | PusherProcess, name: str = "") -> None:
+        """Another process for what a producer did, unless there is nothing left to do."""
+        if isinstance(producer, ProducerProcess):
+            self.start_producer(producer.streams, name)
+        elif not any(
+            isinstance(other, PusherProcess) and other.births is producer.births for other in self.alive_producers()
+        ):
+            self.start_pusher(producer.stream, producer.partition, name)
 
     def start_client(self, job: Job, mesh: Mesh, begin: Checkpoint, life: int) -> None:
         """Start a rank's process, unless all ranks were started anew since that was planned."""
@@ -171,7 +206,12 @@ class World:
     def clients(self) -> list[ClientProcess]:
         return [client for job in self.jobs.values() for client in job.clients.values()]
 
-    def alive_producers(self) -> list[ProducerProcess]:
+    @property
+    def read_streams(self) -> list[str]:
+        """Those that producers read, as often as is wanted."""
+        return [name for name, case in self.case_of.items() if name not in case.pushed]
+
+    def alive_producers(self) -> list[ProducerProcess | PusherProcess]:
         return [producer for producer in self.producers if producer.alive]
 
     @property

@@ -1,0 +1,160 @@
+"""Packing with no network at all: the steps that a simulated run must serve, whatever happens to it.
+
+Where weights and positions decide the order they are known beforehand (``reference``). Where arrival does, they follow
+from the order that the log recorded, once the run is over (``packed``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from streampack.core.form import Former, Step
+from streampack.core.intake import apply_overlong
+from streampack.core.merge import merge_of
+from streampack.core.records import BatchMarked, ChunkAdmitted, PartitionEnded
+from streampack.core.samples import I64, SampleTable
+from tests.simulation.data import BUDGET, Case, Id, case
+from tests.simulation.disk import Disk
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The steps of a case; ``rows[step][pack]`` are a pack's tokens [T], ``ids[step][pack]`` its samples; ``left``
+    those of ``tail: drop``, ``rejected`` (stream, index) of those that are in no step."""
+
+    steps: tuple[Step, ...]
+    rows: tuple[NDArray[Any], ...]
+    ids: tuple[tuple[list[Id], ...], ...]
+    chain: bytes
+    left: frozenset[Id]
+    rejected: frozenset[tuple[int, int]]
+
+
+class Packing:
+    """A case being packed: ``enter`` its samples in any order that the merge allows, then ask for the ``steps``."""
+
+    def __init__(self, this: Case) -> None:
+        self.this, self.table, self.merge = this, SampleTable(), merge_of(this.rules)
+        self._tokens: dict[int, NDArray[Any]] = {}
+        self._expected: set[Id] = set()
+        self._rejected: set[tuple[int, int]] = set()
+
+    def place(self, stream: int, partition: int) -> int:
+        """A partition's number in the merge."""
+        return sum(each.partitions for each in self.this.rules.streams[:stream]) + partition
+
+    def enter(self, stream: int, partition: int, base_seq: int, samples: list[NDArray[Any]]) -> None:
+        """Samples of a partition from ``base_seq`` on, as they are pushed."""
+        this, table = self.this, self.table
+        lengths = np.array([len(sample) for sample in samples], np.int64)
+        pieces = apply_overlong(lengths, BUDGET, this.overlong)
+        partitions = this.rules.streams[stream].partitions
+        handles = np.full(len(pieces.length), -1, np.int64)
+        columns = (pieces.source.tolist(), pieces.offset.tolist(), pieces.length.tolist(), pieces.part.tolist())
+        for i, (source, offset, length, part) in enumerate(zip(*columns, strict=True)):
+            index = (base_seq + source) * partitions + partition
+            if not length:
+                self._rejected.add((stream, index))
+                continue
+            h = handles[i] = int(table.take(1)[0])
+            whole = samples[source]
+            self._tokens[h] = whole[offset : offset + length]
+            table.stream[h], table.index[h], table.part[h] = stream, index, part
+            table.length[h], table.loss_tokens[h] = length, length - 1
+            table.crc[h] = crc32c(whole.tobytes())
+            assert (stream, index, part) not in self._expected, "conservation: a sample was admitted twice"
+            self._expected.add((stream, index, part))
+        self.merge.push(self.place(stream, partition), handles, pieces.length, pieces.part)
+
+    def steps(self) -> Reference:
+        """Everything is entered; every sample is seen to be in exactly one place."""
+        this, merge, former = self.this, self.merge, Former(self.this.rules, self.table)
+        steps: list[Step] = []
+        while not merge.closed:
+            taken = merge.take(1 << 40)
+            former.admit(taken.handles, taken.lengths)
+            assert merge.closed or merge.between_passes, "a partition has not ended"
+            former.closed = True
+            while (request := former.request()) is not None:
+                steps += former.apply(request.choose())
+            steps += former.cut()
+            if merge.between_passes:
+                merge.next_pass()
+        assert former.finished
+        ids = tuple(tuple(self._identify(pack.handles) for pack in step.packs) for step in steps)
+        left = frozenset(self._identify(former.dropped))
+        found = [one for packs in ids for pack in packs for one in pack] + list(left)
+        found += self._identify(merge.drop())  # what a stream that stopped the rest has left
+        assert len(found) == len(set(found)) == len(self._expected)
+        assert set(found) == self._expected
+        rows = tuple(np.stack([self._row(this, pack.handles) for pack in step.packs]) for step in steps)
+        return Reference(tuple(steps), rows, ids, former.chain, left, frozenset(self._rejected))
+
+    def _identify(self, handles: I64) -> list[Id]:
+        table = self.table
+        return [(int(table.stream[h]), int(table.index[h]), int(table.part[h])) for h in handles]
+
+    def _row(self, this: Case, handles: I64) -> NDArray[Any]:
+        row = np.zeros(BUDGET, this.dtype)
+        at, align = 0, this.rules.align.sample
+        for h in handles.tolist():
+            row[at : at + len(self._tokens[h])] = self._tokens[h]
+            at += -(-len(self._tokens[h]) // align) * align
+        return row
+
+
+@lru_cache
+def reference(number: int) -> Reference:
+    """Case ``number``, whose order is known, packed."""
+    this = case(number)
+    packing = Packing(this)
+    for stream, partitions in enumerate(s.partitions for s in this.rules.streams):
+        for partition in range(partitions):
+            count, place = len(this.lengths(stream, partition)), packing.place(stream, partition)
+            for start in range(0, count, this.pass_samples):
+                seqs = range(start, min(start + this.pass_samples, count))
+                packing.enter(stream, partition, start, [this.tokens(stream, partition, seq) for seq in seqs])
+                if this.rules.between_passes == "drain":
+                    packing.merge.end_pass(place)
+            packing.merge.end(place)
+    return packing.steps()
+
+
+def packed(this: Case, disk: Disk) -> Reference:
+    """A case packed in the order that its log recorded, out of what the log holds or the sources give."""
+    packing = Packing(this)
+    for lsn in range(len(disk.records)):
+        record, payload = disk.decode(lsn)
+        if not isinstance(record, ChunkAdmitted | BatchMarked | PartitionEnded) or record.stream not in this.names:
+            continue
+        stream = this.names.index(record.stream)
+        place = packing.place(stream, record.partition)
+        if isinstance(record, BatchMarked):
+            packing.merge.end_pass(place)
+        elif isinstance(record, PartitionEnded):
+            packing.merge.end(place)
+        else:
+            packing.enter(stream, record.partition, record.base_seq, samples_of(this, record, payload))
+            if record.pass_ended and this.rules.between_passes == "drain":
+                packing.merge.end_pass(place)
+    return packing.steps()
+
+
+def samples_of(this: Case, record: ChunkAdmitted, payload: tuple[memoryview, ...]) -> list[NDArray[Any]]:
+    """The tokens of a recorded chunk's samples: its payload's, or what the source gives; their checksums agree."""
+    stream = this.names.index(record.stream)
+    lengths = np.frombuffer(record.lengths_u32, "<u4").astype(np.int64)
+    if record.stream in this.pushed:
+        found = np.split(np.frombuffer(payload[0], this.dtype), np.cumsum(lengths)[:-1])
+    else:
+        seqs = range(record.base_seq, record.base_seq + len(lengths))
+        found = [this.tokens(stream, record.partition, seq) for seq in seqs]
+    assert [len(sample) for sample in found] == lengths.tolist()
+    assert [crc32c(sample.tobytes()) for sample in found] == np.frombuffer(record.crcs_u32, "<u4").tolist()
+    return found

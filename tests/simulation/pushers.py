@@ -1,0 +1,138 @@
+"""A program that pushes samples of its own: each exists once, and what was not acknowledged dies with the process.
+
+``Birth`` n of a partition is the n-th sample that any of its processes ever made. ``Births`` remembers what became of
+each, for the checks: what was said to be safe must be in the log, once (I9).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from crc32c import crc32c
+
+from streampack.core.events import Effect, Event, Report
+from streampack.core.producer_session import Finish, Leave
+from streampack.core.push_buffer import PushBuffer, size_of
+from streampack.core.push_session import End, EndBatch, Push, PushSession
+from streampack.core.records import ChunkAdmitted
+from tests.simulation.offline import samples_of
+from tests.simulation.processes import Process, chunk_of
+
+if TYPE_CHECKING:
+    from tests.simulation.data import Case
+    from tests.simulation.disk import Disk
+    from tests.simulation.world import World
+
+BUFFER_BYTES = 6 << 10
+
+
+@dataclass
+class Births:
+    """Of one partition: ``next`` was not made yet, ``safe`` were acknowledged, and at which sequence number."""
+
+    case: Case
+    stream: int
+    partition: int
+    next: int = 0
+    safe: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many there will be."""
+        return len(self.case.lengths(self.stream, self.partition))
+
+    def crc(self, birth: int) -> int:
+        return int(crc32c(self.case.tokens(self.stream, self.partition, birth).tobytes()))
+
+    def check(self, disk: Disk) -> None:
+        """All that was acknowledged is in the log at its place, and nothing twice."""
+        found: list[int] = []
+        for lsn in range(len(disk.records)):
+            record, payload = disk.decode(lsn)
+            if not isinstance(record, ChunkAdmitted) or record.stream != self.case.names[self.stream]:
+                continue
+            if record.partition == self.partition:
+                assert record.base_seq == len(found)
+                found += [int(crc32c(sample.tobytes())) for sample in samples_of(self.case, record, payload)]
+        for birth, seq in self.safe.items():
+            assert seq < len(found), f"I9: sample {seq} was acknowledged and is lost"
+            assert found[seq] == self.crc(birth), f"I9: sample {seq} was acknowledged and is another"
+        made = [self.crc(birth) for birth in range(self.next)]
+        place = 0
+        for crc in found:  # in the order in which they were made, each once, whatever was lost with its process
+            assert crc in made[place:], "I9: a pushed sample is in the log twice, or out of its order"
+            place = made.index(crc, place) + 1
+
+
+class PusherProcess(Process):
+    """Pushes one partition: samples of random number at a time, ends of batches, and at last the end."""
+
+    kind = "producer"
+
+    def __init__(self, world: World, name: str, stream: str, partition: int, pid: int) -> None:
+        self.name, self.stream, self.partition = name, stream, partition
+        self.case = world.case_of[stream]
+        self.births = world.births[stream, partition]
+        self.session = PushSession(
+            run=0, producer=name, incarnation=pid, host="host", pid=pid, stream=stream, partition=partition,
+            buffer=PushBuffer(BUFFER_BYTES),
+        )  # fmt: skip
+        self._unsafe: list[tuple[int, int]] = []
+        self._ended = self._leaving = False
+        super().__init__(world, self.session)
+        world.clock.after(0.0, self._work)
+
+    def leave(self) -> None:
+        """Stop with a farewell, whatever is not safe yet."""
+        self._leaving = True
+        super().handle(Leave())
+
+    def handle(self, event: Event) -> None:
+        super().handle(event)
+        durable = self.session.buffer.durable_seq
+        while self._unsafe and self._unsafe[0][1] < durable:
+            birth, seq = self._unsafe.pop(0)
+            self.births.safe[birth] = seq
+
+    def perform(self, effect: Effect) -> None:
+        if isinstance(effect, Finish):
+            self.alive = False
+            over = self.births.next >= self.births.count
+            assert not effect.error or (effect.code == "ended" and over) or effect.code == "partition_taken", effect
+            if not self._leaving and not over:
+                self.world.clock.after(3.0, self.world.start_again, self)
+        else:
+            assert isinstance(effect, Report), effect
+
+    def _work(self) -> None:
+        if not self.alive:
+            return
+        if self.session.begun and not self.frozen:
+            self._push()
+        if self.alive:
+            self.world.clock.after(self.world.rng.expovariate(1 / self.world.read_s), self._work)
+
+    def _push(self) -> None:
+        """What a rollout worker does next."""
+        births, buffer, batch = self.births, self.session.buffer, self.case.batch
+        if self._ended:
+            if self.session.flushed:
+                self.leave()
+        elif buffer.next_mark < births.next // batch and births.next < births.count:
+            self.handle(EndBatch(buffer.next_mark))
+        elif births.next >= births.count:
+            self._ended = True
+            self.handle(End())
+        else:
+            room = self.case.rules.budget
+            first, stop = births.next, births.next + 1
+            lengths = self.case.lengths(births.stream, self.partition)
+            most = min(births.count, first - first % batch + batch, first + self.world.rng.randint(1, 6))
+            while stop < most and int(lengths[first : stop + 1].sum()) <= room:
+                stop += 1
+            chunk = chunk_of(self.case, (self.stream, self.partition), (0, 0), first, stop)
+            if self.session.room(size_of(chunk)):
+                births.next = stop
+                self._unsafe += [(birth, buffer.next_seq + birth - first) for birth in range(first, stop)]
+                self.handle(Push(chunk))
