@@ -112,8 +112,8 @@ def _row_name(row: tuple[Any, ...]) -> str:
 
 def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | None = None) -> Tree:
     """What is in a step and what was decided about it; with ``dp_size``, which rank has each pack. Raises UserError."""
-    of = _feed(ledger, feed)
-    found = _recorded(ledger, of, step)
+    of = feed_of(ledger, feed)
+    found = recorded(ledger, of, step)
     rules = of.rules_at(step, found.lsn)
     end = of.end
     return {
@@ -129,7 +129,7 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
         "num_packs": len(found.bounds) - 1,
         "num_empty_packs": int((np.diff(found.bounds) == 0).sum()),
         "budget": rules.budget,
-        "skipped": _skipped(of, step),
+        "skipped": is_skipped(of, step),
         "last": end is not None and step == end.num_steps - 1,
         "committed": step + 1 in of.commits,
         "changes": _changes(of, step, found.lsn),
@@ -142,7 +142,8 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
     }  # fmt: skip
 
 
-def _feed(ledger: Ledger, name: str | None) -> FeedHistory:
+def feed_of(ledger: Ledger, name: str | None) -> FeedHistory:
+    """The feed of this name, by default the first. Raises UserError."""
     feeds = ledger.history.feeds
     if not feeds:
         raise UserError("got a log that holds nothing yet, expected a broker that has begun")
@@ -151,7 +152,8 @@ def _feed(ledger: Ledger, name: str | None) -> FeedHistory:
     return feeds[name] if name is not None else next(iter(feeds.values()))
 
 
-def _recorded(ledger: Ledger, feed: FeedHistory, step: int) -> StepRows:
+def recorded(ledger: Ledger, feed: FeedHistory, step: int) -> StepRows:
+    """A step as it counts. Raises UserError for one that is not there, LedgerDamaged."""
     found = ledger.step(feed.name, step, feed.effective(step))
     if found is not None:
         return found
@@ -173,7 +175,8 @@ def raise_if_damaged(ledger: Ledger, *tables: str) -> None:
         raise LedgerDamaged(f"ledger: {damage[0]}: make it again with 'streampack ledger rebuild'")
 
 
-def _skipped(feed: FeedHistory, step: int) -> bool:
+def is_skipped(feed: FeedHistory, step: int) -> bool:
+    """Is it passed over by every rank?"""
     return any(first <= step <= last for first, last in feed.skips)
 
 
@@ -281,7 +284,7 @@ def _place(feed: FeedHistory, place: Place) -> Tree:
         "step": step.step,
         "lineage": step.lineage,
         "counts": feed.effective(step.step) == step.lineage,
-        "skipped": _skipped(feed, step.step),
+        "skipped": is_skipped(feed, step.step),
         "pack": place.pack,
         **{key: sample[key] for key in ("part", "offset", "length", "loss_tokens", "crc")},
         "digest": step.digest.hex(),

@@ -172,6 +172,39 @@ def show_rebuilt(found: Tree) -> None:
         console.print(f"  was damaged: {line}")
 
 
+def show_replayed(found: Tree) -> None:
+    """Print ``replay.replay``."""
+    console = _console()
+    lineage = f"  lineage {found['lineage']}" if found["lineage"] or not found["counts"] else ""
+    console.print(Text.assemble((f"step {found['step']}", "bold"), f"  feed {found['feed']}{lineage}  {found['run']}"))
+    verdict = ("yes", "bold green") if found["equal"] else ("no", "bold red")
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("digest equal", Text.assemble(verdict, ": as it is recorded, chain too" if found["equal"] else ""))
+    facts.add_row("digest", found["digest"])
+    facts.add_row("chain", found["chain"])
+    if not found["equal"]:
+        facts.add_row("recorded", f"{found['recorded']['digest']}, chain {found['recorded']['chain']}")
+    facts.add_row("samples", f"{found['num_samples']:,} in {len(found['packs'])} packs")
+    facts.add_row("tokens", f"{found['num_tokens']:,}, of which {found['num_loss_tokens']:,} are learned")
+    facts.add_row("mesh", f"dp {found['mesh']['dp']}, cp {found['mesh']['cp']}")
+    if found["skipped"]:
+        facts.add_row("skipped", "no rank trains on it")
+    if not found["counts"]:
+        facts.add_row("lineage", "counts no more")
+    if found["out"]:
+        facts.add_row("written", found["out"])
+    facts.add_row("took", f"{found['seconds']:.1f} s")
+    console.print(facts)
+    console.print()
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("pack", "dp", "micro", "samples", "tokens", "loss"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for pack in found["packs"]:
+        keys = ("pack", "dp_rank", "micro_batch", "num_samples", "num_tokens", "num_loss_tokens")
+        table.add_row(*(f"{pack[key]:,}" for key in keys))
+    console.print(table)
+
+
 def _console() -> Console:
     """One that prints names as they are, and cuts nothing where the output is no terminal."""
     return Console(highlight=False, markup=False, emoji=False)

@@ -154,8 +154,15 @@ class BrokerService:
             run=config.run_id, epoch=time.time_ns(), feeds=self.plan.feeds, capacity=capacity,
             steps_ahead=config.steps_ahead, journal=Journal(self.keeper is not None), run_name=config.run,
         )  # fmt: skip
-        if self.keeper is not None:
-            self.keeper.recover(self.core)
+        try:
+            if self.keeper is not None:
+                self.keeper.recover(self.core)
+            self._producers, self._trainers = self._listen()
+        except BaseException:
+            if self.keeper is not None:
+                self.keeper.close()
+            self._waker.close()
+            raise
         rules = self.plan.rules
         self.arena = Arena(self.plan.memory_bytes, rules.tokens, self.plan.block_tokens, rules.fields)
         self.started = time.monotonic()
@@ -174,17 +181,19 @@ class BrokerService:
         self._drain_asked = threading.Event()
         self._stop_now = False
         self._events: deque[Event] = deque()
-        producer_limit = max(capacity.max_chunk_bytes, 2 << 20)
-        self._producers = Router(config.listen.producers, producer_limit)
-        try:
-            self._trainers = Router(config.listen.trainers, (1 << 20) + self._largest_snapshot())
-        except Exception:
-            self._producers.close()
-            raise
         self._packing = ThreadPoolExecutor(1, "streampack-form")
         self._reporter = Reporter(self)
         self.snapshot: Snapshot = self._reporter.take(self.started)
         """Replaced whole twice a second; any thread may read it, nobody changes it."""
+
+    def _listen(self) -> tuple[Router, Router]:
+        """For producers, and for trainers."""
+        producers = Router(self.config.listen.producers, max(self.plan.capacity.max_chunk_bytes, 2 << 20))
+        try:
+            return producers, Router(self.config.listen.trainers, (1 << 20) + self._largest_snapshot())
+        except Exception:
+            producers.close()
+            raise
 
     def _largest_snapshot(self) -> int:
         """Bytes of what a trainer may bring of its checkpoint: about 48 a sample, and of samples as many as are held

@@ -7,10 +7,8 @@ and ``cli_control`` print.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
-import os
 import signal
 import sys
 import traceback
@@ -55,14 +53,6 @@ def _our_bug() -> int:
     said = f"streampack: this is a bug of streampack {streampack.__version__}: please report it with the lines above"
     print(said, file=sys.stderr)
     return 1
-
-
-def _import_from_here() -> None:
-    """Let a tokenizer be a module of the current folder, as with ``python -m``; spawned processes inherit it."""
-    with contextlib.suppress(OSError):  # a folder that is gone has no modules
-        here = os.getcwd()
-        if not sys.flags.safe_path and here not in sys.path:
-            sys.path.insert(0, here)
 
 
 PACKERS: tuple[str, ...] = get_args(PackerName)
@@ -165,7 +155,7 @@ def produce(
     from streampack_services import producer
 
     logs.set_up(log_level, as_json=log_json)
-    _import_from_here()
+    producer.import_from_here()
     producer.produce(read_producer(config), timeout_s=timeout, level=log_level, as_json=log_json)
 
 
@@ -268,8 +258,9 @@ def check(
     """
     from streampack_services import check as checking
     from streampack_services import preview as previewing
+    from streampack_services import producer
 
-    _import_from_here()
+    producer.import_from_here()
     found = checking.check(file)
     if samples:
         found["samples"] = previewing.preview(file, samples)
@@ -324,6 +315,7 @@ def demo(
 
 
 app.command()(cli_audit.why)
+app.command()(cli_audit.replay)
 app.add_typer(cli_audit.ledger, name="ledger")
 app.add_typer(cli_control.settings, name="set")
 app.command()(cli_control.skip)

@@ -1,4 +1,5 @@
-"""The commands that ask the ledger: ``why``, ``ledger verify``, ``ledger rebuild``. ``cli`` adds them to its own.
+"""The commands that look back: ``why``, ``replay``, ``ledger verify``, ``ledger rebuild``. ``cli`` adds them to its
+own.
 
 All work on a state_dir, while its broker runs or after it has ended.
 """
@@ -74,6 +75,55 @@ def why(
         elif sample is not None:
             found = audit.why_sample(opened, sample)
             _say(found, as_json, audit_report.show_sample)
+
+
+def replay(
+    step: Annotated[int, typer.Option("--step", metavar="K", min=0, help="Which step?", show_default=False)],
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run's broker.yaml.")],
+    produce: Annotated[
+        list[Path] | None,
+        typer.Option("--produce", "-p", metavar="FILE", show_default=False,
+                     help="producer.yaml of the streams that are read; may be given again."),
+    ] = None,
+    feed: Annotated[
+        str | None, typer.Option("--feed", metavar="NAME", help="Default: the run's first.", show_default=False)
+    ] = None,
+    dp: Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Data-parallel ranks to deal it over.")] = 1,
+    cp: Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Context-parallel ranks to cut it for.")] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", show_default=False,
+                     help="Write what every rank got as numpy arrays, dp0.cp0.0.input_ids: rank, micro-batch, name."),
+    ] = None,
+    lineage: Annotated[
+        int | None,
+        typer.Option("--lineage", metavar="L", min=0, help="Default: the one that counts.", show_default=False),
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option("--state-dir", metavar="FOLDER", help="Instead of broker.yaml's.", show_default=False),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", help="Give up when nothing moves for so long.")
+    ] = 60.0,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Form a step again, bit for bit.
+
+    From the log and the sources, as a broker does that is started again; beside a running one, too, which hears
+    nothing of it. Exit code 1 if it comes out otherwise than it is recorded.
+
+    \b
+    Example:
+        streampack replay --step 1200 -c broker.yaml -p producer.yaml -o s.npz
+    """
+    from streampack_services import audit_report, producer, replay
+
+    producer.import_from_here()
+    options = replay.ReplayOptions(step, config, produce or [], feed, lineage, state_dir, dp, cp, out, timeout)
+    found = replay.replay(options)
+    _say(found, as_json, audit_report.show_replayed)
+    raise typer.Exit(0 if found["equal"] else 1)
 
 
 @ledger.callback()

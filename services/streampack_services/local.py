@@ -251,9 +251,7 @@ def _start(
     """Start all threads; closing ``stack`` ends them, the last one first."""
     folder = tempfile.mkdtemp(prefix="streampack-")
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    short = len(os.fsencode(folder)) + len("/producers.lock") <= _LONGEST_PATH
-    where = {side: f"ipc://{folder}/{side}" if short else "tcp://127.0.0.1:*" for side in ("producers", "trainers")}
-    service = BrokerService(replace(config, listen=replace(config.listen, **where)))
+    service = BrokerService(replace(config, listen=replace(config.listen, **endpoints_in(folder))))
     stack.callback(service.close)
     service.warm_up()
     found: list[streampack.Client] = []
@@ -268,7 +266,7 @@ def _start(
         service.drain()
         service.drain()
 
-    _start_thread(stack, serve, stop_broker, "streampack-broker")
+    start_thread(stack, serve, stop_broker, "streampack-broker")
     url = None
     if http is not None:
         server = HttpServer(http, lambda: service.snapshot)
@@ -288,11 +286,18 @@ def _start(
         except Exception as error:
             _tell(found, error)
 
-    _start_thread(stack, produce, loop.stop, "streampack-producer")
+    start_thread(stack, produce, loop.stop, "streampack-producer")
     return reader, url
 
 
-def _start_thread(stack: contextlib.ExitStack, body: Callable[[], None], stop: Callable[[], None], name: str) -> None:
+def endpoints_in(folder: str) -> dict[str, str]:
+    """Where a broker of this process listens: files of ``folder`` if its path is short enough for them."""
+    short = len(os.fsencode(folder)) + len("/producers.lock") <= _LONGEST_PATH
+    return {side: f"ipc://{folder}/{side}" if short else "tcp://127.0.0.1:*" for side in ("producers", "trainers")}
+
+
+def start_thread(stack: contextlib.ExitStack, body: Callable[[], None], stop: Callable[[], None], name: str) -> None:
+    """Do ``body`` in a thread, which ``stack`` ends with ``stop``."""
     thread = threading.Thread(target=body, name=name, daemon=True)
     thread.start()
 

@@ -76,6 +76,14 @@ class _Worker:
         self.process, self.pipe = self.start(self.name)
 
 
+def import_from_here() -> None:
+    """Let a tokenizer be a module of the current folder, as with ``python -m``; spawned processes inherit it."""
+    with contextlib.suppress(OSError):  # a folder that is gone has no modules
+        here = os.getcwd()
+        if not sys.flags.safe_path and here not in sys.path:
+            sys.path.insert(0, here)
+
+
 def open_sources(config: ProducerConfig) -> dict[str, OpenedSource]:
     """The sources of a configuration, by stream. Raises ConfigError or SourceError naming the stream."""
     sources = {}

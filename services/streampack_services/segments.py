@@ -182,6 +182,30 @@ def read_segment(path: Path, first_lsn: int, next_first_lsn: int | None) -> Segm
     return segment
 
 
+def copy_records(folder: Path, into: Path, upto: int) -> None:
+    """Make in folder ``into`` a log of the records of ``folder`` below ``upto``, which another process may be writing.
+
+    Whole segments are links, so that nothing is written to them and no time is lost; of the one in which the records
+    end, those wanted are copied. Raises FileNotFoundError where a segment is cut meanwhile, LogDamaged.
+    """
+    files = [(first_lsn, path) for first_lsn, path in segment_files(folder) if first_lsn < upto]
+    for _, path in files[:-1]:
+        try:
+            os.link(path, into / path.name)
+        except OSError:  # on another file system, or of another user
+            path.stat()
+            (into / path.name).symlink_to(path.absolute())
+    first_lsn, path = files[-1]
+    segment = read_segment(path, first_lsn, None)
+    head = encode_head(first_lsn, START, False).ljust(PAGE, b"\0")
+    left = segment.offset(min(upto, segment.next_lsn)) - START
+    with path.open("rb") as source, (into / path.name).open("wb") as target:
+        target.write(head * 2)
+        source.seek(START)
+        while left > 0 and (piece := source.read(min(_PIECE, left))):
+            left -= target.write(piece)
+
+
 def _read(path: Path, first_lsn: int) -> Segment:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

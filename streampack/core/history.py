@@ -179,8 +179,26 @@ class History:
 
     @property
     def oldest_step(self) -> int:
-        """The first step that can be gone to: 0, or where arrivals before it are gone, that of the oldest snapshot."""
-        return self._places[0].step if self.is_cut and self.in_order and self._places else 0
+        """The first step that can be gone to: 0, or, where the order of arrival decides and the log has lost its first
+        chunks, that of the first snapshot which needs none of them."""
+        if not (self.is_cut and self.in_order):
+            return 0
+        begins: dict[int, int] = {}
+        for chunk in self.order:
+            begins.setdefault(chunk.partition, chunk.base_seq)
+        whole = (
+            place.step
+            for place in self._places
+            if all(begins.get(partition, floor) <= floor for partition, floor in enumerate(place.floors))
+        )
+        return next(whole, self.num_steps)
+
+    def revisit(self, step: int) -> None:
+        """Have a broker that begins serve ``step`` first, passed over or not, and keep nothing for anybody else: to
+        look at it again."""
+        self.released = step
+        self.skips.clear()
+        self.commits.clear()
 
     @property
     def in_order(self) -> bool:

@@ -26,7 +26,7 @@ from tests.integration.running import (
     write_jsonl,
 )
 
-COMMANDS = ("broker", "produce", "run", "status", "health", "check", "demo", "why", "ledger", "set", "skip")
+COMMANDS = ("broker", "produce", "run", "status", "health", "check", "demo", "why", "replay", "ledger", "set", "skip")
 BROKER = {
     "run": "shown",
     "rules": {"budget": 4096, "window": {"samples": 256}, "step": {"packs": 16}},
