@@ -38,7 +38,6 @@ def _configure(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     sock.setsockopt(zmq.HANDSHAKE_IVL, 5000)
     sock.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-    sock.setsockopt(zmq.CONNECT_TIMEOUT, 3000)  # else one begun while a link is down is tried again ever more rarely
     sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
     sock.setsockopt(zmq.IPV6, 1)
 
