@@ -35,6 +35,8 @@ VERSION = 1
 MAX_PAYLOAD_FRAMES = 2 + MAX_FIELDS
 MAX_META_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
+MAX_FENCE = 1 << 62
+"""Fences and epochs stay below, so that the next higher one has room in the header."""
 
 _HEADER = struct.Struct("<4sBBHQQQIIQI")
 _CRC = struct.Struct("<I")
@@ -98,6 +100,8 @@ def decode(frames: Sequence[Any]) -> Envelope:
         raise WireError(f"got (frames, meta, payload) of {got}, expected {sizes} as the header says")
     if meta_bytes > MAX_META_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise WireError(f"got {meta_bytes} bytes of meta and {payload_bytes} of payload, expected less")
+    if max(epoch, fence) >= MAX_FENCE:
+        raise WireError(f"got epoch {epoch} and fence {fence}, expected numbers below {MAX_FENCE}")
     if checksum([meta, *payload]) != crc:
         raise WireError("got a damaged message (crc32c differs)")
     return Envelope(run=run, epoch=epoch, fence=fence, message=_decode(kind, meta), payload=payload)

@@ -117,7 +117,7 @@ class Admission:
         """
         counts, every = self.counts[stream], lengths_of(message)
         stop, begin = message.base_seq + len(every), intake.expected_seq
-        known = min(max(intake.known_seq, begin), stop)
+        known = stop if intake.closed else min(max(intake.known_seq, begin), stop)
         effects = self._fill_in(stream, intake, envelope, message, every, begin, known)
         kept_tokens, rejected = 0, np.zeros(0, np.int64)
         if known < stop:

@@ -142,7 +142,7 @@ class Books:
         intake, stream = self.intakes[p], self.stream_of[p]
         lengths = lengths_of(message)
         stop, first = message.base_seq + len(lengths), max(message.base_seq, intake.recorded_seq)
-        if not stream.in_order or first >= stop:
+        if not stream.in_order or first >= stop or intake.closed:
             return []
         skip = first - message.base_seq
         record = ChunkAdmitted(
@@ -198,6 +198,8 @@ class Books:
         """A chunk is in the log's order."""
         intake, stream = self.intakes[p], self.stream_of[p]
         place = ChunkPlace(stream.mine(p), base_seq, count, lsn, tokens)
+        if base_seq > intake.recorded_seq:
+            stream.history.is_cut = True
         intake.recorded_seq = base_seq + count
         if stream.terms.pushed:
             intake.places.append(place)
@@ -216,7 +218,7 @@ class Books:
         """Take a pushed partition's next samples out of the log, where there is room for them."""
         intake, stream = self.intakes[p], self.stream_of[p]
         merge, mine = stream.admission.merge, stream.mine(p)
-        while intake.behind and not intake.recalling:
+        while intake.behind and not intake.recalling and not intake.unwanted:
             place = intake.places[intake.place]
             if place.mark >= 0:
                 if isinstance(merge, Arrival) and place.mark >= merge.marks[mine]:
@@ -271,6 +273,7 @@ class Books:
                 self._end(p)
         for p in self.of_feed(feed)[len(floors) :]:  # of streams that join later
             self.intakes[p].closed = True
+            self.intakes[p].awaited.clear()
         self._await(feed, held)
 
     def join(self, feed: str) -> list[int]:
@@ -311,8 +314,11 @@ class Books:
         """Samples that are released need no payload any more."""
         for handle in handles.tolist() if self.absent else ():
             p, seq = self.absent.pop(handle, (-1, 0))
-            if p >= 0 and seq in self.intakes[p].awaited:
-                self.intakes[p].awaited[seq].remove(handle)
+            awaited = self.intakes[p].awaited if p >= 0 else {}
+            if seq in awaited:
+                awaited[seq].remove(handle)
+                if not awaited[seq]:
+                    del awaited[seq]
 
     def _forget_all(self, feed: str) -> None:
         mine = set(self.of_feed(feed))

@@ -51,7 +51,11 @@ from streampack.core.records import (
     SamplesRejected,
     SourceAccepted,
 )
+from streampack.core.rings import NOWHERE
 from streampack.core.samples import SampleTable
+
+OfStream = SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded
+MAX_EPOCH = 2**62 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,9 @@ class Broker:
             for plan in feeds
         }
         self._base_lsn = self._cut = 0
-        self._recovered = False
+        self._recovering = False
+        self._early: list[tuple[int, OfStream]] = []
+        """Records of streams that joined before the log's first record: the Base that follows says so."""
         self._used: set[str] = set()
         """Feeds that a reader ever attached to."""
         self._now = 0.0
@@ -134,7 +140,7 @@ class Broker:
         if isinstance(event, WasCut):
             self.leases.books.forget_below(event.first_lsn)
             for feed in self.feeds.values():
-                feed.forget_below(event.first_lsn)
+                feed.history.forget_below(event.first_lsn)
             return []
         if isinstance(event, Drain):
             self.draining = True
@@ -147,16 +153,19 @@ class Broker:
     def recover(self, lsn: int, record: Record) -> None:
         """A record of the log, in order, before anything else happens. Raises ValueError where it is another run's, or
         of other rules: the message names what differs."""
-        if not self._recovered and lsn:
+        if not self._recovering:
+            self._recovering, self._cut = True, lsn
             for feed in self.feeds.values():
-                feed.history.is_cut = True
-        self._recovered = True
+                feed.history.is_cut = lsn > 0
         if isinstance(record, Base):
             self._recover_base(record)
-        elif isinstance(record, SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded):
-            self.leases.books.recover(lsn, record)
-        else:
-            self.feeds[record.feed].recover(lsn, record)  # type: ignore[attr-defined]  # all others are of a feed
+        elif isinstance(record, OfStream):
+            if record.stream in self.leases.books.streams:
+                self.leases.books.recover(lsn, record)
+            else:
+                self._early.append((lsn, record))
+        elif record.feed in self.feeds:  # type: ignore[attr-defined]  # all others are of a feed; see _recover_base
+            self.feeds[record.feed].recover(lsn, record)  # type: ignore[attr-defined]
 
     def _recover_base(self, base: Base) -> None:
         if base.run != self.run:
@@ -170,12 +179,18 @@ class Broker:
             self.feeds[name].recover_facts(facts, base.released.get(name, 0))
         for stream, known in base.streams.items():
             self.leases.books.learn(stream, known)
+        for lsn, record in self._early:
+            self.leases.books.recover(lsn, record)
+        for feed in self.feeds.values() if self._early else ():
+            feed.history.order.sort(key=lambda place: place.lsn)
+        self._early.clear()
 
     def begin(self) -> list[Effect]:
         """Begin to work: where the log, if there is one, ends."""
         self.leases.epoch = self.epoch
         for feed in self.feeds.values():
             feed.readers.epoch = self.epoch
+            feed.readers.begin(max(feed.history.released, feed.history.oldest_step))
         self._base_lsn = self.journal.next_lsn
         effects = self.journal.append(self.base())
         for feed in self.feeds.values():
@@ -194,6 +209,7 @@ class Broker:
         """Let records go that nobody wants (R7): no checkpoint kept and no rank. What must survive them is said again
         first."""
         wanted = min(feed.wanted_lsn for feed in self.feeds.values())
+        wanted = self._base_lsn if wanted == NOWHERE else wanted
         if wanted <= self._cut or not self.journal.keeps:
             return []
         if self._base_lsn < wanted:
@@ -201,7 +217,7 @@ class Broker:
             return self.journal.append(self.base())
         if self._base_lsn >= self.journal.safe_upto:
             return []
-        self._cut = wanted if wanted > self._cut else self._cut
+        self._cut = wanted
         return [Cut(wanted)]
 
     @property
@@ -225,7 +241,7 @@ class Broker:
         if envelope.run != self.run or envelope.epoch <= self.epoch:
             return
         formed = any(feed.former.next_step for feed in self.feeds.values())
-        if not formed and not self.num_readers and not self.leases.num_producers:
+        if not formed and envelope.epoch < MAX_EPOCH and not self.num_readers and not self.leases.num_producers:
             self.epoch = self.leases.epoch = envelope.epoch + 1
             for feed in self.feeds.values():
                 feed.readers.epoch = self.epoch

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -144,7 +145,9 @@ class Feed:
         self._commits: deque[tuple[int, int]] = deque()
         self._sound: Snapshot | None = None  # the last of a checkpoint that nothing was wrong with: all ranks bring it
         self._committed_upto = -1
-        """The last checkpoint whose commit is safe."""
+        """The last checkpoint whose commit is safe, since trainers went back."""
+        self._went_back_to = NOWHERE
+        """Trainers had a checkpoint there: it is kept until they have committed another."""
         self.failed = ""
         """Why nothing more can be served: the data are not what they were."""
 
@@ -164,8 +167,11 @@ class Feed:
             return "failed", self.failed
         if self._formed and self._formed[0][0] >= self._journal.safe_upto:
             return "log", self._journal.stalled or "the step is being written to the log"
-        if self._formed:
-            return "stream", f"samples of step {self.readers.formed_upto} are read again"
+        if self._formed and self._formed[0][1] is not None:
+            step, absent = self._formed[0][1], self._books.absent
+            missing = (absent[h][0] for pack in step.packs for h in pack.handles.tolist() if h in absent)
+            of = "".join(f", from {self._leases.describe(p)}" for p in islice(missing, 1))
+            return "stream", f"samples of step {step.number} are read again{of}"
         if self._forming:
             return "forming", "the step is being packed"
         if self.former.next_step >= self.readers.released_upto + self._steps_ahead:
@@ -389,8 +395,8 @@ class Feed:
         history = self.history
         if step < history.oldest_step:
             return "step_gone", (
-                f"got a request to start at step {step}, expected {history.oldest_step} or later: the order in which "
-                f"samples came before it is no longer in the log: start from a later checkpoint"
+                f"got a request to start at step {step}, expected {history.oldest_step} or later, the oldest that the "
+                f"log still has the order for: take a newer checkpoint (retain.checkpoints says how many are kept)"
             )
         wrong = self._wrong(given) if given is not None and given.step <= step else ""
         return ("snapshot", f"the checkpoint's snapshot: {wrong}") if wrong else None
@@ -439,6 +445,8 @@ class Feed:
         """Trainers begin again at ``step``, before others that they had; where that is wanted, pushed samples that came
         since are dropped, and other steps follow, in another lineage."""
         effects: list[Effect] = []
+        self._commits.clear()
+        self._committed_upto, self._went_back_to = min(self._committed_upto, step - 1), step
         if self.plan.discards and step < self.history.num_steps:
             history = self.history
             for place in history.since(step):
@@ -557,7 +565,7 @@ class Feed:
             history.skips.append((record.first, record.last))
         elif isinstance(record, CheckpointCommitted):
             self._note_commit(record.step)
-            self._committed_upto = max(self._committed_upto, record.step)
+            self._committed_upto = record.step
 
     def recover_facts(self, facts: FeedFacts, released: int) -> None:
         """What survived of records that are gone. Raises ValueError for a feed of other rules."""
@@ -573,25 +581,21 @@ class Feed:
 
     def begin(self) -> list[Effect]:
         """Go to where the log ends: to the first step that some rank has not returned."""
-        step = self.history.released
+        step = self.readers.formed_upto
         self.readers.lineage = self.history.lineage
-        self.readers.begin(step)
-        self.readers.oldest = self.history.oldest_step
         return self.go_to(step, fresh=True) if self.history.order or step else []
-
-    def forget_below(self, lsn: int) -> None:
-        """Records below ``lsn`` are gone from the log."""
-        self.history.forget_below(lsn)
-        self.readers.oldest = self.history.oldest_step
 
     @property
     def wanted_lsn(self) -> int:
         """Records below are wanted no more: neither by the oldest checkpoint kept nor by the slowest rank (R7)."""
         history = self.history
-        if not history.commits:  # where all can be read again, what is before the ranks may go when room is short
-            short = self._journal.full and not history.in_order
-            return history.wanted_lsn(self.readers.released_upto) if short else 0
-        return history.wanted_lsn(min(history.commits[0], self.readers.released_upto))
+        short = self._journal.full and not history.in_order
+        if not history.commits and not short:  # where all can be read again, it may go when room is short
+            return 0
+        step = min([*history.commits, self._went_back_to, self.readers.released_upto])
+        if short and history.nearest(step) is None:  # all of it is formed again from the first sample
+            return NOWHERE
+        return history.wanted_lsn(step)
 
     # What a person changes
 
@@ -649,7 +653,9 @@ class Feed:
     def commit(self, step: int) -> list[Effect]:
         """A checkpoint that begins at ``step`` is durable: keep what the last few need."""
         effects: list[Effect] = []
-        if step not in self.history.commits and step > self._committed_upto:
+        if step > max(self.history.num_steps, self.readers.formed_upto):
+            return [Report("warning", f"feed {self.name!r}: got a commit of step {step}, which was never formed")]
+        if step > max([self._committed_upto, *(said for _, said in self._commits)]):
             self._note_commit(step)
             effects = self._journal.append(CheckpointCommitted(feed=self.name, step=step))
             self._commits.append((self._journal.next_lsn - 1, step))
@@ -657,4 +663,6 @@ class Feed:
 
     def _note_commit(self, step: int) -> None:
         commits = self.history.commits
-        commits[:] = sorted({*commits, step})[-self.plan.keeps :]
+        commits[:] = [*(each for each in commits if each != step), step][-self.plan.keeps :]
+        if step >= self._went_back_to:
+            self._went_back_to = NOWHERE

@@ -46,6 +46,10 @@ class _Place:
     floors: list[int]
     snapshot: Snapshot | None
 
+    def floor(self, partition: int) -> int:
+        """Where a partition is read again from; one that joined later has none: from its beginning."""
+        return self.floors[partition] if partition < len(self.floors) else 0
+
 
 @dataclass(slots=True)
 class History:
@@ -71,6 +75,8 @@ class History:
     _chains: bytearray = field(default_factory=bytearray)
     _lsns: array[int] = field(default_factory=lambda: array("q"))
     _places: list[_Place] = field(default_factory=list)
+    _at_hand: list[_Place] = field(default_factory=list)
+    """Those whose snapshot is in memory."""
 
     # Steps
 
@@ -128,13 +134,15 @@ class History:
         if not self._lsns:
             self._first = max(self._first, snapshot.step)
         if not self._places or snapshot.step > self._places[-1].step:
-            floors = [seq for seq, _ in snapshot.floors]
+            floors = [seq for seq, _ in snapshot.floors] if self.in_order else []
             self._places.append(_Place(snapshot.step, lsn, floors, snapshot if keep else None))
+            self._at_hand += self._places[-1:] if keep else []
 
     def keep(self, snapshot: Snapshot) -> None:
         """Have one that is recorded at hand again."""
         at = bisect_right(self._places, snapshot.step, key=lambda place: place.step) - 1
         if at >= 0 and self._places[at].step == snapshot.step:
+            self._at_hand += [self._places[at]] if self._places[at].snapshot is None else []
             self._places[at].snapshot = snapshot
 
     def nearest(self, step: int) -> tuple[int, int, Snapshot | None] | None:
@@ -153,10 +161,16 @@ class History:
     def forget_snapshots(self, released: int, keeps_log: bool) -> None:
         """Let go of what no rank will ask for: from memory, or wholly where there is no log to read it from."""
         at = bisect_right(self._places, released - KEPT_STEPS, key=lambda place: place.step) - 1
-        for place in self._places[: max(at, 0)]:
-            place.snapshot = None
-        if not keeps_log and at > 0:
+        if at <= 0:
+            return
+        oldest = self._places[at]
+        for place in self._at_hand:
+            place.snapshot = place.snapshot if place.step >= oldest.step else None
+        self._at_hand = [place for place in self._at_hand if place.snapshot is not None]
+        if not keeps_log:
             del self._places[:at]
+            self.order = [chunk for chunk in self.order if chunk.stop_seq > oldest.floor(chunk.partition)]
+            self.is_cut = True
 
     def wanted_lsn(self, step: int) -> int:
         """The first record without which nobody could go to ``step``."""
@@ -164,7 +178,7 @@ class History:
         if at < 0:
             return 0
         place = self._places[at]
-        needed = (chunk.lsn for chunk in self.order if chunk.stop_seq >= place.floors[chunk.partition])
+        needed = (chunk.lsn for chunk in self.order if chunk.stop_seq >= place.floor(chunk.partition))
         return min(place.lsn, next(needed, place.lsn))
 
     def forget_below(self, lsn: int) -> None:

@@ -34,7 +34,7 @@ class Intake:
 
     ``expected_seq`` is the next sample number, ``cursor`` where the source goes on there,
     ``total`` the number of samples once the end is known. ``closed``: the feed has ended and wants no more
-    of it. ``session_bytes`` were taken in this
+    of it, but for what is ``awaited``. ``session_bytes`` were taken in this
     session; tokens that are kept but not merged yet, times ``token_bytes``, stay below
     ``quota_bytes``. ``known_total`` is the number of samples as an earlier broker, or pass, has found it.
 
@@ -131,9 +131,14 @@ class Intake:
         return before != (self.durable_seq, self.durable_marks)
 
     @property
+    def unwanted(self) -> bool:
+        """No more of it is taken: it is closed, and no sample that is held lacks its payload."""
+        return self.closed and not self.awaited
+
+    @property
     def ended(self) -> bool:
         """All of it has been taken, or all that will be."""
-        return self.closed or (self.total is not None and self.expected_seq >= self.total)
+        return self.unwanted or (self.total is not None and self.expected_seq >= self.total)
 
 
 @dataclass(frozen=True, slots=True)

@@ -432,7 +432,7 @@ class Leases:
         if self._drained:
             return []
         intake, stream = self.intakes[p], self.books.stream_of[p]
-        if intake.closed:
+        if intake.unwanted or (intake.closed and stream.terms.pushed):
             return self._flow(p, repeat=True)
         refusal = stream.admission.refusal(stream.number, intake, envelope, message)
         if refusal is not None:
@@ -447,14 +447,14 @@ class Leases:
         if stream.terms.pushed and message.base_seq < intake.recorded_seq:
             return self._again(p)  # half of it is in the log
         self._failed.pop(p, None)
-        return self.books.take(p, envelope, message) + self._settle(p) + self._flow(p)
+        return self.books.take(p, envelope, message) + self._settle(p) + self._flow(p, repeat=intake.closed)
 
     def _eos(self, name: str, session: int, message: Eos) -> list[Effect]:
         p = self.books.partition(message.stream, message.partition)
         if p is None or self._holder[p] != name or session != self.intakes[p].session:
             return self._stale(name, session, message)
         intake = self.intakes[p]
-        if intake.closed:
+        if intake.unwanted:
             return self._flow(p, repeat=True)
         if message.total > self.books.next_seq(p):
             return self._again(p)
@@ -487,7 +487,7 @@ class Leases:
         if p is None or self._holder[p] != name or session != self.intakes[p].session:
             return self._stale(name, session, message)
         intake = self.intakes[p]
-        lost = message.next_seq > self.books.next_seq(p) and not self._drained and not intake.closed
+        lost = message.next_seq > self.books.next_seq(p) and not self._drained and not intake.unwanted
         return self._again(p) if lost else self._flow(p, repeat=True)
 
     def _ping(self, name: str, message: ProducerPing) -> list[Effect]:

@@ -75,8 +75,6 @@ class Readers(Serving):
         self._told = 0.0
         self.round = 0
         """The iteration that is served."""
-        self.oldest = 0
-        """Nobody can begin at a step before: what decided those is no longer known."""
         self.refused = 0
         """Clients that were refused."""
 
@@ -206,8 +204,6 @@ class Readers(Serving):
         reader.begin(message, self._now)
         if self._has_diverged(reader):
             return effects + self._reject(peer, "diverged", _diverged(reader))
-        if reader.ready and reader.first_step < self.oldest:
-            return effects + self._reject(peer, "step_gone", self._gone(reader))
         self._seats.add(reader)
         return effects + (self._wait(reader) if self._seats.in_the_way(reader) else self._seat(reader))
 
@@ -234,8 +230,6 @@ class Readers(Serving):
         reader.begin(message, self._now)
         if self._has_diverged(reader):
             return effects + self._refuse(reader, "diverged", _diverged(reader))
-        if reader.first_step < self.oldest:
-            return effects + self._refuse(reader, "step_gone", self._gone(reader))
         return effects + (self._arrive(reader) if reader.holds else self._wait(reader))
 
     def _seat(self, reader: Reader) -> list[Effect]:
@@ -348,12 +342,6 @@ class Readers(Serving):
         return "step_gone", (
             f"got a request to start at step {reader.first_step}, expected {self.released_upto} or later, the oldest "
             f"step kept, while other ranks still read: start all ranks again, or end {alive}"
-        )
-
-    def _gone(self, reader: Reader) -> str:
-        return (
-            f"got a request to start at step {reader.first_step}, expected {self.oldest} or later, the oldest that the "
-            f"log still has the order for: take a newer checkpoint (retain.checkpoints says how many are kept)"
         )
 
     def _has_diverged(self, reader: Reader) -> bool:

@@ -1,0 +1,402 @@
+"""What a broker does when it goes elsewhere: each test a sequence of events that once lost, repeated or stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from streampack import wire
+from streampack.core.broker import Broker, Capacity
+from streampack.core.changes import Restream
+from streampack.core.effects import (
+    Append,
+    Change,
+    Cut,
+    Form,
+    Formed,
+    FromProducer,
+    FromTrainer,
+    Recall,
+    Recalled,
+    Safe,
+    SendProducer,
+    SendShard,
+    SendTrainer,
+    WasCut,
+)
+from streampack.core.events import Effect, Event, Tick
+from streampack.core.feed import FeedPlan
+from streampack.core.form import Former
+from streampack.core.history import ChunkPlace, History
+from streampack.core.journal import Journal
+from streampack.core.merge import merge_of
+from streampack.core.messages import (
+    Attach,
+    Bye,
+    Commit,
+    Committed,
+    End,
+    Envelope,
+    Eos,
+    Get,
+    Hello,
+    Lease,
+    Mesh,
+    Message,
+    Offer,
+    Reject,
+    Samples,
+    StepPart,
+    Wait,
+)
+from streampack.core.records import Base, ChunkAdmitted, Record
+from streampack.core.resume import snapshot
+from streampack.core.rules import Rules, RulesChange, StreamRules
+from streampack.core.samples import ROW, SampleTable
+from streampack.core.snapshot import Snapshot
+
+LENGTH, CHAIN = 8, b"x" * 16
+CAPACITY = Capacity(1024, 64, 4096)
+
+
+class Desk:
+    """A broker whose log is a list, one producer of everything, one trainer; nothing happens that is not asked for."""
+
+    def __init__(self, *feeds: tuple[str, Rules], records: list[Record] | None = None) -> None:
+        plans = [FeedPlan(name, rules, 8192) for name, rules in feeds]
+        self.records = records
+        journal = Journal(records is not None)
+        self.core = Broker(run=1, epoch=2, feeds=plans, capacity=CAPACITY, journal=journal, run_name="run")
+        self.first_lsn = 0
+        self.leases: dict[tuple[str, int], tuple[Lease, int]] = {}
+        self.said: list[Message] = []
+        self.fence = 0
+        self.events: list[Event] = []
+
+    def start(self, first_lsn: int = 0) -> None:
+        """Recover from the records from ``first_lsn`` on, and begin."""
+        assert self.records is not None
+        self.first_lsn = first_lsn
+        for lsn, record in enumerate(self.records[first_lsn:], first_lsn):
+            self.core.recover(lsn, record)
+        self.core.journal.next_lsn = self.core.journal.safe_upto = len(self.records)
+        self.perform(self.core.begin())
+
+    def handle(self, event: Event) -> None:
+        self.perform(self.core.handle(event))
+
+    def perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, SendProducer) and isinstance(effect.envelope.message, Lease):
+                lease = effect.envelope.message
+                self.leases[lease.stream, lease.partition] = lease, effect.envelope.fence
+            elif isinstance(effect, SendTrainer | SendShard):
+                self.said.append(effect.envelope.message)
+                self.fence = effect.envelope.fence or self.fence
+            elif isinstance(effect, Append):
+                assert self.records is not None
+                body = b"".join(map(bytes, wire.encode_record(effect.record, effect.payload)))
+                self.records.append(wire.decode_record(effect.record.TYPE, body)[0])
+            elif isinstance(effect, Form):
+                self.events.append(Formed(effect.feed, effect.request.choose(), effect.generation))
+            elif isinstance(effect, Recall):
+                assert self.records is not None
+                assert effect.lsn >= self.first_lsn
+                self.events.append(Recalled(effect.feed, effect.lsn, self.records[effect.lsn], (), effect.generation))
+            elif isinstance(effect, Cut):
+                self.first_lsn = effect.lsn
+                self.events.append(WasCut(effect.lsn))
+        while self.events:
+            self.perform(self.core.handle(self.events.pop(0)))
+
+    def safe(self, full: str = "") -> None:
+        assert self.records is not None
+        self.handle(Safe(len(self.records), full=full))
+
+    def producer(self, message: Message, fence: int = 0, payload: tuple[Any, ...] = ()) -> None:
+        of = Envelope(run=1, epoch=self.core.epoch, fence=fence, message=message, payload=payload)
+        self.handle(FromProducer(b"producer", of))
+
+    def trainer(self, message: Message) -> None:
+        self.handle(FromTrainer(b"trainer", Envelope(run=1, epoch=self.core.epoch, fence=self.fence, message=message)))
+
+    def offer(self, *streams: str) -> None:
+        offers = [Offer(stream=stream, source_digest="data") for stream in streams]
+        self.producer(Hello(producer="p", host="h", pid=1, offers=offers))
+
+    def send(self, stream: str, partition: int, base: int, count: int) -> None:
+        session = self.leases[stream, partition][1]
+        ints = np.full(count, LENGTH, "<u4")
+        zeros = np.zeros(count, "<u4").tobytes()
+        message = Samples(
+            stream=stream, partition=partition, base_seq=base, lengths_u32=ints.tobytes(), crcs_u32=zeros,
+            loss_tokens_u32=zeros, cursor=(0, 0, base + count),
+        )  # fmt: skip
+        self.producer(message, session, (bytes(4 * LENGTH * count),))
+
+    def end(self, stream: str, partition: int, total: int) -> None:
+        self.producer(Eos(stream=stream, partition=partition, total=total), self.leases[stream, partition][1])
+
+    def attach(self, feed: str, step: int, given: Snapshot | None = None, reader: str = "r") -> None:
+        mesh = Mesh()
+        self.trainer(Attach(feed=feed, reader=reader, host="h", pid=1, mesh=mesh, next_step=step, snapshot=given))
+
+    def get(self, feed: str, start: int, stop: int, done: int) -> None:
+        self.trainer(Get(feed=feed, lineage=0, start=start, stop=stop, done_upto=done, resend=0))
+
+    def heard(self, kind: type[Any]) -> list[Any]:
+        return [message for message in self.said if isinstance(message, kind)]
+
+
+def held_by(rules: Rules, changes: list[RulesChange] | None = None, merged: int = 2, step: int = 5) -> Snapshot:
+    """At ``step``, ``merged`` samples of each partition in the window, under the first rules or the last change."""
+    now = changes[-1].rules if changes else rules
+    building = replace(rules, streams=tuple(replace(each, on_exhaust="renormalise") for each in rules.streams))
+    table, merge, at = SampleTable(), merge_of(building), 0
+    former = Former(rules, table)
+    for number, stream in enumerate(rules.streams):
+        for p in range(stream.partitions):
+            rows = np.zeros(merged, ROW)
+            rows["stream"], rows["length"], rows["index"] = number, LENGTH, np.arange(merged) * stream.partitions + p
+            lengths = rows["length"].astype(np.int64)
+            merge.push(at, table.enter(rows), lengths, np.zeros(merged, np.int64))
+            merge.end(at)  # so that all are taken, whoever's turn it is
+            at += 1
+    found = merge.take(1 << 30)
+    former.admit(found.handles, found.lengths)
+    state, load = merge.state(), merge_of(now)
+    live = [bool(stream.weight) for stream in now.streams]
+    ended = [not stream.weight for stream in now.streams for _ in range(stream.partitions)]
+    load.load(replace(state, live=live, ended=ended, clock=[0] * len(live)))
+    taken = snapshot(rules, load, former, [(0, None)] * at)
+    form = replace(taken.form, next_step=step, chain=CHAIN)
+    return replace(taken, form=form, changes=changes or [], applied=len(changes or []))
+
+
+def rules_of(*streams: StreamRules, **more: Any) -> Rules:
+    return Rules(budget=16, window=4, packs=1, streams=streams, **more)
+
+
+STOPPED = rules_of(StreamRules("a", 1.0, 1, on_exhaust="stop"), StreamRules("b", 1.0, 1))
+REMOVED = rules_of(StreamRules("a", 1.0, 1), StreamRules("b", 1.0, 1))
+
+
+def test_samples_that_are_held_are_read_again_when_another_stream_has_stopped_the_feed() -> None:
+    """The merge was stopped before their partition had sent them: they were taken no more, and their step waited."""
+    desk = Desk(("train", STOPPED))
+    desk.attach("train", 5, held_by(STOPPED))
+    desk.offer("a", "b")
+    desk.send("a", 0, 0, 2)
+    desk.end("a", 0, 2)
+    desk.send("b", 0, 0, 6)
+    desk.get("train", 5, 60, 5)
+    assert [part.step for part in desk.heard(StepPart)] == [5, 6]
+    assert [end.num_steps for end in desk.heard(End)] == [7]
+    assert desk.core.leases.ended
+
+
+def test_samples_of_a_removed_stream_that_are_held_are_read_again() -> None:
+    gone = replace(REMOVED, streams=(REMOVED.streams[0], replace(REMOVED.streams[1], weight=0.0)))
+    desk = Desk(("train", REMOVED))
+    desk.attach("train", 5, held_by(REMOVED, [RulesChange(step=5, position=4, rules=gone)]))
+    desk.offer("a", "b")
+    desk.send("a", 0, 0, 2)
+    desk.end("a", 0, 2)
+    desk.send("b", 0, 0, 9)
+    desk.get("train", 5, 60, 5)
+    assert [part.step for part in desk.heard(StepPart)] == [5, 6]
+    assert [end.num_steps for end in desk.heard(End)] == [7]
+    assert desk.core.leases.ended
+
+
+def test_a_step_whose_samples_are_awaited_names_the_partition_and_who_should_send_it() -> None:
+    desk = Desk(("train", REMOVED))
+    desk.attach("train", 5, held_by(REMOVED, merged=4))
+    desk.offer("a")
+    desk.send("a", 0, 0, 4)
+    desk.get("train", 5, 60, 5)
+    desk.handle(Tick(1.0))
+    desk.handle(Tick(2.0))
+    details = [wait.detail for wait in desk.heard(Wait)]
+    assert "samples of step 7 are read again, from stream 'b' partition 0 of 1: no producer offers it" in details[-1]
+
+
+# What is kept for whom
+
+
+def reading(desk: Desk, feed: str, stream: str, upto: int) -> None:
+    """A trainer gets and returns steps below ``upto``, of two samples of 8 tokens each."""
+    for step in range(upto):
+        desk.send(stream, 0, 2 * step, 2)
+        desk.safe()
+        desk.get(feed, step, step + 1, step)
+    desk.get(feed, upto, upto, upto)
+
+
+ARRIVAL = rules_of(StreamRules("a", 1.0, 1), merge="arrival")
+
+
+def test_a_checkpoint_committed_after_trainers_went_back_is_kept_though_later_steps_were_committed_before() -> None:
+    desk = Desk(("train", ARRIVAL), records=[])
+    desk.start()
+    desk.offer("a")
+    desk.attach("train", 0)
+    reading(desk, "train", "a", 40)
+    for step in (36, 37, 38):
+        desk.trainer(Commit(feed="train", step=step))
+        desk.safe()
+    desk.trainer(Bye())
+    desk.attach("train", 4, reader="again")
+    desk.trainer(Commit(feed="train", step=4))
+    desk.safe()
+    assert desk.core.feeds["train"].history.commits == [37, 38, 4]
+    assert [said.step for said in desk.heard(Committed)] == [36, 37, 38, 4]
+    assert desk.core.feeds["train"].wanted_lsn <= desk.core.feeds["train"].history.lsn_of(4)
+
+
+def test_a_commit_of_a_step_that_was_never_formed_changes_nothing() -> None:
+    desk = Desk(("train", ARRIVAL), records=[])
+    desk.start()
+    desk.offer("a")
+    desk.attach("train", 0)
+    reading(desk, "train", "a", 4)
+    for step in (3, 2**60, 2**60 + 1, 2**60 + 2):
+        desk.trainer(Commit(feed="train", step=step))
+    assert desk.core.feeds["train"].history.commits == [3]
+
+
+def test_a_feed_that_has_no_snapshot_does_not_keep_the_whole_log_for_ever() -> None:
+    """One that nobody reads, or that ends before its first snapshot is due: all of it can be formed again."""
+    train, valid = rules_of(StreamRules("a", 1.0, 1)), rules_of(StreamRules("v", 1.0, 1))
+    desk = Desk(("train", train), ("valid", valid), records=[])
+    desk.start()
+    desk.offer("a", "v")
+    desk.attach("train", 0)
+    reading(desk, "train", "a", 60)
+    desk.safe(full="the log's retain.bytes are used up")
+    for now in range(1, 5):
+        desk.handle(Tick(float(now)))
+        desk.safe(full="the log's retain.bytes are used up")
+    assert desk.first_lsn > 60
+    bases = sum(isinstance(record, Base) for record in desk.records or ())
+    assert bases <= 3, "it is said again once for what may go"
+
+
+def test_what_a_stream_that_joined_later_needs_of_the_log_is_known() -> None:
+    """A snapshot from before it joined has no floor for it: looking for one ended the broker."""
+    history = History(ARRIVAL, 1)
+    taken = held_by(rules_of(StreamRules("a", 1.0, 1)))
+    history.add_snapshot(taken, 3)
+    history.order += [ChunkPlace(1, 0, 2, 2), ChunkPlace(0, 0, 2, 3)]
+    assert history.wanted_lsn(taken.step) == 2
+
+
+def test_a_log_that_was_cut_may_begin_with_chunks_of_a_stream_that_joined_before() -> None:
+    """What says that it joined is said again behind them, in the next Base."""
+    desk = Desk(("train", ARRIVAL), records=[])
+    desk.start()
+    desk.offer("a")
+    desk.attach("train", 0)
+    reading(desk, "train", "a", 3)
+    desk.handle(Change(1, "train", Restream((StreamRules("late", 1.0, 1),)), 0))
+    desk.offer("a", "late")
+    desk.send("a", 0, 6, 2)
+    for at in range(0, 6, 2):
+        desk.send("late", 0, at, 2)
+        desk.send("a", 0, 8 + at, 2)
+    assert desk.records is not None
+    desk.records.append(desk.core.base())
+    first = [at for at, r in enumerate(desk.records) if isinstance(r, ChunkAdmitted) and r.stream == "late"][1]
+    again = Desk(("train", ARRIVAL), records=desk.records)
+    for lsn, record in enumerate(desk.records[first:], first):
+        again.core.recover(lsn, record)
+    history, late = again.core.feeds["train"].history, again.core.leases.books.partition("late", 0)
+    assert late is not None
+    assert again.core.leases.intakes[late].recorded_seq == 6
+    assert [place.lsn for place in history.order] == sorted(place.lsn for place in history.order)
+    assert len(history.order) == sum(isinstance(record, ChunkAdmitted) for record in desk.records[first:])
+    assert history.is_cut
+
+
+def test_a_log_of_other_feeds_that_was_cut_is_refused_with_their_names() -> None:
+    desk = Desk(("train", ARRIVAL), records=[])
+    desk.start()
+    desk.offer("a")
+    desk.attach("train", 0)
+    reading(desk, "train", "a", 3)
+    assert desk.records is not None
+    desk.records.append(desk.core.base())
+    other = Desk(("other", rules_of(StreamRules("b", 1.0, 1))), records=desk.records)
+    with pytest.raises(ValueError, match="feeds: got other, expected train, as the log has them"):
+        other.start(3)
+
+
+def test_a_log_that_is_whole_is_not_taken_for_one_that_was_cut() -> None:
+    desk = Desk(("train", ARRIVAL), records=[])
+    desk.start()
+    desk.offer("a")
+    desk.attach("train", 0)
+    reading(desk, "train", "a", 40)
+    again = Desk(("train", ARRIVAL), records=desk.records)
+    again.start()
+    history = again.core.feeds["train"].history
+    assert history.last_snapshot > 0
+    assert history.oldest_step == 0
+
+
+def test_trainers_that_go_back_before_all_that_a_cut_log_knows_are_refused_naming_the_oldest_step() -> None:
+    desk = Desk(("train", ARRIVAL), records=[])
+    desk.start()
+    desk.offer("a")
+    desk.attach("train", 0)
+    reading(desk, "train", "a", 60)
+    for step in (55, 56, 57):
+        desk.trainer(Commit(feed="train", step=step))
+    for now in range(1, 5):
+        desk.safe()
+        desk.handle(Tick(float(now)))
+    assert desk.first_lsn > 0
+    oldest = desk.core.feeds["train"].history.oldest_step
+    assert 0 < oldest <= 55
+    desk.trainer(Bye())
+    desk.attach("train", 3, reader="again")
+    [refusal] = desk.heard(Reject)
+    assert refusal.code == "step_gone"
+    assert f"expected {oldest} or later" in refusal.detail
+    assert desk.records is not None
+    again = Desk(("train", ARRIVAL), records=desk.records)
+    again.start(desk.first_lsn)
+    again.attach("train", 3)
+    [refusal] = again.heard(Reject)
+    assert f"expected {oldest} or later" in refusal.detail
+
+
+def test_a_base_says_what_was_returned_before_the_broker_was_started() -> None:
+    desk = Desk(("train", ARRIVAL), records=[])
+    desk.start()
+    desk.offer("a")
+    desk.attach("train", 0)
+    reading(desk, "train", "a", 8)
+    again = Desk(("train", ARRIVAL), records=desk.records)
+    again.start()
+    assert desk.records is not None
+    last = [record for record in desk.records if isinstance(record, Base)][-1]
+    assert last.released["train"] == again.core.feeds["train"].readers.released_upto > 0
+
+
+def test_without_a_log_the_order_of_chunks_is_kept_no_longer_than_a_snapshot_needs_it() -> None:
+    desk = Desk(("train", ARRIVAL))
+    desk.offer("a")
+    desk.attach("train", 0)
+    for step in range(400):
+        desk.send("a", 0, 2 * step, 2)
+        desk.get("train", step, step + 1, step)
+    history = desk.core.feeds["train"].history
+    assert len(history.order) < 200
+    assert history.oldest_step > 200
+    desk.trainer(Bye())
+    desk.attach("train", 3, reader="again")
+    assert [refusal.code for refusal in desk.heard(Reject)] == ["step_gone"]
