@@ -257,6 +257,7 @@ class Job:
             fenced = client.fenced_by == self.world.broker.epoch
             assert broken.code == "fenced" or not fenced, f"R5: a replaced process was not told so: {broken}"
             return
+        assert "the log still has" not in broken.detail, f"R7: a checkpoint cannot be gone back to: {broken.detail}"
         lately = self.world.clock.now < max(self.restarted_at, self.world.quiet_at) + RESTART_S
         assert broken.code == "rank_taken" or (self.life and lately), broken
         assert broken.code in ("rank_taken", "mesh", "step_gone", "round_gone"), broken

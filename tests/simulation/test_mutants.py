@@ -7,6 +7,7 @@ real code for the length of a test.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from streampack.core.attempts import Seats
+from streampack.core.books import Books
 from streampack.core.client_session import ClientSession
 from streampack.core.effects import Formed
 from streampack.core.events import Effect, FromBroker, Send
@@ -26,29 +28,37 @@ from streampack.core.leases import Leases
 from streampack.core.messages import Envelope, Eos, Flow, Get, Hello, Mesh, ProducerPing, ReaderPing, Samples, StepPart
 from streampack.core.producer_session import ProducerSession
 from streampack.core.readers import Readers
-from tests.simulation.world import run
+from tests.simulation.checks import BrokerChecks
+from tests.simulation.data import FIRST_ARRIVAL, FIRST_PUSHED, NUM_CASES
+from tests.simulation.world import World, run
 
 MAX_SEEDS = 150
+SLOW_S = 0.5
+ALL, ARRIVAL, PUSHED = range(NUM_CASES), range(FIRST_ARRIVAL, NUM_CASES), range(FIRST_PUSHED, NUM_CASES)
 Patch = pytest.MonkeyPatch
 MUTANTS: list[Any] = []
 
 
-def mutant(rule: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    """Register a mutant under the rule that it breaks."""
+def mutant(
+    rule: str, cases: range = ALL, work_s: float | None = None
+) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+    """Register a mutant under the rule that it breaks; only some cases may show it, or ranks that are slow."""
 
     def register(patch: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS.append(pytest.param(patch, id=f"{rule}-{patch.__name__}"))
+        MUTANTS.append(pytest.param(patch, cases, work_s, id=f"{rule}-{patch.__name__}{'-slowly' if work_s else ''}"))
         return patch
 
     return register
 
 
-@pytest.mark.parametrize("patch", MUTANTS)
-def test_a_rule_that_is_taken_out_is_missed(patch: Callable[[Patch], None], monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(("patch", "cases", "work_s"), MUTANTS)
+def test_a_rule_that_is_taken_out_is_missed(
+    patch: Callable[[Patch], None], cases: range, work_s: float | None, monkeypatch: Patch
+) -> None:
     patch(monkeypatch)
     for seed in range(MAX_SEEDS):
         try:
-            run(seed)
+            run(seed, cases[seed % len(cases)], work_s)
         except AssertionError as error:
             if isinstance(error.__cause__, TypeError | AttributeError | NameError):
                 raise  # the mutant does not fit the code any more, so it says nothing about the rule
@@ -339,3 +349,99 @@ def producers_go_when_everything_is_taken(patch: Patch) -> None:
 @mutant("feeds")
 def a_feed_takes_more_than_its_share_of_the_memory(patch: Patch) -> None:
     patch.setattr(Feed, "_room", lambda self: 1 << 20)
+
+
+@mutant("R1", PUSHED)
+def samples_are_said_to_be_safe_before_they_are(patch: Patch) -> None:
+    _wrap(patch, Intake, "safe", lambda original, self, upto: original(self, 1 << 60))
+
+
+@mutant("R1", PUSHED)
+def samples_are_lost_that_were_said_to_be_safe(patch: Patch) -> None:
+    """Seen only in what becomes of them: the check of each acknowledgement is off."""
+    patch.setattr(BrokerChecks, "_flow", lambda self, session, flow: None)
+    patch.setattr(World, "_check_credit", lambda self, *more: None)
+    samples_are_said_to_be_safe_before_they_are(patch)
+
+
+@mutant("R2")
+def a_step_goes_out_before_its_record_is_safe(patch: Patch) -> None:
+    def hand_out(original: Any, self: Feed) -> Any:
+        self._formed = deque((lsn if step is None else -1, step) for lsn, step in self._formed)
+        return original(self)
+
+    _wrap(patch, Feed, "hand_out", hand_out)
+
+
+def ranks_get_other_steps_when_the_record_of_the_first_is_lost(patch: Patch) -> None:
+    """Seen only in what ranks get: the check of each step that goes out is off."""
+    patch.setattr(BrokerChecks, "_is_safe", lambda self, lsn: True)
+    a_step_goes_out_before_its_record_is_safe(patch)
+
+
+mutant("R2", ARRIVAL)(ranks_get_other_steps_when_the_record_of_the_first_is_lost)
+mutant("R2", work_s=SLOW_S)(a_step_goes_out_before_its_record_is_safe)
+
+
+@mutant("R5")
+def a_process_that_was_replaced_is_not_fenced(patch: Patch) -> None:
+    patch.setattr(Seats, "_fence", lambda self, last, by: None)
+
+
+@mutant("R8")
+def the_end_is_recorded_each_time(patch: Patch) -> None:
+    def close(original: Any, self: Feed) -> Any:
+        self.history.end = None
+        return original(self)
+
+    _wrap(patch, Feed, "_close", close)
+
+
+@mutant("R8")
+def the_end_goes_out_before_its_record_is_safe(patch: Patch) -> None:
+    def hand_out(original: Any, self: Feed) -> Any:
+        self._formed = deque((-1 if step is None else lsn, step) for lsn, step in self._formed)
+        return original(self)
+
+    _wrap(patch, Feed, "hand_out", hand_out)
+
+
+@mutant("R8")
+def the_end_is_recorded_before_the_last_step(patch: Patch) -> None:
+    def publish(original: Any, self: Feed, steps: Any) -> Any:
+        return original(self, steps[:-1] if self.former.finished else steps)
+
+    _wrap(patch, Feed, "_publish", publish)
+
+
+@mutant("R10")
+def a_snapshot_holds_no_window(patch: Patch) -> None:
+    def state(original: Any, self: Former) -> Any:
+        return msgspec.structs.replace(original(self), window=b"", ages=[])
+
+    _wrap(patch, Former, "state", state)
+
+
+@mutant("R10")
+def a_snapshot_holds_no_pending_packs(patch: Patch) -> None:
+    def state(original: Any, self: Former) -> Any:
+        return msgspec.structs.replace(original(self), pending=b"", counts=[])
+
+    _wrap(patch, Former, "state", state)
+
+
+@mutant("R10")
+def a_partition_is_read_again_from_behind_the_window(patch: Patch) -> None:
+    _wrap(patch, Books, "floors", lambda original, self, feed, held: original(self, feed, held[:0]))
+
+
+@mutant("script", ARRIVAL)
+def the_merge_is_not_told_the_recorded_order(patch: Patch) -> None:
+    def restore(original: Any, self: Feed, taken: Any) -> Any:
+        order, self.history.order = self.history.order, []
+        try:
+            return original(self, taken)
+        finally:
+            self.history.order = order
+
+    _wrap(patch, Feed, "_restore", restore)

@@ -40,10 +40,12 @@ class Outcome:
 class World:
     """State of one run. ``rng`` decides all that the data does not."""
 
-    def __init__(self, seed: int, case_number: int | None = None) -> None:
+    def __init__(self, seed: int, case_number: int | None = None, work_s: float | None = None) -> None:
         self.seed, self.rng, self.clock = seed, random.Random(seed), Clock()
         number = seed % NUM_CASES if case_number is None else case_number
         self.jobs = {job.feed: job for job in self._make_jobs(number)}
+        for job in self.jobs.values():
+            job.work_s = work_s or job.work_s
         self.case_of = {name: job.case for job in self.jobs.values() for name in job.case.names}
         self.dtype = self.jobs["train"].case.dtype
         """Of a token, in all feeds."""
@@ -255,10 +257,13 @@ class World:
         return "; ".join([*waits, *held, str([feed.waiting_for() for feed in self.broker.core.feeds.values()])])
 
 
-def run(seed: int, case_number: int | None = None) -> Outcome:
-    """Run a seed. Raises AssertionError, with the seed, for whatever does not hold."""
+def run(seed: int, case_number: int | None = None, work_s: float | None = None) -> Outcome:
+    """Run a seed, perhaps of another case, or with ranks that work so long on a step.
+
+    Raises AssertionError, with the seed, for whatever does not hold.
+    """
     try:
-        return World(seed, case_number).run()
+        return World(seed, case_number, work_s).run()
     except Exception as error:
         again = f"SIM_SEEDS={seed}:{seed + 1} .venv/bin/python -m pytest tests/simulation/test_simulation.py"
         raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}\nto run it alone: {again}") from error
