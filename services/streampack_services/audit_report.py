@@ -185,7 +185,8 @@ def show_replayed(found: Tree) -> None:
     if not found["equal"]:
         facts.add_row("recorded", f"{found['recorded']['digest']}, chain {found['recorded']['chain']}")
     facts.add_row("samples", f"{found['num_samples']:,} in {len(found['packs'])} packs")
-    facts.add_row("tokens", f"{found['num_tokens']:,}, of which {found['num_loss_tokens']:,} are learned")
+    facts.add_row("tokens", f"{found['num_tokens']:,}")
+    facts.add_row("loss tokens", f"{found['num_loss_tokens']:,}, the step's denominator")
     facts.add_row("mesh", f"dp {found['mesh']['dp']}, cp {found['mesh']['cp']}")
     if found["skipped"]:
         facts.add_row("skipped", "no rank trains on it")

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from streampack_services import log_writer
 from streampack_services.log import Log
-from streampack_services.segments import START, recover, segment_path
+from streampack_services.segments import START, copy_records, recover, segment_path
 
 from streampack.errors import InternalError, LogDamaged, UserError
 
@@ -676,3 +676,22 @@ def check_against(model: list[bytes], log: Log) -> None:
     assert log.next_lsn == log.safe_upto == len(model)
     if 0 < log.first_lsn < log.next_lsn:
         assert log.read(log.first_lsn).kind == HEADER
+
+
+def test_a_copy_of_any_first_records_is_a_log_and_going_on_with_it_leaves_the_first_as_it_is(folder: Path) -> None:
+    """While its writer has it open; segments are links, or symbolic ones on another file system."""
+    bodies = some_bodies(40)
+    with opened(folder / "log") as log, tempfile.TemporaryDirectory() as elsewhere:
+        write(log, bodies)
+        before = files_of(folder / "log")
+        assert len(before) > 5
+        for upto in (1, 2, 7, 20, 39, 40, 1000):
+            for copy in (folder / str(upto), Path(elsewhere) / str(upto)):
+                copy.mkdir()
+                copy_records(folder / "log", copy, upto)
+                with opened(copy) as again:
+                    assert bodies_of(again) == bodies[:upto]
+                    write(again, [b"more"])
+                    assert bodies_of(again) == [*bodies[:upto], b"more"]
+        assert files_of(folder / "log") == before
+        assert bodies_of(log) == bodies

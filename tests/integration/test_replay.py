@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,12 +24,14 @@ from streampack.packs import Step
 from streampack.wire import decode_record, encode_record
 from tests.integration import test_pushed
 from tests.integration.running import (
+    Daemon,
     RunningBroker,
     folder,
     in_process,
     running,
     streampack,
     the_error,
+    until,
     write,
     write_jsonl,
 )
@@ -179,6 +182,34 @@ def test_what_cannot_be_replayed_is_one_line(run: Run, tmp_path: Path) -> None:
         (("--step", "3", *run.where, "--state-dir", tmp_path), "got no log"),
     ):
         assert said in the_error(in_process("replay", *arguments), 2)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_table_fits_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = in_process("replay", "--step", "12", *run.where, "--dp", "8")
+    assert shown.returncode == 0, shown.stderr
+    assert max(map(len, shown.stdout.splitlines())) <= columns
+    assert "…" not in shown.stdout
+    assert "digest equal  yes" in shown.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_replay_that_is_told_to_stop_leaves_nothing_behind(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setenv("TOKENIZER_SLEEPS", "30")
+    with folder() as temporary:
+        monkeypatch.setenv("TMPDIR", str(temporary))
+        daemon = Daemon(tmp_path, "replay", "replay", "--step", "3", *run.where)
+        try:
+            until(lambda: any(temporary.glob("*/trainers")), 30)
+            daemon.signal(number)
+            assert daemon.end() == 128 + number
+        finally:
+            daemon.kill()
+        assert not list(temporary.iterdir())
+        assert not daemon.said
 
 
 @pytest.mark.parametrize("number", [2, 33, 45])
