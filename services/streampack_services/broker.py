@@ -248,13 +248,13 @@ class BrokerService:
         trial.store(handles, zero, lengths, zero, tuple(bytes(size) for size in sizes))
         names = [INPUT_IDS, EDGES, *(field.name for field in rules.fields)]
         trial.gather((handles,), names, 8, 16, 2, 0, "zigzag")
-        self.core.handle(Tick(time.monotonic()))
 
     def run(self) -> None:
         """Serve. Closes everything in the end."""
         try:
             self.warm_up()
             self._perform_all(self.core.begin())
+            self._handle(Tick(time.monotonic()))
             self.ready = True
             self.snapshot = self._reporter.take(time.monotonic())
             log.info("ready")

@@ -8,6 +8,7 @@ core then gives nobody credit whose samples would have to be written down.
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -40,9 +41,10 @@ class Keeper:
         self._retain = parse_size(config.retain.bytes, "retain.bytes")
         self._wake = wake
         self._trimming: threading.Thread | None = None
-        self._trim_to = 0
+        self._wanted = self._trim_to = 0
         self._trimmed = False
         self._again_at = 0.0
+        self._before = 0
 
     def recover(self, core: Broker) -> None:
         """Tell the core what the log holds. Raises ConfigError for a log of another run or other rules, LogDamaged."""
@@ -72,14 +74,19 @@ class Keeper:
             self._trimmed, self._trimming = False, None
             if self._log.cut(self._trim_to):
                 yield WasCut(self._log.first_lsn)
+        self._trim()
         now = (self._log.safe_upto, self._log.stalled, self._full())
         if now != (safe_upto, stalled, full):
             yield Safe(*now)
 
     def trim(self, lsn: int) -> None:
         """Let records below ``lsn`` go, soon."""
-        if self._trimming is None and time.monotonic() >= self._again_at:
-            self._trim_to = lsn
+        self._wanted = max(self._wanted, lsn)
+        self._trim()
+
+    def _trim(self) -> None:
+        if self._wanted > self._trim_to and self._trimming is None and time.monotonic() >= self._again_at:
+            self._before, self._trim_to = self._trim_to, self._wanted
             self._trimming = threading.Thread(target=self._index, name="streampack-ledger", daemon=True)
             self._trimming.start()
 
@@ -109,10 +116,10 @@ class Keeper:
         try:
             with open_ledger(self._where):
                 self._trimmed = True
-        except StreampackError as error:
+        except (StreampackError, sqlite3.Error, OSError) as error:
             log.warning("the log is not cut: its ledger cannot be brought up to date: %s", error)
             self._again_at = time.monotonic() + TRIM_AGAIN_S
-            self._trimming = None
+            self._trim_to, self._trimming = self._before, None
         self._wake()
 
     def _records(self) -> Iterator[tuple[int, Record, tuple[memoryview, ...]]]:

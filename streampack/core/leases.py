@@ -536,7 +536,7 @@ class Leases:
             return []
         seq, size = intake.grant_seq, intake.grant_bytes
         if intake.behind or (self._journal.full and self.books.stream_of[p].in_order):  # the log goes first
-            seq, size = intake.recorded_seq, intake.session_bytes
+            seq = min(seq, intake.recorded_seq)  # what is recorded already may come again
         said_seq, said_size = self._granted[p]
         if not repeat and seq - said_seq < MAX_UNMERGED // 4 and size - said_size < intake.quota_bytes // 4:
             return []

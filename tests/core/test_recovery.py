@@ -41,6 +41,7 @@ from streampack.core.messages import (
     End,
     Envelope,
     Eos,
+    Flow,
     Get,
     Hello,
     Lease,
@@ -400,3 +401,23 @@ def test_without_a_log_the_order_of_chunks_is_kept_no_longer_than_a_snapshot_nee
     desk.trainer(Bye())
     desk.attach("train", 3, reader="again")
     assert [refusal.code for refusal in desk.heard(Reject)] == ["step_gone"]
+
+
+def test_a_full_log_gives_credit_for_what_it_holds_already() -> None:
+    """Else trainers that went back would wait for samples that nobody may send, and could commit no checkpoint."""
+    desk = Desk(("train", ARRIVAL), records=[])
+    desk.start()
+    desk.offer("a")
+    desk.attach("train", 0)
+    reading(desk, "train", "a", 30)
+    desk.safe(full="the log's retain.bytes are used up")
+    desk.trainer(Bye())
+    desk.attach("train", 4, reader="again")
+    lease, session = desk.leases["a", 0]
+    [flow] = [
+        e.envelope.message for e in desk.core.leases._flow(0, repeat=True) if isinstance(e, SendProducer)
+    ]  # fmt: skip
+    assert isinstance(flow, Flow)
+    assert lease.first_seq < flow.grant_seq == 60
+    assert flow.grant_bytes >= 4 * LENGTH * (60 - lease.first_seq)
+    assert session
