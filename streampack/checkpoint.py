@@ -89,7 +89,10 @@ def load(state: Any, origin: Origin) -> Begin:
         raise StateError(f"state: {error}; expected what state_dict() gave, as it was") from None
     for key, got, expected in (("run", said.run, origin.name), ("feed", said.feed, origin.feed)):
         if got != expected:
-            raise StateError(f"{key}: got {got!r}, expected {expected!r}: this is a checkpoint of another {key}")
+            raise StateError(
+                f"{key}: got {got!r}, expected {expected!r}: this is a checkpoint of another {key}: load one of this "
+                f"{key}, or connect to the other"
+            )
     if said.rules.digest != origin.rules.digest:
         differs = _difference(said.rules.json, origin.rules)
         raise StateError(f"{differs}: put the broker's back, or start a new run without this state")

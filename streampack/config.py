@@ -44,6 +44,8 @@ _SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
 _MAX_BYTES = 1 << 62
 _MAX_CHUNK_BYTES = 256 << 20
 """A quarter of the payload that a message may have (``wire.MAX_PAYLOAD_BYTES``)."""
+_MIN_LOG_BYTES = 256 << 20
+"""Four files: one is written, one is ready, and only whole ones can go."""
 T = TypeVar("T")
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 """As long as a message can carry."""
@@ -285,6 +287,11 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
         for feed in self.feeds:
             self._check_rules(self.plan(feed))
         parse_size(self.memory, "memory")
+        if parse_size(self.retain.bytes, "retain.bytes") < _MIN_LOG_BYTES:
+            raise ConfigError(
+                f"retain.bytes: got {self.retain.bytes}, expected at least {_MIN_LOG_BYTES >> 20}MiB: the log is in "
+                f"files of 64 MiB, of which one is always ready"
+            )
         if parse_size(self.limits.chunk, "limits.chunk") > _MAX_CHUNK_BYTES:
             raise ConfigError(f"limits.chunk: got {self.limits.chunk}, expected at most {_MAX_CHUNK_BYTES >> 20}MiB")
         return self

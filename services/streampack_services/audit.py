@@ -44,7 +44,7 @@ def state_folder(state_dir: Path | None, config: Path | None) -> Path:
         state_dir = Path(named)
     assert state_dir is not None
     if not state_dir.is_dir() or not segment_files(state_dir):
-        raise UserError(f"{state_dir}: got no log, expected the state_dir of a broker that has begun")
+        raise UserError(f"{state_dir}: got no log, expected the state_dir of a broker that has begun: name that one")
     return state_dir
 
 

@@ -113,9 +113,12 @@ def _values(given: Any, resolved: Any, lines: dict[str, int], path: str = "") ->
 def _origin(path: str) -> str:
     """Which key gives the value of one that is not given."""
     parts = path.split(".")
+    if parts[-1] == "merge":
+        return "merge"
     if parts[0] == "streams":
         return "tokenizer" if "tokenizer" in parts else f"rules.{parts[-1]}"
-    return {"rules": "planned_mesh", "feeds": "streams", "fields": "its name and dtype"}[parts[0]]
+    given_by = {"rules": "planned_mesh", "feeds": "streams", "fields": "its name and dtype", "durability": "pushed"}
+    return given_by[parts[0]]
 
 
 def meaning_of(kind: type, name: str) -> str:
@@ -130,13 +133,17 @@ def _resolved_broker(config: BrokerConfig, found: Plan) -> BrokerConfig:
         name: replace(stream, overlong=recorded[name].overlong, poison=recorded[name].poison)
         for name, stream in config.streams.items()
     }
-    feeds = {name: replace(feed, streams=feed.streams or tuple(streams)) for name, feed in config.feeds.items()}
+    feeds = {
+        name: replace(feed, streams=feed.streams or tuple(streams), merge=feed.merge or config.merge)
+        for name, feed in config.feeds.items()
+    }
     fields = {}
     for field in rules.fields:
         given = config.fields[field.name]
         keys = (key for key in given.__struct_fields__ if getattr(given, key) is None)
         fields[field.name] = replace(given, **{key: getattr(field, key) for key in keys})
-    return replace(config, fields=fields, rules=replace(config.rules, align=rules.align), streams=streams, feeds=feeds)
+    rules_settings = replace(config.rules, align=rules.align)
+    return replace(config, durability=config.safely, fields=fields, rules=rules_settings, streams=streams, feeds=feeds)
 
 
 def _resolved_producer(config: ProducerConfig) -> ProducerConfig:

@@ -53,8 +53,8 @@ class Keeper:
                 core.recover(lsn, record)
             except ValueError as error:
                 raise ConfigError(
-                    f"{self._where}: holds the log of other rules: {error}: put broker.yaml back, or give the run "
-                    f"another state_dir"
+                    f"{self._where}: got a log that broker.yaml is not of: {error}: put broker.yaml back, or give the "
+                    f"run another state_dir"
                 ) from None
         core.journal.next_lsn = core.journal.safe_upto = self._log.next_lsn
 

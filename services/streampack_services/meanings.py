@@ -79,7 +79,7 @@ MEANINGS: dict[str, dict[str, str]] = {
     },
     "Retain": {
         "checkpoints": "committed ones that trainers can go back to",
-        "bytes": "of the log, at most",
+        "bytes": "beyond it nothing more comes in order of arrival until a checkpoint is committed",
     },
     "Limits": {
         "sample_tokens": "a longer sample is over-long before it is sent",

@@ -169,7 +169,7 @@ class Broker:
 
     def _recover_base(self, base: Base) -> None:
         if base.run != self.run:
-            raise ValueError(f"run: got {self.run_name!r}, expected {base.run_name!r}, whose log this is")
+            raise ValueError(f"run: got {self.run_name!r}, expected {base.run_name!r}, whose log it is")
         if list(base.feeds) != list(self.feeds):
             raise ValueError(
                 f"feeds: got {', '.join(self.feeds)}, expected {', '.join(base.feeds)}, as the log has them"

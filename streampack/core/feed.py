@@ -178,6 +178,8 @@ class Feed:
             return "peers", self.readers.slowest
         if self._room() <= 0:
             return "memory", f"the arena is full: {self.readers.slowest}"
+        if self._blocked is not None and self._journal.full and self.history.in_order:
+            return "log", self._journal.full
         if self._blocked is not None:
             return (
                 "stream",
@@ -569,9 +571,9 @@ class Feed:
 
     def recover_facts(self, facts: FeedFacts, released: int) -> None:
         """What survived of records that are gone. Raises ValueError for a feed of other rules."""
-        differs = difference(facts.rules, self.rules)
+        differs = difference(self.rules, facts.rules)
         if differs:
-            raise ValueError(f"feeds.{self.name}: {differs}")
+            raise ValueError(f"feeds.{self.name}: {differs} as the log has it")
         history = self.history
         history.lineage, history.lineage_step = facts.lineage, facts.lineage_step
         history.changes = list(facts.changes)

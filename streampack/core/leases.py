@@ -250,7 +250,8 @@ class Leases:
         if p in self._failed:
             return f"{text}: {self._failed[p]}"
         if holder is None:
-            return f"{text}: no producer offers it, start one with 'streampack produce'"
+            how = "a streampack.Producer of it" if stream.terms.pushed else "one with 'streampack produce'"
+            return f"{text}: no producer offers it, start {how}"
         return f"{text}: held by the producer at {self._producers[holder].where}"
 
     # Producers come and go
@@ -267,8 +268,9 @@ class Leases:
             if digest != offer.source_digest:
                 return self._refuse(
                     peer, "source_digest",
-                    f"stream {offer.stream!r}: got other data than its first producer reads "
-                    f"(source digest {offer.source_digest}, expected {digest}): give both the same files and tokenizer",
+                    f"stream {offer.stream!r}: got other data than its first producer reads (source digest "
+                    f"{offer.source_digest[:16]}, expected {digest[:16]}): give both the same files and tokenizer, or "
+                    f"begin a new run",
                 )  # fmt: skip
         if self._drained:
             return self._send(peer, _FAREWELL)

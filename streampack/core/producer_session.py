@@ -173,7 +173,9 @@ class ProducerSession:
         if all(held.ended for held in self.held.values()):
             return "the other producers: everything leased here is sent"
         if all(held.chunk is not None or held.ended for held in self.held.values()):
-            return "credit: the broker holds all it may until trainers, or another stream's samples, move it on"
+            return (
+                "credit: the broker holds all it may until trainers, other streams or its log move on: see its status"
+            )
         return ""
 
     # Events

@@ -148,7 +148,9 @@ class PushSession:
         if self._last_words() is not None and self.buffer.marks:
             return f"the broker's log: the end of batch {self.buffer.marks[0].batch} is not safe yet"
         if not self.buffer.all_sent:
-            return "credit: the broker holds all it may until trainers, or another stream's samples, move it on"
+            return (
+                "credit: the broker holds all it may until trainers, other streams or its log move on: see its status"
+            )
         if not self.buffer.empty:
             first, last = self.buffer.durable_seq, self.buffer.next_seq - 1
             return f"the broker's log: samples {first} to {last} are not safe yet"

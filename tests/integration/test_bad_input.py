@@ -84,6 +84,8 @@ def test_an_unknown_key_of_a_producer_is_named(tmp_path: Path) -> None:
         ("rules: {budget: 8}", "got no key 'streams', expected one: add it"),
         ("- web", "got a list, expected a mapping"),
         ("streams: {web: {}}\nmemory: plenty", "expected a size such as 16GiB"),
+        ("streams: {web: {}}\nretain: {bytes: plenty}", "expected a size such as 16GiB"),
+        ("streams: {web: {}}\nretain: {bytes: 128MiB}", "expected at least 256MiB"),
         ("streams: {web: {}}\nrules: {budget: 100, align: {sample: 8, pack: 8}}", "take 96"),
         ("streams: {web: {}}\nlisten: {http: somewhere}", "expected host:port"),
         ("streams: {web: {}}\nlisten: {producers: udp://a:1}", "expected tcp://host:port or ipc:///path"),
