@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import signal
 import socket
 import tarfile
 from collections.abc import Iterator
@@ -340,6 +341,24 @@ def test_a_flood_of_what_is_no_message_is_counted_and_told_in_a_line_or_two(brok
     finally:
         dealer.close()
     assert 0 < broker.said.count("dropped a message") - said < 5
+
+
+def test_a_log_of_another_run_or_of_other_rules_is_refused_by_the_key_that_differs(tmp_path: Path) -> None:
+    rules, limits = {"budget": 64, "step": {"packs": 1}}, {"sample_tokens": 4096, "chunk": "16KiB"}
+    first: dict[str, Any] = {"run": "one", "state_dir": str(tmp_path / "state"), "rules": rules, "streams": {"web": {}}}
+    first |= {"memory": "64MiB", "limits": limits}
+    with running_broker(first) as broker:
+        broker.signal(signal.SIGTERM)
+        assert broker.end() == 0
+    for other, said in (
+        ({"run": "two"}, "run: got 'two', expected 'one', whose log it is"),
+        ({"rules": rules | {"budget": 128}}, "feeds.train: rules.budget: got 128, expected 64 as the log has it"),
+        ({"streams": {"web": {}, "code": {}}}, "feeds.train: rules.streams: got web, code, expected web as the log"),
+        ({"feeds": {"valid": {}}}, "feeds: got valid, expected train, as the log has them"),
+    ):
+        line = broker_line(tmp_path, **first | other)
+        assert f"{tmp_path / 'state'}: got a log that broker.yaml is not of: {said}" in line
+        assert line.endswith(": put broker.yaml back, or give the run another state_dir")
 
 
 def test_a_log_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:

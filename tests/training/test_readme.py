@@ -222,3 +222,12 @@ def test_the_map_of_the_code_has_every_module() -> None:
     modules = [path for path in paths if path.name != "__init__.py" and "build" not in path.parts]
     assert len(modules) > 50
     assert [path for path in modules if not re.search(rf"\b{path.stem}(\.py)?`", where_to_look)] == []
+
+
+def test_every_failure_that_is_promised_has_tests_that_are_there() -> None:
+    promised = README[README.index("| what fails |") : README.index("What is **not** promised")]
+    named = re.findall(r"`((?:\w+/)?test_\w+)`", promised)
+    assert len(named) > 20
+    tests = Path(__file__).parents[1]
+    there = {f"{path.parent.name}/{path.stem}" for path in tests.rglob("test_*.py")}
+    assert {name if "/" in name else f"integration/{name}" for name in named} <= there
