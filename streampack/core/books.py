@@ -276,12 +276,10 @@ class Books:
             self.intakes[p].awaited.clear()
         self._await(feed, held)
 
-    def join(self, feed: str) -> list[int]:
-        """The merge of ``feed`` has more partitions now: these, from their beginning."""
-        streams = self._streams_of(feed)
-        merge = streams[0].admission.merge
-        more = [p for p in self.of_feed(feed)[: len(merge.merged_samples)] if self.intakes[p].closed]
-        more = [p for p in more if not merge.merged_samples[self.stream_of[p].mine(p)]]
+    def join(self, feed: str, known: int) -> list[int]:
+        """The merge of ``feed`` has more partitions now than the ``known``: these, from their beginning."""
+        of_feed = self.of_feed(feed)
+        more = of_feed[known : len(self.stream_of[of_feed[0]].admission.merge.merged_samples)]
         for p in more:
             self.intakes[p].go_to((0, None), 0, 0)
         return more

@@ -7,6 +7,7 @@ that feed is moved on by it. Time arrives as ``Tick``; nothing that is formed de
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -94,6 +95,8 @@ class Broker:
         self._recovering = False
         self._early: list[tuple[int, OfStream]] = []
         """Records of streams that joined before the log's first record: the Base that follows says so."""
+        self._answers: deque[tuple[int, Answer]] = deque()
+        """What is said of changes once they are in the log: behind which record."""
         self._used: set[str] = set()
         """Feeds that a reader ever attached to."""
         self._now = 0.0
@@ -123,7 +126,7 @@ class Broker:
             return self._moved(feed, feed.formed(event))
         if isinstance(event, Safe):
             self.journal.safe(event.upto, event.stalled, event.full)
-            effects = self.leases.safe(event.upto)
+            effects = self.leases.safe(event.upto) + self._answer()
             return effects + [e for feed in self.feeds.values() for e in self._moved(feed, feed.safe(event.upto))]
         if isinstance(event, Recalled):
             feed = self.feeds[event.feed]
@@ -257,7 +260,15 @@ class Broker:
             effects, step = self._changed(feed, event)
         except ValueError as error:
             return [Answer(event.token, feed.name, refusal=str(error))]
-        return self._moved(feed, [*effects, Answer(event.token, feed.name, step)])
+        self._answers.append((self.journal.next_lsn - 1, Answer(event.token, feed.name, step)))
+        return self._moved(feed, effects) + self._answer()
+
+    def _answer(self) -> list[Effect]:
+        """Say that changes hold whose records are safe: not before (R2), or a broker that is killed forgets them."""
+        effects: list[Effect] = []
+        while self._answers and self._answers[0][0] < self.journal.safe_upto:
+            effects.append(self._answers.popleft()[1])
+        return effects
 
     def _changed(self, feed: Feed, event: Change) -> tuple[list[Effect], int]:
         """Raises ValueError where a change cannot be."""

@@ -129,6 +129,7 @@ class Feed:
             run, epoch, plan.name, rules, plan.layout, table, self.waiting_for, self.unfit, self.rewind, self.state_of,
             self.commit,
         )  # fmt: skip
+        self.readers.is_known = self.history.knows
         self.former = Former(rules, table)
         self.totals = Totals()
         self.held_tokens = 0
@@ -250,23 +251,25 @@ class Feed:
         effects: list[Effect] = []
         merge, changes = self.admission.merge, self.history.changes
         while self._applied < len(changes):
-            change = changes[self._applied]
-            if change.position < 0 and change.step <= self.former.next_step:
-                change = msgspec.structs.replace(change, step=self.former.next_step, position=merge.position)
+            change, known = changes[self._applied], len(merge.merged_samples)
+            grows = sum(stream.partitions for stream in change.rules.streams) > known
+            if change.position < 0 and change.step <= self.former.next_step and (merge.may_grow or not grows):
+                # a snapshot that was taken before it was asked for does not have it
+                position = max(merge.position, self.history.last_position)
+                change = msgspec.structs.replace(change, step=self.former.next_step, position=position)
                 self.history.note_change(change)
                 effects += self._journal.append(RulesChanged(feed=self.name, change=change))
             if change.position < 0 or change.position > merge.position:
                 break
             dropped = change_merge(merge, change.rules)
             self._applied += 1
-            self._know(change.rules)
-            effects += self._leases.join(self.name)
+            effects += self._leases.join(self.name, known)
             self.held_tokens += int(self._table.length[dropped].sum())
             effects += [Release(dropped)] if len(dropped) else []
             effects += self._leases.remove(self.name, change.rules)
         return effects
 
-    def _know(self, rules: Rules) -> None:
+    def know(self, rules: Rules) -> None:
         """Streams that are new, of which the merge may know later; their partitions take from what is merged."""
         before = len(self._books.of_feed(self.name))
         self.admission.extend(terms_of(rules))
@@ -422,13 +425,21 @@ class Feed:
                 f"got step {given.step} of lineage {given.lineage}, expected one up to {history.lineage_step}, where "
                 f"trainers went back to and lineage {history.lineage} began: start from an earlier checkpoint"
             )
-        if chain is not None and chain != given.form.chain:
+        if chain is not None and chain != given.form.chain and history.knows(given):
             return f"got other steps before {given.step} than this run has, expected the same: it is of another run"
         for known, change in zip(history.changes, given.changes, strict=False):
-            if (known.position, known.rules) != (change.position, change.rules):
+            moved = known.position != change.position and min(known.position, change.position) >= 0
+            if moved or known.rules != change.rules:
                 return (
                     f"got a change of the rules at step {change.step} ({change.note}), expected the one that is asked "
                     f"for here at step {known.step} ({known.note}): give the run another state_dir"
+                )
+        merged = sum(given.merge.merged_samples)
+        for known in history.changes[len(given.changes) :]:
+            if 0 <= known.position < merged:
+                return (
+                    f"got one that does not know of the change at step {known.step} ({known.note}), expected one of "
+                    f"this run: give the broker another state_dir, and ask for changes once the trainers are attached"
                 )
         for name in {stream.name for change in given.changes for stream in change.rules.streams}:
             of = self._books.streams.get(name)
@@ -449,34 +460,42 @@ class Feed:
         effects: list[Effect] = []
         self._commits.clear()
         self._committed_upto, self._went_back_to = min(self._committed_upto, step - 1), step
-        if self.plan.discards and step < self.history.num_steps:
-            history = self.history
-            for place in history.since(step):
+        discards = self.plan.discards and step < self.history.num_steps
+        if discards:
+            since = self.history.begin_of(step)
+            for place in self.history.since(since):
                 effects += self._books.discard(self.name, place)
-            why = f"trainers went back to step {step} from {history.num_steps}, and what was pushed since is dropped"
-            began = LineageBegan(feed=self.name, lineage=history.lineage + 1, step=step, why=why)
-            effects += [*self._journal.append(began), Report("warning", f"feed {self.name!r}: {why}")]
-            history.branch(history.lineage + 1, step)
-            self.readers.lineage = history.lineage
-        return effects + self.go_to(step, given)
+            why = f"trainers went back to step {step} from {self.history.num_steps}, what was pushed since is dropped"
+            effects += self._branch(step, why, since)
+        return effects + self.go_to(step, given, discards)
 
-    def go_to(self, step: int, given: Snapshot | None = None, fresh: bool = False) -> list[Effect]:
+    def _branch(self, step: int, why: str, since: int | None = None) -> list[Effect]:
+        """Another lineage begins at ``step``."""
+        history = self.history
+        history.branch(history.lineage + 1, step, since)
+        self.readers.lineage = history.lineage
+        self.readers.forget_chains(step)
+        began = LineageBegan(feed=self.name, lineage=history.lineage, step=step, why=why, since=since)
+        return [*self._journal.append(began), Report("warning", f"feed {self.name!r}: {why}")]
+
+    def go_to(self, step: int, given: Snapshot | None = None, anew: bool = False) -> list[Effect]:
         """Have ``step`` be the next that is served; the readers have let go of theirs. ``given`` is a checkpoint's;
-        a feed that is ``fresh`` has only heard of what is recorded."""
+        ``anew``: what is merged is not what it would be."""
         found, here = self.history.nearest(step), self.former.next_step
         nearest = max(found[0] if found is not None else 0, given.step if given is not None else 0)
         effects: list[Effect] = []
-        if (chain := self.history.chain_after(step - 1)) is not None:
+        knows_more = given is not None and not self.history.knows(given)
+        if not knows_more and (chain := self.history.chain_after(step - 1)) is not None:
             effects += self.readers.check(step, chain)
-        if nearest <= here <= step and not self._ended and not fresh:
+        if nearest <= here <= step and not self._ended and not anew and not knows_more:
             return effects + self.hand_out()
         held = self._let_go()
         if len(held):
             effects.append(Release(held))
         if step or self.totals.steps:
             effects.append(Report("info", f"feed {self.name!r} goes to step {step}"))
-        if given is not None and (found is None or given.step > found[0]):
-            return effects + self._restore(given, new=True)
+        if given is not None and (found is None or given.step > found[0] or knows_more):
+            return effects + self._adopt(given)
         if found is None or found[2] is not None:
             return effects + self._restore(found[2] if found is not None else None)
         self._waits_for = found[1]
@@ -506,9 +525,8 @@ class Feed:
         self._since_snapshot, self._waits_for = 0, None
         return held
 
-    def _restore(self, taken: Snapshot | None, new: bool = False) -> list[Effect]:
-        """Be where a snapshot was taken, or at the first sample; a ``new`` one is a checkpoint's."""
-        effects = self._adopt(taken) if taken is not None and new else []
+    def _restore(self, taken: Snapshot | None) -> list[Effect]:
+        """Be where a snapshot was taken, or at the first sample."""
         self._applied = taken.applied if taken is not None else 0
         rules = self.history.changes[self._applied - 1].rules if self._applied else self.rules
         merge = self.admission.merge = merge_of(rules)
@@ -521,21 +539,31 @@ class Feed:
                     merge.script(place.partition, place.base_seq, place.count)
         held = self.former.held()
         self.held_tokens += int(self._table.length[held].sum())
-        return effects + self._leases.go_to(self.name, floors, held) + self._leases.remove(self.name, rules)
+        return self._leases.go_to(self.name, floors, held) + self._leases.remove(self.name, rules)
 
-    def _adopt(self, taken: Snapshot) -> list[Effect]:
-        """Record what a checkpoint knows and this broker, whose log is another, does not: it may be killed in turn."""
-        self.history.begin_at(taken.step)
-        self.history.add_snapshot(taken, self._journal.next_lsn)
-        effects = self._journal.append(SnapshotTaken(feed=self.name, lineage=taken.lineage, snapshot=taken))
-        for change in taken.changes[len(self.history.changes) :]:
-            self.history.changes.append(change)
-            self._know(change.rules)
+    def _adopt(self, given: Snapshot) -> list[Effect]:
+        """Be where a checkpoint is, and record what it knows and this broker, whose log is another, does not."""
+        effects: list[Effect] = []
+        history = self.history
+        for number, change in enumerate(given.changes):
+            if number < len(history.changes) and not history.changes[number].position < 0 <= change.position:
+                continue
+            if change.position >= 0:
+                history.forget_after(change.position)
+                if change.step < history.num_steps:  # formed before a trainer came with it: nobody had them
+                    effects += self._branch(change.step, f"a checkpoint knows of {change.note}")
+            history.note_change(change)
+            self.know(change.rules)
             effects += self._journal.append(RulesChanged(feed=self.name, change=change))
-        for first, last in [each for each in taken.skips if each not in self.history.skips]:
-            self.history.skips.append((first, last))
-            effects += self._journal.append(StepsSkipped(feed=self.name, first=first, last=last))
-        return effects
+        for first, last in given.skips:
+            if (first, last) not in history.skips:
+                history.skips.append((first, last))
+                effects += self._journal.append(StepsSkipped(feed=self.name, first=first, last=last))
+        history.begin_at(given.step)
+        if given.step > history.last_snapshot:
+            history.add_snapshot(given, self._journal.next_lsn)
+            effects += self._journal.append(SnapshotTaken(feed=self.name, lineage=given.lineage, snapshot=given))
+        return effects + self._restore(given)
 
     # The log
 
@@ -558,11 +586,11 @@ class Feed:
         elif isinstance(record, TailDropped):
             history.tails.add(record.step)
         elif isinstance(record, LineageBegan):
-            history.branch(record.lineage, record.step)
+            history.branch(record.lineage, record.step, record.since)
             history.released = min(history.released, record.step)
         elif isinstance(record, RulesChanged):
             history.note_change(record.change)
-            self._know(record.change.rules)
+            self.know(record.change.rules)
         elif isinstance(record, StepsSkipped):
             history.skips.append((record.first, record.last))
         elif isinstance(record, CheckpointCommitted):
@@ -577,7 +605,7 @@ class Feed:
         history = self.history
         history.lineage, history.lineage_step = facts.lineage, facts.lineage_step
         history.changes = list(facts.changes)
-        self._know(self.latest_rules)
+        self.know(self.latest_rules)
         history.skips, history.commits = list(facts.skips), list(facts.commits)
         history.released = max(history.released, released)
 
@@ -585,7 +613,7 @@ class Feed:
         """Go to where the log ends: to the first step that some rank has not returned."""
         step = self.readers.formed_upto
         self.readers.lineage = self.history.lineage
-        return self.go_to(step, fresh=True) if self.history.order or step else []
+        return self.go_to(step, anew=True) if self.history.order or step else []
 
     @property
     def wanted_lsn(self) -> int:
@@ -603,7 +631,9 @@ class Feed:
 
     def change(self, rules: Rules, at_step: int | None, note: str) -> tuple[list[Effect], int]:
         """Go by ``rules`` from a step on that is not formed yet; that step. Raises ValueError where memory is short."""
-        changes = self.history.changes
+        history, changes = self.history, self.history.changes
+        if history.end is not None:
+            raise ValueError(f"got a change of a feed that has ended after {history.end[0]} steps, expected one before")
         before = sum(stream.partitions for stream in self.latest_rules.streams)
         more = sum(stream.partitions for stream in rules.streams) - before
         left = self._merged_tokens - more * self._leases.quota_tokens
@@ -612,9 +642,12 @@ class Feed:
                 f"got {more} more partitions, which leaves {left} tokens of memory for the window and the steps, "
                 f"expected {least}: add fewer partitions, or start the broker with more memory"
             )
-        step = max(self.former.next_step, at_step or 0, changes[-1].step if changes else 0)
-        change = RulesChange(step=step, position=-1, rules=rules, note=f"{note}, asked at step {self.former.next_step}")
+        # while steps are formed again they stay as they are, and those that a trainer has had elsewhere
+        unformed = max(self.former.next_step, history.num_steps, self.readers.known_upto)
+        step = max(unformed, at_step or 0, changes[-1].step if changes else 0)
+        change = RulesChange(step=step, position=-1, rules=rules, note=f"{note}, asked at step {unformed}")
         changes.append(change)
+        self.know(rules)  # their producers may come
         return self._journal.append(RulesChanged(feed=self.name, change=change)) + self.advance(), step
 
     @property
@@ -634,22 +667,28 @@ class Feed:
                 f"or stop the trainers, skip, and start them from a checkpoint before step {first}"
             )
         self.history.skips.append((first, last))
+        self.readers.skip(first, last)
         return self._journal.append(StepsSkipped(feed=self.name, first=first, last=last))
 
     # Checkpoints
 
     def state_of(self, step: int) -> State | list[Effect]:
         """What a checkpoint that begins at ``step`` holds; or what is done to know it, nothing where nobody can."""
-        found = self.history.nearest(step)
-        chain = self.history.chain_after(step - 1) if step else bytes(16)
-        if chain is None:
-            return []
+        history = self.history
+        found = history.nearest(step)
+        chain = history.chain_after(step - 1) if step else bytes(16)
         if found is not None and found[2] is None:
             return [Recall(self.name, found[1], self._generation)]
         taken = found[2] if found is not None else None
-        if taken is not None:
-            changes = [change for change in self.history.changes if change.position >= 0 and change.step <= step]
-            taken = msgspec.structs.replace(taken, changes=changes, skips=list(self.history.skips))
+        if chain is None and taken is not None and taken.step == step:
+            chain = taken.form.chain
+        if chain is None:
+            return []
+        if taken is None and (history.changes or history.skips):
+            merge, former = merge_of(self.rules), Former(self.rules, self._table)
+            taken = snapshot(self.rules, merge, former, [(0, None)] * len(merge.merged_samples))
+        if taken is not None:  # what was asked for later is known as well: it is the same run
+            taken = msgspec.structs.replace(taken, changes=list(history.changes), skips=list(history.skips))
         return State(feed=self.name, lineage=self.history.lineage, step=step, chain=chain, snapshot=taken)
 
     def commit(self, step: int) -> list[Effect]:

@@ -44,6 +44,7 @@ class _Place:
     step: int
     lsn: int
     floors: list[int]
+    position: int
     snapshot: Snapshot | None
 
     def floor(self, partition: int) -> int:
@@ -93,9 +94,10 @@ class History:
         return bytes(self._chains[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
 
     def add_step(self, step: int, chain: bytes, lsn: int) -> None:
-        """Step ``step`` is recorded; it follows those before it, or the first of them is no longer there."""
-        if not self._lsns:
+        """Step ``step`` is recorded; it follows those before it, or they are no longer there, or another broker's."""
+        if not self._lsns or step > self.num_steps:
             self._first = step
+            del self._lsns[:], self._chains[:]
         if step == self.num_steps:
             self._chains += chain
             self._lsns.append(lsn)
@@ -116,12 +118,22 @@ class History:
         return self._lsns[at] if 0 <= at < len(self._lsns) else -1
 
     def note_change(self, change: RulesChange) -> None:
-        """A change is asked for; or the position is known at which one that was asked for holds."""
-        at = len(self.changes)
-        for number, known in enumerate(self.changes):
-            if known.position < 0 and known.note == change.note and known.rules == change.rules:
-                at = number
+        """A change is asked for; or the position is known at which the first that waits for one holds."""
+        waiting = (number for number, known in enumerate(self.changes) if known.position < 0 <= change.position)
+        at = next(waiting, len(self.changes))
         self.changes[at : at + 1] = [change]
+
+    def knows(self, given: Snapshot) -> bool:
+        """Is all that a checkpoint knows of changes and skips recorded here?"""
+        own = self.changes[: len(given.changes)]
+        return (
+            len(own) == len(given.changes)
+            and all(
+                mine.rules == other.rules and other.position in (-1, mine.position)
+                for mine, other in zip(own, given.changes, strict=True)
+            )
+            and all(skip in self.skips for skip in given.skips)
+        )
 
     def is_skipped(self, step: int) -> bool:
         """Is ``step`` passed over?"""
@@ -135,7 +147,8 @@ class History:
             self._first = max(self._first, snapshot.step)
         if not self._places or snapshot.step > self._places[-1].step:
             floors = [seq for seq, _ in snapshot.floors] if self.in_order else []
-            self._places.append(_Place(snapshot.step, lsn, floors, snapshot if keep else None))
+            position = sum(snapshot.merge.merged_samples)
+            self._places.append(_Place(snapshot.step, lsn, floors, position, snapshot if keep else None))
             self._at_hand += self._places[-1:] if keep else []
 
     def keep(self, snapshot: Snapshot) -> None:
@@ -152,6 +165,15 @@ class History:
             return None
         place = self._places[at]
         return place.step, place.lsn, place.snapshot
+
+    @property
+    def last_position(self) -> int:
+        """Samples merged at the last snapshot: what holds from before it on would have to be in it."""
+        return self._places[-1].position if self._places else 0
+
+    def forget_after(self, position: int) -> None:
+        """Let go of snapshots at which more samples were merged."""
+        self._places = [place for place in self._places if place.position <= position]
 
     @property
     def last_snapshot(self) -> int:
@@ -221,10 +243,11 @@ class History:
 
     # Lineages
 
-    def branch(self, lineage: int, step: int) -> None:
-        """Forget what is recorded of ``step`` and after: another lineage follows, without chunks that came since."""
-        for place in self.since(step):
-            place.lost = True
+    def branch(self, lineage: int, step: int, since: int | None = None) -> None:
+        """Forget what is recorded of ``step`` and after: another lineage follows, without chunks of records from
+        ``since`` on."""
+        for place in self.order:
+            place.lost = place.lost or (since is not None and place.lsn >= since)
         self.lineage, self.lineage_step = lineage, step
         keep = max(step - self._first, 0)
         del self._lsns[keep:]
@@ -234,10 +257,16 @@ class History:
         self.end = None
         self.tails = {tail for tail in self.tails if tail < step}
 
-    def since(self, step: int) -> list[ChunkPlace]:
-        """Chunks that came after ``step - 1`` was formed, and are not lost already."""
-        last = self.lsn_of(step - 1)
-        return [place for place in self.order if place.lsn > last and place.count and not place.lost]
+    def begin_of(self, step: int) -> int:
+        """The record after that of ``step - 1``, be it a snapshot; 0 for the first step."""
+        found = self.nearest(step)
+        if self.lsn_of(step - 1) < 0 and found is not None and found[0] == step:
+            return found[1]
+        return self.lsn_of(step - 1) + 1
+
+    def since(self, lsn: int) -> list[ChunkPlace]:
+        """Chunks of records from ``lsn`` on that are not lost already."""
+        return [place for place in self.order if place.lsn >= lsn and place.count and not place.lost]
 
     def facts(self) -> FeedFacts:
         """What must survive when records of the log go."""

@@ -45,6 +45,11 @@ class KeptSteps:
         """Keep a step; of one that is ``skipped`` readers get the digests and no packs."""
         self._steps[step.number] = _Kept(step, skipped)
 
+    def skip(self, first: int, last: int) -> None:
+        """Steps ``first`` to ``last`` are passed over by whoever asks for them from now on."""
+        for number, kept in self._steps.items():
+            kept.skipped = kept.skipped or first <= number <= last
+
     def forget(self, number: int) -> I64:
         """Drop a step; the handles of all its samples, int64 [n]."""
         return np.concatenate([pack.handles for pack in self._steps.pop(number).step.packs])

@@ -167,9 +167,11 @@ class Leases:
         """``feed`` has ended before its streams: take no more of any."""
         return [e for p in self.books.of_feed(feed) for e in self._close(p)]
 
-    def join(self, feed: str) -> list[Effect]:
-        """The merge of ``feed`` has streams now that it had not: lease their partitions, from their beginning."""
-        more = self.books.join(feed)
+    def join(self, feed: str, known: int) -> list[Effect]:
+        """The merge of ``feed`` has more partitions now than the ``known``: lease them, from their beginning."""
+        more = self.books.join(feed, known)
+        if not more:
+            return []
         for p in more:
             self._begin(p)
         moved, effects = self._share_out()

@@ -75,6 +75,8 @@ class Readers(Serving):
         self._told = 0.0
         self.round = 0
         """The iteration that is served."""
+        self.is_known: Callable[[Snapshot], bool] = lambda _: True
+        """Whether the feed knows of all changes and skips that a checkpoint does."""
         self.refused = 0
         """Clients that were refused."""
 
@@ -109,10 +111,19 @@ class Readers(Serving):
                 effects += self._send(reader, Committed(feed=self._feed, step=asked))
         return effects
 
+    def forget_chains(self, step: int) -> None:
+        """Other steps follow from ``step`` on."""
+        self._chains = {at: chain for at, chain in self._chains.items() if at <= step}
+
     def drain(self) -> list[Effect]:
         """No further step will be formed: readers get what there is, then a farewell."""
         self.draining = True
         return [e for reader in self._seats for e in (self._serve(reader) if reader.entered else self._wait(reader))]
+
+    @property
+    def known_upto(self) -> int:
+        """Steps before are formed, or some reader has had them from this broker or another."""
+        return max([self.formed_upto, *(reader.first_step for reader in self._seats if reader.ready)])
 
     # What comes in
 
@@ -306,17 +317,19 @@ class Readers(Serving):
             f"attempt {self._attempt} of feed {self._feed!r} begins at step {step}: all {len(readers)} ranks are ready"
         )
         effects: list[Effect] = [Report("info", text)]
-        if step < self.released_upto or (step > self.formed_upto and self.end is None):
-            effects += self._go_to(step, [reader.snapshot for reader in members])
+        brought = [reader.snapshot for reader in members if reader.snapshot is not None]
+        away = step < self.released_upto or (step > self.formed_upto and self.end is None)
+        if away or not all(map(self.is_known, brought)):
+            effects += self._go_to(step, brought)
         for reader in (reader for reader in readers if reader.holds):  # one may have been refused as diverged
             effects += self._enter(reader) if reader.round == self.round else self._wait(reader)
         return effects + self._release() + self._serve_all()
 
-    def _go_to(self, step: int, snapshots: list[Snapshot | None]) -> list[Effect]:
+    def _go_to(self, step: int, snapshots: list[Snapshot]) -> list[Effect]:
         """Have the feed form from ``step`` on, with the nearest snapshot that a reader has brought."""
         effects = self._forget_all(step)
-        fit = [snapshot for snapshot in snapshots if snapshot is not None and snapshot.step <= step]
-        nearest = max(fit, key=lambda snapshot: snapshot.step, default=None)
+        fit = [snapshot for snapshot in snapshots if snapshot.step <= step]
+        nearest = max(fit, key=lambda snapshot: (snapshot.step, len(snapshot.changes)), default=None)
         return effects + self._rewind(step, nearest)
 
     def _enter(self, reader: Reader) -> list[Effect]:
@@ -345,6 +358,8 @@ class Readers(Serving):
         )
 
     def _has_diverged(self, reader: Reader) -> bool:
+        if reader.snapshot is not None and not self.is_known(reader.snapshot):
+            return False  # other steps follow once its changes are known here, too
         known = self.chain_of(reader.first_step)
         return known != b"" and reader.chain not in (b"", known)
 

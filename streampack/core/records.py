@@ -173,13 +173,15 @@ class StepsSkipped(Record, frozen=True, kw_only=True):
 
 
 class LineageBegan(Record, frozen=True, kw_only=True):
-    """What was recorded of steps from ``step`` on is of another lineage than what follows, and ``why``."""
+    """What was recorded of steps from ``step`` on is of another lineage than what follows, and ``why``; pushed samples
+    of records from ``since`` on are dropped, if it is given."""
 
     TYPE: ClassVar[int] = 12
     feed: str
     lineage: int
     step: int
     why: str
+    since: int | None = None
 
 
 class CheckpointCommitted(Record, frozen=True, kw_only=True):

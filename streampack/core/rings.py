@@ -99,6 +99,11 @@ class Rings:
         at_barrier = self._at_barrier
         return not self.stopped and bool(at_barrier.any() and (at_barrier | self._done).all())
 
+    @property
+    def may_grow(self) -> bool:
+        """A stream may join: not between two passes, where a position does not say of which pass it would be."""
+        return not self._fresh or not self._passes
+
     def next_pass(self) -> None:
         """Go over the barriers that all streams are at; only ``between_passes``."""
         self._head += self._at_barrier
@@ -117,7 +122,7 @@ class Rings:
         known = np.diff(self._first).tolist()
         if list(partitions[: len(known)]) != known:
             raise ValueError(f"got streams of {list(partitions)} partitions, expected {known} first: they keep theirs")
-        if len(partitions) > len(known) and self._fresh and self._passes:
+        if len(partitions) > len(known) and not self.may_grow:
             raise ValueError("got a new stream between two passes, expected one once a sample of the next is merged")
         self._first = np.concatenate([[0], np.cumsum(partitions)]).astype(np.int64)
         for name in ("_head", "_tail", "_ended", "merged_samples", "merged_tokens", "_handle", "_length", "_part"):

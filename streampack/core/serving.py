@@ -99,6 +99,10 @@ class Serving:
             rows.append(row | {"silent_s": round(self._now - reader.heard, 3), "stats": reader.stats})
         return rows
 
+    def skip(self, first: int, last: int) -> None:
+        """Steps that are kept, too, are passed over."""
+        self._steps.skip(first, last)
+
     def _keep(self, step: Step, skipped: bool) -> None:
         self._steps.add(step, skipped)
         self.formed_upto = step.number + 1

@@ -1,0 +1,388 @@
+"""A feed that runs: the real broker with a log, producers that read, and one rank, in one thread and without a clock.
+
+Messages keep their order on each link and nothing else: which link moves next is drawn. ``planned`` forms the same
+steps with no broker at all, from the changes that were recorded and where.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from crc32c import crc32c
+
+from streampack import wire
+from streampack.core.broker import Broker, Capacity
+from streampack.core.changes import Ask
+from streampack.core.client_session import Broken, ClientSession, Deliver, Detach, Ended, Returned
+from streampack.core.effects import (
+    Answer,
+    Append,
+    Change,
+    Cut,
+    Form,
+    Formed,
+    FromProducer,
+    FromTrainer,
+    Recall,
+    Recalled,
+    Release,
+    Safe,
+    SendProducer,
+    SendShard,
+    SendTrainer,
+    Store,
+)
+from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
+from streampack.core.feed import FeedPlan
+from streampack.core.form import Former
+from streampack.core.journal import Journal
+from streampack.core.merge import change as change_merge
+from streampack.core.merge import merge_of
+from streampack.core.messages import Envelope, Mesh, Offer, State, StepPart
+from streampack.core.producer_session import Chunk, EndOfPartition, Finish, ProducerSession, Read
+from streampack.core.records import Record, RulesChanged
+from streampack.core.rules import Rules, RulesChange
+from streampack.core.samples import ROW, SampleTable, index_of
+from streampack.core.snapshot import Snapshot
+
+RUN = 9
+Data = dict[str, list[list[int]]]
+"""By stream and partition the lengths of its samples; 0 is one that is rejected."""
+
+
+def tokens_of(stream: str, partition: int, seq: int, length: int) -> bytes:
+    """The tokens of a sample, which depend on nothing else."""
+    first = crc32c(f"{stream}:{partition}:{seq}".encode()) % 50_000
+    return np.arange(first, first + length, dtype=np.int32).tobytes()
+
+
+def planned(rules: Rules, data: Data, changes: list[RulesChange]) -> list[bytes]:
+    """The digest of each step and all before it, of a feed whose rules change at these positions."""
+    table, merge = SampleTable(64), merge_of(rules)
+    former, known = Former(rules, table), 0
+
+    def push(rules: Rules) -> None:
+        nonlocal known
+        p = 0
+        for number, stream in enumerate(rules.streams):
+            for partition, lengths in enumerate(data[stream.name]):
+                if number >= known:
+                    handles = np.full(len(lengths), -1, np.int64)
+                    rows = np.zeros(sum(length > 0 for length in lengths), ROW)
+                    at = [seq for seq, length in enumerate(lengths) if length]
+                    rows["stream"], rows["length"] = number, [lengths[seq] for seq in at]
+                    rows["index"] = index_of(np.array(at, np.int64), partition, stream.partitions)
+                    rows["loss_tokens"] = rows["length"] - 1
+                    rows["crc"] = [crc32c(tokens_of(stream.name, partition, seq, lengths[seq])) for seq in at]
+                    handles[at] = table.enter(rows)
+                    merge.push(p, handles, np.array(lengths, np.int64), np.zeros(len(lengths), np.int64))
+                    merge.end(p)
+                p += 1
+        known = len(rules.streams)
+
+    push(rules)
+    for change in changes:
+        taken = merge.take(1 << 40, change.position)
+        former.admit(taken.handles, taken.lengths)
+        assert merge.position == change.position
+        change_merge(merge, change.rules)
+        push(change.rules)
+    taken = merge.take(1 << 40)
+    former.admit(taken.handles, taken.lengths)
+    assert merge.closed
+    former.closed = True
+    chains: list[bytes] = []
+    while (request := former.request()) is not None:
+        chains += [step.chain for step in former.apply(request.choose())]
+    chains += [step.chain for step in former.cut()]
+    assert former.finished
+    return chains
+
+
+class Live:
+    """One run over ``data``; ``seed`` draws what happens next. ``chains`` are of the steps that the rank has had, by
+    lineage and step: had twice, a step must be the same."""
+
+    def __init__(self, rules: Rules, data: Data, seed: int = 0, *, discards: bool = False, quota: int = 64) -> None:
+        self.rules, self.data, self.discards, self.quota = rules, data, discards, quota
+        self.rng = random.Random(seed)
+        self.log: list[tuple[int, bytes]] = []
+        self.chains: dict[tuple[int, int], bytes] = {}
+        self.skipped: set[int] = set()
+        self.answers: list[Answer] = []
+        self.errors: list[str] = []
+        self._again: list[list[str]] = []
+        self.refused: list[str] = []
+        """What producers were told that offered a stream which is not known."""
+        self.producers: dict[bytes, ProducerSession] = {}
+        self.ended: int | None = None
+        self.begins, self.has_moved = 0, False
+        """Where the log begins; whether the one before was lost."""
+        self.now, self.epoch, self._names = 0.0, 1, 0
+        self._at: dict[Any, int] = {}
+        self._links: dict[bytes, deque[tuple[Callable[[Any], None], Any]]] = {}
+        self.client: ClientSession | None = None
+        self._peer = b""
+        self.start_broker()
+        self.start_producer([stream.name for stream in rules.streams])
+        self.start_trainer()
+
+    # Processes
+
+    def start_broker(self, lost: bool = False) -> None:
+        """Another broker in the place of the last, if there is one: killed, with all that was on its way."""
+        self._links = {name: link for name, link in self._links.items() if name[:1] in b"r"}
+        if lost:
+            self.log = []
+        self.epoch += 1
+        partitions = sum(stream.partitions for stream in self.rules.streams)
+        plan = FeedPlan(
+            "train", self.rules, 40 * self.rules.budget * self.rules.packs + partitions, discards=self.discards
+        )
+        self.broker = Broker(
+            run=RUN, epoch=self.epoch, feeds=[plan], capacity=Capacity(self.quota, self.rules.budget, 1 << 20),
+            steps_ahead=3, journal=Journal(keeps=True), run_name="live",
+        )  # fmt: skip
+        self.stored: set[int] = set()
+        for lsn, record in enumerate(self.records()):
+            self.broker.recover(lsn, record)
+        self.broker.journal.next_lsn = self.broker.journal.safe_upto = len(self.log)
+        self._perform(self.broker.begin())
+        self._safe()
+
+    def start_producer(self, streams: list[str]) -> bytes:
+        """A producer that reads some streams."""
+        self._names += 1
+        name, peer = f"producer{self._names}", b"p%d" % self._names
+        offers = [Offer(stream=stream, source_digest="data") for stream in streams]
+        self.producers[peer] = ProducerSession(run=0, producer=name, host="host", pid=self._names, offers=offers)
+        self._to_producer(peer, Tick(self.now))
+        return peer
+
+    def start_trainer(self, step: int = 0, chain: bytes = b"", snapshot: Snapshot | None = None) -> None:
+        """The rank begins at ``step``; the one before has said goodbye."""
+        if self.client is not None:
+            self._to_client(Detach())
+        self._names += 1
+        self.ended, self._peer = None, b"t%d" % self._names
+        self.client = ClientSession(
+            run=0, feed="train", reader=f"reader{self._names}", host="host", pid=1, mesh=Mesh(), prefetch=2,
+            next_step=step, chain=chain, snapshot=snapshot,
+        )  # fmt: skip
+        self._to_client(Tick(self.now))
+
+    # What a person and a trainer do
+
+    def ask(self, ask: Ask, at_step: int | None = None) -> Answer:
+        """A change, and what is said to it."""
+        self._handle(Change(1, "train", ask, at_step))
+        return self.answers.pop()
+
+    def read(self, upto: int) -> None:
+        """Have the rank return the steps before ``upto``, if there are so many."""
+        self.until(lambda: self.had >= upto or self.ended is not None)
+
+    def finish(self) -> list[bytes]:
+        """To the end: the chain of every step, as the lineages have it."""
+        self.until(lambda: self.ended is not None)
+        assert self.ended is not None
+        found = {step: chain for (_, step), chain in sorted(self.chains.items())}
+        return [found[step] for step in range(self.ended)]
+
+    def go_back(self, step: int, state: State | None = None) -> None:
+        """The trainer is started again at ``step``, of a checkpoint's ``state``."""
+        lineage = self.feed.history.lineage
+        if state is not None:
+            self.start_trainer(state.step, state.chain, state.snapshot)
+        else:
+            chain = next(
+                (self.chains[n, step - 1] for n in range(lineage, -1, -1) if (n, step - 1) in self.chains), b""
+            )
+            self.start_trainer(step, chain)
+
+    def state(self, step: int) -> State:
+        """What a checkpoint that begins at ``step`` holds, there and back."""
+        found: list[State] = []
+
+        def known() -> bool:
+            state = self.feed.state_of(step)
+            if isinstance(state, State):
+                found.append(state)
+            else:
+                self._perform(state)
+            return bool(found)
+
+        self.until(known)
+        return found[0]
+
+    @property
+    def feed(self) -> Any:
+        return self.broker.feeds["train"]
+
+    @property
+    def is_attached(self) -> bool:
+        """The rank has its place with this broker."""
+        return bool(self.feed.readers.joined)
+
+    @property
+    def had(self) -> int:
+        """Steps before are the rank's."""
+        assert self.client is not None
+        return self.client._have_upto
+
+    def records(self) -> list[Record]:
+        return [wire.decode_record(kind, body)[0] for kind, body in self.log]
+
+    def changes(self) -> list[RulesChange]:
+        """Those that hold, as the log has them."""
+        return [r.change for r in self.records() if isinstance(r, RulesChanged) and r.change.position >= 0]
+
+    # The world
+
+    def until(self, done: Callable[[], bool], turns: int = 20_000) -> None:
+        """Let things happen until ``done``."""
+        for _ in range(turns):
+            if done():
+                return
+            self.turn()
+        raise AssertionError(f"nothing moves: {self.feed.waiting_for()}; {self.errors}")
+
+    def turn(self) -> None:
+        """Something that is on its way arrives, or time goes on."""
+        ready = [link for link in self._links.values() if link]
+        if ready:
+            deliver, what = self.rng.choice(ready).popleft()
+            deliver(what)
+            return
+        self.now += 0.25
+        while self._again:
+            self.start_producer(self._again.pop())
+        self._handle(Tick(self.now))
+        for peer in list(self.producers):
+            self._to_producer(peer, Tick(self.now))
+        self._to_client(Tick(self.now))
+
+    def _post(self, name: bytes, deliver: Callable[[Any], None], what: Any) -> None:
+        self._links.setdefault(name, deque()).append((deliver, what))
+
+    def _handle(self, event: Event) -> None:
+        self._perform(self.broker.handle(event))
+        self._safe()
+
+    def _safe(self) -> None:
+        if self.broker.journal.safe_upto < len(self.log):
+            self._perform(self.broker.handle(Safe(len(self.log))))
+            self._safe()
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, SendProducer):
+                peer = effect.peer
+                self._post(b"s" + peer, partial(self._hear, peer), effect.envelope)
+            elif isinstance(effect, SendTrainer | SendShard):
+                if isinstance(effect, SendShard):
+                    assert all(h in self.stored for pack in effect.packs for h in pack.tolist()), "no payload is there"
+                peer = effect.peer
+                self._post(b"s" + peer, partial(self._said, peer), effect.envelope)
+            elif isinstance(effect, Append):
+                frames = [memoryview(part).tobytes() for part in wire.encode_record(effect.record, effect.payload)]
+                self.log.append((effect.record.TYPE, b"".join(frames)))
+            elif isinstance(effect, Form):
+                self._post(b"form", self._handle, Formed(effect.feed, effect.request.choose(), effect.generation))
+            elif isinstance(effect, Recall):
+                record, payload = wire.decode_record(*self.log[effect.lsn])
+                self._perform(self.broker.handle(Recalled(effect.feed, effect.lsn, record, payload, effect.generation)))
+            elif isinstance(effect, Store):
+                self.stored.update(effect.handles.tolist())
+            elif isinstance(effect, Release):
+                self.stored.difference_update(effect.handles.tolist())
+            elif isinstance(effect, Answer):
+                self.answers.append(effect)
+            elif isinstance(effect, Report):
+                self.errors += [effect.text] if effect.level == "error" else []
+            else:
+                assert isinstance(effect, Cut), effect
+
+    def _from_producer(self, peer: bytes, envelope: Envelope) -> None:
+        self._handle(FromProducer(peer, envelope))
+
+    def _from_trainer(self, peer: bytes, envelope: Envelope) -> None:
+        self._handle(FromTrainer(peer, envelope))
+
+    # Producers
+
+    def _hear(self, peer: bytes, envelope: Envelope) -> None:
+        self._to_producer(peer, FromBroker(envelope))
+
+    def _to_producer(self, peer: bytes, event: Event) -> None:
+        producer = self.producers.get(peer)
+        if producer is None:
+            return
+        for effect in producer.handle(event):
+            if isinstance(effect, Send):
+                self._post(b">" + peer, partial(self._from_producer, peer), effect.envelope)
+            elif isinstance(effect, Read):
+                self._post(b"r" + peer, partial(self._read, peer), effect)
+            elif isinstance(effect, Finish):
+                del self.producers[peer]
+                if effect.code == "unknown_stream":  # what launched it does so again
+                    self.refused.append(effect.error)
+                    self._again.append([offer.stream for offer in producer.offers])
+                    continue
+                self.errors += [effect.error] if effect.error else []
+
+    def _read(self, peer: bytes, read: Read) -> None:
+        lease = read.lease
+        key = (lease.stream, lease.partition)
+        producer = self.producers.get(peer)
+        held = producer.held.get(key) if producer is not None else None
+        if held is None or held.session != read.session or held.ended:
+            return
+        lengths = self.data[lease.stream][lease.partition]
+        if lease.cursor is not None:
+            assert lease.cursor[0] == lease.first_seq, "a cursor that is not where the lease begins"
+        stop = min(len(lengths), read.seq + self.rng.randint(1, 6))
+        while stop > read.seq + 1 and sum(lengths[read.seq : stop]) > self.quota // 2:
+            stop -= 1
+        if read.seq >= len(lengths):
+            self._to_producer(peer, EndOfPartition(key, read.session))
+            return
+        mine = lengths[read.seq : stop]
+        samples = [tokens_of(*key, seq, length) for seq, length in enumerate(mine, read.seq)]
+        column, empty = np.array(mine), mine.count(0)
+        self._to_producer(peer, Chunk(
+            key=key, session=read.session, lengths_u32=column.astype("<u4").tobytes(),
+            crcs_u32=np.array([crc32c(sample) for sample in samples], "<u4").tobytes(),
+            loss_tokens_u32=np.maximum(column - 1, 0).astype("<u4").tobytes(), num_samples=len(mine),
+            num_bytes=4 * sum(mine), cursor=(stop, 0, 0), rejected={"empty": empty} if empty else {},
+            payload=(b"".join(samples),), pass_ended=stop == len(lengths),
+        ))  # fmt: skip
+
+    # The trainer
+
+    def _said(self, peer: bytes, envelope: Envelope) -> None:
+        if peer == self._peer:
+            self._to_client(FromBroker(envelope))
+
+    def _to_client(self, event: Event) -> None:
+        assert self.client is not None
+        peer = self._peer
+        for effect in self.client.handle(event):
+            if isinstance(effect, Send):
+                self._post(b">t", partial(self._from_trainer, peer), effect.envelope)
+            elif isinstance(effect, Deliver):
+                step = effect.parts[0].message
+                assert isinstance(step, StepPart)
+                known = self.chains.setdefault((step.lineage, step.step), step.chain)
+                assert known == step.chain, f"step {step.step} is another one the second time"
+                self._to_client(Returned(step.step + 1))
+            elif isinstance(effect, Ended):
+                self.ended = effect.num_steps
+            else:
+                assert isinstance(effect, Broken), effect
+                raise AssertionError(f"{effect.code}: {effect.detail}")

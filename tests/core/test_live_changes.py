@@ -1,0 +1,71 @@
+"""Changes of a feed that runs: they hold from where they were recorded, whatever is killed and wherever trainers go."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack.core.changes import Restream, Reweigh
+from streampack.core.rules import Rules, StreamRules
+from tests.core.live import Data, Live, planned
+
+DATA: Data = {
+    "web": [[7, 3, 12, 9, 5, 16, 2, 8] * 12, [11, 4, 0, 6, 13] * 15],
+    "code": [[5, 9, 14, 3] * 30],
+    "math": [[8, 2, 10] * 20, [6, 6, 15, 1] * 12],
+}
+RULES = Rules(
+    budget=32, packs=2, window=6, seed=3, streams=(StreamRules("web", 0.7, 2), StreamRules("code", 0.3, 1)),
+)  # fmt: skip
+MATH = StreamRules("math", 0.5, 2)
+
+
+def moves() -> st.SearchStrategy[list[tuple[str, int, int]]]:
+    names = ["read", "read", "weights", "later", "kill", "back", "add", "remove", "moved", "turns"]
+    return st.lists(st.tuples(st.sampled_from(names), st.integers(0, 8), st.integers(1, 9)), min_size=2, max_size=12)
+
+
+def do(live: Live, what: str, n: int, m: int) -> None:
+    """One thing that happens to a run."""
+    if what in ("weights", "later", "add", "remove") and live.has_moved:
+        live.until(lambda: live.is_attached)  # what it knows comes with the checkpoint
+    if what == "read":
+        live.read(live.had + n)
+    elif what == "turns":
+        for _ in range(5 * n):
+            live.turn()
+    elif what in ("weights", "later"):
+        answer = live.ask(Reweigh({"web": m / 10}), live.had + n if what == "later" else None)
+        assert answer.refusal == "" or "removed" in answer.refusal or "has ended" in answer.refusal
+        assert answer.refusal or answer.step >= live.had
+    elif what == "kill":
+        live.start_broker()
+    elif what == "back":
+        live.go_back(max(live.had - n, live.begins))
+    elif what == "add":
+        if not live.ask(Restream(add=(MATH,))).refusal:
+            live.start_producer(["math"])
+    elif what == "remove":
+        live.ask(Reweigh({"code": 0.0}))
+    elif what == "moved":  # another host: nothing but the checkpoint is left
+        state = live.state(live.had)
+        live.start_broker(lost=True)
+        live.has_moved, live.begins = (
+            True,
+            live.had,
+        )  # nobody knows any more what was changed at which step before, nor what came after
+        live.chains = {at: chain for at, chain in live.chains.items() if at[1] < live.had}
+        live.go_back(live.had, state)
+
+
+@given(moves(), st.integers(0, 999))
+@settings(deadline=None)
+def test_every_step_is_what_an_offline_planner_gives_that_changes_its_rules_there(
+    story: list[tuple[str, int, int]], seed: int
+) -> None:
+    live = Live(RULES, DATA, seed)
+    for what, n, m in story:
+        do(live, what, n, m)
+    chains = live.finish()
+    assert not live.errors
+    assert chains == planned(RULES, DATA, [c for c in live.feed.history.changes if c.position >= 0])
