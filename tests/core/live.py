@@ -194,16 +194,23 @@ class Live:
         found = {step: chain for (_, step), chain in sorted(self.chains.items())}
         return [found[step] for step in range(self.ended)]
 
-    def go_back(self, step: int, state: State | None = None) -> None:
-        """The trainer is started again at ``step``, of a checkpoint's ``state``."""
+    def stop_trainer(self) -> None:
+        """It says goodbye."""
+        self._to_client(Detach())
+
+    def go_back(self, step: int, state: State | None = None, chain: list[bytes] | None = None) -> None:
+        """The trainer is started again at ``step``, of a checkpoint's ``state``, or after these steps."""
+        if chain is not None:
+            self.start_trainer(step, chain[step - 1] if step else b"")
+            return
         lineage = self.feed.history.lineage
         if state is not None:
             self.start_trainer(state.step, state.chain, state.snapshot)
         else:
-            chain = next(
+            before = next(
                 (self.chains[n, step - 1] for n in range(lineage, -1, -1) if (n, step - 1) in self.chains), b""
             )
-            self.start_trainer(step, chain)
+            self.start_trainer(step, before)
 
     def state(self, step: int) -> State:
         """What a checkpoint that begins at ``step`` holds, there and back."""

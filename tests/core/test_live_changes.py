@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.changes import Restream, Reweigh
+from streampack.core.changes import Restream, Reweigh, Skip
+from streampack.core.effects import Answer
 from streampack.core.rules import Rules, StreamRules
 from tests.core.live import Data, Live, planned
 
@@ -69,3 +70,30 @@ def test_every_step_is_what_an_offline_planner_gives_that_changes_its_rules_ther
     chains = live.finish()
     assert not live.errors
     assert chains == planned(RULES, DATA, [c for c in live.feed.history.changes if c.position >= 0])
+
+
+@given(st.integers(0, 999), st.integers(1, 12), st.integers(0, 3), st.booleans())
+def test_skipped_steps_are_passed_over_and_what_follows_is_unchanged(
+    seed: int, first: int, more: int, killed: bool
+) -> None:
+    """After a loss spike: the trainers are stopped, and go back to before it, where the broker still has the steps or
+    where it must form them again."""
+    live, plain = Live(RULES, DATA, seed), planned(RULES, DATA, [])
+    live.read(first + 2)
+    refusal = live.ask(Skip(first, first + more)).refusal
+    assert f"got step {first}, expected " in refusal, "ranks are attached that have had it"
+    live.stop_trainer()
+    live.until(lambda: not live.is_attached)
+    assert live.ask(Skip(first, first + more)) == Answer(1, "train", first)
+    if killed:
+        live.start_broker()
+    had = dict(live.chains)
+    live.chains.clear()
+    live.go_back(max(first - seed % 3, 0), chain=plain)
+    live.until(lambda: live.ended is not None)
+    served = {step for _, step in live.chains}
+    begun = max(first - seed % 3, 0)
+    assert served == set(range(begun, len(plain))) - set(range(first, first + more + 1))
+    assert live.client is not None
+    assert live.client.num_skipped == min(more + 1, len(plain) - first)
+    assert all(chain == plain[step] for (_, step), chain in {**had, **live.chains}.items())
