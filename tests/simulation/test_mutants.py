@@ -22,6 +22,7 @@ from streampack.core.effects import Formed
 from streampack.core.events import Effect, FromBroker, Send
 from streampack.core.feed import Feed
 from streampack.core.form import Former, Request
+from streampack.core.history import History
 from streampack.core.intake import Intake
 from streampack.core.kept import KeptSteps
 from streampack.core.leases import Leases
@@ -386,6 +387,11 @@ mutant("R2", work_s=SLOW_S)(a_step_goes_out_before_its_record_is_safe)
 @mutant("R5")
 def a_process_that_was_replaced_is_not_fenced(patch: Patch) -> None:
     patch.setattr(Seats, "_fence", lambda self, last, by: None)
+
+
+@mutant("R7", ARRIVAL)
+def the_log_is_cut_at_the_latest_snapshot(patch: Patch) -> None:
+    patch.setattr(History, "wanted_lsn", lambda self, step: self._places[-1].lsn if self._places else 0)
 
 
 @mutant("R8")

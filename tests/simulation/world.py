@@ -24,6 +24,8 @@ from tests.simulation.pushers import Births, PusherProcess
 
 PATIENCE_S = 120.0
 """Virtual time in which a job ends once its faults have."""
+ANSWER_S = 30.0
+"""What a trainer asks is answered by then, whatever happened meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,9 @@ class World:
                 raise AssertionError(f"liveness: not ended at {last:.0f} s: {self._stuck()}")
         for job in self.jobs.values():
             job.check()
+        for client in self.clients():
+            since = self.clock.now if client.asked_at is None or not client.alive else client.asked_at
+            assert self.clock.now - since < ANSWER_S, f"liveness: {client.name} has had no answer since {since:.0f} s"
         for births in self.births.values():
             assert self.disk is not None
             births.check(self.disk)
