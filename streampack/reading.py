@@ -350,7 +350,7 @@ class Reading:
                     self._answers.append(effect.message)
                     self._changed.notify_all()
             elif isinstance(effect, Broken):
-                self.fail(_error(effect))
+                self.fail(_error(effect, self._endpoint))
         if self._session.attached is not None and self._attached is None:
             with self._changed:
                 self._attached = self._session.attached
@@ -370,13 +370,13 @@ class Reading:
             self._changed.notify_all()
 
 
-def _error(broken: Broken) -> StreampackError:
+def _error(broken: Broken, endpoint: str) -> StreampackError:
     if broken.code in ("mesh", "rank_taken"):
         return MeshError(broken.detail)
     if broken.code == "stopped":
         return PeerError(broken.detail)
     if broken.code == "stall":
-        return DataStall(broken.detail)
+        return DataStall(f"{endpoint}: {broken.detail}")
     return Rejected(broken.code, broken.detail)
 
 

@@ -85,7 +85,8 @@ def skip(
         streampack skip --steps 120-140
     """
     found = _ask("/control/skip", {"steps": steps}, feed, note, endpoint, timeout)
-    print(json.dumps(found) if as_json else f"feed {found['feed']}: steps {steps} are passed over")
+    said = f"steps {steps} are" if "-" in steps else f"step {steps} is"
+    print(json.dumps(found) if as_json else f"feed {found['feed']}: {said} passed over")
 
 
 def _share(text: str) -> tuple[str, float]:
