@@ -7,14 +7,20 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from streampack_services.log import read_entries
 
 import streampack
+from streampack.core.records import ChunkAdmitted, LineageBegan, SamplesRejected, StepFormed
 from streampack.errors import Rejected
+from streampack.wire import decode_record
 from tests.integration.running import RunningBroker, folder, until
+from tests.integration.running import streampack as command
 
 BATCHES, GROUPS, SAMPLES = 3, 12, 3
 
@@ -50,19 +56,27 @@ def work(endpoint: str, worker: int) -> None:
 
 
 def read(endpoint: str) -> list[list[tuple[int, int, int]]]:
-    """By step: (token, group, policy version) of each sample; all of it is checked to be whole."""
-    steps = []
+    """The samples of each step."""
+    steps: list[list[tuple[int, int, int]]] = []
     with streampack.connect(endpoint, format="numpy", verify=True, stall_timeout_s=20) as loader:
-        for step in loader.steps():
-            samples = []
-            for pack in step:
-                starts, ends = pack.cu_seqlens_padded[:-1].tolist(), pack.cu_seqlens_padded[1:].tolist()
-                for i in range(pack.num_samples):
-                    ids = pack.input_ids[starts[i] : ends[i]].tolist()
-                    assert len(set(ids)) == 1
-                    samples.append((ids[0], int(pack["group"][i]), int(pack["policy_version"][i])))
-            steps.append(samples)
+        steps += [samples_of(step) for step in loader.steps()]
     return steps
+
+
+def connect(broker: RunningBroker) -> streampack.Client:
+    return streampack.connect(broker.trainers, format="numpy", verify=True, stall_timeout_s=20)
+
+
+def samples_of(step: streampack.Step) -> list[tuple[int, int, int]]:
+    """(token, group, policy version) of each; all of it is checked to be whole."""
+    samples = []
+    for pack in step:
+        starts, ends = pack.cu_seqlens_padded[:-1].tolist(), pack.cu_seqlens_padded[1:].tolist()
+        for i in range(pack.num_samples):
+            ids = pack.input_ids[starts[i] : ends[i]].tolist()
+            assert len(set(ids)) == 1
+            samples.append((ids[0], int(pack["group"][i]), int(pack["policy_version"][i])))
+    return samples
 
 
 def check(steps: list[list[tuple[int, int, int]]]) -> None:
@@ -179,3 +193,88 @@ def test_a_partition_that_has_ended_takes_no_more() -> None:
                 streampack.Producer(broker.producers, stream="rollouts", partition=2)
         finally:
             broker.kill()
+
+
+def logged(state_dir: Path, step: int) -> tuple[Counter[int], Counter[str], list[LineageBegan]]:
+    """Numbers of the samples that came after ``step`` was formed and before the lineage after it began; reasons of all
+    that were rejected; the lineages."""
+    later: Counter[int] = Counter()
+    reasons: Counter[str] = Counter()
+    began: list[LineageBegan] = []
+    formed = False
+    for entry in read_entries(state_dir):
+        record, payload = decode_record(entry.kind, entry.body)
+        if isinstance(record, StepFormed):
+            formed = formed or record.step == step
+        elif isinstance(record, ChunkAdmitted) and formed and not began:
+            lengths, tokens = np.frombuffer(record.lengths_u32, "<u4"), np.frombuffer(payload[0], "<i4")
+            later.update(tokens[np.cumsum(lengths) - lengths].tolist())
+        elif isinstance(record, SamplesRejected):
+            reasons.update(record.reasons)
+        elif isinstance(record, LineageBegan):
+            began.append(record)
+    return later, reasons, began
+
+
+@pytest.mark.parametrize("on_rewind", ["discard", "replay"])
+def test_trainers_that_go_back_have_what_came_since_again_or_never(on_rewind: str) -> None:
+    """And the broker that is killed afterwards knows of it."""
+    discards = on_rewind == "discard"
+    with folder() as path:
+        config = settings(path, feeds={"train": {"on_rewind": on_rewind}})
+        broker = RunningBroker(path, config)
+        first: list[streampack.Step] = []
+        second: list[streampack.Step] = []
+        state: dict[str, Any] = {}
+        try:
+            with ExitStack() as workers:
+                producers = [
+                    workers.enter_context(streampack.Producer(broker.producers, stream="rollouts", partition=worker))
+                    for worker in range(2)
+                ]
+
+                def push(begin: int, end: int) -> None:
+                    for worker, producer in enumerate(producers):
+                        for number in range(begin, end):
+                            producer.send_group(group(number + 1000 * worker))
+                    for producer in producers:
+                        producer.flush()
+
+                push(0, 20)
+                with connect(broker) as loader:
+                    for step in loader.steps():
+                        first.append(step)
+                        if step.index == 3:
+                            state = loader.state_dict()
+                            push(20, 45)
+                        if step.index == 9:
+                            break
+                with connect(broker) as loader:
+                    loader.load_state_dict(state)
+                    steps = loader.steps()
+                    push(45, 60)
+                    second += [next(steps) for _ in range(4)]
+                    assert loader.state_dict()["lineage"] == int(discards)
+                    broker.kill()
+                    broker = RunningBroker(path, config)
+                    push(60, 80)
+                    for producer in producers:
+                        producer.close(end=True)
+                    second += steps
+                    assert loader.state_dict()["lineage"] == int(discards)
+            verified = command("ledger", "verify", "-c", path / "broker.yaml", "--json")
+            assert verified.returncode == 0, verified.stdout + verified.stderr
+        finally:
+            broker.kill()
+        came_since, rejected, began = logged(path / "state", 3)
+        pushed = Counter(dict.fromkeys((1000 * worker + i for worker in range(2) for i in range(80)), SAMPLES))
+        found = Counter(token for step in [*first[:4], *second] for token, *_ in samples_of(step))
+        assert [step.index for step in second] == list(range(4, 4 + len(second)))
+        if discards:
+            assert [(each.lineage, each.step) for each in began] == [(1, 4)]
+            assert {number % 1000 for number in came_since} >= set(range(20, 45)), "all that was pushed before"
+            assert found == pushed - came_since
+            assert rejected == {"discarded": came_since.total()}
+        else:
+            assert [step.digest for step in second[:6]] == [step.digest for step in first[4:10]]
+            assert (found, rejected, began) == (pushed, {}, [])
