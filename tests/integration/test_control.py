@@ -165,11 +165,19 @@ def test_the_commands_say_from_which_step_it_holds(desk: Desk, url: str) -> None
     assert json.loads(shown.stdout) == {"feed": "train", "step": 30}
     shown = in_process("skip", "--steps", "120-140", "-e", url)
     assert shown.stdout == "feed train: steps 120-140 are passed over\n"
+    math = "math={weight: 0.2, passes: 2, pushed: true}"
+    shown = in_process("set", "streams", "--add", math, "--add", "plain", "--remove", "old", "-e", url)
+    assert shown.stdout == "feed train: +math +plain -old from step 17 on\n", shown.stderr
+    shown = in_process("set", "streams", "--remove", "a", "--at-step", "30", "--feed", "b", "--json", "-e", url)
+    assert json.loads(shown.stdout) == {"feed": "b", "step": 30}
     assert desk.asked == [
         ("train", Reweigh({"code": 0.3, "a=b": 2.0}), None, "weights code=0.3 a=b=2"),
         ("", Reweigh({"code": 0.0}), 30, "why"),
         ("", Skip(120, 140), None, "skip steps 120-140"),
-    ]
+        ("", Restream((StreamRules("math", 0.2, 4, 2, pushed=True), StreamRules("plain", 1.0, 4)), ("old",)), None,
+         "streams +math +plain -old"),
+        ("b", Restream((), ("a",)), 30, "streams -a"),
+    ]  # fmt: skip
 
 
 def test_what_the_commands_are_refused_is_one_line(desk: Desk, url: str) -> None:
@@ -178,6 +186,22 @@ def test_what_the_commands_are_refused_is_one_line(desk: Desk, url: str) -> None
     desk.refusal = "got stream 'code', expected one of: web"
     assert desk.refusal in the_error(in_process("set", "weights", "code=1", "-e", url), 1)
     assert "expected a broker" in the_error(in_process("skip", "--steps", "1", "-e", "http://127.0.0.1:9"), 75)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "got neither --add nor --remove, expected one"),
+        (["--add", "=1"], "got '=1', expected a stream and its settings, such as math='{weight: 0.2}'"),
+        (["--add", "math=0.2"], "got 'math=0.2', expected a stream and its settings"),
+        (["--add", "math={weight: "], "expected a stream and its settings"),
+        (["--add", "math={weigth: 0.2}"], "stream 'math': got the unknown key 'weigth', expected 'weight' perhaps"),
+        (["--add", "math={weight: 0}"], "stream 'math': weight: got"),
+    ],
+)
+def test_streams_that_cannot_be_read_are_not_asked_for(desk: Desk, url: str, words: list[str], expected: str) -> None:
+    assert expected in the_error(in_process("set", "streams", *words, "-e", url), 2)
+    assert not desk.asked
 
 
 def test_a_running_broker_answers_from_its_own_thread(broker: RunningBroker) -> None:
