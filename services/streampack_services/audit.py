@@ -18,11 +18,12 @@ import numpy as np
 
 from streampack.config import read_broker
 from streampack.core.deal import deal
+from streampack.core.records import Base
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
 from streampack.errors import LedgerDamaged, UserError
 from streampack_services.ledger import Ledger, Place
-from streampack_services.log import read_entries
+from streampack_services.log import Entry, read_entries
 from streampack_services.run_history import LATEST, NEVER, FeedHistory
 from streampack_services.segments import segment_files
 from streampack_services.step_rows import StepRows
@@ -52,8 +53,26 @@ def state_folder(state_dir: Path | None, config: Path | None) -> Path:
 def open_ledger(state_dir: Path) -> Iterator[Ledger]:
     """The ledger of a ``state_dir``, brought up to date. Raises UserError, LedgerDamaged, LogDamaged."""
     with Ledger(state_dir / LEDGER) as ledger:
-        ledger.update(read_entries(state_dir, max(ledger.state.next_lsn - 1, 0)))
+        ledger.update(_unread(state_dir, ledger))
         yield ledger
+
+
+def _unread(state_dir: Path, ledger: Ledger) -> Iterator[Entry]:
+    """The log's records from the last that a ledger has on.
+
+    A log that was cut begins anywhere: what its records mean is said by a ``Base`` further on, which is then read
+    first, too, as if it stood before them.
+    """
+    entries = read_entries(state_dir, max(ledger.state.next_lsn - 1, 0))
+    first = next(entries, None)
+    if first is None:
+        return
+    if not ledger.history.feeds and first.kind != Base.TYPE:
+        base = next((entry for entry in read_entries(state_dir) if entry.kind == Base.TYPE), None)
+        if base is not None:
+            yield Entry(first.lsn - 1, base.kind, base.body)
+    yield first
+    yield from entries
 
 
 def rebuild(state_dir: Path) -> Tree:
@@ -66,7 +85,7 @@ def rebuild(state_dir: Path) -> Tree:
     begin = segment_files(state_dir)[0][0]
     with Ledger(fresh) as ledger:
         before, damage = _salvage(path, ledger, begin)
-        ledger.update(read_entries(state_dir))
+        ledger.update(_unread(state_dir, ledger))
         after, records = ledger.fingerprints(), [ledger.state.first_lsn, ledger.state.next_lsn]
     os.replace(fresh, path)
     changed = [row for row, crc in before.items() if row in after and after[row] != crc]

@@ -3,9 +3,6 @@
 It knows bytes, never what they mean; ``segments`` says how they lie in files. One thread (the broker's) appends, reads
 and cuts, and never waits for the disk: what it appends stays in memory, where it can be read, until the thread of
 ``log_writer`` has written it. What is *safe* is told by ``safe_upto``: only of that may others hear.
-
-Every segment but the run's first begins with a record that the caller gives (``header``): what must survive when the
-segments before it are cut.
 """
 
 from __future__ import annotations
@@ -60,8 +57,6 @@ class Log:
         self._closed = False
         self.next_lsn = segments[-1].next_lsn if segments else 0
         """The number that the next record gets."""
-        self.header: Callable[[], tuple[int, Sequence[Any]]] | None = None
-        """(kind, parts) of the record that a new segment begins with, asked for in ``append``. It takes a number."""
 
     @classmethod
     def open(
@@ -128,18 +123,11 @@ class Log:
 
         Returns its number. Never waits and never fails for the disk's sake; ``flush`` hands it over.
         """
-        records = [(kind, *_views(parts))]
+        views, size = _views(parts)
         last = self._segments[-1] if self._segments else None
-        is_full = last is not None and len(last.offsets) > 0 and last.end + records[0][2] > last.capacity
-        lost_header = last is not None and last.first_lsn > 0 and not last.offsets  # by a crash, before it was safe
-        if self.header is not None and (is_full or lost_header):
-            header_kind, header_parts = self.header()
-            records.insert(0, (header_kind, *_views(header_parts)))
-        if last is None or is_full:
-            last = self._add_segment(sum(size for _, _, size in records))
-        for each in records:
-            lsn = self._put(last, *each)
-        return lsn
+        if last is None or (len(last.offsets) > 0 and last.end + size > last.capacity):
+            last = self._add_segment(size)
+        return self._put(last, kind, views, size)
 
     def flush(self) -> None:
         """Hand over what was appended; once a turn of the broker's loop."""

@@ -214,10 +214,10 @@ def test_a_damaged_ledger_is_refused_and_made_again_from_the_log(run: Run, state
 def test_rebuilding_keeps_what_the_log_has_no_more(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "state"
     log = Log.open(folder, durability="process", segment_bytes=12 << 10, on_safe=lambda: None)
-    log.header = lambda: (run.records[0].TYPE, encode_record(run.records[0]))
-    for record in run.records:
-        log.append(record.TYPE, encode_record(record))
-        log.flush()
+    for number, record in enumerate(run.records):
+        for each in (record, run.records[0]) if number % 7 == 6 else (record,):  # as a broker says it again
+            log.append(each.TYPE, encode_record(each))
+            log.flush()
     log.close()
     right = ask("ledger", "verify", "--state-dir", folder)
     segments = sorted(folder.glob("*.log"))

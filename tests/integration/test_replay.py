@@ -300,12 +300,13 @@ def shortened(config: Path, into: Path, segments: int) -> Path:
     )
     broker.close()
     core, lsn = broker.core, 0
-    log.header = lambda: (Base.TYPE, encode_record(core.base()))
     for entry in read_entries(Path(settings.state_dir or "")):
         record, payload = decode_record(entry.kind, entry.body)
         lsn = log.append(entry.kind, encode_record(record, payload))
         log.flush()
         core.recover(lsn, record)
+        if lsn % 7 == 6:  # as a broker says it again before it cuts
+            core.journal.next_lsn = log.append(Base.TYPE, encode_record(core.base())) + 1
     log.close()
     files = sorted((into / "state").glob("*.log"))
     assert len(files) > segments + 2
