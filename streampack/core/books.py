@@ -9,6 +9,7 @@ their floors: by a producer, or, where samples were pushed, out of the log.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,9 @@ from streampack.core.records import (
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, index_of
 from streampack.core.snapshot import Floor
+
+DISCARDED = "discarded"
+"""Why samples are rejected that were pushed before trainers went back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,13 +331,17 @@ class Books:
 
     # Quarantine
 
-    def discard(self, feed: str, place: ChunkPlace) -> list[Effect]:
-        """Samples that were pushed are dropped: counted, and no longer anybody's."""
-        p = self.of_feed(feed)[place.partition]
-        if not self.stream_of[p].terms.pushed:
-            return []
-        seqs = np.arange(place.base_seq, place.stop_seq)
-        return self._journal.append(self._rejection(p, seqs, {"discarded": place.count}))
+    def discard(self, feed: str) -> list[Effect]:
+        """Count the samples that were pushed to ``feed`` and are lost, those that are not counted yet."""
+        effects: list[Effect] = []
+        mine = self.of_feed(feed)
+        for place in self.stream_of[mine[0]].history.order if mine else ():
+            p = mine[place.partition]
+            if place.lost and place.count and not place.counted and self.stream_of[p].terms.pushed:
+                place.counted = True
+                seqs = np.arange(place.base_seq, place.stop_seq)
+                effects += self._journal.append(self._rejection(p, seqs, {DISCARDED: place.count}))
+        return effects
 
     def _rejection(self, p: int, seqs: I64, reasons: dict[str, int]) -> SamplesRejected:
         stream = self.stream_of[p]
@@ -381,10 +389,7 @@ class Books:
             self.digests[name] = record.source_digest
             return
         if isinstance(record, SamplesRejected):
-            partitions = self.streams[name].terms.partitions
-            for index in np.frombuffer(record.indices_u64, "<u8").tolist():
-                intake = self.intakes[self.streams[name].first + index % partitions]
-                intake.rejected_seq = max(intake.rejected_seq, index // partitions + 1)
+            self._recover_rejection(record)
             return
         p = self.streams[name].first + record.partition
         intake = self.intakes[p]
@@ -397,6 +402,15 @@ class Books:
         else:
             self._note_mark(p, record.number, record.seq, lsn)
         intake.durable_seq, intake.durable_marks = intake.recorded_seq, intake.num_marks
+
+    def _recover_rejection(self, record: SamplesRejected) -> None:
+        stream = self.streams[record.stream]
+        for index in np.frombuffer(record.indices_u64, "<u8").tolist():
+            intake, seq = self.intakes[stream.first + index % stream.terms.partitions], index // stream.terms.partitions
+            intake.rejected_seq = max(intake.rejected_seq, seq + 1)
+            at = bisect_right(intake.places, seq, key=lambda place: place.stop_seq)
+            if DISCARDED in record.reasons and at < len(intake.places) and intake.places[at].base_seq <= seq:
+                intake.places[at].counted = True
 
     def forget_below(self, lsn: int) -> None:
         """Records below ``lsn`` are gone from the log."""

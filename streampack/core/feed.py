@@ -463,10 +463,9 @@ class Feed:
         discards = self.plan.discards and step < self.history.num_steps
         if discards:
             since = self.history.begin_of(step)
-            for place in self.history.since(since):
-                effects += self._books.discard(self.name, place)
             why = f"trainers went back to step {step} from {self.history.num_steps}, what was pushed since is dropped"
             effects += self._branch(step, why, since)
+            effects += self._books.discard(self.name)
         return effects + self.go_to(step, given, discards)
 
     def _branch(self, step: int, why: str, since: int | None = None) -> list[Effect]:
@@ -613,7 +612,8 @@ class Feed:
         """Go to where the log ends: to the first step that some rank has not returned."""
         step = self.readers.formed_upto
         self.readers.lineage = self.history.lineage
-        return self.go_to(step, anew=True) if self.history.order or step else []
+        effects = self._books.discard(self.name)  # what the last broker was killed before it had counted
+        return effects + self.go_to(step, anew=True) if self.history.order or step else []
 
     @property
     def wanted_lsn(self) -> int:

@@ -24,7 +24,8 @@ KEPT_STEPS = 64
 @dataclass(slots=True)
 class ChunkPlace:
     """A recorded chunk: ``count`` samples, of ``tokens``, of a partition from ``base_seq`` on; or the ``mark``-th mark,
-    behind ``base_seq`` samples. ``lost``: trainers went back and its samples were discarded."""
+    behind ``base_seq`` samples. ``lost``: trainers went back and its samples were discarded; ``counted``: the log says
+    of each that it was."""
 
     partition: int
     base_seq: int
@@ -33,6 +34,7 @@ class ChunkPlace:
     tokens: int = 0
     mark: int = -1
     lost: bool = False
+    counted: bool = False
 
     @property
     def stop_seq(self) -> int:
@@ -263,10 +265,6 @@ class History:
         if self.lsn_of(step - 1) < 0 and found is not None and found[0] == step:
             return found[1]
         return self.lsn_of(step - 1) + 1
-
-    def since(self, lsn: int) -> list[ChunkPlace]:
-        """Chunks of records from ``lsn`` on that are not lost already."""
-        return [place for place in self.order if place.lsn >= lsn and place.count and not place.lost]
 
     def facts(self) -> FeedFacts:
         """What must survive when records of the log go."""

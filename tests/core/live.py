@@ -45,6 +45,7 @@ from streampack.core.merge import change as change_merge
 from streampack.core.merge import merge_of
 from streampack.core.messages import Envelope, Mesh, Offer, State, StepPart
 from streampack.core.producer_session import Chunk, EndOfPartition, Finish, ProducerSession, Read
+from streampack.core.push_session import PushSession
 from streampack.core.records import Record, RulesChanged
 from streampack.core.rules import Rules, RulesChange
 from streampack.core.samples import ROW, SampleTable, index_of
@@ -119,7 +120,7 @@ class Live:
         self._again: list[list[str]] = []
         self.refused: list[str] = []
         """What producers were told that offered a stream which is not known."""
-        self.producers: dict[bytes, ProducerSession] = {}
+        self.producers: dict[bytes, ProducerSession | PushSession] = {}
         self.ended: int | None = None
         self.begins, self.has_moved = 0, False
         """Where the log begins; whether the one before was lost."""
@@ -337,7 +338,9 @@ class Live:
                 self._post(b"r" + peer, partial(self._read, peer), effect)
             elif isinstance(effect, Finish):
                 del self.producers[peer]
-                if effect.code == "unknown_stream":  # what launched it does so again
+                if effect.code == "unknown_stream" and isinstance(
+                    producer, ProducerSession
+                ):  # what launched it does so again
                     self.refused.append(effect.error)
                     self._again.append([offer.stream for offer in producer.offers])
                     continue
@@ -347,7 +350,7 @@ class Live:
         lease = read.lease
         key = (lease.stream, lease.partition)
         producer = self.producers.get(peer)
-        held = producer.held.get(key) if producer is not None else None
+        held = producer.held.get(key) if isinstance(producer, ProducerSession) else None
         if held is None or held.session != read.session or held.ended:
             return
         lengths = self.data[lease.stream][lease.partition]

@@ -1,0 +1,172 @@
+"""Trainers go back and what was pushed since is dropped, at any moment, whatever is killed: counted, and in no step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from crc32c import crc32c
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack.core.events import Tick
+from streampack.core.form import Former
+from streampack.core.merge import merge_of
+from streampack.core.producer_session import Chunk
+from streampack.core.push_buffer import PushBuffer, size_of
+from streampack.core.push_session import End, Push, PushSession
+from streampack.core.records import ChunkAdmitted, LineageBegan, SamplesRejected
+from streampack.core.rules import Rules, StreamRules
+from streampack.core.samples import ROW, SampleTable, index_of
+from tests.core.live import Live, tokens_of
+
+PARTITIONS = 2
+RULES = Rules(
+    budget=32, packs=2, window=4, seed=3, merge="arrival",
+    streams=(StreamRules("rollouts", 1.0, PARTITIONS, pushed=True),),
+)  # fmt: skip
+
+
+def length_of(partition: int, seq: int) -> int:
+    return 1 + (7 * seq + 5 * partition) % 15
+
+
+class Rollouts(Live):
+    """A run whose samples are pushed: ``wanted`` of each partition, and once it is ``over`` no more."""
+
+    def __init__(self, seed: int, *, discards: bool = True) -> None:
+        self.wanted, self.over = 0, False
+        self.pushers: list[PushSession] = []
+        super().__init__(RULES, {}, seed, discards=discards)
+
+    def start_producer(self, streams: list[str]) -> bytes:
+        """A program for each partition."""
+        peer = b""
+        for partition in range(PARTITIONS):
+            peer = b"push%d" % partition
+            self.pushers.append(PushSession(
+                run=0, producer=f"pusher{partition}", incarnation=partition + 1, host="host", pid=partition,
+                stream="rollouts", partition=partition, buffer=PushBuffer(1 << 16),
+            ))  # fmt: skip
+            self.producers[peer] = self.pushers[-1]
+            self._to_producer(peer, Tick(self.now))
+        return peer
+
+    def turn(self) -> None:
+        """Somebody may push."""
+        partition = self.rng.randrange(PARTITIONS)
+        session = self.pushers[partition]
+        first = session.buffer.next_seq
+        if session.begun and first < self.wanted:
+            chunk = chunk_of(partition, first, min(first + self.rng.randint(1, 3), self.wanted))
+            if session.room(size_of(chunk)):
+                self._to_producer(b"push%d" % partition, Push(chunk))
+        elif session.begun and self.over and not session._ending:
+            self._to_producer(b"push%d" % partition, End())
+        super().turn()
+
+    @property
+    def is_safe(self) -> bool:
+        """All that is wanted is in the log."""
+        return all(pusher.buffer.durable_seq >= self.wanted for pusher in self.pushers)
+
+    def recorded(self) -> tuple[list[tuple[int, int, int, bool]], Counter[int]]:
+        """(partition, first sample, count, is it lost) of each chunk in the log; how often each index was dropped."""
+        chunks: list[tuple[int, int, int, int]] = []
+        lost: set[int] = set()
+        dropped: Counter[int] = Counter()
+        for lsn, record in enumerate(self.records()):
+            if isinstance(record, ChunkAdmitted):
+                chunks.append((lsn, record.partition, record.base_seq, len(record.lengths_u32) // 4))
+            elif isinstance(record, LineageBegan) and record.since is not None:
+                lost |= {at for at, *_ in chunks if at >= record.since}
+            elif isinstance(record, SamplesRejected):
+                dropped.update(np.frombuffer(record.indices_u64, "<u8").tolist())
+                assert set(record.reasons) == {"discarded"}
+        return [(*chunk, lsn in lost) for lsn, *chunk in chunks], dropped  # type: ignore[misc]
+
+
+def chunk_of(partition: int, first: int, stop: int) -> Chunk:
+    lengths = np.array([length_of(partition, seq) for seq in range(first, stop)])
+    samples = [tokens_of("rollouts", partition, seq, length_of(partition, seq)) for seq in range(first, stop)]
+    return Chunk(
+        key=("rollouts", partition), session=(0, 0), lengths_u32=lengths.astype("<u4").tobytes(),
+        crcs_u32=np.array([crc32c(sample) for sample in samples], "<u4").tobytes(),
+        loss_tokens_u32=(lengths - 1).astype("<u4").tobytes(), num_samples=len(lengths),
+        num_bytes=4 * int(lengths.sum()), cursor=(stop, 0, 0), rejected={}, payload=(b"".join(samples),),
+    )  # fmt: skip
+
+
+def planned(chunks: list[tuple[int, int, int, bool]]) -> list[bytes]:
+    """The digest of each step and all before it, of what is not lost, in the order in which it came."""
+    table, merge = SampleTable(64), merge_of(RULES)
+    former = Former(RULES, table)
+    for p, first, count, lost in chunks:
+        seqs = np.arange(first, first + count)
+        lengths = np.array([0 if lost else length_of(p, seq) for seq in seqs.tolist()], np.int64)
+        handles = np.full(count, -1, np.int64)
+        if not lost:
+            rows = np.zeros(count, ROW)
+            rows["index"], rows["length"], rows["loss_tokens"] = index_of(seqs, p, PARTITIONS), lengths, lengths - 1
+            rows["crc"] = [crc32c(tokens_of("rollouts", p, seq, length_of(p, seq))) for seq in seqs.tolist()]
+            handles = table.enter(rows)
+        merge.push(p, handles, lengths, np.zeros(count, np.int64))
+    for p in range(PARTITIONS):
+        merge.end(p)
+    taken = merge.take(1 << 40)
+    former.admit(taken.handles, taken.lengths)
+    assert merge.closed
+    former.closed = True
+    chains: list[bytes] = []
+    while (request := former.request()) is not None:
+        chains += [step.chain for step in former.apply(request.choose())]
+    return chains + [step.chain for step in former.cut()]
+
+
+def moves() -> st.SearchStrategy[list[tuple[str, int]]]:
+    names = st.sampled_from(["push", "push", "read", "read", "kill", "back", "turns", "torn"])
+    return st.lists(st.tuples(names, st.integers(0, 12)), min_size=2, max_size=14)
+
+
+def do(live: Rollouts, what: str, n: int) -> None:
+    """One thing that happens to a run."""
+    if what == "push":
+        live.wanted += 3 * n
+    elif what == "turns":
+        for _ in range(8 * n):
+            live.turn()
+    elif what == "read":  # as far as what is pushed goes
+        for _ in range(60 * n):
+            live.turn()
+    elif what == "kill":
+        live.start_broker()
+    elif what == "back":
+        live.go_back(max(live.had - n, 0))
+    elif what == "torn":  # killed while it goes to another lineage, of which the log has some records
+        before = live.feed.history.lineage
+        live.go_back(max(live.had - n, 0))
+        for _ in range(200):
+            length = len(live.log)
+            live.turn()
+            if live.feed.history.lineage > before:
+                del live.log[length + n % (len(live.log) - length) :]
+                live.start_broker()
+                break
+
+
+@given(moves(), st.integers(0, 999))
+@settings(deadline=None)
+def test_what_was_pushed_since_is_dropped_and_counted_and_all_else_is_in_the_steps(
+    story: list[tuple[str, int]], seed: int
+) -> None:
+    live = Rollouts(seed)
+    for what, n in [("push", 12), *story]:
+        do(live, what, n)
+    live.over = True
+    chains = live.finish()
+    assert not live.errors
+    chunks, dropped = live.recorded()
+    lost = [index_of(np.arange(first, first + count), p, PARTITIONS) for p, first, count, gone in chunks if gone]
+    assert dropped == Counter(index for part in lost for index in np.asarray(part).tolist())
+    assert sum(count for _, _, count, _ in chunks) == PARTITIONS * live.wanted
+    assert chains == planned(chunks)
