@@ -17,7 +17,7 @@ from streampack.core.rules import Rules, RulesChange
 from streampack.core.snapshot import Snapshot
 
 DIGEST_BYTES = 16
-KEPT_STEPS = 64
+KEPT_STEPS = 16
 """Snapshots of so many steps before the oldest that a rank may ask for stay in memory: trainers fetch ahead."""
 
 

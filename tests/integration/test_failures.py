@@ -298,16 +298,22 @@ def open_again(route: Proxy) -> None:
 
 
 def test_bytes_that_are_damaged_on_their_way_are_dropped_and_sent_again(job: Job, golden: Golden) -> None:
-    with through_proxies(job) as (trainers, producers), connect(trainers.endpoint, prefetch=1) as loader:
-        trainers.down.damage = producers.up.damage = 2
+    with through_proxies(job, damage=2) as (trainers, producers), connect(trainers.endpoint, prefetch=1) as loader:
+        trainers.down.damage = 2
         steps = list(loader.steps())
     assert the_golden_ones(golden, steps)
     assert trainers.down.damage == producers.up.damage == 0
 
 
 @contextmanager
-def through_proxies(job: Job) -> Iterator[tuple[Proxy, Proxy]]:
-    """Trainers and producers each come to a broker by a proxy."""
+def damaged(proxy: Proxy, damage: int) -> Iterator[None]:
+    proxy.up.damage = damage  # before anybody can have sent all there is
+    yield
+
+
+@contextmanager
+def through_proxies(job: Job, damage: int = 0) -> Iterator[tuple[Proxy, Proxy]]:
+    """Trainers and producers each come to a broker by a proxy, which damages some of what the producers send first."""
     with folder() as path:
         listen = fixed_listen(path)
         broker = RunningBroker(path, settings_in(path, job, listen))
@@ -315,6 +321,7 @@ def through_proxies(job: Job) -> Iterator[tuple[Proxy, Proxy]]:
             with (
                 Proxy(listen["trainers"]) as trainers,
                 Proxy(listen["producers"]) as producers,
+                damaged(producers, damage),
                 producing(job, path, producers.endpoint),
             ):
                 yield trainers, producers
