@@ -28,7 +28,7 @@ def moves() -> st.SearchStrategy[list[tuple[str, int, int]]]:
 
 def do(live: Live, what: str, n: int, m: int) -> None:
     """One thing that happens to a run."""
-    if what in ("weights", "later", "add", "remove") and live.has_moved:
+    if what not in ("read", "turns", "kill") and live.has_moved:
         live.until(lambda: live.is_attached)  # what it knows comes with the checkpoint
     if what == "read":
         live.read(live.had + n)
@@ -51,10 +51,7 @@ def do(live: Live, what: str, n: int, m: int) -> None:
     elif what == "moved":  # another host: nothing but the checkpoint is left
         state = live.state(live.had)
         live.start_broker(lost=True)
-        live.has_moved, live.begins = (
-            True,
-            live.had,
-        )  # nobody knows any more what was changed at which step before, nor what came after
+        live.has_moved, live.begins = True, live.had  # what was changed before, and what came after, is not known here
         live.chains = {at: chain for at, chain in live.chains.items() if at[1] < live.had}
         live.go_back(live.had, state)
 
