@@ -420,7 +420,10 @@ class Feed:
     def _wrong_here(self, given: Snapshot) -> str:
         """What of a sound snapshot is not as it is known here."""
         history, chain = self.history, self.history.chain_after(given.step - 1)
-        if given.lineage < history.lineage and given.step > history.lineage_step:
+        found = history.nearest(given.step)
+        begins = chain is None and found is not None and found[0] == given.step  # what is recorded begins with it
+        other = chain != given.form.chain and not begins
+        if given.lineage < history.lineage and given.step > history.lineage_step and other:
             return (
                 f"got step {given.step} of lineage {given.lineage}, expected one up to {history.lineage_step}, where "
                 f"trainers went back to and lineage {history.lineage} began: start from an earlier checkpoint"
