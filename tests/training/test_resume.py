@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.checkpoint.stateful import Stateful
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import streampack
 from streampack.config import convert
@@ -109,10 +109,8 @@ def test_a_stateful_dataloader_that_loads_around_the_first_iter_begins_where_it_
         assert [pack.sample_ids.tolist() for pack in iterator] == golden[6:]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchdata") is None, reason="torchdata is not installed")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torch's, of torchdata 0.11.0
 def test_torchdatas_own_goes_on_without_reading_anything_twice(broker: RunningBroker) -> None:
-    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-not-found]
-
     with streampack.connect(broker.trainers) as loader:
         batches = StatefulDataLoader(loader, batch_size=None, num_workers=0)
         first = [batch for _, batch in zip(range(6), batches, strict=False)]
