@@ -10,7 +10,7 @@ import json
 import logging
 import sys
 import time
-from typing import Literal, TextIO
+from typing import Literal
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -25,19 +25,15 @@ def set_up(level: Level = "info", *, as_json: bool = False) -> None:
     logging.captureWarnings(True)
 
 
-class _ToStderr(logging.StreamHandler[TextIO]):
+class _ToStderr(logging.Handler):
     """Looks standard error up each time: a progress line may have replaced it."""
 
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: TextIO) -> None:
-        raise NotImplementedError
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:  # as logging's own handlers: a line that cannot be written ends no daemon
+            self.handleError(record)
 
 
 class _Line(logging.Formatter):

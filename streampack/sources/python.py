@@ -125,12 +125,8 @@ def _indexed(settings: SourceSettings, tokenizer: Tokenizer, items: Any, words: 
 def _replayed(
     settings: SourceSettings, tokenizer: Tokenizer, words: tuple[str, ...], items: Items, *, divided: bool
 ) -> OpenedSource:
-    format_ = Format([], 1, _no_shards, (*words, "divided" if divided else "replayed"))
-    return ReplayedSource(settings, tokenizer, items, digest_of(settings, format_, tokenizer), divided)
-
-
-def _no_shards(fields: Sequence[Field]) -> OpenShard:
-    raise NotImplementedError(fields)
+    digest = digest_of(settings, tokenizer, (*words, "divided" if divided else "replayed"))
+    return ReplayedSource(settings, tokenizer, items, digest, divided)
 
 
 class ReplayedSource:

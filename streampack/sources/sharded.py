@@ -53,16 +53,18 @@ def pieces(num_samples: int) -> list[range]:
     return [range(begin, min(begin + size, num_samples)) for begin in range(0, num_samples, size)]
 
 
-def digest_of(settings: SourceSettings, format_: Format, tokenizer: Tokenizer) -> str:
-    """See Source.digest."""
+def digest_of(
+    settings: SourceSettings, tokenizer: Tokenizer, words: tuple[str, ...], files: Sequence[File] = ()
+) -> str:
+    """See Source.digest; ``words``: what it must hold beside settings, tokenizer and files."""
     return hashlib.sha256(
         msgspec.json.encode(
             [
                 "streampack-source-2",
                 settings.source,
-                [(file.name, file.size) for file in format_.files],
+                [(file.name, file.size) for file in files],
                 as_words(settings),
-                format_.words,
+                words,
                 tokenizer.digest,
             ],
             order="deterministic",
@@ -116,7 +118,7 @@ class ShardedSource:
     """Walks the shards of a format, and the samples of each, in their order."""
 
     def __init__(self, settings: SourceSettings, format_: Format, tokenizer: Tokenizer) -> None:
-        self.digest = digest_of(settings, format_, tokenizer)
+        self.digest = digest_of(settings, tokenizer, format_.words, format_.files)
         self.vocab_size = vocab_size_of(settings, tokenizer)
         self.num_files, self.num_shards = len(format_.files), format_.num_shards
         self._reader = format_.reader
