@@ -26,7 +26,7 @@ from streampack_services.broker import Plan, plan
 from streampack_services.http import parse_address
 from streampack_services.meanings import MEANINGS
 from streampack_services.producer import open_sources
-from streampack_services.report import size_text
+from streampack_services.status_report import size_text
 
 MAX_RANKS = 64
 """Sizes of a mesh up to this are tried."""

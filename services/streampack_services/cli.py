@@ -206,13 +206,13 @@ def status(endpoint: Endpoint = None, as_json: AsJson = False, timeout: Timeout 
     Example:
         streampack status http://node0:7400
     """
-    from streampack_services import report
+    from streampack_services import http_client, status_report
 
-    snapshot = report.fetch_status(endpoint, timeout)
+    snapshot = http_client.fetch_status(endpoint, timeout)
     if as_json:
         print(json.dumps(snapshot))
     else:
-        report.show_status(snapshot)
+        status_report.show_status(snapshot)
 
 
 @app.command()
@@ -229,9 +229,9 @@ def health(
     Example:
         streampack health http://127.0.0.1:7400
     """
-    from streampack_services import report
+    from streampack_services import http_client
 
-    good, said = report.fetch_health(endpoint, "/livez" if live else "/readyz", timeout)
+    good, said = http_client.fetch_health(endpoint, "/livez" if live else "/readyz", timeout)
     print(said, file=sys.stdout if good else sys.stderr)
     raise typer.Exit(0 if good else 1)
 

@@ -156,7 +156,7 @@ def _stream(text: str) -> tuple[str, dict[str, Any]]:
 def _ask(
     path: str, body: dict[str, Any], feed: str | None, note: str | None, endpoint: str | None, timeout_s: float
 ) -> dict[str, Any]:
-    from streampack_services import report
+    from streampack_services import http_client
 
     given = {key: value for key, value in {**body, "feed": feed, "note": note}.items() if value is not None}
-    return report.ask_change(endpoint, path, given, timeout_s)
+    return http_client.ask_change(endpoint, path, given, timeout_s)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from streampack_services import check, cli, report
+from streampack_services import check, cli, status_report
 from streampack_services.broker import BrokerService
 
 import streampack as sp
@@ -88,7 +88,7 @@ def test_names_are_shown_as_they_are_written(tmp_path: Path, capsys: pytest.Capt
     config = replace(config, listen=Listen(producers="tcp://127.0.0.1:*", trainers="tcp://127.0.0.1:*"))
     service = BrokerService(config)
     try:
-        report.show_status(service.snapshot)
+        status_report.show_status(service.snapshot)
     finally:
         service.close()
     shown = capsys.readouterr().out
@@ -164,7 +164,7 @@ def test_errors_become_exit_codes(
 
 def test_the_daemons_and_the_command_load_no_torch() -> None:
     code = (
-        "import sys; import streampack_services.daemon, streampack_services.producer, streampack_services.report; "
-        "import streampack_services.cli; assert 'torch' not in sys.modules"
+        "import sys; import streampack_services.daemon, streampack_services.producer, streampack_services.cli; "
+        "import streampack_services.status_report, streampack_services.http_client; assert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

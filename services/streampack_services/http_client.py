@@ -1,0 +1,90 @@
+"""What the command line asks a broker over HTTP: its status, its health, and changes of a run.
+
+Knows addresses and answers; what an answer looks like to a person is for others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from streampack.client import read_rendezvous
+from streampack.errors import PeerError, Rejected, Unreachable, UserError
+
+DEFAULT_ENDPOINT = "http://127.0.0.1:7400"
+Tree = dict[str, Any]
+
+
+def _base(endpoint: str | None, timeout_s: float) -> str:
+    found = endpoint or os.environ.get("STREAMPACK_HTTP") or DEFAULT_ENDPOINT
+    if found.startswith("file://"):
+        found = read_rendezvous(Path(found.removeprefix("file://")), "http", timeout_s)
+    if "://" not in found:
+        found = f"http://{found}"
+    if not found.startswith(("http://", "https://")):
+        raise UserError(f"got endpoint {found!r}, expected the broker's HTTP address such as {DEFAULT_ENDPOINT}")
+    return found.rstrip("/")
+
+
+def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) -> tuple[int, str]:
+    """(HTTP status, text); a ``body`` is posted. Raises Unreachable. Proxies of the environment are not used: a broker
+    is near."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(urllib.request.Request(base + path, body), timeout=timeout_s) as answer:
+            return int(answer.status), answer.read().decode("utf-8", "replace")
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode("utf-8", "replace")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        what = getattr(reason, "strerror", None) or str(reason)
+        raise Unreachable(
+            f"{base}: got no answer ({what.lower()}), expected a broker: is 'streampack broker' running, "
+            f"with listen.http there?"
+        ) from None
+
+
+def fetch_status(endpoint: str | None, timeout_s: float) -> Tree:
+    """The broker's snapshot. Raises Unreachable, or PeerError if something else answers there."""
+    base = _base(endpoint, timeout_s)
+    code, text = _fetch(base, "/status", timeout_s)
+    try:
+        found = json.loads(text)
+        if code == 200 and isinstance(found, dict) and "run" in found:
+            return found
+    except ValueError:
+        pass
+    raise PeerError(f"{base}/status: got an answer {code} that is no broker's, expected one: check the address")
+
+
+def fetch_health(endpoint: str | None, path: str, timeout_s: float) -> tuple[bool, str]:
+    """(good, what was said)."""
+    try:
+        code, text = _fetch(_base(endpoint, timeout_s), path, timeout_s)
+    except Unreachable as error:
+        return False, f"streampack: {error}"
+    return code == 200, text.strip() or f"got an answer {code}"
+
+
+def ask_change(endpoint: str | None, path: str, body: Tree, timeout_s: float) -> Tree:
+    """What the broker says to a change that is asked for: ``feed`` and ``step``, from which it holds.
+
+    Raises UserError for what cannot be, Rejected where it is refused, Unreachable if no answer comes in time.
+    """
+    base = _base(endpoint, timeout_s)
+    code, text = _fetch(base, path, timeout_s, json.dumps(body).encode())
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if code == 200 and isinstance(found, dict) and "step" in found:
+        return found
+    if not isinstance(found, dict) or "error" not in found:
+        raise PeerError(f"{base}{path}: got an answer {code} that is no broker's, expected one: check the address")
+    if code in (503, 504):
+        raise Unreachable(f"{base}: {found['error']}")
+    raise UserError(found["error"]) if code == 400 else Rejected("refused", found["error"])
