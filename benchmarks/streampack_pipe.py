@@ -28,10 +28,12 @@ from benchmarks.bare_pipe import (
     Processes,
 )
 from streampack.chunks import Batch
-from streampack.config import BrokerConfig, convert
+from streampack.config import BrokerConfig
+from streampack.config_check import checked
 from streampack.core.messages import Lease
 from streampack.producer import ProducerLoop
 from streampack.sources import Cursor
+from streampack.typed_tree import convert
 
 POOL_TOKENS = 4 << 20
 PACKS_PER_STEP = 32
@@ -92,7 +94,7 @@ def _broker(report: Connection, listen: dict[str, str], state_dir: str | None) -
         "rules": {"budget": PACK_TOKENS, "step": {"packs": PACKS_PER_STEP}},
         "streams": {"web": {"repeat": True, "partitions": NUM_PRODUCERS}},
     }
-    service = BrokerService(convert(tree, BrokerConfig).check())
+    service = BrokerService(checked(convert(tree, BrokerConfig)))
     report.send(service.endpoints)
     service.run()
 

@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import Any, Literal
 
 from streampack.client import read_rendezvous
-from streampack.config import parse_size
 from streampack.core.push_session import EndBatch
 from streampack.errors import UserError
 from streampack.given import Given, as_mapping, check_declared, chunk_of_group, chunks_of
 from streampack.pushing import Pushing
+from streampack.typed_tree import parse_size
 
 
 class Producer:

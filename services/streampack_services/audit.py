@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from streampack.config import read_broker
+from streampack.config_files import read_broker
 from streampack.core.deal import deal
 from streampack.core.records import Base
 from streampack.core.rules import Rules

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from streampack import wire
-from streampack.config import BrokerConfig, parse_size
+from streampack.config import BrokerConfig
 from streampack.core.broker import Broker, Capacity
 from streampack.core.changes import Ask
 from streampack.core.effects import (
@@ -53,6 +53,7 @@ from streampack.core.packers import packer
 from streampack.core.rules import Rules
 from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport import Poller, Router, Waker, drain
+from streampack.typed_tree import parse_size
 from streampack_services.arena import SLACK, Arena, arena_tokens
 from streampack_services.keeper import Keeper
 from streampack_services.status import Reporter, Snapshot

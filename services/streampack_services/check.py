@@ -16,7 +16,8 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from streampack.config import BrokerConfig, ProducerConfig, read_either
+from streampack.config import BrokerConfig, ProducerConfig
+from streampack.config_files import read_either
 from streampack.core.kept import mesh_refusal
 from streampack.core.messages import Mesh
 from streampack.core.rules import Rules

@@ -121,7 +121,7 @@ def broker(
     Example:
         streampack broker -c broker.yaml --http 0.0.0.0:7400
     """
-    from streampack.config import read_broker
+    from streampack.config_files import read_broker
 
     logs.set_up(log_level, as_json=log_json)
     settings = read_broker(config)
@@ -151,7 +151,7 @@ def produce(
     Example:
         streampack produce -c producer.yaml
     """
-    from streampack.config import read_producer
+    from streampack.config_files import read_producer
     from streampack_services import producer
 
     logs.set_up(log_level, as_json=log_json)

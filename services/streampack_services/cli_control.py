@@ -140,7 +140,8 @@ def _share(text: str) -> tuple[str, float]:
 
 def _stream(text: str) -> tuple[str, dict[str, Any]]:
     """``("math", {"weight": 0.2})`` of ``math={weight: 0.2}``; ``math`` alone has the defaults. Raises UserError."""
-    from streampack.config import StreamSettings, convert
+    from streampack.config import StreamSettings
+    from streampack.typed_tree import convert
 
     name, _, value = text.partition("=")
     try:

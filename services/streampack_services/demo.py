@@ -29,12 +29,14 @@ from rich.table import Table
 
 from streampack import Mesh
 from streampack.client import read_rendezvous
-from streampack.config import BrokerConfig, convert
+from streampack.config import BrokerConfig
+from streampack.config_check import checked
 from streampack.core.figures import figures
 from streampack.core.rules import Rules
 from streampack.core.samples import index_of
 from streampack.errors import StreampackError, UserError
 from streampack.sources import SourceSettings, open_source
+from streampack.typed_tree import convert
 from streampack_services.demo_client import RankReport, run_rank
 from streampack_services.demo_text import write_shards
 
@@ -86,7 +88,7 @@ def _run(
 ) -> dict[str, Any]:
     packs = options.dp * MICRO_BATCHES
     broker = _broker_tree(options, folder, packs)
-    rules = convert(broker, BrokerConfig).check().plan()
+    rules = checked(convert(broker, BrokerConfig)).plan()
     pattern = options.source
     if pattern is None:
         tokens = int((options.steps - 0.5) * packs * options.budget)

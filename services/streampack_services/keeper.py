@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from streampack import wire
-from streampack.config import BrokerConfig, parse_size
+from streampack.config import BrokerConfig
 from streampack.core.broker import Broker
 from streampack.core.effects import Append, Recall, Recalled, Safe, WasCut
 from streampack.core.records import Record
 from streampack.errors import ConfigError, LogDamaged, StreampackError, WireError
+from streampack.typed_tree import parse_size
 from streampack_services.audit import open_ledger
 from streampack_services.log import Entry, Log
 

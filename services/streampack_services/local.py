@@ -23,7 +23,8 @@ from msgspec.structs import fields, replace
 
 import streampack
 from streampack.client import introduce_to_torch
-from streampack.config import BrokerConfig, StreamSettings, convert, parse_size
+from streampack.config import BrokerConfig, StreamSettings
+from streampack.config_check import checked
 from streampack.core.rules import Rules
 from streampack.errors import ConfigError, InternalError, StreampackError, UserError
 from streampack.packs import Step
@@ -31,6 +32,7 @@ from streampack.producer import ProducerLoop
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
 from streampack.sources.settings import check_settings
 from streampack.sources.tokenizers import CallableTokenizer, Tokenizer
+from streampack.typed_tree import convert, parse_size
 from streampack_services.broker import BrokerService, plan
 from streampack_services.http import HttpServer
 from streampack_services.in_memory import InMemory
@@ -135,7 +137,7 @@ def open_local(
         sources[name], streams[name] = _stream(name, each, stream, tokenizer)
         if name in weights:
             streams[name]["weight"] = weights[name]
-    config = _with_memory(convert({"run": "local", **run, "streams": streams}, BrokerConfig, "local").check())
+    config = _with_memory(checked(convert({"run": "local", **run, "streams": streams}, BrokerConfig, "local")))
     return Local(lambda stack: _start(stack, config, sources, http, client))
 
 

@@ -13,7 +13,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from streampack.config import ProducerConfig, read_either
+from streampack.config import ProducerConfig
+from streampack.config_files import read_either
 from streampack.core.fields import LOSS_MASK, Field
 from streampack.errors import UserError
 from streampack.sources import Record, Tokenizer, open_tokenizer

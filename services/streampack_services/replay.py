@@ -29,7 +29,8 @@ from msgspec.structs import replace
 
 import streampack
 from streampack import checkpoint
-from streampack.config import BrokerConfig, ProducerConfig, Retain, read_broker, read_producer
+from streampack.config import BrokerConfig, ProducerConfig, Retain
+from streampack.config_files import read_broker, read_producer
 from streampack.core.messages import State
 from streampack.errors import DataStall, InternalError, Rejected, SourceError, StreampackError, UserError
 from streampack.packs import Step

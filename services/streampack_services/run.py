@@ -26,10 +26,11 @@ from types import FrameType
 from typing import IO, Any
 
 from streampack import wire
-from streampack.config import read_broker, read_producer, read_tree
+from streampack.config_files import read_broker, read_producer
 from streampack.core.messages import Envelope, ProducerPing
 from streampack.errors import ConfigError, StreampackError, Unreachable, UserError, WireError
 from streampack.transport import Dealer, Poller
+from streampack.typed_tree import read_tree
 from streampack_services.orphans import ASKED_BY_CTRL_C, exit_code, guarded
 
 log = logging.getLogger("streampack.run")

@@ -11,19 +11,14 @@ from hypothesis import strategies as st
 from streampack_services.arena import arena_tokens
 from streampack_services.broker import plan
 
-from streampack.config import (
-    BrokerConfig,
-    ProducerConfig,
-    convert,
-    parse_size,
-    read_broker,
-    read_either,
-    read_producer,
-)
+from streampack.config import BrokerConfig, ProducerConfig
+from streampack.config_check import checked
+from streampack.config_files import read_broker, read_either, read_producer
 from streampack.core.feed import needed_tokens
 from streampack.core.fields import Field
 from streampack.core.rules import Align, Balance, Rules, StreamRules
 from streampack.errors import ConfigError
+from streampack.typed_tree import convert, parse_size
 
 # Rules
 
@@ -254,7 +249,7 @@ def test_a_file_is_known_by_its_streams(tmp_path: Path) -> None:
 
 
 def broker(**tree: Any) -> BrokerConfig:
-    return convert({"streams": {"web": {}}, **tree}, BrokerConfig).check()
+    return checked(convert({"streams": {"web": {}}, **tree}, BrokerConfig))
 
 
 def test_the_largest_chunk_and_a_repeated_stream_of_one_pass_are_good() -> None:
@@ -389,7 +384,7 @@ def test_a_feed_has_its_streams_and_the_runs_rules_with_its_own_laid_over_them()
             "valid": {"streams": ["val"], "rules": {"step": {"packs": 2}, "balance": {"a": 7}}},
         },
     }
-    config = convert(tree, BrokerConfig).check()
+    config = checked(convert(tree, BrokerConfig))
     train, valid = config.plan("train"), config.plan("valid")
     assert [stream.name for stream in train.streams] == ["web", "code"], "in the order of the run's streams"
     assert [stream.name for stream in valid.streams] == ["val"]
@@ -405,10 +400,10 @@ def test_memory_is_shared_out_so_that_every_feed_can_always_make_a_step() -> Non
         "streams": {"web": {}, "val": {"partitions": 1}},
         "feeds": {"train": {"streams": ["web"]}, "valid": {"streams": ["val"], "rules": {"step": {"packs": 64}}}},
     }  # fmt: skip
-    found = plan(convert(tree, BrokerConfig).check())
+    found = plan(checked(convert(tree, BrokerConfig)))
     for feed in found.feeds:
         assert feed.merged_tokens >= needed_tokens(feed.rules, found.capacity.max_sample_tokens)
     held = sum(feed.merged_tokens for feed in found.feeds) + 5 * found.capacity.quota_tokens
     assert held <= arena_tokens(found.memory_bytes, found.token_bytes, found.block_tokens)
     with pytest.raises(ConfigError, match=r"memory: got 1MiB, .*8 packs a step .* and a window of 64 .* 64 packs"):
-        plan(convert(tree | {"memory": "1MiB"}, BrokerConfig).check())
+        plan(checked(convert(tree | {"memory": "1MiB"}, BrokerConfig)))

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 import streampack
-from streampack.config import convert
 from streampack.errors import DataStall, PeerError, Rejected, StateError, UserError
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
+from streampack.typed_tree import convert
 from tests.integration.running import RunningBroker, running_broker, until, write_jsonl
 
 SAMPLES = 300

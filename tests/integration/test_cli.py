@@ -14,8 +14,9 @@ from streampack_services import check, cli, status_report
 from streampack_services.broker import BrokerService
 
 import streampack as sp
-from streampack.config import BrokerConfig, Listen, convert
+from streampack.config import BrokerConfig, Listen
 from streampack.errors import ConfigError, InternalError, StreampackError, Unreachable
+from streampack.typed_tree import convert
 from tests.integration.running import (
     RunningBroker,
     in_process,

@@ -15,10 +15,10 @@ import pytest
 import streampack
 from streampack import reading
 from streampack.client import read_rendezvous
-from streampack.config import convert
 from streampack.errors import InternalError, MeshError, PeerError, Unreachable, UserError
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
+from streampack.typed_tree import convert
 from tests.integration.running import RunningBroker, running_broker, until, write_jsonl
 
 SETTINGS: dict[str, Any] = {

@@ -14,12 +14,12 @@ from streampack_services.progress import Overall
 import streampack
 from streampack import producer
 from streampack.chunks import CHUNK_S, batches
-from streampack.config import convert
 from streampack.core import leases
 from streampack.core.messages import Lease
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source, open_tokenizer
 from streampack.sources.tokenizers import TokenizerSettings
+from streampack.typed_tree import convert
 from tests.integration.running import running_broker, until, write_jsonl
 
 SETTINGS: dict[str, Any] = {

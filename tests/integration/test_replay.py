@@ -18,7 +18,7 @@ from streampack_services.broker import BrokerService
 from streampack_services.log import Log, read_entries
 
 import streampack as sp
-from streampack.config import read_broker
+from streampack.config_files import read_broker
 from streampack.core.records import Base
 from streampack.packs import Step
 from streampack.wire import decode_record, encode_record

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import streampack
-from streampack.config import convert
 from streampack.producer import ProducerLoop
 from streampack.sources import Source, SourceSettings, open_source
+from streampack.typed_tree import convert
 from tests.integration.running import Daemon, RunningBroker, running_broker, write, write_jsonl
 
 SETTINGS: dict[str, Any] = {

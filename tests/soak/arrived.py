@@ -13,12 +13,14 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from streampack.config import BrokerConfig, convert
+from streampack.config import BrokerConfig
+from streampack.config_check import checked
 from streampack.core.form import chain_digest, pack_digests, step_digest
 from streampack.core.intake import apply_overlong
 from streampack.core.rules import Rules
 from streampack.core.samples import ROW
 from streampack.sources import SourceSettings, open_source
+from streampack.typed_tree import convert
 from tests.soak.golden import Golden, GoldenPack, GoldenStep, Id
 from tests.soak.job import Job
 from tests.soak.members import lines_of
@@ -30,7 +32,7 @@ Sample = tuple[NDArray[Any], int]
 
 def pack_as_it_came(job: Job) -> Golden:
     """Steps with the samples that the ranks had in them first."""
-    rules = convert(job.settings, BrokerConfig).check().plan()
+    rules = checked(convert(job.settings, BrokerConfig)).plan()
     samples = _samples(job, rules)
     came: dict[int, dict[int, list[Id]]] = {}
     for rank in range(len(job.meshes)):

@@ -13,13 +13,15 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from streampack.config import BrokerConfig, convert
+from streampack.config import BrokerConfig
+from streampack.config_check import checked
 from streampack.core.form import Former, Step
 from streampack.core.intake import apply_overlong
 from streampack.core.merge import Merge, merge_of
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, IGNORE_INDEX, SampleTable
 from streampack.sources import Cursor, Source, SourceSettings, open_source
+from streampack.typed_tree import convert
 from tests.soak.checksum import crc_of
 from tests.soak.job import Job
 
@@ -95,7 +97,7 @@ def _chunks(begin: int, end: int, cp: int, cp_rank: int) -> list[int]:
 
 def pack_offline(job: Job) -> Golden:
     """All steps of a job; every sample is seen to be there exactly once."""
-    rules = convert(job.settings, BrokerConfig).check().plan()
+    rules = checked(convert(job.settings, BrokerConfig)).plan()
     table, merge = SampleTable(), merge_of(rules)
     assert isinstance(merge, Merge)
     tokens: dict[int, NDArray[Any]] = {}

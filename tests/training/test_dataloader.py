@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import streampack
-from streampack.config import convert
 from streampack.errors import PeerError, UserError
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
+from streampack.typed_tree import convert
 from tests.integration.running import RunningBroker, running_broker, write_jsonl
 
 

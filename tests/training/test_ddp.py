@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import streampack
-from streampack.config import convert
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
+from streampack.typed_tree import convert
 from tests.integration.running import running_broker, write_jsonl
 
 SCRIPT = """

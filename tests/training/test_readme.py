@@ -19,9 +19,9 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import streampack
-from streampack.config import convert
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
+from streampack.typed_tree import convert
 from tests.integration.running import RunningBroker, running_broker, write_jsonl
 from tests.integration.small_broker import SmallBroker
 

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import streampack
-from streampack.config import convert
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
+from streampack.typed_tree import convert
 from tests.integration.running import RunningBroker, running_broker, write_jsonl
 
 SAMPLES = 200

@@ -1,0 +1,161 @@
+"""A YAML file as a typed tree: read, converted, and what is wrong in it said in our words.
+
+A key that is written twice, of which YAML would drop the first, is refused as a file that is no YAML is. msgspec checks
+the tree against a struct; its message is put as "path: got X, expected Y", with the keys that there are for one that is
+unknown. This module knows no key of any file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+import msgspec
+import yaml
+
+from streampack.errors import ConfigError
+
+T = TypeVar("T")
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_SIZE = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*$")
+_MAX_BYTES = 1 << 62
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_ENUM = re.compile(r"Invalid enum value (.*)")
+_KIND = re.compile(r"Expected `([^`]*)`(.*?)(?:, got `(.*)`)?")
+_WORDS = {"object": "a mapping", "array": "a list", "str": "text", "int": "a whole number", "float": "a number",
+          "bool": "true or false", "null": "nothing"}  # fmt: skip
+_IN_YAML = {None: "nothing", True: "true", False: "false"}
+_UNKNOWN_VALUE = object()
+
+
+def read_tree(path: str | Path) -> Any:
+    """What a YAML file says, unchecked. Raises ConfigError for one that cannot be read."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    try:
+        tree = msgspec.yaml.decode(text)
+        twice = _written_twice(yaml.compose(text, Loader=yaml.SafeLoader))
+    except (msgspec.DecodeError, ValueError, yaml.YAMLError) as error:
+        first = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+        raise ConfigError(f"{path}: is not YAML: {first}") from None
+    if twice:
+        raise ConfigError(f"{path}: {twice}")
+    return {} if tree is None else tree
+
+
+def _written_twice(node: yaml.Node | None, path: str = "") -> str:
+    """What to say of a key that a mapping has twice, of which YAML drops the first; empty if there is none."""
+    if not isinstance(node, yaml.MappingNode):
+        return ""
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in lines:
+            return f"{path}{name}: got it twice, in lines {lines[name]} and {line}, expected it once: put them together"
+        lines[name] = line
+        if twice := _written_twice(value, f"{path}{name}."):
+            return twice
+    return ""
+
+
+def convert(tree: Any, kind: type[T], where: str = "configuration") -> T:
+    """A typed tree of plain dictionaries and lists. Raises ConfigError with the path of what is wrong."""
+    try:
+        return msgspec.convert(tree, kind)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{where}: {explained(error, kind, tree)}") from None
+
+
+def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
+    """msgspec's words in ours: the path first, below ``within``, what was got, what was expected."""
+    text = str(error)
+    at = _AT.search(text)
+    path, what = (at[1], text[: at.start()]) if at else ("", text)
+    if unknown := _UNKNOWN.fullmatch(what):
+        known = [field.encode_name for field in _fields(_type_at(kind, path))]
+        near = difflib.get_close_matches(unknown[1], known, 1)
+        meant = f"'{near[0]}' perhaps, or another" if near else "one"
+        what = f"got the unknown key '{unknown[1]}', expected {meant} of: {', '.join(known)}"
+    elif missing := _MISSING.fullmatch(what):
+        what = f"got no key '{missing[1]}', expected one: add it"
+    elif enum := _ENUM.fullmatch(what):
+        what = f"got {enum[1]}, expected one of: {', '.join(map(str, get_args(_type_at(kind, path))))}"
+    elif wrong := _KIND.fullmatch(what):
+        of_key = " in `$" in text
+        value = _UNKNOWN_VALUE if of_key else _value_at(tree, _named(path, kind, tree))
+        what = ("a key: " if of_key else "") + _wrong_kind(wrong, value)
+    else:
+        what = what[:1].lower() + what[1:]
+    place = ".".join(filter(None, (within, path and _named(path, kind, tree))))
+    return f"{place}: {what}" if place else what
+
+
+def _wrong_kind(said: re.Match[str], value: Any) -> str:
+    """``got '8k', expected a whole number``; ``said`` is msgspec's: type, bound and, if another, type given."""
+    expected = " or ".join(_WORDS.get(word, word) for word in said[1].split(" | "))
+    if value is _UNKNOWN_VALUE or (said[3] and isinstance(value, dict | list)):
+        got = f"got {_WORDS.get(said[3], said[3])}, " if said[3] else ""
+    else:
+        got = f"got {_IN_YAML[value] if value is None or isinstance(value, bool) else repr(value)[:80]}, "
+    quote = ": put it in quotes" if said[1] == "str" and said[3] in ("int", "float", "bool") else ""
+    return f"{got}expected {expected}{said[2]}{quote}"
+
+
+def _value_at(tree: Any, path: str) -> Any:
+    """What ``path`` names, if that can be told: a name may hold dots."""
+    for step in filter(None, path.split(".")):
+        tree = tree.get(step, _UNKNOWN_VALUE) if isinstance(tree, dict) else _UNKNOWN_VALUE
+    return tree
+
+
+def _named(path: str, kind: Any, tree: Any) -> str:
+    """``streams[...].weight`` as ``streams.web.weight``: msgspec does not say in which of them it is."""
+    field, dots, rest = path.partition("[...]")
+    if not dots or "." in field:
+        return path
+    each = get_args(_type_at(kind, field))[-1]
+    for key, value in tree[field].items():
+        try:
+            msgspec.convert(value, each)
+        except (msgspec.ValidationError, ValueError):
+            return f"{field}.{key}{rest}"
+    return path
+
+
+def _type_at(kind: Any, path: str) -> Any:
+    """The type of what ``path`` names, such as ``streams[...].weight``; for an optional one the type itself."""
+    for step in filter(None, path.replace("[...]", ".[]").split(".")):
+        if step == "[]":
+            kind = get_args(kind)[-1]
+        else:
+            kind = next(field.type for field in _fields(kind) if field.encode_name == step)
+        while get_origin(kind) in (Annotated, Union, UnionType):
+            kind = get_args(kind)[0]
+    return kind
+
+
+def _fields(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(kind)
+
+
+def parse_size(value: str | int, path: str) -> int:
+    """Bytes of ``16GiB``, ``500MB`` or a number. Raises ConfigError naming ``path``.
+
+    >>> parse_size("1.5KiB", "memory")
+    1536
+    """
+    match = _SIZE.match(str(value))
+    if not match or match[2] not in _UNITS:
+        raise ConfigError(f"{path}: got {value!r}, expected a size such as 16GiB or 500MB")
+    size = float(match[1]) * _UNITS[match[2]]
+    if size > _MAX_BYTES:
+        raise ConfigError(f"{path}: got {str(value)[:40]}, expected at most {_MAX_BYTES} bytes")
+    return int(size)
