@@ -46,6 +46,7 @@ bench: $(DEV)
 	$(BIN)/python benchmarks/throughput.py --quick --json
 	$(BIN)/python benchmarks/sources.py --quick --json
 	$(BIN)/python benchmarks/ledger.py --quick --json
+	$(BIN)/python benchmarks/packing.py --quick --json
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

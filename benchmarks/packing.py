@@ -1,0 +1,291 @@
+"""How full packs are, how long samples wait, and how alike packs cost: every packer on the same streams, in one run.
+
+Ours and those of other projects that streampack reproduces, from its registry; TRL's and Grain's own if they are
+installed beside it (``pip install trl grain``; see ``peers.py``). Six kinds of lengths that stay the same and five that
+shift (``lengths.py``), three budgets, two windows.
+
+- *over*: packs above the least there can be: ceil(tokens / budget), or Martello and Toth's bound L2 where long samples
+  make it higher (Knapsack Problems, 1990, ch. 8), in percent;
+- *wait*: how many packs later a sample leaves than the first younger one, so since it was surely in sight;
+- *cost*: the sum of squared lengths, what attention works on, over data-parallel ranks after DEAL: in steps of
+  ``MICRO_BATCHES`` packs a rank, ranks in lock step, the dearest pack of each micro-batch over the mean;
+- *samples/s*: CPU time of one process. numba's and plain Python's are told apart by their names' ``*``.
+
+At the end the two bounds that ``exact_fill`` has to keep: on lengths that stay the same no more packs than first fit
+decreasing of all of them at once, on those that shift no more than that on blocks of two windows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.lengths import BUDGETS, I64, SHIFTING, STATIONARY, lengths_of
+from benchmarks.peers import MISSING, PEERS
+from benchmarks.throughput import machine_facts
+from streampack.core.deal import deal
+from streampack.core.packers import PACKERS, packer
+from streampack.core.packers.decreasing import first_fit_decreasing
+
+MICRO_BATCHES = 4
+SEEDS = 5
+SAMPLES, QUICK_SAMPLES = 49_152, 6_144
+COMPILED = ("exact_fill", "joint")
+WHOSE = {
+    "exact_fill": "ours",
+    "joint": "ours",
+    "sliding_ffd": "ours",
+    "first_fit_decreasing": "NeMo-RL",
+    "modified_first_fit_decreasing": "NeMo-RL",
+    "first_fit_shuffle": "NeMo-RL; Axolotl",
+    "best_fit_decreasing": "TRL",
+    "greedy_knapsack": "LLaMA-Factory",
+    "buffer_first_fit": "VeOmni",
+    "karmarkar_karp": "verl, ROLL",
+    "concatenative": "NeMo-RL, AutoModel",
+}
+"""Whose behaviour a packer of the registry reproduces."""
+OFFLINE = "first_fit_decreasing, offline"
+
+Packed = tuple[I64, I64, float]
+"""Positions, bounds of the packs in them, and CPU seconds."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One packer on one stream."""
+
+    kind: str
+    budget: int
+    window: int
+    packer: str
+    packs: int
+    least: int
+    over_percent: float
+    utilisation: float
+    wait_p99: float
+    wait_max: int
+    samples_per_s: float
+    cost_dp8: float | None
+    cost_dp64: float | None
+
+
+def main() -> None:
+    args = _arguments()
+    names = [name for name in PACKERS if name in WHOSE]
+    samples = args.samples or (QUICK_SAMPLES if args.quick else SAMPLES)
+    budgets, windows = ((8192,), (1024,)) if args.quick else (BUDGETS, (256, 1024))
+    for name in names:
+        _ours(name, np.array([1, 2]), 4, 2)  # compiles
+    report: dict[str, Any] = {
+        "benchmark": "packing",
+        "command": shlex.join(["python", "benchmarks/packing.py", *sys.argv[1:]]),
+        "samples": samples,
+        "machine": machine_facts(),
+        "load_before": round(os.getloadavg()[0], 2),
+        "missing": MISSING,
+    }
+    if MISSING:
+        print(f"not installed, hence left out: {', '.join(MISSING)}")
+    rows: list[Row] = []
+    for window in windows:
+        for title, kinds in (("same throughout", STATIONARY), ("shifting", SHIFTING)):
+            found = [row for kind in kinds for budget in budgets for row in _rows(kind, budget, window, samples, names)]
+            print(f"\nlengths {title}, window {window}, budgets {', '.join(map(str, budgets))}\n")
+            _show(found)
+            rows += found
+    bounds = list(_bounds(samples, budgets, 1 if args.quick else SEEDS))
+    broken = [each for each in bounds if each["packs"] > each["bound"]]
+    print(f"\nexact_fill's bounds: kept on {len(bounds) - len(broken)} of {len(bounds)} streams", *broken, sep="\n")
+    if args.png:
+        _draw(rows, args.png)
+    if args.json:
+        print(json.dumps(report | {"rows": [asdict(row) for row in rows], "bounds": bounds}))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one budget, one window, short streams: under a minute")
+    parser.add_argument("--samples", type=int, help=f"of each stream; {SAMPLES}, or {QUICK_SAMPLES} if quick")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--png", type=Path, help="draw packs over the bound there (pip install matplotlib)")
+    return parser.parse_args()
+
+
+def _rows(kind: str, budget: int, window: int, samples: int, names: list[str]) -> Iterator[Row]:
+    """Every packer on one stream."""
+    lengths = lengths_of(kind, budget, samples)
+    ways: dict[str, Callable[[], Packed]] = {
+        **{name: partial(_ours, name, lengths, budget, window) for name in names},
+        OFFLINE: partial(_offline, lengths, budget),
+        **{name: partial(_peer, pack, lengths, budget, window) for name, pack in PEERS.items()},
+    }
+    least = max(_ceil(lengths, budget), martello_toth(lengths, budget))
+    for name, way in ways.items():
+        positions, bounds, seconds = way()
+        _check(positions, bounds, lengths, budget)
+        packs = len(bounds) - 1
+        wait = _waits(positions, bounds)
+        cost = np.add.reduceat(lengths[positions] ** 2, bounds[:-1])
+        yield Row(
+            kind, budget, window, name, packs, least,
+            over_percent=100 * (packs / least - 1),
+            utilisation=100 * int(lengths.sum()) / (packs * budget),
+            wait_p99=float(np.percentile(wait, 99)),
+            wait_max=int(wait.max()),
+            samples_per_s=len(lengths) / max(seconds, 1e-9),
+            cost_dp8=_cost_ratio(cost, 8),
+            cost_dp64=_cost_ratio(cost, 64),
+        )  # fmt: skip
+
+
+def _ours(name: str, lengths: I64, budget: int, window: int) -> Packed:
+    ages = np.full(len(lengths), -1)
+    begin = time.process_time()
+    choice = packer(name).choose(lengths, ages, budget, len(lengths), True, window=window)
+    return choice.indices, choice.bounds, time.process_time() - begin
+
+
+def _offline(lengths: I64, budget: int) -> Packed:
+    """All at once; the packs are then shuffled, or their lengths would fall from the first step to the last."""
+    begin = time.process_time()
+    packs = first_fit_decreasing(lengths.tolist(), budget)
+    seconds = time.process_time() - begin
+    np.random.default_rng(0).shuffle(packs)
+    return *_flat(packs), seconds
+
+
+def _peer(
+    pack: Callable[[I64, int, int], tuple[list[list[int]], float]], lengths: I64, budget: int, window: int
+) -> Packed:
+    packs, seconds = pack(lengths, budget, window)
+    return *_flat(packs), seconds
+
+
+def _flat(packs: list[list[int]]) -> tuple[I64, I64]:
+    bounds = np.fromiter(accumulate(map(len, packs), initial=0), np.int64)
+    return np.fromiter(chain.from_iterable(packs), np.int64), bounds
+
+
+def _check(positions: I64, bounds: I64, lengths: I64, budget: int) -> None:
+    """A packer that loses, repeats or overfills has no figures."""
+    assert np.array_equal(np.sort(positions), np.arange(len(lengths)))
+    assert np.add.reduceat(lengths[positions], bounds[:-1]).max() <= budget
+
+
+def _ceil(lengths: I64, budget: int) -> int:
+    return -(-int(lengths.sum()) // budget)
+
+
+def martello_toth(lengths: I64, budget: int) -> int:
+    """The bound L2: no packing has fewer packs.
+
+    For a limit a of at most half a budget: samples above budget - a need a pack each, those above half a budget
+    another each, and those from a on that these have no room for need more. The highest over all a.
+    """
+    ordered = np.sort(lengths)
+    sums = np.concatenate([[0], np.cumsum(ordered)])
+    limits = np.concatenate([[0], np.unique(ordered[2 * ordered <= budget])])
+    alone = np.searchsorted(ordered, budget - limits, "right")
+    long = np.searchsorted(ordered, budget // 2, "right")
+    excess = sums[alone] - sums[np.searchsorted(ordered, limits)] - (alone - long) * budget
+    return int(np.max(len(ordered) - long + np.maximum(0, -(-excess // budget))))
+
+
+def _waits(positions: I64, bounds: I64) -> I64:
+    """By sample: the number of its pack less that of the first pack that holds it or a younger one."""
+    pack = np.empty(len(positions), np.int64)
+    pack[positions] = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    return pack - np.minimum.accumulate(pack[::-1])[::-1]
+
+
+def _cost_ratio(cost: I64, dp: int) -> float | None:
+    """Mean over steps of the time taken, over that of ranks that never wait for each other; None: no whole step."""
+    size = dp * MICRO_BATCHES
+    steps = [cost[at : at + size] for at in range(0, len(cost) - size + 1, size)]
+    if not steps:
+        return None
+    return float(np.mean([step[deal(step, dp, "deal")].max(axis=1).sum() * dp / step.sum() for step in steps]))
+
+
+def _show(rows: list[Row]) -> None:
+    """A Markdown table, a line for a packer over all its streams."""
+    print("| packer | whose | utilisation, mean / worst % | over, mean / worst % | wait p99, median / worst | longest |"
+          " samples/s, median | cost dp 8 | dp 64 |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
+    by_packer: dict[str, list[Row]] = {}
+    for row in rows:
+        by_packer.setdefault(row.packer, []).append(row)
+    for name, found in sorted(by_packer.items(), key=lambda each: statistics.mean(row.over_percent for row in each[1])):
+        used, over, wait = ([getattr(row, key) for row in found] for key in ("utilisation", "over_percent", "wait_p99"))
+        dear = [[getattr(row, key) or np.nan for row in found] for key in ("cost_dp8", "cost_dp64")]
+        whose = WHOSE.get(name, "NeMo-RL, TRL" if name == OFFLINE else "its own")
+        print(
+            f"| {name}{'*' * (name in COMPILED)} | {whose} | {statistics.mean(used):.3f} / {min(used):.2f} |"
+            f" {statistics.mean(over):.3f} / {max(over):.2f} | {statistics.median(wait):.0f} / {max(wait):.0f} |"
+            f" {max(row.wait_max for row in found)} | {statistics.median(row.samples_per_s for row in found):,.0f} |"
+            f" {np.nanmean(dear[0]):.3f} | {np.nanmean(dear[1]):.3f} |"
+        )
+
+
+def _bounds(samples: int, budgets: tuple[int, ...], seeds: int) -> Iterator[dict[str, Any]]:
+    """What exact_fill with a window of 1024 needs on each stream, and what it may."""
+    for kind in (*STATIONARY, *SHIFTING):
+        for budget in budgets:
+            for seed in range(seeds):
+                lengths = lengths_of(kind, budget, samples, seed)
+                block = len(lengths) if kind in STATIONARY else 2048
+                bound = sum(
+                    len(first_fit_decreasing(lengths[at : at + block].tolist(), budget))
+                    for at in range(0, len(lengths), block)
+                )
+                packs = len(_ours("exact_fill", lengths, budget, 1024)[1]) - 1
+                yield {"kind": kind, "budget": budget, "seed": seed, "packs": packs, "bound": bound}
+
+
+def _draw(rows: list[Row], path: Path) -> None:
+    """A dot for each stream: packs over the bound, by packer; lengths that shift are hollow."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = sorted(
+        {row.packer for row in rows},
+        key=lambda name: -statistics.mean(r.over_percent for r in rows if r.packer == name),
+    )
+    figure, axis = pyplot.subplots(figsize=(8, 0.5 + 0.34 * len(names)), layout="constrained")
+    colours = dict(zip(sorted({row.window for row in rows}), ("#d95f02", "#1b6ca8"), strict=False))
+    for row in rows:
+        height = names.index(row.packer) + (0.15 if row.window == max(colours) else -0.15)
+        fill = colours[row.window] if row.kind in STATIONARY else "none"
+        axis.plot(row.over_percent, height, "o", ms=4, mfc=fill, mec=colours[row.window], mew=0.7)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_xscale("symlog", linthresh=0.01)
+    axis.set_xlim(left=-0.001)
+    axis.set_xlabel(
+        "packs over the least there can be, % (logarithmic above 0.01); one dot a stream, hollow: lengths shift"
+    )
+    for window, colour in colours.items():
+        axis.plot([], [], "o", ms=4, color=colour, label=f"window {window}")
+    axis.legend(loc="upper right")
+    axis.grid(axis="x", lw=0.3)
+    figure.savefig(path, dpi=80)
+
+
+if __name__ == "__main__":
+    main()
