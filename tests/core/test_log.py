@@ -376,7 +376,7 @@ def test_any_flipped_bit_gives_a_prefix_with_all_that_was_synced_or_a_refusal(
     for path, whole in damaged.files.items():
         for at in range(len(whole)):
             is_padding = at % 4096 >= 48 and at < START
-            if is_padding and not closed:  # as in the others
+            if is_padding and not (closed and durability == "process"):  # nobody reads it, whatever the log
                 continue
             for bit in range(8) if rng.random() < 0.02 else [rng.randrange(8)]:
                 flipped = bytearray(whole)
@@ -392,6 +392,8 @@ def test_a_file_cut_short_anywhere_gives_a_prefix_with_all_that_was_synced_or_a_
     damaged = Damaged(folder, durability, closed=closed)
     for path, whole in damaged.files.items():
         for length in range(len(whole)):
+            if length < START and length % 64 and not (closed and durability == "process"):  # the same in all
+                continue
             damaged.put(path, whole[:length])
             if length < START:
                 with pytest.raises(LogDamaged, match=rf"^{path}: byte {length}: got the end of the file"):

@@ -224,8 +224,10 @@ def stream_of(lengths: list[int], partitions: int) -> list[list[Sample]]:
 def test_token_shares_are_the_weights_whatever_the_lengths(weights: list[float], means: list[int]) -> None:
     draw = np.random.default_rng(3)
     goal = 800_000
+    shares = np.array(weights) / sum(weights)
     streams = [
-        stream_of(draw.integers(1, 2 * mean, int(1.4 * goal / mean)).tolist(), 3) for mean in means[: len(weights)]
+        stream_of(draw.integers(1, 2 * mean, int(1.4 * goal * share / mean)).tolist(), 3)
+        for mean, share in zip(means, shares, strict=False)
     ]
     feed = Feed(Run(weights, streams, 11))
     for number in range(len(feed.places)):
@@ -233,7 +235,6 @@ def test_token_shares_are_the_weights_whatever_the_lengths(weights: list[float],
     feed.take(goal)
     tokens = np.zeros(len(weights))
     np.add.at(tokens, [s for s, _ in feed.places], feed.merge.merged_tokens)
-    shares = np.array(weights) / sum(weights)
     assert feed.blocked is None
     assert abs(tokens.sum() - goal) < 2000
     np.testing.assert_allclose(tokens / tokens.sum(), shares, atol=0.01)

@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from tests.integration.running import PATIENCE_S
+
 _BLOCK = 16 * 1024
 _LARGE = 2048
 """Of a message's payload, most likely: a length that is damaged is noticed by heartbeats, much later."""
@@ -57,7 +59,7 @@ class Proxy:
         self._over.set()
         self.cut()
         for thread in self._threads:
-            thread.join(timeout=10)
+            thread.join(PATIENCE_S)
         self._listener.close()
 
     def cut(self) -> None:

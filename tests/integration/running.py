@@ -20,10 +20,12 @@ from typing import Any
 from streampack_services import cli
 
 STREAMPACK = (sys.executable, "-m", "streampack")
+PATIENCE_S = 100.0
+"""How long something is waited for that comes by an event: no test may fail because a machine is slow."""
 _LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) ")
 
 
-def streampack(*arguments: str | Path, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
+def streampack(*arguments: str | Path, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run([*STREAMPACK, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s)
 
@@ -61,7 +63,7 @@ class Daemon:
     def said(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, text: str, timeout_s: float = 30.0) -> None:
+    def wait_for(self, text: str, timeout_s: float = PATIENCE_S) -> None:
         """Until the log holds ``text``."""
         until(lambda: text in self.said or self.process.poll() is not None, timeout_s)
         assert text in self.said, self.said
@@ -69,7 +71,7 @@ class Daemon:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def end(self, timeout_s: float = 15.0) -> int:
+    def end(self, timeout_s: float = PATIENCE_S) -> int:
         """Its exit code, when it has ended by itself."""
         return self.process.wait(timeout_s)
 
@@ -96,7 +98,7 @@ class RunningBroker(Daemon):
         }
         super().__init__(folder, "broker", "broker", "-c", write(folder / "broker.yaml", tree), *arguments)
         try:
-            self.wait_for('"text": "ready"' if "--log-json" in arguments else " broker: ready\n", 60.0)
+            self.wait_for('"text": "ready"' if "--log-json" in arguments else " broker: ready\n")
             where = json.loads(self.rendezvous.read_text())
         except BaseException:
             self.kill()
@@ -104,7 +106,7 @@ class RunningBroker(Daemon):
         self.producers, self.trainers, self.http = where["producers"], where["trainers"], where["http"]
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.http + path, timeout=5) as answer:
+        with urllib.request.urlopen(self.http + path, timeout=PATIENCE_S) as answer:
             text: str = answer.read().decode()
             return text
 
@@ -156,7 +158,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"nothing came in {timeout_s} s"

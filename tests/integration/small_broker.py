@@ -24,6 +24,7 @@ from streampack.core.messages import (
     Who,
 )
 from streampack.transport import Poller, Router, drain
+from tests.integration.running import PATIENCE_S
 
 RUN, STREAM = 5, "rollouts"
 TERMS: dict[str, Any] = {
@@ -121,5 +122,5 @@ class SmallBroker:
 
     def stop(self) -> None:
         self.stopping = True
-        self.thread.join(timeout=10)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,21 @@ CASES = {
 }
 
 
-def producer_yaml(folder: Path, broker: RunningBroker, pattern: str) -> Path:
+@pytest.fixture(scope="module")
+def strict() -> Iterator[RunningBroker]:
+    """With a stream for each case, since all producers of one must read the same."""
+    settings = SETTINGS | {
+        "rules": SETTINGS["rules"] | {"poison": "error"},
+        "streams": {f"web{case}": {"partitions": 3} for case in range(len(CASES))},
+    }
+    with running_broker(settings) as broker:
+        yield broker
+
+
+def producer_yaml(folder: Path, broker: RunningBroker, pattern: str, name: str = "web") -> Path:
     source = "webdataset" if pattern.endswith("tar") else "jsonl"
     stream = {"source": source, "shards": str(folder / pattern)}
-    return write(folder / "producer.yaml", {"broker": broker.producers, "streams": {"web": stream}})
+    return write(folder / "producer.yaml", {"broker": broker.producers, "streams": {name: stream}})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -135,14 +147,13 @@ def test_with_drop_it_is_one_line_and_a_counter_and_nothing_else_is_lost(case: s
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_with_error_it_ends_the_producer_with_the_same_line(case: str, tmp_path: Path) -> None:
+def test_with_error_it_ends_the_producer_with_the_same_line(case: str, tmp_path: Path, strict: RunningBroker) -> None:
     write_files, damage, _, said = CASES[case]
     paths = write_files(tmp_path)
     damage(paths[1])
-    strict = SETTINGS | {"rules": SETTINGS["rules"] | {"poison": "error"}}
-    with running_broker(strict) as broker:
-        result = command("produce", "-c", producer_yaml(tmp_path, broker, f"*{paths[0].suffix}"))
-        line = the_error(result, 1 if "tar" in case else 2)
-        assert said in line
-        assert "poison: drop" in line
-        until(lambda: said in json.dumps(broker.feed()["waiting_for"]) or said in broker.said)
+    stream = [*CASES].index(case)
+    result = command("produce", "-c", producer_yaml(tmp_path, strict, f"*{paths[0].suffix}", f"web{stream}"))
+    line = the_error(result, 1 if "tar" in case else 2)
+    assert said in line
+    assert "poison: drop" in line
+    strict.wait_for(said)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import streampack
-from tests.integration.running import Daemon, RunningBroker, running_broker, the_error, write, write_jsonl
+from tests.integration.running import PATIENCE_S, Daemon, RunningBroker, running_broker, the_error, write, write_jsonl
 from tests.integration.running import streampack as command
 
 SETTINGS: dict[str, Any] = {
@@ -70,7 +70,7 @@ def answered(broker: RunningBroker, *words: str) -> int:
 
 
 def connect(broker: RunningBroker) -> streampack.Client:
-    return streampack.connect(broker.trainers, format="numpy", verify=True, prefetch=1, stall_timeout_s=20)
+    return streampack.connect(broker.trainers, format="numpy", verify=True, prefetch=1, stall_timeout_s=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")

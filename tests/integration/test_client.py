@@ -19,19 +19,22 @@ from streampack.errors import InternalError, MeshError, PeerError, Unreachable, 
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
-from tests.integration.running import RunningBroker, running_broker, until, write_jsonl
+from tests.integration.running import PATIENCE_S, RunningBroker, running_broker, until, write_jsonl
 
 SETTINGS: dict[str, Any] = {
     "tokens": "uint16",
     "rules": {"budget": 256, "window": {"samples": 16}, "step": {"packs": 2}},
-    "streams": {"text": {"partitions": 2}},
+    "streams": {"text": {"partitions": 2}, "more": {}},
+    "feeds": {"train": {"streams": ["text"]}, "valid": {"streams": ["more"]}},  # with several the producers stay
 }
 
 
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[RunningBroker]:
-    """A broker and a producer of 400 samples."""
-    files = write_jsonl(tmp_path / "text.jsonl", [{"text": "t" * (1 + i * 7 % 90)} for i in range(400)])
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
+    """A broker and a producer of 400 samples; no test leaves a reader attached."""
+    files = write_jsonl(
+        tmp_path_factory.mktemp("data") / "text.jsonl", [{"text": "t" * (1 + i * 7 % 90)} for i in range(400)]
+    )
     source = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
     with running_broker(SETTINGS) as running:
         loop = ProducerLoop(running.producers, {"text": source})
@@ -39,7 +42,7 @@ def broker(tmp_path: Path) -> Iterator[RunningBroker]:
         thread.start()
         yield running
         loop.stop()
-        thread.join(timeout=20)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
@@ -117,9 +120,9 @@ def test_a_thread_that_waits_is_told_at_once_of_a_close(broker: RunningBroker) -
     time.sleep(0.3)
     began = time.monotonic()
     loader.close()
-    thread.join(timeout=20)
+    thread.join(PATIENCE_S)
     assert "is closed" in str(said)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20, "and not when ranks have been waited for long enough"
 
 
 def test_a_client_that_nobody_holds_gives_its_rank_up(broker: RunningBroker) -> None:
@@ -147,7 +150,7 @@ def test_a_client_inherited_through_a_fork_is_refused(broker: RunningBroker) -> 
     with streampack.connect(broker.trainers, format="numpy") as loader:
         child = fork.Process(target=use, args=(loader, said))
         child.start()
-        child.join(timeout=20)
+        child.join(PATIENCE_S)
         assert child.exitcode == 0
         assert "after the fork" in said.get()
         assert sum(pack.num_samples for pack in loader) == 400
@@ -169,6 +172,7 @@ def test_steps_are_returned_whoever_asks_for_the_next(broker: RunningBroker) -> 
 
 def test_a_finite_feed_begins_again_each_time_it_is_iterated(broker: RunningBroker) -> None:
     with streampack.connect(broker.trainers, format="numpy") as loader:
+        begun = loader.state_dict()["round"]
         first = [step.digest for step in loader.steps()]
         broken_off = loader.steps()
         assert [next(broken_off).digest for _ in range(3)] == first[:3]
@@ -177,15 +181,16 @@ def test_a_finite_feed_begins_again_each_time_it_is_iterated(broker: RunningBrok
         assert len(packs) == 2 * len(first)
         assert sum(pack.num_samples for pack in packs) == 400
         assert [step.digest for step in loader.steps()] == first
-        until(lambda: broker.feed()["round"] == 3)
+        assert loader.state_dict()["round"] == begun + 3
 
 
 def test_an_iterator_that_was_not_begun_begins_nothing(broker: RunningBroker) -> None:
     with streampack.connect(broker.trainers, format="numpy") as loader:
+        begun = loader.state_dict()["round"]
         loader.steps()
         iter(loader)
         assert next(loader.steps()).index == 0
-        assert broker.feed()["round"] == 0
+        assert loader.state_dict()["round"] == begun
 
 
 def test_a_trainer_that_was_started_again_reads_from_the_beginning(broker: RunningBroker) -> None:

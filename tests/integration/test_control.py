@@ -16,7 +16,7 @@ from streampack_services.http import HttpServer
 from streampack.core.changes import Ask, Restream, Reweigh, Skip
 from streampack.core.effects import Answer
 from streampack.core.rules import StreamRules
-from tests.integration.running import RunningBroker, in_process, running_broker, the_error
+from tests.integration.running import PATIENCE_S, RunningBroker, in_process, running_broker, the_error
 
 Asked = tuple[str, Ask, int | None, str]
 
@@ -58,7 +58,7 @@ def broker() -> Iterator[RunningBroker]:
 
 def post(url: str, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
     host, port = url.removeprefix("http://").rsplit(":", 1)
-    connection = http.client.HTTPConnection(host, int(port), timeout=5)
+    connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
     try:
         connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), headers)
         answer = connection.getresponse()

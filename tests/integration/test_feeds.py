@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 import streampack
-from tests.integration.running import Daemon, RunningBroker, running, running_broker, until, write, write_jsonl
+from tests.integration.running import (
+    PATIENCE_S,
+    Daemon,
+    RunningBroker,
+    running,
+    running_broker,
+    until,
+    write,
+    write_jsonl,
+)
 
 RULES = {"budget": 512, "window": {"samples": 64}, "step": {"packs": 4}}
 TRAIN = {"web": {"weight": 0.7, "repeat": True, "partitions": 2}, "code": {"weight": 0.3, "repeat": True}}
@@ -56,7 +65,7 @@ def in_two_ranks(work: Any) -> list[Any]:
     for each in ranks:
         each.start()
     for each in ranks:
-        each.join(timeout=60)
+        each.join(PATIENCE_S)
         assert not each.is_alive()
     return found
 

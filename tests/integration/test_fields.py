@@ -14,7 +14,7 @@ import streampack
 from streampack.core.fields import Field
 from streampack.producer import ProducerLoop
 from streampack.sources import Cursor, Record
-from tests.integration.running import running_broker
+from tests.integration.running import PATIENCE_S, running_broker
 
 COUNT = 300
 SETTINGS: dict[str, Any] = {
@@ -97,7 +97,7 @@ def test_every_value_is_its_tokens_own_on_every_rank_and_stage(layout: str) -> N
         for reader in readers:
             reader.start()
         for thread in (*readers, producer):
-            thread.join(timeout=60)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()
     assert sum(pack.num_samples for pack in found[0]) == COUNT
     for mesh, packs in zip(meshes, found, strict=True):

@@ -19,7 +19,7 @@ from streampack_services.status import Reporter
 
 import streampack as sp
 from streampack.config import BrokerConfig, Listen, StreamSettings
-from tests.integration.running import RunningBroker, running, running_broker, until, write, write_jsonl
+from tests.integration.running import PATIENCE_S, RunningBroker, running, running_broker, until, write, write_jsonl
 
 BUDGET, PACKS = 256, 4
 LENGTHS = [1 + (7 * i) % 300 for i in range(200)]
@@ -197,7 +197,7 @@ def test_figures_of_a_client_that_are_no_numbers_are_left_out(monkeypatch: pytes
 
 def answer(url: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(url, timeout=5) as got:
+        with urllib.request.urlopen(url, timeout=PATIENCE_S) as got:
             return got.status, got.read().decode()
     except urllib.error.HTTPError as error:
         with error:

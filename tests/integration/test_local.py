@@ -26,7 +26,7 @@ import streampack as sp
 from streampack.errors import ConfigError, PeerError, SampleError, SourceError, UserError
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
-from tests.integration.running import running_broker, until, write_jsonl
+from tests.integration.running import PATIENCE_S, running_broker, until, write_jsonl
 
 TEXTS = [f"{number} " * (1 + number * 7 % 40) for number in range(300)]
 
@@ -78,7 +78,7 @@ def test_steps_are_those_of_a_broker_with_the_same_settings(tmp_path: Path) -> N
         thread.start()
         with sp.connect(broker.trainers) as remote:
             expected = [step.digest for step in remote.steps()]
-        thread.join(timeout=20)
+        thread.join(PATIENCE_S)
     with sp.local(shards, budget=512, packs=2, window=64, seed=5) as loader:
         assert [step.digest for step in loader.steps()] == expected
 
@@ -282,12 +282,12 @@ def test_a_forked_child_is_refused_and_ends_nothing() -> None:
 def test_status_is_served_where_it_is_asked_for() -> None:
     with sp.local(TEXTS, budget=512, http="127.0.0.1:0") as loader:
         assert loader.http is not None
-        with urllib.request.urlopen(loader.http + "/status", timeout=5) as answer:
+        with urllib.request.urlopen(loader.http + "/status", timeout=PATIENCE_S) as answer:
             assert json.loads(answer.read())["run"] == "local"
 
 
 def run_python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, **options)
 
 
 def test_the_interpreter_ends_with_a_loader_in_use_and_signals_and_logging_are_the_users() -> None:
@@ -324,7 +324,7 @@ def test_ctrl_c_is_raised_where_packs_are_taken() -> None:
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
         assert process.stdout.read() == "interrupted\n"
-        assert process.wait(timeout=15) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_without_the_extra_its_name_is_said() -> None:

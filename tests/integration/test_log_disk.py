@@ -16,11 +16,15 @@ from typing import Literal
 import pytest
 from streampack_services.log import Log
 
+from tests.integration.running import PATIENCE_S
+
 PRELUDE = """
 import errno, logging, os, sys, time
 from pathlib import Path
 from streampack_services import log_writer, logs
 from streampack_services.log import Log
+
+from tests.integration.running import PATIENCE_S
 logs.set_up()
 
 def body(number, size):
@@ -61,7 +65,7 @@ def mounts() -> list[str]:
 def python(script: str, folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
     code = PRELUDE + textwrap.dedent(script)
     command = [*before, sys.executable, "-c", code, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def on_a_small_disk(script: str, folder: Path) -> str:

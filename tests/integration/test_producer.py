@@ -20,7 +20,7 @@ from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source, open_tokenizer
 from streampack.sources.tokenizers import TokenizerSettings
 from streampack.typed_tree import convert
-from tests.integration.running import running_broker, until, write_jsonl
+from tests.integration.running import PATIENCE_S, running_broker, until, write_jsonl
 
 SETTINGS: dict[str, Any] = {
     "tokens": "uint16",
@@ -56,17 +56,15 @@ def test_a_slow_tokenizer_sends_small_chunks_and_keeps_its_lease(
     files = write_jsonl(tmp_path / "text.jsonl", [{"text": "t" * 50} for _ in range(100)])
     settings = convert({"source": "jsonl", "shards": str(files)}, SourceSettings)
     source = open_source(settings, open_tokenizer(TokenizerSettings(name=f"{__name__}:slow")))
-    began = time.monotonic()
     first = next(batches(source, lease()))
-    assert time.monotonic() - began < 3 * CHUNK_S
-    assert 1 <= len(first.lengths) < 100
+    assert 1 <= len(first.lengths) < 100, f"all of them take four times the {CHUNK_S} s of a chunk"
     monkeypatch.setattr(leases, "SILENT_S", 1.0)
     with running_broker(SETTINGS) as broker:
         thread = threading.Thread(target=ProducerLoop(broker.producers, {"text": source}).run)
         thread.start()
         with streampack.connect(broker.trainers, format="numpy") as loader:
             assert sum(pack.num_samples for pack in loader) == 100
-        thread.join(timeout=20)
+        thread.join(PATIENCE_S)
         assert broker.said.count("joined") == 1
 
 
@@ -94,7 +92,7 @@ def test_a_tokenizer_that_hangs_is_said_and_its_lease_stays(tmp_path: Path, monk
             released.set()
         with streampack.connect(broker.trainers, format="numpy") as loader:
             assert sum(pack.num_samples for pack in loader) == 2
-        thread.join(timeout=20)
+        thread.join(PATIENCE_S)
         assert broker.said.count("joined") == 1
 
 
@@ -108,7 +106,7 @@ def test_what_a_producer_cuts_is_counted(policy: str, kept: int, tmp_path: Path)
         thread.start()
         with streampack.connect(broker.trainers, format="numpy") as loader:
             samples = sum(pack.num_samples for pack in loader)
-        thread.join(timeout=20)
+        thread.join(PATIENCE_S)
         assert samples == kept
         until(lambda: broker.status()["streams"][0]["samples"] == 3)
         (stream,) = broker.status()["streams"]

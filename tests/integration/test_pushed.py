@@ -19,7 +19,7 @@ import streampack
 from streampack.core.records import ChunkAdmitted, LineageBegan, SamplesRejected, StepFormed
 from streampack.errors import Rejected
 from streampack.wire import decode_record
-from tests.integration.running import RunningBroker, folder, until
+from tests.integration.running import PATIENCE_S, RunningBroker, folder, until
 from tests.integration.running import streampack as command
 
 BATCHES, GROUPS, SAMPLES = 3, 12, 3
@@ -58,13 +58,13 @@ def work(endpoint: str, worker: int) -> None:
 def read(endpoint: str) -> list[list[tuple[int, int, int]]]:
     """The samples of each step."""
     steps: list[list[tuple[int, int, int]]] = []
-    with streampack.connect(endpoint, format="numpy", verify=True, stall_timeout_s=20) as loader:
+    with streampack.connect(endpoint, format="numpy", verify=True, stall_timeout_s=PATIENCE_S) as loader:
         steps += [samples_of(step) for step in loader.steps()]
     return steps
 
 
 def connect(broker: RunningBroker) -> streampack.Client:
-    return streampack.connect(broker.trainers, format="numpy", verify=True, stall_timeout_s=20)
+    return streampack.connect(broker.trainers, format="numpy", verify=True, stall_timeout_s=PATIENCE_S)
 
 
 def samples_of(step: streampack.Step) -> list[tuple[int, int, int]]:
@@ -94,9 +94,9 @@ def test_every_rollout_is_in_one_step_of_its_batch() -> None:
         try:
             with ThreadPoolExecutor() as pool:
                 workers = [pool.submit(work, broker.producers, worker) for worker in range(2)]
-                check(pool.submit(read, broker.trainers).result(timeout=60))
+                check(pool.submit(read, broker.trainers).result(PATIENCE_S))
                 for worker in workers:
-                    worker.result(timeout=20)
+                    worker.result(PATIENCE_S)
         finally:
             broker.kill()
 
@@ -114,10 +114,10 @@ def test_a_broker_that_is_killed_loses_no_rollout(durability: str) -> None:
             broker = RunningBroker(path, config)
             reader = pool.submit(read, broker.trainers)
             for worker in workers:
-                worker.result(timeout=30)
+                worker.result(PATIENCE_S)
             broker.kill()
             broker = RunningBroker(path, config)
-            check(reader.result(timeout=30))
+            check(reader.result(PATIENCE_S))
         finally:
             broker.kill()
 
@@ -152,10 +152,10 @@ def test_a_worker_that_is_killed_loses_nothing_that_it_flushed() -> None:
                     worker.kill()
                     safe += [int(line) for line in worker.stdout if line.endswith("\n")]
             with started(broker.producers, 2000, 5) as worker:
-                out, _ = worker.communicate(timeout=60)
+                out, _ = worker.communicate(timeout=PATIENCE_S)
                 assert worker.returncode == 0
                 safe += [int(line) for line in out.splitlines()]
-            steps = pool.submit(read, broker.trainers).result(timeout=60)
+            steps = pool.submit(read, broker.trainers).result(PATIENCE_S)
         finally:
             broker.kill()
         found = Counter(token for step in steps for token, *_ in step)
@@ -177,7 +177,7 @@ def test_a_worker_that_was_stopped_is_told_that_another_took_its_partition() -> 
                     with pytest.raises(Rejected, match=r"which the producer at .* holds: give each producer"):
                         streampack.Producer(broker.producers, stream="rollouts")
                 stopped.send_signal(signal.SIGCONT)
-                assert stopped.wait(timeout=30) == 1
+                assert stopped.wait(PATIENCE_S) == 1
         finally:
             broker.kill()
 

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from streampack.core.messages import (
     Reject,
 )
 from streampack.errors import DataStall, PeerError, Rejected, SampleError, Unreachable, UserError
-from tests.integration.running import until
+from tests.integration.running import PATIENCE_S, until
 from tests.integration.small_broker import STREAM, SmallBroker
 
 FIELDS = (
@@ -52,7 +51,7 @@ def start() -> Iterator[Callable[..., SmallBroker]]:
 
 
 def producer(broker: SmallBroker, **settings: Any) -> streampack.Producer:
-    return streampack.Producer(broker.endpoint, stream=STREAM, partition=1, **{"timeout_s": 20.0} | settings)
+    return streampack.Producer(broker.endpoint, stream=STREAM, partition=1, **{"timeout_s": PATIENCE_S} | settings)
 
 
 def test_samples_come_as_they_were_given(start: Callable[..., SmallBroker]) -> None:
@@ -165,9 +164,10 @@ def test_send_waits_for_room_and_says_what_for(
 ) -> None:
     monkeypatch.setattr(pushing, "SAY_S", 0.1)
     broker = start(safe=lambda taken: 0)
-    with producer(broker, buffer="4KiB", timeout_s=0.5) as rollouts:
+    with producer(broker, buffer="4KiB") as rollouts:
         for _ in range(2):
             rollouts.send([1] * 100)
+        rollouts._pushing._timeout_s = 0.5  # now, that it is connected
         with pytest.raises(DataStall, match=r"waited 0\.5 s for room in its buffer of 4096 bytes for 1436"):
             rollouts.send([1] * 100)
         with pytest.raises(DataStall, match=r"for its samples to be safe: .* samples 0 to 1 are not safe yet"):
@@ -175,7 +175,7 @@ def test_send_waits_for_room_and_says_what_for(
         assert "waiting for the broker's log: samples 0 to 1 are not safe yet" in caplog.text
         assert rollouts.stats()["buffered_bytes"] == 2 * 1436
         broker.safe = lambda taken: taken
-        rollouts.flush(timeout_s=10)
+        rollouts.flush(timeout_s=PATIENCE_S)
         assert rollouts.send([1] * 100) == 2
 
 
@@ -312,7 +312,7 @@ def test_the_address_is_found(
     file.write_text(json.dumps({"producers": broker.endpoint, "trainers": "tcp://127.0.0.1:1"}))
     for found in (broker.endpoint, f"file://{file}"):
         monkeypatch.setenv("STREAMPACK_PRODUCERS", found)
-        streampack.Producer(stream=STREAM, partition=1, timeout_s=20).close()
+        streampack.Producer(stream=STREAM, partition=1, timeout_s=PATIENCE_S).close()
     with pytest.raises(UserError, match="got partition=-1"):
         streampack.Producer(stream=STREAM, partition=-1)
 
@@ -329,5 +329,4 @@ def test_it_pings_while_the_program_does_nothing(start: Callable[..., SmallBroke
     broker = start()
     with producer(broker):
         before = broker.heard_of(ProducerPing)
-        time.sleep(2.2)
-        assert broker.heard_of(ProducerPing) - before >= 2
+        until(lambda: broker.heard_of(ProducerPing) - before >= 2)

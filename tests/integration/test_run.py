@@ -17,7 +17,7 @@ import psutil
 import pytest
 from streampack_services.run import answers, attempt, node_rank
 
-from tests.integration.running import STREAMPACK, running_broker, the_error, until, write, write_jsonl
+from tests.integration.running import PATIENCE_S, STREAMPACK, running_broker, the_error, until, write, write_jsonl
 
 BROKER: dict[str, Any] = {
     "memory": "32MiB",
@@ -27,7 +27,7 @@ BROKER: dict[str, Any] = {
 }
 COUNT = (
     "import os, sys, streampack\n"
-    "with streampack.connect() as loader:\n"
+    "with streampack.connect(format='numpy') as loader:\n"
     "    print(sum(int(pack.num_samples) for pack in loader))\n"
     "assert os.environ['STREAMPACK_HTTP'].startswith('http://')\n"
     "assert os.environ['STREAMPACK_PRODUCERS'].endswith('producers')\n"
@@ -57,7 +57,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def run(options: list[str], command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
     words = [*STREAMPACK, "run", *options, "--", *command]
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment(**env))
+    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, env=environment(**env))
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def named(processes: list[psutil.Process], word: str) -> psutil.Process:
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
-    return not psutil.wait_procs(processes, 15)[1]
+    return not psutil.wait_procs(processes, PATIENCE_S)[1]
 
 
 @pytest.mark.parametrize("code", [0, 7])
@@ -123,7 +123,7 @@ def test_a_signal_is_the_commands_and_then_all_ends(files: list[str], number: si
     with started(files, python(HANG)) as it:
         processes = below(it)
         it.send_signal(number)
-        assert it.wait(20) == 128 + number
+        assert it.wait(PATIENCE_S) == 128 + number
         assert all_gone(processes)
 
 
@@ -131,7 +131,7 @@ def test_a_command_may_end_well_when_it_is_asked_to_stop(files: list[str]) -> No
     code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(5)); print('begun', flush=True); signal.pause()"
     with started(files, python(code)) as it:
         it.terminate()
-        assert it.wait(20) == 5
+        assert it.wait(PATIENCE_S) == 5
 
 
 @pytest.mark.parametrize("daemon", ["broker", "produce"])
@@ -142,7 +142,7 @@ def test_a_daemon_that_dies_ends_the_command_and_says_so(files: list[str], daemo
         until(lambda: any(daemon in each.cmdline() for each in below(it)))
         processes = below(it)
         named(processes, daemon).kill()
-        assert it.wait(25) == 1
+        assert it.wait(PATIENCE_S) == 1
         assert it.stderr is not None
         last = it.stderr.read().splitlines()[-1]
         name = {"broker": "broker", "produce": "producer"}[daemon]
@@ -174,7 +174,7 @@ def test_nothing_is_left_when_run_itself_is_killed(files: list[str], which: str)
         (work,) = psutil.Process(it.pid).children()
         (work if which == "work" else psutil.Process(it.pid)).kill()
         assert all_gone(processes)
-        assert it.wait(5) == (137 if which == "work" else -9)
+        assert it.wait(PATIENCE_S) == (137 if which == "work" else -9)
 
 
 def test_what_cannot_be_is_said_before_anything_starts(files: list[str], tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_two_hosts_have_one_broker(files: list[str], tmp_path: Path) -> None:
         "import os, streampack\n"
         "mesh = {'dp': 2, 'dp_rank': int(os.environ['SLURM_PROCID'])}\n"
         "print('begun', flush=True)\n"
-        "with streampack.connect(mesh=mesh) as loader:\n"
+        "with streampack.connect(mesh=mesh, format='numpy') as loader:\n"
         "    print(sum(int(pack.num_samples) for pack in loader), os.environ['STREAMPACK_ENDPOINT'])\n"
     )
     words = [*STREAMPACK, "run", *files, "--", *python(code)]
@@ -213,7 +213,7 @@ def test_two_hosts_have_one_broker(files: list[str], tmp_path: Path) -> None:
         env = environment(SLURM_PROCID=str(rank), SLURM_JOB_ID="7")
         hosts.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
         time.sleep(1.5)  # the first one has seen the old file
-    found = [host.communicate(timeout=60) for host in hosts]
+    found = [host.communicate(timeout=PATIENCE_S) for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], found
     counts, endpoints = zip(*(out.split("\n")[1].split() for out, _ in found), strict=True)
     assert sum(map(int, counts)) == 600
@@ -227,11 +227,11 @@ def test_another_host_ends_with_the_reason_when_node_0_fails(files: list[str], t
     with started(["-c", shared], python(HANG)) as first:
         with started(["-c", shared, "--node-rank", "1"], python(HANG)) as second:
             named(below(first), "broker").kill()
-            assert second.wait(25) == 1
+            assert second.wait(PATIENCE_S) == 1
             assert second.stderr is not None
             said = second.stderr.read().splitlines()[-1]
             assert said.startswith("streampack: node 0 has ended: broker was killed by SIGKILL, ")
-        assert first.wait(25) == 1
+        assert first.wait(PATIENCE_S) == 1
 
 
 def test_a_host_that_finds_no_broker_of_its_attempt_says_why(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import streampack
 from streampack.producer import ProducerLoop
 from streampack.sources import Source, SourceSettings, open_source
 from streampack.typed_tree import convert
-from tests.integration.running import Daemon, RunningBroker, running_broker, write, write_jsonl
+from tests.integration.running import PATIENCE_S, Daemon, RunningBroker, running_broker, write, write_jsonl
 
 SETTINGS: dict[str, Any] = {
     "tokens": "uint16",
@@ -67,7 +67,7 @@ def run(files: Path, producers: list[tuple[tuple[str, ...], float]], mesh: dict[
             thread.start()
         found = read_all(broker, mesh)
         for thread in threads:
-            thread.join(timeout=20)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()
         return found
 
@@ -112,7 +112,7 @@ def test_steps_do_not_depend_on_the_mesh(files: Path, golden: Any) -> None:
             rank.start()
         ProducerLoop(broker.producers, sources(files)).run()
         for rank in ranks:
-            rank.join(timeout=30)
+            rank.join(PATIENCE_S)
     assert all(digests == golden[0] for digests, _ in found.values())
     assert set.union(*(ids for _, ids in found.values())) == golden[1]
     assert sum(len(ids) for _, ids in found.values()) == len(golden[1])
@@ -132,5 +132,5 @@ def test_a_producer_killed_in_the_middle_changes_nothing(files: Path, golden: An
             doomed.wait_for("INFO")
             doomed.kill()
             digests += [step.digest for step in steps]
-        thread.join(timeout=60)
+        thread.join(PATIENCE_S)
     assert digests == golden[0]

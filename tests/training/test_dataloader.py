@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,20 +16,28 @@ from streampack.errors import PeerError, UserError
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
-from tests.integration.running import RunningBroker, running_broker, write_jsonl
+from tests.integration.running import PATIENCE_S, RunningBroker, running_broker, write_jsonl
+
+SETTINGS = {
+    "rules": {"budget": 256, "step": {"packs": 2}},
+    "streams": {"text": {}, "more": {}},
+    "feeds": {"train": {"streams": ["text"]}, "valid": {"streams": ["more"]}},  # with several the producers stay
+}
 
 
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[RunningBroker]:
-    files = write_jsonl(tmp_path / "text.jsonl", [{"text": "t" * (1 + i * 7 % 90)} for i in range(200)])
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
+    files = write_jsonl(
+        tmp_path_factory.mktemp("data") / "text.jsonl", [{"text": "t" * (1 + i * 7 % 90)} for i in range(200)]
+    )
     source = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
-    with running_broker({"rules": {"budget": 256, "step": {"packs": 2}}, "streams": {"text": {}}}) as running:
+    with running_broker(SETTINGS) as running:
         loop = ProducerLoop(running.producers, {"text": source})
         thread = threading.Thread(target=loop.run)
         thread.start()
         yield running
         loop.stop()
-        thread.join(timeout=20)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 

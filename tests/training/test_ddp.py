@@ -16,7 +16,7 @@ import streampack
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
-from tests.integration.running import running_broker, write_jsonl
+from tests.integration.running import PATIENCE_S, running_broker, write_jsonl
 
 SCRIPT = """
 import json, sys, torch, torch.distributed as dist, streampack
@@ -60,11 +60,11 @@ def test_two_ranks_have_the_gradients_of_one(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
-            [*command, str(tmp_path / "train.py")], capture_output=True, text=True, timeout=120,
+            [*command, str(tmp_path / "train.py")], capture_output=True, text=True, timeout=PATIENCE_S,
             env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths},
         )  # fmt: skip
         loop.stop()
-        thread.join(timeout=20)
+        thread.join(PATIENCE_S)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     net = model()

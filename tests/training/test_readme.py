@@ -22,7 +22,7 @@ import streampack
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
-from tests.integration.running import RunningBroker, running_broker, write_jsonl
+from tests.integration.running import PATIENCE_S, RunningBroker, running_broker, write_jsonl
 from tests.integration.small_broker import SmallBroker
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -42,12 +42,12 @@ def block(starts: str) -> str:
     return found
 
 
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[RunningBroker]:
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
     """A broker of two feeds, and a producer of all their streams."""
-    sources = {}
+    sources, folder = {}, tmp_path_factory.mktemp("data")
     for name, count in (("web", SAMPLES // 2), ("code", SAMPLES // 2), ("val", VALID)):
-        files = write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name * (1 + i * 7 % 30)} for i in range(count)])
+        files = write_jsonl(folder / f"{name}.jsonl", [{"text": name * (1 + i * 7 % 30)} for i in range(count)])
         sources[name] = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
     with running_broker(SETTINGS) as running:
         loop = ProducerLoop(running.producers, sources)
@@ -55,7 +55,7 @@ def broker(tmp_path: Path) -> Iterator[RunningBroker]:
         thread.start()
         yield running
         loop.stop()
-        thread.join(timeout=20)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import streampack
-from tests.integration.running import running, running_broker, write, write_jsonl
+from tests.integration.running import PATIENCE_S, running, running_broker, write, write_jsonl
 
 RULES: dict[str, Any] = {"budget": 256, "window": {"samples": 32}, "step": {"packs": 4}}
 RANKS = 2
@@ -97,7 +97,7 @@ def test_ranks_of_which_one_is_killed_at_every_step_have_the_same_steps_and_end_
             paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
             done = subprocess.run(
                 [sys.executable, "-c", LAUNCHER, str(tmp_path), str(RANKS), str(EVERY)],
-                capture_output=True, text=True, timeout=100,
+                capture_output=True, text=True, timeout=PATIENCE_S,
                 env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths},
             )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

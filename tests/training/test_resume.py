@@ -19,7 +19,7 @@ import streampack
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
-from tests.integration.running import RunningBroker, running_broker, write_jsonl
+from tests.integration.running import PATIENCE_S, RunningBroker, running_broker, write_jsonl
 
 SAMPLES = 200
 SETTINGS: dict[str, Any] = {
@@ -49,9 +49,11 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[RunningBroker]:
-    files = write_jsonl(tmp_path / "text.jsonl", [{"text": "t" * (1 + i * 7 % 90)} for i in range(SAMPLES)])
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
+    files = write_jsonl(
+        tmp_path_factory.mktemp("data") / "text.jsonl", [{"text": "t" * (1 + i * 7 % 90)} for i in range(SAMPLES)]
+    )
     source = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
     with running_broker(SETTINGS) as running:
         loop = ProducerLoop(running.producers, {"text": source})
@@ -59,7 +61,7 @@ def broker(tmp_path: Path) -> Iterator[RunningBroker]:
         thread.start()
         yield running
         loop.stop()
-        thread.join(timeout=20)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
@@ -67,7 +69,7 @@ def torchrun(script: Path, ranks: int, broker: RunningBroker, *arguments: str) -
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [*command, str(script), *arguments], capture_output=True, text=True, timeout=100,
+        [*command, str(script), *arguments], capture_output=True, text=True, timeout=PATIENCE_S,
         env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
