@@ -107,7 +107,7 @@ def run_apart(job: Job, between: Link, faults: Sequence[Callable[[], Any]], seco
                 time.sleep(how_long)
         _some_steps(written)
         (job.folder / "fire").unlink()
-        until(lambda: all(member.process is None or member.ended() is not None for member in trainers), 60.0)
+        until(lambda: all(member.process is None or member.ended() is not None for member in trainers))
         assert [member.codes for member in trainers] == [[0]] * len(trainers), [member.said() for member in members]
     finally:
         for member in members:
@@ -132,7 +132,7 @@ def long_partition(seed: int, seconds: float = 60.0) -> list[str] | None:
 def _some_steps(written: list[Path]) -> None:
     """Until every rank has had five more."""
     begun = [_num_lines(path) for path in written]
-    until(lambda: all(_num_lines(path) > before + 5 for path, before in zip(written, begun, strict=True)), 40.0)
+    until(lambda: all(_num_lines(path) > before + 5 for path, before in zip(written, begun, strict=True)))
 
 
 def _num_lines(path: Path) -> int:
