@@ -6,7 +6,7 @@ DEV := $(VENV)/.dev
 SERVICE := $(VENV)/.service
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test soak lint bench clean
+.PHONY: help demo test soak lint kernels bench clean
 help:
 	@echo "make demo    the whole service on this machine, on text that is already there"
 	@echo "make test    lint, then every test"
@@ -35,8 +35,15 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+# Once, before many processes need them at the same time; until then each compiles its own.
+kernels: $(DEV)
+	@$(BIN)/python -c 'import streampack; list(streampack.local([[1]], budget=8, format="numpy"))'
+
+# One worker more than CI has cores: tests of real processes wait much of the time. Each takes neighbours, which share
+# what a module has started.
+test: $(DEV)
+	@$(MAKE) --no-print-directory -j 2 lint kernels
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 soak: $(DEV)
 	@SIM_SEEDS=$(or $(SIM_SEEDS),1000:5000) $(BIN)/python -m pytest -q -n 2 tests/simulation/test_simulation.py -k offline

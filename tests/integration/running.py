@@ -20,7 +20,7 @@ from typing import Any
 from streampack_services import cli
 
 STREAMPACK = (sys.executable, "-m", "streampack")
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 """How long something is waited for that comes by an event: no test may fail because a machine is slow."""
 _LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) ")
 
