@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import numpy as np
-from streampack_services.broker import BrokerService, keep_freed_memory
+from streampack_services.broker import BrokerService
+from streampack_services.memory_plan import keep_freed_memory
 
 import streampack
 from benchmarks.bare_pipe import (

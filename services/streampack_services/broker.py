@@ -7,17 +7,12 @@ snapshot that is replaced whole. Nothing is decided here.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import json
 import logging
-import os
-import socket
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +20,7 @@ import numpy as np
 
 from streampack import wire
 from streampack.config import BrokerConfig
-from streampack.core.broker import Broker, Capacity
+from streampack.core.broker import Broker
 from streampack.core.changes import Ask
 from streampack.core.effects import (
     Answer,
@@ -45,17 +40,17 @@ from streampack.core.effects import (
     Store,
 )
 from streampack.core.events import Effect, Event, Report, Tick
-from streampack.core.feed import FeedPlan, needed_tokens
+from streampack.core.feed import needed_tokens
 from streampack.core.frames import EDGES, INPUT_IDS
 from streampack.core.journal import Journal
 from streampack.core.messages import Envelope
 from streampack.core.packers import packer
-from streampack.core.rules import Rules
-from streampack.errors import ConfigError, InternalError, WireError
+from streampack.errors import InternalError, WireError
 from streampack.transport import Poller, Router, Waker, drain
-from streampack.typed_tree import parse_size
-from streampack_services.arena import SLACK, Arena, arena_tokens
+from streampack_services import rendezvous
+from streampack_services.arena import Arena
 from streampack_services.keeper import Keeper
+from streampack_services.memory_plan import plan
 from streampack_services.status import Reporter, Snapshot
 
 log = logging.getLogger("streampack.broker")
@@ -67,75 +62,6 @@ FAREWELL_S = 3.0
 """What producers have to say goodbye in: one that was not told would wait for ever for a broker that is gone."""
 DRAIN_AT_MOST = 64
 """Messages of one socket before the other has its turn."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a configuration comes to: the feeds' rules, and how memory is shared out (bytes and tokens)."""
-
-    feeds: tuple[FeedPlan, ...]
-    capacity: Capacity
-    memory_bytes: int
-    token_bytes: int
-    block_tokens: int
-
-    @property
-    def rules(self) -> Rules:
-        """Of the first feed; tokens and fields are the same in all."""
-        return self.feeds[0].rules
-
-
-def plan(config: BrokerConfig) -> Plan:
-    """Raises ConfigError where the memory cannot hold what the rules need, with the figure that would."""
-    feeds = {name: config.plan(name) for name in config.feeds}
-    memory = parse_size(config.memory, "memory")
-    size = next(iter(feeds.values())).token_bytes
-    budget = max(rules.budget for rules in feeds.values())
-    chunk = parse_size(config.limits.chunk, "limits.chunk")
-    sample = max(config.limits.sample_tokens, budget + 1)  # what is cut to it is still seen to be over-long
-    block = max(chunk // size, 8 * budget)  # large beside a stored sample: little is lost where none fits
-    max_chunk = max(chunk // size, sample)
-    least_quota = 2 * max_chunk
-    partitions = sum(stream.partitions for rules in feeds.values() for stream in rules.streams)
-    needs = {name: needed_tokens(rules, sample) for name, rules in feeds.items()}
-    needed = sum(needs.values())
-    capacity = arena_tokens(memory, size, block)
-    if capacity < needed + partitions * least_quota:
-        enough = int(((needed + partitions * least_quota) * SLACK + 4 * block) * size)
-        windows = " and ".join(
-            f"a window of {rules.window} samples and {rules.packs} packs a step of {rules.budget} tokens"
-            for rules in feeds.values()
-        )
-        raise ConfigError(
-            f"memory: got {config.memory}, expected at least {-(-enough // 2**20)}MiB for {windows}, "
-            f"and {partitions} partitions"
-        )
-    quota = max(least_quota, min(capacity // 4, capacity - needed) // partitions)
-    merged = capacity - quota * partitions
-    plans = tuple(
-        FeedPlan(
-            name,
-            rules,
-            merged * needs[name] // needed,
-            config.feeds[name].cp_layout,
-            config.retain.checkpoints,
-            config.feeds[name].on_rewind == "discard",
-        )
-        for name, rules in feeds.items()
-    )
-    return Plan(plans, Capacity(quota, sample, max_chunk * size), memory, size, block)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed megabyte buffers instead of faulting each one in again: a third of the
-    time of a message of 1 MiB otherwise. Elsewhere than on glibc nothing happens."""
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
-    except (OSError, AttributeError):
-        return
 
 
 class BrokerService:
@@ -222,19 +148,8 @@ class BrokerService:
         return future
 
     def write_rendezvous(self, path: Path, http: str) -> None:
-        """Where producers and clients find this broker, replaced whole."""
-        host = socket.gethostname()
-        found = {side: url.replace("0.0.0.0", host).replace("[::]", host) for side, url in self.endpoints.items()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        attempt = os.environ.get("STREAMPACK_ATTEMPT", "")  # of 'streampack run': its other hosts look for it
-        here = {"run": self.config.run, **found, "http": http, "epoch": self.core.epoch, "attempt": attempt}
-        try:
-            part.write_text(json.dumps(here))
-            part.replace(path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
+        """Where producers and clients find this broker; see ``rendezvous``."""
+        rendezvous.write(path, self.config.run, self.endpoints, http, self.core.epoch)
 
     def warm_up(self) -> None:
         """Compile or load the kernels, so that the first step is as fast as the others."""

@@ -23,9 +23,9 @@ from streampack.core.messages import Mesh
 from streampack.core.rules import Rules
 from streampack.sources import open_tokenizer
 from streampack.transport import check_endpoint
-from streampack_services.broker import Plan, plan
 from streampack_services.http import parse_address
 from streampack_services.meanings import MEANINGS
+from streampack_services.memory_plan import Plan, plan
 from streampack_services.producer import open_sources
 from streampack_services.status_report import size_text
 

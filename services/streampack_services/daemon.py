@@ -17,8 +17,9 @@ from types import FrameType
 
 from streampack.config import BrokerConfig
 from streampack.errors import UserError
-from streampack_services.broker import BrokerService, keep_freed_memory
+from streampack_services.broker import BrokerService
 from streampack_services.http import HttpServer
+from streampack_services.memory_plan import keep_freed_memory
 
 log = logging.getLogger("streampack.broker")
 _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):")

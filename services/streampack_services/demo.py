@@ -15,14 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from crc32c import crc32c
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -31,14 +28,12 @@ from streampack import Mesh
 from streampack.client import read_rendezvous
 from streampack.config import BrokerConfig
 from streampack.config_check import checked
-from streampack.core.figures import figures
-from streampack.core.rules import Rules
-from streampack.core.samples import index_of
-from streampack.errors import StreampackError, UserError
-from streampack.sources import SourceSettings, open_source
+from streampack.errors import StreampackError
 from streampack.typed_tree import convert
+from streampack_services.child import last_line
 from streampack_services.demo_client import RankReport, run_rank
 from streampack_services.demo_text import write_shards
+from streampack_services.demo_verdict import expected_samples, judged
 
 PARTITIONS = 4
 PRODUCERS = 2
@@ -95,7 +90,7 @@ def _run(
         pattern, count = write_shards(folder, tokens, options.budget // 4)
         console.print(f"made {count:,} documents of the Python standard library's text, about {tokens:,} tokens")
     source = {"source": "jsonl" if pattern.endswith(".jsonl") else "webdataset", "shards": pattern}
-    expected = _expected(source, options.budget)
+    expected = expected_samples(source, options.budget, PARTITIONS, SEED)
     steps = -(-sum(length for _, length in expected.values()) // (packs * options.budget))
 
     rendezvous = folder / "streampack.json"
@@ -112,7 +107,8 @@ def _run(
         reports, seconds = _train(options, endpoint, processes, folder, lambda n: bar.update(task, completed=n))
         bar.update(task, completed=max(report.steps for report in reports))
     console.print()
-    return _judge(options, reports, expected, rules, seconds, http)
+    found = judged(reports, expected, rules, options.dp, options.cp, seconds)
+    return found | {"metrics": f"{http}/metrics"}
 
 
 # The processes
@@ -162,14 +158,9 @@ def _wait_for_broker(rendezvous: Path, broker: subprocess.Popen[bytes], folder: 
     deadline = time.monotonic() + START_TIMEOUT_S
     while not rendezvous.exists():
         if broker.poll() is not None or time.monotonic() > deadline:
-            raise StreampackError(f"the broker did not start: {_last_line(folder / 'broker.log')}")
+            raise StreampackError(f"the broker did not start: {last_line(folder / 'broker.log')}")
         time.sleep(0.02)
     return read_rendezvous(rendezvous, "trainers")
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
 
 
 def _train(
@@ -227,92 +218,11 @@ def _gather(
         failed = [process for process in daemons if process.poll() not in (None, 0)]
         if failed:
             name = ["broker", *(f"producer-{i}" for i in range(PRODUCERS))][daemons.index(failed[0])]
-            raise StreampackError(f"{name} failed: {_last_line(folder / f'{name}.log')}")
+            raise StreampackError(f"{name} failed: {last_line(folder / f'{name}.log')}")
     return reports, time.monotonic() - (first or began)
 
 
-# The verdict
-
-
-def _expected(settings: dict[str, str], budget: int) -> dict[tuple[int, int, int], tuple[int, int]]:
-    """(crc32c, length) of every sample by its id, as the source has it; read with no service around."""
-    source = open_source(convert(settings, SourceSettings))
-    found = {}
-    for partition in range(PARTITIONS):
-        for seq, record in enumerate(source.read(partition, PARTITIONS, seed=SEED, passes=1)):
-            if record.reason is None:
-                tokens = record.tokens[:budget]
-                index = int(index_of(seq, partition, PARTITIONS))
-                found[0, index, 0] = crc32c(tokens.astype("<i4").tobytes()), len(tokens)
-    if not found:
-        raise UserError(f"{settings['shards']}: got no sample, expected at least one")
-    return found
-
-
-def _judge(
-    options: DemoOptions, reports: list[RankReport], expected: dict[tuple[int, int, int], tuple[int, int]],
-    rules: Rules, seconds: float, http: str,
-) -> dict[str, Any]:  # fmt: skip
-    errors = [report.error for report in reports if report.error]
-    arrived = Counter((stream, index, part) for report in reports for stream, index, part, _ in report.samples)
-    wrong = sum(
-        expected.get((stream, index, part), (None, 0))[0] != crc
-        for report in reports for stream, index, part, crc in report.samples
-    )  # fmt: skip
-    lost = sum(key not in arrived for key in expected)
-    repeated = sum(count - 1 for count in arrived.values())
-    real = np.array([row[2] for report in reports for row in report.packs], np.int64)
-    slots = np.array([sum(row) for report in reports for row in report.slots], np.int64)
-    full = figures(real, options.budget)
-    capacity = max(full.packs * options.budget, 1)
-    empty = int((real == 0).sum())
-    waits = np.array([ms for report in reports for ms in report.next_ms] or [0.0])
-    chains = {report.chain for report in reports}
-    ranks = options.dp * options.cp
-    steps = max((report.steps for report in reports), default=0)
-    starved = max((report.stats.get("starved_fraction", 1.0) for report in reports), default=1.0)
-    verified = sum(report.shards_verified for report in reports)
-    same = len(chains) == 1 and len({report.steps for report in reports}) == 1 and len(reports) == ranks
-    return {
-        "ok": not (errors or lost or repeated or wrong) and same and verified == full.packs * options.cp,
-        "error": errors[0] if errors else "",
-        "samples_produced": len(expected),
-        "samples_delivered": sum(arrived.values()),
-        "samples_lost": lost,
-        "samples_duplicated": repeated,
-        "samples_damaged": wrong,
-        "steps": steps,
-        "packs": full.packs,
-        "tokens": full.tokens,
-        "utilisation": full.utilisation,
-        "waste_ratio": full.waste_ratio,
-        "waste": {
-            "alignment": float(slots.sum() - real.sum()) / capacity,
-            "pack_tail": float(capacity - slots.sum() - empty * options.budget) / capacity,
-            "empty_packs": empty * options.budget / capacity,
-        },
-        "packing_efficiency": full.packing_efficiency,
-        "bin_balance": full.bin_balance,
-        "cost_max_over_mean": _cost_max_over_mean(reports, rules),
-        "tokens_per_second": full.tokens / seconds if seconds else 0.0,
-        "next_p50_ms": float(np.percentile(waits, 50)),
-        "next_p99_ms": float(np.percentile(waits, 99)),
-        "starved_fraction": starved,
-        "shards_verified": verified,
-        "chain": min(chains, default=""),
-        "metrics": f"{http}/metrics",
-    }
-
-
-def _cost_max_over_mean(reports: list[RankReport], rules: Rules) -> float:
-    """Cost of the dearest pack over the mean of those that run at the same time, mean over the run."""
-    by_time: dict[tuple[int, int], list[int]] = {}
-    for report in reports:
-        for (step, micro_batch, _, _), slots in zip(report.packs, report.slots, strict=True):
-            cost = int(rules.balance.costs(np.array(slots, np.int64)).sum())
-            by_time.setdefault((step, micro_batch), []).append(cost)
-    ratios = [max(costs) * len(costs) / sum(costs) for costs in by_time.values() if all(costs)]
-    return float(np.mean(ratios)) if ratios else 1.0
+# What is seen
 
 
 def _bar(console: Console) -> Progress:

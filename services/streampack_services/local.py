@@ -33,9 +33,10 @@ from streampack.sources import Source, SourceSettings, TokenizerSettings, open_s
 from streampack.sources.settings import check_settings
 from streampack.sources.tokenizers import CallableTokenizer, Tokenizer
 from streampack.typed_tree import convert, parse_size
-from streampack_services.broker import BrokerService, plan
+from streampack_services.broker import BrokerService
 from streampack_services.http import HttpServer
 from streampack_services.in_memory import InMemory
+from streampack_services.memory_plan import plan
 
 log = logging.getLogger("streampack.local")
 

@@ -9,28 +9,23 @@ attempt and answers, so that an earlier run's is not believed. ``orphans`` sees 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
-from streampack import wire
 from streampack.config_files import read_broker, read_producer
-from streampack.core.messages import Envelope, ProducerPing
-from streampack.errors import ConfigError, StreampackError, Unreachable, UserError, WireError
-from streampack.transport import Dealer, Poller
+from streampack.errors import ConfigError, StreampackError, Unreachable, UserError
 from streampack.typed_tree import read_tree
+from streampack_services import child, rendezvous
 from streampack_services.orphans import ASKED_BY_CTRL_C, exit_code, guarded
 
 log = logging.getLogger("streampack.run")
@@ -90,26 +85,11 @@ def attempt(env: Mapping[str, str]) -> str:
 
 
 @dataclass(slots=True)
-class _Daemon:
-    name: str
-    process: subprocess.Popen[bytes]
-    last_line: Callable[[], str]
-    """Once the process has ended."""
-
-    def failure(self) -> str:
-        code, line = self.process.returncode, self.last_line()
-        if code < 0:
-            memory = ", perhaps for its memory" if -code == signal.SIGKILL else ""
-            return f"{self.name} was killed by {signal.Signals(-code).name}{memory}; the last that it said: {line}"
-        return f"{self.name} ended with {code}: {line.removeprefix('streampack: ')}"
-
-
-@dataclass(slots=True)
 class _Run:
     options: RunOptions
     folder: Path
     env: Mapping[str, str]
-    daemons: list[_Daemon] = field(default_factory=list)
+    daemons: list[child.Child] = field(default_factory=list)
     signals: list[int] = field(default_factory=list)
     guard: int = field(default_factory=os.getppid)
 
@@ -141,7 +121,7 @@ class _Run:
         finally:
             self._stop(good)
             if rank == 0 and not good:
-                _leave_word(path, found, why or "the command failed there")
+                rendezvous.leave_word(path, found, why or "the command failed there")
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.signals.append(signal.SIGINT if number == ASKED_BY_CTRL_C else signal.SIGTERM)
@@ -151,10 +131,10 @@ class _Run:
     def _start_broker(self, tree: dict[str, Any], path: Path) -> dict[str, Any]:
         """Start it, and what its rendezvous file says once it is ready."""
         listen = self._free(shared="rendezvous" in tree) | (tree.get("listen") or {})
-        before = _read(path)
+        before = rendezvous.read(path)
         self._start("broker", "broker", tree | {"listen": listen, "rendezvous": str(path)})
         (broker,) = self.daemons
-        while (found := _read(path)) is None or found == before or "failed" in found:
+        while (found := rendezvous.read(path)) is None or found == before or "failed" in found:
             self._pause()
             if broker.process.poll() is not None:
                 raise Ended(broker.failure())
@@ -173,9 +153,9 @@ class _Run:
         began = said = time.monotonic()
         why = "there is no such file"
         while True:
-            found = _read(path)
+            found = rendezvous.read(path)
             if found is not None:
-                why = _not_believed(found, attempt(self.env))
+                why = rendezvous.not_believed(found, attempt(self.env))
                 if not why:
                     return found
             now = time.monotonic()
@@ -196,25 +176,8 @@ class _Run:
                         read_tree(path) | {"broker": found["producers"]})  # fmt: skip
 
     def _start(self, name: str, command: str, tree: dict[str, Any]) -> None:
-        """A daemon in a session of its own: what a terminal sends is the command's."""
-        word = name.replace(" ", "-")
-        config = self.folder / f"{word}.yaml"
-        config.write_text(json.dumps(tree))  # JSON is YAML
-        words = [sys.executable, "-m", "streampack", command, "-c", str(config)]
-        into = (self.options.log_dir / f"{word}.log").open("wb") if self.options.log_dir else None
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=into or subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**self.env, "STREAMPACK_ATTEMPT": attempt(self.env)},
-        )  # fmt: skip
-        if into is not None:
-            into.close()
-            last = Path(into.name)
-            self.daemons.append(_Daemon(name, process, lambda: _last_line(last)))
-            return
-        assert process.stdout is not None
-        pump = _Pump(name, process.stdout)
-        self.daemons.append(_Daemon(name, process, pump.last_line))
+        env = {**self.env, "STREAMPACK_ATTEMPT": attempt(self.env)}
+        self.daemons.append(child.start(name, command, tree, folder=self.folder, log_dir=self.options.log_dir, env=env))
 
     # The command
 
@@ -240,7 +203,7 @@ class _Run:
                 self._check_daemons()
                 if watched is not None and time.monotonic() - looked > 1:
                     looked = time.monotonic()
-                    now = _read(watched) or {}
+                    now = rendezvous.read(watched) or {}
                     if now.get("epoch") == found["epoch"] and "failed" in now:
                         raise Ended(f"node 0 has ended: {now['failed']}")
         finally:
@@ -290,81 +253,3 @@ def _end(command: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         command.kill()
         command.wait()
-
-
-# The rendezvous file
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and "epoch" in found else None
-
-
-def _not_believed(found: dict[str, Any], expected_attempt: str) -> str:
-    """Why this is not this attempt's broker; empty if it is."""
-    if "failed" in found:
-        return "it is of a run that has ended"
-    if found.get("attempt", "") != expected_attempt:
-        return f"it is of another attempt, {found.get('attempt')!r}, expected {expected_attempt!r}"
-    return "" if answers(found["producers"], found["epoch"]) else "its broker does not answer"
-
-
-def answers(endpoint: str, epoch: int, timeout_s: float = 2.0) -> bool:
-    """Whether the broker of this epoch answers at its producers' address."""
-    dealer = Dealer(endpoint, 1 << 20)
-    try:
-        poller = Poller([dealer])
-        deadline = time.monotonic() + timeout_s
-        asked = 0.0
-        while (now := time.monotonic()) < deadline:
-            if now - asked > 0.2:  # nothing is queued before the connection is made
-                asked = now
-                dealer.send(wire.encode(Envelope(run=0, epoch=0, fence=0, message=ProducerPing(producer="run"))))
-            poller.wait(0.1)
-            while (frames := dealer.receive()) is not None:
-                with contextlib.suppress(WireError):
-                    return wire.decode(frames).epoch == epoch
-        return False
-    finally:
-        dealer.close()
-
-
-def _leave_word(path: Path, found: dict[str, Any], why: str) -> None:
-    """Tell the other hosts that it is over, where they look."""
-    now = _read(path)
-    if found and (now is None or now["epoch"] == found["epoch"]):
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        with contextlib.suppress(OSError):
-            part.write_text(json.dumps({"epoch": found["epoch"], "failed": why}))
-            part.replace(path)
-
-
-# Log lines
-
-
-class _Pump:
-    """Copies a daemon's lines to standard error, each with its name before it."""
-
-    def __init__(self, name: str, pipe: IO[bytes]) -> None:
-        self._name, self._pipe, self._last = name, pipe, ""
-        self._thread = threading.Thread(target=self._copy, name="streampack-log", daemon=True)
-        self._thread.start()
-
-    def last_line(self) -> str:
-        self._thread.join(1.0)
-        return self._last or "it said nothing"
-
-    def _copy(self) -> None:
-        for raw in self._pipe:
-            line = raw.decode(errors="replace").rstrip()
-            self._last = line or self._last
-            sys.stderr.write(f"{self._name} | {line}\n")
-            sys.stderr.flush()
-
-
-def _last_line(file: Path) -> str:
-    lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from streampack_services.arena import arena_tokens
-from streampack_services.broker import plan
+from streampack_services.memory_plan import plan
 
 from streampack.config import BrokerConfig, ProducerConfig
 from streampack.config_check import checked

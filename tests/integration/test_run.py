@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from streampack_services.run import answers, attempt, node_rank
+from streampack_services.rendezvous import answers
+from streampack_services.run import attempt, node_rank
 
 from tests.integration.running import PATIENCE_S, STREAMPACK, running_broker, the_error, until, write, write_jsonl
 

@@ -1,0 +1,89 @@
+"""How a broker's memory is shared out: so much for each feed's merged samples, so much for each partition on its way.
+
+What the rules need comes first; of what is left partitions get up to a quarter of the arena, which is what producers
+may be ahead by, and the feeds the rest, by their needs. A memory that cannot hold what the rules need is refused before
+anything is started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from streampack.config import BrokerConfig
+from streampack.core.broker import Capacity
+from streampack.core.feed import FeedPlan, needed_tokens
+from streampack.core.rules import Rules
+from streampack.errors import ConfigError
+from streampack.typed_tree import parse_size
+from streampack_services.arena import SLACK, arena_tokens
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a configuration comes to: the feeds' rules, and how memory is shared out (bytes and tokens)."""
+
+    feeds: tuple[FeedPlan, ...]
+    capacity: Capacity
+    memory_bytes: int
+    token_bytes: int
+    block_tokens: int
+
+    @property
+    def rules(self) -> Rules:
+        """Of the first feed; tokens and fields are the same in all."""
+        return self.feeds[0].rules
+
+
+def plan(config: BrokerConfig) -> Plan:
+    """Raises ConfigError where the memory cannot hold what the rules need, with the figure that would."""
+    feeds = {name: config.plan(name) for name in config.feeds}
+    memory = parse_size(config.memory, "memory")
+    size = next(iter(feeds.values())).token_bytes
+    budget = max(rules.budget for rules in feeds.values())
+    chunk = parse_size(config.limits.chunk, "limits.chunk")
+    sample = max(config.limits.sample_tokens, budget + 1)  # what is cut to it is still seen to be over-long
+    block = max(chunk // size, 8 * budget)  # large beside a stored sample: little is lost where none fits
+    max_chunk = max(chunk // size, sample)
+    least_quota = 2 * max_chunk
+    partitions = sum(stream.partitions for rules in feeds.values() for stream in rules.streams)
+    needs = {name: needed_tokens(rules, sample) for name, rules in feeds.items()}
+    needed = sum(needs.values())
+    capacity = arena_tokens(memory, size, block)
+    if capacity < needed + partitions * least_quota:
+        enough = int(((needed + partitions * least_quota) * SLACK + 4 * block) * size)
+        windows = " and ".join(
+            f"a window of {rules.window} samples and {rules.packs} packs a step of {rules.budget} tokens"
+            for rules in feeds.values()
+        )
+        raise ConfigError(
+            f"memory: got {config.memory}, expected at least {-(-enough // 2**20)}MiB for {windows}, "
+            f"and {partitions} partitions"
+        )
+    quota = max(least_quota, min(capacity // 4, capacity - needed) // partitions)
+    merged = capacity - quota * partitions
+    plans = tuple(
+        FeedPlan(
+            name,
+            rules,
+            merged * needs[name] // needed,
+            config.feeds[name].cp_layout,
+            config.retain.checkpoints,
+            config.feeds[name].on_rewind == "discard",
+        )
+        for name, rules in feeds.items()
+    )
+    return Plan(plans, Capacity(quota, sample, max_chunk * size), memory, size, block)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed megabyte buffers instead of faulting each one in again: a third of the
+    time of a message of 1 MiB otherwise. Elsewhere than on glibc nothing happens."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+    except (OSError, AttributeError):
+        return

@@ -1,0 +1,88 @@
+"""The rendezvous file: where a broker says where it is, on a file system that others share.
+
+One JSON object, replaced whole: the run's name, the addresses ``producers``, ``trainers`` and ``http``, the broker's
+``epoch``, and the ``attempt`` of 'streampack run' that started it. A file outlives its broker: whoever must know that
+it is not an earlier run's looks at the attempt, and asks the broker. A run that is over says so in the same place
+(``failed``), if the file is still its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from streampack import wire
+from streampack.core.messages import Envelope, ProducerPing
+from streampack.errors import WireError
+from streampack.transport import Dealer, Poller
+
+
+def write(path: Path, run: str, endpoints: Mapping[str, str], http: str, epoch: int) -> None:
+    """Where producers and clients find a broker. Raises OSError."""
+    host = socket.gethostname()
+    found = {side: url.replace("0.0.0.0", host).replace("[::]", host) for side, url in endpoints.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    attempt = os.environ.get("STREAMPACK_ATTEMPT", "")  # of 'streampack run': its other hosts look for it
+    _replace(path, {"run": run, **found, "http": http, "epoch": epoch, "attempt": attempt})
+
+
+def leave_word(path: Path, found: dict[str, Any], why: str) -> None:
+    """Tell the other hosts that it is over, where they look, if that is still the file that was ``found``."""
+    now = read(path)
+    if found and (now is None or now["epoch"] == found["epoch"]):
+        with contextlib.suppress(OSError):
+            _replace(path, {"epoch": found["epoch"], "failed": why})
+
+
+def _replace(path: Path, tree: dict[str, Any]) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(json.dumps(tree))
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """What the file says; None where it says nothing."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "epoch" in found else None
+
+
+def not_believed(found: dict[str, Any], expected_attempt: str) -> str:
+    """Why this is not this attempt's broker; empty if it is."""
+    if "failed" in found:
+        return "it is of a run that has ended"
+    if found.get("attempt", "") != expected_attempt:
+        return f"it is of another attempt, {found.get('attempt')!r}, expected {expected_attempt!r}"
+    return "" if answers(found["producers"], found["epoch"]) else "its broker does not answer"
+
+
+def answers(endpoint: str, epoch: int, timeout_s: float = 2.0) -> bool:
+    """Whether the broker of this epoch answers at its producers' address."""
+    dealer = Dealer(endpoint, 1 << 20)
+    try:
+        poller = Poller([dealer])
+        deadline = time.monotonic() + timeout_s
+        asked = 0.0
+        while (now := time.monotonic()) < deadline:
+            if now - asked > 0.2:  # nothing is queued before the connection is made
+                asked = now
+                dealer.send(wire.encode(Envelope(run=0, epoch=0, fence=0, message=ProducerPing(producer="run"))))
+            poller.wait(0.1)
+            while (frames := dealer.receive()) is not None:
+                with contextlib.suppress(WireError):
+                    return wire.decode(frames).epoch == epoch
+        return False
+    finally:
+        dealer.close()
