@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from streampack.sources import TokenizerSettings, open_tokenizer
-from streampack.sources.tokenizers import Encoded
+from streampack.sources.token_ids import Encoded
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"

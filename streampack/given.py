@@ -20,8 +20,8 @@ from streampack.core.messages import Lease
 from streampack.core.producer_session import Chunk
 from streampack.errors import SampleError
 from streampack.sources import Cursor, Record, SourceSettings
+from streampack.sources.bytes_tokenizer import BytesTokenizer
 from streampack.sources.rows import RowReader
-from streampack.sources.tokenizers import BytesTokenizer
 
 _SETTINGS = SourceSettings("python", tokens_key=INPUT_IDS)
 Given = Mapping[str, Any] | Sequence[int] | Any

@@ -30,8 +30,9 @@ from streampack.errors import ConfigError, InternalError, StreampackError, UserE
 from streampack.packs import Step
 from streampack.producer import ProducerLoop
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
+from streampack.sources.callable_tokenizer import CallableTokenizer
 from streampack.sources.settings import check_settings
-from streampack.sources.tokenizers import CallableTokenizer, Tokenizer
+from streampack.sources.tokenizers import Tokenizer
 from streampack.typed_tree import convert, parse_size
 from streampack_services.broker import BrokerService
 from streampack_services.http import HttpServer

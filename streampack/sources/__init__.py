@@ -23,17 +23,13 @@ datasets; pyarrow and fsspec only where a format or URL needs them.
 
 import importlib
 
+from streampack.sources.bytes_tokenizer import BytesTokenizer
 from streampack.sources.order import Cursor
 from streampack.sources.records import OpenedSource, Record, Sample, Source
 from streampack.sources.settings import SourceSettings, check_settings
 from streampack.sources.sharded import ShardedSource
-from streampack.sources.tokenizers import (
-    BytesTokenizer,
-    Tokenizer,
-    TokenizerSettings,
-    as_tokens,
-    open_tokenizer,
-)
+from streampack.sources.token_ids import as_tokens
+from streampack.sources.tokenizers import Tokenizer, TokenizerSettings, open_tokenizer
 
 __all__ = [
     "Cursor",

@@ -27,7 +27,8 @@ from streampack.sources.records import Format, OpenShard, Sample, Shard
 from streampack.sources.rows import FieldReader
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import pieces
-from streampack.sources.tokenizers import Encoded, Tokenizer, as_tokens
+from streampack.sources.token_ids import Encoded, as_tokens
+from streampack.sources.tokenizers import Tokenizer
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")

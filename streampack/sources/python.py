@@ -26,12 +26,14 @@ from typing import Any
 
 from streampack.core.fields import Field
 from streampack.errors import ConfigError, SourceError
+from streampack.sources.callable_tokenizer import import_path
 from streampack.sources.order import Cursor
 from streampack.sources.records import Format, OpenedSource, OpenShard, Record, Sample, Shard
 from streampack.sources.rows import RowReader, ids_of
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import NO_TOKENS, ShardedSource, check_read, digest_of, pieces, vocab_size_of
-from streampack.sources.tokenizers import Encoded, Tokenizer, import_path
+from streampack.sources.token_ids import Encoded
+from streampack.sources.tokenizers import Tokenizer
 
 Items = Callable[[int, int], Iterable[object]]
 """(partition, partitions) -> its items, from the first on."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from streampack.core.fields import Field
 from streampack.sources.files import File
 from streampack.sources.order import Cursor
-from streampack.sources.tokenizers import Tokens
+from streampack.sources.token_ids import Tokens
 
 NO_FIELDS: Mapping[str, NDArray[Any]] = MappingProxyType({})
 

@@ -28,7 +28,8 @@ from streampack.core.fields import LOSS_MASK, Field
 from streampack.errors import ConfigError
 from streampack.sources.records import NO_FIELDS, Sample
 from streampack.sources.settings import SourceSettings
-from streampack.sources.tokenizers import Encoded, Tokenizer, Tokens, as_tokens
+from streampack.sources.token_ids import Encoded, Tokens, as_tokens
+from streampack.sources.tokenizers import Tokenizer
 
 _TEXT, _TOKENS, _CHAT, _PAIR = "text", "tokens", "chat", "pair"
 _DETECTED = (

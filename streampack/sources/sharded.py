@@ -19,7 +19,8 @@ from streampack.sources.files import File, ShardFile, open_file
 from streampack.sources.order import Cursor, sample_order, shard_order
 from streampack.sources.records import DAMAGED, Format, OpenShard, Record, Sample, Shard
 from streampack.sources.settings import SourceSettings, as_words
-from streampack.sources.tokenizers import Tokenizer, Tokens
+from streampack.sources.token_ids import Tokens
+from streampack.sources.tokenizers import Tokenizer
 
 NO_TOKENS: Tokens = np.empty(0, np.int32)
 NO_TOKENS.flags.writeable = False

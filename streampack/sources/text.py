@@ -17,7 +17,8 @@ from streampack.sources.records import Format, Sample, Shard
 from streampack.sources.rows import FieldReader
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import one_shard_a_file
-from streampack.sources.tokenizers import Encoded, Tokenizer
+from streampack.sources.token_ids import Encoded
+from streampack.sources.tokenizers import Tokenizer
 
 
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:

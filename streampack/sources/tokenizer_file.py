@@ -25,8 +25,10 @@ from numpy.typing import NDArray
 
 from streampack.errors import ConfigError
 from streampack.sources import chat
+from streampack.sources.callable_tokenizer import Rejections
 from streampack.sources.chat import SPLIT, Rendered, TemplateError, any_of, pair_messages, read_messages
-from streampack.sources.tokenizers import Encoded, Rejections, TokenizerSettings, Tokens
+from streampack.sources.token_ids import Encoded, Tokens
+from streampack.sources.tokenizers import TokenizerSettings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library

@@ -29,7 +29,8 @@ from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import one_shard_a_file
 from streampack.sources.tar import members
 from streampack.sources.text import encode
-from streampack.sources.tokenizers import Encoded, Tokenizer
+from streampack.sources.token_ids import Encoded
+from streampack.sources.tokenizers import Tokenizer
 
 Row: TypeAlias = dict[str, Any]
 Load: TypeAlias = Callable[[bytes], tuple[Encoded, Row] | str]

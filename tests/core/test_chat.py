@@ -16,7 +16,8 @@ from streampack.errors import ConfigError
 from streampack.sources import SourceSettings, TokenizerSettings, open_tokenizer
 from streampack.sources.chat import read_messages
 from streampack.sources.rows import RowReader
-from streampack.sources.tokenizers import Encoded, Tokenizer
+from streampack.sources.token_ids import Encoded
+from streampack.sources.tokenizers import Tokenizer
 
 SPECIAL = [
     "<|bos|>",

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from streampack.core.fields import Field
 from streampack.errors import ConfigError
 from streampack.sources import Record, SourceSettings, open_source
+from streampack.sources.bytes_tokenizer import BytesTokenizer
 from streampack.sources.rows import RowReader, as_field
-from streampack.sources.tokenizers import BytesTokenizer
 from tests.core.test_sources_formats import PLAIN, arrow_stream
 
 ADVANTAGES = Field(name="advantages", dtype="float32", align="target")

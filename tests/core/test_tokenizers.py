@@ -16,7 +16,8 @@ from tokenizers import models, pre_tokenizers, processors, trainers
 
 from streampack.errors import ConfigError
 from streampack.sources import SourceSettings, TokenizerSettings, as_tokens, open_source, open_tokenizer
-from streampack.sources.tokenizers import BytesTokenizer, Encoded, as_encoded
+from streampack.sources.bytes_tokenizer import BytesTokenizer
+from streampack.sources.token_ids import Encoded, as_encoded
 
 
 def words(text: str) -> list[int]:
