@@ -156,7 +156,7 @@ def _show_findings(console: Console, found: Tree) -> None:
 
 
 def show_rebuilt(found: Tree) -> None:
-    """Print ``audit.rebuild``."""
+    """Print ``state_dir.rebuild``."""
     console = _console()
     first, stop = found["records"]
     console.print(Text.assemble((found["file"], "bold"), f"  made again of {stop - first:,} records of the log"))

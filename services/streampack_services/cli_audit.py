@@ -60,13 +60,14 @@ def why(
         streampack why --sample web:81234 --state-dir shared/sft-8b/state
     """
     from streampack_services import audit, audit_report
+    from streampack_services.state_dir import open_ledger, state_folder
 
     if (step is None) == (sample is None):
         got = "nothing" if step is None else "--step and --sample"
         raise UserError(f"got {got} to explain, expected --step or --sample")
     if dp is not None and (dp_size is None or dp >= dp_size):
         raise UserError(f"got --dp {dp} and --dp-size {dp_size}, expected a rank below a size: which mesh is it of?")
-    with audit.open_ledger(audit.state_folder(state_dir, config)) as opened:
+    with open_ledger(state_folder(state_dir, config)) as opened:
         if step is not None:
             found = audit.why_step(opened, step, feed, dp_size)
             if dp is not None:
@@ -147,9 +148,10 @@ def verify_(state_dir: StateDir = None, config: Config = None, as_json: AsJson =
     Example:
         streampack ledger verify -c broker.yaml
     """
-    from streampack_services import audit, audit_report, verify
+    from streampack_services import audit_report, verify
+    from streampack_services.state_dir import open_ledger, state_folder
 
-    with audit.open_ledger(audit.state_folder(state_dir, config)) as opened:
+    with open_ledger(state_folder(state_dir, config)) as opened:
         found = verify.verify(opened)
     _say(found, as_json, audit_report.show_verified)
     raise typer.Exit(0 if found["good"] else 1)
@@ -165,10 +167,11 @@ def rebuild(state_dir: StateDir = None, config: Config = None, as_json: AsJson =
     Example:
         streampack ledger rebuild -c broker.yaml
     """
-    from streampack_services import audit, audit_report
+    from streampack_services import audit_report
+    from streampack_services.state_dir import rebuild, state_folder
 
-    folder = audit.state_folder(state_dir, config)
-    found = audit.rebuild(folder)
+    folder = state_folder(state_dir, config)
+    found = rebuild(folder)
     _say(found, as_json, audit_report.show_rebuilt)
 
 

@@ -22,8 +22,8 @@ from streampack.core.effects import Append, Recall, Recalled, Safe, WasCut
 from streampack.core.records import Record
 from streampack.errors import ConfigError, LogDamaged, StreampackError, WireError
 from streampack.typed_tree import parse_size
-from streampack_services.audit import open_ledger
 from streampack_services.log import Entry, Log
+from streampack_services.state_dir import open_ledger
 
 log = logging.getLogger("streampack.broker")
 
