@@ -24,8 +24,9 @@ from streampack.core.rules import Rules
 from streampack.errors import MeshError, StreampackError, Unreachable, UserError
 from streampack.formats import Views
 from streampack.packs import Step
+from streampack.prefetching import TWICE
 from streampack.ranks import mesh_of
-from streampack.reading import TWICE, Reading
+from streampack.reading import Reading
 
 
 def connect(

@@ -311,7 +311,7 @@ def test_a_broker_that_is_stopped_is_a_stall_where_a_step_or_an_answer_is_waited
     with running_broker(SETTINGS) as broker, producing(broker, tmp_path), connect(broker) as loader:
         steps = loader.steps()
         next(steps)
-        until(lambda: len(loader._reading._ready) == 2)
+        until(lambda: len(loader._reading._prefetching.ready) == 2)
         impatient(loader, stall_s=2)
         broker.signal(signal.SIGSTOP)
         time.sleep(3)  # what nobody waits for is no stall

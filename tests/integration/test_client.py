@@ -99,7 +99,7 @@ def test_what_was_ready_is_not_given_after_close(broker: RunningBroker) -> None:
         loader = streampack.connect(broker.trainers, format="numpy")
         for _ in range(taken):
             next(loader)
-        until(lambda loader=loader: len(loader._reading._ready) == 2)  # type: ignore[misc]
+        until(lambda loader=loader: len(loader._reading._prefetching.ready) == 2)  # type: ignore[misc]
         loader.close()
         with pytest.raises(UserError, match="is closed"):
             next(loader)
