@@ -6,10 +6,6 @@ by ``executemany``, its identity the primary key, without any checksum of its ow
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import shlex
 import sqlite3
 import statistics
 import sys
@@ -29,7 +25,7 @@ from streampack_services.log import Entry
 from streampack_services.step_rows import rows_of
 from streampack_services.verify import verify
 
-from benchmarks.throughput import machine_facts
+from benchmarks.report import arguments, head, say
 from streampack.core.form import FIRST_CHAIN, chain_digest, pack_digests, step_digest
 from streampack.core.records import Base, FeedFacts, Record, StepFormed
 from streampack.core.rules import Rules, StreamRules
@@ -44,19 +40,9 @@ SIZES = {"64 packs of 12": (64, 12), "8 packs of 8": (8, 8)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SAMPLES} samples, not {FULL_SAMPLES}")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    args = parser.parse_args()
+    args = arguments(__doc__, f"{QUICK_SAMPLES} samples, not {FULL_SAMPLES}").parse_args()
     samples = QUICK_SAMPLES if args.quick else FULL_SAMPLES
-    report: dict[str, Any] = {
-        "benchmark": "ledger",
-        "command": shlex.join(["python", "benchmarks/ledger.py", *sys.argv[1:]]),
-        "samples": samples,
-        "machine": machine_facts(),
-        "load_before": round(os.getloadavg()[0], 2),
-        "results": {},
-    }
+    report = head("ledger", samples=samples) | {"results": {}}
     print(f"{'steps of':16} {'':8} {'samples/s':>11} {'bytes/sample':>13} {'ms a question':>14}")
     for name, (packs, each) in SIZES.items():
         found = compare(recorded(samples, packs, each))
@@ -68,8 +54,7 @@ def main() -> None:
                 f"{row['question_ms']:14.2f}"
             )
         print(f"{'':16} verify   {found['verify_samples_per_s']:11,.0f}")
-    if args.json:
-        print(json.dumps(report))
+    say(report, args.json)
 
 
 def recorded(samples: int, packs: int, each: int) -> list[Entry]:

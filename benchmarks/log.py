@@ -4,15 +4,11 @@ The log appends records of one size as fast as it can, with at most 64 MB on the
 them. Plain is a preallocated file, one buffer a write of 1 MiB and an fdatasync after each (``os``), or none
 (``process``). They take turns on the same disk; the clock stops when all is safe. Reading is ``Log.open`` (every record
 checked), from the page cache.
-
-    python benchmarks/log.py [--quick] [--json] [--folder DISK]
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -28,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "services"))
 
 from streampack_services.log import Log
 
+from benchmarks.report import arguments, head, say
+
 RECORD_BYTES = (200, 4 << 10, 64 << 10, 1 << 20)
 ON_THE_WAY = 64 << 20
 GROUP = 1 << 20
@@ -35,25 +33,22 @@ Durability = Literal["os", "process"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="an eighth of the bytes, three times")
-    parser.add_argument("--json", action="store_true")
+    parser = arguments(__doc__, "an eighth of the bytes, three times")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the temporary folder")
     given = parser.parse_args()
+    report = head("log")
     rows = [
         measure(given.folder, durability, size, (32 << 20) if given.quick else (256 << 20), 3 if given.quick else 5)
         for durability in ("os", "process")
         for size in RECORD_BYTES
     ]
-    if given.json:
-        print(json.dumps(rows))
-        return
     for row in rows:
         print(
             f"{row['durability']:8} {row['record_bytes']:>8} B  {row['records_per_s']:>10,.0f} records/s "
             f"{row['mb_per_s']:>7,.0f} MB/s  plain {row['plain_mb_per_s']:>7,.0f} MB/s  ratio {row['ratio']:.2f}  "
             f"read {row['read_mb_per_s']:>7,.0f} MB/s"
         )
+    say(report | {"results": rows}, given.json)
 
 
 def measure(disk: Path | None, durability: Durability, size: int, num_bytes: int, turns: int) -> dict[str, float | str]:

@@ -18,9 +18,6 @@ decreasing of all of them at once, on those that shift no more than that on bloc
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shlex
 import statistics
 import sys
 import time
@@ -37,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lengths import BUDGETS, I64, SHIFTING, STATIONARY, lengths_of
 from benchmarks.peers import MISSING, PEERS
-from benchmarks.throughput import machine_facts
+from benchmarks.report import arguments, head, say
 from streampack.core.deal import deal
 from streampack.core.packers import PACKERS, packer
 from streampack.core.packers.decreasing import first_fit_decreasing
@@ -92,14 +89,7 @@ def main() -> None:
     budgets, windows = ((8192,), (1024,)) if args.quick else (BUDGETS, (256, 1024))
     for name in names:
         _ours(name, np.array([1, 2]), 4, 2)  # compiles
-    report: dict[str, Any] = {
-        "benchmark": "packing",
-        "command": shlex.join(["python", "benchmarks/packing.py", *sys.argv[1:]]),
-        "samples": samples,
-        "machine": machine_facts(),
-        "load_before": round(os.getloadavg()[0], 2),
-        "missing": MISSING,
-    }
+    report = head("packing", samples=samples, missing=MISSING)
     if MISSING:
         print(f"not installed, hence left out: {', '.join(MISSING)}")
     rows: list[Row] = []
@@ -114,15 +104,12 @@ def main() -> None:
     print(f"\nexact_fill's bounds: kept on {len(bounds) - len(broken)} of {len(bounds)} streams", *broken, sep="\n")
     if args.png:
         _draw(rows, args.png)
-    if args.json:
-        print(json.dumps(report | {"rows": [asdict(row) for row in rows], "bounds": bounds}))
+    say(report | {"rows": [asdict(row) for row in rows], "bounds": bounds}, args.json)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one budget, one window, short streams: under a minute")
+    parser = arguments(__doc__, "one budget, one window, short streams: under a minute")
     parser.add_argument("--samples", type=int, help=f"of each stream; {SAMPLES}, or {QUICK_SAMPLES} if quick")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--png", type=Path, help="draw packs over the bound there (pip install matplotlib)")
     return parser.parse_args()
 

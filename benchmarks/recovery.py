@@ -10,12 +10,9 @@ turn round who goes first; the mean difference and its 95% interval (Student's t
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import datetime
 import json
 import os
-import shlex
 import signal
 import statistics
 import subprocess
@@ -32,8 +29,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import streampack
+from benchmarks.report import arguments, head, say
 from benchmarks.streampack_pipe import run_streampack
-from benchmarks.throughput import machine_facts
 
 WINDOW, BUDGET, PACKS = 1024, 2048, 8
 SHARDS, ROWS, MEAN_TOKENS = 8, 5000, 64
@@ -247,19 +244,11 @@ def spread(found: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="10 kills and pairs of 2 s (else 20 kills, pairs of 10 s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line of stdout")
+    parser = arguments(__doc__, "10 kills and pairs of 2 s (else 20 kills, pairs of 10 s)")
     parser.add_argument("--only", choices=("state", "checkpoint", "cost"), help="one part")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    report: dict[str, Any] = {
-        "benchmark": "recovery",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/recovery.py", *sys.argv[1:]]),
-        "machine": machine_facts(),
-        "load_before": round(os.getloadavg()[0], 2),
-    }
+    report = head("recovery")
     times = 10 if args.quick else 20
     for name, part, measure in (
         ("same_state_dir", "state", same_state_dir), ("empty_state_dir", "checkpoint", empty_state_dir),
@@ -270,8 +259,7 @@ def main() -> None:
     if args.only in (None, "cost"):
         report["cost_of_the_log"] = cost_of_the_log(2.0 if args.quick else 10.0)
         print(f"cost of the log: {report['cost_of_the_log']}", flush=True)
-    if args.json:
-        print(json.dumps(report))
+    say(report, args.json)
 
 
 if __name__ == "__main__":

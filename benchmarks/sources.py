@@ -7,12 +7,9 @@ seconds, since a shared machine's clock says little about one thread; files are 
 
 from __future__ import annotations
 
-import argparse
 import io
 import itertools
 import json
-import os
-import shlex
 import statistics
 import struct
 import sys
@@ -29,7 +26,7 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.throughput import machine_facts
+from benchmarks.report import arguments, head, say
 from streampack.sources import SourceSettings, TokenizerSettings, open_source, open_tokenizer
 
 QUICK_SAMPLES, FULL_SAMPLES = 10_000, 50_000
@@ -41,19 +38,9 @@ items: list[Any] = []
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SAMPLES} samples, not {FULL_SAMPLES}")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    args = parser.parse_args()
+    args = arguments(__doc__, f"{QUICK_SAMPLES} samples, not {FULL_SAMPLES}").parse_args()
     samples = QUICK_SAMPLES if args.quick else FULL_SAMPLES
-    report: dict[str, Any] = {
-        "benchmark": "sources",
-        "command": shlex.join(["python", "benchmarks/sources.py", *sys.argv[1:]]),
-        "samples": samples,
-        "machine": machine_facts(),
-        "load_before": round(os.getloadavg()[0], 2),
-        "results": {},
-    }
+    report = head("sources", samples=samples) | {"results": {}}
     print(f"{'source':22} {'records/s':>10} {'MB/s':>8} {'plain loop':>11} {'ratio':>6}")
     with tempfile.TemporaryDirectory() as folder:
         for name, (write, kind, plain) in FORMATS.items():
@@ -63,8 +50,7 @@ def main() -> None:
                 f"{name:22} {found['records_per_s']:10,.0f} {found['mb_per_s']:8.1f} {found['plain_per_s']:11,.0f} "
                 f"{found['ratio']:6.2f}"
             )
-    if args.json:
-        print(json.dumps(report))
+    say(report, args.json)
 
 
 def compare(

@@ -8,13 +8,8 @@ next to it. Rounds alternate which goes first, so that a machine that warms up o
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import importlib.util
-import json
-import os
-import platform
-import shlex
 import signal
 import statistics
 import sys
@@ -22,12 +17,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-import zmq
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bare_pipe import PipeResult, run_bare_pipe
+from benchmarks.report import arguments, head, say
 
 Runner = Callable[[float, str], PipeResult]
 
@@ -41,22 +34,13 @@ def main() -> None:
     seconds = args.seconds or (QUICK_SECONDS if args.quick else FULL_SECONDS)
     rounds = QUICK_ROUNDS if args.quick else FULL_ROUNDS
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the processes of a run end, too
-    report = {
-        "benchmark": "throughput",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/throughput.py", *sys.argv[1:]]),
-        "transport": args.transport,
-        "seconds": seconds,
-        "machine": machine_facts(),
-        "load_before": round(os.getloadavg()[0], 2),  # of the last minute: runs just before this one count, too
-    }
+    report = head("throughput", transport=args.transport, seconds=seconds)
     results = compare(pipes(), rounds, seconds, args.transport)
     report["results"] = {name: summary(runs) for name, runs in results.items()}
     if "streampack" in results:
         report["streampack_to_bare"] = round(_median(results["streampack"]) / _median(results["bare_pipe"]), 3)
         print(f"streampack moves {report['streampack_to_bare']} of what the bare pipe moves")
-    if args.json:
-        print(json.dumps(report))
+    say(report, args.json)
 
 
 def pipes() -> dict[str, Runner]:
@@ -93,38 +77,12 @@ def summary(runs: list[PipeResult]) -> dict[str, object]:
     }
 
 
-def machine_facts() -> dict[str, object]:
-    """What a figure depends on; no host name."""
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "cpu": _cpu_model(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "pyzmq": zmq.pyzmq_version(),
-        "libzmq": zmq.zmq_version(),
-    }
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
 def _median(runs: list[PipeResult]) -> float:
     return statistics.median(run.tokens_per_second for run in runs)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Tokens per second end to end: streampack against a bare ZeroMQ pipe that promises nothing,"
-        " in turns, on this machine. Close what else computes: the pipes use every core.",
-        epilog="How results are recorded: benchmarks/RESULTS.md.",
-    )
-    parser.add_argument("--quick", action="store_true", help="3 rounds of 3 s, under a minute in all (else 5 of 10 s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line of stdout")
+    parser = arguments(__doc__, "3 rounds of 3 s, under a minute in all (else 5 of 10 s)")
     parser.add_argument("--transport", choices=("ipc", "tcp"), default="ipc", help="default: %(default)s")
     parser.add_argument("--seconds", type=_positive, metavar="S", help="time each run for S seconds instead")
     return parser.parse_args()

@@ -3,14 +3,10 @@
 The tokenizer is trained in the run (byte-level BPE on this repository's own files), so that nothing is downloaded.
 Each way goes over all texts in turn, several times; the best time counts. One process, one thread, but for
 ``library, batches``: that one uses all cores, as ``processes:`` of producer.yaml would.
-
-    python benchmarks/tokenizing.py [--quick] [--json]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import time
@@ -21,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.report import arguments, head, say
 from streampack.sources import TokenizerSettings, open_tokenizer
 from streampack.sources.token_ids import Encoded
 
@@ -32,17 +29,13 @@ CHARACTERS, TURNS = 4000, 6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the texts, once")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    given = arguments(__doc__, "a tenth of the texts, once").parse_args()
+    report = head("tokenizing")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), texts=200 if given.quick else 2000, times=1 if given.quick else 3)
-    if given.json:
-        print(json.dumps(found))
-    else:
-        for name, row in found.items():
-            print(f"{name:32} {row['tokens_per_s']:>12,.0f} tokens/s  {row['ratio']:.2f}")
+    for name, row in found.items():
+        print(f"{name:32} {row['tokens_per_s']:>12,.0f} tokens/s  {row['ratio']:.2f}")
+    say(report | {"results": found}, given.json)
 
 
 def measure(folder: Path, *, texts: int, times: int) -> dict[str, dict[str, float]]:
