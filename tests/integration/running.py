@@ -10,14 +10,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from streampack_services import cli
+
+from streampack.producer import ProducerLoop
+from streampack.sources import Source
 
 STREAMPACK = (sys.executable, "-m", "streampack")
 PATIENCE_S = 200.0
@@ -138,6 +142,20 @@ def running(name: str, *arguments: str | Path) -> Iterator[Daemon]:
             yield daemon
         finally:
             daemon.kill()
+
+
+@contextmanager
+def producing_here(endpoint: str, sources: Mapping[str, Source]) -> Iterator[None]:
+    """A producer of these sources in a thread of this process, stopped in the end."""
+    loop = ProducerLoop(endpoint, sources)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.stop()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
 
 
 @contextmanager

@@ -20,10 +20,9 @@ import pytest
 import streampack
 from streampack.core.readers import SILENT_S
 from streampack.errors import DataStall, PeerError, Rejected, StateError, UserError
-from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
-from tests.integration.running import PATIENCE_S, RunningBroker, running_broker, until, write_jsonl
+from tests.integration.running import PATIENCE_S, RunningBroker, producing_here, running_broker, until, write_jsonl
 
 SAMPLES = 300
 SETTINGS: dict[str, Any] = {
@@ -41,15 +40,8 @@ Sample = tuple[int, int, int]
 def producing(broker: RunningBroker, folder: Path) -> Iterator[RunningBroker]:
     files = write_jsonl(folder / "text.jsonl", [{"text": "t" * (1 + i * 7 % 90)} for i in range(SAMPLES)])
     source = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
-    loop = ProducerLoop(broker.producers, {"text": source})
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    try:
+    with producing_here(broker.producers, {"text": source}):
         yield broker
-    finally:
-        loop.stop()
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")

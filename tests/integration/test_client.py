@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 
 import streampack
-from streampack import reading
+from streampack import prefetching
 from streampack.client import read_rendezvous
 from streampack.errors import InternalError, MeshError, PeerError, Unreachable, UserError
-from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
-from tests.integration.running import PATIENCE_S, RunningBroker, running_broker, until, write_jsonl
+from tests.integration.running import PATIENCE_S, RunningBroker, producing_here, running_broker, until, write_jsonl
 
 SETTINGS: dict[str, Any] = {
     "tokens": "uint16",
@@ -36,14 +35,8 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
         tmp_path_factory.mktemp("data") / "text.jsonl", [{"text": "t" * (1 + i * 7 % 90)} for i in range(400)]
     )
     source = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
-    with running_broker(SETTINGS) as running:
-        loop = ProducerLoop(running.producers, {"text": source})
-        thread = threading.Thread(target=loop.run)
-        thread.start()
+    with running_broker(SETTINGS) as running, producing_here(running.producers, {"text": source}):
         yield running
-        loop.stop()
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
 
 
 def test_packs_come_one_by_one_or_by_the_step(broker: RunningBroker) -> None:
@@ -79,7 +72,7 @@ def test_a_bug_in_the_clients_thread_is_raised_where_the_trainer_waits(
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(reading, "build_step", broken)
+    monkeypatch.setattr(prefetching, "build_step", broken)
     with streampack.connect(broker.trainers, format="numpy") as loader, pytest.raises(InternalError, match="a bug"):
         next(iter(loader))
 

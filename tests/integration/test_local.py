@@ -24,9 +24,8 @@ from pyarrow import parquet
 
 import streampack as sp
 from streampack.errors import ConfigError, PeerError, SampleError, SourceError, UserError
-from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
-from tests.integration.running import PATIENCE_S, running_broker, until, write_jsonl
+from tests.integration.running import PATIENCE_S, producing_here, running_broker, until, write_jsonl
 
 TEXTS = [f"{number} " * (1 + number * 7 % 40) for number in range(300)]
 
@@ -72,13 +71,13 @@ def test_steps_are_those_of_a_broker_with_the_same_settings(tmp_path: Path) -> N
         write_jsonl(tmp_path / f"{number}.jsonl", [{"text": text} for text in TEXTS[number::3]])
     shards = str(tmp_path / "{0..2}.jsonl")
     rules = {"budget": 512, "window": {"samples": 64}, "step": {"packs": 2}, "align": {"sample": 1, "pack": 1}}
-    with running_broker({"seed": 5, "rules": rules, "streams": {"data": {}}}) as broker:
-        loop = ProducerLoop(broker.producers, {"data": open_source(SourceSettings("jsonl", shards))})
-        thread = threading.Thread(target=loop.run)
-        thread.start()
-        with sp.connect(broker.trainers) as remote:
-            expected = [step.digest for step in remote.steps()]
-        thread.join(PATIENCE_S)
+    source = open_source(SourceSettings("jsonl", shards))
+    with (
+        running_broker({"seed": 5, "rules": rules, "streams": {"data": {}}}) as broker,
+        producing_here(broker.producers, {"data": source}),
+        sp.connect(broker.trainers) as remote,
+    ):
+        expected = [step.digest for step in remote.steps()]
     with sp.local(shards, budget=512, packs=2, window=64, seed=5) as loader:
         assert [step.digest for step in loader.steps()] == expected
 

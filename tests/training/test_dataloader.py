@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +12,9 @@ from torch.utils.data import DataLoader
 
 import streampack
 from streampack.errors import PeerError, UserError
-from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
-from tests.integration.running import PATIENCE_S, RunningBroker, running_broker, write_jsonl
+from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
 
 SETTINGS = {
     "rules": {"budget": 256, "step": {"packs": 2}},
@@ -31,14 +29,8 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
         tmp_path_factory.mktemp("data") / "text.jsonl", [{"text": "t" * (1 + i * 7 % 90)} for i in range(200)]
     )
     source = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
-    with running_broker(SETTINGS) as running:
-        loop = ProducerLoop(running.producers, {"text": source})
-        thread = threading.Thread(target=loop.run)
-        thread.start()
+    with running_broker(SETTINGS) as running, producing_here(running.producers, {"text": source}):
         yield running
-        loop.stop()
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("format", ["thd", "hf"])

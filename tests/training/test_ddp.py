@@ -6,17 +6,15 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import streampack
-from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
-from tests.integration.running import PATIENCE_S, running_broker, write_jsonl
+from tests.integration.running import PATIENCE_S, producing_here, running_broker, write_jsonl
 
 SCRIPT = """
 import json, sys, torch, torch.distributed as dist, streampack
@@ -53,18 +51,14 @@ def test_two_ranks_have_the_gradients_of_one(tmp_path: Path) -> None:
     files = write_jsonl(tmp_path / "text.jsonl", [{"text": "t" * (1 + i * 7 % 90)} for i in range(200)])
     source = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
     (tmp_path / "train.py").write_text(SCRIPT)
-    with running_broker({"rules": RULES | {"align": {"sample": 1, "pack": 1}}, "streams": {"data": {}}}) as broker:
-        loop = ProducerLoop(broker.producers, {"data": source})
-        thread = threading.Thread(target=loop.run)
-        thread.start()
+    settings = {"rules": RULES | {"align": {"sample": 1, "pack": 1}}, "streams": {"data": {}}}
+    with running_broker(settings) as broker, producing_here(broker.producers, {"data": source}):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
             [*command, str(tmp_path / "train.py")], capture_output=True, text=True, timeout=PATIENCE_S,
             env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths},
         )  # fmt: skip
-        loop.stop()
-        thread.join(PATIENCE_S)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     net = model()

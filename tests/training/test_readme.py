@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import doctest
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,9 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import streampack
-from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
-from tests.integration.running import PATIENCE_S, RunningBroker, running_broker, write_jsonl
+from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
 from tests.integration.small_broker import SmallBroker
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -49,14 +47,8 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
     for name, count in (("web", SAMPLES // 2), ("code", SAMPLES // 2), ("val", VALID)):
         files = write_jsonl(folder / f"{name}.jsonl", [{"text": name * (1 + i * 7 % 30)} for i in range(count)])
         sources[name] = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
-    with running_broker(SETTINGS) as running:
-        loop = ProducerLoop(running.producers, sources)
-        thread = threading.Thread(target=loop.run)
-        thread.start()
+    with running_broker(SETTINGS) as running, producing_here(running.producers, sources):
         yield running
-        loop.stop()
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
 
 
 class Tiny(torch.nn.Module):

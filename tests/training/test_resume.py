@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import streampack
-from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
-from tests.integration.running import PATIENCE_S, RunningBroker, running_broker, write_jsonl
+from tests.integration.running import PATIENCE_S, RunningBroker, producing_here, running_broker, write_jsonl
 
 SAMPLES = 200
 SETTINGS: dict[str, Any] = {
@@ -55,14 +53,8 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
         tmp_path_factory.mktemp("data") / "text.jsonl", [{"text": "t" * (1 + i * 7 % 90)} for i in range(SAMPLES)]
     )
     source = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
-    with running_broker(SETTINGS) as running:
-        loop = ProducerLoop(running.producers, {"text": source})
-        thread = threading.Thread(target=loop.run)
-        thread.start()
+    with running_broker(SETTINGS) as running, producing_here(running.producers, {"text": source}):
         yield running
-        loop.stop()
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
 
 
 def torchrun(script: Path, ranks: int, broker: RunningBroker, *arguments: str) -> Any:
