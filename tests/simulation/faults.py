@@ -106,7 +106,7 @@ class Faults:
             world.note("kills", client.name)
             self._end(client)
             delay = world.rng.uniform(0, 0.5)
-            world.clock.after(delay, world.start_client, client.job, client.mesh, client.state(), client.life)
+            world.clock.after(delay, world.start_client, client.job, client.mesh, client.state(), client.life, client)
 
     def _end(self, client: ClientProcess) -> None:
         if self.world.rng.random() < 0.5:
@@ -153,7 +153,7 @@ class Faults:
             world.note("replaces", client.name)
             self._hang(client, world.rng.uniform(3.0, 9.0))
             delay = world.rng.uniform(0, 0.5)
-            world.clock.after(delay, world.start_client, client.job, client.mesh, client.state(), client.life)
+            world.clock.after(delay, world.start_client, client.job, client.mesh, client.state(), client.life, client)
 
     def _hang(self, client: ClientProcess, seconds: float) -> None:
         world = self.world

@@ -262,6 +262,6 @@ class Job:
         assert broken.code == "rank_taken" or (self.life and lately), broken
         assert broken.code in ("rank_taken", "mesh", "step_gone", "round_gone"), broken
         if broken.code == "rank_taken":
-            self.world.clock.after(3.0, self.world.start_client, self, client.mesh, client.state(), self.life)
+            self.world.clock.after(3.0, self.world.start_client, self, client.mesh, client.state(), self.life, client)
         else:
             self.world.clock.after(3.0, self.world.faults.restart, self, self.life)
