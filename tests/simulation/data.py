@@ -32,7 +32,7 @@ Id = tuple[int, int, int]
 """(stream, index, part)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One job: rules, sources' sizes ``counts[stream][partition]``, and the mesh that reads it."""
 
@@ -86,6 +86,11 @@ class Case:
         if self.number % 2:
             lengths[draw.random(count) < 0.05] = 0
         return lengths
+
+    @lru_cache  # noqa: B019
+    def offsets(self, stream: int, partition: int) -> list[int]:
+        """Tokens of a partition before each sample, and at last all of them."""
+        return [0, *np.cumsum(self.lengths(stream, partition)).tolist()]
 
     def tokens(self, stream: int, partition: int, seq: int) -> NDArray[Any]:
         """The tokens of one sample, never 0."""

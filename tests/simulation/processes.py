@@ -139,14 +139,15 @@ class ProducerProcess(Process):
             seq = lease.cursor[0] if lease.cursor is not None else lease.first_seq
             assert seq == lease.first_seq, "a cursor that is not where the lease begins"
         assert seq == read.seq
-        lengths = case.lengths(stream, lease.partition)
-        if seq >= len(lengths):
+        offsets = case.offsets(stream, lease.partition)
+        count = len(offsets) - 1
+        if seq >= count:
             self.handle(EndOfPartition(key, read.session))
             return
         stop, pass_end = seq + 1, seq - seq % case.pass_samples + case.pass_samples
         room = lease.max_chunk_bytes // np.dtype(case.dtype).itemsize
         most = self.world.rng.randint(1, 12)
-        while stop < min(len(lengths), pass_end) and stop - seq < most and int(lengths[seq : stop + 1].sum()) <= room:
+        while stop < min(count, pass_end, seq + most) and offsets[stop + 1] - offsets[seq] <= room:
             stop += 1
         self._at[key, read.session] = stop
         self.handle(chunk_of(case, key, read.session, seq, stop))

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 from crc32c import crc32c
 
 from streampack.core.events import Effect, Event, Report
 from streampack.core.producer_session import Finish, Leave
-from streampack.core.push_buffer import PushBuffer, size_of
+from streampack.core.push_buffer import CHUNK_BYTES, PushBuffer, size_of
 from streampack.core.push_session import End, EndBatch, Push, PushSession
 from streampack.core.records import ChunkAdmitted
 from tests.simulation.offline import samples_of
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 BUFFER_BYTES = 6 << 10
+SAMPLE_BYTES = 3 * 4
+"""Of the buffer, beside its tokens: a length, a checksum, a count of tokens with loss."""
 
 
 @dataclass
@@ -78,6 +81,7 @@ class PusherProcess(Process):
             run=0, producer=name, incarnation=pid, host="host", pid=pid, stream=stream, partition=partition,
             buffer=PushBuffer(BUFFER_BYTES),
         )  # fmt: skip
+        self._token_bytes = np.dtype(self.case.dtype).itemsize
         self._unsafe: list[tuple[int, int]] = []
         self._ended = self._leaving = False
         super().__init__(world, self.session)
@@ -127,12 +131,14 @@ class PusherProcess(Process):
         else:
             room = self.case.rules.budget
             first, stop = births.next, births.next + 1
-            lengths = self.case.lengths(births.stream, self.partition)
+            offsets = self.case.offsets(births.stream, self.partition)
             most = min(births.count, first - first % batch + batch, first + self.world.rng.randint(1, 6))
-            while stop < most and int(lengths[first : stop + 1].sum()) <= room:
+            while stop < most and offsets[stop + 1] - offsets[first] <= room:
                 stop += 1
-            chunk = chunk_of(self.case, (self.stream, self.partition), (0, 0), first, stop)
-            if self.session.room(size_of(chunk)):
+            num_bytes = (offsets[stop] - offsets[first]) * self._token_bytes + (stop - first) * SAMPLE_BYTES
+            if self.session.room(num_bytes + CHUNK_BYTES):
+                chunk = chunk_of(self.case, (self.stream, self.partition), (0, 0), first, stop)
+                assert size_of(chunk) == num_bytes + CHUNK_BYTES
                 births.next = stop
                 self._unsafe += [(birth, buffer.next_seq + birth - first) for birth in range(first, stop)]
                 self.handle(Push(chunk))

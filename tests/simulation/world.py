@@ -84,7 +84,8 @@ class World:
     def run(self) -> Outcome:
         """To the end of the job."""
         last = 0.0
-        while not all(job.over for job in self.jobs.values()):
+        jobs = list(self.jobs.values())
+        while any(not job.over for job in jobs):
             self.clock.step()
             self._events += 1
             last = self.clock.now
