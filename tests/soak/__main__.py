@@ -1,11 +1,13 @@
-"""``make soak``: runs of real processes under fire, one after another, each against its offline golden run.
+"""``make soak``: seeds of the simulation, then runs of real processes under fire, each against its offline golden run.
 
-A run is a broker, two producers and the trainers of one mesh; everything is killed and stopped at random moments
-(``fire``), started again (``run``), and in the end compared (``accounts``): every step that any rank was ever given,
-and every sample once. The last line on stdout is one JSON object; the exit code is 1 if anything was wrong, and the
-seed to repeat it with is printed. Files of a run that went wrong are kept.
+The simulation (``simulated``) has a quarter of the time, then runs follow, one after another. A run is a broker, two
+producers and the trainers of one mesh; everything is killed and stopped at random moments (``fire``), started again
+(``run``), and in the end compared (``accounts``): every step that any rank was ever given, and every sample once. The
+last line on stdout is one JSON object; the exit code is 1 if anything was wrong, and the command that repeats it is
+printed. Files of a run that went wrong are kept.
 
-    python -m tests.soak --minutes 10 --seed 1
+    python -m tests.soak --minutes 10 --seed 1    # a soak
+    python -m tests.soak --seed 7 --runs 1        # one run of processes
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ from tests.soak.golden import pack_offline
 from tests.soak.job import make_job
 from tests.soak.partition import long_partition
 from tests.soak.run import Run, Unfinished
+from tests.soak.simulated import Simulated, simulate
 
+SIMULATED = 0.25
+"""Of the time, what the simulation has."""
 FIRE_S = 50.0
 EVERY_S = 1.1
 COUNTS = ("steps", "compared", "repeated", "lost", "duplicated", "diverged", "states")
@@ -42,6 +47,7 @@ class Soak:
     """Sums over runs."""
 
     seed: int
+    simulated: Simulated
     runs: int = 0
     kills: Counter[str] = field(default_factory=Counter)
     stops: Counter[str] = field(default_factory=Counter)
@@ -93,7 +99,8 @@ class Soak:
     def report(self, seconds: float) -> dict[str, Any]:
         """The one object."""
         return {
-            "ok": not self.wrong, "seed": self.seed, "seconds": round(seconds), "runs": self.runs,
+            "ok": not self.wrong, "seed": self.seed, "seconds": round(seconds), "simulated": self.simulated.seeds,
+            "simulated_wrong": len(self.simulated.wrong), "runs": self.runs,
             "kills": self.kills.total(), "killed": dict(self.kills), "stops": self.stops.total(),
             "stopped": dict(self.stops), "ended_by_launcher": self.collateral,
             **{name: self.counts[name] for name in COUNTS},
@@ -113,14 +120,19 @@ def _spread(seconds: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=None, help="of the first run; the others follow it")
-    parser.add_argument("--runs", type=int, default=None, help="so many instead of as many as fit")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of the first simulation and the first run; the others follow it"
+    )
+    parser.add_argument("--runs", type=int, default=None, help="so many instead of as many as fit, and no simulation")
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
     seed = asked.seed if asked.seed is not None else time.time_ns() % 1_000_000
     print(f"seed {seed}", file=sys.stderr, flush=True)
-    soak, began = Soak(seed), time.monotonic()
-    beside = ThreadPoolExecutor(1)
+    began, simulated = time.monotonic(), Simulated()
+    if asked.runs is None:
+        simulated = simulate(seed, SIMULATED * asked.minutes * 60)
+        print(f"simulated {simulated.seeds} seeds from {seed} on", file=sys.stderr, flush=True)
+    soak, beside = Soak(seed, simulated, wrong=list(simulated.wrong)), ThreadPoolExecutor(1)
     partition = beside.submit(long_partition, seed) if asked.minutes >= 3 and asked.runs is None else None
     while (left := asked.minutes * 60 - (time.monotonic() - began)) > 15 and soak.runs != asked.runs:
         soak.run(seed + soak.runs, min(FIRE_S, left))
