@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from streampack.core.packers import PACKERS, Choice, Packer, pack_lengths, packer
 from streampack.core.packers.concatenative import Concatenative
 from streampack.core.packers.exact_fill import choose_in_python
+from streampack.core.packers.joint import Joint
 from streampack.core.packers.window import I64
 from streampack.errors import ConfigError, SampleError
 
-FILES = ("exact_fill", "sliding_ffd", "decreasing", "concatenative")
+FILES = ("exact_fill", "joint", "sliding_ffd", "decreasing", "concatenative")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -34,7 +35,10 @@ class ExactFillTwin:
         return choose_in_python(lengths, ages, budget, count, closed, window)
 
 
-EVERY: list[Packer] = [*PACKERS.values(), ExactFillTwin(), Concatenative(max_samples_per_pack=3)]
+EVERY: list[Packer] = [
+    *PACKERS.values(), ExactFillTwin(), Concatenative(max_samples_per_pack=3),
+    Joint(group=2, patience=2), Joint(group=3, max_samples_per_pack=3),
+]  # fmt: skip
 every_packer = pytest.mark.parametrize("each", EVERY, ids=lambda each: f"{each.name}-{EVERY.index(each)}")
 
 budgets = st.integers(1, 40)
@@ -245,7 +249,7 @@ def test_rules_that_cannot_be_are_refused(arguments: dict[str, object]) -> None:
 
 
 def test_an_unknown_packer_lists_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"'best'.*exact_fill, sliding_ffd, first_fit_decreasing, concatenative"):
+    with pytest.raises(ConfigError, match=r"'best'.*exact_fill, joint, sliding_ffd"):
         pack_lengths([1], 8, "best")
     assert all(packer(name).name == name for name in PACKERS)
 

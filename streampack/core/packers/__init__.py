@@ -2,7 +2,8 @@
 
 ``packer(name)`` finds one for a stream (see ``window`` for the contract that all of them keep), and
 ``pack_lengths`` packs a closed list. ``exact_fill`` is the default: it fills packs to the token and
-keeps samples near their order. The others are what other systems do, to compare and to reproduce.
+keeps samples near their order; ``joint`` forms packs that take equally long, too. The others are what
+other systems do, to compare and to reproduce.
 
 None of them imports numba until it forms a pack, and all work without it.
 
@@ -21,6 +22,7 @@ import numpy as np
 from streampack.core.packers.concatenative import Concatenative
 from streampack.core.packers.decreasing import FirstFitDecreasing
 from streampack.core.packers.exact_fill import ExactFill
+from streampack.core.packers.joint import Joint
 from streampack.core.packers.sliding_ffd import SlidingFFD
 from streampack.core.packers.window import I64, Choice, Packer
 from streampack.errors import ConfigError, SampleError
@@ -28,7 +30,7 @@ from streampack.errors import ConfigError, SampleError
 __all__ = ["PACKERS", "Choice", "Packer", "pack_lengths", "packer"]
 
 PACKERS: Mapping[str, Packer] = MappingProxyType(
-    {each.name: each for each in (ExactFill(), SlidingFFD(), FirstFitDecreasing(), Concatenative())}
+    {each.name: each for each in (ExactFill(), Joint(), SlidingFFD(), FirstFitDecreasing(), Concatenative())}
 )
 
 
