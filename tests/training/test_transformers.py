@@ -43,7 +43,7 @@ def samples_of(batch: Any, samples: list[dict[str, Any]]) -> list[dict[str, Any]
 
 def test_200_packs_are_what_the_flattening_collator_returns() -> None:
     samples = rows(1100, seed=1)
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)  # type: ignore[no-untyped-call]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     full = padded = 0
     for batch in batches(samples, "hf"):
         features = [{"input_ids": each["input_ids"]} for each in samples_of(batch, samples)]
