@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,6 @@ from streampack.core.messages import Envelope
 from streampack.core.packers import packer
 from streampack.errors import InternalError, WireError
 from streampack.transport import Poller, Router, Waker, drain
-from streampack_services import rendezvous
 from streampack_services.arena import Arena
 from streampack_services.keeper import Keeper
 from streampack_services.memory_plan import plan
@@ -146,10 +144,6 @@ class BrokerService:
         self._asked.append((Change(next(self._tokens), feed, ask, at_step, note), future))
         self._waker.wake()
         return future
-
-    def write_rendezvous(self, path: Path, http: str) -> None:
-        """Where producers and clients find this broker; see ``rendezvous``."""
-        rendezvous.write(path, self.config.run, self.endpoints, http, self.core.epoch)
 
     def warm_up(self) -> None:
         """Compile or load the kernels, so that the first step is as fast as the others."""

@@ -7,7 +7,6 @@ process ends with 0. A second signal ends it at once.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 import signal
@@ -17,6 +16,7 @@ from types import FrameType
 
 from streampack.config import BrokerConfig
 from streampack.errors import UserError
+from streampack_services import rendezvous
 from streampack_services.broker import BrokerService
 from streampack_services.http import HttpServer
 from streampack_services.memory_plan import keep_freed_memory
@@ -84,7 +84,7 @@ def _rendezvous(service: BrokerService, http: str) -> Iterator[None]:
         return
     path = Path(service.config.rendezvous)
     try:
-        service.write_rendezvous(path, http)
+        rendezvous.write(path, service.config.run, service.endpoints, http, service.core.epoch)
     except OSError as error:
         raise UserError(f"rendezvous: {path}: cannot be written: {error.strerror}: choose another path") from None
     log.info("rendezvous file %s", path.absolute())
@@ -97,6 +97,4 @@ def _rendezvous(service: BrokerService, http: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads(path.read_text()).get("epoch") == service.core.epoch:
-                path.unlink()
+        rendezvous.remove(path, service.core.epoch)

@@ -32,6 +32,14 @@ def write(path: Path, run: str, endpoints: Mapping[str, str], http: str, epoch: 
     _replace(path, {"run": run, **found, "http": http, "epoch": epoch, "attempt": attempt})
 
 
+def remove(path: Path, epoch: int) -> None:
+    """Take the file of the broker of this epoch away; another broker's is left alone."""
+    found = read(path)
+    if found is not None and found["epoch"] == epoch:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def leave_word(path: Path, found: dict[str, Any], why: str) -> None:
     """Tell the other hosts that it is over, where they look, if that is still the file that was ``found``."""
     now = read(path)
