@@ -42,7 +42,7 @@ from tests.simulation.disk import Disk
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-RUN = 77
+RUN, FIRST_EPOCH = 77, 5
 TICK_S = 0.25
 QUOTA = 2 * MAX_SAMPLE
 

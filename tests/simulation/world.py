@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from streampack.core.events import FromBroker
 from streampack.core.messages import Attach, Envelope, Mesh, Samples
-from tests.simulation.broker import BrokerProcess
+from tests.simulation.broker import FIRST_EPOCH, BrokerProcess
 from tests.simulation.client import Checkpoint, ClientProcess
 from tests.simulation.data import FIRST_PUSHED, NUM_CASES
 from tests.simulation.disk import Disk
@@ -77,7 +77,7 @@ class World:
         """The log may begin at the step of a checkpoint that trainers brought."""
         self.producers: list[ProducerProcess | PusherProcess] = []
         self.faults = Faults(self)
-        self.broker = BrokerProcess(self, epoch=5, disk=self.disk)
+        self.broker = BrokerProcess(self, FIRST_EPOCH, self.disk)
         self._start()
         self.clock.after(0.0, self._calm)
 
