@@ -83,13 +83,12 @@ class PusherProcess(Process):
         )  # fmt: skip
         self._token_bytes = np.dtype(self.case.dtype).itemsize
         self._unsafe: list[tuple[int, int]] = []
-        self._ended = self._leaving = False
+        self._ended = False
         super().__init__(world, self.session)
         world.clock.after(0.0, self._work)
 
     def leave(self) -> None:
         """Stop with a farewell, whatever is not safe yet."""
-        self._leaving = True
         super().handle(Leave())
 
     def handle(self, event: Event) -> None:
@@ -104,7 +103,7 @@ class PusherProcess(Process):
             self.alive = False
             over = self.births.next >= self.births.count
             assert not effect.error or (effect.code == "ended" and over) or effect.code == "partition_taken", effect
-            if not self._leaving and not over:
+            if effect.code != "ended" and not (self._ended and self.session.flushed):
                 self.world.clock.after(3.0, self.world.start_again, self)
         else:
             assert isinstance(effect, Report), effect
