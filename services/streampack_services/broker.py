@@ -39,11 +39,11 @@ from streampack.core.effects import (
     Store,
 )
 from streampack.core.events import Effect, Event, Report, Tick
-from streampack.core.feed import needed_tokens
 from streampack.core.frames import EDGES, INPUT_IDS
 from streampack.core.journal import Journal
 from streampack.core.messages import Envelope
 from streampack.core.packers import packer
+from streampack.core.plan import needed_tokens
 from streampack.errors import InternalError, WireError
 from streampack.transport import Poller, Router, Waker, drain
 from streampack_services.arena import Arena

@@ -11,8 +11,7 @@ import ctypes
 from dataclasses import dataclass
 
 from streampack.config import BrokerConfig
-from streampack.core.broker import Capacity
-from streampack.core.feed import FeedPlan, needed_tokens
+from streampack.core.plan import Capacity, FeedPlan, needed_tokens
 from streampack.core.rules import Rules
 from streampack.errors import ConfigError
 from streampack.typed_tree import parse_size

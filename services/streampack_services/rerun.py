@@ -204,7 +204,7 @@ class Rerun:
         if error.code != "diverged":
             return error
         feed, core = self.wanted.feed, service.core
-        table, first = core.table, max(core.feeds[feed.name].former.next_step - 1, 0)
+        table, first = core.table, max(core.feeds[feed.name].next_step - 1, 0)
         columns = (table.stream, table.index, table.part, table.crc)
         read = {tuple(key): crc for *key, crc in zip(*(column.tolist() for column in columns), strict=True)}
         for step in range(first, first + _NAMES_LOOKED_OVER):

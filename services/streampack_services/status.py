@@ -125,8 +125,8 @@ class Reporter:
             "tokens_per_s": self._rate(now, feed),
             "readers": _readers(feed),
             "all_ranks_attached": readers.joined,
-            "window": {"samples": feed.former.num_samples, "tokens": feed.former.queued_tokens},
-            "held_tokens": feed.held_tokens,
+            "window": {"samples": feed.planner.former.num_samples, "tokens": feed.planner.former.queued_tokens},
+            "held_tokens": feed.memory.held_tokens,
             "held_limit_tokens": feed.plan.merged_tokens,
             "rules": self._rules[feed.name],
         }
@@ -212,7 +212,7 @@ def _readers(feed: Feed) -> list[Snapshot]:
 def _streams(core: Broker, feed: Feed) -> list[Snapshot]:
     rows = []
     books = core.leases.books
-    for stream, counts in zip(feed.latest_rules.streams, feed.admission.counts, strict=False):
+    for stream, counts in zip(feed.latest_rules.streams, feed.planner.admission.counts, strict=False):
         ended = sum(books.intakes[p].ended for p in books.partitions(stream.name))
         rows.append(
             {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from streampack.core.changes import Restream, Skip, changed, described
 from streampack.core.effects import (
@@ -26,7 +25,7 @@ from streampack.core.effects import (
     WasCut,
 )
 from streampack.core.events import Effect, Event, Report, Tick
-from streampack.core.feed import Feed, FeedPlan
+from streampack.core.feed import Feed
 from streampack.core.journal import Journal
 from streampack.core.leases import Leases
 from streampack.core.messages import (
@@ -43,6 +42,7 @@ from streampack.core.messages import (
     Samples,
     Who,
 )
+from streampack.core.plan import Capacity, FeedPlan
 from streampack.core.records import (
     Base,
     BatchMarked,
@@ -57,16 +57,6 @@ from streampack.core.samples import SampleTable
 
 OfStream = SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded
 MAX_EPOCH = 2**62 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """What producers may send: ``quota_tokens`` of each partition wait for the merge at most, a sample has up to
-    ``max_sample_tokens``, a message up to ``max_chunk_bytes``."""
-
-    quota_tokens: int
-    max_sample_tokens: int
-    max_chunk_bytes: int
 
 
 class Broker:
@@ -243,7 +233,7 @@ class Broker:
         """A broker that has just started takes an epoch above the one that peers of its run still know."""
         if envelope.run != self.run or envelope.epoch <= self.epoch:
             return
-        formed = any(feed.former.next_step for feed in self.feeds.values())
+        formed = any(feed.next_step for feed in self.feeds.values())
         if not formed and envelope.epoch < MAX_EPOCH and not self.num_readers and not self.leases.num_producers:
             self.epoch = self.leases.epoch = envelope.epoch + 1
             for feed in self.feeds.values():

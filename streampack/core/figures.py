@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.form import Step
+
 
 @dataclass(frozen=True, slots=True)
 class Figures:
@@ -82,6 +84,31 @@ def from_moments(packs: int, tokens: int, square_tokens: int, budget: int) -> Fi
         theoretical_min_packs=minimum,
         packing_efficiency=minimum / packs,
     )
+
+
+@dataclass(slots=True)
+class Totals:
+    """What was formed, summed over all steps of all iterations: for the figures of section 7 of the packing design."""
+
+    steps: int = 0
+    packs: int = 0
+    empty_packs: int = 0
+    samples: int = 0
+    tokens: int = 0
+    slot_tokens: int = 0
+    square_tokens: int = 0
+    dropped_samples: int = 0
+
+    def add(self, step: Step) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.packs += len(step.packs)
+        self.samples += step.num_samples
+        for pack in step.packs:
+            self.empty_packs += not len(pack.handles)
+            self.tokens += pack.num_tokens
+            self.slot_tokens += pack.num_slot_tokens
+            self.square_tokens += pack.num_tokens**2
 
 
 def _balance_from_moments(packs: int, tokens: int, square_tokens: int) -> float:

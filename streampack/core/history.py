@@ -266,6 +266,13 @@ class History:
             return found[1]
         return self.lsn_of(step - 1) + 1
 
+    def recover(self, facts: FeedFacts, released: int) -> None:
+        """What survived of records that are gone; steps below ``released`` were returned by every rank."""
+        self.lineage, self.lineage_step = facts.lineage, facts.lineage_step
+        self.changes = list(facts.changes)
+        self.skips, self.commits = list(facts.skips), list(facts.commits)
+        self.released = max(self.released, released)
+
     def facts(self) -> FeedFacts:
         """What must survive when records of the log go."""
         return FeedFacts(

@@ -16,7 +16,7 @@ import numpy as np
 from crc32c import crc32c
 
 from streampack import wire
-from streampack.core.broker import Broker, Capacity
+from streampack.core.broker import Broker
 from streampack.core.changes import Ask
 from streampack.core.client_session import Broken, ClientSession, Deliver, Detach, Ended, Returned
 from streampack.core.effects import (
@@ -38,12 +38,12 @@ from streampack.core.effects import (
     Store,
 )
 from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
-from streampack.core.feed import FeedPlan
 from streampack.core.form import Former
 from streampack.core.journal import Journal
 from streampack.core.merge import change as change_merge
 from streampack.core.merge import merge_of
 from streampack.core.messages import Envelope, Mesh, Offer, State, StepPart
+from streampack.core.plan import Capacity, FeedPlan
 from streampack.core.producer_session import Chunk, EndOfPartition, Finish, ProducerSession, Read
 from streampack.core.push_session import PushSession
 from streampack.core.records import Record, RulesChanged

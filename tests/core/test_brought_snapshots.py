@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
-from streampack.core.broker import Broker, Capacity
+from streampack.core.broker import Broker
+from streampack.core.brought import problem
 from streampack.core.changes import Restream
 from streampack.core.effects import Change, FromTrainer, SendTrainer
 from streampack.core.events import Tick
-from streampack.core.feed import FeedPlan
 from streampack.core.form import Former
 from streampack.core.merge import merge_of
 from streampack.core.messages import Attach, Attached, Envelope, Mesh, Reject
-from streampack.core.resume import problem, snapshot
+from streampack.core.plan import Capacity, FeedPlan
+from streampack.core.resume import snapshot
 from streampack.core.rules import Align, Rules, RulesChange, StreamRules
 from streampack.core.samples import ROW, SampleTable
 from streampack.core.snapshot import Snapshot
@@ -76,7 +77,7 @@ def test_a_whole_snapshot_is_gone_on_from() -> None:
     assert problem(GOOD, RULES, TOKENS, PARTITIONS) == ""
     core = broker()
     assert isinstance(said(core, attach(GOOD, GOOD.step)), Attached)
-    assert core.feeds["train"].former.next_step == GOOD.step
+    assert core.feeds["train"].next_step == GOOD.step
 
 
 def rows(**columns: Any) -> bytes:
@@ -147,7 +148,7 @@ def test_what_is_wrong_with_a_snapshot_is_said(given_: Snapshot, expected: str) 
     assert isinstance(answer, Reject)
     assert answer.code == "snapshot"
     assert expected in answer.detail
-    assert core.feeds["train"].former.next_step == 0
+    assert core.feeds["train"].next_step == 0
     assert not core.feeds["train"].history.changes
 
 
@@ -208,9 +209,9 @@ def test_no_damage_of_a_snapshot_breaks_the_broker_or_its_bounds(given_: Snapsho
     assert isinstance(answer, Attached | Reject)
     for now in range(1, 4):
         core.handle(Tick(float(now)))
-    assert feed.held_tokens <= TOKENS
+    assert feed.memory.held_tokens <= TOKENS
     assert len(core.table) <= TOKENS
     assert len(core.leases.intakes) <= PARTITIONS + 8
     if isinstance(answer, Reject):
-        assert feed.held_tokens == 0
+        assert feed.memory.held_tokens == 0
         assert answer.code == "snapshot"

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack.core.broker import Broker, Capacity
+from streampack.core.broker import Broker
 from streampack.core.changes import Ask, Restream, Reweigh, Skip, changed, described
 from streampack.core.effects import Answer, Change
-from streampack.core.feed import FeedPlan
 from streampack.core.merge import change, merge_of
+from streampack.core.plan import Capacity, FeedPlan
 from streampack.core.rules import Rules, StreamRules
 
 RULES = Rules(streams=(StreamRules("web", 0.7, 2), StreamRules("code", 0.3, 1), StreamRules("old", 0.0, 1)))

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from streampack import wire
-from streampack.core.broker import Broker, Capacity
+from streampack.core.broker import Broker
 from streampack.core.changes import Restream
 from streampack.core.effects import (
     Append,
@@ -28,7 +28,6 @@ from streampack.core.effects import (
     WasCut,
 )
 from streampack.core.events import Effect, Event, Tick
-from streampack.core.feed import FeedPlan
 from streampack.core.form import Former
 from streampack.core.history import ChunkPlace, History
 from streampack.core.journal import Journal
@@ -53,6 +52,7 @@ from streampack.core.messages import (
     StepPart,
     Wait,
 )
+from streampack.core.plan import Capacity, FeedPlan
 from streampack.core.records import Base, ChunkAdmitted, Record
 from streampack.core.resume import snapshot
 from streampack.core.rules import Rules, RulesChange, StreamRules

@@ -14,8 +14,8 @@ from streampack_services.memory_plan import plan
 from streampack.config import BrokerConfig, ProducerConfig
 from streampack.config_check import checked
 from streampack.config_files import read_broker, read_either, read_producer
-from streampack.core.feed import needed_tokens
 from streampack.core.fields import Field
+from streampack.core.plan import needed_tokens
 from streampack.core.rules import Align, Balance, Rules, StreamRules
 from streampack.errors import ConfigError
 from streampack.typed_tree import convert, parse_size

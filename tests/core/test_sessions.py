@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import wire
-from streampack.core.broker import Broker, Capacity
+from streampack.core.broker import Broker
 from streampack.core.effects import (
     Drain,
     Form,
@@ -29,7 +29,6 @@ from streampack.core.effects import (
     Store,
 )
 from streampack.core.events import Effect, Event, FromBroker, Send, Tick
-from streampack.core.feed import FeedPlan, needed_tokens
 from streampack.core.intake import MAX_UNMERGED
 from streampack.core.leases import SILENT_S
 from streampack.core.messages import (
@@ -58,6 +57,7 @@ from streampack.core.messages import (
     Wait,
     Who,
 )
+from streampack.core.plan import Capacity, FeedPlan, needed_tokens
 from streampack.core.producer_session import (
     PING_S,
     Chunk,
@@ -571,7 +571,7 @@ def test_two_hundred_iterations_leave_nothing_behind() -> None:
         for peer in (b"0", b"1"):
             bench.read(peer, get(8))
             bench.read(peer, get(8, start=5, done=(5, 2, 1)[broken_off]))
-        assert bench.feed.held_tokens == int(bench.core.table.length[sorted(bench.live)].sum())
+        assert bench.feed.memory.held_tokens == int(bench.core.table.length[sorted(bench.live)].sum())
         bench.said = [said for said in bench.said if isinstance(said[1].message, Lease)][-3:]
         if broken_off == 0:
             assert not bench.live, "all of it was returned"
@@ -632,7 +632,7 @@ def test_a_feed_that_a_stream_has_stopped_begins_again_with_all_its_streams() ->
         bench.read(
             b"2", get(8, start=valid.readers.formed_upto, done=valid.readers.formed_upto), fence=valid.readers._attempt
         )
-        assert valid.held_tokens == 0
+        assert valid.memory.held_tokens == 0
     assert found[0] == found[1] == found[2]
     assert others.items() <= bench.sessions(b"p").items()
 
@@ -863,7 +863,7 @@ def test_an_over_long_sample_meets_the_policy(policy: Overlong, lengths: list[in
         assert bench.taken[2] == 0
     else:
         assert bench.taken[2] == 3
-        assert bench.feed.admission.counts[1].overlong == 1
+        assert bench.feed.planner.admission.counts[1].overlong == 1
 
 
 @pytest.mark.parametrize(
@@ -1187,7 +1187,7 @@ def test_no_sequence_of_messages_breaks_the_broker_or_moves_its_memory_beyond_it
     leases = bench.core.leases
     waiting = [intake.kept_tokens - intake.merged_tokens for intake in leases.intakes]
     assert all(0 <= tokens <= QUOTA for tokens in waiting)
-    assert 0 <= bench.feed.held_tokens <= bench.feed.plan.merged_tokens
-    assert int(bench.core.table.length[sorted(bench.live)].sum()) == sum(waiting) + bench.feed.held_tokens
+    assert 0 <= bench.feed.memory.held_tokens <= bench.feed.plan.merged_tokens
+    assert int(bench.core.table.length[sorted(bench.live)].sum()) == sum(waiting) + bench.feed.memory.held_tokens
     assert leases.num_producers <= 3
     assert bench.feed.readers.num_readers <= 3

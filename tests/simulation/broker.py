@@ -13,7 +13,7 @@ import numpy as np
 from streampack_services.arena import SLACK, Arena
 
 from streampack import wire
-from streampack.core.broker import Broker, Capacity
+from streampack.core.broker import Broker
 from streampack.core.effects import (
     Append,
     Cut,
@@ -32,9 +32,9 @@ from streampack.core.effects import (
     WasCut,
 )
 from streampack.core.events import Effect, Event, Report, Tick
-from streampack.core.feed import FeedPlan, needed_tokens
 from streampack.core.journal import Journal
 from streampack.core.messages import Committed, End, Envelope, Flow
+from streampack.core.plan import Capacity, FeedPlan, needed_tokens
 from tests.simulation.checks import BrokerChecks
 from tests.simulation.data import MAX_SAMPLE
 from tests.simulation.disk import Disk

@@ -116,8 +116,8 @@ class BrokerChecks:
             assert 0 <= tokens * intake.token_bytes <= intake.quota_bytes, "a partition is over its quota"
             waiting += tokens
         for feed in core.feeds.values():
-            assert 0 <= feed.held_tokens <= feed.plan.merged_tokens, f"{feed.name} holds more than its share"
-        held = sum(feed.held_tokens for feed in core.feeds.values())
+            assert 0 <= feed.memory.held_tokens <= feed.plan.merged_tokens, f"{feed.name} holds more than its share"
+        held = sum(feed.memory.held_tokens for feed in core.feeds.values())
         absent = sum(int(core.table.length[handle]) for handle in core.leases.books.absent)
         assert process.arena.live_tokens == waiting + held - absent, "the books differ from the arena"
 

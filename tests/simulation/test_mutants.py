@@ -21,12 +21,15 @@ from streampack.core.client_session import ClientSession
 from streampack.core.effects import Formed
 from streampack.core.events import Effect, FromBroker, Send
 from streampack.core.feed import Feed
-from streampack.core.form import Former, Request
+from streampack.core.form import Former, Request, Step
 from streampack.core.history import History
 from streampack.core.intake import Intake
 from streampack.core.kept import KeptSteps
 from streampack.core.leases import Leases
+from streampack.core.merged_memory import MergedMemory
 from streampack.core.messages import Envelope, Eos, Flow, Get, Hello, Mesh, ProducerPing, ReaderPing, Samples, StepPart
+from streampack.core.outbox import Outbox
+from streampack.core.planner import Planner
 from streampack.core.producer_session import ProducerSession
 from streampack.core.readers import Readers
 from tests.simulation.checks import BrokerChecks
@@ -337,7 +340,7 @@ def a_feed_goes_back_without_new_sessions(patch: Patch) -> None:
 @mutant("rounds")
 def a_choice_from_before_a_feed_went_back_is_taken(patch: Patch) -> None:
     def formed(original: Any, self: Feed, event: Formed) -> Any:
-        return original(self, msgspec.structs.replace(event, generation=self._generation))
+        return original(self, msgspec.structs.replace(event, generation=self.planner.generation))
 
     _wrap(patch, Feed, "formed", formed)
 
@@ -349,7 +352,7 @@ def producers_go_when_everything_is_taken(patch: Patch) -> None:
 
 @mutant("feeds")
 def a_feed_takes_more_than_its_share_of_the_memory(patch: Patch) -> None:
-    patch.setattr(Feed, "_room", lambda self: 1 << 20)
+    patch.setattr(MergedMemory, "room", property(lambda self: 1 << 20))
 
 
 @mutant("R1", PUSHED)
@@ -367,11 +370,11 @@ def samples_are_lost_that_were_said_to_be_safe(patch: Patch) -> None:
 
 @mutant("R2")
 def a_step_goes_out_before_its_record_is_safe(patch: Patch) -> None:
-    def hand_out(original: Any, self: Feed) -> Any:
-        self._formed = deque((lsn if step is None else -1, step) for lsn, step in self._formed)
+    def hand_out(original: Any, self: Outbox) -> Any:
+        self._waiting = deque((-1 if isinstance(what, Step) else lsn, what) for lsn, what in self._waiting)
         return original(self)
 
-    _wrap(patch, Feed, "hand_out", hand_out)
+    _wrap(patch, Outbox, "hand_out", hand_out)
 
 
 def ranks_get_other_steps_when_the_record_of_the_first_is_lost(patch: Patch) -> None:
@@ -405,17 +408,17 @@ def the_end_is_recorded_each_time(patch: Patch) -> None:
 
 @mutant("R8")
 def the_end_goes_out_before_its_record_is_safe(patch: Patch) -> None:
-    def hand_out(original: Any, self: Feed) -> Any:
-        self._formed = deque((-1 if step is None else lsn, step) for lsn, step in self._formed)
+    def hand_out(original: Any, self: Outbox) -> Any:
+        self._waiting = deque((lsn if isinstance(what, Step) else -1, what) for lsn, what in self._waiting)
         return original(self)
 
-    _wrap(patch, Feed, "hand_out", hand_out)
+    _wrap(patch, Outbox, "hand_out", hand_out)
 
 
 @mutant("R8")
 def the_end_is_recorded_before_the_last_step(patch: Patch) -> None:
     def publish(original: Any, self: Feed, steps: Any) -> Any:
-        return original(self, steps[:-1] if self.former.finished else steps)
+        return original(self, steps[:-1] if self.planner.former.finished else steps)
 
     _wrap(patch, Feed, "_publish", publish)
 
@@ -443,11 +446,11 @@ def a_partition_is_read_again_from_behind_the_window(patch: Patch) -> None:
 
 @mutant("script", ARRIVAL)
 def the_merge_is_not_told_the_recorded_order(patch: Patch) -> None:
-    def restore(original: Any, self: Feed, taken: Any) -> Any:
-        order, self.history.order = self.history.order, []
+    def restore(original: Any, self: Planner, taken: Any) -> Any:
+        order, self._history.order = self._history.order, []
         try:
             return original(self, taken)
         finally:
-            self.history.order = order
+            self._history.order = order
 
-    _wrap(patch, Feed, "_restore", restore)
+    _wrap(patch, Planner, "restore", restore)

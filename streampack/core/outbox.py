@@ -1,0 +1,77 @@
+"""Steps that are formed and not yet with the readers.
+
+A step goes to them once the log has it, and everything that decided it (R2), and once the payload of its samples is
+there: after a restart they are read again. Those formed on the way to the step that is served next go to nobody: all
+that they are good for is that their digests are known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+
+import numpy as np
+
+from streampack.core.effects import Release
+from streampack.core.events import Effect
+from streampack.core.form import Step
+from streampack.core.history import History
+from streampack.core.journal import Journal
+from streampack.core.leases import Leases
+from streampack.core.readers import Readers
+from streampack.core.samples import I64
+
+Ended = tuple[int, bytes]
+"""(steps, digest of all): no step follows."""
+
+
+class Outbox:
+    """One feed's; in the order in which steps were formed."""
+
+    def __init__(self, readers: Readers, history: History, journal: Journal, leases: Leases) -> None:
+        self._readers, self._history, self._journal, self._leases = readers, history, journal, leases
+        self._waiting: deque[tuple[int, Step | Ended]] = deque()  # behind which record each
+
+    def put(self, what: Step | Ended) -> None:
+        """A step, or the end, that everything in the log by now decides."""
+        self._waiting.append((self._journal.next_lsn - 1, what))
+
+    def hand_out(self) -> list[Effect]:
+        """Give the readers what is safe and whole; steps before the one that was gone to have been served."""
+        effects: list[Effect] = []
+        absent, readers = self._leases.books.absent, self._readers
+        while self._waiting and self._waiting[0][0] < self._journal.safe_upto:
+            step = self._waiting[0][1]
+            if not isinstance(step, Step):
+                effects += readers.finish(*step)
+            elif step.number < readers.formed_upto:
+                effects.append(Release(np.concatenate([pack.handles for pack in step.packs])))
+                effects += readers.check(step.number + 1, step.chain)
+            elif absent and any(handle in absent for pack in step.packs for handle in pack.handles.tolist()):
+                break
+            else:
+                effects += readers.add(step, self._history.is_skipped(step.number))
+            self._waiting.popleft()
+        return effects
+
+    def waiting_for(self) -> tuple[str, str] | None:
+        """Why the first of them is not handed out: (reason, detail); None where there is none."""
+        if not self._waiting:
+            return None
+        lsn, step = self._waiting[0]
+        if lsn >= self._journal.safe_upto:
+            return "log", self._journal.stalled or "the step is being written to the log"
+        if not isinstance(step, Step):
+            return None
+        absent = self._leases.books.absent
+        missing = (absent[h][0] for pack in step.packs for h in pack.handles.tolist() if h in absent)
+        of = "".join(f", from {self._leases.describe(p)}" for p in islice(missing, 1))
+        return "stream", f"samples of step {step.number} are read again{of}"
+
+    def let_go(self) -> list[I64]:
+        """Forget them; the handles of each step, int64 [n]."""
+        held = [
+            np.concatenate([pack.handles for pack in step.packs]) for _, step in self._waiting if isinstance(step, Step)
+        ]
+        self._waiting.clear()
+        return held

@@ -1,0 +1,38 @@
+"""What a broker is given before it runs: its feeds, and how much each side of it may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streampack.core.rules import Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What producers may send: ``quota_tokens`` of each partition wait for the merge at most, a sample has up to
+    ``max_sample_tokens``, a message up to ``max_chunk_bytes``."""
+
+    quota_tokens: int
+    max_sample_tokens: int
+    max_chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FeedPlan:
+    """A feed before it runs: ``layout`` is how context parallelism cuts its packs, ``merged_tokens`` its share of
+    the arena for all that is merged."""
+
+    name: str
+    rules: Rules
+    merged_tokens: int
+    layout: str = "zigzag"
+    keeps: int = 3
+    """Committed checkpoints that trainers can go back to."""
+    discards: bool = False
+    """When they go back, pushed samples that came since are dropped."""
+
+
+def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
+    """Merged tokens without which a step might never be whole: the window of longest samples,
+    the step being formed, one being served, and a sample on its way."""
+    return (rules.window + 2) * rules.budget + 2 * rules.packs * rules.budget + max_sample_tokens

@@ -1,0 +1,159 @@
+"""What one feed's steps are formed of, and how far it has come: admitted samples, merged, in a window, in packs.
+
+It merges while the next step may need more and there is memory for it, asks for packs to be chosen, and can be put
+anywhere: where a snapshot was taken, or at the first sample. ``generation`` tells one stay from the next, so that
+what was asked for in an earlier one is known to be of no use. Knows nothing of readers, nor of what becomes of steps.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from streampack.core.admission import Admission, terms_of
+from streampack.core.arrival import Arrival
+from streampack.core.effects import Form, Formed, Release
+from streampack.core.events import Effect
+from streampack.core.form import Former, Step
+from streampack.core.history import History
+from streampack.core.leases import Leases
+from streampack.core.live_rules import LiveRules
+from streampack.core.merge import merge_of
+from streampack.core.merged_memory import MergedMemory
+from streampack.core.recorder import Recorder
+from streampack.core.resume import restore, snapshot
+from streampack.core.rules import Rules
+from streampack.core.samples import I64, SampleTable
+from streampack.core.snapshot import Floor, Snapshot
+
+SNAPSHOT_WINDOWS = 4
+"""A snapshot is taken when so many windows of samples are in steps since the last: what a restart reads again."""
+
+
+class Planner:
+    """One feed's; ``admission`` gets its samples from ``leases``, ``memory`` bounds what is merged."""
+
+    def __init__(
+        self, feed: str, rules: Rules, history: History, memory: MergedMemory, max_sample_tokens: int,
+        table: SampleTable, leases: Leases, recorder: Recorder,
+    ) -> None:  # fmt: skip
+        self._feed, self._rules, self._history = feed, rules, history
+        self._memory, self._table, self._leases = memory, table, leases
+        merge = merge_of(rules)
+        self.admission = Admission(terms_of(rules), rules.tokens, rules.fields, max_sample_tokens, table, merge)
+        leases.open(feed, rules, self.admission, history)
+        self.live = LiveRules(feed, rules, history, self.admission, memory, leases, recorder)
+        self.former = Former(rules, table)
+        self.generation = 0
+        self.forming = False
+        """A choice of packs is being made."""
+        self.ended = False
+        """Everything there ever was is in a step, or dropped."""
+        self.blocked: int | None = None
+        """The partition, of the feed's own, whose next sample the merge waits for."""
+        self._since_snapshot = 0
+
+    # Forming steps
+
+    def fill(self) -> list[Effect]:
+        """Merge while the next step may need more, and there is room."""
+        merge, target = self.admission.merge, 2 * self._rules.packs * self._rules.budget
+        effects = self.live.apply(self.former.next_step)
+        while (room := self._memory.room) > 0 and (self.former.queued_tokens < target or self.former.starved):
+            taken = merge.take(min(room, target), self.live.next_position)
+            self.blocked = taken.blocked
+            if not len(taken.moved):
+                break
+            effects += self._leases.merged(self._feed, taken.moved)
+            self.former.admit(taken.handles, taken.lengths)
+            self._memory.hold(taken.handles)
+            effects += self.live.apply(self.former.next_step)
+        closed = merge.closed or merge.between_passes
+        if closed and not self.former.closed and merge.stopped:
+            effects += self._stop()
+        self.former.closed = closed
+        return effects
+
+    def request(self) -> list[Effect]:
+        """Ask for the packs of the next step to be chosen; nothing where that needs more samples, or none are left."""
+        request = self.former.request()
+        if request is None:
+            return []
+        self.forming = True
+        return [Form(self._feed, request, self.generation)]
+
+    def formed(self, event: Formed) -> list[Step]:
+        """The steps of a packer's choice."""
+        self.forming = False
+        return self._count(self.former.apply(event.choice))
+
+    def cut(self) -> list[Step]:
+        """The last steps of a feed, or of a pass over it, which nothing more comes to."""
+        return self._count(self.former.cut())
+
+    def end_pass(self) -> I64:
+        """Everything held is in a step: go on with the next pass, or be at the end; what ``tail: drop`` has left over,
+        int64 [n]."""
+        dropped, self.former.dropped = self.former.dropped, self.former.dropped[:0]
+        if self.admission.merge.closed:
+            self.ended = True
+        else:
+            self.admission.merge.next_pass()
+            self.former.closed = False
+        return dropped
+
+    def _count(self, steps: list[Step]) -> list[Step]:
+        self._since_snapshot += sum(step.num_samples for step in steps)
+        return steps
+
+    def _stop(self) -> list[Effect]:
+        """A stream has stopped the feed: let go of what the others hold, and ask for no more of it."""
+        handles = self._drop_waiting()
+        return [*([Release(handles)] if len(handles) else []), *self._leases.close(self._feed)]
+
+    def _drop_waiting(self) -> I64:
+        """What waits for the merge, int64 [n]: no longer there, and counted as merged until it is released."""
+        handles = self.admission.merge.drop()
+        self._memory.hold(handles)
+        return handles
+
+    # Being elsewhere
+
+    def snapshot(self) -> Snapshot | None:
+        """One to begin from here, between two steps; None where the last is near enough, or beyond this place."""
+        if self._since_snapshot < SNAPSHOT_WINDOWS * self._rules.window:
+            return None
+        self._since_snapshot = 0
+        history = self._history
+        if self.former.next_step <= history.last_snapshot:
+            return None
+        floors = self._leases.books.floors(self._feed, self.former.held())
+        return msgspec.structs.replace(
+            snapshot(self._rules, self.admission.merge, self.former, floors), lineage=history.lineage,
+            changes=list(history.changes), applied=self.live.applied, skips=list(history.skips),
+        )  # fmt: skip
+
+    def let_go(self) -> I64:
+        """Forget where it is; handles, int64 [n], of all that it held."""
+        held = np.concatenate([self._drop_waiting(), self.former.held()])
+        self.admission.merge, self.former = merge_of(self._rules), Former(self._rules, self._table)
+        self.generation += 1
+        self.forming, self.ended, self.blocked = False, False, None
+        self._since_snapshot = 0
+        return held
+
+    def restore(self, taken: Snapshot | None) -> list[Effect]:
+        """Be where a snapshot was taken, or at the first sample; everything was let go of."""
+        self.live.applied = taken.applied if taken is not None else 0
+        rules = self.live.current
+        merge = self.admission.merge = merge_of(rules)
+        floors: list[Floor] = [(0, None)] * len(merge.merged_samples) if taken is None else taken.floors
+        if taken is not None:
+            restore(taken, self._rules, merge, self.former)
+        if isinstance(merge, Arrival):
+            for place in self._history.order:
+                if place.count:
+                    merge.script(place.partition, place.base_seq, place.count)
+        held = self.former.held()
+        self._memory.hold(held)
+        return self._leases.go_to(self._feed, floors, held) + self._leases.remove(self._feed, rules)
