@@ -72,9 +72,7 @@ class Broker:
         self.run, self.run_name, self.epoch, self.capacity = run, run_name, epoch, capacity
         self.table = SampleTable()
         self.journal = journal or Journal()
-        self.leases = Leases(
-            run, epoch, capacity.quota_tokens, capacity.max_sample_tokens, capacity.max_chunk_bytes, self.journal
-        )  # fmt: skip
+        self.leases = Leases(run, epoch, capacity, self.journal)
         self.feeds = {
             plan.name: Feed(
                 run, epoch, plan, capacity.max_sample_tokens, steps_ahead, self.table, self.leases, self.journal

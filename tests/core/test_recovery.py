@@ -415,7 +415,7 @@ def test_a_full_log_gives_credit_for_what_it_holds_already() -> None:
     desk.attach("train", 4, reader="again")
     lease, session = desk.leases["a", 0]
     [flow] = [
-        e.envelope.message for e in desk.core.leases._flow(0, repeat=True) if isinstance(e, SendProducer)
+        e.envelope.message for e in desk.core.leases.credits.flow(0, repeat=True) if isinstance(e, SendProducer)
     ]  # fmt: skip
     assert isinstance(flow, Flow)
     assert lease.first_seq < flow.grant_seq == 60

@@ -141,7 +141,7 @@ class BrokerChecks:
             for i in leases.intakes
         ]
         old = event.envelope.epoch < self._core.epoch
-        return [books, [producer.heard for producer in leases._producers.values()] if old else None]
+        return [books, [producer.heard for producer in leases.producers] if old else None]
 
     def _readers_of(self, event: Event) -> Readers:
         assert isinstance(event, FromTrainer)

@@ -18,6 +18,7 @@ import pytest
 from streampack.core.attempts import Seats
 from streampack.core.books import Books
 from streampack.core.client_session import ClientSession
+from streampack.core.credits import Credits
 from streampack.core.effects import Formed
 from streampack.core.events import Effect, FromBroker, Send
 from streampack.core.feed import Feed
@@ -31,6 +32,7 @@ from streampack.core.messages import Envelope, Eos, Flow, Get, Hello, Mesh, Prod
 from streampack.core.outbox import Outbox
 from streampack.core.planner import Planner
 from streampack.core.producer_session import ProducerSession
+from streampack.core.producers import Producer
 from streampack.core.readers import Readers
 from tests.simulation.checks import BrokerChecks
 from tests.simulation.data import FIRST_ARRIVAL, FIRST_PUSHED, NUM_CASES
@@ -170,11 +172,11 @@ def a_client_believes_an_old_broker(patch: Patch) -> None:
 
 @mutant("R5")
 def a_partition_moves_without_a_new_session(patch: Patch) -> None:
-    def begin(original: Any, self: Leases, p: int) -> None:
-        if not self.intakes[p].session:
+    def begin(original: Any, self: Credits, p: int) -> None:
+        if not self._books.intakes[p].session:
             original(self, p)
 
-    _wrap(patch, Leases, "_begin", begin)
+    _wrap(patch, Credits, "begin", begin)
 
 
 @mutant("R6")
@@ -237,24 +239,22 @@ def a_producer_says_hello_once(patch: Patch) -> None:
 
 @mutant("R9")
 def credits_are_said_once(patch: Patch) -> None:
-    def flow(original: Any, self: Leases, p: int, repeat: bool = False) -> Any:
+    def flow(original: Any, self: Credits, p: int, repeat: bool = False) -> Any:
         return original(self, p, repeat and not self._granted[p])
 
-    _wrap(patch, Leases, "_flow", flow)
+    _wrap(patch, Credits, "flow", flow)
 
 
 @mutant("go-back-N")
 def a_gap_is_not_asked_for(patch: Patch) -> None:
-    patch.setattr(Leases, "_again", lambda self, p: [])
+    patch.setattr(Credits, "again", lambda self, p: [])
 
 
 @mutant("go-back-N")
 def a_chunk_is_taken_whatever_its_number(patch: Patch) -> None:
-    def samples(original: Any, self: Leases, name: str, envelope: Envelope, message: Samples) -> Any:
-        p = self.books.partition(message.stream, message.partition)
-        assert p is not None
+    def samples(original: Any, self: Leases, producer: Producer, p: int, envelope: Envelope, message: Samples) -> Any:
         placed = msgspec.structs.replace(message, base_seq=self.intakes[p].expected_seq)
-        return original(self, name, envelope, placed)
+        return original(self, producer, p, envelope, placed)
 
     _wrap(patch, Leases, "_samples", samples)
 
@@ -332,7 +332,7 @@ def a_feed_goes_back_without_new_sessions(patch: Patch) -> None:
         original(self, feed, floors, held)
         for intake, session in zip(self.intakes, before, strict=True):
             intake.session = session
-        return [e for p in self.books.of_feed(feed) for e in self._lease(p)]
+        return [e for p in self.books.of_feed(feed) for e in self.credits.lease(p)]
 
     _wrap(patch, Leases, "go_to", go_to)
 
