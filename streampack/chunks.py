@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from streampack.core.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, to_bfloat16
 from streampack.core.messages import OVERLONG, Lease
-from streampack.core.producer_session import Chunk, Key, Session
 from streampack.core.samples import IGNORE_INDEX
+from streampack.core.sending import Chunk, Key, Session
 from streampack.errors import ConfigError, DamagedFile, SampleError
 from streampack.sources import Cursor, Record, Source
 from streampack.sources.records import DAMAGED

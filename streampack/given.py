@@ -17,7 +17,7 @@ from streampack.chunks import CHUNK_SAMPLES, batches_of, chunk_of
 from streampack.core.fields import GROUP, LOSS_MASK, POLICY_VERSION
 from streampack.core.frames import INPUT_IDS
 from streampack.core.messages import Lease
-from streampack.core.producer_session import Chunk
+from streampack.core.sending import Chunk
 from streampack.errors import SampleError
 from streampack.sources import Cursor, Record, SourceSettings
 from streampack.sources.bytes_tokenizer import BytesTokenizer

@@ -21,18 +21,8 @@ from streampack import wire
 from streampack.chunks import Batch, BatchSource, batches, chunk_of
 from streampack.core.events import Effect, FromBroker, Report, Send, Tick
 from streampack.core.messages import Flow, Lease, Offer
-from streampack.core.producer_session import (
-    Chunk,
-    EndOfPartition,
-    Failed,
-    Finish,
-    Forget,
-    Key,
-    Leave,
-    ProducerSession,
-    Read,
-    Session,
-)
+from streampack.core.producer_session import EndOfPartition, Forget, ProducerSession, Read
+from streampack.core.sending import Chunk, Failed, Finish, Key, Leave, Session
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError
 from streampack.sources import Cursor, Source
 from streampack.sources.records import DAMAGED
@@ -231,7 +221,7 @@ class ProducerLoop:
         """Add what the broker has taken since it last said so: what it has not, somebody will read again."""
         held = self._session.held.get(key)
         sent = self._sent.get((key, held.session)) if held is not None else None
-        while held is not None and sent and sent[0].stop_seq <= held.known_seq:
+        while held is not None and sent and sent[0].stop_seq <= held.window.known_seq:
             chunk = sent.popleft()
             lease, progress, source = chunk.lease, self.progress.streams[key[0]], self._sources[key[0]]
             progress.samples += chunk.samples

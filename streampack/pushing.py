@@ -20,9 +20,9 @@ import numpy as np
 from streampack import wire
 from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
 from streampack.core.messages import Lease
-from streampack.core.producer_session import Chunk, Failed, Finish, Leave
 from streampack.core.push_buffer import PushBuffer, size_of
 from streampack.core.push_session import End, EndBatch, Push, PushSession
+from streampack.core.sending import Chunk, Failed, Finish, Leave
 from streampack.errors import (
     DataStall,
     InternalError,

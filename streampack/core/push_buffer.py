@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from streampack.core.producer_session import Chunk
+from streampack.core.sending import Chunk
 
 CHUNK_BYTES = 1024
 """What a chunk costs beside its payload, so that tiny ones count too."""

@@ -15,29 +15,26 @@ What is kept, and in which order it goes out, is ``push_buffer``'s; what a chunk
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
+from streampack.core.events import Effect, Event, Report
 from streampack.core.messages import (
     Bye,
     Done,
-    Envelope,
     Eos,
     Flow,
-    Hello,
     Lease,
     Mark,
     Message,
     Offer,
-    ProducerPing,
     Reject,
     Revoke,
     Samples,
     Sent,
     Who,
 )
-from streampack.core.producer_session import HELLO_S, PING_S, Chunk, Failed, Finish, Leave, Session
 from streampack.core.push_buffer import Kept, PushBuffer
+from streampack.core.sending import Chunk, Finish, Sender, Session, Window
 from streampack.core.snapshot import Cursor
 
 PUSHED = "pushed"
@@ -61,23 +58,18 @@ class End(Event, frozen=True):
     """The partition ends here: no process will push to it again."""
 
 
-@dataclass(slots=True)
-class PushSession:
+@dataclass(slots=True, kw_only=True)
+class PushSession(Sender):
     """State of one process that pushes to ``partition`` of ``stream``, from a ``buffer`` that bounds what it keeps.
 
     ``incarnation``, below 2**62, is a number that no other process has: it stands in each chunk's cursor, which the
     broker gives back with a lease, so that one that was stopped for long learns that another has pushed since.
     """
 
-    run: int
-    producer: str
     incarnation: int
-    host: str
-    pid: int
     stream: str
     partition: int
     buffer: PushBuffer
-    epoch: int = 0
     lease: Lease | None = None
     """The newest: what the broker asks of samples."""
     begun: bool = False
@@ -90,36 +82,8 @@ class PushSession:
     _last_session: Session = (0, 0)
     _said: bool = False
     """The first mark, or where there is none the end, was sent in this session."""
-    _sent_bytes: int = 0
-    _grant_seq: int = 0
-    _grant_bytes: int = 0
-    _known_seq: int = 0
-    """The broker has every sample below."""
-    _still_seq: int = 0
-    """What was sent at the last ping."""
+    _window: Window = field(default_factory=lambda: Window(0))
     _stopping: bool = False
-    _now: float = 0.0
-    _last_ping: float = -PING_S
-    _last_hello: float = -HELLO_S
-    _last_heard: float | None = None
-    _finished: bool = False
-
-    def handle(self, event: Event) -> list[Effect]:
-        """What to do about an event; never performs it."""
-        if self._finished:
-            return []
-        if isinstance(event, Tick):
-            return self._tick(event.now)
-        if isinstance(event, FromBroker):
-            return self._receive(event.envelope)
-        if isinstance(event, Push | EndBatch | End):
-            return self._give(event)
-        if isinstance(event, Failed):
-            return [self._send(ProducerPing(producer=self.producer, failure=event.text[:2000]))]
-        if isinstance(event, Leave):
-            self._finished = True
-            return [self._send(Bye(reason="goodbye")), Finish("")]
-        return []
 
     def room(self, size: int) -> bool:
         """May a chunk of so many bytes be pushed now?"""
@@ -130,14 +94,9 @@ class PushSession:
         """Everything that was pushed is safe; the end too, where there is one."""
         return self.buffer.empty and self._ended_known >= self._ending
 
-    @property
-    def reached(self) -> bool:
-        """The broker has answered at least once."""
-        return self._last_heard is not None
-
     def waiting_for(self) -> str:
         """What keeps the samples from being safe, for a person; empty if nothing does."""
-        if self._last_heard is None or self._now - self._last_heard > SILENT_S:
+        if not self.reached or self.silent_s > SILENT_S:
             return "an answer of the broker"
         if self._stopping:
             return "another broker: the one there was is stopping"
@@ -158,54 +117,47 @@ class PushSession:
 
     # What comes in
 
-    def _give(self, event: Push | EndBatch | End) -> list[Effect]:
+    @property
+    def _offered(self) -> list[Offer]:
+        return [Offer(stream=self.stream, source_digest=PUSHED, partition=self.partition)]
+
+    @property
+    def _has_lease(self) -> bool:
+        return self._session is not None
+
+    def _given(self, event: Event) -> list[Effect]:
         if isinstance(event, Push):
             self.buffer.put(event.chunk)
         elif isinstance(event, EndBatch):
             self.buffer.end_batch(event.batch)
-        else:
+        elif isinstance(event, End):
             self._ending = True
+        else:
+            return []
         return self._move()
 
-    def _tick(self, now: float) -> list[Effect]:
-        self._now = now
-        effects: list[Effect] = []
-        if self._session is None and now - self._last_hello >= HELLO_S:
-            effects.append(self._hello())
-        if now - self._last_ping >= PING_S:
-            self._last_ping = now
-            effects += [self._send(ProducerPing(producer=self.producer)), *self._remind()]
-        return effects
+    def _forget_sessions(self) -> list[Effect]:
+        self._session, self._stopping = None, False
+        return []
 
-    def _receive(self, envelope: Envelope) -> list[Effect]:
-        self.run = self.run or envelope.run
-        if envelope.run != self.run or envelope.epoch < self.epoch:
-            return []
-        self._last_heard = self._now
-        effects: list[Effect] = []
-        if envelope.epoch > self.epoch:
-            known, self.epoch = self.epoch, envelope.epoch
-            self._session, self._stopping = None, False
-            if known:
-                effects += [Report("info", "the broker was restarted"), self._hello()]
-        message, fence = envelope.message, envelope.fence
+    def _heard(self, message: Message, fence: int) -> list[Effect]:
         if isinstance(message, Lease | Flow | Revoke) and (message.stream, message.partition) != self._key:
-            return effects
+            return []
         if isinstance(message, Lease):
-            effects += self._lease(message, fence)
-        elif isinstance(message, Flow):
-            effects += self._flow(message, fence)
-        elif isinstance(message, Revoke):
+            return self._lease(message, fence)
+        if isinstance(message, Flow):
+            return self._flow(message, fence)
+        if isinstance(message, Revoke):
             self._session = None if self._session == (self.epoch, fence) else self._session
         elif isinstance(message, Who):
-            effects += self._hello_again()
+            return self._hello_again()
         elif isinstance(message, Bye):
-            effects += self._stopped(message)
+            return self._stopped(message)
         elif isinstance(message, Reject):
-            effects += self._over(message.detail, message.code)
+            return self._over(message.detail, message.code)
         elif isinstance(message, Done):
-            effects += [self._send(Bye(reason="goodbye")), *self._ended_early()]
-        return effects
+            return [self._send(Bye(reason="goodbye")), *self._ended_early()]
+        return []
 
     def _lease(self, lease: Lease, number: int) -> list[Effect]:
         if self._last_session >= (self.epoch, number):
@@ -216,8 +168,7 @@ class PushSession:
         self._last_session = self._session = (self.epoch, number)
         self.lease = lease
         self.buffer.go_to(lease.first_seq)
-        self._known_seq = self._still_seq = lease.first_seq
-        self._sent_bytes = self._grant_seq = self._grant_bytes = 0
+        self._window = Window(lease.first_seq, lease.first_seq)
         self._said = self._ended_known = False
         return []  # nothing may be sent before there is credit
 
@@ -228,8 +179,7 @@ class PushSession:
         if not self.begun and flow.durable_seq >= self.lease.first_seq:
             self.begun, self.first_seq = True, self.lease.first_seq
             self.buffer.number_from(self.first_seq, flow.durable_marks)
-        self._grant_seq = max(self._grant_seq, flow.grant_seq)
-        self._grant_bytes = max(self._grant_bytes, flow.grant_bytes)
+        self._window.widen(flow)
         return self._had(flow) if self.begun else []
 
     def _had(self, flow: Flow) -> list[Effect]:
@@ -237,12 +187,11 @@ class PushSession:
         buffer = self.buffer
         if max(flow.expected_seq, flow.durable_seq) > buffer.ever_sent_seq or flow.durable_marks > buffer.next_mark:
             return self._over(self._pushed_by_another(), "sequence")
-        self._known_seq = max(self._known_seq, flow.expected_seq)
         buffer.forget(flow.durable_seq)
         while buffer.marks and buffer.marks[0].number < flow.durable_marks:
             buffer.marks.popleft()
             self._said = False
-        if flow.ended and (not self._ending or self._known_seq < buffer.next_seq or buffer.marks):
+        if flow.ended and (not self._ending or self._window.known_seq < buffer.next_seq or buffer.marks):
             return self._ended_early()
         self._ended_known = self._ended_known or flow.ended
         return self._move()
@@ -294,18 +243,14 @@ class PushSession:
         if self._session is None or not self.begun:
             return []
         effects: list[Effect] = []
-        while (kept := self.buffer.next()) is not None and self._granted(kept):
-            self._sent_bytes += kept.chunk.num_bytes
+        while (kept := self.buffer.next()) is not None and self._window.allows(kept.stop_seq, kept.chunk.num_bytes):
+            self._window.sent_bytes += kept.chunk.num_bytes
             effects.append(self._send(self._samples(kept), self._session, kept.chunk.payload))
             self.buffer.sent()
         if not self._said and (last := self._last_words()) is not None:
             self._said = True
             effects.append(self._send(last, self._session))
         return effects
-
-    def _granted(self, kept: Kept) -> bool:
-        fits = self._sent_bytes + kept.chunk.num_bytes <= self._grant_bytes
-        return fits and kept.stop_seq <= self._grant_seq
 
     def _samples(self, kept: Kept) -> Samples:
         chunk = kept.chunk
@@ -329,29 +274,16 @@ class PushSession:
             return None
         return Eos(stream=self.stream, partition=self.partition, total=self.buffer.next_seq)
 
-    def _remind(self) -> list[Effect]:
+    def _remind_all(self) -> list[Effect]:
         """Say again what the broker seems not to know: a mark, the end, or that all of this was sent."""
         if self._session is None or not self.begun:
             return []
         words: list[Message] = []
-        still, self._still_seq = self._still_seq == self.buffer.sent_seq, self.buffer.sent_seq
-        if still and self.buffer.sent_seq > self._known_seq:
+        if self._window.seems_lost(self.buffer.sent_seq):
             words.append(Sent(stream=self.stream, partition=self.partition, next_seq=self.buffer.sent_seq))
         if self._said and (last := self._last_words()) is not None:
             words.append(last)
         return [self._send(word, self._session) for word in words]
-
-    def _hello(self) -> Effect:
-        self._last_hello = self._now
-        offer = Offer(stream=self.stream, source_digest=PUSHED, partition=self.partition)
-        return self._send(Hello(producer=self.producer, host=self.host, pid=self.pid, offers=[offer]))
-
-    def _hello_again(self) -> list[Effect]:
-        return [self._hello()] if self._now - self._last_hello >= HELLO_S / 2 else []
-
-    def _send(self, message: Message, session: Session = (0, 0), payload: tuple[object, ...] = ()) -> Send:
-        envelope = Envelope(run=self.run, epoch=self.epoch, fence=session[1], message=message, payload=payload)
-        return Send(envelope)
 
     @property
     def _key(self) -> tuple[str, int]:

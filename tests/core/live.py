@@ -44,11 +44,12 @@ from streampack.core.merge import change as change_merge
 from streampack.core.merge import merge_of
 from streampack.core.messages import Envelope, Mesh, Offer, State, StepPart
 from streampack.core.plan import Capacity, FeedPlan
-from streampack.core.producer_session import Chunk, EndOfPartition, Finish, ProducerSession, Read
+from streampack.core.producer_session import EndOfPartition, ProducerSession, Read
 from streampack.core.push_session import PushSession
 from streampack.core.records import Record, RulesChanged
 from streampack.core.rules import Rules, RulesChange
 from streampack.core.samples import ROW, SampleTable, index_of
+from streampack.core.sending import Chunk, Finish
 from streampack.core.snapshot import Snapshot
 
 RUN = 9

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from streampack.core.events import Tick
 from streampack.core.form import Former
 from streampack.core.merge import merge_of
-from streampack.core.producer_session import Chunk
 from streampack.core.push_buffer import PushBuffer, size_of
 from streampack.core.push_session import End, Push, PushSession
 from streampack.core.records import ChunkAdmitted, LineageBegan, SamplesRejected
 from streampack.core.rules import Rules, StreamRules
 from streampack.core.samples import ROW, SampleTable, index_of
+from streampack.core.sending import Chunk
 from tests.core.live import Live, tokens_of
 
 PARTITIONS = 2

@@ -35,9 +35,9 @@ from streampack.core.messages import (
     Sent,
     Who,
 )
-from streampack.core.producer_session import Chunk, Failed, Finish, Leave
 from streampack.core.push_buffer import CHUNK_BYTES, PushBuffer, size_of
 from streampack.core.push_session import End, EndBatch, Push, PushSession
+from streampack.core.sending import Chunk, Failed, Finish, Leave
 from streampack.core.snapshot import Cursor
 
 RUN, STREAM, PARTITION = 7, "rollouts", 3

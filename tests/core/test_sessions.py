@@ -58,18 +58,9 @@ from streampack.core.messages import (
     Who,
 )
 from streampack.core.plan import Capacity, FeedPlan, needed_tokens
-from streampack.core.producer_session import (
-    PING_S,
-    Chunk,
-    EndOfPartition,
-    Failed,
-    Finish,
-    Forget,
-    Leave,
-    ProducerSession,
-    Read,
-)
+from streampack.core.producer_session import EndOfPartition, Forget, ProducerSession, Read
 from streampack.core.rules import Overlong, Rules, StreamRules
+from streampack.core.sending import PING_S, Chunk, Failed, Finish, Leave
 
 RUN, EPOCH, BUDGET, QUOTA, MAX_SAMPLE = 9, 4, 16, 64, 32
 M = TypeVar("M", bound=Message)

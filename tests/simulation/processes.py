@@ -14,18 +14,9 @@ from crc32c import crc32c
 from streampack.core.client_session import ClientSession
 from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
 from streampack.core.messages import Offer
-from streampack.core.producer_session import (
-    Chunk,
-    EndOfPartition,
-    Finish,
-    Forget,
-    Key,
-    Leave,
-    ProducerSession,
-    Read,
-    Session,
-)
+from streampack.core.producer_session import EndOfPartition, Forget, ProducerSession, Read
 from streampack.core.push_session import PushSession
+from streampack.core.sending import Chunk, Finish, Key, Leave, Session
 from tests.simulation.data import Case
 
 if TYPE_CHECKING:

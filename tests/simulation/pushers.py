@@ -13,10 +13,10 @@ import numpy as np
 from crc32c import crc32c
 
 from streampack.core.events import Effect, Event, Report
-from streampack.core.producer_session import Finish, Leave
 from streampack.core.push_buffer import CHUNK_BYTES, PushBuffer, size_of
 from streampack.core.push_session import End, EndBatch, Push, PushSession
 from streampack.core.records import ChunkAdmitted
+from streampack.core.sending import Finish, Leave
 from tests.simulation.offline import samples_of
 from tests.simulation.processes import Process, chunk_of
 

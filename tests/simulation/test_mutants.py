@@ -183,7 +183,7 @@ def a_partition_moves_without_a_new_session(patch: Patch) -> None:
 def credits_are_added_up(patch: Patch) -> None:
     def flow(original: Any, self: ProducerSession, flow: Flow, session: int) -> Any:
         held = self.held.get((flow.stream, flow.partition))
-        granted = held.grant_bytes if held is not None else 0
+        granted = held.window.grant_bytes if held is not None else 0
         return original(self, msgspec.structs.replace(flow, grant_bytes=granted + flow.grant_bytes), session)
 
     _wrap(patch, ProducerSession, "_flow", flow)
