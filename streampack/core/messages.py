@@ -2,7 +2,8 @@
 
 Names are those of the design's wire section. A message is what both ends' state machines see;
 how it becomes frames is ``wire``'s. All control messages carry state, not changes of state, so
-they may be lost, repeated or reordered. Arrays travel as little-endian bytes (``*_u32`` and so
+they may be lost, repeated or reordered. The file is long because it is a catalogue: who looks for a
+message finds it, and what answers it, in one place. Arrays travel as little-endian bytes (``*_u32`` and so
 on), tokens as raw payload frames beside the message.
 
 Every envelope names the run, the broker's epoch, and a *fence*: the producer's session for the
