@@ -21,7 +21,7 @@ from msgspec.structs import replace
 import streampack
 from streampack.core.rules import PackerName
 from streampack.errors import InternalError, StreampackError
-from streampack_services import cli_audit, cli_control, logs
+from streampack_services import cli_audit, cli_control, cli_plan, logs
 
 app = typer.Typer(
     name="streampack", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -314,6 +314,8 @@ def demo(
     raise typer.Exit(module.run_demo(options))
 
 
+app.command()(cli_plan.plan)
+app.command()(cli_plan.report)
 app.command()(cli_audit.why)
 app.command()(cli_audit.replay)
 app.add_typer(cli_audit.ledger, name="ledger")

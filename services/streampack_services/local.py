@@ -136,14 +136,14 @@ def open_local(
     sources: dict[str, Source] = {}
     streams: dict[str, dict[str, Any]] = {}
     for name, each in given.items():
-        sources[name], streams[name] = _stream(name, each, stream, tokenizer)
+        sources[name], streams[name] = open_stream(name, each, stream, tokenizer)
         if name in weights:
             streams[name]["weight"] = weights[name]
     config = _with_memory(checked(convert({"run": "local", **run, "streams": streams}, BrokerConfig, "local")))
     return Local(lambda stack: _start(stack, config, sources, http, client))
 
 
-def _stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any) -> tuple[Source, dict[str, Any]]:
+def open_stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any) -> tuple[Source, dict[str, Any]]:
     """A stream's source, and its settings in broker.yaml."""
     settings = {key: value for key, value in defaults.items() if value is not None}
     if isinstance(given, Mapping):

@@ -122,6 +122,7 @@ class Reporter:
             "figures": asdict(from_moments(totals.packs, totals.tokens, totals.square_tokens, feed.rules.budget))
             | {"cost_max_over_mean": readers.cost_max_over_mean},
             "waste_tokens": _waste(feed),
+            "lengths": feed.lengths.rows(),
             "tokens_per_s": self._rate(now, feed),
             "readers": _readers(feed),
             "all_ranks_attached": readers.joined,

@@ -24,6 +24,7 @@ from streampack.core.form import Step
 from streampack.core.history import History
 from streampack.core.journal import Journal
 from streampack.core.leases import Leases
+from streampack.core.length_counts import LengthCounts
 from streampack.core.merged_memory import MergedMemory
 from streampack.core.messages import State
 from streampack.core.outbox import Outbox
@@ -66,6 +67,7 @@ class Feed:
         self._checkpoints = Checkpoints(name, rules, plan.keeps, self.history, journal, table)
         self._brought = Brought(name, rules, self.history, self.planner.live, self.memory, self._books)
         self.totals = Totals()
+        self.lengths = LengthCounts()
         self._waits_for: int | None = None
         """The record of the snapshot to begin from, which is not at hand."""
         self.failed = ""
@@ -148,6 +150,7 @@ class Feed:
         effects: list[Effect] = []
         for step in steps:
             self.totals.add(step)
+            self.lengths.add(self._table.length[np.concatenate([pack.handles for pack in step.packs])])
             effects += self._note(step)
             if self.failed:
                 return effects

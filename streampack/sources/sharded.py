@@ -122,6 +122,8 @@ class ShardedSource:
         self.digest = digest_of(settings, tokenizer, format_.words, format_.files)
         self.vocab_size = vocab_size_of(settings, tokenizer)
         self.num_files, self.num_shards = len(format_.files), format_.num_shards
+        self.shard_samples: dict[int, int] = {}
+        """How many samples those shards have that were opened so far, by number."""
         self._reader = format_.reader
         self._shuffle = settings.shuffle
 
@@ -154,7 +156,7 @@ class ShardedSource:
             for place in range(first_shard, len(order)):
                 after = Cursor(pass_, place + 1, 0) if place + 1 < len(order) else Cursor(pass_ + 1, 0, 0)
                 with _opened(open_shard, order[place]) as shard:
-                    count = len(shard)
+                    count = self.shard_samples[order[place]] = len(shard)
                     if first > count:
                         raise SourceError(
                             f"{start}: the shard has {count} samples; the cursor was made with other files"

@@ -27,7 +27,10 @@ from tests.integration.running import (
     write_jsonl,
 )
 
-COMMANDS = ("broker", "produce", "run", "status", "health", "check", "demo", "why", "replay", "ledger", "set", "skip")
+COMMANDS = (
+    "broker", "produce", "run", "status", "health", "check", "demo", "plan", "report", "why", "replay", "ledger", "set",
+    "skip",
+)  # fmt: skip
 BROKER = {
     "run": "shown",
     "rules": {"budget": 4096, "window": {"samples": 256}, "step": {"packs": 16}},

@@ -1,0 +1,154 @@
+"""``streampack report``: what a run saved against other ways of batching, on its own lengths.
+
+Compared is what GPUs compute, in slots (tokens and padding), for the very same samples in the order in which they came:
+
+- ``padding``: so many samples at a time as a pack of the run held on the average, each padded to the longest of its
+  micro-batch, as a loader without packing does;
+- ``greedy``: concatenated one after another until the next does not fit (``concatenative``);
+- ``first_fit_decreasing``: over blocks of the run's window, as offline packers are run on a stream.
+
+All of them with the run's budget and alignment. GPU hours are slots by a rate, the slots that one GPU computes a
+second, which is given, or estimated from what the broker packs now: the same rate for all, so what attention saves or
+costs, where samples are padded or long, is not in them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from streampack.core.rules import Rules
+from streampack.core.samples import I64
+from streampack.errors import SampleError
+from streampack_services.forecast import formed
+from streampack_services.served import Served
+
+Tree = dict[str, Any]
+OTHERS = ("padding", "greedy", "first_fit_decreasing")
+_PACKERS = {"greedy": "concatenative", "first_fit_decreasing": "first_fit_decreasing"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """``tokens_per_s``: slots that one GPU computes a second; ``said`` where that is from."""
+
+    gpus: int
+    tokens_per_s: float
+    said: str
+
+
+def padded_slots(lengths: I64, micro_batch: int, align: int) -> int:
+    """Slots of samples that are padded to the longest of their micro-batch, the last one smaller.
+
+    >>> padded_slots(np.array([4, 1, 3, 2, 5]), 2, 1)
+    19
+    """
+    slots = -(-lengths // align) * align
+    starts = np.arange(0, len(slots), micro_batch)
+    counts = np.diff(np.append(starts, len(slots)))
+    return int((np.maximum.reduceat(slots, starts) * counts).sum())
+
+
+def packed_slots(lengths: I64, rules: Rules, packer: str) -> int:
+    """Slots of the packs that ``packer`` makes of ``lengths``: packs times budget, empty ones not counted."""
+    steps, _ = formed(lengths, msgspec.structs.replace(rules, packer=packer, packs=1, tail="pad"))
+    return rules.budget * len(steps)
+
+
+def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
+    """What a run saved: a tree for JSON.
+
+    ``run``: its slots; ``others``: by name the slots that they would need, what the run ``saved`` of them in slots,
+    share, and with ``rate`` GPU hours. Raises SampleError for a sample over the budget.
+    """
+    rules = run.rules
+    if len(run.lengths) and int(run.lengths.max()) > rules.budget:
+        at = int(np.argmax(run.lengths > rules.budget))
+        raise SampleError(
+            f"{run.what}: sample {at}: got {int(run.lengths[at])} tokens, expected at most {rules.budget}, the budget"
+        )
+    size = micro_batch or max(round(run.samples / run.filled_packs), 1)
+    grow = run.tokens / max(int(run.lengths.sum()), 1)
+    own = run.filled_packs * rules.budget
+    found: Tree = {
+        "what": run.what,
+        "note": run.note,
+        "samples": run.samples,
+        "share": run.share,
+        "tokens": run.tokens,
+        "budget": rules.budget,
+        "window": rules.window,
+        "packer": rules.packer,
+        "align": rules.align.sample,
+        "micro_batch": size,
+        "assumptions": assumptions(run, size, rate),
+        "gpus": rate.gpus if rate is not None else None,
+        "run": _of(own, run.tokens, rate),
+    }
+    slots = {"padding": padded_slots(run.lengths, size, rules.align.sample)}
+    slots |= {name: packed_slots(run.lengths, rules, packer) for name, packer in _PACKERS.items()}
+    found["others"] = {name: _of(round(slots[name] * grow), run.tokens, rate, own) for name in OTHERS}
+    return found
+
+
+def rate_of(run: Served, gpus: int | None, tokens_per_s: float | None) -> Rate | None:
+    """What one GPU computes: as given, or what the broker packs now by the GPUs; None where neither is known."""
+    count = gpus or run.ranks or 1
+    if tokens_per_s is not None:
+        return Rate(count, tokens_per_s, "as given")
+    if not run.tokens_per_s or not (gpus or run.ranks):
+        return None
+    slots = run.tokens_per_s * run.packs * run.rules.budget / run.tokens
+    whose = f"{count} as given" if gpus else f"the {count} attached ranks"
+    return Rate(count, slots / count, f"what the broker packs now, {run.tokens_per_s:,.0f} tokens a second, by {whose}")
+
+
+def _of(slots: int, tokens: int, rate: Rate | None, own: int | None = None) -> Tree:
+    """What a way of batching needs; with the run's ``own`` slots also what it saved."""
+    tree: Tree = {"slots": slots, "utilisation": tokens / max(slots, 1)}
+    if own is not None:
+        tree |= {"saved_slots": slots - own, "saved_share": (slots - own) / max(slots, 1)}
+    if rate is not None:
+        per_hour = rate.tokens_per_s * 3600
+        tree["gpu_hours"] = slots / per_hour
+        if own is not None:
+            tree["saved_gpu_hours"] = (slots - own) / per_hour
+            tree["saved_hours"] = (slots - own) / per_hour / rate.gpus
+    return tree
+
+
+def assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
+    """What the comparison takes for granted, in sentences."""
+    part = "all" if run.share == 1 else f"{len(run.lengths):,} (the others in proportion)"
+    padding = f"Padding: {micro_batch} samples a micro-batch; a pack holds {run.samples / run.filled_packs:.1f}."
+    sentences = [
+        f"Of the {run.samples:,} samples served {part} were packed again, {run.note}.",
+        f"{padding} Empty packs of last steps are counted for none.",
+    ]
+    if rate is None:
+        return [*sentences, "GPU hours: --tokens-per-second says what one GPU computes; --gpus how many there are."]
+    return [
+        *sentences,
+        f"GPU hours: {rate.tokens_per_s:,.0f} slots a second and GPU ({rate.said}), whatever they hold.",
+    ]
+
+
+def served_by(what: str, lengths: I64, rules: Rules) -> Served:
+    """What a run of one pass over samples of these ``lengths`` would serve."""
+    if len(lengths) and int(lengths.max()) > rules.budget:
+        at = int(np.argmax(lengths > rules.budget))
+        raise SampleError(
+            f"{what}: sample {at}: got {int(lengths[at])} tokens, expected at most {rules.budget}, the budget: give a "
+            f"larger --budget"
+        )
+    steps, _ = formed(lengths, rules)
+    slots = -(-lengths // rules.align.sample) * rules.align.sample
+    packs = [pack for step in steps for pack in step.packs]
+    empty = sum(not len(pack.handles) for pack in packs)
+    return Served(
+        f"{what}, as {rules.packer} would pack it", lengths, rules, len(lengths), len(packs), empty,
+        int(lengths.sum()), int(slots.sum()), len(steps), True, "in their order",
+    )  # fmt: skip

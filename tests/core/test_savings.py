@@ -1,0 +1,103 @@
+"""What ``streampack report`` counts: golden numbers, and lengths back in the order in which they came."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from streampack_services import savings
+from streampack_services.savings import packed_slots, padded_slots, served_by
+from streampack_services.served import arrival_order, spread
+
+from streampack import pack_lengths
+from streampack.core.length_counts import BUCKETS, LengthCounts, bucket_of
+from streampack.core.rules import Align, Rules
+from streampack.errors import SampleError
+
+LENGTHS = np.array([4, 1, 3, 2, 1, 3, 4, 5])
+RULES = Rules(budget=5, packs=1, window=8)
+
+
+def test_padding_to_the_longest_of_a_micro_batch() -> None:
+    assert padded_slots(LENGTHS, 2, 1) == 2 * (4 + 3 + 3 + 5)
+    assert padded_slots(LENGTHS, 3, 1) == 3 * 4 + 3 * 3 + 2 * 5
+    assert padded_slots(LENGTHS, 3, 4) == 3 * 4 + 3 * 4 + 2 * 8
+    assert padded_slots(LENGTHS, 100, 1) == 8 * 5
+
+
+def test_the_report_of_a_worked_example() -> None:
+    run = served_by("eight", LENGTHS, RULES)
+    found = savings.savings(run, None, savings.Rate(2, 0.25, "as given"))
+    assert found["run"]["slots"] == 25, "23 tokens take five packs at least"
+    assert found["micro_batch"] == 2, "8 samples in 5 packs"
+    padding, greedy, ffd = (found["others"][name] for name in ("padding", "greedy", "first_fit_decreasing"))
+    assert (padding["slots"], padding["saved_slots"], padding["saved_share"]) == (30, 5, pytest.approx(1 / 6))
+    assert (greedy["slots"], ffd["slots"]) == (25, 25)
+    assert greedy["saved_share"] == 0.0
+    assert padding["saved_gpu_hours"] == pytest.approx(5 / 0.25 / 3600)
+    assert padding["saved_hours"] == pytest.approx(5 / 0.25 / 3600 / 2)
+
+
+def test_without_a_rate_there_are_no_hours() -> None:
+    found = savings.savings(served_by("eight", LENGTHS, RULES), 4, None)
+    assert "gpu_hours" not in found["run"]
+    assert found["gpus"] is None
+    assert "--tokens-per-second" in found["assumptions"][-1]
+
+
+@given(st.lists(st.integers(1, 32), min_size=1, max_size=60), st.sampled_from([1, 4]))
+def test_others_are_packed_as_pack_lengths_does(lengths: list[int], align: int) -> None:
+    rules = Rules(budget=32, packs=7, window=16, align=Align(align, align))
+    for packer in ("concatenative", "first_fit_decreasing"):
+        expected = 32 * len(pack_lengths(lengths, 32, packer, 16, align))
+        assert packed_slots(np.array(lengths), rules, packer) == expected
+
+
+def test_a_sample_over_the_budget_is_named() -> None:
+    with pytest.raises(SampleError, match="three: sample 2: got 6 tokens, expected at most 5"):
+        served_by("three", np.array([1, 5, 6]), RULES)
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=100), st.sampled_from(["exact_fill", "first_fit_decreasing"]))
+def test_one_stream_is_put_back_into_its_order_whatever_packed_it(lengths: list[int], packer: str) -> None:
+    packs = pack_lengths(lengths, 64, packer, 16)
+    index = np.array([i for pack in packs for i in pack])
+    pack = np.repeat(np.arange(len(packs)), [len(each) for each in packs])
+    order = arrival_order(np.zeros(len(index), int), index, np.zeros(len(index), int), pack)
+    assert index[order].tolist() == list(range(len(lengths)))
+
+
+def test_streams_are_mixed_as_they_were() -> None:
+    stream, index = np.array([1, 0, 0, 1, 1, 0]), np.array([0, 0, 1, 2, 1, 2])
+    order = arrival_order(stream, index, np.zeros(6, int), np.array([0, 0, 1, 1, 2, 2]))
+    assert list(zip(stream[order].tolist(), index[order].tolist(), strict=True)) == [
+        (0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (1, 2),
+    ]  # fmt: skip
+
+
+@given(st.lists(st.integers(1, 2**31 - 1), min_size=1))
+def test_buckets_are_in_order_and_narrow(lengths: list[int]) -> None:
+    lengths = sorted(lengths)
+    buckets = bucket_of(np.array(lengths)).tolist()
+    assert buckets == sorted(buckets)
+    assert buckets[-1] < BUCKETS
+    for one, other, a, b in zip(lengths, lengths[1:], buckets, buckets[1:], strict=False):
+        assert a != b or other - one <= max(one // 32, 0), "equal below 64, one part in 32 above"
+
+
+@given(st.lists(st.lists(st.integers(1, 100_000), max_size=40), max_size=5))
+def test_counts_keep_the_number_of_samples_and_of_tokens(steps: list[list[int]]) -> None:
+    counts = LengthCounts()
+    for step in steps:
+        counts.add(np.array(step, np.int64))
+    rows = counts.rows()
+    every = [length for step in steps for length in step]
+    assert (sum(row[0] for row in rows), sum(row[1] for row in rows)) == (len(every), sum(every))
+    assert len(rows) <= len(every)
+    if not every:
+        return
+    back = spread(msgspec.json.decode(msgspec.json.encode(rows)), 3)
+    assert (len(back), int(back.sum())) == (len(every), sum(every))
+    assert np.allclose(np.sort(back), np.sort(every), rtol=1 / 32, atol=0)
