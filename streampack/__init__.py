@@ -1,7 +1,8 @@
 """streampack: tokens to GPUs with nothing wasted, nothing lost and nobody waiting.
 
 ``connect`` attaches a trainer to a broker; ``Producer`` pushes a program's own samples to one, as RL's rollouts;
-``local`` is the same loader with no daemon; ``pack_lengths`` packs any list of lengths offline.
+``local`` is the same loader with no daemon; ``pack_lengths`` packs any list of lengths offline, and
+``way_back`` puts results in the packs' order back into that of the samples.
 The library needs no torch and no numba; what the daemons need is the extra ``service``.
 """
 
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from streampack.client import Client, connect
 from streampack.core.messages import Mesh
-from streampack.core.packers import pack_lengths
+from streampack.core.packers import pack_lengths, way_back
 from streampack.errors import StreampackError
 from streampack.invariants import verify
 from streampack.local import local
@@ -30,6 +31,7 @@ __all__ = [
     "local",
     "pack_lengths",
     "verify",
+    "way_back",
 ]
 
 

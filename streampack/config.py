@@ -14,7 +14,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from streampack.core.fields import GROUP, LABELS, LOSS_MASK, POLICY_VERSION, POSITION_IDS, DType, Field
+from streampack.core.packers.modified_first_fit import Leftovers
 from streampack.core.rules import (
+    PACKER_KEYS,
     Align,
     Balance,
     BetweenPasses,
@@ -88,6 +90,9 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
     """The planning constants; ``core.rules`` explains each."""
 
     packer: PackerName = "exact_fill"
+    max_samples_per_pack: Positive | None = None
+    leftovers: Leftovers | None = None
+    micro_batch_size: Positive | None = None
     budget: Positive = 8192
     window: Window = Window()
     align: Align | None = None
@@ -236,7 +241,8 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
         )  # fmt: skip
         try:
             return Rules(
-                packer=settings.packer, budget=settings.budget, window=settings.window.samples, align=align,
+                packer=settings.packer, **{key: getattr(settings, key) for key in PACKER_KEYS},
+                budget=settings.budget, window=settings.window.samples, align=align,
                 packs=settings.step.packs, balance=settings.balance, tail=settings.tail,
                 weight_unit=settings.weight_unit, merge=self.feeds[feed].merge or self.merge,
                 between_passes=settings.between_passes, seed=self.seed,

@@ -42,7 +42,6 @@ from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.frames import EDGES, INPUT_IDS
 from streampack.core.journal import Journal
 from streampack.core.messages import Envelope
-from streampack.core.packers import packer
 from streampack.core.plan import needed_tokens
 from streampack.errors import InternalError, WireError
 from streampack.transport import Poller, Router, Waker, drain
@@ -150,7 +149,7 @@ class BrokerService:
         for feed in self.plan.feeds:
             budget = feed.rules.budget
             lengths = np.full(64, max(budget // 8, 1), np.int64)
-            packer(feed.rules.packer).choose(lengths, np.full(64, -1, np.int64), budget, 4, True, window=16)
+            feed.rules.new_packer().choose(lengths, np.full(64, -1, np.int64), budget, 4, True, window=16)
         rules, handles, zero, lengths = self.plan.rules, np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 8)
         trial = Arena(8 * 64 * rules.token_bytes, rules.tokens, 64, rules.fields)
         sizes = [8 * np.dtype(rules.tokens).itemsize]

@@ -32,6 +32,9 @@ MEANINGS: dict[str, dict[str, str]] = {
     },
     "RulesSettings": {
         "packer": "how samples are chosen for a pack",
+        "max_samples_per_pack": "a pack with so many takes no more",
+        "leftovers": "of packer modified_first_fit_decreasing: where samples go that found no place by a large one",
+        "micro_batch_size": "of packer none: samples of a pack, about",
         "budget": "tokens of a pack",
         "overlong": "what happens to samples over the budget",
         "poison": "what happens to samples that cannot be used",

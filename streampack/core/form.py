@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from streampack.core.packers import Choice, Packer, packer
+from streampack.core.packers import Choice, Packer
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, ROW, SampleTable
 from streampack.core.snapshot import FormState
@@ -102,7 +102,7 @@ class Former:
     def __init__(self, rules: Rules, table: SampleTable) -> None:
         self._rules = rules
         self._table = table
-        self._packer = packer(rules.packer)
+        self._packer = rules.new_packer()
         self._handles: I64 = np.zeros(0, np.int64)
         self._lengths: I64 = np.zeros(0, np.int64)
         self._ages: I64 = np.zeros(0, np.int64)

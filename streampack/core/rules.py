@@ -14,6 +14,8 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from streampack.core.fields import Field, check_fields
+from streampack.core.packers import Packer, packer, parameters_of
+from streampack.core.packers.modified_first_fit import Leftovers
 from streampack.core.samples import I64
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -26,7 +28,13 @@ TokenType = Literal["uint16", "int32"]
 MergeOrder = Literal["schedule", "arrival"]
 MAX_WEIGHT_RATIO = 4096
 """Between the heaviest and the lightest stream: keeps the merge's clocks inside 64 bits."""
-PackerName = Literal["exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative"]
+PackerName = Literal[
+    "exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative", "modified_first_fit_decreasing",
+    "first_fit_shuffle", "best_fit_decreasing", "greedy_knapsack", "buffer_first_fit", "none",
+]  # fmt: skip
+
+PACKER_KEYS = ("max_samples_per_pack", "leftovers", "micro_batch_size")
+"""Rules that are parameters of packers; None: as the packer has it."""
 
 
 class Align(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -79,6 +87,7 @@ class StreamRules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The rules of one feed. ``budget`` tokens a pack, ``packs`` a step, ``window`` samples.
 
+    ``max_samples_per_pack``, ``leftovers`` and ``micro_batch_size`` are parameters of ``packer``: see there.
     ``tail`` says what happens to the packs that do not fill the last step: ``pad`` adds empty packs,
     ``drop`` counts and drops them. ``weight_unit``: weights are shares of tokens, or of samples, where a split one
     counts once and one that is rejected or dropped does not. ``between_passes``: ``drain`` ends each pass over all
@@ -91,6 +100,9 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     packs: Positive = 64
     window: Positive = 1024
     packer: PackerName = "exact_fill"
+    max_samples_per_pack: Positive | None = None
+    leftovers: Leftovers | None = None
+    micro_batch_size: Positive | None = None
     align: Align = Align()
     balance: Balance = Balance()
     tail: Literal["pad", "drop"] = "pad"
@@ -114,6 +126,18 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 f"got align.pack {self.align.pack} and align.sample {self.align.sample}, expected a multiple"
             )
         check_fields(self.fields)
+        self.new_packer()
+
+    def new_packer(self) -> Packer:
+        """The packer with its parameters. Raises ValueError for a rule that it does not know."""
+        has = parameters_of(self.packer)
+        given = {key: value for key in PACKER_KEYS if (value := getattr(self, key)) is not None}
+        for unknown in sorted(given.keys() - set(has)):
+            known = " or ".join(key for key in PACKER_KEYS if key in has) or "none"
+            raise ValueError(
+                f"got {unknown}: {given[unknown]} with packer: {self.packer}, expected only keys that it has: {known}"
+            )
+        return packer(self.packer, **given, **({"seed": self.seed} if "seed" in has else {}))
 
     @property
     def token_bytes(self) -> int:

@@ -1,15 +1,8 @@
 """The order of samples: a pure function of (seed, pass, shard number), and of nothing else.
 
 Theory of operation. A pass walks the shards of a partition in a shuffled order, and the samples within each
-shard in another. Both orders come from sorting by 64-bit keys: key ``i`` is output ``i`` of a splitmix64
-generator (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, section 5; the
-constants are those of Vigna's splitmix64.c) whose state is a hash of (what is ordered, seed, pass, shard
-number). Equal keys, which 64 bits make all but impossible, go by index.
-
-Why this and not ``numpy.random``: NEP 19 keeps the bit streams of numpy's generators, but not
-``Generator.permutation``, from version to version. Here there is nothing but multiplication, shift and
-exclusive-or modulo 2**64 and a sort, so the order is the same on every machine, Python and numpy; the golden
-vectors of the tests hold it still. PYTHONHASHSEED does not enter: no ``hash()`` is taken.
+shard in another. Both orders come from sorting by the 64-bit keys of ``core.shuffle``, whose state is a hash of (what
+is ordered, seed, pass, shard number).
 
 A shard's key depends on its number among *all* shards, and a sample's on its shard's number. So the order
 within a shard is the same however many partitions there are, and a partition's order of shards is one order of
@@ -24,10 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-_MASK = 2**64 - 1
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_SHARDS, _SAMPLES, _BLOCKS = 1, 2, 3  # what is ordered: they must never share keys
+from streampack.core.shuffle import BLOCKS, GAMMA, MASK, SAMPLES, SHARDS, keys, mix, state
 
 
 class Cursor(NamedTuple):
@@ -53,8 +43,8 @@ def shard_order(shards: Sequence[int], *, seed: int, pass_: int) -> list[int]:
     >>> shard_order([0, 1, 2, 3, 4], seed=0, pass_=0)
     [4, 0, 1, 2, 3]
     """
-    state = _state(_SHARDS, seed, pass_, 0)
-    return sorted(shards, key=lambda shard: (_mix(state + _GAMMA * (shard + 1) & _MASK), shard))
+    start = state(SHARDS, seed, pass_, 0)
+    return sorted(shards, key=lambda shard: (mix(start + GAMMA * (shard + 1) & MASK), shard))
 
 
 def sample_order(
@@ -70,38 +60,10 @@ def sample_order(
     >>> sample_order(5, seed=0, pass_=0, shard=0, blocks=[2, 3]).tolist()
     [1, 0, 4, 2, 3]
     """
-    keys = _keys(num_samples, _state(_SAMPLES, seed, pass_, shard))
+    own = keys(num_samples, state(SAMPLES, seed, pass_, shard))
     if len(blocks) < 2:
-        order = np.argsort(keys, kind="stable")
+        order = np.argsort(own, kind="stable")
     else:
-        places = np.argsort(np.argsort(_keys(len(blocks), _state(_BLOCKS, seed, pass_, shard)), kind="stable"))
-        order = np.lexsort((keys, np.repeat(places, blocks)))
+        places = np.argsort(np.argsort(keys(len(blocks), state(BLOCKS, seed, pass_, shard)), kind="stable"))
+        order = np.lexsort((own, np.repeat(places, blocks)))
     return order.astype(np.int64, copy=False)
-
-
-def _keys(count: int, state: int) -> NDArray[np.uint64]:
-    """The first ``count`` outputs of splitmix64 from ``state`` on."""
-    keys = np.arange(1, count + 1, dtype=np.uint64)
-    keys *= np.uint64(_GAMMA)  # array arithmetic wraps modulo 2**64 and says nothing, as wanted
-    keys += np.uint64(state)
-    keys ^= keys >> np.uint64(30)
-    keys *= np.uint64(_MIX_1)
-    keys ^= keys >> np.uint64(27)
-    keys *= np.uint64(_MIX_2)
-    keys ^= keys >> np.uint64(31)
-    return keys
-
-
-def _state(*words: int) -> int:
-    """A 64-bit hash of some ints: each is folded in and mixed before the next, so that their places matter."""
-    state = 0
-    for word in words:
-        state = _mix((state + _GAMMA ^ word) & _MASK)
-    return state
-
-
-def _mix(x: int) -> int:
-    """The finalizer of splitmix64: a bijection of 0..2**64-1."""
-    x = (x ^ x >> 30) * _MIX_1 & _MASK
-    x = (x ^ x >> 27) * _MIX_2 & _MASK
-    return x ^ x >> 31

@@ -4,7 +4,7 @@ import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack.core.form import Former, Step
-from streampack.core.rules import Align, Balance, Rules
+from streampack.core.rules import Align, Balance, PackerName, Rules
 from streampack.core.samples import I64, SampleTable
 
-PACKERS = ["exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative"]
+PACKERS = get_args(PackerName)
 
 
 @dataclass(frozen=True)

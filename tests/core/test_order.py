@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack.sources import order
+from streampack.core import shuffle
 from streampack.sources.order import Cursor, sample_order, shard_order
 
 SEEDS = st.integers(-(2**70), 2**70)
@@ -96,5 +96,5 @@ def test_a_cursor_is_three_ints() -> None:
 def test_keys_are_the_published_splitmix64() -> None:
     """The first outputs for state 0 of https://prng.di.unimi.it/splitmix64.c."""
     gamma = 0x9E3779B97F4A7C15
-    outputs = [order._mix(gamma * i % 2**64) for i in (1, 2, 3)]
+    outputs = [shuffle.mix(gamma * i % 2**64) for i in (1, 2, 3)]
     assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]

@@ -8,20 +8,25 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.packers import PACKERS, Choice, Packer, pack_lengths, packer
-from streampack.core.packers.concatenative import Concatenative
+from streampack.core.packers import PACKERS, Choice, Packer, pack_lengths, packer, parameters_of
 from streampack.core.packers.exact_fill import choose_in_python
 from streampack.core.packers.joint import Joint
+from streampack.core.packers.tumbling import Tumbling
 from streampack.core.packers.window import I64
+from streampack.core.rules import PackerName
 from streampack.errors import ConfigError, SampleError
 
-FILES = ("exact_fill", "joint", "sliding_ffd", "decreasing", "concatenative")
+FILES = (
+    "exact_fill", "joint", "sliding_ffd", "decreasing", "concatenative", "first_fit", "modified_first_fit", "best_fit",
+    "knapsack", "buffer_first_fit", "unpacked", "closed",
+)  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -31,15 +36,20 @@ class ExactFillTwin:
 
     name: str = "exact_fill twin"
 
-    def choose(self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int) -> Choice:
+    def choose(
+        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
+    ) -> Choice:
         return choose_in_python(lengths, ages, budget, count, closed, window)
 
 
-EVERY: list[Packer] = [
-    *PACKERS.values(), ExactFillTwin(), Concatenative(max_samples_per_pack=3),
-    Joint(group=2, patience=2), Joint(group=3, max_samples_per_pack=3),
+CAPPED = [packer(name, max_samples_per_pack=3) for name in PACKERS if "max_samples_per_pack" in parameters_of(name)]
+OTHERS = [
+    packer("modified_first_fit_decreasing", leftovers="emptiest"), packer("first_fit_shuffle", seed=4),
+    packer("none", micro_batch_size=3), Joint(group=2, patience=2), Joint(group=3, max_samples_per_pack=3),
 ]  # fmt: skip
+EVERY: list[Packer] = [*PACKERS.values(), ExactFillTwin(), *OTHERS, *CAPPED]
 every_packer = pytest.mark.parametrize("each", EVERY, ids=lambda each: f"{each.name}-{EVERY.index(each)}")
+capped_packer = pytest.mark.parametrize("each", CAPPED, ids=lambda each: each.name)
 
 budgets = st.integers(1, 40)
 
@@ -55,14 +65,18 @@ def streams(draw: st.DrawFn) -> tuple[list[int], int]:
     return draw(st.lists(some, max_size=80)), budget
 
 
-def in_one_call(each: Packer, lengths: list[int], budget: int, window: int) -> list[list[int]]:
-    choice = each.choose(as_array(lengths), np.full(len(lengths), -1), budget, len(lengths), True, window=window)
-    return packs_of(choice)
+def in_one_call(
+    each: Packer, lengths: list[int], budget: int, window: int, sizes: list[int] | None = None
+) -> list[list[int]]:
+    of_each = None if sizes is None else as_array(sizes)
+    ages = np.full(len(lengths), -1)
+    return packs_of(each.choose(as_array(lengths), ages, budget, len(lengths), True, window=window, sizes=of_each))
 
 
 def in_many_calls(
-    each: Packer, lengths: list[int], budget: int, window: int, cuts: list[tuple[int, int]]
-) -> list[list[int]]:
+    each: Packer, lengths: list[int], budget: int, window: int, cuts: list[tuple[int, int]],
+    sizes: list[int] | None = None,
+) -> list[list[int]]:  # fmt: skip
     """The packs when ``cuts`` says how many samples arrive before each call, and how many packs it asks for."""
     packs: list[list[int]] = []
     names, ages, arrived = np.empty(0, np.int64), np.empty(0, np.int64), 0
@@ -75,7 +89,10 @@ def in_many_calls(
         new = np.arange(arrived, min(arrived + more, len(lengths)))
         arrived += len(new)
         names, ages = np.concatenate([names, new]), np.concatenate([ages, np.full(len(new), -1)])
-        choice = each.choose(as_array(lengths)[names], ages, budget, count, arrived == len(lengths), window=window)
+        choice = each.choose(
+            as_array(lengths)[names], ages, budget, count, arrived == len(lengths), window=window,
+            sizes=None if sizes is None else as_array(sizes)[names],
+        )  # fmt: skip
         assert len(choice.ages) == len(names)
         packs += [names[pack].tolist() for pack in packs_of(choice)]
         left = np.ones(len(names), np.bool_)
@@ -117,6 +134,35 @@ def test_packs_do_not_depend_on_how_the_stream_is_cut(
 ) -> None:
     lengths, budget = stream
     assert in_many_calls(each, lengths, budget, window, cuts) == in_one_call(each, lengths, budget, window)
+
+
+@capped_packer
+@given(
+    stream=streams(), window=st.integers(1, 20), data=st.data(),
+    cuts=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)), max_size=12),
+)  # fmt: skip
+@settings(deadline=None)
+def test_no_pack_holds_more_samples_than_its_cap_and_groups_stay_whole(
+    each: Packer, stream: tuple[list[int], int], window: int, cuts: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    lengths, budget = stream
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=len(lengths), max_size=len(lengths)))
+    packs = in_one_call(each, lengths, budget, window, sizes)
+    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in pack) <= budget for pack in packs)
+    assert all(sum(sizes[i] for i in pack) <= 3 for pack in packs)
+    assert all(len(pack) <= 3 for pack in in_one_call(each, lengths, budget, window))
+    assert in_many_calls(each, lengths, budget, window, cuts, sizes) == packs
+    assert in_one_call(each, lengths, budget, window, [1] * len(lengths)) == in_one_call(each, lengths, budget, window)
+
+
+@pytest.mark.parametrize("name", [each.name for each in CAPPED])
+def test_a_cap_of_one_leaves_every_sample_alone_and_none_below_it_is_taken(name: str) -> None:
+    packs = pack_lengths([2, 1, 3, 1, 2], 9, name, max_samples_per_pack=1)
+    assert sorted(packs) == [[i] for i in range(5)]
+    assert pack_lengths([1] * 6, 9, name, max_samples_per_pack=99) == pack_lengths([1] * 6, 9, name)
+    with pytest.raises(ConfigError, match=r"max_samples_per_pack.*0, expected at least 1"):
+        packer(name, max_samples_per_pack=0)
 
 
 @every_packer
@@ -176,6 +222,16 @@ def test_first_fit_decreasing_takes_the_later_of_two_equals_first() -> None:
     assert pack_lengths([2, 2, 2], 4, "first_fit_decreasing") == [[2, 1], [0]]
 
 
+@pytest.mark.parametrize("name", [name for name, each in PACKERS.items() if isinstance(each, Tumbling)])
+def test_a_closed_set_is_packed_whole_by_those_that_need_it_whole(name: str) -> None:
+    lengths = [1 + i * i * 7919 % 97 for i in range(1500)]
+    whole = pack_lengths(lengths, 128, name)
+    assert whole == pack_lengths(lengths, 128, name, window=1500)
+    blocks = pack_lengths(lengths, 128, name, window=1000)
+    head = pack_lengths(lengths[:1000], 128, name)
+    assert blocks[: len(head)] == head
+
+
 def test_first_fit_decreasing_packs_whole_blocks_and_a_partial_one_only_when_closed() -> None:
     lengths, ages = as_array([3] * 10), np.full(10, -1)
     each = packer("first_fit_decreasing")
@@ -193,9 +249,7 @@ def test_concatenative_gives_the_golden_packs(budget: int, packs: list[list[int]
 
 
 def test_concatenative_keeps_to_its_cap_on_samples() -> None:
-    assert in_one_call(Concatenative(max_samples_per_pack=2), [1, 1, 1, 5, 1], 5, 1) == [[0, 1], [2], [3], [4]]
-    with pytest.raises(ValueError, match="max_samples_per_pack=0"):
-        Concatenative(max_samples_per_pack=0)
+    assert pack_lengths([1, 1, 1, 5, 1], 5, "concatenative", max_samples_per_pack=2) == [[0, 1], [2], [3], [4]]
 
 
 def test_an_empty_stream_has_no_packs() -> None:
@@ -248,13 +302,24 @@ def test_rules_that_cannot_be_are_refused(arguments: dict[str, object]) -> None:
         pack_lengths([1], **{"budget": 8, **arguments})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", PACKERS)
+@pytest.mark.parametrize("wrong", [0, -1, 9])
+def test_every_packer_refuses_a_length_that_no_pack_can_hold_and_names_its_sample(name: str, wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"sample 2: got {wrong} tokens .* expected 1 to 8, the budget"):
+        pack_lengths([1, 2, wrong], 8, name)
+
+
+def test_the_names_of_rules_are_those_of_the_packers() -> None:
+    assert {*get_args(PackerName), "joint"} == set(PACKERS)
+
+
 def test_an_unknown_packer_lists_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"'best'.*exact_fill, joint, sliding_ffd"):
         pack_lengths([1], 8, "best")
     assert all(packer(name).name == name for name in PACKERS)
 
 
-@pytest.mark.parametrize("name", ["packers", "figures", *(f"packers.{name}" for name in FILES)])
+@pytest.mark.parametrize("name", ["packers", "figures", "shuffle", *(f"packers.{name}" for name in FILES)])
 def test_the_examples_in_the_docstrings_hold(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"streampack.core.{name}")).failed == 0
 

@@ -15,6 +15,9 @@ from streampack.config import BrokerConfig, ProducerConfig
 from streampack.config_check import checked
 from streampack.config_files import read_broker, read_either, read_producer
 from streampack.core.fields import Field
+from streampack.core.packers.first_fit import FirstFitShuffle
+from streampack.core.packers.modified_first_fit import ModifiedFirstFitDecreasing
+from streampack.core.packers.unpacked import Unpacked
 from streampack.core.plan import needed_tokens
 from streampack.core.rules import Align, Balance, Rules, StreamRules
 from streampack.errors import ConfigError
@@ -56,12 +59,26 @@ def test_every_rule_changes_the_digest() -> None:
         {"balance": Balance(b=2)}, {"balance": Balance(hidden_size=4096)}, {"tail": "drop"}, {"tokens": "uint16"},
         {"fields": (Field(name="a", dtype="int8"),)}, {"fields": (Field(name="a", dtype="uint8"),)},
         {"weight_unit": "samples"}, {"merge": "arrival"}, {"between_passes": "drain"},
+        {"packer": "concatenative", "max_samples_per_pack": 2}, {"packer": "none", "micro_batch_size": 2},
+        {"packer": "modified_first_fit_decreasing", "leftovers": "emptiest"},
         {"seed": 1}, *[{"streams": streams} for streams in ((A,), (B,), (A, B), (B, A))],
         *[{"streams": (msgspec.structs.replace(A, **change),)} for change in of_a],
     ]  # fmt: skip
     assert {key for change in changes for key in change} == {field.name for field in msgspec.structs.fields(Rules)}
     assert {"name", *(key for change in of_a for key in change)} == set(StreamRules.__struct_fields__)
     assert len({Rules(**change).digest for change in changes}) == len(changes)
+
+
+def test_the_packer_of_rules_has_the_parameters_that_they_name_and_the_run_s_seed() -> None:
+    rules = Rules(packer="modified_first_fit_decreasing", leftovers="emptiest", max_samples_per_pack=7)
+    assert rules.new_packer() == ModifiedFirstFitDecreasing(max_samples_per_pack=7, leftovers="emptiest")
+    assert Rules(packer="first_fit_shuffle", seed=17).new_packer() == FirstFitShuffle(seed=17)
+    assert Rules(packer="none").new_packer() == Unpacked(micro_batch_size=1)
+    with pytest.raises(
+        ValueError,
+        match=r"got leftovers: emptiest with packer: none, expected only .*: max_samples_per_pack or m",
+    ):
+        Rules(packer="none", leftovers="emptiest")
 
 
 @given(st.integers(1, 400), st.integers(1, 12), st.integers(1, 12))
@@ -173,6 +190,10 @@ TWO = "streams: {a: {}, b: {}}\n"
         ("streams: {web: {weight: .inf}}", "streams.web.weight: got inf, expected a number <= 1000000000.0"),
         # choices
         (WEB + "tokens: int8", "tokens: got 'int8', expected one of: uint16, int32"),
+        (
+            WEB + "rules: {packer: concatenative, leftovers: emptiest}",
+            "rules: got leftovers: emptiest with packer: concatenative, expected only keys that it has: max_sample",
+        ),
         (WEB + "rules: {packer: best}", "rules.packer: got 'best', expected one of: exact_fill, sliding_ffd,"),
         (WEB + "rules: {overlong: cut}", "rules.overlong: got 'cut', expected one of: error, drop, truncate, split"),
         (WEB + "feeds: {train: {cp_layout: ring}}", "feeds.train.cp_layout: got 'ring', expected one of: zigzag,"),
@@ -273,10 +294,11 @@ def test_the_rules_are_those_of_the_file() -> None:
     found = broker(
         seed=5, streams={"b": {"weight": 2, "partitions": 3}, "a": {}},
         rules={"budget": 4096, "window": {"samples": 7}, "step": {"packs": 9}, "packer": "concatenative",
+               "max_samples_per_pack": 5,
                "balance": {"kind": "none"}, "overlong": "split", "tail": "drop"},
     ).plan()  # fmt: skip
     assert found == Rules(
-        budget=4096, window=7, packs=9, packer="concatenative", balance=Balance(kind="none"),
+        budget=4096, window=7, packs=9, packer="concatenative", max_samples_per_pack=5, balance=Balance(kind="none"),
         tail="drop", seed=5, streams=(StreamRules("b", 2.0, 3, overlong="split"), StreamRules("a", overlong="split")),
     )  # fmt: skip
     assert found.digest != broker(seed=6).plan().digest

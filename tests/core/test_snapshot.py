@@ -17,7 +17,14 @@ from streampack.core.rules import Align, Rules, StreamRules
 from streampack.core.samples import I64, ROW, SampleTable
 from streampack.core.snapshot import Snapshot
 
-PACKERS = ("exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative")
+PACKERS = (
+    "exact_fill",
+    "sliding_ffd",
+    "first_fit_decreasing",
+    "concatenative",
+    "buffer_first_fit",
+    "first_fit_shuffle",
+)
 
 
 def rules_of(packer: str, **changes: Any) -> Rules:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -178,8 +179,19 @@ def test_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_packing_alone() -> None:
-    parsed = doctest.DocTestParser().get_doctest(block("pack_lengths"), {"streampack": streampack}, "README", None, 0)
+    parsed = doctest.DocTestParser().get_doctest(
+        block(">>> streampack.pack_lengths"), {"streampack": streampack}, "README", None, 0
+    )
     assert doctest.DocTestRunner().run(parsed).failed == 0
+
+
+def test_packing_a_step_and_going_back() -> None:
+    lengths = [4000, 3000, 1192, 5000, 3192, 8, 9, 10, 11]
+    given: dict[str, Any] = {"streampack": streampack, "lengths": lengths}
+    given["forward"] = lambda packs: np.array([lengths[i] for pack in packs for i in pack])
+    exec(compile(block("way_back"), "README.md", "exec"), given)
+    assert len(given["packs"]) == 8
+    assert given["in_order"].tolist() == lengths
 
 
 def test_a_rollout_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +214,8 @@ def test_every_example_has_its_test() -> None:
         "load_state_dict",
         "streampack.Producer(",
         "streampack.local(",
-        "pack_lengths",
+        ">>> streampack.pack_lengths",
+        "way_back",
     )
     assert sorted(BLOCKS) == sorted(block(starts) for starts in tested)
 

@@ -1,9 +1,10 @@
 """Packers: which samples share one token budget.
 
-``packer(name)`` finds one for a stream (see ``window`` for the contract that all of them keep), and
-``pack_lengths`` packs a closed list. ``exact_fill`` is the default: it fills packs to the token and
-keeps samples near their order; ``joint`` forms packs that take equally long, too. The others are what
-other systems do, to compare and to reproduce.
+``packer(name, **parameters)`` makes one for a stream (see ``window`` for the contract that all of them
+keep), and ``pack_lengths`` packs a closed list; ``closed`` is what more there is to do with such packs. ``exact_fill``
+is the default: it fills packs to the token and keeps samples near their order; ``joint`` forms packs that take equally
+long, too. The others are what other systems do, to compare and to reproduce. Some slide their window on (see
+``window``), the others need a closed set, and on a stream pack it in blocks (see ``tumbling``).
 
 None of them imports numba until it forms a pack, and all work without it.
 
@@ -13,58 +14,108 @@ None of them imports numba until it forms a pack, and all work without it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
+from typing import Any, cast
 
 import numpy as np
 
+from streampack.core.packers.best_fit import BestFitDecreasing
+from streampack.core.packers.buffer_first_fit import BufferFirstFit
+from streampack.core.packers.closed import Empty, way_back, with_count
 from streampack.core.packers.concatenative import Concatenative
 from streampack.core.packers.decreasing import FirstFitDecreasing
 from streampack.core.packers.exact_fill import ExactFill
+from streampack.core.packers.first_fit import FirstFitShuffle
 from streampack.core.packers.joint import Joint
+from streampack.core.packers.knapsack import GreedyKnapsack
+from streampack.core.packers.modified_first_fit import ModifiedFirstFitDecreasing
 from streampack.core.packers.sliding_ffd import SlidingFFD
+from streampack.core.packers.tumbling import Tumbling
+from streampack.core.packers.unpacked import Unpacked
 from streampack.core.packers.window import I64, Choice, Packer
 from streampack.errors import ConfigError, SampleError
 
-__all__ = ["PACKERS", "Choice", "Packer", "pack_lengths", "packer"]
+__all__ = ["PACKERS", "Choice", "Packer", "pack_lengths", "packer", "parameters_of", "way_back"]
 
-PACKERS: Mapping[str, Packer] = MappingProxyType(
-    {each.name: each for each in (ExactFill(), Joint(), SlidingFFD(), FirstFitDecreasing(), Concatenative())}
-)
+_EVERY: tuple[Packer, ...] = (
+    ExactFill(), Joint(), SlidingFFD(), FirstFitDecreasing(), Concatenative(), ModifiedFirstFitDecreasing(),
+    FirstFitShuffle(), BestFitDecreasing(), GreedyKnapsack(), BufferFirstFit(), Unpacked(),
+)  # fmt: skip
+PACKERS: Mapping[str, Packer] = MappingProxyType({each.name: each for each in _EVERY})
+"""Each with its defaults."""
+_WINDOW = 1024
 
 
-def packer(name: str) -> Packer:
-    """The packer of that name; ConfigError lists those there are."""
+def packer(name: str, **parameters: Any) -> Packer:
+    """The packer of that name, with these ``parameters``; ConfigError lists those there are of either."""
+    known = parameters_of(name)
+    for unknown in sorted(parameters.keys() - known):
+        raise ConfigError(
+            f"packer {name}: got the parameter {unknown!r}, expected {' or '.join(known) or 'none: it has none'}"
+        )
     try:
-        return PACKERS[name]
-    except KeyError:
-        raise ConfigError(f"packer: got {name!r}, expected one of {', '.join(PACKERS)}") from None
+        return cast(Packer, dataclasses.replace(cast(Any, PACKERS[name]), **parameters))
+    except ValueError as error:
+        raise ConfigError(f"packer {name}: {error}") from None
+
+
+def parameters_of(name: str) -> tuple[str, ...]:
+    """What the packer of that name can be given: the names of its fields. ConfigError lists those there are."""
+    if name not in PACKERS:
+        raise ConfigError(f"packer: got {name!r}, expected one of {', '.join(PACKERS)}")
+    return tuple(field.name for field in dataclasses.fields(cast(Any, PACKERS[name])) if field.name != "name")
 
 
 def pack_lengths(
     lengths: Sequence[int] | I64,
     budget: int,
     packer: str = "exact_fill",
-    window: int = 1024,
+    window: int | None = None,
     align: int = 1,
     seed: int = 0,
+    *,
+    sizes: Sequence[int] | I64 | None = None,
+    min_packs: int = 0,
+    pack_count_multiple: int = 1,
+    empty: Empty = "error",
+    **parameters: Any,
 ) -> list[list[int]]:
     """Pack a closed list of lengths: the positions in each pack, in the order packs are emitted.
 
     ``lengths``: integers, any sequence or array of shape [n], in tokens, each rounded up to a multiple
     of ``align`` first. ``budget``: tokens of a pack, a multiple of ``align``. ``window``: samples that a
-    streaming packer looks at, or a block of ``first_fit_decreasing``; ``concatenative`` needs none.
-    ``seed`` is for packers that shuffle; none of today's does, and it changes nothing for them.
+    packer looks at together; by default 1024 for those that stream, and all for the others. ``seed`` is for
+    packers that shuffle, and changes nothing for the others. ``parameters`` are those of the packer:
+    ``max_samples_per_pack``, ``leftovers``, ``micro_batch_size``. ``sizes``: where items are groups, the samples in
+    each, int [n], which ``max_samples_per_pack`` counts.
+
+    There are at least ``min_packs``, in a multiple of ``pack_count_multiple``: more than were formed are split off
+    those with most samples. With fewer samples than packs ``empty`` says ``error``, or ``pad``: empty packs at the end.
+    ``way_back`` of the packs puts results in their order back into that of the samples.
 
     Raises SampleError (a ValueError) naming the sample whose length is no integer, below 1, or above the
-    budget once rounded up; ConfigError for an unknown packer or a number that cannot be.
+    budget once rounded up, or where there are too few; ConfigError for an unknown packer or parameter, or a number
+    that cannot be.
 
     >>> pack_lengths([3, 6, 5, 2, 4], 8)
     [[0, 2], [1, 3], [4]]
+    >>> pack_lengths([3, 6, 5, 2, 4], 8, "best_fit_decreasing", pack_count_multiple=2)
+    [[1, 3], [2], [4], [0]]
     """
-    chosen = _packer(packer)
-    _check_rules(budget, window, align)
+    if "seed" in parameters_of(packer):
+        parameters["seed"] = seed
+    chosen = _packer(packer, **parameters)
+    _check_numbers(budget=budget, align=align, pack_count_multiple=pack_count_multiple)
+    _check_numbers(0, min_packs=min_packs)
+    if empty not in ("error", "pad"):
+        raise ConfigError(f"empty: got {empty!r}, expected 'error' or 'pad'")
+    if window is not None:
+        _check_numbers(window=window)
+    if budget % align:
+        raise ConfigError(f"budget: got {budget}, expected a multiple of align, {align}")
     units = -(-_integers(lengths) // align)
     wrong = np.flatnonzero((units < 1) | (units > budget // align))
     if len(wrong):
@@ -73,20 +124,38 @@ def pack_lengths(
             f"sample {i}: got {lengths[i]} tokens ({int(units[i]) * align} when aligned to {align}), expected"
             f" 1 to {budget}, the budget; drop, truncate or split it before packing"
         )
-    choice = chosen.choose(units, np.full(len(units), -1, np.int64), budget // align, len(units), True, window=window)
+    if window is None:
+        window = max(len(units), 1) if isinstance(chosen, Tumbling) else _WINDOW
+    choice = chosen.choose(
+        units, np.full(len(units), -1, np.int64), budget // align, len(units), True, window=window,
+        sizes=_sizes(sizes, len(units), getattr(chosen, "max_samples_per_pack", None)),
+    )  # fmt: skip
     indices, bounds = choice.indices.tolist(), choice.bounds.tolist()
-    return [indices[start:stop] for start, stop in pairwise(bounds)]
+    packs = [indices[start:stop] for start, stop in pairwise(bounds)]
+    return with_count(packs, min_packs, pack_count_multiple, empty)
 
 
 _packer = packer  # the name that pack_lengths' parameter hides
 
 
-def _check_rules(budget: int, window: int, align: int) -> None:
-    for name, value in (("budget", budget), ("window", window), ("align", align)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise ConfigError(f"{name}: got {value!r}, expected an integer of at least 1")
-    if budget % align:
-        raise ConfigError(f"budget: got {budget}, expected a multiple of align, {align}")
+def _sizes(sizes: Sequence[int] | I64 | None, num_items: int, cap: int | None) -> I64 | None:
+    """``sizes`` as int64 [n], all within the cap. Raises SampleError."""
+    if sizes is None:
+        return None
+    found = _integers(sizes)
+    if len(found) != num_items:
+        raise SampleError(f"got {len(found)} sizes for {num_items} lengths, expected one for each")
+    for i in np.flatnonzero((found < 1) | (found > (cap or found.max(initial=1)))):
+        raise SampleError(
+            f"sample {i}: got a group of {found[i]} samples, expected 1 to {cap or 'any number'}, max_samples_per_pack"
+        )
+    return found
+
+
+def _check_numbers(least: int = 1, **numbers: object) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+            raise ConfigError(f"{name}: got {value!r}, expected an integer of at least {least}")
 
 
 def _integers(lengths: Sequence[int] | I64) -> I64:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streampack.core.packers.window import I64, Choice, choice_of
+from streampack.core.packers.window import I64, Choice, check_cap, choice_of, sample_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +27,27 @@ class Concatenative:
     max_samples_per_pack: int | None = None
 
     def __post_init__(self) -> None:
-        cap = self.max_samples_per_pack
-        if cap is not None and cap < 1:
-            raise ValueError(f"got max_samples_per_pack={cap}, expected at least 1, or None for no cap")
+        check_cap(self.max_samples_per_pack)
 
-    def choose(self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int) -> Choice:
+    def choose(
+        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
+    ) -> Choice:
         """Up to ``count`` packs; the open one is left to the next call unless nothing more can join it."""
-        cap = self.max_samples_per_pack or len(lengths) + 1
+        samples = sample_counts(sizes, len(lengths))
+        cap = self.max_samples_per_pack or sum(samples) + 1
         packs: list[range] = []
-        start = tokens = 0
-        for i, length in enumerate(lengths.tolist()):
+        start = tokens = held = 0
+        for i, (length, size) in enumerate(zip(lengths.tolist(), samples, strict=True)):
             if len(packs) >= count:
                 break
-            if tokens + length > budget:
+            if tokens + length > budget or held + size > cap:
                 packs.append(range(start, i))
-                start, tokens = i, 0
+                start, tokens, held = i, 0, 0
             tokens += length
-            if len(packs) < count and (tokens == budget or i + 1 - start == cap):
+            held += size
+            if len(packs) < count and (tokens == budget or held == cap):
                 packs.append(range(start, i + 1))
-                start, tokens = i + 1, 0
+                start, tokens, held = i + 1, 0, 0
         if closed and len(packs) < count and start < len(lengths):
             packs.append(range(start, len(lengths)))
         return choice_of(packs, ages.copy())

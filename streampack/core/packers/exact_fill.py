@@ -74,7 +74,9 @@ class ExactFill:
 
     name: str = "exact_fill"
 
-    def choose(self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int) -> Choice:
+    def choose(
+        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
+    ) -> Choice:
         """Up to ``count`` packs, by the numba kernel where there is numba."""
         kernel = _kernel()
         if kernel is None:

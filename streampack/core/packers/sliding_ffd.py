@@ -22,18 +22,26 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from streampack.core.packers.window import I64, Choice, Window, slide
+from streampack.core.packers.window import I64, Choice, Window, check_cap, sample_counts, slide
 
 
 @dataclass(frozen=True, slots=True)
 class SlidingFFD:
-    """See the module; ``choose`` is the Packer protocol's."""
+    """See the module; ``choose`` is the Packer protocol's. ``max_samples_per_pack``: None for no cap."""
 
     name: str = "sliding_ffd"
+    max_samples_per_pack: int | None = None
 
-    def choose(self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int) -> Choice:
+    def __post_init__(self) -> None:
+        check_cap(self.max_samples_per_pack)
+
+    def choose(
+        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
+    ) -> Choice:
         """Up to ``count`` packs; the seed first, the rest longest first."""
         view = Window(lengths, ages, budget, window)
+        samples = sample_counts(sizes, len(lengths))
+        cap = self.max_samples_per_pack or sum(samples)
         order: list[tuple[int, int]] = []  # (-length, -position): longest first, then latest first
         sorted_to = 0
 
@@ -42,23 +50,27 @@ class SlidingFFD:
             for position in range(sorted_to, view.edge):
                 insort(order, (-view.held[position], -position))
             sorted_to = view.edge
-            return _take_pack(view, order)
+            return _take_pack(view, order, samples, cap)
 
         return slide(view, count, closed, next_pack)
 
 
-def _take_pack(view: Window, order: list[tuple[int, int]]) -> list[int]:
+def _take_pack(view: Window, order: list[tuple[int, int]], samples: list[int], cap: int) -> list[int]:
     """The oldest sample and what decreasing first fit puts with it; removed from ``order``."""
     seed, length = next(iter(view.held.items()))
     del order[bisect_left(order, (-length, -seed))]
     pack = [seed]
-    room = view.budget - length
+    room, spare = view.budget - length, cap - samples[seed]
     at = 0
-    while room:
+    while room and spare:
         at = bisect_left(order, (-room, -view.edge), at)
         if at == len(order):
             break
+        if samples[-order[at][1]] > spare:
+            at += 1
+            continue
         negated, position = order.pop(at)
         pack.append(-position)
         room += negated
+        spare -= samples[-position]
     return pack

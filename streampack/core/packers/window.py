@@ -55,14 +55,29 @@ class Packer(Protocol):
         """What configuration calls it."""
         ...
 
-    def choose(self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int) -> Choice:
+    def choose(
+        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
+    ) -> Choice:
         """Up to ``count`` packs from the head of ``lengths``.
 
         ``lengths`` int64 [n], each in 1..``budget``, in age order: the window and what waits behind it.
         ``ages`` int64 [n], -1 for what no call has seen. ``closed`` says that no more will come: then
         the window may run dry, and all is packed in the end. ``window`` is its size in samples.
+        ``sizes`` int64 [n]: samples in each item, which is a group then, from 1 to ``max_samples_per_pack``, which
+        alone heeds them; None: one each.
         """
         ...
+
+
+def check_cap(max_samples_per_pack: int | None) -> None:
+    """Raises ValueError for a cap on a pack's samples that no pack could keep."""
+    if max_samples_per_pack is not None and max_samples_per_pack < 1:
+        raise ValueError(f"got max_samples_per_pack={max_samples_per_pack}, expected at least 1, or None for no cap")
+
+
+def sample_counts(sizes: I64 | None, num_items: int) -> list[int]:
+    """``sizes`` as a list, one each for None."""
+    return [1] * num_items if sizes is None else sizes.tolist()
 
 
 def choice_of(packs: Sequence[Sequence[int]], ages: I64) -> Choice:

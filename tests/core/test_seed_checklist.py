@@ -1,0 +1,90 @@
+"""The features of public systems that this one has to have, row by row, and the tests that show each.
+
+Rows are those of the checklist of packing, batching and balancing in NeMo-RL, ROLL, AutoModel, VeOmni, TRL, Axolotl
+and LLaMA-Factory: A packing, B alignment, D balance and dynamic batching, E VeOmni's dynamic batches, F figures. A
+row is in ``TESTED``, with tests by module and name, or in ``NOT_DONE``, with the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+GROUPS = {"A": 19}
+"""How many rows each has."""
+
+_PACKERS, _PEERS, _CLOSED = "core/test_packers", "core/test_peer_packers", "core/test_closed_packs"
+_SYSTEMS = f"{_PEERS}::test_packs_are_those_of_the_system_whose_packer_it_is"
+_DEFINED = f"{_PEERS}::test_packs_are_what_the_definition_says_for_samples_and_for_groups"
+
+TESTED: dict[str, tuple[str, ...]] = {
+    # concatenative, with a cap on samples
+    "A1": (
+        f"{_PACKERS}::test_concatenative_gives_the_golden_packs",
+        f"{_PACKERS}::test_concatenative_keeps_to_its_cap_on_samples",
+        _SYSTEMS,
+    ),
+    # first fit decreasing, ties to the later sample
+    "A2": (_SYSTEMS, _DEFINED, f"{_PACKERS}::test_first_fit_decreasing_takes_the_later_of_two_equals_first"),
+    # first fit shuffle, here with a seed
+    "A3": (f"{_PEERS}::test_the_shuffle_is_held_still_by_its_seed",),
+    # modified first fit decreasing, both rules for leftovers
+    "A4": (_SYSTEMS, _DEFINED, f"{_PEERS}::test_modified_first_fit_decreasing_packs_its_leftovers_as_it_is_told"),
+    # that it is the best is not so
+    "A5": (f"{_PEERS}::test_modified_first_fit_decreasing_is_now_and_then_better_and_now_and_then_worse",),
+    # over-long samples
+    "A6": (f"{_PACKERS}::test_every_packer_refuses_a_length_that_no_pack_can_hold_and_names_its_sample",),
+    # min_bin_count, bin_count_multiple
+    "A7": (
+        f"{_CLOSED}::test_more_packs_are_split_off_those_with_most_samples_as_nemo_rl_does",
+        f"{_CLOSED}::test_the_count_is_as_asked_for_and_no_pack_grows",
+        f"{_CLOSED}::test_too_few_samples_are_an_error_or_empty_packs_at_the_end",
+    ),
+    # a packer by its name; of one spelling, where NeMo-RL takes upper case too
+    "A8": (f"{_PACKERS}::test_an_unknown_packer_lists_those_there_are",),
+    # packs to ranks: by cost, or in order
+    "A9": ("core/test_deal::test_a_step_dealt_by_hand", "core/test_deal::test_every_pack_is_dealt_once"),
+    # the way back to the order of samples
+    "A12": (f"{_CLOSED}::test_the_way_back_restores_the_order_of_samples",),
+    # AutoModel's pack_dataset: next fit
+    "A13": (f"{_PACKERS}::test_concatenative_gives_the_golden_packs",),
+    # Axolotl's first fit, with bin_size
+    "A14": (_SYSTEMS, _DEFINED),
+    # neat packing and LLaMA-Factory's greedy knapsack
+    "A15": (_SYSTEMS, _DEFINED),
+    # VeOmni's buffer
+    "A16": (_SYSTEMS, _DEFINED),
+    # ROLL's none
+    "A18": (f"{_PEERS}::test_none_makes_the_packs_of_roll_and_heeds_the_budget_too",),
+}
+
+NOT_DONE: dict[str, str] = {
+    "A10": "the order of a rank's micro-batches comes with DEAL's orders",
+    "A11": "packing inside a global batch comes with batch mode",
+    "A17": "karmarkar_karp comes with the balance",
+    "A19": "ROLL's load_balance is group D",
+}
+
+
+@cache
+def _tests_of(module: str) -> set[str]:
+    tree = ast.parse((TESTS / f"{module}.py").read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+@pytest.mark.parametrize("row", TESTED)
+def test_the_tests_of_a_row_are_there(row: str) -> None:
+    for test in TESTED[row]:
+        module, _, name = test.partition("::")
+        assert name in _tests_of(module), test
+
+
+def test_every_row_is_tested_or_has_a_reason() -> None:
+    rows = [f"{group}{number}" for group, count in GROUPS.items() for number in range(1, count + 1)]
+    assert sorted([*TESTED, *NOT_DONE]) == sorted(rows)
+    assert all(NOT_DONE.values())
+    assert all(TESTED.values())
