@@ -90,11 +90,11 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
     """The planning constants; ``core.rules`` explains each."""
 
     packer: PackerName = "exact_fill"
+    budget: Positive = 8192
+    window: Window = Window()
     max_samples_per_pack: Positive | None = None
     leftovers: Leftovers | None = None
     micro_batch_size: Positive | None = None
-    budget: Positive = 8192
-    window: Window = Window()
     align: Align | None = None
     step: StepSettings = StepSettings()
     balance: Balance = Balance()

@@ -33,8 +33,8 @@ MEANINGS: dict[str, dict[str, str]] = {
     "RulesSettings": {
         "packer": "how samples are chosen for a pack",
         "max_samples_per_pack": "a pack with so many takes no more",
-        "leftovers": "of packer modified_first_fit_decreasing: where samples go that found no place by a large one",
-        "micro_batch_size": "of packer none: samples of a pack, about",
+        "leftovers": "of modified first fit: how it packs what no large sample took along",
+        "micro_batch_size": "of packer none: samples of a pack",
         "budget": "tokens of a pack",
         "overlong": "what happens to samples over the budget",
         "poison": "what happens to samples that cannot be used",
