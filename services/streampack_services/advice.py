@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from streampack.core.packers import PACKERS
-from streampack_services.advisor import NEAR_ORDER
+from streampack_services.advisor import ADVISED, NEAR_ORDER
 
 Tree = dict[str, Any]
 UNEVEN = 1.05
 """Cost max / mean above this is worth a word."""
+COMPARED = 3
+"""Packers that are named beside the one taken."""
 SAID = 0.001
 """Smaller shares are not worth one."""
 
@@ -47,11 +48,17 @@ def _axis(found: Tree, axis: str, key: str) -> list[Tree]:
 def _packer(found: Tree) -> list[str]:
     take, others = found["take"], _axis(found, "packer", "packer")
     base = next((row for row in found["settings"] if row["axis"] == "packer" and row["packer"] == take["packer"]), take)
+    compared = ", ".join(f"{row['packer']} {row['useful']:.2%}" for row in others[:COMPARED])
     said = f"{take['packer']} leaves {base['useful']:.2%} of the ranks' time to real tokens"
-    compared = ", ".join(f"{row['packer']} {row['useful']:.2%}" for row in others)
-    sorting = [row["packer"] for row in others if row["packer"] not in NEAR_ORDER and row["useful"] > base["useful"]]
-    but = f" Not advised: {', '.join(sorting)}, for whole windows are sorted by length: steps differ in what they hold."
-    return [said + (f" ({compared})" if compared else "") + "." + (but if sorting else "")]
+    better = [row["packer"] for row in others if row["useful"] > base["useful"] + SAID]
+    sorting = ", ".join(name for name in better if name not in NEAR_ORDER)
+    missing = ", ".join(name for name in better if name in NEAR_ORDER and name not in ADVISED)
+    sentences = [said + (f"; next: {compared}." if compared else ".")]
+    if sorting:
+        sentences.append(f"Not advised, for whole windows are sorted by length and steps differ in kind: {sorting}.")
+    if missing:
+        sentences.append(f"Better, but broker.yaml does not take it yet: {missing}.")
+    return sentences
 
 
 def _window(found: Tree) -> list[str]:
@@ -114,8 +121,7 @@ def _balance(found: Tree) -> list[str]:
     said = f"The dearest of {dp} ranks needs {take['cost_max_over_mean']:.3f} times the mean of its micro-batch"
     if take["cost_max_over_mean"] < UNEVEN:
         return [f"{said}: balanced."]
-    more = "balance: {kind: joint}, " if "joint" in PACKERS else ""
-    return [f"{said}: the others wait. {more}more packs a step give DEAL more to choose from."]
+    return [f"{said}: the others wait. More packs a step give DEAL more to choose from."]
 
 
 def _last_step(found: Tree) -> list[str]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 
 from streampack.config import PlannedMesh, derived_align
 from streampack.core.packers import PACKERS
-from streampack.core.rules import Align, Overlong, Rules
+from streampack.core.rules import Align, Overlong, PackerName, Rules
 from streampack.errors import ConfigError, SampleError, UserError
 from streampack_services.forecast import Forecast, Order, forecast, order_of, planned_rules
 from streampack_services.lengths import Workload
@@ -27,7 +27,8 @@ Tree = dict[str, Any]
 SAME = 0.001
 """Shares of the ranks' time that differ by less are the same."""
 NEAR_ORDER = ("exact_fill", "joint", "sliding_ffd", "buffer_first_fit", "concatenative")
-"""Packers that are advised. Others sort a whole window by length, so that steps differ in what they hold."""
+"""Other packers sort whole windows by length, so that steps differ in what they hold."""
+ADVISED = tuple(name for name in NEAR_ORDER if name in get_args(PackerName))
 WORTH = 0.005
 """A budget is not good enough if another gains more than this."""
 CUT = 0.01
@@ -199,7 +200,7 @@ def _best(rows: Rows, axis: str) -> Any:
     """What leaves most of the ranks' time to real tokens; the base, if nothing is surely better to speak of."""
     base = getattr(rows[0][0], axis)
     found = [(getattr(setting, axis), made) for setting, made in _forecast_on(rows, axis)]
-    found = [(value, made) for value, made in found if axis != "packer" or value in (*NEAR_ORDER, base)]
+    found = [(value, made) for value, made in found if axis != "packer" or value in ADVISED or value == base]
     given = next((made for value, made in found if value == base), None)
     value, best = max(found, key=lambda each: each[1].useful, default=(base, given))
     if given is None or best is None:

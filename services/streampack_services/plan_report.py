@@ -11,20 +11,18 @@ from rich.text import Text
 from streampack_services.picture import is_taken, setting_name
 
 Tree = dict[str, Any]
-WIDTH = 112
-"""Characters at least: what a row of the table needs."""
 
 
 def show_plan(found: Tree) -> None:
     """Print it."""
-    console = wide_console()
+    console = new_console()
     console.print(Text.assemble((str(found["what"]), "bold"), f"  {lengths_text(found['lengths'])}"), soft_wrap=True)
     for stream in found["streams"]:
         console.print(_read_text(stream, alone=len(found["streams"]) == 1))
     for note in found["notes"]:
         console.print(note)
     console.print()
-    console.print(_table(found))
+    print_whole(_table(found))
     refused = [row for row in found["settings"] if row["refused"]]
     for row in refused:
         console.print(f"not shown: {setting_name(row)}: {row['refused']}")
@@ -43,11 +41,16 @@ def show_plan(found: Tree) -> None:
     console.print(found["broker_yaml"], soft_wrap=True)
 
 
-def wide_console() -> Console:
-    """One that prints names as they are, and tables whole: a narrow terminal wraps their rows."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    console.width = max(console.width, WIDTH)
-    return console
+def new_console() -> Console:
+    """One that prints names as they are."""
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def print_whole(table: Table) -> None:
+    """Print a table as wide as it is: a narrow terminal wraps its rows, nothing is cut."""
+    console = new_console()
+    console.width = Console(width=1000).measure(table).maximum
+    console.print(table)
 
 
 def lengths_text(lengths: Tree) -> str:

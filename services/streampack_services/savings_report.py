@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from streampack_services.plan_report import wide_console
+from streampack_services.plan_report import new_console, print_whole
 
 Tree = dict[str, Any]
 NAMES = {
@@ -19,11 +19,11 @@ NAMES = {
 
 def show_savings(found: Tree) -> None:
     """Print it."""
-    console = wide_console()
+    console = new_console()
     about = f"  {found['samples']:,} samples, {found['tokens']:,} tokens, budget {found['budget']:,}"
     console.print(Text.assemble((str(found["what"]), "bold"), about), soft_wrap=True)
     console.print()
-    console.print(_table(found))
+    print_whole(_table(found))
     console.print()
     for sentence in found["assumptions"]:
         console.print(f"- {sentence}", style="dim")
