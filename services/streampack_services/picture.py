@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streampack.core.samples import I64
 from streampack.errors import UserError
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 Tree = dict[str, Any]
 CAUSES = {"alignment": "#8da0cb", "pack_tail": "#fc8d62", "empty_pack": "#bbbbbb"}
+FAR = 0.5
+"""Of all slots wasted: what is beyond is cut."""
+F64 = NDArray[np.float64]
 REAL, PADDING = "#3b8f6b", "#fc8d62"
 
 
@@ -70,7 +74,9 @@ def draw_plan(found: Tree, lengths: I64, file: Path) -> None:
         left += shares
     lost = np.array([row["lost_share"] for row in rows])
     axes.barh(places, lost, 0.7, left, color="white", edgecolor="#c0392b", hatch="////", label="tokens cut off")
-    axes.plot([1 - row["useful"] for row in rows], places, "kD", markersize=4, label="ranks' time without real tokens")
+    idle = np.array([1 - row["useful"] for row in rows])
+    axes.plot(idle, places, "kD", markersize=4, label="ranks' time without real tokens")
+    _cut_at(axes, np.maximum(left + lost, idle), places)
     take = found["take"]
     names = [setting_name(row) + ("  *" if is_taken(row, take) else "") for row in rows]
     axes.set_yticks(places, names, fontsize=8)
@@ -83,6 +89,17 @@ def draw_plan(found: Tree, lengths: I64, file: Path) -> None:
     draw_lengths(grid[0, 1], lengths, {f"budget {take['budget']:,}": take["budget"]})
     figure.suptitle(f"{found['what']}: {found['lengths']['samples']:,} samples", x=0.01, ha="left", fontsize=11)
     save(figure, file)
+
+
+def _cut_at(axes: Axes, ends: F64, places: I64) -> None:
+    """Leave out what is beyond half of all slots, and write how much it is: or nothing else could be seen."""
+    if not (ends > FAR).any() or (ends > FAR).all():
+        return
+    edge = 1.2 * float(ends[ends <= FAR].max())
+    axes.set_xlim(0, edge)
+    for place, end in zip(places.tolist(), ends.tolist(), strict=True):
+        if end > edge:
+            axes.annotate(f"{end:.0%} ", (edge, place), ha="right", va="center", size=8, color="white")
 
 
 def setting_name(row: Tree) -> str:

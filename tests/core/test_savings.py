@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -101,3 +103,17 @@ def test_counts_keep_the_number_of_samples_and_of_tokens(steps: list[list[int]])
     back = spread(msgspec.json.decode(msgspec.json.encode(rows)), 3)
     assert (len(back), int(back.sum())) == (len(every), sum(every))
     assert np.allclose(np.sort(back), np.sort(every), rtol=1 / 32, atol=0)
+
+
+def test_a_rate_is_what_was_given_or_what_the_broker_packs_now() -> None:
+    run = replace(served_by("eight", LENGTHS, RULES), tokens_per_s=230.0, ranks=5)
+    assert savings.rate_of(run, 2, 7.0) == savings.Rate(2, 7.0, "as given")
+    found = savings.rate_of(run, None, None)
+    assert found is not None
+    assert (found.gpus, found.tokens_per_s) == (5, pytest.approx(230 * 25 / 23 / 5)), "slots, of each rank"
+    assert "the 5 attached ranks" in found.said
+    found = savings.rate_of(run, 10, None)
+    assert found is not None
+    assert (found.gpus, found.tokens_per_s) == (10, pytest.approx(25.0))
+    assert savings.rate_of(replace(run, tokens_per_s=0.0), 4, None) is None
+    assert savings.rate_of(replace(run, ranks=0), None, None) is None
