@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 
 from streampack.config import PlannedMesh, derived_align
-from streampack.core.packers import PACKERS
-from streampack.core.rules import Align, Overlong, PackerName, Rules
+from streampack.core.packers import PACKERS, parameters_of
+from streampack.core.rules import PACKER_KEYS, Align, Overlong, PackerName, Rules
 from streampack.errors import ConfigError, SampleError, UserError
 from streampack_services.forecast import Forecast, Order, forecast, order_of, planned_rules
 from streampack_services.lengths import Workload
@@ -79,7 +79,8 @@ def default_windows(window: int) -> tuple[int, ...]:
 
 
 def default_packers(packer: str) -> tuple[str, ...]:
-    return (packer, *(each for each in PACKERS if each != packer))
+    """All but ``none``, which does not pack, unless it is what the rules say."""
+    return (packer, *(each for each in PACKERS if each not in (packer, "none")))
 
 
 def grid(options: PlanOptions) -> list[Setting]:
@@ -164,9 +165,10 @@ class _Forecaster:
             options.rules, self._workload, options.overlong or "truncate", all_streams=options.overlong_of_all
         )
         try:
+            foreign = {key: None for key in PACKER_KEYS if key not in parameters_of(setting.packer)}
             rules = msgspec.structs.replace(
-                rules, budget=setting.budget, window=setting.window, packer=setting.packer, packs=setting.step_packs,
-                align=setting.align,
+                rules, **foreign, packer=setting.packer, budget=setting.budget, window=setting.window,
+                packs=setting.step_packs, align=setting.align,
             )  # fmt: skip
             if setting.budget not in self._orders:
                 self._orders[setting.budget] = order_of(self._workload, rules)

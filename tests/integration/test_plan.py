@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import streampack
+from streampack.core.packers import PACKERS
 from tests.integration.running import (
     RunningBroker,
     in_process,
@@ -198,6 +199,15 @@ def test_grids_and_meshes_are_what_was_asked_for(lengths: Path) -> None:
         ("mesh", 4092, 64, "concatenative", 3, 63),
     ]
     assert found["take"]["packer"] == "exact_fill"
+
+
+def test_a_key_of_one_packer_does_not_keep_the_others_from_being_forecast(lengths: Path, tmp_path: Path) -> None:
+    rules = {"packer": "modified_first_fit_decreasing", "leftovers": "emptiest", "budget": 2048}
+    write(tmp_path / "broker.yaml", {"rules": rules, "streams": {"web": {}}})
+    found = ask("plan", lengths, "-c", tmp_path / "broker.yaml")
+    tried = {row["packer"]: row for row in found["settings"] if row["axis"] == "packer"}
+    assert set(tried) == PACKERS.keys() - {"none"}
+    assert [name for name, row in tried.items() if "utilisation" not in row] == []
 
 
 def test_lengths_may_be_a_sample_of_a_pass(lengths: Path) -> None:

@@ -1,6 +1,7 @@
 """What a simulated run reads: cases, and sources as functions of (stream, partition, seq).
 
-``Case`` n is one of a few small jobs that between them use every packer, over-long policy, tail and order of merging.
+``Case`` n is one of a few small jobs that between them use packers of each kind, every over-long policy, tail and order
+of merging.
 Streams are read, as often as need be, or pushed once by programs that keep nothing; those say where batches end.
 """
 
