@@ -92,9 +92,16 @@ def of_lengths(what: str, lengths: I64, most: int | None, total: float | None = 
 
 def stretches(lengths: I64, most: int) -> I64:
     """About ``most`` of them: evenly spaced runs, each as its samples follow each other."""
+    return np.concatenate(stretches_of(lengths, most))
+
+
+def stretches_of(values: I64, most: int) -> list[I64]:
+    """About ``most`` of ``values`` in runs that are evenly spaced; all of them in one if they are no more."""
+    if len(values) <= most:
+        return [values]
     size = max(most // STRETCHES, 1)
-    starts = np.linspace(0, len(lengths) - size, min(STRETCHES, most)).astype(np.int64)
-    return np.concatenate([lengths[start : start + size] for start in starts])
+    starts = np.linspace(0, len(values) - size, min(STRETCHES, most)).astype(np.int64).tolist()
+    return [values[start : start + size] for start in starts]
 
 
 def is_lengths(path: Path) -> bool:

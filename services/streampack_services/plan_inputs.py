@@ -156,7 +156,7 @@ def _of_file(given: PlanInputs, what: str, base: _Base) -> Workload:
 
 
 def _of_run(run: Served, most: int) -> Workload:
-    lengths = stretches(run.lengths, most) if len(run.lengths) > most else run.lengths
+    lengths = stretches(run.lengths, most)
     whole = run.ended and len(lengths) == run.samples
     every = run.lengths if len(run.lengths) == run.samples and not whole and run.ended else None
     total = float(run.samples) if run.ended else None

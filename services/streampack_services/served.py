@@ -22,8 +22,10 @@ from streampack.core.samples import I64
 from streampack.errors import PeerError, UserError
 from streampack.sources.order import sample_order
 from streampack_services import audit
-from streampack_services.lengths import stretches
+from streampack_services.lengths import STRETCHES, stretches_of
+from streampack_services.run_history import NEVER
 from streampack_services.state_dir import open_ledger, state_folder
+from streampack_services.step_rows import StepRows
 
 MOST = 500_000
 """Samples that are taken from a ledger or a broker's counts; more are thinned out."""
@@ -62,24 +64,48 @@ class Served:
 
 
 def from_ledger(state_dir: Path, feed: str | None) -> Served:
-    """Of the steps that count in a state_dir's log. Raises UserError where there are none, LedgerDamaged."""
+    """Of the steps that count in a state_dir's log, all in ``MOST`` samples, else some stretches of them.
+
+    Raises UserError where there are none, LedgerDamaged.
+    """
     with open_ledger(state_folder(state_dir, None)) as ledger:
         of = audit.feed_of(ledger, feed)
-        steps = [step for step in ledger.steps(of.name) if of.effective(step.step) == step.lineage]
-        rules, run, end = of.rules_at(steps[-1].step if steps else 0), ledger.state.run, of.end
-    if not steps or not sum(len(step.rows) for step in steps):
-        raise UserError(f"{state_dir}: got no step of feed {of.name!r}, expected some: wait until the run has begun")
-    rows = np.concatenate([step.rows for step in steps])
-    counts = np.concatenate([np.diff(step.bounds) for step in steps])
-    lengths = rows["length"].astype(np.int64)
-    order = arrival_order(rows["stream"], rows["index"], rows["part"], np.repeat(np.arange(len(counts)), counts))
-    align = rules.align.sample
-    changed = sum(each.lsn != of.rules[0].lsn for each in of.rules)
+        rules, run = of.rules_at(NEVER), ledger.state.run
+        numbers, sums = [], np.zeros(5, np.int64)
+        for step in ledger.steps(of.name):
+            if of.effective(step.step) == step.lineage:
+                numbers.append(step.step)
+                sums += _sums(step, rules.align.sample)
+        samples, packs, empty, tokens, slots = sums.tolist()
+        if not samples:
+            raise UserError(
+                f"{state_dir}: got no step of feed {of.name!r}, expected some: wait until the run has begun"
+            )
+        wanted = max(MOST * len(numbers) // samples, STRETCHES)
+        lengths = [
+            _in_order([audit.recorded(ledger, of, number) for number in stretch.tolist()])
+            for stretch in stretches_of(np.array(numbers), wanted)
+        ]
     return Served(
-        f"{run}, feed {of.name}, {len(steps):,} steps", _thinned(lengths[order]), rules, len(rows), len(counts),
-        int((counts == 0).sum()), int(lengths.sum()), int((-(-lengths // align) * align).sum()), len(steps),
-        end is not None, "in the order of the streams" + (", its rules changed: the last are taken" if changed else ""),
+        f"{run}, feed {of.name}, {len(numbers):,} steps", np.concatenate(lengths), rules, samples, packs, empty, tokens,
+        slots, len(numbers), of.end is not None, "in the order of the streams",
     )  # fmt: skip
+
+
+def _sums(step: StepRows, align: int) -> I64:
+    """Samples, packs, empty ones of them, tokens and slots of a step."""
+    lengths, counts = step.rows["length"].astype(np.int64), np.diff(step.bounds)
+    slots = int((-(-lengths // align) * align).sum())
+    return np.array([len(lengths), len(counts), int((counts == 0).sum()), int(lengths.sum()), slots])
+
+
+def _in_order(steps: list[StepRows]) -> I64:
+    """Lengths of the samples of consecutive steps, int64 [n], as they came."""
+    rows, counts = np.concatenate([step.rows for step in steps]), np.concatenate([np.diff(s.bounds) for s in steps])
+    pack = np.repeat(np.arange(len(counts)), counts)
+    order = arrival_order(rows["stream"], rows["index"], rows["part"], pack)
+    lengths: I64 = rows["length"].astype(np.int64)[order]
+    return lengths
 
 
 def arrival_order(stream: Any, index: Any, part: Any, pack: I64) -> I64:
@@ -130,7 +156,3 @@ def spread(buckets: list[list[int]], seed: int) -> I64:
     lengths = np.repeat(least, kept) + (number < np.repeat(more, kept))
     shuffled: I64 = lengths[sample_order(len(lengths), seed=seed, pass_=0, shard=0)]
     return shuffled
-
-
-def _thinned(lengths: I64) -> I64:
-    return stretches(lengths, MOST) if len(lengths) > MOST else lengths

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from streampack_services import savings
+from streampack_services.lengths import stretches_of
 from streampack_services.savings import packed_slots, padded_slots, served_by
 from streampack_services.served import arrival_order, spread
 
@@ -119,3 +120,13 @@ def test_a_rate_is_what_was_given_or_what_the_broker_packs_now() -> None:
     assert found.tokens_per_s == pytest.approx(25.0)
     assert savings.rate_of(replace(run, tokens_per_s=0.0), 4, None) is None
     assert savings.rate_of(replace(run, ranks=0), None, None) is None
+
+
+def test_stretches_are_whole_runs_from_end_to_end() -> None:
+    values = np.arange(1000)
+    found = stretches_of(values, 160)
+    assert [len(each) for each in found] == [10] * 16
+    assert (found[0][0], found[-1][-1]) == (0, 999)
+    assert all((np.diff(each) == 1).all() for each in found)
+    assert np.concatenate(stretches_of(values, 1000)).tolist() == values.tolist()
+    assert len(stretches_of(values, 3)) == 3

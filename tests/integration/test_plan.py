@@ -150,6 +150,34 @@ def test_data_are_read_as_local_does(files: Path) -> None:
     assert abs(found["settings"][0]["steps"] - steps) <= 1, "which reads one partition where a plan reads four"
 
 
+def test_of_a_run_that_goes_on_nobody_knows_how_long_a_pass_is(files: Path) -> None:
+    shards = str(files / "web-*.jsonl")
+    with streampack.local(shards, budget=512, packs=4, overlong="split", repeat=True, http="127.0.0.1:0") as loader:
+        for _ in zip(range(40), loader.steps(), strict=False):
+            pass
+        assert loader.http is not None
+        until(lambda: bool(ask("status", str(loader.http))["feeds"]["train"]["totals"]["steps"] >= 40))
+        found = ask("plan", str(loader.http))
+        shown = " ".join(in_process("plan", str(loader.http)).stdout.split())
+        report = ask("report", str(loader.http))
+    assert found["settings"][0]["steps"] is None
+    assert "samples were read; how many there are is not known" in shown
+    assert "How many steps a pass has is not known" in shown
+    assert report["others"]["greedy"]["saved_slots"] > 0
+
+
+def test_a_long_run_is_thinned_out(
+    files: Path, served: RunningBroker, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ask("report", files / "state")
+    monkeypatch.setattr("streampack_services.served.MOST", 300)
+    found = ask("report", files / "state")
+    assert found["share"] < 0.7
+    assert found["run"] == whole["run"]
+    for name, row in found["others"].items():
+        assert row["slots"] == pytest.approx(whole["others"][name]["slots"], rel=0.2), name
+
+
 # The command line
 
 
