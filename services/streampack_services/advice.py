@@ -27,6 +27,7 @@ def broker_yaml(found: Tree, overlong: str | None, *, align_given: bool) -> str:
     """The lines that make a broker do what is taken."""
     take = found["take"]
     rules = [f"packer: {take['packer']}", f"budget: {take['budget']}", f"window: {{samples: {take['window']}}}"]
+    rules += [f"{key}: {value}" for key, value in take["packer_keys"].items()]
     rules.append(f"step: {{packs: {take['step_packs']}}}")
     if align_given:
         rules.append(f"align: {{sample: {take['align']['sample']}, pack: {take['align']['pack']}}}")

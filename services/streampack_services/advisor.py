@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 
 from streampack.config import PlannedMesh, derived_align
-from streampack.core.packers import PACKERS, parameters_of
+from streampack.core.packers import PACKERS
 from streampack.core.rules import PACKER_KEYS, Align, Overlong, PackerName, Rules
 from streampack.errors import ConfigError, SampleError, UserError
-from streampack_services.forecast import Forecast, Order, forecast, order_of, planned_rules
+from streampack_services.forecast import Forecast, Order, forecast, order_of, planned_rules, with_packer
 from streampack_services.lengths import Workload
 
 Tree = dict[str, Any]
@@ -140,7 +140,9 @@ def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] 
         take, taken = base_setting, base
     found = _about(workload)
     found["settings"] = [_row(setting, result) for setting, result in rows]
-    found["take"] = _row(take, taken)
+    kept = with_packer(options.rules, take.packer)
+    keys = {key: value for key in PACKER_KEYS if (value := getattr(kept, key)) is not None}
+    found["take"] = _row(take, taken) | {"packer_keys": keys}
     return found
 
 
@@ -165,10 +167,9 @@ class _Forecaster:
             options.rules, self._workload, options.overlong or "truncate", all_streams=options.overlong_of_all
         )
         try:
-            foreign = {key: None for key in PACKER_KEYS if key not in parameters_of(setting.packer)}
-            rules = msgspec.structs.replace(
-                rules, **foreign, packer=setting.packer, budget=setting.budget, window=setting.window,
-                packs=setting.step_packs, align=setting.align,
+            rules = with_packer(
+                rules, setting.packer, budget=setting.budget, window=setting.window, packs=setting.step_packs,
+                align=setting.align,
             )  # fmt: skip
             if setting.budget not in self._orders:
                 self._orders[setting.budget] = order_of(self._workload, rules)

@@ -28,7 +28,8 @@ from streampack.core.figures import figures
 from streampack.core.form import Former, Step
 from streampack.core.intake import apply_overlong
 from streampack.core.merge import merge_of
-from streampack.core.rules import Overlong, Rules, StreamRules
+from streampack.core.packers import parameters_of
+from streampack.core.rules import PACKER_KEYS, Overlong, Rules, StreamRules
 from streampack.core.samples import I64, SampleTable
 from streampack_services.lengths import StreamLengths, Workload
 
@@ -95,6 +96,15 @@ def planned_rules(rules: Rules, workload: Workload, overlong: Overlong, *, all_s
             )
         )  # fmt: skip
     return msgspec.structs.replace(rules, streams=tuple(streams), merge="schedule", between_passes="continue")
+
+
+def with_packer(rules: Rules, packer: str, **changes: Any) -> Rules:
+    """``rules`` with another packer, without the keys that it does not have, and with other ``changes``.
+
+    Raises ValueError where they contradict each other.
+    """
+    foreign = {key: None for key in PACKER_KEYS if key not in parameters_of(packer)}
+    return msgspec.structs.replace(rules, **foreign, packer=packer, **changes)
 
 
 def order_of(workload: Workload, rules: Rules) -> Order:

@@ -17,13 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
 from streampack.errors import SampleError
-from streampack_services.forecast import formed
+from streampack_services.forecast import formed, with_packer
 from streampack_services.served import Served
 
 Tree = dict[str, Any]
@@ -54,7 +53,7 @@ def padded_slots(lengths: I64, micro_batch: int, align: int) -> int:
 
 def packed_slots(lengths: I64, rules: Rules, packer: str) -> int:
     """Slots of the packs that ``packer`` makes of ``lengths``: packs times budget, empty ones not counted."""
-    steps, _ = formed(lengths, msgspec.structs.replace(rules, packer=packer, packs=1, tail="pad"))
+    steps, _ = formed(lengths, with_packer(rules, packer, packs=1, tail="pad"))
     return rules.budget * len(steps)
 
 

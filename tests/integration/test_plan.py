@@ -236,6 +236,8 @@ def test_a_key_of_one_packer_does_not_keep_the_others_from_being_forecast(length
     tried = {row["packer"]: row for row in found["settings"] if row["axis"] == "packer"}
     assert set(tried) == PACKERS.keys() - {"none"}
     assert [name for name, row in tried.items() if "utilisation" not in row] == []
+    kept = {"modified_first_fit_decreasing": "leftovers: emptiest", "exact_fill": "packer: exact_fill"}
+    assert kept[found["take"]["packer"]] in found["broker_yaml"]
 
 
 def test_lengths_may_be_a_sample_of_a_pass(lengths: Path) -> None:
