@@ -85,8 +85,7 @@ def default_packers(packer: str) -> tuple[str, ...]:
 
 def grid(options: PlanOptions) -> list[Setting]:
     """Every setting, the base first on each axis. Raises ConfigError for a base that cannot be."""
-    mesh = options.meshes[0]
-    base = _setting("base", options, options.budgets[0], options.windows[0], options.packers[0], mesh)
+    mesh, base = options.meshes[0], _base_of(options)
     if base.budget % base.align.pack:
         raise ConfigError(
             f"budget: got {base.budget}, expected a multiple of {base.align.pack}, which the mesh asks for: take "
@@ -101,6 +100,12 @@ def grid(options: PlanOptions) -> list[Setting]:
     for each in options.meshes:
         found += _of_mesh(options, base, each)
     return found
+
+
+def _base_of(options: PlanOptions) -> Setting:
+    return _setting(
+        "base", options, options.budgets[0], options.windows[0], options.packers[0], options.meshes[0]
+    )  # fmt: skip
 
 
 def _setting(axis: str, options: PlanOptions, budget: int, window: int, packer: str, mesh: PlannedMesh) -> Setting:
@@ -128,6 +133,8 @@ def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] 
     forecaster = _Forecaster(workload, options, say)
     if options.overlong == "error":
         _refuse_overlong(workload, options.budgets[0])
+    asked, possible = options.rules.packs, _base_of(options).step_packs
+    notes = [f"a step has {possible} packs instead of {asked}: a multiple of dp"] if asked != possible else []
     if not options.keep_budget:
         options = _with_budget(options, forecaster)
     rows = [(setting, forecaster(setting)) for setting in grid(options)]
@@ -139,6 +146,7 @@ def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] 
     if isinstance(taken, str):
         take, taken = base_setting, base
     found = _about(workload)
+    found["notes"] = [*found["notes"], *notes]
     found["settings"] = [_row(setting, result) for setting, result in rows]
     kept = with_packer(options.rules, take.packer)
     keys = {key: value for key in PACKER_KEYS if (value := getattr(kept, key)) is not None}

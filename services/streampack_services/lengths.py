@@ -159,7 +159,10 @@ def _of_text(path: Path) -> I64:
         return np.array(words, np.str_).astype(np.int64) if words else np.zeros(0, np.int64)
     except (ValueError, OverflowError):
         at, word = next((at, word) for at, word in enumerate(words) if not _is_length(word))
-        raise SampleError(f"{path}: sample {at}: got {word[:_SHOWN]!r}, expected a whole number of tokens") from None
+        raise SampleError(
+            f"{path}: sample {at}: got {word[:_SHOWN]!r}, expected a whole number of tokens; texts that begin with a "
+            f"number are read by -c producer.yaml"
+        ) from None
 
 
 def _is_length(word: str) -> bool:

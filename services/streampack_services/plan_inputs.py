@@ -90,7 +90,7 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
     if run is None:
         return _of_file(given, what, base), _options(given, base)
     if broker is None:
-        base = _Base(run.rules, None if given.meshes else run.rules.align)
+        base = _Base(run.rules, None if given.meshes else run.rules.align, run.mesh)
     return _of_run(run, given.samples or TO_PACK), _options(given, base)
 
 
@@ -142,6 +142,8 @@ def _of_producer(given: PlanInputs, producer: ProducerConfig, base: _Base) -> Wo
     known = {stream.name: stream.partitions for stream in base.rules.streams}
     partitions = {name: known.get(name, PARTITIONS) for name in names}
     what = ", ".join(names)
+    if len(names) > 1 and not base.given:
+        what += " (of equal weights: -c broker.yaml says others)"
     return _with_total(sampling.sample(what, sources, partitions, given.samples or TO_TOKENIZE, base.rules.seed), given)
 
 

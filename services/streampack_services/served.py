@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from streampack.config import PlannedMesh
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
 from streampack.errors import PeerError, UserError
@@ -37,6 +38,7 @@ class Served:
 
     They are ``share`` of all ``samples`` in ``packs`` packs (empty ones among them) of ``tokens`` real tokens.
     ``tokens_per_s``: real tokens that the run packs now, for all of its attached ``ranks``; 0 where nobody knows.
+    ``mesh``: theirs, once they are all there.
     """
 
     what: str
@@ -52,6 +54,7 @@ class Served:
     note: str
     tokens_per_s: float = 0.0
     ranks: int = 0
+    mesh: PlannedMesh | None = None
 
     @property
     def filled_packs(self) -> int:
@@ -137,8 +140,15 @@ def from_status(snapshot: dict[str, Any], feed: str | None) -> Served:
         f"{snapshot['run']}, feed {name}, {totals['steps']:,} steps", lengths, rules, totals["samples"],
         totals["packs"], totals["empty_packs"], totals["tokens"], totals["slot_tokens"], totals["steps"],
         found["state"] == "ended", "in no order: shuffled, and by buckets of 3 %", found["tokens_per_s"],
-        len(found["readers"]),
+        len(found["readers"]), _mesh_of(found),
     )  # fmt: skip
+
+
+def _mesh_of(feed: dict[str, Any]) -> PlannedMesh | None:
+    """Of the ranks that are attached to a feed, if they are all of theirs."""
+    if not feed["all_ranks_attached"] or not feed["readers"]:
+        return None
+    return PlannedMesh(**{name: 1 + max(row[f"{name}_rank"] for row in feed["readers"]) for name in ("dp", "cp", "tp")})
 
 
 def spread(buckets: list[list[int]], seed: int) -> I64:

@@ -126,6 +126,7 @@ def test_a_plan_is_made_from_what_a_run_has_served(
     by_log, by_status = ask("plan", files / "state"), ask("plan", served.http)
     for found in (by_log, by_status):
         base = found["settings"][0]
+        assert base["mesh"]["dp"] == 1, "its ranks have left"
         assert base["align"] == {"sample": 4, "pack": 4}, "as the run has it"
         assert (base["budget"], base["window"], base["step_packs"]) == (512, 64, 4)
         assert abs(base["steps"] - served.num_steps) <= 1, "streams are mixed nearly as they were"
@@ -141,13 +142,16 @@ def test_a_part_of_a_source_says_so_and_the_steps_lie_between(files: Path, serve
     assert 0.7 * served.num_steps < base["steps"] < 1.3 * served.num_steps
 
 
-def test_data_are_read_as_local_does(files: Path) -> None:
-    found = ask("plan", str(files / "web-*.jsonl"), "--budget", "512", "--packs", "4")
-    assert found["whole"]
-    assert found["lengths"]["samples"] == 360
-    with streampack.local(str(files / "web-*.jsonl"), budget=512, packs=4, overlong="truncate") as loader:
-        steps = sum(1 for _ in loader.steps())
-    assert abs(found["settings"][0]["steps"] - steps) <= 1, "which reads one partition where a plan reads four"
+@pytest.mark.parametrize("packer", ["exact_fill", "sliding_ffd", "first_fit_decreasing", "buffer_first_fit"])
+def test_the_packs_of_any_packer_are_those_of_a_real_broker(files: Path, packer: str) -> None:
+    shards = str(files / "web-*.jsonl")
+    options = ("--budget", "512", "--packs", "4", "--window", "64", "--packer", packer, "--overlong", "truncate")
+    base = ask("plan", shards, *options)["settings"][0]
+    with streampack.local(shards, budget=512, packs=4, window=64, packer=packer, overlong="truncate") as loader:
+        steps = [list(step) for step in loader.steps()]
+    assert base["packer"] == packer
+    assert base["steps"] == len(steps)
+    assert base["packs"] == sum(len(pack.sample_ids) > 0 for step in steps for pack in step)
 
 
 def test_of_a_run_that_goes_on_nobody_knows_how_long_a_pass_is(files: Path) -> None:
@@ -161,6 +165,7 @@ def test_of_a_run_that_goes_on_nobody_knows_how_long_a_pass_is(files: Path) -> N
         shown = " ".join(in_process("plan", str(loader.http)).stdout.split())
         report = ask("report", str(loader.http))
     assert found["settings"][0]["steps"] is None
+    assert found["settings"][0]["mesh"] == {"dp": 1, "cp": 1, "tp": 1}
     assert "samples were read; how many there are is not known" in shown
     assert "How many steps a pass has is not known" in shown
     assert report["others"]["greedy"]["saved_slots"] > 0
@@ -227,6 +232,9 @@ def test_grids_and_meshes_are_what_was_asked_for(lengths: Path) -> None:
         ("mesh", 4092, 64, "concatenative", 3, 63),
     ]
     assert found["take"]["packer"] == "exact_fill"
+    assert found["notes"] == []
+    found = ask("plan", lengths, "--mesh", "dp=3", "--packer", "exact_fill")
+    assert found["notes"] == ["a step has 63 packs instead of 64: a multiple of dp"]
 
 
 def test_a_key_of_one_packer_does_not_keep_the_others_from_being_forecast(lengths: Path, tmp_path: Path) -> None:
