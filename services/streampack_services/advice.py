@@ -18,8 +18,8 @@ SAID = 0.001
 def why(found: Tree, overlong: str | None) -> list[str]:
     """Sentences, the most important first."""
     return [
-        *_packer(found), *_window(found), *_budget(found), *_overlong(found, overlong), *_alignment(found),
-        *_balance(found), *_last_step(found), *_steps(found),
+        *_packer(found), *_window(found), *_budget(found), *_overlong(found, overlong), *_rejected(found),
+        *_alignment(found), *_balance(found), *_last_step(found), *_steps(found),
     ]  # fmt: skip
 
 
@@ -29,12 +29,14 @@ def broker_yaml(found: Tree, overlong: str | None, *, align_given: bool) -> str:
     rules = [f"packer: {take['packer']}", f"budget: {take['budget']}", f"window: {{samples: {take['window']}}}"]
     rules += [f"{key}: {value}" for key, value in take["packer_keys"].items()]
     rules.append(f"step: {{packs: {take['step_packs']}}}")
-    if align_given:
+    if align_given and take["align"]["pack"] > 1:
         rules.append(f"align: {{sample: {take['align']['sample']}, pack: {take['align']['pack']}}}")
     if overlong is not None and overlong != "error":
         rules.append(f"overlong: {overlong}")
     elif take["overlong"]:
         rules.append("overlong: truncate")
+    if found["rejected"]:
+        rules.append("poison: drop")
     mesh = ", ".join(f"{name}: {size}" for name, size in take["mesh"].items() if size > 1)
     return f"rules: {{{', '.join(rules)}}}" + (f"\nplanned_mesh: {{{mesh}}}" if mesh else "")
 
@@ -98,6 +100,12 @@ def _overlong(found: Tree, overlong: str | None) -> list[str]:
         stops = "without overlong in broker.yaml a run would stop at the first"
         return [f"{over}. Truncated, {lost}; split, none; {stops}."]
     return [f"{over}: {overlong}, {lost}."]
+
+
+def _rejected(found: Tree) -> list[str]:
+    if not found["rejected"]:
+        return []
+    return [f"{found['rejected']:,} samples cannot be used: poison: drop counts them, without it a run stops there."]
 
 
 def _alignment(found: Tree) -> list[str]:

@@ -255,6 +255,7 @@ def _about(workload: Workload) -> Tree:
         "lengths": {"samples": len(lengths), "tokens": int(lengths.sum()), "mean": float(lengths.mean()), "p50": p50,
                     "p99": p99, "max": int(lengths.max())},
         "whole": workload.whole,
+        "rejected": workload.rejected,
         "streams": [
             {"stream": each.name, "samples": each.num_samples, "share": each.share, "pass_samples": each.total}
             for each in workload.streams

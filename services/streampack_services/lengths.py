@@ -57,11 +57,12 @@ class StreamLengths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Streams, and for people ``what`` they are and ``notes`` on how they were got."""
+    """Streams, and for people ``what`` they are and ``notes`` on how they were got; ``rejected`` samples had no use."""
 
     what: str
     streams: tuple[StreamLengths, ...]
     notes: list[str] = field(default_factory=list)
+    rejected: int = 0
 
     @property
     def whole(self) -> bool:

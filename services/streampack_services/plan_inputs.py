@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -162,7 +162,7 @@ def _of_run(run: Served, most: int) -> Workload:
     whole = run.ended and len(lengths) == run.samples
     every = run.lengths if len(run.lengths) == run.samples and not whole and run.ended else None
     total = float(run.samples) if run.ended else None
-    note = f"{len(lengths):,} of the {run.samples:,} samples served, {run.note}"
+    note = f"{len(lengths):,} of the {run.samples:,} samples served, {run.note}; over-long ones as they were left"
     return Workload(run.what, (StreamLengths("data", (lengths,), (whole,), total, every=every),), [note])
 
 
@@ -176,7 +176,7 @@ def _with_total(workload: Workload, given: PlanInputs) -> Workload:
         raise UserError(f"got a total of {given.total:,} samples, but {stream.num_samples:,} were read"
                         f"{', which are all' if stream.whole else ''}: leave --total out")  # fmt: skip
     known = StreamLengths(stream.name, stream.partitions, stream.ended, float(given.total))
-    return Workload(workload.what, (known,), workload.notes)
+    return replace(workload, streams=(known,))
 
 
 # The grid

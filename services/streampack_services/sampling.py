@@ -30,15 +30,16 @@ def sample(what: str, sources: Mapping[str, Source], partitions: Mapping[str, in
 
     Raises SourceError for sources that cannot be read or hold no sample.
     """
-    streams, notes = [], list[str]()
+    streams, notes, all_rejected = [], list[str](), 0
     with _progress() as progress:
         for name, source in sources.items():
             task = progress.add_task(name, total=most)
             stream, rejected = _stream(name, source, partitions[name], most, seed, _to(progress, task))
             progress.update(task, total=stream.num_samples, completed=stream.num_samples)
             streams.append(stream)
+            all_rejected += sum(rejected.values())
             notes += [f"{name}: rejected {count:,} samples: {reason}" for reason, count in rejected.items()]
-    return Workload(what, tuple(streams), notes)
+    return Workload(what, tuple(streams), notes, all_rejected)
 
 
 def _stream(

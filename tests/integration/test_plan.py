@@ -154,6 +154,17 @@ def test_the_packs_of_any_packer_are_those_of_a_real_broker(files: Path, packer:
     assert base["packs"] == sum(len(pack.sample_ids) > 0 for step in steps for pack in step)
 
 
+def test_samples_that_cannot_be_used_are_counted(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * (i % 7)} for i in range(70)])
+    found = ask("plan", str(tmp_path / "a.jsonl"), "--budget", "64")
+    assert (found["rejected"], found["lengths"]["samples"], found["whole"]) == (10, 60, True)
+    assert "data: rejected 10 samples: empty" in found["notes"]
+    assert "poison: drop}" in found["broker_yaml"]
+    write_jsonl(tmp_path / "b.jsonl", [{"text": ""}] * 3)
+    line = the_error(in_process("plan", str(tmp_path / "b.jsonl")), 1)
+    assert "data: got 3 samples, all rejected ({'empty': 3}), expected some that are good" in line
+
+
 def test_of_a_run_that_goes_on_nobody_knows_how_long_a_pass_is(files: Path) -> None:
     shards = str(files / "web-*.jsonl")
     with streampack.local(shards, budget=512, packs=4, overlong="split", repeat=True, http="127.0.0.1:0") as loader:
