@@ -58,7 +58,9 @@ def _packer(found: Tree) -> list[str]:
     missing = ", ".join(name for name in better if name in NEAR_ORDER and name not in ADVISED)
     sentences = [said + (f"; next: {compared}." if compared else ".")]
     if sorting:
-        sentences.append(f"Not advised, for whole windows are sorted by length and steps differ in kind: {sorting}.")
+        sentences.append(
+            f"Not advised, for they rearrange whole windows, and steps differ in what they hold: {sorting}."
+        )
     if missing:
         sentences.append(f"Better, but broker.yaml does not take it yet: {missing}.")
     return sentences

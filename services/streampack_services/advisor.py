@@ -27,7 +27,7 @@ Tree = dict[str, Any]
 SAME = 0.001
 """Shares of the ranks' time that differ by less are the same."""
 NEAR_ORDER = ("exact_fill", "joint", "sliding_ffd", "buffer_first_fit", "concatenative")
-"""Other packers sort whole windows by length, so that steps differ in what they hold."""
+"""Other packers rearrange whole windows, mostly by length, so that steps differ in what they hold."""
 ADVISED = tuple(name for name in NEAR_ORDER if name in get_args(PackerName))
 WORTH = 0.005
 """A budget is not good enough if another gains more than this."""

@@ -4,10 +4,7 @@ Nothing here is another way of packing. The over-long policy, the merge by weigh
 on lengths alone; so where all samples of a pass are given, the steps are those of a run with these rules.
 
 Where they are a sample of the pass, what holds in the long run is told: the figures are those of the packs that were
-formed while the window was full, and a pass has as many packs as its tokens divided by what such a pack holds. Both are
-uncertain, and so is the size of a source whose shards were not all counted. The interval is a block bootstrap
-(Künsch, "The jackknife and the bootstrap for general stationary observations", Ann. Statist. 17, 1989): samples, packs
-and shards are drawn again in runs of neighbours, which are not independent, and 95 of 100 draws lie in it.
+formed while the window was full, and the steps of a pass are estimated (``pass_size``).
 
 ``useful`` sums up all that is lost. A rank needs a*C + b * (sum of s*s over the samples) for a pack of C tokens, a
 micro-batch takes as long as its dearest pack, and what real tokens cost is a share of that time. Padding and waiting
@@ -31,10 +28,9 @@ from streampack.core.merge import merge_of
 from streampack.core.packers import parameters_of
 from streampack.core.rules import PACKER_KEYS, Overlong, Rules, StreamRules
 from streampack.core.samples import I64, SampleTable
-from streampack_services.lengths import StreamLengths, Workload
+from streampack_services.lengths import Workload
+from streampack_services.pass_size import PassSize, size_of_pass
 
-DRAWS = 400
-BLOCKS = 64
 F64 = NDArray[np.float64]
 
 
@@ -119,11 +115,9 @@ def order_of(workload: Workload, rules: Rules) -> Order:
             if ended:
                 merge.end(len(found))
             found.append(pieces.length)
-            tokens, lost, overlong = (
-                tokens + int(partition.sum()),
-                lost + pieces.lost_tokens,
-                overlong + pieces.num_touched,
-            )
+            tokens += int(partition.sum())
+            lost += pieces.lost_tokens
+            overlong += pieces.num_touched
     taken = merge.take(1 << 60)
     return Order(taken.lengths, workload.whole, overlong, lost / max(tokens, 1))
 
@@ -137,9 +131,13 @@ def forecast(workload: Workload, order: Order, rules: Rules, dp: int) -> Forecas
     packs = Packs.of(steps, order.lengths, rules)
     if not order.ended:  # what the end of the sample does is not what the end of the pass does
         packs = packs.head(full) if full else packs.filled()
-    size = size_of_pass(workload, packs, len(steps), order.ended)
     num_filled = int((packs.slots > 0).sum())
-    num_empty = size.empty_share * num_filled if size and not order.ended else len(packs.slots) - num_filled
+    if order.ended:
+        size: PassSize | None = PassSize(num_filled, len(steps), len(steps), len(steps), 0.0)
+        num_empty: float = len(packs.slots) - num_filled
+    else:
+        size = size_of_pass(workload, rules, packs.slots)
+        num_empty = num_filled * size.empty_share if size else 0
     slots_in_all = rules.budget * max(num_filled + num_empty, 1)
     tokens, slots = int(packs.tokens.sum()), int(packs.slots.sum())
     dealt = packs.dealt(dp)
@@ -266,73 +264,3 @@ def _max_over_mean(rows: NDArray[Any]) -> float:
     """The dearest of each row by its mean, averaged over the rows that are not empty; 1 if there are none."""
     rows = rows[rows.any(axis=1)]
     return float((rows.max(axis=1) / rows.mean(axis=1)).mean()) if len(rows) else 1.0
-
-
-# How much a pass is
-
-
-@dataclass(frozen=True, slots=True)
-class PassSize:
-    """Packs with samples, and steps, of one pass; ``empty_share`` empty packs for each that is not."""
-
-    packs: int
-    steps: int
-    low: int
-    high: int
-    empty_share: float
-
-
-def size_of_pass(workload: Workload, packs: Packs, num_steps: int, whole: bool) -> PassSize | None:
-    """What a pass comes to; None where nobody knows how many samples it has. ``packs`` hold samples, if not ``whole``:
-    then ``num_steps`` and they are all there are."""
-    rules = packs.rules
-    if whole:
-        filled = int((packs.slots > 0).sum())
-        return PassSize(filled, num_steps, num_steps, num_steps, 0.0)
-    if any(stream.total is None for stream in workload.streams) or not len(packs.slots):
-        return None
-    draws = np.random.default_rng(rules.seed)
-    tokens, tokens_drawn = 0.0, np.zeros(DRAWS)
-    for stream, terms in zip(workload.streams, rules.streams, strict=True):
-        one, drawn = _slots_of_pass(stream, rules.budget, rules.align.sample, terms.overlong, draws)
-        tokens, tokens_drawn = tokens + one, tokens_drawn + drawn
-    fill = float(packs.slots.mean())
-    fill_drawn = _means_drawn(packs.slots.astype(np.float64), draws)
-    count, counts = tokens / fill, np.sort(tokens_drawn / fill_drawn)
-    low, high = counts[int(0.025 * DRAWS)], counts[int(0.975 * DRAWS) - 1]
-    steps, *ends = (max(int(np.ceil(each / rules.packs)), 1) for each in (count, min(low, count), max(high, count)))
-    unknown = ends[1] > ends[0]
-    empty = (rules.packs - 1) / 2 if unknown else steps * rules.packs - np.ceil(count)
-    return PassSize(int(np.ceil(count)), steps, ends[0], ends[1], float(empty / count) if rules.tail == "pad" else 0.0)
-
-
-def _slots_of_pass(
-    stream: StreamLengths, budget: int, align: int, overlong: str, draws: np.random.Generator
-) -> tuple[float, F64]:
-    """Aligned tokens of one pass over a stream, and as many other guesses as there are draws, float64 [DRAWS]."""
-    if stream.every is not None:
-        known = float(_slots(stream.every, budget, align, overlong).sum())
-        return known, np.full(DRAWS, known)
-    read = _slots(np.concatenate(stream.partitions), budget, align, overlong)
-    have, total = float(read.sum()), float(stream.total or len(read))
-    totals = np.full(DRAWS, total)
-    if stream.shard_samples is not None and len(stream.shard_samples) > 1:
-        counts = stream.shard_samples.astype(np.float64)
-        totals = total * _means_drawn(counts, draws) / counts.mean()
-    rest = np.maximum(totals - len(read), 0.0)
-    return have + max(total - len(read), 0.0) * float(read.mean()), have + rest * _means_drawn(read, draws)
-
-
-def _slots(lengths: I64, budget: int, align: int, overlong: str) -> F64:
-    """Aligned tokens that become of each sample, float64 [n]; 0 for those that are rejected or dropped."""
-    pieces = apply_overlong(lengths, budget, overlong)
-    slots = -(-pieces.length // align) * align
-    return np.bincount(pieces.source, slots, len(lengths)).astype(np.float64)
-
-
-def _means_drawn(values: F64, draws: np.random.Generator) -> F64:
-    """Means of ``values`` drawn again in blocks of neighbours, float64 [DRAWS]."""
-    bounds = np.linspace(0, len(values), min(BLOCKS, len(values)) + 1).astype(np.int64)
-    sums, sizes = np.add.reduceat(values, bounds[:-1]), np.diff(bounds)
-    chosen = draws.integers(0, len(sizes), (DRAWS, len(sizes)))
-    return np.asarray(sums[chosen].sum(axis=1) / sizes[chosen].sum(axis=1), np.float64)
