@@ -1,8 +1,8 @@
 """streampack: tokens to GPUs with nothing wasted, nothing lost and nobody waiting.
 
 ``connect`` attaches a trainer to a broker; ``Producer`` pushes a program's own samples to one, as RL's rollouts;
-``local`` is the same loader with no daemon; ``pack_lengths`` packs any list of lengths offline, and
-``way_back`` puts results in the packs' order back into that of the samples.
+``local`` is the same loader with no daemon; ``pack_lengths`` packs any list of lengths offline, ``plan_step`` plans an
+update over a mesh, and ``way_back`` puts results in the packs' order back into that of the samples.
 The library needs no torch and no numba; what the daemons need is the extra ``service``.
 """
 
@@ -15,6 +15,7 @@ from streampack.errors import StreampackError
 from streampack.invariants import verify
 from streampack.local import local
 from streampack.packs import Pack, Step
+from streampack.planning import StepPlan, plan_step
 
 if TYPE_CHECKING:
     from streampack.push import Producer
@@ -26,10 +27,12 @@ __all__ = [
     "Pack",
     "Producer",
     "Step",
+    "StepPlan",
     "StreampackError",
     "connect",
     "local",
     "pack_lengths",
+    "plan_step",
     "verify",
     "way_back",
 ]

@@ -30,7 +30,7 @@ MAX_WEIGHT_RATIO = 4096
 """Between the heaviest and the lightest stream: keeps the merge's clocks inside 64 bits."""
 PackerName = Literal[
     "exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative", "modified_first_fit_decreasing",
-    "first_fit_shuffle", "best_fit_decreasing", "greedy_knapsack", "buffer_first_fit", "none",
+    "first_fit_shuffle", "best_fit_decreasing", "greedy_knapsack", "buffer_first_fit", "karmarkar_karp", "none",
 ]  # fmt: skip
 
 PACKER_KEYS = ("max_samples_per_pack", "leftovers", "micro_batch_size")

@@ -139,7 +139,7 @@ def test_the_last_samples_go_in_few_packs() -> None:
 
 @pytest.mark.parametrize("wrong", [{"group": 0}, {"patience": 0}, {"max_samples_per_pack": 0}])
 def test_parameters_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: got 0, expected at least 1"):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0, expected at least 1"):
         Joint(**wrong)  # type: ignore[arg-type]
 
 

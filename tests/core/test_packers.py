@@ -25,7 +25,7 @@ from streampack.errors import ConfigError, SampleError
 
 FILES = (
     "exact_fill", "joint", "sliding_ffd", "decreasing", "concatenative", "first_fit", "modified_first_fit", "best_fit",
-    "knapsack", "buffer_first_fit", "unpacked", "closed",
+    "knapsack", "karmarkar_karp", "buffer_first_fit", "unpacked", "closed",
 )  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 

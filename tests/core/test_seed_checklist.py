@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-GROUPS = {"A": 19}
+GROUPS = {"A": 19, "D": 14}
 """How many rows each has."""
 
 _PACKERS, _PEERS, _CLOSED = "core/test_packers", "core/test_peer_packers", "core/test_closed_packs"
+_DEAL, _KARP = "core/test_deal", "core/test_karmarkar_karp"
+_PLAN, _PADDED = "core/test_planning", "core/test_padded"
 _SYSTEMS = f"{_PEERS}::test_packs_are_those_of_the_system_whose_packer_it_is"
 _DEFINED = f"{_PEERS}::test_packs_are_what_the_definition_says_for_samples_and_for_groups"
 
@@ -48,6 +50,10 @@ TESTED: dict[str, tuple[str, ...]] = {
     "A8": (f"{_PACKERS}::test_an_unknown_packer_lists_those_there_are",),
     # packs to ranks: by cost, or in order
     "A9": ("core/test_deal::test_a_step_dealt_by_hand", "core/test_deal::test_every_pack_is_dealt_once"),
+    # the order of a rank's micro-batches
+    "A10": (f"{_DEAL}::test_an_order_moves_whole_micro_batches",),
+    # packing inside a global batch: what is given is one, and all of it is one step
+    "A11": (f"{_PLAN}::test_denominators_and_samples_are_the_same_on_any_mesh",),
     # the way back to the order of samples
     "A12": (f"{_CLOSED}::test_the_way_back_restores_the_order_of_samples",),
     # AutoModel's pack_dataset: next fit
@@ -58,16 +64,60 @@ TESTED: dict[str, tuple[str, ...]] = {
     "A15": (_SYSTEMS, _DEFINED),
     # VeOmni's buffer
     "A16": (_SYSTEMS, _DEFINED),
+    # Karmarkar-Karp
+    "A17": (f"{_KARP}::test_a_partition_by_hand", f"{_KARP}::test_every_item_is_in_one_part"),
     # ROLL's none
     "A18": (f"{_PEERS}::test_none_makes_the_packs_of_roll_and_heeds_the_budget_too",),
+    # ROLL's load_balance
+    "A19": (f"{_PLAN}::test_karmarkar_karp_packs_are_as_few_as_fit_then_a_multiple",),
+    # the workload, on padded lengths
+    "D1": (f"{_PLAN}::test_costs_are_of_padded_lengths",),
+    # how many micro-batches
+    "D2": (
+        f"{_PLAN}::test_karmarkar_karp_packs_are_as_few_as_fit_then_a_multiple",
+        f"{_PLAN}::test_all_ranks_have_as_many_micro_batches_and_no_pack_is_over_budget",
+    ),
+    # the mistake not to be made: the budget is a cap, and few samples are no crash
+    "D3": (
+        f"{_KARP}::test_rolls_pack_over_budget_is_not_repeated",
+        f"{_KARP}::test_no_pack_is_over_its_budget_or_cap",
+        f"{_PLAN}::test_too_few_samples_are_empty_packs_or_an_error",
+    ),
+    # small micro-batches at both ends
+    "D4": (f"{_DEAL}::test_small_micro_batches_are_at_both_edges_as_in_roll_and_verl",),
+    # restore_results_order
+    "D5": (f"{_PLAN}::test_the_way_back_restores_the_order",),
+    # batch_balance and what it says of the ranks' tokens
+    "D6": (f"{_PLAN}::test_ranks_are_balanced_by_largest_differencing_and_the_spread_says_so",),
+    # updates keep their samples: balancing moves none to another
+    "D7": (f"{_PLAN}::test_denominators_and_samples_are_the_same_on_any_mesh",),
+    # denominators over all ranks
+    "D8": (f"{_PLAN}::test_denominators_and_samples_are_the_same_on_any_mesh",),
+    # its knobs; a sample that no pack can hold is refused
+    "D9": (f"{_PLAN}::test_what_cannot_be_is_refused",),
+    # dynamic batching
+    "D10": (
+        f"{_PADDED}::test_samples_are_dealt_by_length_in_turn",
+        f"{_PADDED}::test_a_micro_batch_is_closed_only_when_the_next_sample_would_not_fit",
+        f"{_PADDED}::test_a_sample_that_does_not_fit_once_padded_is_named",
+    ),
+    # the example of its documentation, corrected
+    "D11": (f"{_PADDED}::test_rolls_example_within_its_budget",),
+    # its figures
+    "D12": (
+        f"{_PADDED}::test_rolls_example_within_its_budget",
+        f"{_PADDED}::test_figures_are_against_the_batch_as_wide_as_it_is",
+    ),
+    # its knobs
+    "D13": (f"{_PADDED}::test_numbers_that_cannot_be_are_refused",),
+    # NeMo-RL's, and what it refuses
+    "D14": (
+        f"{_PADDED}::test_a_pipeline_is_refused_unless_its_trainer_takes_any_length",
+        f"{_PLAN}::test_what_cannot_be_is_refused",
+    ),
 }
 
-NOT_DONE: dict[str, str] = {
-    "A10": "the order of a rank's micro-batches comes with DEAL's orders",
-    "A11": "packing inside a global batch comes with batch mode",
-    "A17": "karmarkar_karp comes with the balance",
-    "A19": "ROLL's load_balance is group D",
-}
+NOT_DONE: dict[str, str] = {}
 
 
 @cache

@@ -185,11 +185,18 @@ def test_packing_alone() -> None:
     assert doctest.DocTestRunner().run(parsed).failed == 0
 
 
+def test_a_step_with_no_service() -> None:
+    parsed = doctest.DocTestParser().get_doctest(
+        block("streampack.plan_step"), {"streampack": streampack}, "README", None, 0
+    )
+    assert doctest.DocTestRunner().run(parsed).failed == 0
+
+
 def test_packing_a_step_and_going_back() -> None:
     lengths = [4000, 3000, 1192, 5000, 3192, 8, 9, 10, 11]
     given: dict[str, Any] = {"streampack": streampack, "lengths": lengths}
     given["forward"] = lambda packs: np.array([lengths[i] for pack in packs for i in pack])
-    exec(compile(block("way_back"), "README.md", "exec"), given)
+    exec(compile(block("streampack.way_back"), "README.md", "exec"), given)
     assert len(given["packs"]) == 8
     assert given["in_order"].tolist() == lengths
 
@@ -215,7 +222,8 @@ def test_every_example_has_its_test() -> None:
         "streampack.Producer(",
         "streampack.local(",
         ">>> streampack.pack_lengths",
-        "way_back",
+        "streampack.way_back",
+        "streampack.plan_step",
     )
     assert sorted(BLOCKS) == sorted(block(starts) for starts in tested)
 

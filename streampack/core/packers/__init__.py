@@ -30,6 +30,7 @@ from streampack.core.packers.decreasing import FirstFitDecreasing
 from streampack.core.packers.exact_fill import ExactFill
 from streampack.core.packers.first_fit import FirstFitShuffle
 from streampack.core.packers.joint import Joint
+from streampack.core.packers.karmarkar_karp import KarmarkarKarp
 from streampack.core.packers.knapsack import GreedyKnapsack
 from streampack.core.packers.modified_first_fit import ModifiedFirstFitDecreasing
 from streampack.core.packers.sliding_ffd import SlidingFFD
@@ -42,7 +43,7 @@ __all__ = ["PACKERS", "Choice", "Packer", "pack_lengths", "packer", "parameters_
 
 _EVERY: tuple[Packer, ...] = (
     ExactFill(), Joint(), SlidingFFD(), FirstFitDecreasing(), Concatenative(), ModifiedFirstFitDecreasing(),
-    FirstFitShuffle(), BestFitDecreasing(), GreedyKnapsack(), BufferFirstFit(), Unpacked(),
+    FirstFitShuffle(), BestFitDecreasing(), GreedyKnapsack(), BufferFirstFit(), KarmarkarKarp(), Unpacked(),
 )  # fmt: skip
 PACKERS: Mapping[str, Packer] = MappingProxyType({each.name: each for each in _EVERY})
 """Each with its defaults."""

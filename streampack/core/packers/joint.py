@@ -100,7 +100,7 @@ class Joint:
         for name in ("group", "patience", "max_samples_per_pack"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name}: got {value}, expected at least 1")
+                raise ValueError(f"got {name}={value}, expected at least 1")
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None

@@ -1,0 +1,204 @@
+"""``plan_step``: one step's plan with no service, for a program that has a global batch in its hands.
+
+Which samples share a pack, which rank has it and as which micro-batch, the step's denominators, and the way back from
+results to samples. It is the broker's own FORM and DEAL in batch mode, over one list of lengths: no tokens move here,
+so every rank may call it with the same lengths and take its own part, with no communication.
+
+``packed``: a packer fills packs of the budget; the dearest are split in two until there is the same number of
+micro-batches for every rank, and DEAL matches costs by micro-batch. ``padded``: dynamic batching (``core.padded``).
+The samples of a step are those that were given, whatever the mesh: cut a batch of several updates before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streampack.core.deal import BALANCES, ORDERS, arrange, deal, num_packs, split_dearest
+from streampack.core.figures import Figures, figures
+from streampack.core.packers import _check_numbers, _integers, pack_lengths, way_back
+from streampack.core.padded import PaddedBatches, PaddedFigures, padded_batches
+from streampack.core.rules import Balance
+from streampack.core.samples import I64
+from streampack.errors import ConfigError, SampleError
+
+Value = TypeVar("Value", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Tokens of the ranks: the least, the most, and the mean."""
+
+    least: int
+    most: int
+    mean: float
+
+    @property
+    def difference(self) -> int:
+        return self.most - self.least
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: ``packs[rank][micro_batch]`` is a list of sample numbers, empty where there is none.
+
+    ``shapes[micro_batch]`` is (rows, tokens), the same on all ranks: one row of the budget where samples are packed,
+    one row a sample where they are padded (of which some ranks may have one too few: that is a row of padding). The
+    denominators count all ranks and micro-batches; ``num_loss_tokens`` is None where loss tokens were not given.
+    ``costs`` int64 [micro_batches, dp], of a padded one that of its shape. ``before`` and ``after``: tokens by rank as
+    the samples came, in dp equal parts, and as planned. ``figures`` of the packs on real tokens, ``aligned`` with
+    alignment; ``padded`` where they are padded.
+    """
+
+    packs: list[list[list[int]]]
+    shapes: list[tuple[int, int]]
+    num_samples: int
+    num_tokens: int
+    num_loss_tokens: int | None
+    costs: I64
+    before: Spread
+    after: Spread
+    figures: Figures | None = None
+    aligned: Figures | None = None
+    padded: PaddedFigures | None = None
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of every rank."""
+        return len(self.shapes)
+
+    @property
+    def cost_ratio(self) -> float:
+        """The dearest rank over the mean at each micro-batch, mean over them: 1 where no rank waits."""
+        means = self.costs.mean(axis=1)
+        return float((self.costs.max(axis=1)[means > 0] / means[means > 0]).mean()) if means.any() else 1.0
+
+    def order(self) -> I64:
+        """Sample numbers rank after rank, micro-batch after micro-batch, as packs hold them: int64 [n]."""
+        return np.fromiter(chain.from_iterable(chain.from_iterable(self.packs)), np.int64, self.num_samples)
+
+    def way_back(self) -> I64:
+        """Where in ``order`` each sample is: ``results[way_back()]`` are in the samples' order; int64 [n]."""
+        return way_back(chain.from_iterable(self.packs))
+
+    def restore(self, results: NDArray[Value]) -> NDArray[Value]:
+        """``results`` [n, ...], one for each sample in ``order``, in the order in which the samples were given."""
+        if len(results) != self.num_samples:
+            raise SampleError(f"got {len(results)} results, expected {self.num_samples}, one for each sample")
+        return results[self.way_back()]
+
+
+def plan_step(
+    lengths: Sequence[int] | I64,
+    budget: int,
+    dp: int = 1,
+    *,
+    mode: Literal["packed", "padded"] = "packed",
+    align: int = 1,
+    micro_batch_multiple: int | None = None,
+    min_micro_batches: int = 1,
+    order: str = "largest_first",
+    packer: str | None = None,
+    balance: str = "deal",
+    empty: Literal["pad", "error"] = "pad",
+    loss_tokens: Sequence[int] | I64 | None = None,
+    hidden_size: int | None = None,
+    a: int = 24576,
+    b: int = 1,
+    pp: int = 1,
+    variable_lengths: bool = False,
+    **parameters: Any,
+) -> StepPlan:
+    """Plan one optimizer update over ``lengths``, integers [n], in tokens.
+
+    ``budget``: tokens of a pack, or of a rank's micro-batch where padded. ``align``: multiple to which each sample
+    (where padded: each micro-batch) is padded, what cp and tp need. ``micro_batch_multiple``: a rank's micro-batches
+    are its multiple, by default ``pp``'s. ``order``: ``largest_first``, ``small_at_edges`` (for pipelines), ``packer``.
+    ``packer``: a name that ``pack_lengths`` knows, ``exact_fill`` by default; ``parameters`` are that packer's.
+    ``balance``: ``deal``, ``karmarkar_karp`` or ``none`` (packs in turn). ``loss_tokens``: of each sample, summed up.
+    ``empty``: where there are too few samples some micro-batches of some ranks are empty (``pad``), or it is an
+    ``error``. A sample of s padded tokens costs a * s + b * s * s, or with a ``hidden_size`` h, 6 * h * s + s * s.
+    ``pp`` > 1 and padded needs ``variable_lengths``: a trainer that takes another length with each micro-batch.
+
+    Raises SampleError (a ValueError) naming the sample whose length cannot be; ConfigError.
+
+    >>> plan = plan_step([5, 3, 8, 2, 6], budget=8, dp=2)
+    >>> plan.packs
+    [[[2], [3]], [[0, 1], [4]]]
+    """
+    found = _integers(lengths)
+    _check_numbers(budget=budget, dp=dp, align=align, min_micro_batches=min_micro_batches, pp=pp)
+    multiple = pp if micro_batch_multiple is None else micro_batch_multiple
+    _check_numbers(micro_batch_multiple=multiple)
+    for name, got, known in (
+        ("mode", mode, ("packed", "padded")), ("order", order, ORDERS), ("balance", balance, BALANCES),
+        ("empty", empty, ("pad", "error")),
+    ):  # fmt: skip
+        if got not in known:
+            raise ConfigError(f"{name}: got {got!r}, expected one of {', '.join(known)}")
+    loss = None if loss_tokens is None else _integers(loss_tokens)
+    if loss is not None and len(loss) != len(found):
+        raise SampleError(f"got loss tokens of {len(loss)} samples, expected one number for each of {len(found)}")
+    balanced = Balance(hidden_size=hidden_size, a=a, b=b)
+    work = balanced.costs(-(-found // align) * align)
+    if mode == "padded":
+        if packer is not None or parameters:
+            raise ConfigError(
+                f"packer: got {packer!r}, {sorted(parameters)}, expected none: what is padded is not packed"
+            )
+        drawn = padded_batches(
+            found, budget, dp, length_round=align, micro_batch_multiple=multiple, min_micro_batches=min_micro_batches,
+            pp=pp, variable_lengths=variable_lengths,
+        )  # fmt: skip
+        packs, dealt, shapes = _by_rank(drawn, dp)
+        costs = np.repeat([rows * int(balanced.costs(np.array(length))) for rows, length in shapes], dp)
+    else:
+        if packer == "karmarkar_karp":  # its costs are in units of the alignment
+            parameters = {"a": a * align, "b": b * align * align} | parameters
+        formed = pack_lengths(found, budget, packer or "exact_fill", max(len(found), 1), align, **parameters)
+        packs = split_dearest(formed, work, num_packs(len(formed), dp, multiple, min_micro_batches))
+        costs = _sums(packs, work)
+        dealt = deal(costs, dp, balance)
+        shapes = [(1, budget)] * len(dealt)
+    if empty == "error" and (none := sum(not pack for pack in packs)):
+        raise SampleError(
+            f"got {len(found)} samples, which leaves {none} of {len(packs)} micro-batches of {dp} ranks empty, "
+            "expected one for each at least: ask for fewer micro-batches, or for empty='pad'"
+        )
+    rows = arrange(dealt, costs, order)
+    tokens = _sums(packs, found)
+    return StepPlan(
+        packs=[[packs[i] for i in column] for column in rows.T.tolist()],
+        shapes=shapes if mode == "packed" else [shapes[i] for i in (rows[:, 0] // dp).tolist()],
+        num_samples=len(found),
+        num_tokens=int(found.sum()),
+        num_loss_tokens=None if loss is None else int(loss.sum()),
+        costs=costs[rows],
+        before=_spread(np.array([part.sum() for part in np.array_split(found, dp)])),
+        after=_spread(tokens[rows].sum(axis=0)),
+        figures=figures(tokens, budget) if mode == "packed" else None,
+        aligned=figures(_sums(packs, -(-found // align) * align), budget) if mode == "packed" else None,
+        padded=drawn.figures if mode == "padded" else None,
+    )
+
+
+def _by_rank(drawn: PaddedBatches, dp: int) -> tuple[list[list[int]], I64, list[tuple[int, int]]]:
+    """The samples of each micro-batch and rank, their numbers by [micro_batch, rank], and the shapes."""
+    spans = list(pairwise(drawn.bounds.tolist()))
+    columns = [drawn.places[start:stop, rank] for start, stop in spans for rank in range(dp)]
+    shapes = [(stop - start, length) for (start, stop), length in zip(spans, drawn.lengths.tolist(), strict=True)]
+    packs = [column[column >= 0].tolist() for column in columns]
+    return packs, np.arange(len(packs), dtype=np.int64).reshape(-1, dp), shapes
+
+
+def _sums(packs: Sequence[Sequence[int]], values: I64) -> I64:
+    return np.array([values[list(pack)].sum() if pack else 0 for pack in packs], np.int64)
+
+
+def _spread(tokens: I64) -> Spread:
+    return Spread(int(tokens.min()), int(tokens.max()), float(tokens.mean()))
