@@ -339,10 +339,10 @@ class Live:
                 self._post(b"r" + peer, partial(self._read, peer), effect)
             elif isinstance(effect, Finish):
                 del self.producers[peer]
-                if effect.code == "unknown_stream" and isinstance(
+                if effect.code in ("unknown_stream", "done") and isinstance(
                     producer, ProducerSession
                 ):  # what launched it does so again
-                    self.refused.append(effect.error)
+                    self.refused += [effect.error] if effect.error else []
                     self._again.append([offer.stream for offer in producer.offers])
                     continue
                 self.errors += [effect.error] if effect.error else []
