@@ -243,6 +243,7 @@ class Feed:
         self.history.keep(taken)
         effects = self.readers.tell_states()
         if event.generation == self.planner.generation and event.lsn == self._waits_for:
+            self._waits_for = None  # asked for again, later, it is for a state only
             effects += self.planner.restore(taken)
         return effects
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streampack.core.changes import Restream, Reweigh, Skip
 from streampack.core.effects import Answer
+from streampack.core.history import KEPT_STEPS
 from streampack.core.rules import Rules, StreamRules
 from tests.core.live import Data, Live, planned
 
@@ -15,6 +16,11 @@ DATA: Data = {
     "code": [[5, 9, 14, 3] * 30],
     "math": [[8, 2, 10] * 20, [6, 6, 15, 1] * 12],
 }
+ENDED_AND_BACK = [
+    ("read", 0, 2), ("read", 5, 8), ("remove", 7, 8), ("read", 7, 7), ("read", 6, 4), ("read", 8, 8), ("later", 7, 9),
+    ("later", 6, 3), ("later", 8, 9), ("back", 5, 9), ("turns", 4, 6), ("read", 3, 8),
+]  # fmt: skip
+"""Trainers that have had the end go back: the producers were told that nobody wants more, and are started again."""
 RULES = Rules(
     budget=32, packs=2, window=6, seed=3, streams=(StreamRules("web", 0.7, 2), StreamRules("code", 0.3, 1)),
 )  # fmt: skip
@@ -57,6 +63,7 @@ def do(live: Live, what: str, n: int, m: int) -> None:
 
 
 @given(moves(), st.integers(0, 999))
+@example(ENDED_AND_BACK, 228)
 @settings(deadline=None)
 def test_every_step_is_what_an_offline_planner_gives_that_changes_its_rules_there(
     story: list[tuple[str, int, int]], seed: int
@@ -94,3 +101,24 @@ def test_skipped_steps_are_passed_over_and_what_follows_is_unchanged(
     assert live.client is not None
     assert live.client.num_skipped == min(more + 1, len(plain) - first)
     assert all(chain == plain[step] for (_, step), chain in {**had, **live.chains}.items())
+
+
+@given(st.integers(0, 999), st.integers(0, 12))
+@settings(deadline=None)
+def test_a_checkpoint_that_is_asked_for_late_has_nobody_go_back(seed: int, more: int) -> None:
+    """The snapshot that a broker began from is read again for its state, long after memory has let go of it."""
+    data = {name: [3 * lengths for lengths in partitions] for name, partitions in DATA.items()}
+    live = Live(RULES, data, seed)
+    live.read(10)
+    live.start_broker()
+    live.until(lambda: live.is_attached)
+    begun, history = live.feed.readers.released_upto, live.feed.history
+    live.read(begun + KEPT_STEPS + 12 + more)
+    at, _, kept = history.nearest(begun)
+    assert at > 0, "it began from a snapshot"
+    assert kept is None, "which is to be read again"
+    state = live.state(begun)
+    assert state.snapshot is not None
+    assert state.snapshot.step == at
+    assert live.finish() == planned(RULES, data, [])
+    assert not live.errors
