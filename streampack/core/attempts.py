@@ -155,8 +155,9 @@ class Seats:
             del self.fenced[next(iter(self.fenced))]
 
     def all_wait(self) -> bool:
-        """Does every rank that reads wait for an attempt to begin?"""
-        return len(self.held) == self.num_ranks > 0 and all(r.ready and not r.entered for r in self.held.values())
+        """Does every rank that reads wait for an attempt to begin? Not while one is claimed: its holder may be dead."""
+        there = not self.claims and len(self.held) == self.num_ranks > 0
+        return there and all(reader.ready and not reader.entered for reader in self.held.values())
 
     def names_of(self, ranks: Iterable[Ranks], count: int) -> str:
         """The first of ``count`` ranks, and what is known of who holds or held them, for a person."""

@@ -1,11 +1,12 @@
 """The trainers' side of the broker: who reads, and the attempts in which they do.
 
 A reader takes its rank first (``attempts``) and says later that it is ready and where it begins. An
-*attempt* begins when every rank of the mesh is ready, at the earliest step that one of them
-asks for: steps that are gone are formed again. It is numbered, and what was said in another, or to
-another broker, changes nothing. A process that takes a rank over in an attempt goes on in place, where
-its steps are still kept: the others notice nothing. Where they are not, it waits until all ranks
-ask for an earlier step, and so does who comes with another mesh until the old ranks are gone.
+*attempt* begins when every rank of the mesh is ready and no other process claims one, as its holder
+may be dead; at the earliest step that a rank asks for: steps that are gone are formed again. It is
+numbered, and what was said in another, or to another broker, changes nothing. A process that takes a
+rank over in an attempt goes on in place, where its steps are still kept: the others notice nothing.
+Where they are not, it waits until all ranks ask for an earlier step, and so does who comes with
+another mesh until the old ranks are gone.
 
 A feed may be iterated again and again: a reader names the *round* that it is in. One that asks
 for a later round is out of the one that is served, and waits; when all ranks of the mesh do, that
@@ -262,7 +263,7 @@ class Readers(Serving):
         for reader in list(self._seats.held.values()):
             if self._is_late(reader) and heard > reader.since + RESTART_S:
                 effects += self._refuse(reader, *self._too_late(reader, entered))
-        return effects
+        return effects + (self._begin() if self._seats.all_wait() else [])  # a claim may have held them back
 
     def _decide(self, claim: Reader) -> list[Effect]:
         others = self._seats.in_the_way(claim)
@@ -321,9 +322,11 @@ class Readers(Serving):
         away = step < self.released_upto or (step > self.formed_upto and self.end is None)
         if away or not all(map(self.is_known, brought)):
             effects += self._go_to(step, brought)
-        for reader in (reader for reader in readers if reader.holds):  # one may have been refused as diverged
-            effects += self._enter(reader) if reader.round == self.round else self._wait(reader)
-        return effects + self._release() + self._serve_all()
+        for reader in (reader for reader in members if reader.holds):  # one may have been refused as diverged
+            effects += self._enter(reader)
+        self._why.clear()
+        others = [reader for reader in readers if reader.holds and not reader.entered]
+        return effects + [e for reader in others for e in self._wait(reader)] + self._release() + self._serve_all()
 
     def _go_to(self, step: int, snapshots: list[Snapshot]) -> list[Effect]:
         """Have the feed form from ``step`` on, with the nearest snapshot that a reader has brought."""
@@ -414,6 +417,9 @@ class Readers(Serving):
                 if ahead
                 else f"{of} not ready: {names}"
             )
+            if len(there) == count:
+                claims = (f"{each.where} asks for rank {each.mesh}, too" for each in self._seats.claims.values())
+                text = f"all ranks are ready: {next(claims, 'it begins')}"
             self._why[key] = "join", text
         return self._why[key][1]
 

@@ -475,6 +475,53 @@ def test_processes_that_live_may_all_go_back_in_a_later_round() -> None:
     assert desk.steps("a0")[-2:] == [1, 2]
 
 
+def test_a_process_that_waits_for_the_next_iteration_and_died_takes_no_part_in_what_its_successor_asks_for() -> None:
+    desk = reading()
+    desk.say(b"a0", attach("a0", round_=1))
+    desk.say(b"a1", Bye())
+    desk.die("a0", "a1")
+    desk.come_all("b", 2)
+    assert desk.attempt == 1, "a0 may be dead"
+    desk.wait(CLAIM_S + 1)
+    assert (desk.attempt, desk.readers.round) == (2, 0)
+    assert [desk.fence(b"b0"), desk.fence(b"b1")] == [2, 2]
+
+
+def test_ranks_that_wait_begin_once_a_claim_to_one_that_lives_is_refused() -> None:
+    desk = Desk()
+    desk.come("a0")
+    desk.come("twice")
+    desk.come("a1", rank=1)
+    assert desk.attempt == 0
+    assert desk.heard("a1", Wait)[-1].detail.startswith("all ranks are ready: host-of-twice:1 asks for rank dp=0/2")
+    desk.wait(2.0)
+    assert desk.heard("twice", Reject)
+    assert desk.attempt == 1
+
+
+def test_ranks_that_wait_begin_once_a_process_that_claimed_one_is_gone() -> None:
+    desk = Desk()
+    desk.come("a0")
+    twice = desk.come("twice")
+    desk.come("a1", rank=1)
+    desk.say(twice, Bye())
+    desk.die("twice")
+    desk.take("a1", 2, 0)
+    desk.wait(TICK_S)
+    assert desk.attempt == 1
+
+
+def test_ranks_that_wait_begin_once_a_claim_of_another_mesh_is_refused() -> None:
+    desk = Desk()
+    desk.come("a0")
+    desk.come("four", dp=4, rank=3)
+    desk.come("a1", rank=1)
+    assert desk.attempt == 0
+    desk.wait(2.0)
+    assert desk.heard("four", Reject)
+    assert desk.attempt == 1
+
+
 def test_an_iteration_that_was_not_read_on_is_begun_again_without_going_back() -> None:
     desk = Desk()
     desk.come_all("a")

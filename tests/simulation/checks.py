@@ -12,6 +12,7 @@ from streampack.core.events import Effect, Event
 from streampack.core.messages import (
     AskState,
     Attach,
+    Attached,
     Bye,
     Commit,
     End,
@@ -106,6 +107,10 @@ class BrokerChecks:
                 end = effect.envelope.message
                 safe = self._process.disk is None or self._is_safe(self._ends.get(end.feed, -1))
                 assert safe, "R8: an end went out before the log had it"
+            elif isinstance(effect, SendTrainer) and isinstance(effect.envelope.message, Attached):
+                key = effect.envelope.message.feed, effect.envelope.epoch, effect.envelope.fence
+                seats = self._core.feeds[key[0]].readers._seats
+                self._process.world.there.setdefault(key, {reader.name: reader.holds for reader in seats})
 
     def memory(self) -> None:
         """Waiting, merged and live tokens are within their bounds, and the books agree with the arena."""

@@ -50,6 +50,8 @@ class Job:
         self.life = 0
         self.restarted_at = -RESTART_S
         self.clients: dict[Ranks, ClientProcess] = {}
+        self.started: dict[str, ClientProcess] = {}
+        """Every process that there ever was, by name."""
         self.whole: set[Ranks] = set()
         """Ranks that have returned every step of some iteration."""
         self.ended: dict[Ranks, tuple[int, bytes]] = {}
@@ -129,7 +131,7 @@ class Job:
         assert dealt == numbers, f"R4: step {number} was dealt otherwise the second time"
         self._had.setdefault(client.round, set()).add((number, dp, client.mesh.dp_rank))
         if client.in_job:
-            self._check_joined(client, number)
+            self._check_joined(client, parts[0])
         self.world.note("step", client.name, client.round, number, step.digest)
         return step
 
@@ -154,10 +156,19 @@ class Job:
             return self.reference.steps[step - 1].chain
         return self._seen[step - 1][0][0].chain
 
-    def _check_joined(self, client: ClientProcess, number: int) -> None:
-        """Nobody is in an iteration while another rank is still in the one before."""
-        behind = [other.name for other in self.clients.values() if other.alive and other.round < client.round]
-        assert not behind, f"step {number} of iteration {client.round} came while {behind} were in the one before"
+    def _check_joined(self, client: ClientProcess, part: Envelope) -> None:
+        """Nobody is in an iteration while another rank is still in the one before, of which the broker could know."""
+        there = self.world.there[self.feed, part.epoch, part.fence]
+        behind = [other for other in self.clients.values() if other.alive and other.round < client.round]
+        wrong = [other.name for other in behind if not self._is_hidden(other, there)]
+        assert not wrong, f"iteration {client.round} is served while {wrong} were in the one before"
+
+    def _is_hidden(self, client: ClientProcess, there: dict[str, bool]) -> bool:
+        """Did one that all ranks were started anew without, and that was still heard, hold its rank as an attempt
+        began, and had the process itself not come, or not come again after it was refused?"""
+        held = (self.started[name] for name, holds in there.items() if holds)
+        old = any(other.life < self.life and other.mesh.ranks == client.mesh.ranks for other in held)
+        return old and client.name not in there
 
     def take(self, client: ClientProcess, step: int) -> None:
         """A rank begins a step; with ``lockstep`` all ranks are done with it together, as collectives have it."""

@@ -64,6 +64,8 @@ class World:
         """What is pushed, by (stream, partition)."""
         self.rounds: dict[tuple[str, int, int], int] = {}
         """The iteration of each attempt: (feed, epoch, attempt)."""
+        self.there: dict[tuple[str, int, int], dict[str, bool]] = {}
+        """The processes that the broker knew of as it began, by name: does it hold its rank, or claim one?"""
         self._trace = hashlib.blake2b(digest_size=16)
         self._events = 0
         self._peers: dict[bytes, Process] = {}
@@ -208,7 +210,8 @@ class World:
         all ranks were started anew."""
         if life == job.life and job.clients.get(mesh.ranks) is instead_of:
             self._num_names += 1
-            job.clients[mesh.ranks] = ClientProcess(job, f"reader{self._num_names}", mesh, begin)
+            client = ClientProcess(job, f"reader{self._num_names}", mesh, begin)
+            job.clients[mesh.ranks] = job.started[client.name] = client
 
     def start_broker(self, epoch: int) -> None:
         """The next broker, on the disk as the last one left it."""
