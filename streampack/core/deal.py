@@ -14,7 +14,7 @@ two until they are, and only then adds empty ones, since an empty pack costs a w
 pack's parts fit its budget. ``arrange`` sets the order of the micro-batches, the same on all ranks.
 DEAL permutes, splits and pads with empty packs; it never moves a sample between steps.
 
-512 ranks x 8 micro-batches take 0.2 ms by ``deal`` and 0.5 ms by ``karmarkar_karp``
+512 ranks x 8 micro-batches take 0.2 ms by ``deal`` and 0.3 ms by ``karmarkar_karp``
 (``benchmarks/balance.py``).
 """
 

@@ -39,7 +39,7 @@ sample's patience, in ``ages``, and the packs are a function of the order of sam
 The steps grow alike inside and less alike among themselves: losses must be weighted by token, not by step.
 
 It is not for lengths of which most tokens lie in samples near or above half of the budget: uniform in 1..budget, packs
-are 95.2 % full, and ``exact_fill``'s fuller. Otherwise ``benchmarks/balance.py`` has the figures.
+are 95.2 % full (take ``exact_fill``). Otherwise ``benchmarks/balance.py`` has the figures.
 
 Lengths and budget are in any one unit, the budget below 2**24, so that sums of squares stay within 64 bits. The
 plain-Python twin is in ``joint_plain``; ``joint_kernel`` holds the same in numba, and tests hold the two equal.
