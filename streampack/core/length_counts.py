@@ -22,10 +22,19 @@ def bucket_of(lengths: I64) -> I64:
     >>> bucket_of(np.array([1, 63, 64, 65, 66, 128])).tolist()
     [1, 63, 64, 64, 65, 96]
     """
-    lengths = np.asarray(lengths, np.int64)
+    if len(lengths) and int(lengths.max()) < len(_TABLE):
+        return np.take(_TABLE, lengths)
+    return _computed(np.asarray(lengths, np.int64))
+
+
+def _computed(lengths: I64) -> I64:
     octave = np.maximum(np.frexp(lengths.astype(np.float64))[1] - 6, 0)  # how often it is halved to be below 64
     bucket: I64 = np.minimum(octave * PER_OCTAVE + (lengths >> octave), BUCKETS - 1)
     return bucket
+
+
+_TABLE = _computed(np.arange(1 << 14))
+"""Of most lengths there are: a broker counts each of its samples."""
 
 
 class LengthCounts:

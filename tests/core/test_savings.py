@@ -80,12 +80,13 @@ def test_streams_are_mixed_as_they_were() -> None:
     ]  # fmt: skip
 
 
-@given(st.lists(st.integers(1, 2**31 - 1), min_size=1))
+@given(st.lists(st.integers(1, 2**31 - 1) | st.integers(1, 2**14), min_size=1))
 def test_buckets_are_in_order_and_narrow(lengths: list[int]) -> None:
     lengths = sorted(lengths)
     buckets = bucket_of(np.array(lengths)).tolist()
     assert buckets == sorted(buckets)
     assert buckets[-1] < BUCKETS
+    assert buckets == [int(bucket_of(np.array([length]))[0]) for length in lengths], "one by one"
     for one, other, a, b in zip(lengths, lengths[1:], buckets, buckets[1:], strict=False):
         assert a != b or other - one <= max(one // 32, 0), "equal below 64, one part in 32 above"
 
