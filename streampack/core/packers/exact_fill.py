@@ -29,10 +29,11 @@ A *full* sample, as long as the budget, leaves alone and at once, so that full o
 window. But each such pack is one more that the others wait, so while these are many, and have on the
 average less than 1.2 window sizes of patience left, the full ones wait.
 
-Once the stream is closed and the window runs dry, all that will come is known. First fit decreasing
-packs it; where that plan is provably minimal, or the window critical, its pack with the oldest
-sample is the next. Otherwise the window counts as crowded, and the plan is tried again after the
-pack. Nothing is remembered: without one of its packs, first fit decreasing makes the others as before.
+Once the stream is closed and the window runs dry, all that will come is known, and first fit
+decreasing plans it. Where the plan is provably minimal, its pack with the oldest sample is the
+next. Otherwise the window counts as crowded; its pack is taken if the plan for the others then
+has one pack less, and the plan's is if not. So the end never needs more packs than were planned when
+it began. Nothing is remembered: without one of its packs, first fit decreasing makes the others as before.
 
 No sample waits more than W packs plus the samples held when it came: a late window's next pack
 takes the oldest, and ``window`` says why that is enough.
@@ -50,7 +51,7 @@ same in numba, used where numba is installed; tests hold the two equal, pack for
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -116,13 +117,13 @@ def _next_pack(view: Window) -> list[int]:
     long_share = (view.num_long - view.num_full) * view.budget
     crowded = 5 * long_share > 4 * tokens
     critical = crowded and 8 * tokens > others * view.budget
-    if not ready:
-        last = _last_packs(view)
-        if critical or len(last) == max(-(-view.tokens // view.budget), view.num_long):
-            return next(sorted(pack) for pack in last if seed in pack)
-    elif critical:
+    plan = [] if ready else _last_packs(view)
+    planned = next((sorted(pack) for pack in plan if seed in pack), [])
+    if ready and critical:
         rich = 16 * long_share < 15 * tokens
         return sorted(_critical_pack(view, seed if late else None, rich))
+    if not ready and len(plan) == max(-(-view.tokens // view.budget), view.num_long):
+        return planned
     pack = [seed]
     room = view.budget - length
     rest = [sample for sample in view.held.items() if sample[1] <= room and sample[0] != seed]
@@ -133,12 +134,13 @@ def _next_pack(view: Window) -> list[int]:
             pack.append(partner)
             room -= length
     room = _take_ahead(view, rest, room, pack)
-    return sorted(pack + _fill_exactly(rest, room))
+    pack = sorted(pack + _fill_exactly(rest, room))
+    return pack if ready or len(_last_packs(view, without=pack)) < len(plan) else planned
 
 
-def _last_packs(view: Window) -> list[list[int]]:
-    """First fit decreasing over all that is held. Without one of its packs it would form the others just so."""
-    youngest_first = list(view.held)[::-1]  # so that ties go to the oldest
+def _last_packs(view: Window, without: Sequence[int] = ()) -> list[list[int]]:
+    """First fit decreasing over what is held. Without one of its packs it would form the others just so."""
+    youngest_first = [position for position in view.held if position not in without][::-1]  # ties go to the oldest
     packs = first_fit_decreasing([view.held[position] for position in youngest_first], view.budget)
     return [[youngest_first[i] for i in pack] for pack in packs]
 

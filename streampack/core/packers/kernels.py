@@ -65,7 +65,7 @@ def exact_fill(lengths, ages, budget, count, closed, size):  # type: ignore[no-u
 
         start = end
         seed = after[n]
-        late = False
+        late, planned, pack_of = False, 0, bounds
         if packs >= late_from:
             spare = _least_spare(after, edge, due) - packs
             late_from = packs + min(spare, size)
@@ -86,9 +86,10 @@ def exact_fill(lengths, ages, budget, count, closed, size):  # type: ignore[no-u
                 num_sorted = _sort_in(by_length, num_sorted, lengths, gone, sorted_to, edge)
                 sorted_to = edge
             if not ready:
-                stop, num_packs = _last_pack(by_length, num_sorted, lengths, budget, seed, indices, end)
-                if critical or num_packs == max(-(-tokens // budget), num_long):
-                    end = stop
+                pack_of = np.empty(num_sorted, np.int64)
+                planned = _plan(by_length, num_sorted, lengths, budget, gone, pack_of)
+                if planned == max(-(-tokens // budget), num_long):
+                    end = _planned(by_length, num_sorted, pack_of, seed, indices, end)
             elif critical:
                 if late:
                     rich = 16 * long_share < 15 * other_tokens
@@ -111,6 +112,8 @@ def exact_fill(lengths, ages, budget, count, closed, size):  # type: ignore[no-u
                 num_rest = _gather_by_age(rest, after, after[seed], edge, lengths, room)
             num_rest, room, end = _take_ahead(rest, num_rest, lengths, room, held, tokens, indices, end)
             end = _fill_exactly(rest, num_rest, lengths, room, rows, indices, end)
+            if not ready and _without(by_length, num_sorted, lengths, budget, gone, indices[start:end]) >= planned:
+                end = _planned(by_length, num_sorted, pack_of, seed, indices, start)
 
         indices[start:end].sort()
         for i in indices[start:end]:
@@ -179,8 +182,8 @@ def _gather_by_age(rest, after, first, edge, lengths, room):  # type: ignore[no-
 
 
 @_compiled
-def _last_pack(by_length, num_sorted, lengths, budget, seed, indices, end):  # type: ignore[no-untyped-def]
-    """First fit decreasing over all held: the seed's pack to ``indices``; its end, and how many packs there are.
+def _plan(by_length, num_sorted, lengths, budget, gone, pack_of):  # type: ignore[no-untyped-def]
+    """First fit decreasing over all held that are not gone: their packs to ``pack_of``; how many packs there are.
 
     A tournament tree over the room of the packs, as in ``decreasing.first_fit_decreasing``.
     """
@@ -188,26 +191,43 @@ def _last_pack(by_length, num_sorted, lengths, budget, seed, indices, end):  # t
     while leaves < num_sorted:
         leaves *= 2
     open_room = np.full(2 * leaves, budget)
-    pack_of = np.empty(num_sorted, np.int64)
-    num_packs, seeded = 0, 0
+    num_packs = 0
     for k in range(num_sorted):
+        if gone[by_length[k]]:
+            continue
         length = lengths[by_length[k]]
         node = 1
         while node < leaves:
             node = 2 * node if open_room[2 * node] >= length else 2 * node + 1
         pack_of[k] = node
         num_packs = max(num_packs, node - leaves + 1)
-        if by_length[k] == seed:
-            seeded = node
         open_room[node] -= length
         while node > 1:
             node //= 2
             open_room[node] = max(open_room[2 * node], open_room[2 * node + 1])
+    return num_packs
+
+
+@_compiled
+def _planned(by_length, num_sorted, pack_of, seed, indices, end):  # type: ignore[no-untyped-def]
+    """The seed's pack of a plan to ``indices``; its end."""
+    for k in range(num_sorted):
+        if by_length[k] == seed:
+            seeded = pack_of[k]
     for k in range(num_sorted):
         if pack_of[k] == seeded:
             indices[end] = by_length[k]
             end += 1
-    return end, num_packs
+    return end
+
+
+@_compiled
+def _without(by_length, num_sorted, lengths, budget, gone, pack):  # type: ignore[no-untyped-def]
+    """How many packs a plan has without the samples of ``pack``."""
+    gone[pack] = True
+    num_packs = _plan(by_length, num_sorted, lengths, budget, gone, np.empty(num_sorted, np.int64))
+    gone[pack] = False
+    return num_packs
 
 
 @_compiled
