@@ -9,9 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.packers import PACKERS, exact_fill, kernels, pack_lengths
+from benchmarks.lengths import SHIFTING, STATIONARY
+from benchmarks.lengths import lengths_of as stream_of
+from streampack.core.packers import (
+    PACKERS,
+    capped_fill,
+    exact_fill,
+    exact_fill_cases,
+    exact_fill_kernel,
+    kernels,
+    pack_lengths,
+)
 from streampack.core.packers.decreasing import first_fit_decreasing
-from streampack.core.packers.exact_fill import _kernel, choose_in_python
+from streampack.core.packers.exact_fill import NO_CAP, _kernel, choose_in_python
 from streampack.core.packers.window import I64
 
 BUDGETS = (2048, 8192, 32768)
@@ -72,20 +82,6 @@ def test_no_other_packer_needs_fewer_packs_with_the_same_window(kind: str) -> No
     assert all(ours <= len(pack_lengths(lengths, 8192, name, window=256)) for name in PACKERS)
 
 
-def assert_the_twins_agree(lengths: I64, budget: int, count: int, closed: bool, window: int) -> None:
-    kernel = _kernel()
-    assert kernel is not None, "numba is needed for this test"
-    ages = np.full(len(lengths), -1)
-    for _ in range(3):  # the second and third call begin with ages
-        twin = choose_in_python(lengths, ages, budget, count, closed, window)
-        indices, bounds, new_ages = kernel(lengths, ages, budget, count, closed, window)
-        assert indices.tolist() == twin.indices.tolist()
-        assert bounds.tolist() == twin.bounds.tolist()
-        assert new_ages.tolist() == twin.ages.tolist()
-        left = np.setdiff1d(np.arange(len(lengths)), indices)
-        lengths, ages = lengths[left], new_ages[left]
-
-
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[I64, int]:
     budget = draw(st.integers(1, 300))
@@ -102,10 +98,88 @@ def streams(draw: st.DrawFn) -> tuple[I64, int]:
     return np.array(draw(st.lists(some, max_size=120)), np.int64).clip(1, budget), budget
 
 
+def num_planned(lengths: I64, budget: int) -> int:
+    """Packs of first fit decreasing; compiled, for it is asked about a million lengths."""
+    ordered, none_gone = np.argsort(-lengths, kind="stable"), np.zeros(len(lengths), np.bool_)
+    planned: int = exact_fill_cases.plan(ordered, lengths, budget, none_gone, np.empty_like(ordered))
+    return planned
+
+
+@given(stream=streams())
+def test_the_compiled_plan_has_the_packs_of_first_fit_decreasing(stream: tuple[I64, int]) -> None:
+    lengths, budget = stream
+    assert num_planned(lengths, budget) == len(first_fit_decreasing(lengths.tolist(), budget))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", STATIONARY)
+def test_lengths_that_stay_the_same_need_no_more_packs_than_all_of_them_at_once(kind: str, seed: int) -> None:
+    for budget in BUDGETS:
+        lengths = stream_of(kind, budget, seed=seed)
+        assert num_packs(lengths, budget) <= num_planned(lengths, budget), budget
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", SHIFTING)
+def test_lengths_that_shift_need_no_more_packs_than_blocks_of_two_windows(kind: str, seed: int) -> None:
+    for budget in BUDGETS:
+        lengths = stream_of(kind, budget, seed=seed)
+        blocks = [lengths[at : at + 2048] for at in range(0, len(lengths), 2048)]
+        assert num_packs(lengths, budget) <= sum(num_planned(block, budget) for block in blocks), budget
+
+
+@given(stream=streams())
+@settings(max_examples=300, deadline=None)
+def test_what_a_window_holds_whole_needs_no_more_packs_than_first_fit_decreasing(stream: tuple[I64, int]) -> None:
+    lengths, budget = stream
+    fewest = len(first_fit_decreasing(lengths.tolist(), budget))
+    assert len(pack_lengths(lengths, budget, window=len(lengths) + 1)) <= fewest
+
+
+@pytest.mark.parametrize("kind", STATIONARY)
+@pytest.mark.parametrize("cap", [1, 2, 4, 8, 16, 32, 64])
+def test_packs_of_few_samples_are_no_more_than_first_fit_decreasing_makes_of_them(kind: str, cap: int) -> None:
+    lengths = stream_of(kind, 8192, 8192)
+    ours = pack_lengths(lengths, 8192, window=1024, max_samples_per_pack=cap)
+    fewest = pack_lengths(lengths, 8192, "first_fit_decreasing", window=1024, max_samples_per_pack=cap)
+    assert max(map(len, ours)) <= cap
+    assert len(ours) <= len(fewest)
+
+
+def assert_the_twins_agree(
+    lengths: I64, budget: int, count: int, closed: bool, window: int, sizes: I64 | None = None, cap: int | None = None
+) -> None:
+    kernel = _kernel()
+    assert kernel is not None, "numba is needed for this test"
+    ages = np.full(len(lengths), -1)
+    sizes = np.ones(len(lengths), np.int64) if sizes is None else sizes
+    for _ in range(3):  # the second and third call begin with ages
+        twin = choose_in_python(lengths, ages, budget, count, closed, window, sizes, cap)
+        indices, bounds, new_ages = kernel(lengths, sizes, ages, budget, count, closed, window, cap or NO_CAP)
+        assert indices.tolist() == twin.indices.tolist()
+        assert bounds.tolist() == twin.bounds.tolist()
+        assert new_ages.tolist() == twin.ages.tolist()
+        left = np.setdiff1d(np.arange(len(lengths)), indices)
+        lengths, sizes, ages = lengths[left], sizes[left], new_ages[left]
+
+
 @given(stream=streams(), count=st.integers(0, 20), closed=st.booleans(), window=st.integers(1, 40))
 @settings(max_examples=400, deadline=None)
 def test_the_kernel_and_its_plain_twin_agree(stream: tuple[I64, int], count: int, closed: bool, window: int) -> None:
     assert_the_twins_agree(*stream, count, closed, window)
+
+
+@given(
+    stream=streams(), count=st.integers(0, 20), closed=st.booleans(), window=st.integers(1, 40), cap=st.integers(1, 9),
+    seed=st.none() | st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=400, deadline=None)
+def test_the_kernel_and_its_plain_twin_agree_where_packs_hold_few_samples(
+    stream: tuple[I64, int], count: int, closed: bool, window: int, cap: int, seed: int | None
+) -> None:
+    lengths, budget = stream
+    sizes = None if seed is None else np.random.default_rng(seed).integers(1, cap + 1, len(lengths))
+    assert_the_twins_agree(lengths, budget, count, closed, window, sizes, cap)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,16 +221,18 @@ def test_where_no_sample_is_long_a_pack_is_the_fullest_that_holds_the_oldest(len
         assert sum(lengths[i] for i in choice.indices) == max(s for s in sums if s <= budget)
 
 
-@pytest.mark.parametrize("name", ["MAX_TRIED", "GAIN"])
-def test_the_kernel_and_its_plain_twin_have_the_same_constants(name: str) -> None:
-    assert getattr(kernels, name) == getattr(exact_fill, name)
+def test_the_kernel_and_its_plain_twin_have_the_same_constants() -> None:
+    assert kernels.MAX_TRIED == exact_fill.MAX_TRIED
+    assert exact_fill_kernel.MAX_PLANNED == exact_fill.MAX_PLANNED
+    assert exact_fill_cases.GAIN == exact_fill.GAIN
+    assert exact_fill_cases.CAPPED_TRIED == capped_fill.CAPPED_TRIED
 
 
 def test_views_and_arrays_that_are_read_only_do_not_make_the_kernel_compile_again() -> None:
     lengths, ages = np.arange(1, 41)[::2], np.full(20, -1)
     ages.setflags(write=False)
     PACKERS["exact_fill"].choose(lengths, ages, 64, 2, True, window=4)
-    assert len(kernels.exact_fill.signatures) == 1
+    assert len(exact_fill_kernel.exact_fill.signatures) == 1
 
 
 def test_inside_a_pack_samples_are_in_age_order() -> None:

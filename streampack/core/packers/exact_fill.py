@@ -38,9 +38,11 @@ it began. Nothing is remembered: without one of its packs, first fit decreasing 
 No sample waits more than W packs plus the samples held when it came: a late window's next pack
 takes the oldest, and ``window`` says why that is enough.
 
+Where a pack may hold only so many samples, one that would hold more is formed anew: see ``capped_fill``.
+
 Lengths and budget are in any one unit: tokens, or multiples of the alignment, which is faster.
-Below is the plain-Python twin, where a row of the bitset is one big int. ``kernels`` holds the
-same in numba, used where numba is installed; tests hold the two equal, pack for pack.
+Below is the plain-Python twin, where a row of the bitset is one big int. ``exact_fill_kernel``
+holds the same in numba, used where numba is installed; tests hold the two equal, pack for pack.
 
 >>> import numpy as np
 >>> choice = ExactFill().choose(np.array([3, 6, 5, 2, 4]), np.full(5, -1), 8, 9, True, window=4)
@@ -51,58 +53,84 @@ same in numba, used where numba is installed; tests hold the two equal, pack for
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
+from streampack.core.packers.capped_fill import capped
 from streampack.core.packers.decreasing import first_fit_decreasing
-from streampack.core.packers.window import I64, Choice, Window, slide
+from streampack.core.packers.window import I64, Choice, Window, check_cap, sample_counts, slide
 
 #: Samples tried in one subset sum. 20 to 40 are enough for a perfect fill unless lengths share a factor.
 MAX_TRIED = 1024
+#: The end of a stream is planned when no more samples than these are left, for a plan takes time.
+MAX_PLANNED = 2048
 #: In a critical window a third sample is put with a late one only if it fills this part of the budget.
 GAIN = 64
+NO_CAP = np.iinfo(np.int64).max
 
 Sample = tuple[int, int]  # position, length
-Kernel = Callable[[I64, I64, int, int, bool, int], tuple[I64, I64, I64]]
+Kernel = Callable[[I64, I64, I64, int, int, bool, int, int], tuple[I64, I64, I64]]
 
 
 @dataclass(frozen=True, slots=True)
 class ExactFill:
-    """See the module; ``choose`` is the Packer protocol's. Inside a pack samples are in age order."""
+    """See the module; ``choose`` is the Packer protocol's. Inside a pack samples are in age order.
+
+    ``max_samples_per_pack``: None for no cap.
+    """
 
     name: str = "exact_fill"
+    max_samples_per_pack: int | None = None
+
+    def __post_init__(self) -> None:
+        check_cap(self.max_samples_per_pack)
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
         """Up to ``count`` packs, by the numba kernel where there is numba."""
         kernel = _kernel()
+        cap = self.max_samples_per_pack
         if kernel is None:
-            return choose_in_python(lengths, ages, budget, count, closed, window)
+            return choose_in_python(lengths, ages, budget, count, closed, window, sizes, cap)
+        if sizes is None or cap is None:
+            sizes, cap = np.ones(len(lengths), np.int64), cap or NO_CAP
         # Of one type, layout and access, or numba would stop to compile another variant.
-        lengths, ages = (np.require(array, np.int64, ["C", "W"]) for array in (lengths, ages))
-        return Choice(*kernel(lengths, ages, int(budget), int(count), bool(closed), int(window)))
+        lengths, sizes, ages = (np.require(array, np.int64, ["C", "W"]) for array in (lengths, sizes, ages))
+        return Choice(*kernel(lengths, sizes, ages, int(budget), int(count), bool(closed), int(window), int(cap)))
 
 
 @cache
 def _kernel() -> Kernel | None:
     """The compiled twin, or None without numba; imported at the first pack, for numba takes a second."""
     try:
-        from streampack.core.packers import kernels
+        from streampack.core.packers import exact_fill_kernel
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("numba", "llvmlite"):
             raise
         return None
-    kernel: Kernel = kernels.exact_fill
+    kernel: Kernel = exact_fill_kernel.exact_fill
     return kernel
 
 
-def choose_in_python(lengths: I64, ages: I64, budget: int, count: int, closed: bool, window: int) -> Choice:
-    """The twin of ``kernels.exact_fill``: slower, needs numpy alone, and is the tests' oracle."""
-    return slide(Window(lengths, ages, budget, window), count, closed, _next_pack)
+def choose_in_python(
+    lengths: I64, ages: I64, budget: int, count: int, closed: bool, window: int,
+    sizes: I64 | None = None, cap: int | None = None,
+) -> Choice:  # fmt: skip
+    """The twin of ``exact_fill_kernel.exact_fill``: slower, needs numpy alone, and is the tests' oracle."""
+    view = Window(lengths, ages, budget, window)
+    if cap is None:
+        return slide(view, count, closed, _next_pack)
+    samples, most = sample_counts(sizes, len(lengths)), cap
+
+    def next_pack(view: Window) -> list[int]:
+        pack = _next_pack(view)
+        return pack if sum(samples[position] for position in pack) <= most else capped(view, samples, most)
+
+    return slide(view, count, closed, next_pack)
 
 
 def _next_pack(view: Window) -> list[int]:
@@ -117,17 +145,18 @@ def _next_pack(view: Window) -> list[int]:
     long_share = (view.num_long - view.num_full) * view.budget
     crowded = 5 * long_share > 4 * tokens
     critical = crowded and 8 * tokens > others * view.budget
-    plan = [] if ready else _last_packs(view)
+    ending = not ready and len(view.held) <= MAX_PLANNED
+    plan = _last_packs(view) if ending else []
     planned = next((sorted(pack) for pack in plan if seed in pack), [])
-    if ready and critical:
+    if critical and not ending:
         rich = 16 * long_share < 15 * tokens
         return sorted(_critical_pack(view, seed if late else None, rich))
-    if not ready and len(plan) == max(-(-view.tokens // view.budget), view.num_long):
+    if ending and len(plan) == max(-(-view.tokens // view.budget), view.num_long):
         return planned
     pack = [seed]
     room = view.budget - length
     rest = [sample for sample in view.held.items() if sample[1] <= room and sample[0] != seed]
-    if crowded or not ready:
+    if crowded or ending:
         rest.sort(key=lambda sample: -sample[1])
         if 2 * length <= view.budget and rest and 2 * rest[0][1] > view.budget:
             partner, length = rest.pop(0)
@@ -135,10 +164,10 @@ def _next_pack(view: Window) -> list[int]:
             room -= length
     room = _take_ahead(view, rest, room, pack)
     pack = sorted(pack + _fill_exactly(rest, room))
-    return pack if ready or len(_last_packs(view, without=pack)) < len(plan) else planned
+    return pack if not ending or len(_last_packs(view, without=set(pack))) < len(plan) else planned
 
 
-def _last_packs(view: Window, without: Sequence[int] = ()) -> list[list[int]]:
+def _last_packs(view: Window, without: Collection[int] = ()) -> list[list[int]]:
     """First fit decreasing over what is held. Without one of its packs it would form the others just so."""
     youngest_first = [position for position in view.held if position not in without][::-1]  # ties go to the oldest
     packs = first_fit_decreasing([view.held[position] for position in youngest_first], view.budget)

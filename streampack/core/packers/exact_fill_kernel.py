@@ -27,9 +27,8 @@ from streampack.core.packers.window import I64
 MAX_PLANNED = 2048  # as in exact_fill; a kernel freezes it
 
 #: What the numbers in ``View.now`` are; tokens and samples, those held; PLANNED is -1 where there is no plan.
-EDGE, HELD, SAMPLES, TOKENS, LONG, FULL, PATIENCE, PACKS, LATE_FROM, SORTED, SORTED_TO, FULL_HEAD, FULL_TAIL, PLANNED = (
-    range(14)
-)
+EDGE, HELD, SAMPLES, TOKENS, LONG, FULL, PATIENCE = range(7)
+PACKS, LATE_FROM, SORTED, SORTED_TO, FULL_HEAD, FULL_TAIL, PLANNED = range(7, 14)
 
 
 class View(NamedTuple):

@@ -5,8 +5,8 @@ hold no lock while they run, so a broker forms packs beside its sockets. They ar
 and cached on disk; the first call on a machine takes some seconds. This module has what ``exact_fill_kernel`` and
 ``joint_kernel`` share.
 
-Positions are int64. ``by_length`` holds those in the window longest first (ties: oldest first). A bitset row is a run of
-uint64 words, bit g % 64 of word g // 64 saying that a gap of g is reachable.
+Positions are int64. ``by_length`` holds those in the window longest first (ties: oldest first). A bitset row is a run
+of uint64 words, bit g % 64 of word g // 64 saying that a gap of g is reachable.
 """
 
 from __future__ import annotations
