@@ -108,9 +108,16 @@ class BrokerChecks:
                 safe = self._process.disk is None or self._is_safe(self._ends.get(end.feed, -1))
                 assert safe, "R8: an end went out before the log had it"
             elif isinstance(effect, SendTrainer) and isinstance(effect.envelope.message, Attached):
-                key = effect.envelope.message.feed, effect.envelope.epoch, effect.envelope.fence
-                seats = self._core.feeds[key[0]].readers._seats
-                self._process.world.there.setdefault(key, {reader.name: reader.holds for reader in seats})
+                self._attached(effect)
+
+    def _attached(self, effect: SendTrainer) -> None:
+        message, envelope, world = effect.envelope.message, effect.envelope, self._process.world
+        assert isinstance(message, Attached)
+        seats = self._core.feeds[message.feed].readers._seats
+        there = {reader.name: reader.holds for reader in seats}
+        world.there.setdefault((message.feed, envelope.epoch, envelope.fence), there)
+        if self._process is world.broker:
+            world.jobs[message.feed].seated(message.reader)
 
     def memory(self) -> None:
         """Waiting, merged and live tokens are within their bounds, and the books agree with the arena."""

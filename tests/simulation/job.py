@@ -52,6 +52,8 @@ class Job:
         self.clients: dict[Ranks, ClientProcess] = {}
         self.started: dict[str, ClientProcess] = {}
         """Every process that there ever was, by name."""
+        self._seated: dict[Ranks, ClientProcess] = {}
+        """Who was told last that a rank is its own."""
         self.whole: set[Ranks] = set()
         """Ranks that have returned every step of some iteration."""
         self.ended: dict[Ranks, tuple[int, bytes]] = {}
@@ -261,19 +263,29 @@ class Job:
             mine = Checkpoint(begin.round, begin.step, begin.chain, snapshot)
             world.clock.after(rng.uniform(0, 3), world.start_client, self, mesh, mine, self.life)
 
+    def seated(self, name: str) -> None:
+        """The broker has said to a process that its rank is its own."""
+        client = self.started[name]
+        if any(other.mesh.sizes != client.mesh.sizes for other in self._seated.values()):
+            self._seated.clear()
+        self._seated[client.mesh.ranks] = client
+
     def refused(self, client: ClientProcess, broken: Broken) -> None:
-        """The rank is still held by one that is gone: a launcher tries again, with all ranks where the others have
-        begun with that one. Of what was replaced nobody cares."""
+        """The rank is still held by one that is gone, or that woke up and took it while this one hung: a launcher tries
+        again, with all ranks where the others have begun with that one. Of what was replaced nobody cares."""
         client.kill()
         if not client.in_job:
             fenced = client.fenced_by == self.world.broker.epoch
             assert broken.code == "fenced" or not fenced, f"R5: a replaced process was not told so: {broken}"
             return
         assert "the log still has" not in broken.detail, f"R7: a checkpoint cannot be gone back to: {broken.detail}"
+        if broken.code == "fenced":
+            taken = self._seated.get(client.mesh.ranks) or next(iter(self._seated.values()))
+            assert not taken.in_job, f"R5: {client.name} has lost its rank, which none that it replaced has taken"
         lately = self.world.clock.now < max(self.restarted_at, self.world.quiet_at) + RESTART_S
-        assert broken.code == "rank_taken" or (self.life and lately), broken
-        assert broken.code in ("rank_taken", "mesh", "step_gone", "round_gone"), broken
-        if broken.code == "rank_taken":
+        assert broken.code in ("rank_taken", "fenced") or (self.life and lately), broken
+        assert broken.code in ("rank_taken", "fenced", "mesh", "step_gone", "round_gone"), broken
+        if broken.code in ("rank_taken", "fenced"):
             self.world.clock.after(3.0, self.world.start_client, self, client.mesh, client.state(), self.life, client)
         else:
             self.world.clock.after(3.0, self.world.faults.restart, self, self.life)
