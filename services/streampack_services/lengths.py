@@ -29,7 +29,8 @@ class StreamLengths:
 
     ``ended``: for each partition whether these are all that it has in a pass. ``total`` samples are in one pass, None
     where nobody knows; ``shard_samples`` int64 [k] are those of the shards that were counted, where ``total`` is an
-    estimate from them. ``every`` int64 [total] are all lengths, where those in ``partitions`` are some of them.
+    estimate from them. ``every`` int64 [2, k]: all lengths that a pass has and how many samples each, where those in
+    ``partitions`` are some of them.
     """
 
     name: str
@@ -51,8 +52,14 @@ class StreamLengths:
 
     @property
     def share(self) -> float | None:
-        """Of one pass that is here, 0..1; None where its size is unknown."""
-        return 1.0 if self.whole else min(self.num_samples / self.total, 1.0) if self.total else None
+        """Of one pass whose lengths are known, 0..1; None where its size is not."""
+        return (
+            1.0
+            if self.whole or self.every is not None
+            else min(self.num_samples / self.total, 1.0)
+            if self.total
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,11 +91,14 @@ def of_lengths(what: str, lengths: I64, most: int | None, total: float | None = 
     if most is None or len(lengths) <= most:
         return Workload(what, (StreamLengths("data", (lengths,), (whole,), total or len(lengths)),))
     some = stretches(lengths, most)
-    note = (
-        f"of the {len(lengths):,} lengths {len(some):,} were packed, {STRETCHES} stretches of them: --samples says more"
-    )
-    stream = StreamLengths("data", (some,), (False,), total or len(lengths), every=lengths if whole else None)
+    note = f"packed and shown are {len(some):,} of the {len(lengths):,} lengths, in {STRETCHES} stretches (--samples)"
+    stream = StreamLengths("data", (some,), (False,), total or len(lengths), every=counted(lengths) if whole else None)
     return Workload(what, (stream,), [note])
+
+
+def counted(lengths: I64) -> I64:
+    """Each length that there is, and how many samples have it, int64 [2, k]."""
+    return np.stack(np.unique(lengths, return_counts=True)).astype(np.int64)
 
 
 def stretches(lengths: I64, most: int) -> I64:

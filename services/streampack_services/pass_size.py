@@ -61,7 +61,8 @@ def _slots_of_pass(
 ) -> tuple[float, F64]:
     """Aligned tokens of one pass over a stream, and as many other guesses as there are draws, float64 [DRAWS]."""
     if stream.every is not None:
-        known = float(_slots(stream.every, budget, align, overlong).sum())
+        lengths, counts = stream.every
+        known = float((_slots(lengths, budget, align, overlong) * counts).sum())
         return known, np.full(DRAWS, known)
     read = _slots(np.concatenate(stream.partitions), budget, align, overlong)
     have, total = float(read.sum()), float(stream.total or len(read))

@@ -24,7 +24,15 @@ from streampack.errors import UserError
 from streampack.sources import Source
 from streampack_services import http_client, sampling, served
 from streampack_services.advisor import PlanOptions, default_budgets, default_packers, default_windows
-from streampack_services.lengths import StreamLengths, Workload, is_lengths, of_lengths, read_lengths, stretches
+from streampack_services.lengths import (
+    StreamLengths,
+    Workload,
+    counted,
+    is_lengths,
+    of_lengths,
+    read_lengths,
+    stretches,
+)
 from streampack_services.local import open_stream
 from streampack_services.producer import import_from_here, open_sources
 from streampack_services.savings import served_by
@@ -160,7 +168,7 @@ def _of_file(given: PlanInputs, what: str, base: _Base) -> Workload:
 def _of_run(run: Served, most: int) -> Workload:
     lengths = stretches(run.lengths, most)
     whole = run.ended and len(lengths) == run.samples
-    every = run.lengths if len(run.lengths) == run.samples and not whole and run.ended else None
+    every = counted(run.lengths) if len(run.lengths) == run.samples and not whole and run.ended else None
     total = float(run.samples) if run.ended else None
     note = f"{len(lengths):,} of the {run.samples:,} samples served, {run.note}; over-long ones as they were left"
     return Workload(run.what, (StreamLengths("data", (lengths,), (whole,), total, every=every),), [note])

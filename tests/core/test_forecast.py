@@ -114,6 +114,19 @@ def test_equal_samples_leave_no_doubt_about_the_steps_of_a_pass() -> None:
     assert (got.packs, got.steps, got.steps_low, got.steps_high) == (500, 125, 125, 125)
 
 
+def test_of_a_long_file_some_stretches_are_packed_and_all_tokens_are_counted() -> None:
+    lengths = np.tile([5, 5, 5, 5, 9], 2000)
+    workload = of_lengths("lengths", lengths, 1600)
+    rules = planned_rules(rules_of(10, 4), workload, "truncate")
+    order = order_of(workload, rules)
+    assert (len(order.lengths), order.ended) == (1600, False)
+    got = forecast(workload, order, rules, 1)
+    assert got.packs == pytest.approx(3 * 2000, rel=0.02), "two of two fives, one of a nine, and a seam now and then"
+    assert got.steps_low == pytest.approx(got.steps_high, rel=0.05)
+    assert workload.notes == ["packed and shown are 1,600 of the 10,000 lengths, in 16 stretches (--samples)"]
+    assert workload.streams[0].share == 1.0, "every length was read"
+
+
 def test_what_nobody_knows_the_size_of_has_no_steps() -> None:
     workload = Workload("some", (StreamLengths("a", (np.full(100, 5),), (False,)),))
     rules = planned_rules(rules_of(10, 4), workload, "truncate")
