@@ -53,13 +53,9 @@ class StreamLengths:
     @property
     def share(self) -> float | None:
         """Of one pass whose lengths are known, 0..1; None where its size is not."""
-        return (
-            1.0
-            if self.whole or self.every is not None
-            else min(self.num_samples / self.total, 1.0)
-            if self.total
-            else None
-        )
+        if self.whole or self.every is not None:
+            return 1.0
+        return min(self.num_samples / self.total, 1.0) if self.total else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

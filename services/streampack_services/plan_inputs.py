@@ -116,7 +116,10 @@ def run_of(what: str | None, feed: str | None, budget: int, window: int, packer:
         raise UserError(f"{what}: got no lengths, expected a .npy or whole numbers; 'streampack plan' reads data")
     _check_packer(packer)
     rules = Rules(budget=budget, window=window, packer=cast("Any", packer), packs=1)
-    return served_by(path.name, read_lengths(path), rules)
+    lengths = read_lengths(path)
+    some = stretches(lengths, served.MOST)
+    part = f" ({len(some):,} of {len(lengths):,} lengths)" if len(some) < len(lengths) else ""
+    return served_by(path.name + part, some, rules)
 
 
 def _run(what: str, feed: str | None, timeout_s: float) -> Served | None:

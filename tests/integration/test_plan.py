@@ -269,6 +269,13 @@ def test_lengths_may_be_a_sample_of_a_pass(lengths: Path) -> None:
     assert "most likely (95 %)" in shown
 
 
+def test_a_report_on_many_lengths_is_on_some_of_them(lengths: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streampack_services.served.MOST", 320)
+    found = ask("report", lengths)
+    assert found["what"].startswith("lengths.npy (320 of 3,000 lengths)")
+    assert found["samples"] == 320
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
