@@ -19,7 +19,7 @@ def why(found: Tree, overlong: str | None) -> list[str]:
     """Sentences, the most important first."""
     return [
         *_packer(found), *_window(found), *_budget(found), *_overlong(found, overlong), *_rejected(found),
-        *_alignment(found), *_balance(found), *_last_step(found), *_steps(found),
+        *_alignment(found), *_balance(found), *_meshes(found), *_last_step(found), *_steps(found),
     ]  # fmt: skip
 
 
@@ -133,6 +133,19 @@ def _balance(found: Tree) -> list[str]:
     if take["cost_max_over_mean"] < UNEVEN:
         return [f"{said}: balanced."]
     return [f"{said}: the others wait. More packs a step give DEAL more to choose from."]
+
+
+def _meshes(found: Tree) -> list[str]:
+    """Meshes beside each other, where several were given, each with the alignment that is derived from it."""
+    rows: dict[str, float] = {}
+    for row in found["settings"]:
+        if row["axis"] == "mesh" and not row["refused"]:
+            mesh = " ".join(f"{name}={size}" for name, size in row["mesh"].items() if size > 1 or name == "dp")
+            rows.setdefault(mesh, row["useful"])
+    if len(rows) < 2:
+        return []
+    compared = ", ".join(f"{mesh} {useful:.2%}" for mesh, useful in sorted(rows.items(), key=lambda each: -each[1]))
+    return [f"Meshes, by the ranks' time for real tokens: {compared}; what kernels and links cost is not in it."]
 
 
 def _last_step(found: Tree) -> list[str]:

@@ -244,6 +244,9 @@ def test_grids_and_meshes_are_what_was_asked_for(lengths: Path) -> None:
     ]
     assert found["take"]["packer"] == "exact_fill"
     assert found["notes"] == []
+    said = next(sentence for sentence in found["why"] if sentence.startswith("Meshes, by"))
+    assert "dp=2 " in said
+    assert "dp=3 cp=3 " in said
     found = ask("plan", lengths, "--mesh", "dp=3", "--packer", "exact_fill")
     assert found["notes"] == ["a step has 63 packs instead of 64: a multiple of dp"]
 
