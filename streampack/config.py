@@ -32,6 +32,7 @@ from streampack.core.rules import (
     WeightUnit,
 )
 from streampack.core.samples import IGNORE_INDEX
+from streampack.core.shapes import Shape
 from streampack.errors import ConfigError
 from streampack.sources import SourceSettings, TokenizerSettings
 from streampack.typed_tree import explained
@@ -96,6 +97,7 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
     leftovers: Leftovers | None = None
     micro_batch_size: Positive | None = None
     align: Align | None = None
+    shape: Shape = "fixed"
     step: StepSettings = StepSettings()
     balance: Balance = Balance()
     overlong: Overlong = "error"
@@ -243,6 +245,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
             return Rules(
                 packer=settings.packer, **{key: getattr(settings, key) for key in PACKER_KEYS},
                 budget=settings.budget, window=settings.window.samples, align=align,
+                shape=settings.shape,
                 packs=settings.step.packs, balance=settings.balance, tail=settings.tail,
                 weight_unit=settings.weight_unit, merge=self.feeds[feed].merge or self.merge,
                 between_passes=settings.between_passes, seed=self.seed,

@@ -46,6 +46,7 @@ def local(
     window: int = 1024,
     packer: str = "exact_fill",
     align: int = 1,
+    shape: Any = "fixed",
     overlong: str = "error",
     poison: str = "error",
     tail: str = "pad",
@@ -99,7 +100,8 @@ def local(
         "fields": fields or {},
         "rules": {
             "packer": packer, "budget": budget, "window": {"samples": window}, "step": {"packs": packs},
-            "align": {"sample": align, "pack": align}, "overlong": overlong, "poison": poison, "tail": tail,
+            "align": {"sample": align, "pack": align}, "shape": shape, "overlong": overlong, "poison": poison,
+            "tail": tail,
         },
     }  # fmt: skip
     stream = {"passes": passes, "repeat": repeat, "shuffle": shuffle, "text_key": text_key, "tokens_key": tokens_key}

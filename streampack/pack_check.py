@@ -64,9 +64,20 @@ class PackCheck:
         self._segments("cu_seqlens", self.lengths <= self.slots, self.lengths, "at most the segment's size")
         equal("max_seqlen", self.what, int(self.pack["max_seqlen"]), int(self.slots.max()))
         if self.rules is not None:
-            equal("budget", f"{self.what}, its tokens", self.total, self.rules.budget)
+            self._width(self.rules, int(self.slots[: len(self.slots) - tail].sum()))
             each = self.rules.align.sample
             self._segments("alignment", self.slots[: len(self.slots) - tail] % each == 0, self.slots, f"{each} k")
+
+    def _width(self, rules: Rules, slots: int) -> None:
+        """T is one of the rules' shape, and no longer than it needs to be but for a pipeline's sake."""
+        if rules.shape == "fixed":
+            equal("budget", f"{self.what}, its tokens", self.total, rules.budget)
+            return
+        own = int(rules.own_widths(np.array([slots]))[0])
+        if self._mesh is not None and self._mesh.pp == 1:
+            equal("shape", f"{self.what}, its tokens", self.total, own)
+        fits = own <= self.total <= rules.budget and self.total == int(rules.own_widths(np.array([self.total]))[0])
+        expect(fits, "shape", f"{self.what}: got {self.total} tokens, expected {own} or a longer one of the shape")
 
     def _samples(self) -> None:
         ids = self.pack["sample_ids"]

@@ -173,14 +173,14 @@ def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mes
     numbers = _array(part.packs_u32, "<u4", num_packs).tolist()
     columns = ((part.streams_u32, "<u4"), (part.indices_u64, "<u8"), (part.parts_u32, "<u4"))
     ids = np.stack([_array(data, dtype, num_samples).astype(np.int64) for data, dtype in columns], axis=1)
-    width = rules.budget // (1 if layout == "whole" else mesh.cp)
-    reader = _Frames(frames, rules, num_packs, width, num_samples)
+    widths = part.widths(rules)
+    reader = _Frames(frames, rules, widths, 1 if layout == "whole" else mesh.cp, num_samples)
     packs: list[Pack] = []
     last = 0
     for at in range(0, num_packs, _TOGETHER):
         stop = min(at + _TOGETHER, num_packs)
         first, last = last, last + int(counts[at:stop].sum())
-        laid = layouts(lengths[first:last], counts[at:stop], rules.align.sample, rules.budget)
+        laid = layouts(lengths[first:last], counts[at:stop], rules.align.sample, widths[at:stop])
         mine = cut(laid, mesh.cp, mesh.cp_rank, layout)
         arrays, fields = reader.read(at, stop, first, laid, mine, slabs)
         slices = np.stack([mine.start, mine.stop], axis=1)
@@ -215,13 +215,15 @@ def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mes
 
 
 class _Frames:
-    """The payload of one message, read a few packs at a time; ``width`` is T'."""
+    """The payload of one message, read a few packs at a time; ``widths`` int64 [packs] is T of each, of which the rank
+    holds 1 / ``parts``."""
 
-    def __init__(self, frames: dict[str, Any], rules: Rules, num_packs: int, width: int, num_samples: int) -> None:
-        self._width, self._rules = width, rules
+    def __init__(self, frames: dict[str, Any], rules: Rules, widths: I64, parts: int, num_samples: int) -> None:
+        self._whole = np.concatenate([[0], np.cumsum(widths)])
+        self._held = self._whole // parts
         self._tokens = self._edges = None
         if INPUT_IDS in frames:
-            self._tokens = _array(frames[INPUT_IDS], rules.tokens, num_packs * width).reshape(num_packs, width)
+            self._tokens = _array(frames[INPUT_IDS], rules.tokens, int(self._held[-1]))
         if EDGES in frames:
             self._edges = np.frombuffer(frames[EDGES], "<i4")
         self._edges_read = 0
@@ -229,10 +231,9 @@ class _Frames:
         for field in rules.fields:
             if field.name not in frames:
                 continue
-            held = rules.budget if field.cp == "replicate" else width
-            rows = (num_samples,) if field.axis == "sample" else (num_packs, held)
-            flat = _array(frames[field.name], field.storage.str, prod(rows) * prod(field.shape))
-            self._values[field] = flat.reshape(rows + field.shape)
+            count = num_samples if field.axis == "sample" else int(self._bounds(field)[-1])
+            flat = _array(frames[field.name], field.storage.str, count * prod(field.shape))
+            self._values[field] = flat.reshape(count, *field.shape)
 
     def read(
         self, at: int, stop: int, first: int, laid: Layouts, mine: Slices, slabs: Slabs
@@ -241,7 +242,8 @@ class _Frames:
 
         They begin with sample ``first`` of the message; ``mine`` are the rank's slices of them.
         """
-        count, size = stop - at, (stop - at) * self._width
+        count, held = stop - at, self._held[at : stop + 1] - self._held[at]
+        begin, size = int(self._held[at]), int(held[-1])
         slab = slabs.take(25 * size)
         position_ids, input_ids, labels = np.frombuffer(slab, np.int64, 3 * size).reshape(3, size)
         padding_mask = np.frombuffer(slab, np.bool_, size, 24 * size)
@@ -250,27 +252,32 @@ class _Frames:
         fields = {field.name: self._field(field, at, stop, first, laid, slabs) for field in self._values}
         arrays: dict[str, Any] = {
             "input_ids": [None] * count, "labels": [None] * count,
-            "position_ids": position_ids.reshape(count, -1), "padding_mask": padding_mask.reshape(count, -1),
+            "position_ids": _rows(position_ids, held), "padding_mask": _rows(padding_mask, held),
         }  # fmt: skip
         if POSITION_IDS in fields:
             given = fields.pop(POSITION_IDS)
             arrays[POSITION_IDS] = [np.ascontiguousarray(row.T, np.int64) for row in given]
         if self._tokens is not None:
-            input_ids.reshape(count, -1)[:] = self._tokens[at:stop]
+            input_ids[:] = self._tokens[begin : begin + size]
             if LABELS in fields:
-                labels.reshape(count, -1)[:] = fields.pop(LABELS)
+                for row, given in zip(_rows(labels, held), fields.pop(LABELS), strict=True):
+                    row[:] = given
                 labels[padding] = IGNORE_INDEX
             else:
                 derive_labels(input_ids, *places, self._next_edges(len(mine.start)), padding, labels)
-            if LOSS_MASK in fields:
-                labels.reshape(count, -1)[np.asarray(fields[LOSS_MASK]) == 0] = IGNORE_INDEX
-            arrays["input_ids"], arrays["labels"] = input_ids.reshape(count, -1), labels.reshape(count, -1)
+            for row, mask in zip(_rows(labels, held), fields.get(LOSS_MASK, ()), strict=LOSS_MASK in fields):
+                row[mask == 0] = IGNORE_INDEX
+            arrays["input_ids"], arrays["labels"] = _rows(input_ids, held), _rows(labels, held)
         return arrays, fields
 
-    def _field(self, field: Field, at: int, stop: int, first: int, laid: Layouts, slabs: Slabs) -> Any:
-        """Rows of one field, a copy that may be written to."""
-        bounds = (laid.first_sample + first).tolist()
-        values = self._values[field][at:stop] if field.axis == "token" else self._values[field][bounds[0] : bounds[-1]]
+    def _bounds(self, field: Field) -> I64:
+        """Where each pack's rows of a field of axis ``token`` begin, and the last one's end, int64 [packs + 1]."""
+        return self._whole if field.cp == "replicate" else self._held
+
+    def _field(self, field: Field, at: int, stop: int, first: int, laid: Layouts, slabs: Slabs) -> list[NDArray[Any]]:
+        """One field of each pack, a copy that may be written to."""
+        bounds = self._bounds(field)[at : stop + 1] if field.axis == "token" else laid.first_sample + first
+        values = self._values[field][bounds[0] : bounds[-1]]
         rows: NDArray[Any]
         if field.dtype == "bfloat16":
             rows = from_bfloat16(values)
@@ -279,9 +286,7 @@ class _Frames:
         else:
             rows = np.frombuffer(slabs.take(values.nbytes), values.dtype).reshape(values.shape)
             rows[...] = values
-        if field.axis == "token":
-            return rows
-        return [rows[begin - first : end - first] for begin, end in pairwise(bounds)]
+        return _rows(rows, bounds - bounds[0])
 
     def _next_edges(self, count: int) -> I32 | None:
         """The next ``count`` slices' edges. Raises ValueError if the message holds fewer."""
@@ -292,6 +297,11 @@ class _Frames:
             raise ValueError(f"got {len(self._edges)} edges, expected one a slice")
         self._edges_read += count
         return found
+
+
+def _rows(values: NDArray[Any], bounds: I64) -> list[NDArray[Any]]:
+    """``values`` of each pack: views from ``bounds[i]`` to ``bounds[i + 1]``."""
+    return [values[begin:end] for begin, end in pairwise(bounds.tolist())]
 
 
 def _array(data: Any, dtype: str, count: int) -> NDArray[Any]:

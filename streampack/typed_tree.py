@@ -80,7 +80,7 @@ def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
     at = _AT.search(text)
     path, what = (at[1], text[: at.start()]) if at else ("", text)
     if unknown := _UNKNOWN.fullmatch(what):
-        known = [field.encode_name for field in _fields(_type_at(kind, path))]
+        known = [field.encode_name for field in _fields(_type_at(kind, path, mapping=True))]
         near = difflib.get_close_matches(unknown[1], known, 1)
         meant = f"'{near[0]}' perhaps, or another" if near else "one"
         what = f"got the unknown key '{unknown[1]}', expected {meant} of: {', '.join(known)}"
@@ -130,15 +130,19 @@ def _named(path: str, kind: Any, tree: Any) -> str:
     return path
 
 
-def _type_at(kind: Any, path: str) -> Any:
-    """The type of what ``path`` names, such as ``streams[...].weight``; for an optional one the type itself."""
-    for step in filter(None, path.replace("[...]", ".[]").split(".")):
+def _type_at(kind: Any, path: str, mapping: bool = False) -> Any:
+    """The type of what ``path`` names, such as ``streams[...].weight``; for an optional one the type itself. Of several
+    the first, or with ``mapping`` the one that has keys."""
+    steps = [step for step in path.replace("[...]", ".[]").split(".") if step]
+    for left, step in zip(reversed(range(len(steps))), steps, strict=True):
         if step == "[]":
             kind = get_args(kind)[-1]
         else:
             kind = next(field.type for field in _fields(kind) if field.encode_name == step)
         while get_origin(kind) in (Annotated, Union, UnionType):
-            kind = get_args(kind)[0]
+            every = get_args(kind)
+            trees = (each for each in every if hasattr(each, "__struct_fields__"))
+            kind = next(trees, every[0]) if left or mapping else every[0]
     return kind
 
 

@@ -134,18 +134,18 @@ class Arena:
                 self._forget(block)
 
     def gather(
-        self, packs: tuple[I64, ...], names: list[str], align: int, budget: int, cp: int, rank: int, layout: str
+        self, packs: tuple[I64, ...], names: list[str], align: int, widths: I64, cp: int, rank: int, layout: str
     ) -> tuple[NDArray[Any], ...]:
         """A rank's shards of packs, each a field of ``names`` in that order (``core.frames``).
 
-        ``input_ids`` [packs * T / cp] padded with 0, ``edges`` int32 [slices], fields of axis ``token``
-        [packs * T / cp * width] (or all of each pack, where they are replicated) and ``sample`` [samples * width].
-        ``budget`` is T; see ``core.layout`` for what a shard holds.
+        ``input_ids`` [sum of T / cp] padded with 0, ``edges`` int32 [slices], fields of axis ``token``
+        [sum of T / cp * width] (or all of each pack, where they are replicated) and ``sample`` [samples * width].
+        ``widths`` int64 [packs] is T of each; see ``core.layout`` for what a shard holds.
         """
         handles = np.concatenate(packs) if packs else np.zeros(0, np.int64)
         lengths = self._length[handles]
         try:
-            laid = layouts(lengths, np.array([len(pack) for pack in packs]), align, budget)
+            laid = layouts(lengths, np.array([len(pack) for pack in packs]), align, widths)
         except ValueError as error:
             raise InternalError(f"got a pack that cannot be laid out, or a released sample: {error}") from None
         samples = laid.real > 0  # the others are tail padding

@@ -156,7 +156,7 @@ class BrokerService:
         sizes += [field.value_bytes * (8 if field.axis == "token" else 1) for field in rules.fields]
         trial.store(handles, zero, lengths, zero, tuple(bytes(size) for size in sizes))
         names = [INPUT_IDS, EDGES, *(field.name for field in rules.fields)]
-        trial.gather((handles,), names, 8, 16, 2, 0, "zigzag")
+        trial.gather((handles,), names, 8, np.array([16]), 2, 0, "zigzag")
 
     def run(self) -> None:
         """Serve. Closes everything in the end."""
@@ -296,7 +296,7 @@ class BrokerService:
     def _send_shard(self, effect: SendShard) -> None:
         rules, envelope = effect.rules, effect.envelope
         payload = self.arena.gather(
-            effect.packs, effect.frames, rules.align.sample, rules.budget, effect.cp, effect.cp_rank, effect.layout
+            effect.packs, effect.frames, rules.align.sample, effect.widths, effect.cp, effect.cp_rank, effect.layout
         )
         whole = Envelope(
             run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message, payload=payload

@@ -36,6 +36,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "leftovers": "of modified first fit: how it packs what no large sample took along",
         "micro_batch_size": "of packer none: samples of a pack",
         "budget": "tokens of a pack",
+        "shape": "tokens that a pack is delivered with: the budget (fixed), its samples' (exact), or some sizes",
         "overlong": "what happens to samples over the budget",
         "poison": "what happens to samples that cannot be used",
         "tail": "the packs that do not fill the last step: padded with empty ones, or dropped",
@@ -47,6 +48,10 @@ MEANINGS: dict[str, dict[str, str]] = {
     "Align": {
         "sample": "each sample is padded to a multiple",
         "pack": "the budget must be a multiple",
+    },
+    "Sizes": {
+        "multiple": "packs are padded to a multiple",
+        "buckets": "packs are padded to the first of these that holds them, or the budget",
     },
     "Balance": {
         "kind": "deal packs to ranks by cost, or in order",

@@ -135,6 +135,8 @@ class SendShard(Effect, frozen=True):
     peer: bytes
     envelope: Envelope
     packs: tuple[I64, ...]
+    widths: I64
+    """T of each pack, int64 [packs]."""
     frames: list[str]
     rules: Rules
     layout: str

@@ -26,7 +26,10 @@ PART_BYTES = 1 << 20
 class _Kept:
     step: Step
     skipped: bool = False
-    dp: int = 0
+    sizes: tuple[int, int] = (0, 0)
+    """dp and pp of the mesh that it was dealt over."""
+    widths: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    """T of each pack there, int64 [packs]."""
     dealt: I64 = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
 
@@ -61,8 +64,8 @@ class KeptSteps:
         if kept.skipped:
             yield self._passed_over(step), ()
             return
-        if kept.dp != mesh.dp:
-            self._deal(kept, mesh.dp)
+        if kept.sizes != (mesh.dp, mesh.pp):
+            self._deal(kept, mesh)
         column = kept.dealt[:, mesh.dp_rank]
         width = self._rules.budget // (1 if self._layout == "whole" else mesh.cp)
         each = max(1, PART_BYTES // (width * self._rules.token_bytes))
@@ -83,6 +86,7 @@ class KeptSteps:
                 streams_u32=table.stream[handles].astype("<u4").tobytes(),
                 indices_u64=table.index[handles].astype("<u8").tobytes(),
                 parts_u32=table.part[handles].astype("<u4").tobytes(),
+                widths_u32=b"" if self._rules.shape == "fixed" else kept.widths[numbers].astype("<u4").tobytes(),
             )  # fmt: skip
             yield plan, tuple(pack.handles for pack in packs)
 
@@ -94,9 +98,10 @@ class KeptSteps:
             indices_u64=b"", parts_u32=b"",
         )  # fmt: skip
 
-    def _deal(self, kept: _Kept, dp: int) -> None:
-        costs = np.array([pack.cost for pack in kept.step.packs], np.int64)
-        kept.dp, kept.dealt = dp, deal(costs, dp, self._rules.balance.kind)
+    def _deal(self, kept: _Kept, mesh: Mesh) -> None:
+        costs, slots = np.array([(pack.cost, pack.num_slot_tokens) for pack in kept.step.packs], np.int64).T
+        kept.sizes, kept.dealt = (mesh.dp, mesh.pp), deal(costs, mesh.dp, self._rules.balance.kind)
+        kept.widths = self._rules.step_widths(slots, mesh.pp)
         rows = costs[kept.dealt]
         rows = rows[rows.any(axis=1)]
         if len(rows):
@@ -122,9 +127,11 @@ def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
             f"got cp={mesh.cp} and align sample={rules.align.sample} pack={rules.align.pack}, expected multiples "
             f"of {how}: set rules.align or planned_mesh.cp before the run starts"
         )
-    if rules.budget % parts:
+    if rules.width_unit % parts:
+        what = f"a budget of {rules.budget}" if rules.shape == "fixed" else f"packs of multiples of {rules.width_unit}"
+        keys = "rules.budget" if rules.shape == "fixed" else "rules.align.pack, rules.shape"
         return (
-            f"got cp={mesh.cp} and a budget of {rules.budget}, expected a multiple of {how}, which the layout "
-            f"{layout} cuts it into: change rules.budget or the mesh"
+            f"got cp={mesh.cp} and {what}, expected a multiple of {how}, which the layout {layout} cuts it into: "
+            f"change {keys} or the mesh"
         )
     return ""

@@ -76,7 +76,7 @@ def layout(lengths: I64, align: int, total: int) -> Layout:
     [0, 4, 6, 8]
     """
     lengths = np.asarray(lengths, np.int64)
-    return layouts(lengths, np.array([len(lengths)]), align, total).packs()[0]
+    return layouts(lengths, np.array([len(lengths)]), align, np.array([total])).packs()[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,9 @@ class Layouts:
         return found
 
 
-def layouts(lengths: I64, counts: I64, align: int, total: int) -> Layouts:
-    """Lay packs of ``counts`` int64 [p] samples each out, as ``layout`` does; same errors."""
+def layouts(lengths: I64, counts: I64, align: int, totals: I64) -> Layouts:
+    """Lay packs of ``counts`` int64 [p] samples and ``totals`` int64 [p] tokens each out, as ``layout`` does; same
+    errors."""
     if len(lengths) and int(lengths.min()) <= 0:
         raise ValueError(f"got a sample of {int(lengths.min())} tokens, expected at least 1")
     first_sample = np.zeros(len(counts) + 1, np.int64)
@@ -117,15 +118,16 @@ def layouts(lengths: I64, counts: I64, align: int, total: int) -> Layouts:
     slots = -(-lengths // align) * align
     filled = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(slots, out=filled[1:])
-    tails = total - (filled[first_sample[1:]] - filled[first_sample[:-1]])
+    tails = totals - (filled[first_sample[1:]] - filled[first_sample[:-1]])
     if len(tails) and int(tails.min()) < 0:
-        raise ValueError(f"got {total - int(tails.min())} tokens with padding, expected at most {total}")
+        at = int(tails.argmin())
+        raise ValueError(f"got {int(totals[at] - tails[at])} tokens with padding, expected at most {int(totals[at])}")
     open_ = np.flatnonzero(tails)  # packs with tail padding, which is a segment of its own
     at = first_sample[open_ + 1]
     slots = np.insert(slots, at, tails[open_])
     first_segment = first_sample.copy()
     first_segment[1:] += np.cumsum(tails > 0)
-    stop = np.cumsum(slots) - np.repeat(np.arange(len(counts)) * total, np.diff(first_segment))
+    stop = np.cumsum(slots) - np.repeat(np.cumsum(totals) - totals, np.diff(first_segment))
     return Layouts(lengths, np.insert(lengths, at, 0), stop - slots, stop, first_sample, first_segment)
 
 

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 from msgspec import Meta, Struct
 
 from streampack.core.fields import MAX_FIELDS, Field
 from streampack.core.rules import Rules
+from streampack.core.samples import I64
+from streampack.core.shapes import check_widths
 from streampack.core.snapshot import Count, Cursor, Snapshot
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -347,7 +350,8 @@ class StepPart(Message, frozen=True, kw_only=True):
     ``lengths_u32``, ``streams_u32``, ``indices_u64`` and ``parts_u32`` [sum of counts] describe
     the samples. Payload: one frame for each name of ``frames``: ``input_ids`` [p, T / cp]; where the
     layout cuts samples, ``edges`` int32 [slices], the token after each; fields of axis ``token``
-    [p, T / cp, ...] (or T where replicated), those of axis ``sample`` [sum of counts, ...].
+    [p, T / cp, ...] (or T where replicated), those of axis ``sample`` [sum of counts, ...]. ``widths_u32`` [p]: T of
+    each pack; empty where the rules' shape is ``fixed``: all are the budget.
     ``num_loss_tokens`` and ``num_samples`` are those of the whole step.
     """
 
@@ -371,6 +375,18 @@ class StepPart(Message, frozen=True, kw_only=True):
     streams_u32: bytes
     indices_u64: bytes
     parts_u32: bytes
+    widths_u32: bytes = b""
+
+    def widths(self, rules: Rules) -> I64:
+        """T of each pack, int64 [p]. Raises ValueError for what no pack of these rules can be."""
+        count = len(self.counts_u32) // 4
+        if rules.shape == "fixed" and not self.widths_u32:
+            return np.full(count, rules.budget, np.int64)
+        if len(self.widths_u32) != 4 * count:
+            raise ValueError(f"got {len(self.widths_u32)} bytes of widths, expected {4 * count}")
+        widths = np.frombuffer(self.widths_u32, "<u4").astype(np.int64)
+        check_widths(widths, rules.shape, rules.budget, rules.align.pack)
+        return widths
 
 
 class Wait(Message, frozen=True, kw_only=True):

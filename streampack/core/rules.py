@@ -17,6 +17,7 @@ from streampack.core.fields import Field, check_fields
 from streampack.core.packers import Packer, packer, parameters_of
 from streampack.core.packers.modified_first_fit import Leftovers
 from streampack.core.samples import I64
+from streampack.core.shapes import Shape, check_shape, own_widths, step_widths, width_unit
 
 Positive = Annotated[int, Meta(ge=1)]
 Overlong = Literal["error", "drop", "truncate", "split"]
@@ -87,7 +88,8 @@ class StreamRules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The rules of one feed. ``budget`` tokens a pack, ``packs`` a step, ``window`` samples.
 
-    ``max_samples_per_pack``, ``leftovers`` and ``micro_batch_size`` are parameters of ``packer``: see there.
+    ``max_samples_per_pack``, ``leftovers`` and ``micro_batch_size`` are parameters of ``packer``: see there. ``shape``
+    says how long packs are: see ``shapes``.
     ``tail`` says what happens to the packs that do not fill the last step: ``pad`` adds empty packs,
     ``drop`` counts and drops them. ``weight_unit``: weights are shares of tokens, or of samples, where a split one
     counts once and one that is rejected or dropped does not. ``between_passes``: ``drain`` ends each pass over all
@@ -104,6 +106,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     leftovers: Leftovers | None = None
     micro_batch_size: Positive | None = None
     align: Align = Align()
+    shape: Shape = "fixed"
     balance: Balance = Balance()
     tail: Literal["pad", "drop"] = "pad"
     weight_unit: WeightUnit = "tokens"
@@ -125,6 +128,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
             raise ValueError(
                 f"got align.pack {self.align.pack} and align.sample {self.align.sample}, expected a multiple"
             )
+        check_shape(self.shape, self.budget, self.align.pack)
         check_fields(self.fields)
         self.new_packer()
 
@@ -138,6 +142,19 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 f"got {unknown}: {given[unknown]} with packer: {self.packer}, expected only keys that it has: {known}"
             )
         return packer(self.packer, **given, **({"seed": self.seed} if "seed" in has else {}))
+
+    def own_widths(self, slots: I64) -> I64:
+        """T of packs whose samples, padded, take ``slots`` tokens, int64 [packs], by themselves: see ``shapes``."""
+        return own_widths(slots, self.shape, self.budget, self.align.pack)
+
+    def step_widths(self, slots: I64, pp: int) -> I64:
+        """T of all packs of a step on a mesh with ``pp`` stages, int64 [packs]."""
+        return step_widths(slots, self.shape, self.budget, self.align.pack, pp)
+
+    @property
+    def width_unit(self) -> int:
+        """What every T is a multiple of."""
+        return width_unit(self.shape, self.budget, self.align.pack)
 
     @property
     def token_bytes(self) -> int:

@@ -32,7 +32,7 @@ SHARED = replace(PADDED, cp=2, packs=[[[5, 6, 7, 8, 9, 10], [1, 2, 3]]])
 def test_what_was_built_holds(case: Case) -> None:
     steps, rules = steps_of(case), attached(case).rules
     for rank, step in enumerate(steps):
-        mesh = Mesh(cp=case.cp, cp_rank=rank)
+        mesh = Mesh(cp=case.cp, cp_rank=rank, pp=case.pp)
         for format in ("numpy", "thd", *(("hf", "hf_shifted") if case.cp == 1 else ())):
             shown = Views(format, mesh).make(step, rules)
             streampack.verify(shown, mesh, rules)
@@ -148,6 +148,22 @@ def test_the_message_names_invariant_sample_and_position() -> None:
     pack.labels[4], pack.labels[15] = 9, 1
     with pytest.raises(InvariantError, match="tail padding, position 15: got 1, expected -100"):
         streampack.verify(pack)
+
+
+def test_a_pack_is_as_long_as_its_shape_says() -> None:
+    case = replace(PADDED, budget=32, shape="exact")
+    (step,), rules = steps_of(case), attached(case).rules
+    assert [len(pack.input_ids) for pack in step] == [12, 8]
+    streampack.verify(step, Mesh(), rules)
+    with pytest.raises(InvariantError, match=r"^shape: step 3, tokens of its packs in a pipeline: got 2, expected 1"):
+        streampack.verify(step, Mesh(pp=2), rules)
+    (longer,) = steps_of(replace(case, pp=2))
+    assert [len(pack.input_ids) for pack in longer] == [12, 12]
+    streampack.verify(longer, Mesh(pp=2), rules)
+    with pytest.raises(InvariantError, match=r"^shape: step 3, pack 101, its tokens: got 12, expected 8"):
+        streampack.verify(longer, Mesh(), rules)
+    with pytest.raises(InvariantError, match=r"^shape: .*: got 12 tokens, expected 24 or a longer one of the shape"):
+        streampack.verify(step, rules=replace_rules(rules, align=Align(sample=4, pack=24), budget=48))
 
 
 def test_the_rules_say_budget_alignment_and_what_was_sent() -> None:

@@ -20,6 +20,7 @@ from streampack.core.layout import LAYOUTS, positions_of, round_up, shard_slices
 from streampack.core.messages import Attached, Envelope, Mesh, StepPart, Wait
 from streampack.core.rules import Align, Rules
 from streampack.core.samples import I64
+from streampack.core.shapes import Shape, Sizes
 from streampack.errors import WireError
 from streampack.packs import Pack, Step, build_step
 from streampack.slabs import Slabs
@@ -39,11 +40,30 @@ class Case:
     layout: str = "zigzag"
     dtype: Literal["uint16", "int32"] = "int32"
     fields: tuple[Field, ...] = ()
+    shape: Shape = "fixed"
+    pp: int = 1
 
     @property
     def ranks(self) -> int:
         """Shards that differ."""
         return 1 if self.layout == "whole" else self.cp
+
+    @property
+    def align_pack(self) -> int:
+        """What the length of a pack is a multiple of."""
+        return self.align if self.layout in ("zigzag", "whole") else int(np.lcm(2 * self.cp, self.align))
+
+    @property
+    def widths(self) -> list[int]:
+        """T of each pack: the first length of the shape that holds its samples; in a pipeline all the longest."""
+        every = range(self.align_pack, self.budget + 1, self.align_pack)
+        lengths = [self.budget] if self.shape == "fixed" else list(every)
+        if isinstance(self.shape, Sizes):
+            lengths = [n for n in lengths if self.shape.multiple and n % self.shape.multiple == 0]
+            lengths = lengths or [*(self.shape.buckets or ()), self.budget]
+        slots = [sum(round_up(len(sample), self.align) for sample in pack) for pack in self.packs]
+        own = [next(length for length in lengths if length >= held) for held in slots]
+        return [max(own)] * len(own) if self.pp > 1 else own
 
     def values(self, sample: int, field: Field) -> NDArray[Any]:
         """A field of one sample, by its number: [length, *shape] or [*shape], of the field's storage."""
@@ -79,7 +99,21 @@ def cases(draw: st.DrawFn) -> Case:
     dtype: Literal["uint16", "int32"] = draw(st.sampled_from(["uint16", "int32"]))
     token = st.integers(0, np.iinfo(dtype).max)
     packs = [[draw(st.lists(token, min_size=n, max_size=n)) for n in pack] for pack in lengths]
-    return Case(packs, align, budget, cp, layout, dtype, draw(fields()))
+    case = Case(packs, align, budget, cp, layout, dtype, draw(fields()))
+    return replace(case, shape=draw(shapes(budget, case.align_pack)), pp=draw(st.sampled_from([1, 3])))
+
+
+@st.composite
+def shapes(draw: st.DrawFn, budget: int, align: int) -> Shape:
+    """A shape that packs of ``budget`` tokens can have, of multiples of ``align``."""
+    units = budget // align
+    multiples = [n for n in range(1, units + 1) if units % n == 0]
+    buckets = sorted(draw(st.sets(st.integers(1, units), min_size=1, max_size=4)))
+    of_sizes = (
+        Sizes(multiple=align * draw(st.sampled_from(multiples))),
+        Sizes(buckets=tuple(align * n for n in buckets)),
+    )
+    return draw(st.sampled_from(["fixed", "exact", *of_sizes]))
 
 
 @st.composite
@@ -130,8 +164,8 @@ def filled(case: Case) -> tuple[Arena, list[I64]]:
 
 def attached(case: Case) -> Attached:
     rules = Rules(
-        budget=case.budget, packs=len(case.packs), align=Align(sample=case.align, pack=case.align), tokens=case.dtype,
-        fields=case.fields,
+        budget=case.budget, packs=len(case.packs), align=Align(sample=case.align, pack=case.align_pack),
+        tokens=case.dtype, fields=case.fields, shape=case.shape,
     )  # fmt: skip
     return Attached(feed="train", reader="r", lineage=0, next_step=0, rules=rules, layout=case.layout)
 
@@ -147,7 +181,8 @@ def parts(case: Case, rank: int, sizes: list[int], stage: int = 0) -> list[Envel
         mine, rows = case.packs[first : first + size], tuple(handles[first : first + size])
         mesh = Mesh(cp=case.cp, cp_rank=rank, pp=3, pp_rank=stage)
         names = frames_for(case.fields, mesh, case.layout)
-        arrays = arena.gather(rows, names, case.align, case.budget, case.cp, rank, case.layout)
+        widths = np.array(case.widths[first : first + size], np.int64)
+        arrays = arena.gather(rows, names, case.align, widths, case.cp, rank, case.layout)
         flat = np.concatenate([*rows, np.zeros(0, np.int64)]).tolist()
         message = StepPart(
             feed="train", lineage=0, step=3, part=part, parts=len(sizes), first=first, micro_batches=len(case.packs),
@@ -159,6 +194,7 @@ def parts(case: Case, rank: int, sizes: list[int], stage: int = 0) -> list[Envel
             streams_u32=u32([handle % 3 for handle in flat]),
             indices_u64=np.array([2**40 + handle for handle in flat], "<u8").tobytes(),
             parts_u32=u32([handle % 2 for handle in flat]),
+            widths_u32=b"" if case.shape == "fixed" else u32(case.widths[first : first + size]),
         )  # fmt: skip
         payload = tuple(memoryview(array.tobytes()) for array in arrays)
         envelopes.append(Envelope(run=1, epoch=1, fence=1, message=message, payload=payload))
@@ -176,7 +212,7 @@ def numbered(case: Case) -> Iterator[tuple[int, list[list[int]]]]:
 def naive_field(case: Case, micro_batch: int, field: Field) -> NDArray[Any]:
     """A field of axis token over the whole pack [T, *shape], shifted if it speaks of targets."""
     at, pack = list(numbered(case))[micro_batch]
-    row = np.full((case.budget, *field.shape), field.fill(field.pad), field.storage)
+    row = np.full((case.widths[micro_batch], *field.shape), field.fill(field.pad), field.storage)
     to = 0
     for number, sample in enumerate(pack, at):
         values = case.values(number, field)
@@ -201,7 +237,7 @@ def naive(case: Case, pack: list[list[int]], micro_batch: int = 0) -> dict[str, 
             padding.append(not real)
             positions.append(slot)
             slot += 1
-    tail = case.budget - len(ids)
+    tail = case.widths[micro_batch] - len(ids)
     labels += [IGNORED] * tail
     by_name = {field.name: naive_field(case, micro_batch, field) for field in case.fields if field.axis == "token"}
     if "labels" in by_name:
@@ -220,16 +256,17 @@ def naive(case: Case, pack: list[list[int]], micro_batch: int = 0) -> dict[str, 
 def reassembled(case: Case, steps: list[Step], micro_batch: int) -> dict[str, list[int]]:
     """A pack from the shards of all its ranks; every position must be filled exactly once."""
     names = ("input_ids", "labels", "position_ids", "padding_mask")
-    whole = {name: np.full(case.budget, -7, np.int64) for name in names}
+    total = case.widths[micro_batch]
+    whole = {name: np.full(total, -7, np.int64) for name in names}
     if any(field.name == "position_ids" and field.shape for field in case.fields):
-        whole["position_ids"] = np.full((case.budget, 3), -7, np.int64)
-    times = np.zeros(case.budget, np.int64)
+        whole["position_ids"] = np.full((total, 3), -7, np.int64)
+    times = np.zeros(total, np.int64)
     for rank, step in enumerate(steps):
         pack = step[micro_batch]
         at = positions_of(*shard_slices(pack.cu_seqlens_padded, case.ranks, rank, case.layout))
         times[at] += 1
         for name in names:
-            assert pack[name].shape[-1] == case.budget // case.ranks
+            assert pack[name].shape[-1] == total // case.ranks
             assert pack[name].dtype == (np.bool_ if name == "padding_mask" else np.int64)
             whole[name][at] = pack[name].T
     assert (times == 1).all(), "no token is lost, none is there twice"
@@ -318,12 +355,12 @@ def check_counts(case: Case, pack: Pack, samples: list[list[int]], micro_batch: 
     before = sum(len(pack) for pack in case.packs[:micro_batch])
     handles = range(before, before + len(samples))
     slots = [round_up(length, case.align) for length in lengths]
-    tail = case.budget - sum(slots)
+    tail = case.widths[micro_batch] - sum(slots)
     assert pack.cu_seqlens_padded[0] == 0
     assert np.diff(pack.cu_seqlens_padded).tolist() == slots + [tail] * (tail > 0)
     assert np.diff(pack.cu_seqlens).tolist() == lengths + [0] * (tail > 0)
     assert pack.cu_seqlens.dtype == pack.cu_seqlens_padded.dtype == np.int32
-    assert pack.cu_seqlens_padded[-1] == case.budget
+    assert pack.cu_seqlens_padded[-1] == case.widths[micro_batch]
     assert pack.max_seqlen == max([*slots, tail])
     assert (pack.num_samples, pack.num_segments) == (len(lengths), len(lengths) + (tail > 0))
     assert pack.num_loss_tokens == sum(map(case.counted, handles, lengths))
@@ -357,7 +394,7 @@ def test_many_packs_are_no_different_from_few(cp: int) -> None:
     case = Case(packs, 4, 40, cp, dtype="uint16")
     steps = steps_of(case, [33, 7])
     for micro_batch, samples in enumerate(packs):
-        assert reassembled(case, steps, micro_batch) == naive(case, samples)
+        assert reassembled(case, steps, micro_batch) == naive(case, samples, micro_batch)
         check_counts(case, steps[0][micro_batch], samples, micro_batch)
 
 
@@ -457,6 +494,8 @@ BROKEN: dict[str, Callable[[Envelope], Envelope]] = {
     "a frame too many": lambda e: msgspec.structs.replace(e, payload=(*e.payload, b"")),
     "frames of other names": lambda e: changed(e, frames=["edges", "input_ids"]),
     "too few edges": lambda e: msgspec.structs.replace(e, payload=(e.payload[0], bytes(16))),
+    "a width that no pack is fixed to": lambda e: changed(e, widths_u32=u32([16, 12])),
+    "ragged widths": lambda e: changed(e, widths_u32=bytes(7)),
     "another message": lambda e: msgspec.structs.replace(e, message=Wait(feed="f", step=1, reason="r", detail="")),
 }
 
@@ -468,6 +507,15 @@ def test_a_step_that_breaks_an_invariant_is_refused(what: str) -> None:
     built([envelope], case, Mesh(cp=2))
     with pytest.raises(WireError):
         built([BROKEN[what](envelope)], case, Mesh(cp=2))
+
+
+@pytest.mark.parametrize("widths", [[], [12], [12, 12, 12], [12, 13], [8, 12], [12, 0], [12, 20], [12, 16]])
+def test_widths_that_are_not_of_the_shape_or_do_not_fit_are_refused(widths: list[int]) -> None:
+    case = Case([[[1, 2, 3], [4, 5, 6, 7, 8]], [[6, 7, 8, 9]]], 4, 16, 1, shape="exact")
+    (envelope,) = parts(case, 0, [2])
+    assert [len(pack.input_ids) for pack in built([envelope], case, Mesh())] == case.widths == [12, 4]
+    with pytest.raises(WireError):
+        built([changed(envelope, widths_u32=u32(widths))], case, Mesh())
 
 
 def test_rules_that_do_not_suit_the_mesh_are_refused() -> None:

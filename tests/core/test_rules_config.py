@@ -20,6 +20,7 @@ from streampack.core.packers.modified_first_fit import ModifiedFirstFitDecreasin
 from streampack.core.packers.unpacked import Unpacked
 from streampack.core.plan import needed_tokens
 from streampack.core.rules import Align, Balance, Rules, StreamRules
+from streampack.core.shapes import Sizes
 from streampack.errors import ConfigError
 from streampack.typed_tree import convert, parse_size
 
@@ -61,6 +62,7 @@ def test_every_rule_changes_the_digest() -> None:
         {"weight_unit": "samples"}, {"merge": "arrival"}, {"between_passes": "drain"},
         {"packer": "concatenative", "max_samples_per_pack": 2}, {"packer": "none", "micro_batch_size": 2},
         {"packer": "modified_first_fit_decreasing", "leftovers": "emptiest"},
+        *[{"shape": shape} for shape in ("exact", Sizes(multiple=64), Sizes(buckets=(64,)), Sizes(buckets=(32, 64)))],
         {"seed": 1}, *[{"streams": streams} for streams in ((A,), (B,), (A, B), (B, A))],
         *[{"streams": (msgspec.structs.replace(A, **change),)} for change in of_a],
     ]  # fmt: skip
@@ -202,6 +204,34 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "rules: {align: {sample: 3, pack: 8}}", "rules: got align.pack 8 and align.sample 3, expected a mul"),
         (WEB + "planned_mesh: {cp: 3}", "rules: got budget 8192 and align.pack 6, expected a multiple: take 8190"),
         (WEB + "planned_mesh: {dp: 7}", "planned_mesh.dp: got 7, expected a divisor of the 64 packs of a step"),
+        # shapes
+        (WEB + "rules: {shape: round}", "rules.shape: got 'round', expected one of: fixed, exact"),
+        (WEB + "rules: {shape: 5}", "rules.shape: got 5, expected text or a mapping"),
+        (
+            WEB + "rules: {shape: {mutiple: 8}}",
+            "rules.shape: got the unknown key 'mutiple', expected 'multiple'",
+        ),
+        (WEB + "rules: {shape: {}}", "rules.shape: got neither of multiple and buckets, expected one of them"),
+        (
+            WEB + "rules: {shape: {multiple: 8, buckets: [8]}}",
+            "rules.shape: got both of multiple and buckets, ex",
+        ),
+        (
+            WEB + "rules: {shape: {multiple: 48}}",
+            "rules: got shape.multiple 48, expected a multiple of align.pack, 1",
+        ),
+        (
+            WEB + "rules: {shape: {buckets: [8, 4]}}",
+            "rules: got shape.buckets [8, 4], expected rising multiples of",
+        ),
+        (
+            WEB + "rules: {shape: {buckets: [8193]}}",
+            "rules: got shape.buckets [8193], expected rising multiples of",
+        ),
+        (
+            WEB + "rules: {shape: {multiple: 64}}\nplanned_mesh: {cp: 64}",
+            "rules: got shape.multiple 64, expected a multiple of align.pack, 128, that divides the budget of 8192",
+        ),
         # feeds
         (WEB + "feeds: {a: {}, b: {}}", "feeds.a.streams: got none, expected some of web: with several feeds"),
         (WEB + "feeds: {train: {streams: [web, code]}}", "feeds.train.streams: got 'code', expected one of: web"),

@@ -138,7 +138,7 @@ class BrokerProcess:
         elif isinstance(effect, SendShard):
             rules, envelope = effect.rules, effect.envelope
             shard = self.arena.gather(
-                effect.packs, effect.frames, rules.align.sample, rules.budget, effect.cp, effect.cp_rank, effect.layout
+                effect.packs, effect.frames, rules.align.sample, effect.widths, effect.cp, effect.cp_rank, effect.layout
             )
             whole = Envelope(
                 run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message,

@@ -1,7 +1,7 @@
 """What a simulated run reads: cases, and sources as functions of (stream, partition, seq).
 
-``Case`` n is one of a few small jobs that between them use packers of each kind, every over-long policy, tail and order
-of merging.
+``Case`` n is one of a few small jobs that between them use packers of each kind, every over-long policy, tail, shape
+and order of merging.
 Streams are read, as often as need be, or pushed once by programs that keep nothing; those say where batches end.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from streampack.core.messages import Envelope, Mesh, StepPart
 from streampack.core.rules import Align, OnExhaust, Overlong, PackerName, Poison, Rules, StreamRules
 from streampack.core.samples import I64
+from streampack.core.shapes import Shape, Sizes
 
 NUM_CASES = 12
 FIRST_ARRIVAL, FIRST_PUSHED = 8, 10
@@ -28,6 +30,7 @@ MAX_SAMPLE = 128
 _PACKERS: tuple[PackerName, ...] = ("exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative")
 _OVERLONG: tuple[Overlong, ...] = ("truncate", "split", "drop", "error")
 _POISON: tuple[Poison, ...] = ("error", "drop")
+_SHAPES: dict[int, Shape] = {1: "exact", 3: Sizes(multiple=16), 6: Sizes(buckets=(8, 24)), 8: "exact"}
 
 Id = tuple[int, int, int]
 """(stream, index, part)."""
@@ -74,6 +77,16 @@ class Case:
     def meshes(self) -> list[tuple[int, int]]:
         """(dp, cp) that may read it."""
         return [(dp, cp) for dp in (1, 2, 4) for cp in (1, 2)[: self.cp]]
+
+    def widths(self, counts: list[int], lengths: list[int]) -> list[int]:
+        """Tokens of packs with so many samples each: the first length of the shape that holds them."""
+        shape, align = self.rules.shape, self.rules.align
+        sizes = [BUDGET] if shape == "fixed" else [*range(align.pack, BUDGET + 1, align.pack)]
+        if isinstance(shape, Sizes):
+            sizes = [*shape.buckets, BUDGET] if shape.buckets else [n for n in sizes if n % (shape.multiple or 1) == 0]
+        ends = np.cumsum([0, *counts]).tolist()
+        held = [sum(-(-n // align.sample) * align.sample for n in lengths[a:b]) for a, b in pairwise(ends)]
+        return [next(size for size in sizes if size >= tokens) for tokens in held]
 
     @lru_cache  # noqa: B019 - cases live as long as the tests
     def lengths(self, stream: int, partition: int) -> I64:
@@ -122,7 +135,7 @@ def case(number: int, prefix: str = "") -> Case:
         align=Align(2 * cp, 2 * cp) if cp > 1 else Align(), tokens="int32" if number % 2 else "uint16",
         tail="drop" if number in (5, 9) else "pad", between_passes="drain" if number in (5, 7) else "continue",
         weight_unit="samples" if number in (2, 5) else "tokens", seed=number, streams=streams,
-        merge="schedule" if number < FIRST_ARRIVAL else "arrival",
+        merge="schedule" if number < FIRST_ARRIVAL else "arrival", shape=_SHAPES.get(number, "fixed"),
     )  # fmt: skip
     return Case(
         number, rules, counts, dp=(1, 2, 4)[number % 3], cp=cp, steps_ahead=int(draw.integers(2, 9)),
@@ -153,21 +166,23 @@ def shards_of(parts: tuple[Envelope, ...], this: Case, mesh: Mesh) -> list[Shard
         lengths = np.frombuffer(part.lengths_u32, "<u4").tolist()
         numbers = np.frombuffer(part.packs_u32, "<u4").tolist()
         loss = np.frombuffer(part.loss_tokens_u32, "<u4").tolist()
-        rows = np.frombuffer(envelope.payload[0], this.dtype).reshape(len(numbers), BUDGET // mesh.cp)
+        widths = this.widths(np.frombuffer(part.counts_u32, "<u4").tolist(), lengths)
+        assert part.widths_u32 == (b"" if this.rules.shape == "fixed" else np.array(widths, "<u4").tobytes())
+        rows = np.split(np.frombuffer(envelope.payload[0], this.dtype), np.cumsum(widths)[:-1] // mesh.cp)
         at = 0
         for i, count in enumerate(np.frombuffer(part.counts_u32, "<u4").tolist()):
-            positions = _positions(lengths[at : at + count], this, mesh)
+            positions = _positions(lengths[at : at + count], widths[i], this, mesh)
             shards.append(Shard(numbers[i], ids[at : at + count], loss[i], rows[i], positions))
             at += count
     return shards
 
 
-def _positions(lengths: list[int], this: Case, mesh: Mesh) -> I64:
+def _positions(lengths: list[int], width: int, this: Case, mesh: Mesh) -> I64:
     """Chunks r and 2W - 1 - r of each segment, padded to the alignment, the tail being one, too."""
     align, pieces, start = this.rules.align.sample, 2 * mesh.cp, 0
     segments = [-(-length // align) * align for length in lengths]
     positions: list[int] = []
-    for size in [*segments, BUDGET - sum(segments)]:
+    for size in [*segments, width - sum(segments)]:
         whole = np.arange(start, start + size)
         mine = whole.reshape(pieces, -1)[[mesh.cp_rank, pieces - 1 - mesh.cp_rank]] if mesh.cp > 1 else whole
         positions += mine.ravel().tolist()
