@@ -255,8 +255,7 @@ class _Frames:
             "position_ids": _rows(position_ids, held), "padding_mask": _rows(padding_mask, held),
         }  # fmt: skip
         if POSITION_IDS in fields:
-            given = fields.pop(POSITION_IDS)
-            arrays[POSITION_IDS] = [np.ascontiguousarray(row.T, np.int64) for row in given]
+            arrays[POSITION_IDS] = [np.ascontiguousarray(row.T, np.int64) for row in fields.pop(POSITION_IDS)]
         if self._tokens is not None:
             input_ids[:] = self._tokens[begin : begin + size]
             if LABELS in fields:

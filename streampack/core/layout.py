@@ -120,8 +120,9 @@ def layouts(lengths: I64, counts: I64, align: int, totals: I64) -> Layouts:
     np.cumsum(slots, out=filled[1:])
     tails = totals - (filled[first_sample[1:]] - filled[first_sample[:-1]])
     if len(tails) and int(tails.min()) < 0:
-        at = int(tails.argmin())
-        raise ValueError(f"got {int(totals[at] - tails[at])} tokens with padding, expected at most {int(totals[at])}")
+        worst = int(tails.argmin())
+        room = int(totals[worst])
+        raise ValueError(f"got {room - int(tails[worst])} tokens with padding, expected at most {room}")
     open_ = np.flatnonzero(tails)  # packs with tail padding, which is a segment of its own
     at = first_sample[open_ + 1]
     slots = np.insert(slots, at, tails[open_])
