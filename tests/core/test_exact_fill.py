@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import streampack
 from benchmarks.lengths import SHIFTING, STATIONARY
 from benchmarks.lengths import lengths_of as stream_of
 from streampack.core.packers import (
@@ -248,3 +254,29 @@ def test_full_samples_leave_at_once_but_the_oldest_goes_first_when_it_has_waited
 
 def test_lengths_that_share_a_factor_with_no_multiple_at_the_budget_are_packed_as_full_as_can_be() -> None:
     assert num_packs(np.full(3000, 17), 8192, window=64) == -(-3000 // (8192 // 17))
+
+
+CACHED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from streampack.core.packers import kernels
+assert kernels.__file__.startswith(sys.argv[1])
+kernels._lowest_bit(np.ones(1, np.uint64), 0)
+print(sum(kernels._lowest_bit.stats.cache_hits.values()))
+"""
+
+
+def test_a_cached_kernel_is_compiled_again_when_a_file_beside_its_own_has_changed(tmp_path: Path) -> None:
+    package = Path(streampack.__file__).parent
+    shutil.copytree(package, tmp_path / "streampack", ignore=shutil.ignore_patterns("__pycache__"))
+    beside = tmp_path / "streampack/core/packers/exact_fill_cases.py"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def cache_hits() -> int:
+        command = [sys.executable, "-c", CACHED, str(tmp_path)]
+        return int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
+
+    assert [cache_hits(), cache_hits()] == [0, 1]
+    beside.write_text(beside.read_text() + "\n")
+    assert cache_hits() == 0

@@ -63,7 +63,7 @@ def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap):  # type:
     view = View(
         lengths, sizes, after, before, due, gone, of_each[0], of_each[1], of_each[2], of_each[3], of_each[4], rows, now
     )
-    bounds, end = np.zeros(n + 1, np.int64), 0
+    bounds, end = np.zeros(n + 1, np.int64), np.int64(0)  # a literal 0 would compile all once more
     while True:
         _refill(view, ages, budget, size)
         ready = now[HELD] >= size and now[TOKENS] >= 2 * budget
@@ -198,7 +198,7 @@ def _next_of_the_last(view, budget, seed, start):  # type: ignore[no-untyped-def
     if now[PLANNED] < 0:
         now[PLANNED] = plan(ordered, lengths, budget, gone, pack_of)
     if now[PLANNED] > max(-(-now[TOKENS] // budget), now[LONG]):
-        end = _filled(view, budget, seed, True, start)
+        end = _filled(view, budget, seed, np.bool_(True), start)
         gone[indices[start:end]] = True
         other = np.empty(len(lengths), np.int64)
         planned = plan(ordered, lengths, budget, gone, other)
