@@ -246,7 +246,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
                 packer=settings.packer, **{key: getattr(settings, key) for key in PACKER_KEYS},
                 budget=settings.budget, window=settings.window.samples, align=align,
                 shape=settings.shape,
-                packs=settings.step.packs, balance=settings.balance, tail=settings.tail,
+                packs=settings.step.packs, balance=settings.balance.planned(self.planned_mesh.dp), tail=settings.tail,
                 weight_unit=settings.weight_unit, merge=self.feeds[feed].merge or self.merge,
                 between_passes=settings.between_passes, seed=self.seed,
                 tokens=self.tokens, fields=fields, streams=streams,

@@ -20,6 +20,7 @@ from streampack.config import BrokerConfig, ProducerConfig
 from streampack.config_files import read_either
 from streampack.core.kept import mesh_refusal
 from streampack.core.messages import Mesh
+from streampack.core.packers.joint import Joint, max_wait
 from streampack.core.rules import Rules
 from streampack.sources import open_tokenizer
 from streampack.transport import check_endpoint
@@ -143,7 +144,7 @@ def _resolved_broker(config: BrokerConfig, found: Plan) -> BrokerConfig:
         given = config.fields[field.name]
         keys = (key for key in given.__struct_fields__ if getattr(given, key) is None)
         fields[field.name] = replace(given, **{key: getattr(field, key) for key in keys})
-    rules_settings = replace(config.rules, align=rules.align)
+    rules_settings = replace(config.rules, align=rules.align, balance=rules.balance)
     return replace(config, durability=config.safely, fields=fields, rules=rules_settings, streams=streams, feeds=feeds)
 
 
@@ -197,6 +198,10 @@ def _follows_feed(path: str, config: BrokerConfig, rules: Rules, layout: str) ->
     yield _derived(f"{path}.padding", pad, f"tokens a sample that alignment is expected to waste: {per_cent}")
     steps = -(-2 * rules.window // rules.packs)
     waits = f"steps that a sample may wait, about: as many packs as the window of {rules.window} has samples, twice"
+    if isinstance(packer := rules.new_packer(), Joint):
+        steps = -(-max_wait(packer.group, packer.patience, rules.window) * packer.group // rules.packs)
+        waits = f"steps that a sample may wait, about: {packer.patience} groups of {packer.group} packs, twice, and "
+        waits += "as many packs as the window has samples, twice"
     yield _derived(f"{path}.patience", steps, waits)
     total = sum(stream.weight for stream in rules.streams)
     for stream in rules.streams:

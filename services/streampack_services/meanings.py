@@ -54,10 +54,12 @@ MEANINGS: dict[str, dict[str, str]] = {
         "buckets": "packs are padded to the first of these that holds them, or the budget",
     },
     "Balance": {
-        "kind": "deal packs to ranks by cost, or in order",
+        "kind": "packs go to ranks by cost (deal), or in order; joint: they are formed in groups that cost the same",
         "hidden_size": "of the model: a = 6 * hidden_size, b = 1",
         "a": "a sample of s tokens costs a * s + b * s * s",
         "b": "see a",
+        "group": "of joint: packs formed together; divides the packs of a step",
+        "patience": "of joint: groups that what is too long for its own waits for others alike, about",
     },
     "StreamSettings": {
         "weight": "share, relative to the other streams",

@@ -54,7 +54,9 @@ def plan(config: BrokerConfig) -> Plan:
     if capacity < needed + partitions * least_quota:
         enough = int(((needed + partitions * least_quota) * SLACK + 4 * block) * size)
         windows = " and ".join(
-            f"a window of {rules.window} samples and {rules.packs} packs a step of {rules.budget} tokens"
+            f"a window of {rules.window} samples"
+            f"{', outliers that joint balance holds beside it,' if rules.balance.kind == 'joint' else ''} and "
+            f"{rules.packs} packs a step of {rules.budget} tokens"
             for rules in feeds.values()
         )
         raise ConfigError(

@@ -77,6 +77,17 @@ def _waste(snapshot: Snapshot) -> Rows:
     ]
 
 
+def _of_waits(key: str) -> Callable[[Snapshot], Rows]:
+    """A figure of how long samples wait, of the feeds whose packers have it."""
+
+    def rows(snapshot: Snapshot) -> Rows:
+        for name, feed in snapshot["feeds"].items():
+            if (found := feed["waits"][key]) is not None:
+                yield (name,), float(found)
+
+    return rows
+
+
 def _of_streams(key: str) -> Callable[[Snapshot], Rows]:
     return lambda snapshot: [((row["stream"],), float(row[key])) for row in snapshot["streams"]]
 
@@ -154,6 +165,12 @@ METRICS: tuple[Metric, ...] = (
            _of_feeds("window", "samples"), ("feed",)),
     Metric("window_tokens", "gauge", "Tokens of samples merged and not in a step yet.",
            _of_feeds("window", "tokens"), ("feed",)),
+    Metric("longest_wait_steps", "gauge", "Most steps that a sample has waited in the window.",
+           _of_waits("longest_steps"), ("feed",)),
+    Metric("wait_bound_steps", "gauge", "Steps that no sample waits beyond, as the packer promises.",
+           _of_waits("bound_steps"), ("feed",)),
+    Metric("outliers_waiting", "gauge", "Samples in the window that balance: joint keeps for others as long.",
+           _of_waits("outliers"), ("feed",)),
     Metric("arena_live_tokens", "gauge", "Tokens held in the arena.", _at("memory", "live_tokens")),
     Metric("arena_capacity_bytes", "gauge", "Size of the arena.", _at("memory", "arena_bytes")),
     Metric("arena_token_bytes", "gauge", "Size of a token.", _at("memory", "token_bytes")),

@@ -20,6 +20,7 @@ import streampack
 from streampack.core.broker import Broker
 from streampack.core.feed import Feed
 from streampack.core.figures import from_moments
+from streampack.core.form import Former
 
 if TYPE_CHECKING:
     from streampack_services.broker import BrokerService
@@ -127,6 +128,7 @@ class Reporter:
             "readers": _readers(feed),
             "all_ranks_attached": readers.joined,
             "window": {"samples": feed.planner.former.num_samples, "tokens": feed.planner.former.queued_tokens},
+            "waits": _waits(feed.planner.former),
             "held_tokens": feed.memory.held_tokens,
             "held_limit_tokens": feed.plan.merged_tokens,
             "rules": self._rules[feed.name],
@@ -197,6 +199,16 @@ def _waste(feed: Feed) -> dict[str, int]:
         "alignment": totals.slot_tokens - totals.tokens,
         "pack_tail": (totals.packs - totals.empty_packs) * budget - totals.slot_tokens,
         "empty_pack": totals.empty_packs * budget,
+    }
+
+
+def _waits(former: Former) -> dict[str, int | None]:
+    """Steps that a sample has waited in the window at most, since this broker began, and that none waits beyond; and
+    how many of those in it wait for others as long."""
+    return {
+        "longest_steps": former.waits.longest(former.next_step),
+        "bound_steps": former.waits.bound,
+        "outliers": former.num_outliers,
     }
 
 

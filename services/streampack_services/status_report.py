@@ -44,6 +44,10 @@ def _show_feed(console: Console, name: str, feed: Tree) -> None:
     packed = f"{_count(feed['totals']['tokens'])} tokens in {_count(feed['totals']['packs'])} packs"
     waste = [f"{cause.replace('_', ' ')} {_count(tokens)}" for cause, tokens in feed["waste_tokens"].items()]
     cost = f"{figures['cost_max_over_mean']:.3f}" if figures["cost_max_over_mean"] else "-"  # no rank has come yet
+    waits = feed["waits"]
+    bound = "" if waits["bound_steps"] is None else f", none waits beyond {waits['bound_steps']}"
+    longest = f"{_counted(waits['longest_steps'], 'step')} at most{bound}"
+    outliers = "" if waits["outliers"] is None else f"; {_counted(waits['outliers'], 'outlier')} there now"
     rows = [
         ("steps", f"{steps['formed']} formed{end}, {steps['returned']} returned by every rank"),
         ("packed", f"{packed}, {_count(feed['tokens_per_s'])} tokens/s"),
@@ -51,6 +55,7 @@ def _show_feed(console: Console, name: str, feed: Tree) -> None:
         ("balance", f"{figures['bin_balance']:.3f} of fill, cost max/mean {cost}"),
         ("wasted tokens", ", ".join(waste)),
         ("window", f"{feed['window']['samples']} samples, {_count(feed['window']['tokens'])} tokens"),
+        ("waited", f"{longest}{outliers}"),
         ("held", f"{_count(feed['held_tokens'])} of {_count(feed['held_limit_tokens'])} tokens"),
     ]
     if feed["committed"] is not None:

@@ -35,7 +35,8 @@ ORDERS = ("packer", "largest_first", "small_at_edges")
 def deal(costs: I64, dp: int, balance: str) -> I64:
     """Pack numbers by [micro_batch, rank], int64 [G / dp, dp].
 
-    ``costs`` int64 [G] is each pack's work; ``balance`` is ``none`` (packs in order), ``deal`` or ``karmarkar_karp``.
+    ``costs`` int64 [G] is each pack's work; ``balance`` is ``none`` (packs in order), ``deal`` or ``karmarkar_karp``;
+    ``joint`` packs, which FORM has made alike, are dealt as by ``deal``.
     Raises ValueError if dp does not divide the packs of the step.
 
     >>> deal(np.array([9, 1, 8, 2]), 2, "deal").tolist()

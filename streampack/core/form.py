@@ -20,9 +20,11 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from streampack.core.packers import Choice, Packer
+from streampack.core.packers.joint import Joint, num_outliers
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, ROW, SampleTable
 from streampack.core.snapshot import FormState
+from streampack.core.waits import Waits
 
 FIRST_CHAIN = bytes(16)
 """The chain digest before step 0."""
@@ -103,6 +105,7 @@ class Former:
         self._rules = rules
         self._table = table
         self._packer = rules.new_packer()
+        self.waits = Waits(self._packer, rules.window, rules.packs)
         self._handles: I64 = np.zeros(0, np.int64)
         self._lengths: I64 = np.zeros(0, np.int64)
         self._ages: I64 = np.zeros(0, np.int64)
@@ -164,6 +167,7 @@ class Former:
     def apply(self, choice: Choice) -> list[Step]:
         """Take the packer's choice over the samples of the last ``request``; the steps now whole."""
         bounds = choice.bounds
+        self.waits.chosen(choice, self.next_step)
         if len(bounds) > 1:
             packs = self._make_packs(self._handles[choice.indices], bounds)
             self.queued_tokens -= sum(pack.num_tokens for pack in packs)
@@ -192,6 +196,13 @@ class Former:
                 steps.append(self._make_step(tail + empty * (size - len(tail))))
         return steps
 
+    @property
+    def num_outliers(self) -> int | None:
+        """Samples in the window, as it is now, that wait for others alike; None where none ever does."""
+        if not isinstance(self._packer, Joint):
+            return None
+        return num_outliers(self._lengths[self._ages >= 0], self._rules.budget // self._rules.align.sample)
+
     def state(self) -> FormState:
         """What decides every later step, beside samples that are yet to come. Not while a choice is being made."""
         self._gather()
@@ -210,6 +221,7 @@ class Former:
         self.admit(handles, self._table.length[handles].astype(np.int64))
         self._gather()
         self._ages = np.array(state.ages, np.int64)
+        self.waits.begin(self._ages, self.next_step)
         pending = self._table.enter(np.frombuffer(state.pending, ROW))
         self._pending = self._make_packs(pending, np.concatenate([[0], np.cumsum(state.counts)]).astype(np.int64))
 

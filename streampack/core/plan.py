@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from streampack.core.packers import joint
 from streampack.core.rules import Rules
 
 
@@ -33,6 +34,10 @@ class FeedPlan:
 
 
 def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
-    """Merged tokens without which a step might never be whole: the window of longest samples,
-    the step being formed, one being served, and a sample on its way."""
-    return (rules.window + 2) * rules.budget + 2 * rules.packs * rules.budget + max_sample_tokens
+    """Merged tokens without which a step might never be whole: the window of longest samples (``joint`` holds
+    outliers beside it), the step being formed, one being served, and a sample on its way."""
+    held = (rules.window + 2) * rules.budget
+    if rules.balance.kind == "joint" and rules.balance.group is not None:
+        align = rules.align.sample
+        held = align * joint.held_tokens(rules.budget // align, rules.balance.group, rules.window)
+    return held + 2 * rules.packs * rules.budget + max_sample_tokens

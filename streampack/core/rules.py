@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from streampack.core.fields import Field, check_fields
 from streampack.core.packers import Packer, packer, parameters_of
+from streampack.core.packers.joint import MAX_BUDGET, PATIENCE
 from streampack.core.packers.modified_first_fit import Leftovers
 from streampack.core.samples import I64
 from streampack.core.shapes import Shape, check_shape, own_widths, step_widths, width_unit
@@ -52,13 +53,26 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     """How packs are matched over ranks: by cost a*s + b*s*s of each sample of s padded tokens.
 
     The default is the cost of a transformer layer of hidden size 4096; ``hidden_size`` h gives
-    a = 6 * h, b = 1. ``none`` deals packs in order.
+    a = 6 * h, b = 1. ``none`` deals packs in order. ``joint`` forms ``group`` packs at a time that cost the same
+    (``packers.joint``), before they are dealt: as many as there are data-parallel ranks, best, though FORM reads
+    this number and never the mesh; what is too long for its group waits for about ``patience`` groups.
     """
 
-    kind: Literal["none", "deal"] = "deal"
+    kind: Literal["none", "deal", "joint"] = "deal"
     hidden_size: Annotated[int, Meta(ge=1, lt=2**24)] | None = None
     a: Annotated[int, Meta(ge=0, lt=2**32)] = 24576
     b: Annotated[int, Meta(ge=0, lt=2**12)] = 1
+    group: Annotated[int, Meta(ge=1, le=2**16)] | None = None
+    patience: Annotated[int, Meta(ge=1, le=2**20)] = PATIENCE
+
+    def __post_init__(self) -> None:
+        given = f"group: {self.group}" if self.group is not None else f"patience: {self.patience}"
+        if self.kind != "joint" and (self.group is not None or self.patience != PATIENCE):
+            raise ValueError(f"got {given} with kind: {self.kind}, expected it with kind: joint alone")
+
+    def planned(self, dp: int) -> Balance:
+        """With what follows from the ranks that a run is planned for: packs of a group, where none are given."""
+        return msgspec.structs.replace(self, group=dp) if self.kind == "joint" and self.group is None else self
 
     def costs(self, slots: I64) -> I64:
         """Work of samples of ``slots`` padded tokens, int64 [n]."""
@@ -130,18 +144,41 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
             )
         check_shape(self.shape, self.budget, self.align.pack)
         check_fields(self.fields)
+        if self.balance.kind == "joint":
+            self._check_joint()
         self.new_packer()
+
+    def _check_joint(self) -> None:
+        """Groups of packs are formed by a method of their own, and steps hold whole ones. Raises ValueError."""
+        if self.packer != "exact_fill":
+            raise ValueError(
+                f"got balance.kind: joint with packer: {self.packer}, expected exact_fill, whose method fills its packs"
+            )
+        if self.balance.group is None or self.packs % self.balance.group:
+            raise ValueError(
+                f"got balance.group: {self.balance.group} and {self.packs} packs of a step, expected a divisor of "
+                f"them (where none is given it is planned_mesh.dp)"
+            )
+        if self.budget // self.align.sample >= MAX_BUDGET:
+            raise ValueError(
+                f"got a budget of {self.budget // self.align.sample} times align.sample, expected less than "
+                f"{MAX_BUDGET} with balance.kind: joint"
+            )
 
     def new_packer(self) -> Packer:
         """The packer with its parameters. Raises ValueError for a rule that it does not know."""
-        has = parameters_of(self.packer)
+        joint = self.balance.kind == "joint"
+        name = "joint" if joint else self.packer
+        has = parameters_of(name)
         given = {key: value for key in PACKER_KEYS if (value := getattr(self, key)) is not None}
         for unknown in sorted(given.keys() - set(has)):
             known = " or ".join(key for key in PACKER_KEYS if key in has) or "none"
             raise ValueError(
-                f"got {unknown}: {given[unknown]} with packer: {self.packer}, expected only keys that it has: {known}"
+                f"got {unknown}: {given[unknown]} with {'balance.kind' if joint else 'packer'}: {name}, expected only "
+                f"keys that it has: {known}"
             )
-        return packer(self.packer, **given, **({"seed": self.seed} if "seed" in has else {}))
+        own = {"group": self.balance.group, "patience": self.balance.patience} if joint else {}
+        return packer(name, **given, **own, **({"seed": self.seed} if "seed" in has else {}))
 
     def own_widths(self, slots: I64) -> I64:
         """T of packs whose samples, padded, take ``slots`` tokens, int64 [packs], by themselves: see ``shapes``."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -85,10 +86,15 @@ def at_once(rules: Rules, samples: list[Sample]) -> Run:
 @st.composite
 def all_rules(draw: st.DrawFn) -> Rules:
     align = draw(st.sampled_from([1, 1, 4]))
+    packer, packs = draw(st.sampled_from([*PACKERS, "joint"])), draw(st.integers(1, 4))
+    balance = Balance(a=3, b=2)
+    if packer == "joint":
+        group = draw(st.sampled_from([group for group in range(1, packs + 1) if packs % group == 0]))
+        packer, balance = "exact_fill", Balance("joint", a=3, b=2, group=group, patience=draw(st.integers(1, 3)))
     return Rules(
-        budget=align * draw(st.integers(8, 40)), packs=draw(st.integers(1, 4)), window=draw(st.integers(1, 12)),
-        packer=draw(st.sampled_from(PACKERS)), align=Align(sample=align, pack=align),
-        tail=draw(st.sampled_from(["pad", "drop"])), balance=Balance(a=3, b=2),
+        budget=align * draw(st.integers(8, 40)), packs=packs, window=draw(st.integers(1, 12)),
+        packer=packer, align=Align(sample=align, pack=align),
+        tail=draw(st.sampled_from(["pad", "drop"])), balance=balance,
     )  # fmt: skip
 
 
@@ -218,6 +224,43 @@ def test_golden_digests_are_held_still() -> None:
 
 GOLDEN_PACKS = [[[0, 1, 2], [6]], [[3, 5], [4, 7]]]
 GOLDEN_CHAIN = "ba3cca95948e31b9464227dbc3de8d11"
+
+
+def test_golden_digests_of_joint_balance_are_held_still() -> None:
+    rules = msgspec.structs.replace(RULES, balance=Balance("joint", a=3, b=2, group=2, patience=1))
+    run = at_once(rules, samples_of([5, 4, 7, 6, 3, 13, 1, 12, 2, 5, 4, 3, 13, 2, 1, 6, 3, 2]))
+    assert [run.numbers(step) for step in run.steps] == GOLDEN_JOINT
+    assert run.former.chain.hex() == GOLDEN_JOINT_CHAIN
+
+
+GOLDEN_JOINT = [[[5, 6, 8], [12, 13, 14]], [[1, 7], [0, 2, 10]], [[3, 9, 17], [4, 11, 15, 16]]]
+GOLDEN_JOINT_CHAIN = "3683c557fc65575de36d6f21d7a9295f"
+
+
+@given(inputs())
+def test_no_sample_waits_more_steps_than_the_bound_says_and_the_longest_wait_is_told(
+    case: tuple[Rules, list[Sample]],
+) -> None:
+    """Step by step; waits are counted anew from ages, as a request gives them and its choice returns them."""
+    rules, samples = case
+    run = Run(rules, samples)
+    run.admit(len(samples))
+    run.former.closed = True
+    since: dict[int, int] = {}
+    longest = 0
+    while (request := run.former.request()) is not None:
+        step, handles = run.former.next_step, run.former.held()[: len(request.lengths)]
+        choice = request.choose()
+        gone = set(choice.indices.tolist())
+        for i in np.flatnonzero((choice.ages >= 0) | np.isin(np.arange(len(handles)), choice.indices)).tolist():
+            since.setdefault(int(handles[i]), step)
+        longest = max(longest, *(step - since[int(handles[i])] for i in gone), 0)
+        run.steps += run.former.apply(choice)
+        assert run.former.waits.longest(step) == longest
+        bound = run.former.waits.bound
+        assert (bound is None) == (rules.packer != "exact_fill")
+        assert bound is None or longest <= bound
+        assert (run.former.num_outliers is None) == (rules.balance.kind != "joint")
 
 
 # The tail

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.lengths import lengths_of
-from streampack.core.packers.joint import Joint, held_tokens, max_wait
+from streampack.core.packers.joint import Joint, held_tokens, max_wait, num_outliers
 from streampack.core.packers.joint_kernel import joint
-from streampack.core.packers.joint_plain import choose_in_python
+from streampack.core.packers.joint_plain import _View, choose_in_python
 from streampack.core.packers.window import I64
 from streampack.errors import ConfigError
 
@@ -100,6 +100,12 @@ def test_no_sample_waits_beyond_the_bound_and_no_more_is_held_than_promised(stre
         names, ages = names[left], choice.ages[left]
         groups += 1
     assert len(waited) == len(stream.lengths)
+
+
+@given(lengths=st.lists(st.integers(1, 60), max_size=80))
+def test_outliers_are_counted_as_they_are_told_apart(lengths: list[int]) -> None:
+    view = _View(lengths, [0] * len(lengths), [1] * len(lengths), 60, 8, 2, 2, 99)
+    assert num_outliers(array(lengths), 60) == view.num_outliers
 
 
 def test_an_outlier_that_finds_no_others_goes_when_its_patience_is_over() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from streampack_services.arena import arena_tokens
@@ -16,6 +17,7 @@ from streampack.config_check import checked
 from streampack.config_files import read_broker, read_either, read_producer
 from streampack.core.fields import Field
 from streampack.core.packers.first_fit import FirstFitShuffle
+from streampack.core.packers.joint import Joint, held_tokens
 from streampack.core.packers.modified_first_fit import ModifiedFirstFitDecreasing
 from streampack.core.packers.unpacked import Unpacked
 from streampack.core.plan import needed_tokens
@@ -63,12 +65,22 @@ def test_every_rule_changes_the_digest() -> None:
         {"packer": "concatenative", "max_samples_per_pack": 2}, {"packer": "none", "micro_batch_size": 2},
         {"packer": "modified_first_fit_decreasing", "leftovers": "emptiest"},
         *[{"shape": shape} for shape in ("exact", Sizes(multiple=64), Sizes(buckets=(64,)), Sizes(buckets=(32, 64)))],
+        *[{"balance": Balance("joint", group=group, patience=each)} for group, each in ((2, 64), (4, 64), (2, 9))],
         {"seed": 1}, *[{"streams": streams} for streams in ((A,), (B,), (A, B), (B, A))],
         *[{"streams": (msgspec.structs.replace(A, **change),)} for change in of_a],
     ]  # fmt: skip
     assert {key for change in changes for key in change} == {field.name for field in msgspec.structs.fields(Rules)}
     assert {"name", *(key for change in of_a for key in change)} == set(StreamRules.__struct_fields__)
     assert len({Rules(**change).digest for change in changes}) == len(changes)
+
+
+def test_a_group_is_the_planned_ranks_where_none_is_given_and_goes_into_the_digest() -> None:
+    """FORM never sees the mesh: two runs planned for other ranks are two runs, whatever reads them."""
+    text = WEB + "rules: {balance: {kind: joint}, max_samples_per_pack: 7}\nplanned_mesh: {dp: %s}"
+    four, eight = (checked(convert(yaml.safe_load(text % dp), BrokerConfig)).plan() for dp in (4, 8))
+    assert four.balance == Balance("joint", group=4)
+    assert four.new_packer() == Joint(group=4, patience=64, max_samples_per_pack=7)
+    assert four.digest != eight.digest == msgspec.structs.replace(four, balance=Balance("joint", group=8)).digest
 
 
 def test_the_packer_of_rules_has_the_parameters_that_they_name_and_the_run_s_seed() -> None:
@@ -182,6 +194,31 @@ TWO = "streams: {a: {}, b: {}}\n"
             "rules.balance.a: got 4294967296, expected a whole number <= 429496",
         ),
         (WEB + "rules: {balance: {b: 4096}}", "rules.balance.b: got 4096, expected a whole number <= 4095"),
+        (WEB + "rules: {balance: {kind: joint, group: 0}}", "rules.balance.group: got 0, expected a whole number >= 1"),
+        (
+            WEB + "rules: {balance: {patience: 9}}",
+            "rules.balance: got patience: 9 with kind: deal, expected it with kind: joint alone",
+        ),
+        (
+            WEB + "rules: {balance: {kind: joint, group: 3}, step: {packs: 8}}",
+            "rules: got balance.group: 3 and 8 packs of a step, expected a divisor of them",
+        ),
+        (
+            WEB + "planned_mesh: {dp: 3}\nrules: {balance: {kind: joint}, step: {packs: 8}}",
+            "rules: got balance.group: 3 and 8 packs of a step, expected a divisor of them (where none is given it is",
+        ),
+        (
+            WEB + "rules: {balance: {kind: joint}, packer: none}",
+            "rules: got balance.kind: joint with packer: none, expected exact_fill",
+        ),
+        (
+            WEB + "rules: {balance: {kind: joint}, leftovers: emptiest}",
+            "rules: got leftovers: emptiest with balance.kind: joint, expected only keys that it has: max_",
+        ),
+        (
+            WEB + "rules: {balance: {kind: joint}, budget: 16777216}",
+            "rules: got a budget of 16777216 times align.sample, expected less than 16777216",
+        ),
         (WEB + "steps_ahead: 65", "steps_ahead: got 65, expected a whole number <= 64"),
         (WEB + "seed: -1", "seed: got -1, expected a whole number >= 0"),
         ("streams: {}", "streams: got {}, expected a mapping of length >= 1"),
@@ -446,9 +483,9 @@ def test_a_feed_has_its_streams_and_the_runs_rules_with_its_own_laid_over_them()
 
 
 def test_memory_is_shared_out_so_that_every_feed_can_always_make_a_step() -> None:
+    rules = {"budget": 512, "window": {"samples": 64}, "step": {"packs": 8}}
     tree = {
-        "memory": "64MiB", "limits": {"sample_tokens": 4096, "chunk": "64KiB"},
-        "rules": {"budget": 512, "window": {"samples": 64}, "step": {"packs": 8}},
+        "memory": "64MiB", "limits": {"sample_tokens": 4096, "chunk": "64KiB"}, "rules": rules,
         "streams": {"web": {}, "val": {"partitions": 1}},
         "feeds": {"train": {"streams": ["web"]}, "valid": {"streams": ["val"], "rules": {"step": {"packs": 64}}}},
     }  # fmt: skip
@@ -457,5 +494,11 @@ def test_memory_is_shared_out_so_that_every_feed_can_always_make_a_step() -> Non
         assert feed.merged_tokens >= needed_tokens(feed.rules, found.capacity.max_sample_tokens)
     held = sum(feed.merged_tokens for feed in found.feeds) + 5 * found.capacity.quota_tokens
     assert held <= arena_tokens(found.memory_bytes, found.token_bytes, found.block_tokens)
+    joint = {"kind": "joint", "group": 4}
+    more = plan(checked(convert(tree | {"rules": {**rules, "balance": joint}}, BrokerConfig)))
+    train = more.feeds[0]
+    held = held_tokens(512, 4, 64)
+    assert train.merged_tokens >= held + 2 * 8 * 512 + more.capacity.max_sample_tokens
+    assert needed_tokens(train.rules, 0) == held + 2 * 8 * 512 > needed_tokens(found.feeds[0].rules, 0)
     with pytest.raises(ConfigError, match=r"memory: got 1MiB, .*8 packs a step .* and a window of 64 .* 64 packs"):
         plan(checked(convert(tree | {"memory": "1MiB"}, BrokerConfig)))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from streampack.core.form import Former, Step
 from streampack.core.merge import merge_of
 from streampack.core.resume import restore, snapshot
-from streampack.core.rules import Align, Rules, StreamRules
+from streampack.core.rules import Align, Balance, Rules, StreamRules
 from streampack.core.samples import I64, ROW, SampleTable
 from streampack.core.snapshot import Snapshot
 
@@ -24,6 +24,7 @@ PACKERS = (
     "concatenative",
     "buffer_first_fit",
     "first_fit_shuffle",
+    "joint",
 )
 
 
@@ -31,6 +32,8 @@ def rules_of(packer: str, **changes: Any) -> Rules:
     """``a`` may stop the feed (``on_exhaust``); other changes are of the rules."""
     streams = (StreamRules("a", 0.7, 2, on_exhaust=changes.pop("on_exhaust", "renormalise")), StreamRules("b", 0.3, 1))
     changes |= {"packer": packer, "streams": streams}
+    if packer == "joint":
+        changes |= {"packer": "exact_fill", "balance": Balance("joint", group=3, patience=2)}
     return Rules(budget=64, window=8, packs=3, align=Align(sample=2, pack=4), **changes)
 
 

@@ -110,6 +110,7 @@ def test_metrics_show_who_is_there_and_what_is_held(served: RunningBroker) -> No
     assert 0 <= found["reader_starved_ratio", rank] <= 1
     assert 0 <= found["reader_next_p99_seconds", rank] < 60
     assert found["window_samples", FEED] == found["window_tokens", FEED] == found["arena_live_tokens", ()] == 0
+    assert found["longest_wait_steps", FEED] <= found["wait_bound_steps", FEED]
     assert found["held_tokens", FEED] == found["round", FEED] == 0 < found["held_limit_tokens", FEED]
     assert found["arena_capacity_bytes", ()] == 32 * 2**20
     assert found["sent_tokens_total", ()] == found["packs_total", FEED] * BUDGET

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.messages import Envelope, Mesh, StepPart
-from streampack.core.rules import Align, OnExhaust, Overlong, PackerName, Poison, Rules, StreamRules
+from streampack.core.rules import Align, Balance, OnExhaust, Overlong, PackerName, Poison, Rules, StreamRules
 from streampack.core.samples import I64
 from streampack.core.shapes import Shape, Sizes
 
@@ -28,6 +28,8 @@ BATCH = 13
 BUDGET = 64
 MAX_SAMPLE = 128
 _PACKERS: tuple[PackerName, ...] = ("exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative")
+_JOINT = {7: Balance(kind="joint", group=2, patience=3), 8: Balance(kind="joint", group=4, patience=2)}
+"""Cases whose packs are formed in groups: one with drained passes and alignment, one in order of arrival."""
 _OVERLONG: tuple[Overlong, ...] = ("truncate", "split", "drop", "error")
 _POISON: tuple[Poison, ...] = ("error", "drop")
 _SHAPES: dict[int, Shape] = {1: "exact", 3: Sizes(multiple=16), 6: Sizes(buckets=(8, 24)), 8: "exact"}
@@ -131,7 +133,8 @@ def case(number: int, prefix: str = "") -> Case:
         for s, sizes in enumerate(counts)
     )  # fmt: skip
     rules = Rules(
-        budget=BUDGET, packs=4, window=int(draw.integers(8, 17)), packer=_PACKERS[number % 4],
+        budget=BUDGET, packs=4, window=int(draw.integers(8, 17)),
+        packer="exact_fill" if number in _JOINT else _PACKERS[number % 4], balance=_JOINT.get(number, Balance()),
         align=Align(2 * cp, 2 * cp) if cp > 1 else Align(), tokens="int32" if number % 2 else "uint16",
         tail="drop" if number in (5, 9) else "pad", between_passes="drain" if number in (5, 7) else "continue",
         weight_unit="samples" if number in (2, 5) else "tokens", seed=number, streams=streams,

@@ -64,6 +64,8 @@ from streampack.core.packers.window import I64, Choice
 from streampack.errors import ConfigError
 
 MAX_BUDGET = 2**24
+PATIENCE = 64
+"""Groups that an outlier waits for others alike, about, where nothing else is said."""
 
 Kernel = Callable[[I64, I64, I64, int, int, bool, int, int, int, int], tuple[I64, I64, I64]]
 
@@ -83,6 +85,14 @@ def max_wait(group: int, patience: int, held: int) -> int:
     return 2 * patience + 2 * -(-held // group)
 
 
+def num_outliers(lengths: I64, budget: int) -> int:
+    """How many of the samples held, of ``lengths`` int64 [n], would wait for others alike."""
+    falling = np.sort(lengths)[::-1].astype(np.float64)
+    tokens, squares = (np.cumsum(each[::-1])[::-1] for each in (falling, falling * falling))
+    within = 5.0 * falling * falling * tokens <= 3.0 * budget * squares
+    return int(np.argmax(within)) if within.any() else len(lengths)
+
+
 @dataclass(frozen=True, slots=True)
 class Joint:
     """``group`` packs at a time; outliers wait for others alike for about ``patience`` groups.
@@ -93,7 +103,7 @@ class Joint:
 
     name: str = "joint"
     group: int = 8
-    patience: int = 64
+    patience: int = PATIENCE
     max_samples_per_pack: int | None = None
 
     def __post_init__(self) -> None:
