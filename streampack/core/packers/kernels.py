@@ -12,8 +12,6 @@ of uint64 words, bit g % 64 of word g // 64 saying that a gap of g is reachable.
 from __future__ import annotations
 
 from collections.abc import Callable
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,20 +19,27 @@ from numba import njit
 
 MAX_TRIED = 1024  # as in exact_fill; a kernel freezes it
 ONE = np.uint64(1)
-_SOURCES = sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
     """Compiled without the GIL, and cached on disk where there is a place to write to.
 
     A kernel holds the code of those it calls, while numba compiles it again only where its own file has changed: a
-    stale kernel would form other packs than its twin. So what is cached is good for these very sources alone.
+    stale kernel would form other packs than its twin. So its stamp has those of the kernels that its file imports.
     """
     try:
         kernel = njit(nogil=True, cache=True)(function)
     except RuntimeError:  # numba: "no locator available", a read-only installation without a home
         return njit(nogil=True)(function)
-    kernel._cache._cache_file._source_stamp = _SOURCES
+    if kernel is function:  # NUMBA_DISABLE_JIT
+        return kernel
+    imported = {
+        name: each._cache._cache_file._source_stamp
+        for name, each in function.__globals__.items()
+        if hasattr(each, "py_func") and each.__module__ != function.__module__
+    }
+    file = kernel._cache._cache_file
+    file._source_stamp = (file._source_stamp, tuple(sorted(imported.items())))
     return kernel
 
 
