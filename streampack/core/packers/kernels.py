@@ -28,7 +28,7 @@ def _compiled(function: Callable[..., Any]) -> Any:
     stale kernel would form other packs than its twin. So its stamp has those of the kernels that its file imports.
     """
     try:
-        kernel = njit(nogil=True, cache=True)(function)
+        kernel: Any = njit(nogil=True, cache=True)(function)
     except RuntimeError:  # numba: "no locator available", a read-only installation without a home
         return njit(nogil=True)(function)
     if kernel is function:  # NUMBA_DISABLE_JIT
