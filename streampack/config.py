@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta, Struct
 
+from streampack.alignment import AlignSettings, Precision, derived_align
 from streampack.core.fields import GROUP, LABELS, LOSS_MASK, POLICY_VERSION, POSITION_IDS, DType, Field
 from streampack.core.packers.modified_first_fit import Leftovers
 from streampack.core.rules import (
     PACKER_KEYS,
-    Align,
     Balance,
     BetweenPasses,
     MergeOrder,
@@ -70,21 +70,11 @@ class StepSettings(_Settings, frozen=True, kw_only=True):
 
 
 class PlannedMesh(_Settings, frozen=True, kw_only=True):
-    """The mesh the run is planned for; the alignment is derived from it where none is given."""
+    """The mesh the run is planned for; ``alignment`` derives from it what is not given."""
 
     dp: Positive = 1
     cp: Positive = 1
     tp: Positive = 1
-
-
-def derived_align(mesh: PlannedMesh, layout: str) -> Align:
-    """The multiples that a mesh needs: 2 * cp where ranks hold two chunks, times tp, whose ranks share a shard.
-
-    Layouts that cut the pack as one ask nothing of its samples.
-    """
-    chunks = (mesh.cp if layout == "contiguous" else 2 * mesh.cp) if mesh.cp > 1 else 1
-    pack = chunks * mesh.tp
-    return Align(sample=pack if layout in ("zigzag", "whole") else 1, pack=pack)
 
 
 class RulesSettings(_Settings, frozen=True, kw_only=True):
@@ -96,7 +86,7 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
     max_samples_per_pack: Positive | None = None
     leftovers: Leftovers | None = None
     micro_batch_size: Positive | None = None
-    align: Align | None = None
+    align: AlignSettings | None = None
     shape: Shape = "fixed"
     step: StepSettings = StepSettings()
     balance: Balance = Balance()
@@ -192,7 +182,8 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
 
     ``state_dir``: where the log is; without one a broker that is started again reads everything again.
     ``durability``: a record counts once it survives a power cut (``os``: an fsync every 20 ms; the default where
-    samples are pushed), or the end of the broker's process (``process``).
+    samples are pushed), or the end of the broker's process (``process``). ``precision``: of the model's products, where
+    that is FP8; alignment follows from it.
     """
 
     run: Annotated[str, Meta(min_length=1, max_length=200)] = "streampack"
@@ -207,6 +198,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
     tokens: TokenType = "int32"
     rules: RulesSettings = RulesSettings()
     planned_mesh: PlannedMesh = PlannedMesh()
+    precision: Precision | None = None
     streams: Annotated[dict[Name, StreamSettings], Meta(min_length=1)]
     fields: dict[Name, FieldSettings] = msgspec.field(default_factory=dict)
     feeds: Annotated[dict[Name, FeedSettings], Meta(min_length=1)] = msgspec.field(
@@ -230,7 +222,8 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
         """The rules of ``feed``, by default the first. Raises ConfigError where settings contradict each other."""
         feed = next(iter(self.feeds)) if feed is None else feed
         settings = self._rules_of(feed)
-        align = settings.align or derived_align(self.planned_mesh, self.feeds[feed].cp_layout)
+        mesh, layout = self.planned_mesh, self.feeds[feed].cp_layout
+        align = derived_align(mesh.cp, mesh.tp, layout, self.precision, settings.align)
         fields = tuple(field.declared(name) for name, field in self.fields.items())
         streams = tuple(
             StreamRules(

@@ -6,6 +6,8 @@ Everything that can be said before a broker starts is said here, but for what de
 from __future__ import annotations
 
 from streampack.config import BrokerConfig
+from streampack.core.kept import mesh_refusal
+from streampack.core.messages import Mesh
 from streampack.core.rules import MAX_WEIGHT_RATIO, Rules
 from streampack.errors import ConfigError
 from streampack.typed_tree import parse_size
@@ -31,7 +33,7 @@ def checked(config: BrokerConfig) -> BrokerConfig:
                 f"a stream that repeats is never exhausted"
             )
     for feed in config.feeds:
-        _check_rules(config, config.plan(feed))
+        _check_rules(config, config.plan(feed), config.feeds[feed].cp_layout)
     parse_size(config.memory, "memory")
     if parse_size(config.retain.bytes, "retain.bytes") < _MIN_LOG_BYTES:
         raise ConfigError(
@@ -69,7 +71,7 @@ def _check_feeds(config: BrokerConfig) -> None:
         )
 
 
-def _check_rules(config: BrokerConfig, rules: Rules) -> None:
+def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
     for stream in rules.streams:
         if not stream.pushed or (rules.merge == "arrival" and config.state_dir is not None):
             continue
@@ -89,6 +91,9 @@ def _check_rules(config: BrokerConfig, rules: Rules) -> None:
                 f"streams.{stream.name}.weight: got {stream.weight:g}, expected at least "
                 f"{heaviest / MAX_WEIGHT_RATIO:g}, a {MAX_WEIGHT_RATIO}th of the heaviest"
             )
+    refusal = mesh_refusal(Mesh(cp=config.planned_mesh.cp), rules, layout)
+    if refusal:
+        raise ConfigError(f"planned_mesh: {refusal}")
     if rules.packs % config.planned_mesh.dp:
         raise ConfigError(
             f"planned_mesh.dp: got {config.planned_mesh.dp}, expected a divisor of the {rules.packs} packs of a step"

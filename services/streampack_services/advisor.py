@@ -16,7 +16,8 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from streampack.config import PlannedMesh, derived_align
+from streampack.alignment import derived_align
+from streampack.config import PlannedMesh
 from streampack.core.packers import PACKERS
 from streampack.core.rules import PACKER_KEYS, Align, Overlong, PackerName, Rules
 from streampack.errors import ConfigError, SampleError, UserError
@@ -109,7 +110,7 @@ def _base_of(options: PlanOptions) -> Setting:
 
 
 def _setting(axis: str, options: PlanOptions, budget: int, window: int, packer: str, mesh: PlannedMesh) -> Setting:
-    align = options.align or derived_align(mesh, options.layout)
+    align = options.align or derived_align(mesh.cp, mesh.tp, options.layout)
     packs = max(round(options.rules.packs * options.budgets[0] / budget / mesh.dp), 1) * mesh.dp
     return Setting(axis, budget, window, packer, packs, mesh, align)
 

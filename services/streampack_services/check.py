@@ -16,6 +16,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
+from streampack.alignment import AlignSettings
 from streampack.config import BrokerConfig, ProducerConfig
 from streampack.config_files import read_either
 from streampack.core.kept import mesh_refusal
@@ -144,7 +145,8 @@ def _resolved_broker(config: BrokerConfig, found: Plan) -> BrokerConfig:
         given = config.fields[field.name]
         keys = (key for key in given.__struct_fields__ if getattr(given, key) is None)
         fields[field.name] = replace(given, **{key: getattr(field, key) for key in keys})
-    rules_settings = replace(config.rules, align=rules.align, balance=rules.balance)
+    align = replace(config.rules.align or AlignSettings(), sample=rules.align.sample, pack=rules.align.pack)
+    rules_settings = replace(config.rules, align=align, balance=rules.balance)
     return replace(config, durability=config.safely, fields=fields, rules=rules_settings, streams=streams, feeds=feeds)
 
 

@@ -16,6 +16,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "durability": "when a record of the log counts: safe from a power cut (os), or from a kill (process)",
         "tokens": "dtype of token ids; uint16 halves every byte",
         "fields": "what samples carry beside their token ids",
+        "precision": "FP8 of the model's products: packs are padded to 128, 32 or 16 tokens a rank",
         "steps_ahead": "steps formed before the slowest rank has returned the first",
         "drain_timeout_s": "what trainers have, after SIGTERM, to take what is formed",
     },
@@ -45,9 +46,10 @@ MEANINGS: dict[str, dict[str, str]] = {
     },
     "Window": {"samples": "samples that the packer looks over"},
     "StepSettings": {"packs": "packs of an optimizer step, over all ranks"},
-    "Align": {
-        "sample": "each sample is padded to a multiple",
-        "pack": "the budget must be a multiple",
+    "AlignSettings": {
+        "sample": "each sample is padded to a multiple; tight: of 2 * cp alone, tp being left to the pack",
+        "pack": "packs are padded to a multiple, and the budget must be one",
+        "lcm": "the samples' is made a multiple of this, too",
     },
     "Sizes": {
         "multiple": "packs are padded to a multiple",

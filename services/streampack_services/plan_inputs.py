@@ -214,7 +214,7 @@ def _base_of(broker: BrokerConfig, feed: str | None) -> _Base:
     if name not in broker.feeds:
         raise UserError(f"got feed {name!r}, expected one of: {', '.join(broker.feeds)}")
     rules = broker.plan(name)
-    given = broker.rules.align is not None or "align" in broker.feeds[name].rules
+    given = broker.rules.align is not None or "align" in broker.feeds[name].rules or broker.precision is not None
     return _Base(rules, rules.align if given else None, broker.planned_mesh, broker.feeds[name].cp_layout)
 
 

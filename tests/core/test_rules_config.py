@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from streampack_services.arena import arena_tokens
 from streampack_services.memory_plan import plan
 
+from streampack.alignment import PRECISION_TOKENS, AlignSettings, derived_align
 from streampack.config import BrokerConfig, ProducerConfig
 from streampack.config_check import checked
 from streampack.config_files import read_broker, read_either, read_producer
 from streampack.core.fields import Field
+from streampack.core.kept import mesh_refusal
+from streampack.core.layout import LAYOUTS
+from streampack.core.messages import Mesh
 from streampack.core.packers.first_fit import FirstFitShuffle
 from streampack.core.packers.joint import Joint, held_tokens
 from streampack.core.packers.modified_first_fit import ModifiedFirstFitDecreasing
@@ -350,6 +354,57 @@ def test_the_largest_chunk_and_a_repeated_stream_of_one_pass_are_good() -> None:
 )
 def test_the_alignment_is_derived_from_the_planned_mesh(mesh: dict[str, int], align: int) -> None:
     assert broker(planned_mesh=mesh).plan().align == Align(sample=align, pack=align)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more", "sample", "pack"),
+    [
+        # NeMo-RL's 128, 32 and 16 times the mesh's own
+        ({}, {"precision": "fp8"}, 1, 16),
+        ({"cp": 2}, {"precision": "mxfp8"}, 4, 128),
+        ({"cp": 2, "tp": 2}, {"precision": "fp8_blockwise"}, 8, 1024),
+        # 2 * cp alone, the pack carrying tp
+        ({"cp": 2, "tp": 8}, {"rules": {"align": {"sample": "tight"}}}, 4, 16),
+        ({"cp": 4, "tp": 2}, {"rules": {"align": {"sample": "tight"}}}, 8, 8),
+        ({"tp": 4}, {"rules": {"align": {"sample": "tight"}}}, 1, 4),
+        ({"cp": 2, "tp": 8}, {"rules": {"align": {"sample": "tight"}}, "precision": "mxfp8"}, 4, 512),
+        # ROLL's lcm with 16
+        ({"cp": 2}, {"rules": {"align": {"lcm": 16}}}, 16, 16),
+        ({"cp": 2, "tp": 8}, {"rules": {"align": {"sample": "tight", "lcm": 16}}}, 16, 16),
+        # what is not given follows
+        ({"cp": 2}, {"rules": {"align": {"pack": 64}}}, 4, 64),
+        ({"cp": 2}, {"rules": {"align": {"sample": 8}}}, 8, 8),
+        ({"cp": 2}, {"rules": {"align": {"sample": 8, "lcm": 32}}, "precision": "fp8"}, 32, 64),
+        # layouts that cut the pack as one
+        ({"cp": 4, "tp": 2}, {"feeds": {"train": {"cp_layout": "contiguous"}}, "precision": "fp8"}, 1, 128),
+    ],
+)
+def test_the_alignment_follows_from_mesh_and_precision(
+    mesh: dict[str, int], more: dict[str, Any], sample: int, pack: int
+) -> None:
+    assert broker(planned_mesh=mesh, **more).plan().align == Align(sample=sample, pack=pack)
+
+
+@given(
+    st.integers(1, 8), st.integers(1, 8), st.sampled_from(LAYOUTS), st.sampled_from([*PRECISION_TOKENS]),
+    st.sampled_from(["tight", None, 48]), st.integers(1, 40),
+)  # fmt: skip
+def test_what_is_derived_suits_the_mesh_and_every_rank_s_products(
+    cp: int, tp: int, layout: str, precision: Any, sample: Any, multiple: int
+) -> None:
+    if sample == 48 and layout == "zigzag":
+        sample = 2 * cp * 3
+    align = derived_align(cp, tp, layout, precision, AlignSettings(sample=sample, lcm=multiple))
+    rules = Rules(budget=align.pack, align=align, shape="exact")
+    assert mesh_refusal(Mesh(cp=cp), rules, layout) == ""
+    assert align.sample % multiple == 0
+    assert align.pack % (cp * tp * PRECISION_TOKENS[precision]) == 0, "each rank's tokens are whole blocks"
+
+
+def test_a_planned_mesh_that_the_alignment_does_not_suit_is_refused_naming_both() -> None:
+    said = r"planned_mesh: got cp=4 and align sample=4 pack=8, expected multiples of 2 \* cp = 8"
+    with pytest.raises(ConfigError, match=said):
+        broker(planned_mesh={"cp": 4}, rules={"align": {"sample": 4, "pack": 8}})
 
 
 def test_an_alignment_that_is_given_is_kept() -> None:

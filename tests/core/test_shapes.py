@@ -7,12 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streampack import pack_lengths
 from streampack.core.form import Former, Step
+from streampack.core.intake import apply_overlong
 from streampack.core.kept import KeptSteps, mesh_refusal
 from streampack.core.messages import Mesh
 from streampack.core.rules import Align, Rules
 from streampack.core.samples import ROW, SampleTable
 from streampack.core.shapes import Shape, Sizes, check_widths, own_widths, step_widths, width_unit
+from streampack.errors import ConfigError, SampleError
 
 BUDGET, ALIGN = 48, 4
 SHAPES: list[Shape] = ["fixed", "exact", Sizes(multiple=8), Sizes(buckets=(12, 20)), Sizes(buckets=(48,))]
@@ -91,6 +94,34 @@ def test_lengths_follow_from_the_step_and_the_mesh_and_form_sees_nothing_of_them
                 for part, _ in kept.parts(step.number, Mesh(dp=dp, dp_rank=rank, pp=pp)):
                     assert part.widths(rules).tolist() == expected[np.frombuffer(part.packs_u32, "<u4")].tolist()
                     assert (part.widths_u32 == b"") == (shape == "fixed"), "nothing more travels than before"
+
+
+@given(
+    st.lists(st.integers(0, 200), min_size=1, max_size=20), st.integers(1, 12), st.integers(1, 8),
+    st.sampled_from(["drop", "truncate", "split", "error"]),
+)  # fmt: skip
+def test_what_the_over_long_policy_leaves_fits_padded_and_what_fits_is_left_alone(
+    lengths: list[int], sample: int, units: int, policy: str
+) -> None:
+    rules = Rules(budget=2 * sample * units, align=Align(sample=sample, pack=2 * sample), shape="exact")
+    lengths = [min(length, rules.budget) for length in lengths] if policy == "error" else lengths  # the others end it
+    pieces = apply_overlong(np.array(lengths, np.int64), rules.budget, policy)
+    slots = -(-pieces.length // sample) * sample
+    assert (rules.own_widths(slots) <= rules.budget).all()
+    for number, length in enumerate(lengths):
+        found = pieces.length[pieces.source == number].tolist()
+        whole = [length] if length <= rules.budget else {"drop": [0], "truncate": [rules.budget]}.get(policy)
+        assert found == whole if whole else sum(found) == length
+
+
+def test_a_budget_that_holds_a_sample_until_it_is_padded_is_refused() -> None:
+    """Nine tokens in packs of ten, padded to twelve: an IndexError of AutoModel's, or a silent split."""
+    with pytest.raises(ValueError, match=r"got budget 10 and align.pack 4, expected a multiple: take 8"):
+        Rules(budget=10, align=Align(sample=4, pack=4))
+    with pytest.raises(ConfigError, match="budget: got 10, expected a multiple of align, 4"):
+        pack_lengths([9], 10, align=4)
+    with pytest.raises(SampleError, match=r"sample 0: got 9 tokens \(12 when aligned to 4\), expected 1 to 8"):
+        pack_lengths([9], 8, align=4)
 
 
 @pytest.mark.parametrize(
