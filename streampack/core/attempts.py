@@ -49,6 +49,7 @@ class Reader:
     chain: bytes = b""
     """Digest of the steps before ``first_step``, as the reader knows them; empty if it does not."""
     snapshot: Snapshot | None = None
+    going_on: int = -1
     holds: bool = False
     """Its rank is its own."""
     entered: bool = False
@@ -64,7 +65,7 @@ class Reader:
     def begin(self, message: Attach, now: float) -> None:
         """What it says of where it begins."""
         self.ready, self.round, self.first_step = message.ready, message.round, message.next_step
-        self.chain, self.snapshot = message.chain, message.snapshot
+        self.chain, self.snapshot, self.going_on = message.chain, message.snapshot, message.going_on
         self.since, self.entered = now, False
 
 

@@ -156,6 +156,7 @@ class ClientSession:
     _attaching: float = -RETRY_S
     _have_upto: int = 0
     _done_upto: int = 0
+    _going_on: int = -1
     _resend: int = 0
     _assembling: dict[int, _Assembly] = field(default_factory=dict)
     _chains: dict[int, bytes] = field(default_factory=dict)
@@ -281,6 +282,7 @@ class ClientSession:
         if self.attached is not None and attempt <= self.attempt:
             return []
         self.attempt, self.attached = attempt, message
+        self._going_on = message.lineage if self.ready else -1
         self._moved = self._now
         self._resend += 1
         return self._get()
@@ -347,6 +349,7 @@ class ClientSession:
         self.lineage, self.snapshot = place.lineage, place.snapshot
         self.chain, self._chains = place.chain, {place.next_step: place.chain}
         self._have_upto = self._done_upto = place.next_step
+        self._going_on = -1
         self._skipped.clear()
         self._num_steps, self._ended = None, False
         return self._reattach()
@@ -361,7 +364,7 @@ class ClientSession:
         attach = Attach(
             feed=self.feed, reader=self.reader, host=self.host, pid=self.pid, mesh=self.mesh,
             next_step=self._done_upto, chain=self._chains[self._done_upto], round=self.round, readers=self.readers,
-            ready=self.ready, lineage=self.lineage, snapshot=self.snapshot,
+            ready=self.ready, lineage=self.lineage, snapshot=self.snapshot, going_on=self._going_on,
         )  # fmt: skip
         return self._send(attach)
 

@@ -266,7 +266,8 @@ class Attach(Message, frozen=True, kw_only=True):
     ``round`` counts the iterations of a finite feed, ``readers`` says which ranks of the mesh read at
     all. ``chain`` is the digest of all steps before it, where it knows one; repeated until answered. One that is
     not ``ready`` takes its rank and says later where it begins. From a checkpoint: its ``lineage`` and ``snapshot``,
-    for a broker that has neither.
+    for a broker that has neither. ``going_on`` is the lineage in which it was let in since it said so: it goes on
+    with another broker, and has not gone back; -1 if it never was.
     """
 
     TYPE: ClassVar[int] = 20
@@ -282,6 +283,7 @@ class Attach(Message, frozen=True, kw_only=True):
     ready: bool = True
     lineage: Count = 0
     snapshot: Snapshot | None = None
+    going_on: Annotated[int, Meta(ge=-1)] = -1
 
 
 class Get(Message, frozen=True, kw_only=True):

@@ -380,6 +380,11 @@ class Live:
         if peer == self._peer:
             self._to_client(FromBroker(envelope))
 
+    def _return(self, peer: bytes, upto: int) -> None:
+        """The trainer is done with the steps before ``upto``: later than it has them."""
+        if peer == self._peer:
+            self._to_client(Returned(upto))
+
     def _to_client(self, event: Event) -> None:
         assert self.client is not None
         peer = self._peer
@@ -391,7 +396,7 @@ class Live:
                 assert isinstance(step, StepPart)
                 known = self.chains.setdefault((step.lineage, step.step), step.chain)
                 assert known == step.chain, f"step {step.step} is another one the second time"
-                self._to_client(Returned(step.step + 1))
+                self._post(b"rank", partial(self._return, peer), step.step + 1)
             elif isinstance(effect, Ended):
                 self.ended = effect.num_steps
             else:

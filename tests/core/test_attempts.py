@@ -85,7 +85,8 @@ class Desk:
         self.alive: dict[str, bytes] = {}
         """Processes that ping, and their peers."""
 
-    def _rewind(self, step: int, snapshot: Snapshot | None) -> list[Effect]:
+    def _rewind(self, step: int, snapshot: Snapshot | None, new: bool) -> list[Effect]:
+        assert new
         self.rewinds.append((step, snapshot))
         return []
 

@@ -37,6 +37,8 @@ class Rollouts(Live):
     def __init__(self, seed: int, *, discards: bool = True) -> None:
         self.wanted, self.over = 0, False
         self.pushers: list[PushSession] = []
+        self.backs = 0
+        """How often trainers that are new have come, at a step that was formed: at most."""
         super().__init__(RULES, {}, seed, discards=discards)
 
     def start_producer(self, streams: list[str]) -> bytes:
@@ -141,9 +143,11 @@ def do(live: Rollouts, what: str, n: int) -> None:
     elif what == "kill":
         live.start_broker()
     elif what == "back":
+        live.backs += 1
         live.go_back(max(live.had - n, 0))
     elif what == "torn":  # killed while it goes to another lineage, of which the log has some records
         before = live.feed.history.lineage
+        live.backs += 2  # to the next broker they are new, too
         live.go_back(max(live.had - n, 0))
         for _ in range(200):
             length = len(live.log)
@@ -170,3 +174,20 @@ def test_what_was_pushed_since_is_dropped_and_counted_and_all_else_is_in_the_ste
     assert dropped == Counter(index for part in lost for index in np.asarray(part).tolist())
     assert sum(count for _, _, count, _ in chunks) == PARTITIONS * live.wanted
     assert chains == planned(chunks)
+    lineages = sum(isinstance(record, LineageBegan) for record in live.records())
+    assert lineages <= live.backs, "trainers that go on where a broker was killed have not gone back"
+
+
+def test_trainers_that_go_on_when_a_broker_was_killed_have_not_gone_back() -> None:
+    """The log said of fewer steps that they were returned than were: who asked for the next seemed to go back from
+    those that had been formed since, and rollouts were dropped, though nobody had lost a step."""
+    for seed in range(60):
+        live = Rollouts(seed)
+        live.wanted = 60
+        for turns in (40 + 7 * seed % 300, 40):
+            for _ in range(turns):
+                live.turn()
+            live.start_broker()
+        live.over = True
+        live.finish()
+        assert not any(isinstance(record, LineageBegan | SamplesRejected) for record in live.records())
