@@ -37,6 +37,8 @@ from streampack.errors import ConfigError
 from streampack.sources import SourceSettings, TokenizerSettings
 from streampack.typed_tree import explained
 
+MEMORY = "1GiB"
+"""A broker's, where nothing else is said."""
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 """As long as a message can carry."""
 
@@ -189,7 +191,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
     run: Annotated[str, Meta(min_length=1, max_length=200)] = "streampack"
     listen: Listen = Listen()
     rendezvous: str | None = None
-    memory: str | int = "1GiB"
+    memory: str | int = MEMORY
     seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
     merge: MergeOrder = "schedule"
     state_dir: str | None = None

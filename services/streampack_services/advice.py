@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from streampack_services.advisor import ADVISED, NEAR_ORDER
+from streampack.config import MEMORY
+from streampack.typed_tree import parse_size
+from streampack_services.advisor import NEAR_ORDER
 
 Tree = dict[str, Any]
 UNEVEN = 1.05
@@ -26,9 +28,13 @@ def why(found: Tree, overlong: str | None) -> list[str]:
 def broker_yaml(found: Tree, overlong: str | None, *, align_given: bool) -> str:
     """The lines that make a broker do what is taken."""
     take = found["take"]
-    rules = [f"packer: {take['packer']}", f"budget: {take['budget']}", f"window: {{samples: {take['window']}}}"]
+    joint = take["joint"]
+    rules = [f"packer: {'exact_fill' if joint else take['packer']}", f"budget: {take['budget']}"]
+    rules.append(f"window: {{samples: {take['window']}}}")
     rules += [f"{key}: {value}" for key, value in take["packer_keys"].items()]
     rules.append(f"step: {{packs: {take['step_packs']}}}")
+    if joint:
+        rules.append(f"balance: {{{', '.join(f'{key}: {value}' for key, value in joint.items())}}}")
     if align_given and take["align"]["pack"] > 1:
         rules.append(f"align: {{sample: {take['align']['sample']}, pack: {take['align']['pack']}}}")
     if overlong is not None and overlong != "error":
@@ -38,7 +44,10 @@ def broker_yaml(found: Tree, overlong: str | None, *, align_given: bool) -> str:
     if found["rejected"]:
         rules.append("poison: drop")
     mesh = ", ".join(f"{name}: {size}" for name, size in take["mesh"].items() if size > 1)
-    return f"rules: {{{', '.join(rules)}}}" + (f"\nplanned_mesh: {{{mesh}}}" if mesh else "")
+    lines = [f"rules: {{{', '.join(rules)}}}"] + ([f"planned_mesh: {{{mesh}}}"] if mesh else [])
+    if take["memory_bytes"] > parse_size(MEMORY, "memory"):
+        lines.append(f"memory: {-(-take['memory_bytes'] // 2**30)}GiB")
+    return "\n".join(lines)
 
 
 def _axis(found: Tree, axis: str, key: str) -> list[Tree]:
@@ -55,14 +64,11 @@ def _packer(found: Tree) -> list[str]:
     said = f"{take['packer']} leaves {base['useful']:.2%} of the ranks' time to real tokens"
     better = [row["packer"] for row in others if row["useful"] > base["useful"] + SAID]
     sorting = ", ".join(name for name in better if name not in NEAR_ORDER)
-    missing = ", ".join(name for name in better if name in NEAR_ORDER and name not in ADVISED)
     sentences = [said + (f"; next: {compared}." if compared else ".")]
     if sorting:
         sentences.append(
             f"Not advised, for they rearrange whole windows, and steps differ in what they hold: {sorting}."
         )
-    if missing:
-        sentences.append(f"Better, but broker.yaml does not take it yet: {missing}.")
     return sentences
 
 
@@ -132,7 +138,8 @@ def _balance(found: Tree) -> list[str]:
     said = f"The dearest of {dp} ranks needs {take['cost_max_over_mean']:.3f} times the mean of its micro-batch"
     if take["cost_max_over_mean"] < UNEVEN:
         return [f"{said}: balanced."]
-    return [f"{said}: the others wait. More packs a step give DEAL more to choose from."]
+    joint = "" if take["packer"] == "joint" else "; balance: joint forms packs that cost the same"
+    return [f"{said}: the others wait. More packs a step give DEAL more to choose from{joint}."]
 
 
 def _meshes(found: Tree) -> list[str]:

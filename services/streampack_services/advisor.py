@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,19 +19,23 @@ import numpy as np
 from streampack.alignment import derived_align
 from streampack.config import PlannedMesh
 from streampack.core.packers import PACKERS
-from streampack.core.rules import PACKER_KEYS, Align, Overlong, PackerName, Rules
+from streampack.core.plan import needed_tokens
+from streampack.core.rules import PACKER_KEYS, Align, Balance, Overlong, Rules
 from streampack.errors import ConfigError, SampleError, UserError
+from streampack_services.arena import SLACK
 from streampack_services.forecast import Forecast, Order, forecast, order_of, planned_rules, with_packer
 from streampack_services.lengths import Workload
 
 Tree = dict[str, Any]
+JOINT = Balance("joint")
 SAME = 0.001
 """Shares of the ranks' time that differ by less are the same."""
 NEAR_ORDER = ("exact_fill", "joint", "sliding_ffd", "buffer_first_fit", "concatenative")
 """Other packers rearrange whole windows, mostly by length, so that steps differ in what they hold."""
-ADVISED = tuple(name for name in NEAR_ORDER if name in get_args(PackerName))
 WORTH = 0.005
 """A budget is not good enough if another gains more than this."""
+WAITING = 4 / 3
+"""Of a broker's memory a quarter is for what waits to be merged."""
 CUT = 0.01
 """A budget that cuts off more than this of all tokens is not advised where another does not."""
 
@@ -53,7 +57,8 @@ class Setting:
 class PlanOptions:
     """What to vary: the first of ``budgets``, ``windows``, ``packers`` and ``meshes`` are the base setting.
 
-    ``rules`` give the rest. ``align`` is None where it follows from the mesh. ``keep_budget``: it was asked for.
+    ``rules`` give the rest. ``align`` is None where it follows from the mesh, and so is the group of ``joint``, which
+    is a packer here. ``keep_budget``: it was asked for.
     ``overlong`` None: what ``truncate`` would lose is shown; ``overlong_of_all``: it was asked for, whatever ``rules``
     say of each stream.
     """
@@ -65,6 +70,7 @@ class PlanOptions:
     packers: tuple[str, ...]
     meshes: tuple[PlannedMesh, ...]
     align: Align | None = None
+    joint: Balance = JOINT
     overlong: Overlong | None = None
     keep_budget: bool = False
     overlong_of_all: bool = False
@@ -149,9 +155,11 @@ def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] 
     found = _about(workload)
     found["notes"] = [*found["notes"], *notes]
     found["settings"] = [_row(setting, result) for setting, result in rows]
-    kept = with_packer(options.rules, take.packer)
+    kept = forecaster.rules(take)
     keys = {key: value for key in PACKER_KEYS if (value := getattr(kept, key)) is not None}
-    found["take"] = _row(take, taken) | {"packer_keys": keys}
+    joint = msgspec.to_builtins(options.joint) if take.packer == "joint" else None
+    memory = int(needed_tokens(kept, kept.budget + 1) * kept.token_bytes * SLACK * WAITING)
+    found["take"] = _row(take, taken) | {"packer_keys": keys, "joint": joint, "memory_bytes": memory}
     return found
 
 
@@ -170,16 +178,20 @@ class _Forecaster:
             self._made[key] = self._forecast(setting)
         return self._made[key]
 
-    def _forecast(self, setting: Setting) -> Forecast | str:
+    def rules(self, setting: Setting) -> Rules:
+        """Of a setting. Raises ValueError where they contradict each other."""
         options = self._options
         rules = planned_rules(
             options.rules, self._workload, options.overlong or "truncate", all_streams=options.overlong_of_all
         )
+        return with_packer(
+            rules, setting.packer, options.joint.planned(setting.mesh.dp), budget=setting.budget,
+            window=setting.window, packs=setting.step_packs, align=setting.align,
+        )  # fmt: skip
+
+    def _forecast(self, setting: Setting) -> Forecast | str:
         try:
-            rules = with_packer(
-                rules, setting.packer, budget=setting.budget, window=setting.window, packs=setting.step_packs,
-                align=setting.align,
-            )  # fmt: skip
+            rules = self.rules(setting)
             if setting.budget not in self._orders:
                 self._orders[setting.budget] = order_of(self._workload, rules)
             return forecast(self._workload, self._orders[setting.budget], rules, setting.mesh.dp)
@@ -212,7 +224,7 @@ def _best(rows: Rows, axis: str) -> Any:
     """What leaves most of the ranks' time to real tokens; the base, if nothing is surely better to speak of."""
     base = getattr(rows[0][0], axis)
     found = [(getattr(setting, axis), made) for setting, made in _forecast_on(rows, axis)]
-    found = [(value, made) for value, made in found if axis != "packer" or value in ADVISED or value == base]
+    found = [(value, made) for value, made in found if axis != "packer" or value in NEAR_ORDER or value == base]
     given = next((made for value, made in found if value == base), None)
     value, best = max(found, key=lambda each: each[1].useful, default=(base, given))
     if given is None or best is None:

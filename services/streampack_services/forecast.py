@@ -26,12 +26,14 @@ from streampack.core.form import Former, Step
 from streampack.core.intake import apply_overlong
 from streampack.core.merge import merge_of
 from streampack.core.packers import parameters_of
-from streampack.core.rules import PACKER_KEYS, Overlong, Rules, StreamRules
+from streampack.core.packers.joint import PATIENCE
+from streampack.core.rules import PACKER_KEYS, Balance, Overlong, Rules, StreamRules
 from streampack.core.samples import I64, SampleTable
 from streampack_services.lengths import Workload
 from streampack_services.pass_size import PassSize, size_of_pass
 
 F64 = NDArray[np.float64]
+ALONE = Balance("joint", group=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,13 +96,21 @@ def planned_rules(rules: Rules, workload: Workload, overlong: Overlong, *, all_s
     return msgspec.structs.replace(rules, streams=tuple(streams), merge="schedule", between_passes="continue")
 
 
-def with_packer(rules: Rules, packer: str, **changes: Any) -> Rules:
+def with_packer(rules: Rules, packer: str, joint: Balance = ALONE, **changes: Any) -> Rules:
     """``rules`` with another packer, without the keys that it does not have, and with other ``changes``.
 
-    Raises ValueError where they contradict each other.
+    ``joint`` is no packer in the rules, but a balance: it has the group and patience of ``joint`` then. Raises
+    ValueError where they contradict each other.
     """
     foreign = {key: None for key in PACKER_KEYS if key not in parameters_of(packer)}
-    return msgspec.structs.replace(rules, **foreign, packer=packer, **changes)
+    kind = rules.balance.kind if rules.balance.kind != "joint" else "deal"
+    balance = msgspec.structs.replace(rules.balance, kind=kind, group=None, patience=PATIENCE)
+    if packer == "joint":
+        packer, balance = (
+            "exact_fill",
+            msgspec.structs.replace(balance, kind="joint", group=joint.group, patience=joint.patience),
+        )
+    return msgspec.structs.replace(rules, **foreign, packer=packer, balance=balance, **changes)
 
 
 def order_of(workload: Workload, rules: Rules) -> Order:

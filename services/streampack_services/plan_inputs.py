@@ -19,11 +19,12 @@ from rich.console import Console
 from streampack.config import BrokerConfig, PlannedMesh, ProducerConfig
 from streampack.config_files import read_either
 from streampack.core.packers import PACKERS
-from streampack.core.rules import Align, Overlong, Rules
+from streampack.core.rules import Align, Balance, Overlong, Rules
 from streampack.errors import UserError
 from streampack.sources import Source
 from streampack_services import http_client, sampling, served
-from streampack_services.advisor import PlanOptions, default_budgets, default_packers, default_windows
+from streampack_services.advisor import JOINT, PlanOptions, default_budgets, default_packers, default_windows
+from streampack_services.forecast import with_packer
 from streampack_services.lengths import (
     StreamLengths,
     Workload,
@@ -73,6 +74,7 @@ class _Base:
 
     rules: Rules
     align: Align | None = None
+    joint: Balance = JOINT
     mesh: PlannedMesh | None = None
     layout: str = "zigzag"
     given: bool = True
@@ -98,7 +100,8 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
     if run is None:
         return _of_file(given, what, base), _options(given, base)
     if broker is None:
-        base = _Base(run.rules, None if given.meshes else run.rules.align, run.mesh)
+        align, joint = (None, JOINT) if given.meshes else (run.rules.align, _joint_of(run.rules))
+        base = _Base(run.rules, align, joint, run.mesh)
     return _of_run(run, given.samples or TO_PACK), _options(given, base)
 
 
@@ -115,7 +118,7 @@ def run_of(what: str | None, feed: str | None, budget: int, window: int, packer:
     if path.is_file() and not is_lengths(path):
         raise UserError(f"{what}: got no lengths, expected a .npy or whole numbers; 'streampack plan' reads data")
     _check_packer(packer)
-    rules = Rules(budget=budget, window=window, packer=cast("Any", packer), packs=1)
+    rules = with_packer(Rules(budget=budget, window=window, packs=1), packer)
     lengths = read_lengths(path)
     some = stretches(lengths, served.MOST)
     part = f" ({len(some):,} of {len(lengths):,} lengths)" if len(some) < len(lengths) else ""
@@ -215,11 +218,21 @@ def _base_of(broker: BrokerConfig, feed: str | None) -> _Base:
         raise UserError(f"got feed {name!r}, expected one of: {', '.join(broker.feeds)}")
     rules = broker.plan(name)
     given = broker.rules.align is not None or "align" in broker.feeds[name].rules or broker.precision is not None
-    return _Base(rules, rules.align if given else None, broker.planned_mesh, broker.feeds[name].cp_layout)
+    own = broker.feeds[name].rules.get("balance", {})
+    grouped = broker.rules.balance.group is not None or "group" in own
+    joint = _joint_of(rules)
+    joint = joint if grouped else msgspec.structs.replace(joint, group=None)
+    return _Base(rules, rules.align if given else None, joint, broker.planned_mesh, broker.feeds[name].cp_layout)
+
+
+def _joint_of(rules: Rules) -> Balance:
+    """What joint packs are formed by."""
+    return Balance("joint", group=rules.balance.group, patience=rules.balance.patience)
 
 
 def _options(given: PlanInputs, base: _Base) -> PlanOptions:
     rules, meshes = base.rules, tuple(map(_mesh, given.meshes)) or (base.mesh or PlannedMesh(),)
+    packer, rules = rules.new_packer().name, with_packer(rules, rules.packer)
     if given.packs is not None:
         rules = msgspec.structs.replace(rules, packs=given.packs)
     axes: dict[str, Any] = {}
@@ -229,12 +242,12 @@ def _options(given: PlanInputs, base: _Base) -> PlanOptions:
     names = _words(given.packer)
     for name in names:
         _check_packer(name)
-    packers = names if len(names) > 1 else default_packers(names[0] if names else rules.packer)
+    packers = names if len(names) > 1 else default_packers(names[0] if names else packer)
     overlong = given.overlong if given.overlong is not None else _overlong_of(rules)
     if overlong is not None and overlong not in get_args(Overlong):
         raise UserError(f"--overlong: got {overlong!r}, expected one of: {', '.join(get_args(Overlong))}")
     return PlanOptions(
-        rules, base.layout, axes["budget"], axes["window"], packers, meshes, base.align,
+        rules, base.layout, axes["budget"], axes["window"], packers, meshes, base.align, base.joint,
         cast("Overlong | None", overlong), base.given or given.budget is not None, given.overlong is not None,
     )  # fmt: skip
 

@@ -80,7 +80,7 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
         "tokens": run.tokens,
         "budget": rules.budget,
         "window": rules.window,
-        "packer": rules.packer,
+        "packer": rules.new_packer().name,
         "align": rules.align.sample,
         "micro_batch": size,
         "assumptions": assumptions(run, size, rate),
@@ -148,6 +148,6 @@ def served_by(what: str, lengths: I64, rules: Rules) -> Served:
     packs = [pack for step in steps for pack in step.packs]
     empty = sum(not len(pack.handles) for pack in packs)
     return Served(
-        f"{what}, as {rules.packer} would pack it", lengths, rules, len(lengths), len(packs), empty,
+        f"{what}, as {rules.new_packer().name} would pack it", lengths, rules, len(lengths), len(packs), empty,
         int(lengths.sum()), int(slots.sum()), len(steps), True, "in their order",
     )  # fmt: skip

@@ -224,6 +224,53 @@ def test_the_lines_for_broker_yaml_can_be_used(lengths: Path, tmp_path: Path) ->
     assert (values["rules.budget"], values["planned_mesh.cp"], values["rules.overlong"]) == (2048, 2, "truncate")
 
 
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lengths with a heavy tail."""
+    file = tmp_path_factory.mktemp("uneven") / "lengths.npy"
+    np.save(file, np.clip(np.random.default_rng(0).lognormal(6.5, 1.2, 12_000), 1, 32768).astype(np.int64))
+    return file
+
+
+@pytest.mark.parametrize(("window", "memory"), [("1024", "1GiB"), ("4096", "3GiB")])
+def test_where_costs_differ_joint_balance_is_advised_and_its_lines_can_be_used(
+    uneven: Path, tmp_path: Path, window: str, memory: str
+) -> None:
+    """Also where it needs more memory than a broker takes by itself."""
+    packers = ("--packer", "exact_fill,joint", "--window", f"{window},{window}", "--budget", "32768,32768")
+    found = ask("plan", uneven, *packers, "--mesh", "dp=8", "--packs", "8", "--total", "1000000")
+    of = {row["packer"]: row for row in found["settings"] if row["axis"] == "packer"}
+    assert of["exact_fill"]["cost_max_over_mean"] > 1.2
+    assert of["joint"]["cost_max_over_mean"] < 1.02
+    assert found["take"]["packer"] == "joint"
+    file = tmp_path / "broker.yaml"
+    file.write_text(found["broker_yaml"] + "\nstreams: {web: {}}\n")
+    values = {row["path"]: row["value"] for row in ask("check", file)["values"]}
+    assert (values["rules.packer"], values["rules.balance.kind"], values["rules.balance.group"]) == (
+        "exact_fill", "joint", 8,
+    )  # fmt: skip
+    assert values["memory"] == memory
+
+
+def test_a_run_that_balances_by_joint_is_planned_as_it_is_and_its_group_follows_the_mesh_unless_given(
+    uneven: Path, tmp_path: Path
+) -> None:
+    rules = {"budget": 32768, "step": {"packs": 8}}
+    options = ("--packer", "joint,exact_fill", "--window", "256,256", "--budget", "32768,32768")
+
+    def planned(**balance: Any) -> list[Any]:
+        tree = {**rules, "balance": {"kind": "joint", **balance}}
+        config = write(tmp_path / "broker.yaml", {"rules": tree, "planned_mesh": {"dp": 4}, "streams": {"web": {}}})
+        found = ask("plan", uneven, "-c", config, *options, "--mesh", "dp=8", "--packs", "16")
+        assert found["settings"][0]["packer"] == "joint"
+        return [found["settings"][0]["attention_max_over_mean"], "group: 2" in found["broker_yaml"]]
+
+    (own, _), (given, said) = planned(), planned(group=2)
+    assert own < given, "eight are alike, not two"
+    assert said
+    assert ask("report", uneven, "--budget", "32768", "--packer", "joint")["packer"] == "joint"
+
+
 def test_grids_and_meshes_are_what_was_asked_for(lengths: Path) -> None:
     found = ask(
         "plan", lengths, "--budget", "4096,1024", "--window", "64,128,", "--packer", "concatenative,exact_fill",
