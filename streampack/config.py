@@ -19,6 +19,7 @@ from streampack.core.packers.modified_first_fit import Leftovers
 from streampack.core.rules import (
     PACKER_KEYS,
     Balance,
+    Batch,
     BetweenPasses,
     MergeOrder,
     OnExhaust,
@@ -29,6 +30,7 @@ from streampack.core.rules import (
     Rules,
     StreamRules,
     TokenType,
+    Warmup,
     WeightUnit,
 )
 from streampack.core.samples import IGNORE_INDEX
@@ -65,10 +67,38 @@ class Window(_Settings, frozen=True, kw_only=True):
     samples: Positive = 1024
 
 
-class StepSettings(_Settings, frozen=True, kw_only=True):
-    """What one optimizer update eats: ``packs`` over all data-parallel ranks."""
+STEP_KINDS = ("packs", "samples", "end_of_batch")
+"""What a step may be counted in; a feed that says one takes the place of the run's."""
 
-    packs: Positive = 64
+
+class StepSettings(_Settings, frozen=True, kw_only=True):
+    """What one optimizer update eats: so many ``packs`` over all data-parallel ranks (64 where nothing else is said),
+    or a batch, packed by itself: so many whole ``samples``, or what producers' ``end_of_batch`` closes.
+
+    The rest is for batches; ``core.rules.Batch`` explains each.
+    """
+
+    packs: Positive | None = None
+    samples: Annotated[int, Meta(ge=1, le=2**24)] | None = None
+    end_of_batch: bool = False
+    min_samples: Positive = 1
+    micro_batch_multiple: Annotated[int, Meta(ge=1, le=2**16)] | None = None
+    min_micro_batches: Annotated[int, Meta(ge=1, le=2**16)] = 1
+    empty: Literal["pad", "error"] = "pad"
+
+    @property
+    def batch(self) -> Batch | None:
+        """What it is in the rules; None where steps are counted in packs. Raises ValueError for two of them."""
+        given = [key for key in STEP_KINDS if getattr(self, key)]
+        if len(given) > 1:
+            raise ValueError(f"step: got {' and '.join(given)}, expected one of {', '.join(STEP_KINDS)}")
+        of_batches = {key: getattr(self, key) for key in Batch.__struct_fields__ if key != "samples"}
+        if given in ([], ["packs"]):
+            for key, value in of_batches.items():
+                if value != getattr(StepSettings(), key):
+                    raise ValueError(f"step: got {key} without a batch, expected samples or end_of_batch beside it")
+            return None
+        return Batch(samples=self.samples, **of_batches)
 
 
 class PlannedMesh(_Settings, frozen=True, kw_only=True):
@@ -91,6 +121,7 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
     align: AlignSettings | None = None
     shape: Shape = "fixed"
     step: StepSettings = StepSettings()
+    warmup: Warmup | None = None
     balance: Balance = Balance()
     overlong: Overlong = "error"
     poison: Poison = "error"
@@ -241,7 +272,8 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
                 packer=settings.packer, **{key: getattr(settings, key) for key in PACKER_KEYS},
                 budget=settings.budget, window=settings.window.samples, align=align,
                 shape=settings.shape,
-                packs=settings.step.packs, balance=settings.balance.planned(self.planned_mesh.dp), tail=settings.tail,
+                packs=settings.step.packs or Rules().packs, batch=settings.step.batch, warmup=settings.warmup,
+                balance=settings.balance.planned(self.planned_mesh.dp), tail=settings.tail,
                 weight_unit=settings.weight_unit, merge=self.feeds[feed].merge or self.merge,
                 between_passes=settings.between_passes, seed=self.seed,
                 tokens=self.tokens, fields=fields, streams=streams,
@@ -254,7 +286,11 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
         """The run's rules, with what a feed lays over them."""
         if not self.feeds[feed].rules:
             return self.rules
-        tree = _laid_over(msgspec.to_builtins(self.rules), self.feeds[feed].rules)
+        over = self.feeds[feed].rules
+        tree = msgspec.to_builtins(self.rules)
+        if isinstance(over.get("step"), dict) and any(kind in over["step"] for kind in STEP_KINDS):
+            tree["step"] |= {kind: getattr(StepSettings(), kind) for kind in STEP_KINDS}
+        tree = _laid_over(tree, over)
         try:
             return msgspec.convert(tree, RulesSettings)
         except (msgspec.ValidationError, ValueError) as error:

@@ -6,7 +6,7 @@ Everything that can be said before a broker starts is said here, but for what de
 from __future__ import annotations
 
 from streampack.config import BrokerConfig
-from streampack.core.kept import mesh_refusal
+from streampack.core.kept import batch_refusal, mesh_refusal
 from streampack.core.messages import Mesh
 from streampack.core.rules import MAX_WEIGHT_RATIO, Rules
 from streampack.errors import ConfigError
@@ -94,7 +94,21 @@ def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
     refusal = mesh_refusal(Mesh(cp=config.planned_mesh.cp), rules, layout)
     if refusal:
         raise ConfigError(f"planned_mesh: {refusal}")
-    if rules.packs % config.planned_mesh.dp:
+    if rules.batch is not None:
+        _check_batch(config, rules)
+    elif rules.packs % config.planned_mesh.dp:
         raise ConfigError(
             f"planned_mesh.dp: got {config.planned_mesh.dp}, expected a divisor of the {rules.packs} packs of a step"
         )
+
+
+def _check_batch(config: BrokerConfig, rules: Rules) -> None:
+    """Batches that marks close need programs that say so, and the planned mesh must do."""
+    read = [stream.name for stream in rules.streams if not stream.pushed]
+    if read and rules.batch is not None and rules.batch.samples is None:
+        raise ConfigError(
+            f"rules.step: got end_of_batch with stream {read[0]!r}, which is read, expected pushed streams: only a "
+            f"program that pushes says where a batch ends; for files say step: {{samples: N}}"
+        )
+    if wrong := batch_refusal(Mesh(dp=config.planned_mesh.dp), rules):
+        raise ConfigError(f"planned_mesh: {wrong}")

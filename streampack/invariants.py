@@ -61,7 +61,7 @@ def check_step(step: Step, mesh: Mesh | None = None, rules: Rules | None = None)
     if mesh is not None and mesh.pp > 1:
         equal("shape", f"{what}, tokens of its packs in a pipeline", len({each.total for each in checked}), 1)
     _check_totals(what, step, checked, whole=mesh is not None and mesh.dp == 1)
-    if rules is not None and mesh is not None and rules.packs % mesh.dp == 0:
+    if rules is not None and mesh is not None and rules.batch is None and rules.packs % mesh.dp == 0:
         equal("micro-batches", what, len(step), rules.packs // mesh.dp)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from streampack.core.deal import deal
+from streampack.core.dealt import deal_step, packs_of_mesh, split
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
 from streampack.errors import LedgerDamaged, UserError
@@ -26,7 +26,7 @@ Tree = dict[str, Any]
 # A step
 
 
-def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | None = None) -> Tree:
+def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | None = None, pp_size: int = 1) -> Tree:
     """What is in a step and what was decided about it; with ``dp_size``, which rank has each pack. Raises UserError."""
     of = feed_of(ledger, feed)
     found = recorded(ledger, of, step)
@@ -54,7 +54,7 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
             {"lineage": each, "digest": other.digest.hex()} for each in ledger.lineages_of(of.name, step)
             if each != found.lineage and (other := ledger.step(of.name, step, each)) is not None
         ],
-        "packs": _packs(of, found, rules, dp_size),
+        "packs": _packs(of, found, rules, dp_size, pp_size),
     }  # fmt: skip
 
 
@@ -96,34 +96,35 @@ def is_skipped(feed: FeedHistory, step: int) -> bool:
     return any(first <= step <= last for first, last in feed.skips)
 
 
-def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None) -> list[Tree]:
-    """Packs in their order, or by (micro-batch, rank) where a mesh is asked for."""
-    rows, bounds, align = step.rows, step.bounds.tolist(), rules.align.sample
-    offsets = step.offsets(align).tolist()
-    costs = rules.balance.costs(-(-rows["length"].astype(np.int64) // align) * align)
-    sums = np.concatenate([[0], np.cumsum(costs)])
-    packs = [
-        {
+def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None, pp_size: int) -> list[Tree]:
+    """Packs in their order, or by (micro-batch, rank) where a mesh is asked for: there one that was split for it is
+    several, each ``of`` the pack that FORM made, and some may be empty."""
+    rows, align = step.rows, rules.align.sample
+    slots = -(-rows["length"].astype(np.int64) // align) * align
+    costs = rules.balance.costs(slots)
+
+    def pack(number: int, positions: I64) -> Tree:
+        ends = np.cumsum(slots[positions])
+        offsets = (ends - slots[positions]).tolist()
+        return {
             "pack": number,
-            "num_tokens": int(rows["length"][begin:end].sum()),
-            "num_loss_tokens": int(rows["loss_tokens"][begin:end].sum()),
-            "cost": int(sums[end] - sums[begin]),
-            "samples": [_sample(feed, step, row, offsets[row]) for row in range(begin, end)],
+            "num_tokens": int(rows["length"][positions].sum()),
+            "num_loss_tokens": int(rows["loss_tokens"][positions].sum()),
+            "cost": int(costs[positions].sum()),
+            "samples": [_sample(feed, step, row, at) for row, at in zip(positions.tolist(), offsets, strict=True)],
         }
-        for number, (begin, end) in enumerate(pairwise(bounds))
-    ]
+
+    formed = [np.arange(begin, end) for begin, end in pairwise(step.bounds.tolist())]
     if dp_size is None:
-        return packs
-    return _dealt(packs, rules, dp_size)
-
-
-def _dealt(packs: list[Tree], rules: Rules, dp_size: int) -> list[Tree]:
+        return [pack(number, positions) for number, positions in enumerate(formed)]
+    count = packs_of_mesh(rules, len(formed), dp_size, pp_size)
+    parts, origins = (formed, list(range(count))) if count == len(formed) else split(step.bounds, costs, count)
     try:
-        dealt: I64 = deal(np.array([pack["cost"] for pack in packs], np.int64), dp_size, rules.balance.kind)
+        dealt = deal_step(rules, np.array([costs[positions].sum() for positions in parts], np.int64), dp_size)
     except ValueError as error:
         raise UserError(str(error)) from None
     return [
-        {"micro_batch": micro_batch, "dp_rank": rank, **packs[number]}
+        {"micro_batch": micro_batch, "dp_rank": rank, "of": origins[number], **pack(number, parts[number])}
         for micro_batch, row in enumerate(dealt.tolist())
         for rank, number in enumerate(row)
     ]

@@ -123,7 +123,10 @@ class BrokerService:
         """Bytes of what a trainer may bring of its checkpoint: about 48 a sample, and of samples as many as are held
         at most."""
         sample = self.plan.capacity.max_sample_tokens
-        held = max(needed_tokens(feed.rules, sample) for feed in self.plan.feeds)
+        held = max(
+            needed_tokens(feed.rules, sample) if feed.rules.batch is None else feed.merged_tokens
+            for feed in self.plan.feeds
+        )
         return min(48 * held, wire.MAX_META_BYTES)
 
     @property

@@ -19,6 +19,7 @@ from rich.table import Table
 from streampack.alignment import AlignSettings
 from streampack.config import BrokerConfig, ProducerConfig
 from streampack.config_files import read_either
+from streampack.core.dealt import packs_of_mesh
 from streampack.core.kept import mesh_refusal
 from streampack.core.messages import Mesh
 from streampack.core.packers.joint import Joint, max_wait
@@ -168,6 +169,9 @@ def _derived(path: str, value: Any, meaning: str) -> Value:
 def _follows(config: BrokerConfig, found: Plan) -> Iterator[Value]:
     for feed in found.feeds:
         yield from _follows_feed(f"feeds.{feed.name}", config, feed.rules, feed.layout)
+        if feed.rules.batch is not None:
+            largest = feed.merged_tokens - found.capacity.max_sample_tokens
+            yield _derived(f"feeds.{feed.name}.batch_tokens", largest, "the largest batch that fits in memory")
         if len(found.feeds) > 1:
             held = feed.merged_tokens * found.token_bytes
             yield _derived(f"feeds.{feed.name}.merged_bytes", held, "of memory: its share, which no other feed borrows")
@@ -187,24 +191,33 @@ def _follows(config: BrokerConfig, found: Plan) -> Iterator[Value]:
 def _follows_feed(path: str, config: BrokerConfig, rules: Rules, layout: str) -> Iterator[Value]:
     mesh, align = config.planned_mesh, rules.align.sample
     yield _derived(f"{path}.digest", rules.digest, "names the rules: equal digests and samples, equal steps")
-    yield _derived(f"{path}.step_tokens", rules.packs * rules.budget, "tokens of a step: packs times budget")
-    micro = rules.packs // mesh.dp
-    yield _derived(f"{path}.micro_batches", micro, f"a rank and step, on the planned dp={mesh.dp}")
     dps = [dp for dp in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(dp=dp), rules, layout)]
-    yield _derived(f"{path}.dp", dps, f"what dp may be, up to {MAX_RANKS}: divisors of the packs of a step")
+    if rules.batch is None:
+        yield _derived(f"{path}.step_tokens", rules.packs * rules.budget, "tokens of a step: packs times budget")
+        micro = rules.packs // mesh.dp
+        yield _derived(f"{path}.micro_batches", micro, f"a rank and step, on the planned dp={mesh.dp}")
+        yield _derived(f"{path}.dp", dps, f"what dp may be, up to {MAX_RANKS}: divisors of the packs of a step")
+    else:
+        least = packs_of_mesh(rules, 1, mesh.dp, 1) // mesh.dp
+        yield _derived(f"{path}.micro_batches", least, f"a rank and step, at least, on the planned dp={mesh.dp}")
+        said = f"what dp may be, up to {MAX_RANKS}: packs are split, and empty ones added, until all have as many"
+        yield _derived(f"{path}.dp", dps, said)
     cps = [cp for cp in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(cp=cp), rules, layout)]
     why = f"what cp may be, up to {MAX_RANKS}, with samples aligned to {align}, packs to {rules.align.pack}"
     yield _derived(f"{path}.cp", cps, why)
     pad = (align - 1) / 2
     per_cent = f"{pad / (500 + pad):.1%} at a mean of 500 tokens"
     yield _derived(f"{path}.padding", pad, f"tokens a sample that alignment is expected to waste: {per_cent}")
-    steps = -(-2 * rules.window // rules.packs)
-    waits = f"steps that a sample may wait, about: as many packs as the window of {rules.window} has samples, twice"
-    if isinstance(packer := rules.new_packer(), Joint):
-        steps = -(-max_wait(packer.group, packer.patience, rules.window) * packer.group // rules.packs)
-        waits = f"steps that a sample may wait, about: {packer.patience} groups of {packer.group} packs, twice, and "
-        waits += "as many packs as the window has samples, twice"
-    yield _derived(f"{path}.patience", steps, waits)
+    if rules.batch is None:
+        steps = -(-2 * rules.window // rules.packs)
+        waits = f"steps that a sample may wait, about: as many packs as the window of {rules.window} has samples, twice"
+        if isinstance(packer := rules.new_packer(), Joint):
+            steps = -(-max_wait(packer.group, packer.patience, rules.window) * packer.group // rules.packs)
+            waits = (
+                f"steps that a sample may wait, about: {packer.patience} groups of {packer.group} packs, twice, and "
+            )
+            waits += "as many packs as the window has samples, twice"
+        yield _derived(f"{path}.patience", steps, waits)
     total = sum(stream.weight for stream in rules.streams)
     for stream in rules.streams:
         share = f"of the {rules.weight_unit}, while no stream of the feed has ended"

@@ -41,11 +41,24 @@ MEANINGS: dict[str, dict[str, str]] = {
         "overlong": "what happens to samples over the budget",
         "poison": "what happens to samples that cannot be used",
         "tail": "the packs that do not fill the last step: padded with empty ones, or dropped",
+        "warmup": "a smaller budget for the first steps",
         "weight_unit": "what the streams' weights are shares of",
         "between_passes": "passes over the data run into one another, or each is drained into its own last step",
     },
     "Window": {"samples": "samples that the packer looks over"},
-    "StepSettings": {"packs": "packs of an optimizer step, over all ranks"},
+    "StepSettings": {
+        "packs": "packs of an optimizer step, over all ranks; 64 where a step is no batch",
+        "samples": "samples of an optimizer step, packed by themselves: as many packs as come out",
+        "end_of_batch": "a step is what comes before the programs that push say end_of_batch",
+        "min_samples": "a batch with less goes on until the next end_of_batch",
+        "micro_batch_multiple": "each rank's micro-batches are a multiple; default: the pipeline's stages",
+        "min_micro_batches": "of each rank, at least",
+        "empty": "ranks that splitting packs leaves without a sample get empty ones (pad), or all stop (error)",
+    },
+    "Warmup": {
+        "init": "tokens of a pack of step 0; a sample that is longer is alone in its pack",
+        "steps": "steps after which the budget is whole; it grows evenly",
+    },
     "AlignSettings": {
         "sample": "each sample is padded to a multiple; tight: of 2 * cp alone, tp being left to the pack",
         "pack": "packs are padded to a multiple, and the budget must be one",
@@ -57,6 +70,7 @@ MEANINGS: dict[str, dict[str, str]] = {
     },
     "Balance": {
         "kind": "packs go to ranks by cost (deal), or in order; joint: they are formed in groups that cost the same",
+        "order": "of each rank's micro-batches: dearest first, or in the middle, or as they were packed",
         "hidden_size": "of the model: a = 6 * hidden_size, b = 1",
         "a": "a sample of s tokens costs a * s + b * s * s",
         "b": "see a",

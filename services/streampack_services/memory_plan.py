@@ -11,7 +11,7 @@ import ctypes
 from dataclasses import dataclass
 
 from streampack.config import BrokerConfig
-from streampack.core.plan import Capacity, FeedPlan, needed_tokens
+from streampack.core.plan import Capacity, FeedPlan, needed_tokens, wanted_tokens
 from streampack.core.rules import Rules
 from streampack.errors import ConfigError
 from streampack.typed_tree import parse_size
@@ -53,23 +53,18 @@ def plan(config: BrokerConfig) -> Plan:
     capacity = arena_tokens(memory, size, block)
     if capacity < needed + partitions * least_quota:
         enough = int(((needed + partitions * least_quota) * SLACK + 4 * block) * size)
-        windows = " and ".join(
-            f"a window of {rules.window} samples"
-            f"{', outliers that joint balance holds beside it,' if rules.balance.kind == 'joint' else ''} and "
-            f"{rules.packs} packs a step of {rules.budget} tokens"
-            for rules in feeds.values()
-        )
+        windows = " and ".join(_held(rules) for rules in feeds.values())
         raise ConfigError(
             f"memory: got {config.memory}, expected at least {-(-enough // 2**20)}MiB for {windows}, "
             f"and {partitions} partitions"
         )
     quota = max(least_quota, min(capacity // 4, capacity - needed) // partitions)
-    merged = capacity - quota * partitions
+    spare, wants = capacity - quota * partitions - needed, {n: wanted_tokens(r, sample) for n, r in feeds.items()}
     plans = tuple(
         FeedPlan(
             name,
             rules,
-            merged * needs[name] // needed,
+            needs[name] + spare * wants[name] // sum(wants.values()),
             config.feeds[name].cp_layout,
             config.retain.checkpoints,
             config.feeds[name].on_rewind == "discard",
@@ -77,6 +72,13 @@ def plan(config: BrokerConfig) -> Plan:
         for name, rules in feeds.items()
     )
     return Plan(plans, Capacity(quota, sample, max_chunk * size), memory, size, block)
+
+
+def _held(rules: Rules) -> str:
+    if rules.batch is None:
+        outliers = ", outliers that joint balance holds beside it," if rules.balance.kind == "joint" else ""
+        return f"a window of {rules.window} samples{outliers} and {rules.packs} packs a step of {rules.budget} tokens"
+    return f"batches of {rules.batch.samples or 'some'} samples, and 2 packs of {rules.budget} tokens"
 
 
 def keep_freed_memory() -> None:

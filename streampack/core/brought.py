@@ -204,9 +204,10 @@ def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
     window, pending = np.frombuffer(form.window, ROW), np.frombuffer(form.pending, ROW)
     if len(form.ages) != len(window) or not all(-1 <= age < MAX_AGE for age in form.ages):
         return f"got {len(form.ages)} ages, expected one, from -1 on, for each of {len(window)} samples"
-    if any(count < 0 for count in form.counts) or sum(form.counts) != len(pending) or len(form.counts) >= rules.packs:
+    most = rules.packs if rules.batch is None else 1  # a batch is packed whole: nothing of it is left over
+    if any(count < 0 for count in form.counts) or sum(form.counts) != len(pending) or len(form.counts) >= most:
         return (
-            f"got {len(form.counts)} packs of {sum(form.counts)} samples, expected fewer than the {rules.packs} of a "
+            f"got {len(form.counts)} packs of {sum(form.counts)} samples, expected fewer than the {most} of a "
             f"step, of {len(pending)} samples"
         )
     rows = np.concatenate([window, pending])

@@ -6,6 +6,13 @@ Choosing packs is the costly part, so it may run on another thread: ``request`` 
 that a packer needs and ``apply`` takes its choice; samples may be admitted in between, since
 they only join the end. A step's digest is a hash of its packs' digests, a pack's one of its
 samples' identities, lengths and checksums.
+
+In batch mode (``Rules.batch``) a step is one batch, packed as a closed set: what waits behind it
+has no part in it, and there are as many packs as come out. A batch is the first samples held, so
+many of them, or all up to where the merge says that a batch ends.
+
+While the budget warms up, a sample that is longer than its step's is alone in its pack: none waits
+for a larger budget, and no pack is larger than the whole one.
 """
 
 from __future__ import annotations
@@ -105,7 +112,7 @@ class Former:
         self._rules = rules
         self._table = table
         self._packer = rules.new_packer()
-        self.waits = Waits(self._packer, rules.window, rules.packs)
+        self.waits = Waits(self._packer, rules.window, rules.packs if rules.batch is None else None)
         self._handles: I64 = np.zeros(0, np.int64)
         self._lengths: I64 = np.zeros(0, np.int64)
         self._ages: I64 = np.zeros(0, np.int64)
@@ -118,6 +125,8 @@ class Former:
         self.chain = FIRST_CHAIN
         self.queued_tokens = 0
         """Real tokens held outside packs."""
+        self.queued_samples = 0
+        """Whole samples held outside packs: a split one counts once."""
         self.dropped: I64 = np.zeros(0, np.int64)
         """Handles of what ``tail: drop`` left over at the end, or at the ends of passes."""
 
@@ -130,6 +139,20 @@ class Former:
     def starved(self) -> bool:
         """The packer wanted more samples than are held, and none has come since."""
         return self._asked_held == self.num_samples
+
+    @property
+    def hungry(self) -> bool:
+        """Should more samples be admitted, for the next step and the one behind it?"""
+        rules, batch = self._rules, self._rules.batch
+        if batch is None:
+            return self.queued_tokens < 2 * rules.packs * rules.budget or self.starved
+        return batch.samples is None or self.queued_samples < 2 * batch.samples
+
+    @property
+    def too_few(self) -> bool:
+        """Where a batch ends that marks close: does it wait for the next one's samples?"""
+        batch = self._rules.batch
+        return batch is not None and batch.samples is None and self.queued_samples < batch.min_samples
 
     @property
     def finished(self) -> bool:
@@ -146,6 +169,7 @@ class Former:
         if len(handles):
             self._arrived.append((handles, lengths))
             self.queued_tokens += int(lengths.sum())
+            self.queued_samples += self._num_whole(handles)
 
     def request(self, max_steps: int = 1) -> Request | None:
         """What to ask the packer for now, or None while nothing new could come of it."""
@@ -153,35 +177,43 @@ class Former:
             return None
         self._gather()
         rules = self._rules
-        self._asked_count = max(max_steps * rules.packs - len(self._pending), 1)
-        return Request(
-            self._packer,
-            self._lengths,
-            self._ages,
-            rules.budget // rules.align.sample,
-            self._asked_count,
-            self.closed,
-            rules.window,
-        )
+        size, count, closed, window = len(self._handles), 0, self.closed, rules.window
+        if rules.batch is not None:
+            if not (size := self._batch_size()):
+                return None
+            count, closed, window = size, True, size
+        else:
+            steps = max_steps if rules.warmup is None else 1
+            count = self._asked_count = max(steps * rules.packs - len(self._pending), 1)
+        budget = rules.budget_at(self.next_step) // rules.align.sample
+        lengths = self._lengths[:size] if rules.warmup is None else np.minimum(self._lengths[:size], budget)
+        return Request(self._packer, lengths, self._ages[:size], budget, count, closed, window)
 
     def apply(self, choice: Choice) -> list[Step]:
         """Take the packer's choice over the samples of the last ``request``; the steps now whole."""
-        bounds = choice.bounds
-        self.waits.chosen(choice, self.next_step)
+        bounds, packs = choice.bounds, list[Pack]()
         if len(bounds) > 1:
-            packs = self._make_packs(self._handles[choice.indices], bounds)
+            taken = self._handles[choice.indices]
+            packs = self._make_packs(taken, bounds)
             self.queued_tokens -= sum(pack.num_tokens for pack in packs)
-            self._pending += packs
-        stays = np.ones(len(choice.ages), np.bool_)
+            self.queued_samples -= self._num_whole(taken)
+        stays = np.ones(len(self._handles), np.bool_)
         stays[choice.indices] = False
+        self._ages = np.concatenate([choice.ages, self._ages[len(choice.ages) :]])[stays]
         self._handles = self._handles[stays]
         self._lengths = self._lengths[stays]
-        self._ages = choice.ages[stays]
+        if self._rules.batch is not None:
+            return [self._make_step(packs)]
+        self.waits.chosen(choice, self.next_step)
+        self._pending += packs
         self._asked_held = len(self._handles) if len(bounds) - 1 < self._asked_count else -1
         return self.cut()
 
     def cut(self) -> list[Step]:
         """Whole steps out of the pending packs; once closed, the tail by its policy."""
+        if self._rules.batch is not None:
+            self._drop_tail()
+            return []
         size = self._rules.packs
         steps = []
         while len(self._pending) >= size:
@@ -224,6 +256,27 @@ class Former:
         self.waits.begin(self._ages, self.next_step)
         pending = self._table.enter(np.frombuffer(state.pending, ROW))
         self._pending = self._make_packs(pending, np.concatenate([[0], np.cumsum(state.counts)]).astype(np.int64))
+
+    def _batch_size(self) -> int:
+        """How many of those held, pieces of samples, are the next batch; 0 while it is not whole."""
+        batch, held = self._rules.batch, len(self._handles)
+        if batch is None or batch.samples is None:
+            return held if self.closed else 0
+        if self.queued_samples > batch.samples:
+            return int(np.flatnonzero(self._table.part[self._handles] == 0)[batch.samples])
+        whole = self.queued_samples == batch.samples or (self.closed and self._rules.tail == "pad")
+        return held if whole else 0
+
+    def _drop_tail(self) -> None:
+        """Once closed, what is held and fills no batch goes by ``tail: drop``."""
+        self._gather()
+        if self.closed and self.num_samples and not self._batch_size():
+            self.dropped = np.concatenate([self.dropped, self._handles])
+            self._handles, self._lengths, self._ages = self._handles[:0], self._lengths[:0], self._ages[:0]
+            self.queued_tokens = self.queued_samples = 0
+
+    def _num_whole(self, handles: I64) -> int:
+        return int(np.count_nonzero(self._table.part[handles] == 0))
 
     def _gather(self) -> None:
         if not self._arrived:

@@ -1,18 +1,19 @@
 """Steps kept for readers: dealt over a mesh, and described in messages with one rank's packs.
 
-A step is dealt once for a data-parallel size and then read any number of times, the same each
+A step is dealt once for a mesh (``dealt``) and then read any number of times, the same each
 time. Knows packs and handles, never tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from streampack.core.deal import deal
-from streampack.core.form import Step
+from streampack.core.dealt import deal_step, packs_of_mesh, split
+from streampack.core.form import Pack, Step
 from streampack.core.frames import frames_for
 from streampack.core.messages import Mesh, StepPart
 from streampack.core.rules import Rules
@@ -20,6 +21,15 @@ from streampack.core.samples import I64, SampleTable
 
 PART_BYTES = 1 << 20
 """Payload of one message, about: large steps travel as several."""
+
+
+class Portion(NamedTuple):
+    """A pack, or the part of one, that one rank gets: its samples' ``handles`` int64 [n]."""
+
+    handles: I64
+    num_loss_tokens: int
+    cost: int
+    num_slot_tokens: int
 
 
 @dataclass(slots=True)
@@ -30,6 +40,7 @@ class _Kept:
     """dp and pp of the mesh that it was dealt over."""
     widths: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
     """T of each pack there, int64 [packs]."""
+    packs: Sequence[Portion] = ()
     dealt: I64 = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
 
@@ -43,6 +54,9 @@ class KeptSteps:
         self.cost_max_over_mean = 0.0
         """Cost of the dearest pack over the mean, over ranks at each micro-batch index; mean over what was dealt."""
         self._dealt_rows = 0
+        self.split_packs = 0
+        """Parts that packs were split into for a mesh, beyond one; and the empty packs that it needed beside."""
+        self.empty_packs = 0
 
     def add(self, step: Step, skipped: bool = False) -> None:
         """Keep a step; of one that is ``skipped`` readers get the digests and no packs."""
@@ -72,7 +86,7 @@ class KeptSteps:
         frames = frames_for(self._rules.fields, mesh, self._layout)
         for part, first in enumerate(range(0, len(column), each)):
             numbers = column[first : first + each]
-            packs = [step.packs[n] for n in numbers.tolist()]
+            packs = [kept.packs[n] for n in numbers.tolist()]
             handles = np.concatenate([pack.handles for pack in packs])
             plan = StepPart(
                 feed=self._feed, lineage=self.lineage, step=step.number,
@@ -98,9 +112,31 @@ class KeptSteps:
             indices_u64=b"", parts_u32=b"",
         )  # fmt: skip
 
+    def unfit(self, number: int, mesh: Mesh) -> str:
+        """Why a step cannot be served on a mesh: a rank would have no sample, and the policy forbids it. Or empty."""
+        kept, batch = self._steps[number], self._rules.batch
+        if batch is None or batch.empty == "pad" or kept.skipped:
+            return ""
+        count = packs_of_mesh(self._rules, len(kept.step.packs), mesh.dp, mesh.pp)
+        got = sum(len(pack.handles) for pack in kept.step.packs)
+        if got >= count:
+            return ""
+        return (
+            f"step {number}: got a batch of {got} samples for dp={mesh.dp}, {count // mesh.dp} micro-batches each, "
+            f"expected {count} at least: set rules.step.empty to pad, make batches larger, or use a smaller mesh"
+        )
+
     def _deal(self, kept: _Kept, mesh: Mesh) -> None:
-        costs, slots = np.array([(pack.cost, pack.num_slot_tokens) for pack in kept.step.packs], np.int64).T
-        kept.sizes, kept.dealt = (mesh.dp, mesh.pp), deal(costs, mesh.dp, self._rules.balance.kind)
+        formed = kept.step.packs
+        kept.packs = [Portion(pack.handles, pack.num_loss_tokens, pack.cost, pack.num_slot_tokens) for pack in formed]
+        count = packs_of_mesh(self._rules, len(formed), mesh.dp, mesh.pp)
+        if count > len(formed):
+            kept.packs = self._split(formed, count)
+            if not any(kept.sizes):
+                self.empty_packs += (empty := sum(not len(pack.handles) for pack in kept.packs))
+                self.split_packs += count - len(formed) - empty
+        costs, slots = np.array([(pack.cost, pack.num_slot_tokens) for pack in kept.packs], np.int64).T
+        kept.sizes, kept.dealt = (mesh.dp, mesh.pp), deal_step(self._rules, costs, mesh.dp)
         kept.widths = self._rules.step_widths(slots, mesh.pp)
         rows = costs[kept.dealt]
         rows = rows[rows.any(axis=1)]
@@ -109,10 +145,26 @@ class KeptSteps:
             self._dealt_rows += len(rows)
             self.cost_max_over_mean = (before + float((rows.max(axis=1) / rows.mean(axis=1)).sum())) / self._dealt_rows
 
+    def _split(self, packs: Sequence[Pack], count: int) -> list[Portion]:
+        table, align = self._table, self._rules.align.sample
+        handles = np.concatenate([pack.handles for pack in packs])
+        bounds = np.concatenate([[0], np.cumsum([len(pack.handles) for pack in packs])]).astype(np.int64)
+        slots = -(-table.length[handles].astype(np.int64) // align) * align
+        costs = self._rules.balance.costs(slots)
+        parts, _ = split(bounds, costs, count)
+        loss = table.loss_tokens[handles].astype(np.int64)
+        return [
+            Portion(handles[part], int(loss[part].sum()), int(costs[part].sum()), int(slots[part].sum()))
+            for part in parts
+        ]
+
 
 def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
     """Why these rules cannot serve a mesh, naming both; empty if they can."""
-    if rules.packs % mesh.dp:
+    if rules.batch is not None:
+        if wrong := batch_refusal(mesh, rules):
+            return wrong
+    elif rules.packs % mesh.dp:
         divisors = ", ".join(str(d) for d in range(1, min(rules.packs, 512) + 1) if rules.packs % d == 0)
         return (
             f"got dp={mesh.dp}, expected one that divides the {rules.packs} packs of a step "
@@ -135,3 +187,16 @@ def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
             f"change {keys} or the mesh"
         )
     return ""
+
+
+def batch_refusal(mesh: Mesh, rules: Rules) -> str:
+    """Why batches of these rules would leave ranks of a mesh without a sample, if they must not; or empty."""
+    batch = rules.batch
+    least = packs_of_mesh(rules, 1, mesh.dp, mesh.pp)
+    if batch is None or batch.empty == "pad" or least <= (samples := batch.samples or batch.min_samples):
+        return ""
+    key = "samples" if batch.samples else "min_samples"
+    return (
+        f"got dp={mesh.dp} and batches of {samples} samples with empty: error, expected {least} at least, for "
+        f"{least // mesh.dp} micro-batches of each rank: change the mesh, rules.step.{key} or rules.step.empty"
+    )

@@ -35,9 +35,21 @@ class FeedPlan:
 
 def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
     """Merged tokens without which a step might never be whole: the window of longest samples (``joint`` holds
-    outliers beside it), the step being formed, one being served, and a sample on its way."""
+    outliers beside it), the step being formed, one being served, and a sample on its way.
+
+    Of batches nobody knows how long their samples are: those of one are a token each at least."""
+    if rules.batch is not None:
+        return (rules.batch.samples or rules.batch.min_samples) + 2 * rules.budget + max_sample_tokens
     held = (rules.window + 2) * rules.budget
     if rules.balance.kind == "joint" and rules.balance.group is not None:
         align = rules.align.sample
         held = align * joint.held_tokens(rules.budget // align, rules.balance.group, rules.window)
     return held + 2 * rules.packs * rules.budget + max_sample_tokens
+
+
+def wanted_tokens(rules: Rules, max_sample_tokens: int) -> int:
+    """What a feed would have of the memory that no feed needs: of batches, three of the longest samples."""
+    needed = needed_tokens(rules, max_sample_tokens)
+    if rules.batch is None or rules.batch.samples is None:
+        return needed
+    return max(3 * rules.batch.samples * rules.budget, needed)

@@ -59,16 +59,18 @@ class Planner:
         """Merge while the next step may need more, and there is room."""
         merge, target = self.admission.merge, 2 * self._rules.packs * self._rules.budget
         effects = self.live.apply(self.former.next_step)
-        while (room := self._memory.room) > 0 and (self.former.queued_tokens < target or self.former.starved):
+        while (room := self._memory.room) > 0 and self.former.hungry:
             taken = merge.take(min(room, target), self.live.next_position)
             self.blocked = taken.blocked
             if not len(taken.moved):
-                break
+                if not (merge.between_passes and self.former.too_few):
+                    break
+                merge.next_pass()
             effects += self._leases.merged(self._feed, taken.moved)
             self.former.admit(taken.handles, taken.lengths)
             self._memory.hold(taken.handles)
             effects += self.live.apply(self.former.next_step)
-        closed = merge.closed or merge.between_passes
+        closed = merge.closed or (merge.between_passes and not self.former.too_few)
         if closed and not self.former.closed and merge.stopped:
             effects += self._stop()
         self.former.closed = closed

@@ -30,6 +30,7 @@ TokenType = Literal["uint16", "int32"]
 MergeOrder = Literal["schedule", "arrival"]
 MAX_WEIGHT_RATIO = 4096
 """Between the heaviest and the lightest stream: keeps the merge's clocks inside 64 bits."""
+MicroBatchOrder = Literal["packer", "largest_first", "small_at_edges"]
 PackerName = Literal[
     "exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative", "modified_first_fit_decreasing",
     "first_fit_shuffle", "best_fit_decreasing", "greedy_knapsack", "buffer_first_fit", "karmarkar_karp", "none",
@@ -55,10 +56,13 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     The default is the cost of a transformer layer of hidden size 4096; ``hidden_size`` h gives
     a = 6 * h, b = 1. ``none`` deals packs in order. ``joint`` forms ``group`` packs at a time that cost the same
     (``packers.joint``), before they are dealt: as many as there are data-parallel ranks, best, though FORM reads
-    this number and never the mesh; what is too long for its group waits for about ``patience`` groups.
+    this number and never the mesh; what is too long for its group waits for about ``patience`` groups. ``order`` is
+    that of each rank's micro-batches: as the packs were formed (``packer``; so with ``none``), the dearest first
+    (``largest_first``; so with the others), or in the middle (``small_at_edges``), where a pipeline is full.
     """
 
     kind: Literal["none", "deal", "joint"] = "deal"
+    order: MicroBatchOrder | None = None
     hidden_size: Annotated[int, Meta(ge=1, lt=2**24)] | None = None
     a: Annotated[int, Meta(ge=0, lt=2**32)] = 24576
     b: Annotated[int, Meta(ge=0, lt=2**12)] = 1
@@ -81,6 +85,37 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         return costs
 
 
+class Batch(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A step is one batch, packed by itself: the next ``samples`` in merge order, whole ones, pieces of a split one
+    counting once; or, where that is None, all that comes before the marks of ``end_of_batch``, if it is ``min_samples``
+    at least: else it waits for the next batch's.
+
+    As many packs as come out; for a mesh they are made a multiple of ``micro_batch_multiple`` (None: the pipeline's
+    stages) for each rank, and ``min_micro_batches`` at least, by splitting them. ``empty``: what is done where that
+    leaves ranks without a sample, ``pad`` with empty packs or an ``error`` for all.
+    """
+
+    samples: Annotated[int, Meta(ge=1, le=2**24)] | None = None
+    min_samples: Positive = 1
+    micro_batch_multiple: Annotated[int, Meta(ge=1, le=2**16)] | None = None
+    min_micro_batches: Annotated[int, Meta(ge=1, le=2**16)] = 1
+    empty: Literal["pad", "error"] = "pad"
+
+    def __post_init__(self) -> None:
+        if self.samples is not None and self.min_samples > 1:
+            raise ValueError(
+                f"got min_samples: {self.min_samples} with samples: {self.samples}, expected one of them: "
+                f"min_samples is for batches that end_of_batch closes"
+            )
+
+
+class Warmup(Struct, frozen=True, forbid_unknown_fields=True):
+    """The budget of step 0 is ``init`` tokens; it grows by as much a step, to be whole from step ``steps`` on."""
+
+    init: Positive
+    steps: Annotated[int, Meta(ge=1, lt=2**40)]
+
+
 class StreamRules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What a run records of a stream: its share, how often its data is gone over (``passes``; None for ever),
     and what happens to samples over the budget (``overlong``) or that cannot be used (``poison``).
@@ -100,7 +135,8 @@ class StreamRules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """The rules of one feed. ``budget`` tokens a pack, ``packs`` a step, ``window`` samples.
+    """The rules of one feed. ``budget`` tokens a pack, ``packs`` a step, ``window`` samples; with a ``batch`` packs
+    and window are those of each batch. ``warmup``: the budget of the first steps is less.
 
     ``max_samples_per_pack``, ``leftovers`` and ``micro_batch_size`` are parameters of ``packer``: see there. ``shape``
     says how long packs are: see ``shapes``.
@@ -115,6 +151,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     budget: Positive = 8192
     packs: Positive = 64
     window: Positive = 1024
+    batch: Batch | None = None
+    warmup: Warmup | None = None
     packer: PackerName = "exact_fill"
     max_samples_per_pack: Positive | None = None
     leftovers: Leftovers | None = None
@@ -143,6 +181,21 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 f"got align.pack {self.align.pack} and align.sample {self.align.sample}, expected a multiple"
             )
         check_shape(self.shape, self.budget, self.align.pack)
+        if self.warmup is not None and not self.align.pack <= self.warmup.init <= self.budget:
+            raise ValueError(
+                f"got warmup.init {self.warmup.init}, expected {self.align.pack} to {self.budget}: align.pack and the "
+                f"budget that it grows to"
+            )
+        if self.batch is not None and self.batch.samples is None and self.tail == "drop":
+            raise ValueError(
+                "got tail: drop with steps that end_of_batch closes, expected pad: there is no tail, the last batch is "
+                "whole when its streams end"
+            )
+        if self.batch is not None and self.balance.kind == "joint":
+            raise ValueError(
+                "got balance.kind: joint with a batch, expected deal or none: its samples are all there, and ranks are "
+                "matched by cost as they are dealt"
+            )
         check_fields(self.fields)
         if self.balance.kind == "joint":
             self._check_joint()
@@ -179,6 +232,13 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
             )
         own = {"group": self.balance.group, "patience": self.balance.patience} if joint else {}
         return packer(name, **given, **own, **({"seed": self.seed} if "seed" in has else {}))
+
+    def budget_at(self, step: int) -> int:
+        """Tokens of a pack of ``step``: less while ``warmup`` lasts, rounded down to ``align.pack``."""
+        warmup = self.warmup
+        if warmup is None or step >= warmup.steps:
+            return self.budget
+        return (warmup.init + (self.budget - warmup.init) * step // warmup.steps) // self.align.pack * self.align.pack
 
     def own_widths(self, slots: I64) -> I64:
         """T of packs whose samples, padded, take ``slots`` tokens, int64 [packs], by themselves: see ``shapes``."""

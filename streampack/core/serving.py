@@ -15,7 +15,7 @@ from streampack.core.effects import Release, SendShard, SendTrainer
 from streampack.core.events import Effect
 from streampack.core.form import Step
 from streampack.core.kept import KeptSteps
-from streampack.core.messages import Bye, End, Envelope, Get, Message, ReaderPing, Wait
+from streampack.core.messages import Bye, End, Envelope, Get, Message, ReaderPing, Reject, Wait
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 
@@ -162,6 +162,8 @@ class Serving:
         effects: list[Effect] = []
         while reader.sent_upto < min(reader.want_stop, self.formed_upto):
             number = max(reader.sent_upto, self.released_upto)
+            if unfit := self._steps.unfit(number, reader.mesh):
+                return [*effects, *self._send(reader, Reject(code="too_few", detail=unfit))]
             effects += self._send_step(reader, number)
             reader.sent_upto = number + 1
         if self.end is not None and reader.sent_upto >= self.end.num_steps:

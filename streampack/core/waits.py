@@ -18,9 +18,10 @@ _UNSEEN = -1
 
 
 class Waits:
-    """Of the samples that a former holds, in their order; ``packs`` make a step."""
+    """Of the samples that a former holds, in their order; ``packs`` make a step, or None where batches do: whose
+    samples wait for none but each other."""
 
-    def __init__(self, packer: Packer, window: int, packs: int) -> None:
+    def __init__(self, packer: Packer, window: int, packs: int | None) -> None:
         self._packer, self._window, self._packs = packer, window, packs
         self._since: I64 = np.zeros(0, np.int64)
         self._longest = 0
@@ -51,6 +52,8 @@ class Waits:
     def bound(self) -> int | None:
         """Steps that no sample waits beyond, with as many held as there were at most; None where packers slide no
         window, or promise nothing."""
+        if self._packs is None:
+            return None
         match self._packer:
             case ExactFill():
                 packs = self._window + self._most_held

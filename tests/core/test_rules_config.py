@@ -25,7 +25,7 @@ from streampack.core.packers.joint import Joint, held_tokens
 from streampack.core.packers.modified_first_fit import ModifiedFirstFitDecreasing
 from streampack.core.packers.unpacked import Unpacked
 from streampack.core.plan import needed_tokens
-from streampack.core.rules import Align, Balance, Rules, StreamRules
+from streampack.core.rules import Align, Balance, Batch, Rules, StreamRules, Warmup
 from streampack.core.shapes import Sizes
 from streampack.errors import ConfigError
 from streampack.typed_tree import convert, parse_size
@@ -70,6 +70,10 @@ def test_every_rule_changes_the_digest() -> None:
         {"packer": "modified_first_fit_decreasing", "leftovers": "emptiest"},
         *[{"shape": shape} for shape in ("exact", Sizes(multiple=64), Sizes(buckets=(64,)), Sizes(buckets=(32, 64)))],
         *[{"balance": Balance("joint", group=group, patience=each)} for group, each in ((2, 64), (4, 64), (2, 9))],
+        {"batch": Batch()}, {"batch": Batch(samples=4)}, {"batch": Batch(min_samples=2)},
+        {"batch": Batch(empty="error")}, {"batch": Batch(micro_batch_multiple=2)},
+        {"batch": Batch(min_micro_batches=2)},
+        {"warmup": Warmup(8, 9)}, {"balance": Balance(order="packer")},
         {"seed": 1}, *[{"streams": streams} for streams in ((A,), (B,), (A, B), (B, A))],
         *[{"streams": (msgspec.structs.replace(A, **change),)} for change in of_a],
     ]  # fmt: skip

@@ -1,0 +1,56 @@
+"""What DEAL makes of a step's packs on one mesh: which there are, and who has which. A function of (step, mesh, rules).
+
+In stream mode there are those that FORM made. In batch mode their number is what came out, and is made one that every
+rank has the same of (``num_packs``): packs are split in two, then empty ones follow. The first numbers stay FORM's; a
+pack that was split keeps its number and the dearer part of its samples, what was split off has a number behind all of
+FORM's. Samples keep their order, so a part fits the budget that the whole one fitted.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from streampack.core.deal import arrange, deal, num_packs, split_dearest
+from streampack.core.rules import Rules
+from streampack.core.samples import I64
+
+
+def packs_of_mesh(rules: Rules, packs: int, dp: int, pp: int) -> int:
+    """How many packs a step of ``packs`` is dealt as, a multiple of ``dp``.
+
+    >>> from streampack.core.rules import Batch
+    >>> packs_of_mesh(Rules(batch=Batch(samples=64)), 9, 4, 2)
+    16
+    """
+    batch = rules.batch
+    if batch is None:
+        return packs
+    multiple = pp if batch.micro_batch_multiple is None else batch.micro_batch_multiple
+    return num_packs(packs, dp, multiple, batch.min_micro_batches)
+
+
+def split(bounds: I64, costs: I64, count: int) -> tuple[list[I64], list[int]]:
+    """``count`` packs of the samples of a step, and for each the pack of FORM's that it is of.
+
+    ``costs`` int64 [n] of each sample; pack i is those from ``bounds[i]`` to ``bounds[i + 1]``. A pack is positions
+    int64 [m] in ``costs``. Packs that are added empty are of their own number.
+    """
+    spans = [range(begin, end) for begin, end in pairwise(bounds.tolist())]
+    packs = [np.array(pack, np.int64) for pack in split_dearest(spans, costs, count)]
+    origins = [
+        int(np.searchsorted(bounds, pack[0], "right")) - 1 if len(pack) else number for number, pack in enumerate(packs)
+    ]
+    return packs, origins
+
+
+def deal_step(rules: Rules, costs: I64, dp: int) -> I64:
+    """Pack numbers by [micro_batch, rank], int64 [packs / dp, dp]; ``costs`` int64 [packs].
+
+    Raises ValueError if dp does not divide them.
+    """
+    balance = rules.balance
+    kind = "karmarkar_karp" if rules.batch is not None and balance.kind == "deal" else balance.kind
+    dealt = deal(costs, dp, kind)
+    return dealt if balance.order is None else arrange(dealt, costs, balance.order)

@@ -1,0 +1,141 @@
+"""Batches of a broker that runs: what programs push before their marks, or so many samples, whatever is killed."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack.core.plan import needed_tokens, wanted_tokens
+from streampack.core.push_buffer import size_of
+from streampack.core.push_session import End, EndBatch, Push
+from streampack.core.records import StepFormed
+from streampack.core.rules import Batch, Rules
+from streampack.core.samples import ROW
+from tests.core import test_going_back as rollouts
+from tests.core.test_going_back import PARTITIONS, Rollouts, chunk_of
+
+Ids = set[tuple[int, int]]
+"""(partition, sequence number) of samples."""
+
+
+class Batches(Rollouts):
+    """Each partition pushes ``sizes[b][partition]`` samples to batch b, marks its end where ``marks``, and is over at
+    the end of the last. With ``waits`` nothing of batch b is pushed before the rank has had step b - 1."""
+
+    def __init__(self, batch: Batch, sizes: list[tuple[int, int]], seed: int, *, marks: bool, waits: bool) -> None:
+        self.sizes, self.marks, self.waits = sizes, marks, waits
+        before = rollouts.RULES
+        rollouts.RULES = msgspec.structs.replace(before, batch=batch)
+        try:
+            super().__init__(seed, discards=False)
+        finally:
+            rollouts.RULES = before
+
+    def turn(self) -> None:
+        partition = self.rng.randrange(PARTITIONS)
+        session, ends = self.pushers[partition], np.cumsum([size[partition] for size in self.sizes]).tolist()
+        peer, first = b"push%d" % partition, session.buffer.next_seq
+        marked = session.buffer.next_mark if self.marks else sum(end <= first for end in ends)
+        if not session.begun or session._ending or (self.waits and self.client is not None and marked > self.had):
+            pass
+        elif marked == len(ends):
+            self._to_producer(peer, End())
+        elif first < ends[marked]:
+            chunk = chunk_of(partition, first, min(first + self.rng.randint(1, 3), ends[marked]))
+            if session.room(size_of(chunk)):
+                self._to_producer(peer, Push(chunk))
+        elif self.marks:
+            self._to_producer(peer, EndBatch(marked))
+        super(Rollouts, self).turn()
+
+    def steps(self) -> list[Ids]:
+        """The samples of each step, as the log has them."""
+        found: dict[int, Ids] = {}
+        for record in self.records():
+            if isinstance(record, StepFormed):
+                rows = np.frombuffer(record.rows, ROW)
+                ids = [divmod(index, PARTITIONS)[::-1] for index in rows["index"].tolist()]
+                assert len(set(ids)) == len(ids)
+                assert found.setdefault(record.step, set(ids)) == set(ids), "the second time it is another"
+        return [found[step] for step in range(len(found))]
+
+    def batches(self) -> list[Ids]:
+        """The samples of each batch, as they are marked."""
+        ends = np.cumsum([(0, 0), *self.sizes], axis=0).tolist()
+        return [
+            {(p, seq) for p in range(PARTITIONS) for seq in range(ends[b][p], ends[b + 1][p])}
+            for b in range(len(self.sizes))
+        ]
+
+
+def sizes(least: int = 0) -> st.SearchStrategy[list[tuple[int, int]]]:
+    size = st.integers(least, 7)
+    return st.lists(st.tuples(size, size), min_size=1, max_size=6)
+
+
+def stories() -> st.SearchStrategy[list[tuple[str, int]]]:
+    return st.lists(st.tuples(st.sampled_from(["turns", "read", "kill", "back"]), st.integers(0, 6)), max_size=8)
+
+
+def tell(live: Batches, story: list[tuple[str, int]]) -> list[bytes]:
+    for what, n in story:
+        rollouts.do(live, what, n)
+    return live.finish()
+
+
+@given(sizes(), st.integers(1, 9), stories(), st.integers(0, 999))
+@settings(deadline=None, max_examples=60)
+def test_a_step_is_what_was_marked_as_one_batch_and_small_ones_wait_for_the_next(
+    sizes: list[tuple[int, int]], least: int, story: list[tuple[str, int]], seed: int
+) -> None:
+    live = Batches(Batch(min_samples=least), sizes, seed, marks=True, waits=False)
+    tell(live, story)
+    expected, held = list[Ids](), set[tuple[int, int]]()
+    for batch in live.batches():
+        held |= batch
+        if len(held) >= least:
+            expected.append(held)
+            held = set()
+    assert live.steps() == expected + ([held] if held else [])
+
+
+@given(sizes(1), stories(), st.integers(0, 999))
+@settings(deadline=None, max_examples=40)
+def test_programs_may_wait_for_each_step_before_they_push_the_next_batch(
+    sizes: list[tuple[int, int]], story: list[tuple[str, int]], seed: int
+) -> None:
+    live = Batches(Batch(), sizes, seed, marks=True, waits=True)
+    tell(live, story)
+    assert live.steps() == live.batches()
+
+
+@given(st.integers(1, 4), st.integers(1, 5), stories(), st.integers(0, 999))
+@settings(deadline=None, max_examples=40)
+def test_so_many_samples_are_a_step_as_soon_as_they_are_there(
+    size: int, count: int, story: list[tuple[str, int]], seed: int
+) -> None:
+    live = Batches(Batch(samples=PARTITIONS * size), [(size, size)] * count, seed, marks=False, waits=True)
+    tell(live, story)
+    assert [len(step) for step in live.steps()] == [PARTITIONS * size] * count
+    assert set().union(*live.steps()) == set().union(*live.batches())
+
+
+@given(sizes(), st.integers(1, 9), stories(), st.integers(0, 999))
+@settings(deadline=None, max_examples=40)
+def test_a_mark_closes_a_batch_of_so_many_samples_too(
+    sizes: list[tuple[int, int]], size: int, story: list[tuple[str, int]], seed: int
+) -> None:
+    live = Batches(Batch(samples=size), sizes, seed, marks=True, waits=False)
+    tell(live, story)
+    expected = [len(batch) for batch in live.batches()]
+    assert [len(step) for step in live.steps()] == [
+        n for total in expected for n in [size] * (total // size) + ([total % size] if total % size else [])
+    ]
+
+
+@pytest.mark.parametrize("rules", [Rules(batch=Batch(samples=100)), Rules(batch=Batch())])
+def test_how_long_a_batch_is_nobody_knows_beforehand(rules: Rules) -> None:
+    assert needed_tokens(rules, 10) <= wanted_tokens(rules, 10) <= 3 * 100 * rules.budget
