@@ -34,9 +34,9 @@ from streampack.core.effects import (
 from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.journal import Journal
 from streampack.core.messages import Committed, End, Envelope, Flow
-from streampack.core.plan import Capacity, FeedPlan, needed_tokens
+from streampack.core.plan import Capacity, FeedPlan, wanted_tokens
 from tests.simulation.checks import BrokerChecks
-from tests.simulation.data import MAX_SAMPLE
+from tests.simulation.data import BATCH, BUDGET, MAX_SAMPLE, Case
 from tests.simulation.disk import Disk
 
 if TYPE_CHECKING:
@@ -47,15 +47,21 @@ TICK_S = 0.25
 QUOTA = 2 * MAX_SAMPLE
 
 
+def merged_tokens(this: Case) -> int:
+    """Memory for what is merged: as little as will do; where marks close batches, what holds three of any."""
+    if this.rules.batch is None or this.rules.batch.samples is not None:
+        return wanted_tokens(this.rules, MAX_SAMPLE)
+    partitions = sum(stream.partitions for stream in this.rules.streams)
+    return 3 * (BATCH * partitions + this.rules.batch.min_samples) * BUDGET + MAX_SAMPLE
+
+
 class BrokerProcess:
     """A broker with a real arena, and a log on ``disk`` if there is one; ``Form`` takes a while."""
 
     def __init__(self, world: World, epoch: int, disk: Disk | None = None) -> None:
         self.world, self.epoch, self.alive, self.disk = world, epoch, True, disk
         size = np.dtype(world.dtype).itemsize
-        plans = [
-            FeedPlan(job.feed, job.case.rules, needed_tokens(job.case.rules, MAX_SAMPLE)) for job in world.jobs.values()
-        ]
+        plans = [FeedPlan(job.feed, job.case.rules, merged_tokens(job.case)) for job in world.jobs.values()]
         self.core: Broker = Broker(
             run=RUN, epoch=epoch, feeds=plans, capacity=Capacity(QUOTA, MAX_SAMPLE, MAX_SAMPLE * size),
             steps_ahead=world.jobs["train"].case.steps_ahead, journal=Journal(disk is not None), run_name="sim",

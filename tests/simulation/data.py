@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.messages import Envelope, Mesh, StepPart
-from streampack.core.rules import Align, Balance, OnExhaust, Overlong, PackerName, Poison, Rules, StreamRules
+from streampack.core.rules import Align, Balance, Batch, OnExhaust, Overlong, PackerName, Poison, Rules, StreamRules
 from streampack.core.samples import I64
 from streampack.core.shapes import Shape, Sizes
 
-NUM_CASES = 12
-FIRST_ARRIVAL, FIRST_PUSHED = 8, 10
-"""Cases from here on are merged in the order of arrival; those from there on are pushed, the last in part."""
+FIRST_ARRIVAL, FIRST_PUSHED, FIRST_BATCH, FIRST_READ_BATCH, NUM_CASES = 8, 10, 12, 14, 16
+"""Cases from the first on are merged in the order of arrival, from the second on pushed, that before the third in part.
+Then steps are batches: of pushed samples, so many or up to marks, and at last of samples that are read."""
 BATCH = 13
 """Samples of a partition between two ends of batches."""
 BUDGET = 64
@@ -32,7 +32,13 @@ _JOINT = {7: Balance(kind="joint", group=2, patience=3), 8: Balance(kind="joint"
 """Cases whose packs are formed in groups: one with drained passes and alignment, one in order of arrival."""
 _OVERLONG: tuple[Overlong, ...] = ("truncate", "split", "drop", "error")
 _POISON: tuple[Poison, ...] = ("error", "drop")
-_SHAPES: dict[int, Shape] = {1: "exact", 3: Sizes(multiple=16), 6: Sizes(buckets=(8, 24)), 8: "exact"}
+_SHAPES: dict[int, Shape] = {
+    1: "exact", 3: Sizes(multiple=16), 6: Sizes(buckets=(8, 24)), 8: "exact", 13: "exact", 15: Sizes(multiple=16),
+}  # fmt: skip
+_BATCHES = {
+    12: Batch(samples=7), 13: Batch(min_samples=30, micro_batch_multiple=2), 14: Batch(samples=17, min_micro_batches=3),
+    15: Batch(samples=11),
+}  # fmt: skip
 
 Id = tuple[int, int, int]
 """(stream, index, part)."""
@@ -63,7 +69,7 @@ class Case:
     @property
     def batch(self) -> int:
         """Samples of a pushed partition in a batch; the case that also reads has one batch."""
-        return BATCH if self.number == FIRST_PUSHED else 1 << 30
+        return 1 << 30 if self.number == FIRST_BATCH - 1 else BATCH
 
     @property
     def dtype(self) -> str:
@@ -123,12 +129,14 @@ def case(number: int, prefix: str = "") -> Case:
     counts = tuple(
         tuple(int(n) for n in draw.integers(20, 90, int(draw.integers(1, 4)))) for _ in range(1 + number % 3)
     )
+    pushed = FIRST_PUSHED <= number < FIRST_READ_BATCH
+    arrival = FIRST_ARRIVAL <= number < FIRST_READ_BATCH
     overlong, poison = _OVERLONG[(number + number // 4) % 4], _POISON[number % 2]
     exhaust: tuple[OnExhaust, ...] = ("renormalise", "stop" if number == 4 else "renormalise", "renormalise")
     streams = tuple(
         StreamRules(
             f"{prefix}s{s}", float(draw.integers(1, 5)), len(sizes), 1, overlong, poison, exhaust[s],
-            pushed=number >= FIRST_PUSHED and (s > 0 or number == FIRST_PUSHED),
+            pushed=pushed and (s > 0 or number != FIRST_BATCH - 1),
         )
         for s, sizes in enumerate(counts)
     )  # fmt: skip
@@ -136,9 +144,10 @@ def case(number: int, prefix: str = "") -> Case:
         budget=BUDGET, packs=4, window=int(draw.integers(8, 17)),
         packer="exact_fill" if number in _JOINT else _PACKERS[number % 4], balance=_JOINT.get(number, Balance()),
         align=Align(2 * cp, 2 * cp) if cp > 1 else Align(), tokens="int32" if number % 2 else "uint16",
-        tail="drop" if number in (5, 9) else "pad", between_passes="drain" if number in (5, 7) else "continue",
+        tail="drop" if number in (5, 9, 15) else "pad",
+        between_passes="drain" if number in (5, 7, 15) else "continue", batch=_BATCHES.get(number),
         weight_unit="samples" if number in (2, 5) else "tokens", seed=number, streams=streams,
-        merge="schedule" if number < FIRST_ARRIVAL else "arrival", shape=_SHAPES.get(number, "fixed"),
+        merge="arrival" if arrival else "schedule", shape=_SHAPES.get(number, "fixed"),
     )  # fmt: skip
     return Case(
         number, rules, counts, dp=(1, 2, 4)[number % 3], cp=cp, steps_ahead=int(draw.integers(2, 9)),

@@ -15,15 +15,21 @@ from streampack.core.client_session import Broken
 from streampack.core.messages import Envelope, Mesh, State, StepPart
 from tests.simulation.broker import FIRST_EPOCH
 from tests.simulation.client import Checkpoint, ClientProcess
-from tests.simulation.data import FIRST_ARRIVAL, Shard, case, shards_of
+from tests.simulation.data import Id, Shard, case, shards_of
 from tests.simulation.log_checks import check_log
-from tests.simulation.offline import Reference, packed, reference
+from tests.simulation.offline import Reference, packed, reference, row_of
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 RESTART_S = 40.0
 """So long after all ranks were started anew one may be refused because of what is left of the old ones."""
+
+
+def is_part(ids: list[Id], packs: tuple[list[Id], ...]) -> bool:
+    """Are these some samples of one pack, in its order, or none?"""
+    whole = next((pack for pack in packs if ids and ids[0] in pack), [])
+    return ids == [one for one in whole if one in ids]
 
 
 class Job:
@@ -33,7 +39,7 @@ class Job:
         rng = world.rng
         self.world, self.feed, self.rounds = world, feed, rounds
         self.case = case(number, prefix)
-        self.reference: Reference | None = reference(number) if number < FIRST_ARRIVAL else None
+        self.reference: Reference | None = reference(number) if self.case.rules.merge == "schedule" else None
         """What must be served; known at the end, where arrival decides."""
         self._seen: dict[int, list[tuple[StepPart, list[Shard]]]] = {}
         """Deliveries that are still to be compared with it."""
@@ -62,7 +68,8 @@ class Job:
         """Every rank has returned every step of some iteration."""
         self._told: list[int] = []
         self._kept: list[int] = []
-        self._dealt: dict[tuple[int, int, int], list[int]] = {}
+        self._dealt: dict[tuple[int, int, int], list[tuple[int, list[Id]]]] = {}
+        """By step, dp and rank, of each pack its number and its samples."""
         self._had: dict[int, set[tuple[int, int, int]]] = {}
         self._taken: dict[tuple[int, int], set[Ranks]] = {}
 
@@ -106,12 +113,24 @@ class Job:
             if step >= len(self.reference.steps):
                 raise AssertionError(f"R8: step {step} was served after the end")
             if rank == 0 and all((step, dp, other) in self._dealt for other in range(dp)):
-                numbers = sorted(n for d in range(dp) for n in self._dealt[step, dp, d])
-                packs = len(self.reference.steps[step].packs)
-                assert numbers == list(range(packs)), f"conservation: step {step} was not dealt whole over dp={dp}"
+                self._check_dealt(self.reference, step, [self._dealt[step, dp, d] for d in range(dp)])
         dropped, left = self.world.broker.core.feeds[self.feed].totals.dropped_samples, len(self.reference.left)
         if self.rounds == 1 and not self.life:  # a broker counts what is cut from where it began
             assert dropped == left if self.world.broker.epoch == FIRST_EPOCH else dropped <= left
+
+    def _check_dealt(self, reference: Reference, step: int, ranks: list[list[tuple[int, list[Id]]]]) -> None:
+        """Every pack of a step has a number of its own, every sample is in one, and every rank has as many."""
+        what, batch = f"step {step} was not dealt whole over dp={len(ranks)}", self.case.rules.batch
+        packs = [pack for rank in ranks for pack in rank]
+        assert sorted(pack[0] for pack in packs) == list(range(len(packs))), f"conservation: {what}"
+        ids = sorted(one for _, pack in packs for one in pack)
+        assert ids == sorted(one for pack in reference.ids[step] for one in pack), f"conservation: {what}"
+        if batch is None:
+            assert len(packs) == len(reference.steps[step].packs), f"conservation: {what}"
+        else:
+            (count,) = {len(rank) for rank in ranks}
+            assert count % (batch.micro_batch_multiple or 1) == 0, f"DEAL: {what}"
+            assert count >= batch.min_micro_batches, f"DEAL: {what}"
 
     def delivered(self, client: ClientProcess, parts: tuple[Envelope, ...]) -> StepPart:
         """Exactly the reference's step: digests, samples, tokens, denominators; the same packs each time."""
@@ -128,7 +147,7 @@ class Job:
             seen.append((step, shards))
             first = seen[0][0]
             assert (step.digest, step.chain) == (first.digest, first.chain), f"immutability: step {number} is another"
-        numbers = [shard.number for shard in shards]
+        numbers = [(shard.number, shard.ids) for shard in shards]
         dealt = self._dealt.setdefault((number, dp, client.mesh.dp_rank), numbers)
         assert dealt == numbers, f"R4: step {number} was dealt otherwise the second time"
         self._had.setdefault(client.round, set()).add((number, dp, client.mesh.dp_rank))
@@ -145,10 +164,14 @@ class Job:
         assert step.chain == expected.chain, f"immutability: step {number} has another chain"
         assert (step.num_samples, step.num_loss_tokens) == (expected.num_samples, expected.num_loss_tokens)
         for shard in shards:
-            assert shard.ids == reference.ids[number][shard.number], "immutability: a pack has other samples"
-            row = reference.rows[number][shard.number]
+            samples = [reference.samples[one] for one in shard.ids]
+            if self.case.rules.batch is None:
+                assert shard.ids == reference.ids[number][shard.number], "immutability: a pack has other samples"
+            else:
+                assert is_part(shard.ids, reference.ids[number]), "DEAL: a pack is no part of one that was formed"
+            row = row_of(self.case, samples)
             assert np.array_equal(row[shard.positions], shard.tokens), "immutability: a pack has other tokens"
-            assert shard.num_loss_tokens == expected.packs[shard.number].num_loss_tokens
+            assert shard.num_loss_tokens == sum(len(sample) - 1 for sample in samples)
 
     def _chain(self, step: int) -> bytes:
         """Digest of all steps before ``step``, as far as is known."""

@@ -6,6 +6,7 @@ from the order that the log recorded, once the run is over (``packed``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -34,6 +35,8 @@ class Reference:
     chain: bytes
     left: frozenset[Id]
     rejected: frozenset[tuple[int, int]]
+    samples: Mapping[Id, NDArray[Any]]
+    """The tokens of each."""
 
 
 class Packing:
@@ -76,16 +79,17 @@ class Packing:
         """Everything is entered; every sample is seen to be in exactly one place."""
         this, merge, former = self.this, self.merge, Former(self.this.rules, self.table)
         steps: list[Step] = []
-        while not merge.closed:
+        while not former.closed:
             taken = merge.take(1 << 40)
             former.admit(taken.handles, taken.lengths)
             assert merge.closed or merge.between_passes, "a partition has not ended"
-            former.closed = True
+            former.closed = merge.closed or not former.too_few
             while (request := former.request()) is not None:
                 steps += former.apply(request.choose())
             steps += former.cut()
             if merge.between_passes:
                 merge.next_pass()
+                former.closed = False
         assert former.finished
         ids = tuple(tuple(self._identify(pack.handles) for pack in step.packs) for step in steps)
         left = frozenset(self._identify(former.dropped))
@@ -93,20 +97,26 @@ class Packing:
         found += self._identify(merge.drop())  # what a stream that stopped the rest has left
         assert len(found) == len(set(found)) == len(self._expected)
         assert set(found) == self._expected
+        samples = dict(zip(self._identify(np.array(list(self._tokens), np.int64)), self._tokens.values(), strict=True))
         rows = tuple(np.stack([self._row(this, pack.handles) for pack in step.packs]) for step in steps)
-        return Reference(tuple(steps), rows, ids, former.chain, left, frozenset(self._rejected))
+        return Reference(tuple(steps), rows, ids, former.chain, left, frozenset(self._rejected), samples)
 
     def _identify(self, handles: I64) -> list[Id]:
         table = self.table
         return [(int(table.stream[h]), int(table.index[h]), int(table.part[h])) for h in handles]
 
     def _row(self, this: Case, handles: I64) -> NDArray[Any]:
-        row = np.zeros(BUDGET, this.dtype)
-        at, align = 0, this.rules.align.sample
-        for h in handles.tolist():
-            row[at : at + len(self._tokens[h])] = self._tokens[h]
-            at += -(-len(self._tokens[h]) // align) * align
-        return row
+        return row_of(this, [self._tokens[h] for h in handles.tolist()])
+
+
+def row_of(this: Case, samples: list[NDArray[Any]]) -> NDArray[Any]:
+    """The tokens [T] of a pack of these samples."""
+    row = np.zeros(BUDGET, this.dtype)
+    at, align = 0, this.rules.align.sample
+    for sample in samples:
+        row[at : at + len(sample)] = sample
+        at += -(-len(sample) // align) * align
+    return row
 
 
 @lru_cache

@@ -35,12 +35,13 @@ from streampack.core.producer_session import ProducerSession
 from streampack.core.producers import Producer
 from streampack.core.readers import Readers
 from tests.simulation.checks import BrokerChecks
-from tests.simulation.data import FIRST_ARRIVAL, FIRST_PUSHED, NUM_CASES
+from tests.simulation.data import FIRST_ARRIVAL, FIRST_BATCH, FIRST_PUSHED, NUM_CASES
 from tests.simulation.world import World, run
 
 MAX_SEEDS = 150
 SLOW_S = 0.5
-ALL, ARRIVAL, PUSHED = range(NUM_CASES), range(FIRST_ARRIVAL, NUM_CASES), range(FIRST_PUSHED, NUM_CASES)
+ALL, ARRIVAL, PUSHED = range(FIRST_BATCH), range(FIRST_ARRIVAL, FIRST_BATCH), range(FIRST_PUSHED, FIRST_BATCH)
+BATCHES = range(FIRST_BATCH, NUM_CASES)
 Patch = pytest.MonkeyPatch
 MUTANTS: list[Any] = []
 
@@ -421,6 +422,14 @@ def the_end_is_recorded_before_the_last_step(patch: Patch) -> None:
         return original(self, steps[:-1] if self.planner.former.finished else steps)
 
     _wrap(patch, Feed, "_publish", publish)
+
+
+@mutant("batch", BATCHES)
+def what_waits_behind_a_batch_is_packed_with_it(patch: Patch) -> None:
+    def batch_size(original: Any, self: Former) -> Any:
+        return len(self._handles) if original(self) else 0
+
+    _wrap(patch, Former, "_batch_size", batch_size)
 
 
 @mutant("R10")

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from tests.simulation.checks import BrokerChecks
-from tests.simulation.data import FIRST_ARRIVAL, case
+from tests.simulation.data import FIRST_ARRIVAL, FIRST_READ_BATCH, NUM_CASES, case
 from tests.simulation.offline import reference
 from tests.simulation.world import run
 from tests.soak.simulated import run_every
@@ -33,11 +33,11 @@ def test_every_rank_gets_exactly_the_offline_steps_whatever_fails(seeds: range) 
         run(seed)
 
 
-@pytest.mark.parametrize("number", range(FIRST_ARRIVAL))
+@pytest.mark.parametrize("number", [*range(FIRST_ARRIVAL), *range(FIRST_READ_BATCH, NUM_CASES)])
 def test_the_cases_are_worth_simulating(number: int) -> None:
     found = reference(number)
     assert len(found.steps) >= 8
-    assert case(number).rules.packs % case(number).dp == 0
+    assert case(number).rules.batch or case(number).rules.packs % case(number).dp == 0
 
 
 @pytest.mark.parametrize("seed", [3, 6, 13])

@@ -14,7 +14,7 @@ from streampack.core.events import FromBroker
 from streampack.core.messages import Attach, Envelope, Mesh, Samples
 from tests.simulation.broker import FIRST_EPOCH, BrokerProcess
 from tests.simulation.client import Checkpoint, ClientProcess
-from tests.simulation.data import FIRST_PUSHED, NUM_CASES
+from tests.simulation.data import NUM_CASES, case
 from tests.simulation.disk import Disk
 from tests.simulation.faults import Faults
 from tests.simulation.job import Job
@@ -175,11 +175,11 @@ class World:
     def _make_jobs(self, number: int) -> list[Job]:
         """Mostly one feed, read once; or it is iterated, or there is another beside it, which perhaps nobody reads."""
         again, more = self.rng.random() < 0.25, self.rng.random() < 0.25
-        again = again and number < FIRST_PUSHED
+        again = again and not case(number).pushed
         jobs = [Job(self, "train", number, self.rng.randint(2, 3) if again else 1)]
         if more:
             other = (number + 2 * self.rng.randint(0, 3)) % NUM_CASES  # of the same dtype
-            most = 3 if other < FIRST_PUSHED else 1
+            most = 1 if case(other).pushed else 3
             jobs.append(Job(self, "valid", other, self.rng.randint(0, most), "v."))
         return jobs
 
