@@ -71,7 +71,8 @@ class Feed:
         self._waits_for: int | None = None
         """The record of the snapshot to begin from, which is not at hand."""
         self.failed = ""
-        """Why nothing more can be served: the data are not what they were."""
+        """Why nothing more can be served: the data are not what they were, or a batch does not fit in memory."""
+        self._failed_code = ""
 
     @property
     def finished(self) -> bool:
@@ -123,6 +124,7 @@ class Feed:
                 effects += request
                 break
             if not planner.former.closed:
+                effects += self._fail("memory", planner.overfull) if planner.overfull else []
                 break
             effects += self._publish(planner.cut())  # the feed has ended, or its next pass begins
         return effects + self._outbox.hand_out()
@@ -166,11 +168,16 @@ class Feed:
         """Record a step, or see that it is what was recorded."""
         if not self._recorder.contradicts(step):
             return self._recorder.step(step, self.readers.released_upto)
-        self.failed = (
+        return self._fail(
+            "diverged",
             f"step {step.number} came out otherwise than the first time, though every sample that was compared is the "
-            f"same: the data, the tokenizer or streampack itself have changed: put them back, or start a new run"
+            f"same: the data, the tokenizer or streampack itself have changed: put them back, or start a new run",
         )
-        return [Report("error", f"feed {self.name!r}: {self.failed}"), *self.readers.fail("diverged", self.failed)]
+
+    def _fail(self, code: str, why: str) -> list[Effect]:
+        """Nothing more can be served."""
+        self.failed, self._failed_code = why, code
+        return [Report("error", f"feed {self.name!r}: {why}"), *self.readers.fail(code, why)]
 
     def _close(self) -> list[Effect]:
         """Everything held is in a step: the pass has ended, or the feed."""
@@ -189,6 +196,8 @@ class Feed:
 
     def unfit(self, step: int, given: Snapshot | None) -> tuple[str, str] | None:
         """Why the feed cannot go to ``step``, with a checkpoint's snapshot: (code, detail), or None."""
+        if self.failed:
+            return self._failed_code, self.failed
         oldest = self.history.oldest_step
         if step < oldest:
             return "step_gone", (

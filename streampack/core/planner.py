@@ -76,6 +76,18 @@ class Planner:
         self.former.closed = closed
         return effects
 
+    @property
+    def overfull(self) -> str:
+        """Why the next batch can never be whole: it alone fills the memory. Empty where it can."""
+        former, memory = self.former, self._memory
+        if self._rules.batch is None or memory.room > 0 or memory.held_tokens > former.queued_tokens or former.closed:
+            return ""
+        return (
+            f"got {former.queued_samples} samples of {former.queued_tokens} tokens for the batch of step "
+            f"{former.next_step}, which is not whole, and no more fit in memory: set memory to more, or make batches "
+            f"smaller, and start the broker again"
+        )
+
     def request(self) -> list[Effect]:
         """Ask for the packs of the next step to be chosen; nothing where that needs more samples, or none are left."""
         request = self.former.request()

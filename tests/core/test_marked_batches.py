@@ -136,6 +136,14 @@ def test_a_mark_closes_a_batch_of_so_many_samples_too(
     ]
 
 
+def test_a_batch_that_does_not_fit_in_memory_is_said_and_no_hang() -> None:
+    live = Batches(Batch(), [(200, 200)], 1, marks=True, waits=False)
+    live.until(lambda: live.feed.failed)
+    assert "for the batch of step 0, which is not whole, and no more fit in memory" in live.feed.failed
+    assert live.feed.waiting_for()[0] == "failed"
+    assert live.feed.unfit(0, None) == ("memory", live.feed.failed), "a trainer that comes later hears it, too"
+
+
 @pytest.mark.parametrize("rules", [Rules(batch=Batch(samples=100)), Rules(batch=Batch())])
 def test_how_long_a_batch_is_nobody_knows_beforehand(rules: Rules) -> None:
     assert needed_tokens(rules, 10) <= wanted_tokens(rules, 10) <= 3 * 100 * rules.budget

@@ -6,9 +6,11 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import streampack
@@ -133,6 +135,36 @@ def test_a_batch_of_so_many_samples_comes_as_soon_as_they_are_there() -> None:
                     assert tokens == list(range(8 * k + 1, 8 * k + 9))
         finally:
             broker.kill()
+
+
+def push_until_told(endpoint: str) -> None:
+    """A batch that never ends."""
+    with (
+        suppress(streampack.errors.StreampackError),
+        streampack.Producer(endpoint, stream="rollouts", partition=0, timeout_s=3) as rollouts,
+    ):
+        while True:
+            rollouts.send_many([np.ones(4000, np.int32)] * 4)
+
+
+def test_a_batch_that_memory_cannot_hold_is_said_to_its_trainers() -> None:
+    with folder() as path:
+        config = settings(
+            path, rules={"budget": 4096, "step": {"end_of_batch": True}}, memory="4MiB",
+            limits={"chunk": "16KiB", "sample_tokens": 4096},
+        )  # fmt: skip
+        broker = RunningBroker(path, config)
+        pushing = threading.Thread(target=push_until_told, args=(broker.producers,))
+        pushing.start()
+        try:
+            with (
+                pytest.raises(streampack.errors.Rejected, match="which is not whole, and no more fit in memory"),
+                streampack.connect(broker.trainers, format="numpy") as loader,
+            ):
+                next(loader.steps())
+        finally:
+            broker.kill()
+            pushing.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize(
