@@ -77,6 +77,23 @@ def _waste(snapshot: Snapshot) -> Rows:
     ]
 
 
+def _lost(snapshot: Snapshot) -> Rows:
+    return [
+        ((name, policy), float(tokens))
+        for name, feed in snapshot["feeds"].items()
+        for policy, tokens in feed["lost_tokens"].items()
+    ]
+
+
+def _rank_tokens(snapshot: Snapshot) -> Rows:
+    return [
+        ((name, when, figure), tokens)
+        for name, feed in snapshot["feeds"].items()
+        for when, figures in feed["rank_tokens"].items()
+        for figure, tokens in figures.items()
+    ]
+
+
 def _of_waits(key: str) -> Callable[[Snapshot], Rows]:
     """A figure of how long samples wait, of the feeds whose packers have it."""
 
@@ -150,6 +167,10 @@ METRICS: tuple[Metric, ...] = (
            _of_feeds("totals", "dropped_samples"), ("feed",)),
     Metric("waste_tokens", "counter", "Tokens of the packs formed that are nobody's, by cause.",
            _waste, ("feed", "cause")),
+    Metric("delivered_tokens", "counter", "Tokens of the packs formed, real and wasted.",
+           _of_feeds("delivered_tokens"), ("feed",)),
+    Metric("untrained_tokens", "counter", "Tokens that came and are in no step that is trained, by what took them.",
+           _lost, ("feed", "policy")),
     Metric("form_seconds", "counter", "Time spent packing.", _at("form_seconds")),
     Metric("utilisation_ratio", "gauge", "Real tokens over packs * budget, since the start.",
            _of_feeds("figures", "utilisation"), ("feed",)),
@@ -158,13 +179,25 @@ METRICS: tuple[Metric, ...] = (
            _of_feeds("figures", "packing_efficiency"), ("feed",)),
     Metric("bin_balance_ratio", "gauge", "1 - deviation of the packs' fill over its mean; may be negative.",
            _of_feeds("figures", "bin_balance"), ("feed",)),
+    Metric("padded_utilisation_ratio", "gauge", "Tokens of aligned samples over packs * budget.",
+           _of_feeds("padded_figures", "utilisation"), ("feed",)),
+    Metric("padded_packing_efficiency_ratio", "gauge", "Packs that aligned samples alone would need, over packs.",
+           _of_feeds("padded_figures", "packing_efficiency"), ("feed",)),
+    Metric("padded_bin_balance_ratio", "gauge", "Balance of the packs' fill with aligned samples.",
+           _of_feeds("padded_figures", "bin_balance"), ("feed",)),
     Metric("cost_max_over_mean_ratio", "gauge", "Dearest pack over the mean of its micro-batch, mean over all dealt.",
            _of_feeds("figures", "cost_max_over_mean"), ("feed",)),
+    Metric("step_cost_max_over_mean_ratio", "gauge", "Dearest rank of a step over the mean, mean over all dealt.",
+           _of_feeds("figures", "step_cost_max_over_mean"), ("feed",)),
+    Metric("rank_tokens", "gauge", "Real tokens of a rank's step before and after balancing, mean over steps.",
+           _rank_tokens, ("feed", "when", "figure")),
     # What is held
     Metric("window_samples", "gauge", "Samples merged and not in a step yet.",
            _of_feeds("window", "samples"), ("feed",)),
     Metric("window_tokens", "gauge", "Tokens of samples merged and not in a step yet.",
            _of_feeds("window", "tokens"), ("feed",)),
+    Metric("wait_p99_steps", "gauge", "Steps that 99 of 100 samples waited in the window at most.",
+           _of_waits("p99_steps"), ("feed",)),
     Metric("longest_wait_steps", "gauge", "Most steps that a sample has waited in the window.",
            _of_waits("longest_steps"), ("feed",)),
     Metric("wait_bound_steps", "gauge", "Steps that no sample waits beyond, as the packer promises.",

@@ -21,6 +21,7 @@ from streampack.core.broker import Broker
 from streampack.core.feed import Feed
 from streampack.core.figures import from_moments
 from streampack.core.form import Former
+from streampack.core.waste import CAUSES
 
 if TYPE_CHECKING:
     from streampack_services.broker import BrokerService
@@ -121,8 +122,17 @@ class Reporter:
             "committed": feed.history.commits[-1] if feed.history.commits else None,
             "totals": asdict(totals),
             "figures": asdict(from_moments(totals.packs, totals.tokens, totals.square_tokens, feed.rules.budget))
-            | {"cost_max_over_mean": readers.cost_max_over_mean},
-            "waste_tokens": _waste(feed),
+            | {
+                "cost_max_over_mean": readers.dealt.cost_max_over_mean,
+                "step_cost_max_over_mean": readers.dealt.step_cost_max_over_mean,
+            },
+            "padded_figures": asdict(
+                from_moments(totals.packs, totals.slot_tokens, totals.square_slot_tokens, feed.rules.budget)
+            ),
+            "waste_tokens": (waste := dict(zip(CAUSES, feed.waste.tolist(), strict=True))),
+            "delivered_tokens": totals.tokens + sum(waste.values()),
+            "lost_tokens": _lost(feed),
+            "rank_tokens": readers.dealt.rank_tokens(),
             "lengths": feed.lengths.rows(),
             "tokens_per_s": self._rate(now, feed),
             "readers": _readers(feed),
@@ -192,20 +202,26 @@ def describe(reason: str, detail: str) -> str:
     return f"waiting for {_WAITS.get(reason, reason)}: {detail}"
 
 
-def _waste(feed: Feed) -> dict[str, int]:
-    """Tokens of formed packs that are not samples', by cause; they add up to packs * budget - tokens."""
-    totals, budget = feed.totals, feed.rules.budget
+def _lost(feed: Feed) -> dict[str, int]:
+    """Tokens that came and are in no step that is trained, by what took them: the over-long policies, ``tail: drop``
+    and skipped steps."""
+    lost = {"truncate": 0, "drop": 0}
+    for stream, counts in zip(feed.latest_rules.streams, feed.planner.admission.counts, strict=False):
+        if stream.overlong in lost:
+            lost[stream.overlong] += counts.lost_tokens
     return {
-        "alignment": totals.slot_tokens - totals.tokens,
-        "pack_tail": (totals.packs - totals.empty_packs) * budget - totals.slot_tokens,
-        "empty_pack": totals.empty_packs * budget,
+        "truncated": lost["truncate"],
+        "dropped": lost["drop"],
+        "tail": feed.totals.dropped_tokens,
+        "skipped": feed.readers.dealt.skipped_tokens,
     }
 
 
 def _waits(former: Former) -> dict[str, int | None]:
-    """Steps that a sample has waited in the window at most, since this broker began, and that none waits beyond; and
-    how many of those in it wait for others as long."""
+    """Steps that samples have waited in the window, 99 of 100 and all, since this broker began, and that none waits
+    beyond; and how many of those in it wait for others as long."""
     return {
+        "p99_steps": former.waits.p99,
         "longest_steps": former.waits.longest(former.next_step),
         "bound_steps": former.waits.bound,
         "outliers": former.num_outliers,

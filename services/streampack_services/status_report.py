@@ -42,18 +42,31 @@ def _show_feed(console: Console, name: str, feed: Tree) -> None:
         console.print(describe(**feed["waiting_for"]))
     end = "" if steps["end"] is None else f" of {steps['end']}"
     packed = f"{_count(feed['totals']['tokens'])} tokens in {_count(feed['totals']['packs'])} packs"
-    waste = [f"{cause.replace('_', ' ')} {_count(tokens)}" for cause, tokens in feed["waste_tokens"].items()]
+    causes = {"alignment", "pack_tail"}  # and others where there are any
+    waste = [
+        f"{cause.replace('_', ' ')} {_count(tokens)}"
+        for cause, tokens in feed["waste_tokens"].items()
+        if tokens or cause in causes
+    ]
     cost = f"{figures['cost_max_over_mean']:.3f}" if figures["cost_max_over_mean"] else "-"  # no rank has come yet
+    if cost != "-":
+        cost += f" by micro-batch, {figures['step_cost_max_over_mean']:.3f} by step"
+    lost = [f"{policy} {_count(tokens)}" for policy, tokens in feed["lost_tokens"].items()]
+    ranks = [
+        f"{when} balancing {_count(each['min'])} to {_count(each['max'])}" for when, each in feed["rank_tokens"].items()
+    ]
     waits = feed["waits"]
     bound = "" if waits["bound_steps"] is None else f", none waits beyond {waits['bound_steps']}"
-    longest = f"{_counted(waits['longest_steps'], 'step')} at most{bound}"
+    longest = f"99 of 100 {_counted(waits['p99_steps'], 'step')}, all {waits['longest_steps']} at most{bound}"
     outliers = "" if waits["outliers"] is None else f"; {_counted(waits['outliers'], 'outlier')} there now"
     rows = [
         ("steps", f"{steps['formed']} formed{end}, {steps['returned']} returned by every rank"),
         ("packed", f"{packed}, {_count(feed['tokens_per_s'])} tokens/s"),
-        ("utilisation", f"{figures['utilisation']:.2%}, packing efficiency {figures['packing_efficiency']:.2%}"),
+        ("utilisation", f"{_filled(figures)}; with alignment {_filled(feed['padded_figures'])}"),
         ("balance", f"{figures['bin_balance']:.3f} of fill, cost max/mean {cost}"),
-        ("wasted tokens", ", ".join(waste)),
+        ("rank's tokens", ", ".join(ranks)),
+        ("wasted tokens", f"{', '.join(waste)}, of {_count(feed['delivered_tokens'])} delivered"),
+        ("lost tokens", ", ".join(lost)),
         ("window", f"{feed['window']['samples']} samples, {_count(feed['window']['tokens'])} tokens"),
         ("waited", f"{longest}{outliers}"),
         ("held", f"{_count(feed['held_tokens'])} of {_count(feed['held_limit_tokens'])} tokens"),
@@ -65,6 +78,10 @@ def _show_feed(console: Console, name: str, feed: Tree) -> None:
         facts.add_row(*row)
     console.print(facts)
     console.print(_readers_table(feed))
+
+
+def _filled(figures: Tree) -> str:
+    return f"{figures['utilisation']:.2%}, packing efficiency {figures['packing_efficiency']:.2%}"
 
 
 def _streams_table(snapshot: Tree) -> Table:

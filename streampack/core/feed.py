@@ -34,8 +34,9 @@ from streampack.core.readers import Readers
 from streampack.core.recorder import Recorder
 from streampack.core.records import CheckpointCommitted, FeedFacts, Record, RulesChanged, SnapshotTaken
 from streampack.core.rules import Rules, difference
-from streampack.core.samples import SampleTable
+from streampack.core.samples import I64, SampleTable
 from streampack.core.snapshot import Snapshot
+from streampack.core.waste import CAUSES, waste_of_packs
 
 
 class Feed:
@@ -67,6 +68,7 @@ class Feed:
         self._checkpoints = Checkpoints(name, rules, plan.keeps, self.history, journal, table)
         self._brought = Brought(name, rules, self.history, self.planner.live, self.memory, self._books)
         self.totals = Totals()
+        self._waste: I64 = np.zeros(len(CAUSES), np.int64)
         self.lengths = LengthCounts()
         self._waits_for: int | None = None
         """The record of the snapshot to begin from, which is not at hand."""
@@ -84,6 +86,11 @@ class Feed:
     def next_step(self) -> int:
         """The step that is formed next."""
         return self.planner.former.next_step
+
+    @property
+    def waste(self) -> I64:
+        """Tokens of the packs formed that are nobody's, as they were dealt, int64 [waste.CAUSES]."""
+        return self._waste + self.readers.dealt.more_waste
 
     @property
     def latest_rules(self) -> Rules:
@@ -152,6 +159,7 @@ class Feed:
         effects: list[Effect] = []
         for step in steps:
             self.totals.add(step)
+            self._waste += waste_of_packs(step.packs, self.rules)
             self.lengths.add(self._table.length[np.concatenate([pack.handles for pack in step.packs])])
             effects += self._note(step)
             if self.failed:
@@ -184,6 +192,7 @@ class Feed:
         effects: list[Effect] = []
         dropped = self.planner.end_pass()
         self.totals.dropped_samples += len(dropped)
+        self.totals.dropped_tokens += int(self._table.length[dropped].sum())
         if len(dropped):
             effects += [*self._recorder.tail(self.next_step, dropped), Release(dropped)]
         if self.planner.ended:

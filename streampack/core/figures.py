@@ -97,7 +97,9 @@ class Totals:
     tokens: int = 0
     slot_tokens: int = 0
     square_tokens: int = 0
+    square_slot_tokens: int = 0
     dropped_samples: int = 0
+    dropped_tokens: int = 0
 
     def add(self, step: Step) -> None:
         """Count a step."""
@@ -109,6 +111,7 @@ class Totals:
             self.tokens += pack.num_tokens
             self.slot_tokens += pack.num_slot_tokens
             self.square_tokens += pack.num_tokens**2
+            self.square_slot_tokens += pack.num_slot_tokens**2
 
 
 def _balance_from_moments(packs: int, tokens: int, square_tokens: int) -> float:

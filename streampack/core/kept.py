@@ -13,11 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from streampack.core.dealt import deal_step, packs_of_mesh, split
+from streampack.core.dealt_figures import DealtFigures
 from streampack.core.form import Pack, Step
 from streampack.core.frames import frames_for
 from streampack.core.messages import Mesh, StepPart
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, SampleTable
+from streampack.core.waste import waste_of, waste_of_packs
 
 PART_BYTES = 1 << 20
 """Payload of one message, about: large steps travel as several."""
@@ -29,6 +31,7 @@ class Portion(NamedTuple):
     handles: I64
     num_loss_tokens: int
     cost: int
+    num_tokens: int
     num_slot_tokens: int
 
 
@@ -51,9 +54,7 @@ class KeptSteps:
         self._feed, self._rules, self._layout, self._table = feed, rules, layout, table
         self._steps: dict[int, _Kept] = {}
         self.lineage = 0
-        self.cost_max_over_mean = 0.0
-        """Cost of the dearest pack over the mean, over ranks at each micro-batch index; mean over what was dealt."""
-        self._dealt_rows = 0
+        self.figures = DealtFigures()
         self.split_packs = 0
         """Parts that packs were split into for a mesh, beyond one; and the empty packs that it needed beside."""
         self.empty_packs = 0
@@ -61,11 +62,15 @@ class KeptSteps:
     def add(self, step: Step, skipped: bool = False) -> None:
         """Keep a step; of one that is ``skipped`` readers get the digests and no packs."""
         self._steps[step.number] = _Kept(step, skipped)
+        if skipped:
+            self.figures.skip(step.packs)
 
     def skip(self, first: int, last: int) -> None:
         """Steps ``first`` to ``last`` are passed over by whoever asks for them from now on."""
         for number, kept in self._steps.items():
-            kept.skipped = kept.skipped or first <= number <= last
+            if first <= number <= last and not kept.skipped:
+                kept.skipped = True
+                self.figures.skip(kept.step.packs)
 
     def forget(self, number: int) -> I64:
         """Drop a step; the handles of all its samples, int64 [n]."""
@@ -127,36 +132,35 @@ class KeptSteps:
         )
 
     def _deal(self, kept: _Kept, mesh: Mesh) -> None:
-        formed = kept.step.packs
-        kept.packs = [Portion(pack.handles, pack.num_loss_tokens, pack.cost, pack.num_slot_tokens) for pack in formed]
-        count = packs_of_mesh(self._rules, len(formed), mesh.dp, mesh.pp)
+        formed, rules, is_first = kept.step.packs, self._rules, not any(kept.sizes)
+        kept.packs = [
+            Portion(pack.handles, pack.num_loss_tokens, pack.cost, pack.num_tokens, pack.num_slot_tokens)
+            for pack in formed
+        ]
+        count = packs_of_mesh(rules, len(formed), mesh.dp, mesh.pp)
         if count > len(formed):
             kept.packs = self._split(formed, count)
-            if not any(kept.sizes):
+            if is_first:
                 self.empty_packs += (empty := sum(not len(pack.handles) for pack in kept.packs))
                 self.split_packs += count - len(formed) - empty
-        costs, slots = np.array([(pack.cost, pack.num_slot_tokens) for pack in kept.packs], np.int64).T
-        kept.sizes, kept.dealt = (mesh.dp, mesh.pp), deal_step(self._rules, costs, mesh.dp)
-        kept.widths = self._rules.step_widths(slots, mesh.pp)
-        rows = costs[kept.dealt]
-        rows = rows[rows.any(axis=1)]
-        if len(rows):
-            before = self.cost_max_over_mean * self._dealt_rows
-            self._dealt_rows += len(rows)
-            self.cost_max_over_mean = (before + float((rows.max(axis=1) / rows.mean(axis=1)).sum())) / self._dealt_rows
+        columns = np.array([(pack.cost, pack.num_tokens, pack.num_slot_tokens) for pack in kept.packs], np.int64)
+        costs, tokens, slots = columns.T
+        kept.sizes, kept.dealt = (mesh.dp, mesh.pp), deal_step(rules, costs, mesh.dp)
+        kept.widths = rules.step_widths(slots, mesh.pp)
+        self.figures.add(costs, tokens, kept.dealt)
+        if is_first:
+            self.figures.more_waste += waste_of(tokens, slots, kept.widths, rules)
+            self.figures.more_waste -= waste_of_packs(formed, rules)
 
     def _split(self, packs: Sequence[Pack], count: int) -> list[Portion]:
         table, align = self._table, self._rules.align.sample
         handles = np.concatenate([pack.handles for pack in packs])
         bounds = np.concatenate([[0], np.cumsum([len(pack.handles) for pack in packs])]).astype(np.int64)
-        slots = -(-table.length[handles].astype(np.int64) // align) * align
-        costs = self._rules.balance.costs(slots)
-        parts, _ = split(bounds, costs, count)
-        loss = table.loss_tokens[handles].astype(np.int64)
-        return [
-            Portion(handles[part], int(loss[part].sum()), int(costs[part].sum()), int(slots[part].sum()))
-            for part in parts
-        ]
+        lengths = table.length[handles].astype(np.int64)
+        slots = -(-lengths // align) * align
+        columns = np.stack([table.loss_tokens[handles], self._rules.balance.costs(slots), lengths, slots], axis=1)
+        parts, _ = split(bounds, columns[:, 1], count)
+        return [Portion(handles[part], *columns[part].sum(axis=0).tolist()) for part in parts]
 
 
 def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:

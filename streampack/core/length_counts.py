@@ -37,6 +37,16 @@ _TABLE = _computed(np.arange(1 << 14))
 """Of most lengths there are: a broker counts each of its samples."""
 
 
+def least_of(bucket: int) -> int:
+    """The least number in a bucket.
+
+    >>> [least_of(bucket) for bucket in (1, 63, 64, 65, 96)]
+    [1, 63, 64, 66, 128]
+    """
+    octave = max(bucket // PER_OCTAVE - 1, 0)
+    return (bucket - octave * PER_OCTAVE) << octave
+
+
 class LengthCounts:
     """``samples`` and ``tokens`` int64 [BUCKETS]."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from streampack.core.attempts import Ranks, Reader, Seats, rank_name
+from streampack.core.dealt_figures import DealtFigures
 from streampack.core.effects import Release, SendShard, SendTrainer
 from streampack.core.events import Effect
 from streampack.core.form import Step
@@ -68,9 +69,9 @@ class Serving:
         self._steps.lineage = lineage
 
     @property
-    def cost_max_over_mean(self) -> float:
-        """Of the packs that run at the same moment, mean over the steps dealt."""
-        return self._steps.cost_max_over_mean
+    def dealt(self) -> DealtFigures:
+        """How evenly the ranks are loaded, and what the mesh wastes."""
+        return self._steps.figures
 
     @property
     def joined(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from streampack.core.length_counts import BUCKETS, bucket_of, least_of
 from streampack.core.packers import Choice, Packer
 from streampack.core.packers.exact_fill import ExactFill
 from streampack.core.packers.joint import Joint, max_wait
@@ -26,6 +27,7 @@ class Waits:
         self._since: I64 = np.zeros(0, np.int64)
         self._longest = 0
         self._most_held = 0
+        self._counts: I64 = np.zeros(BUCKETS, np.int64)  # of the samples in steps, by the steps that they waited
 
     def begin(self, ages: I64, step: int) -> None:
         """Samples are held as a snapshot has them, with their ``ages`` int64 [n]; ``step`` is formed next."""
@@ -37,7 +39,9 @@ class Waits:
         seen[choice.indices] = True
         since = np.pad(self._since, (0, len(seen) - len(self._since)), constant_values=_UNSEEN)
         since[seen & (since < 0)] = step
-        self._longest = max(self._longest, step - int(since[choice.indices].min(initial=step)))
+        waited = step - since[choice.indices]
+        self._counts += np.bincount(bucket_of(waited), minlength=BUCKETS)
+        self._longest = max(self._longest, int(waited.max(initial=0)))
         self._most_held = max(self._most_held, int(seen.sum()))
         stays = np.ones(len(seen), np.bool_)
         stays[choice.indices] = False
@@ -47,6 +51,12 @@ class Waits:
         """Steps that a sample has waited, at most, where ``step`` is formed next."""
         seen = self._since[self._since >= 0]
         return max(self._longest, step - int(seen.min(initial=step)))
+
+    @property
+    def p99(self) -> int:
+        """Steps that 99 of 100 samples waited at most: exact to 64, to one part in 32 above."""
+        upto = np.cumsum(self._counts)
+        return least_of(int(np.searchsorted(upto, 0.99 * upto[-1]))) if upto[-1] else 0
 
     @property
     def bound(self) -> int | None:

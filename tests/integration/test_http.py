@@ -25,6 +25,7 @@ BUDGET, PACKS = 256, 4
 LENGTHS = [1 + (7 * i) % 300 for i in range(200)]
 FEED = ("train",)
 CUT = [min(length, BUDGET) for length in LENGTHS]
+LOST = {"truncated": 0, "dropped": 0, "tail": 0, "skipped": 0}
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,10 @@ def test_metrics_count_what_was_packed_and_waste_adds_up(served: RunningBroker) 
     assert waste["alignment"] == sum(-length % 8 for length in CUT)
     assert waste["empty_pack"] % BUDGET == 0
     assert sum(waste.values()) == packs * BUDGET - sum(CUT)
+    assert all(found["waste_tokens_total", (cause, "train")] == 0 for cause in ("shape", "pipeline"))
+    assert found["delivered_tokens_total", FEED] == packs * BUDGET
+    lost = {policy: found["untrained_tokens_total", ("train", policy)] for policy in LOST}
+    assert lost == LOST | {"truncated": sum(LENGTHS) - sum(CUT)}
 
 
 def test_the_figures_are_those_of_the_packs_that_a_reader_got(served: RunningBroker) -> None:
@@ -98,7 +103,14 @@ def test_the_figures_are_those_of_the_packs_that_a_reader_got(served: RunningBro
     assert found["waste_ratio", FEED] == pytest.approx(1 - found["utilisation_ratio", FEED])
     assert found["packing_efficiency_ratio", FEED] == pytest.approx(math.ceil(sum(CUT) / BUDGET) / packs)
     assert found["bin_balance_ratio", FEED] <= 1
+    aligned = sum(CUT) + sum(-length % 8 for length in CUT)
+    assert found["padded_utilisation_ratio", FEED] == pytest.approx(aligned / (packs * BUDGET))
+    assert found["padded_packing_efficiency_ratio", FEED] == pytest.approx(math.ceil(aligned / BUDGET) / packs)
     assert found["cost_max_over_mean_ratio", FEED] == pytest.approx(1.0), "one rank is its own mean"
+    assert found["step_cost_max_over_mean_ratio", FEED] == pytest.approx(1.0)
+    mean = sum(CUT) / found["steps_total", FEED]
+    assert all(found["rank_tokens", ("train", "mean", when)] == pytest.approx(mean) for when in ("before", "after"))
+    assert all(found["rank_tokens", ("train", "spread", when)] == 0 for when in ("before", "after"))
 
 
 def test_metrics_show_who_is_there_and_what_is_held(served: RunningBroker) -> None:
@@ -110,7 +122,7 @@ def test_metrics_show_who_is_there_and_what_is_held(served: RunningBroker) -> No
     assert 0 <= found["reader_starved_ratio", rank] <= 1
     assert 0 <= found["reader_next_p99_seconds", rank] < 60
     assert found["window_samples", FEED] == found["window_tokens", FEED] == found["arena_live_tokens", ()] == 0
-    assert found["longest_wait_steps", FEED] <= found["wait_bound_steps", FEED]
+    assert found["wait_p99_steps", FEED] <= found["longest_wait_steps", FEED] <= found["wait_bound_steps", FEED]
     assert found["held_tokens", FEED] == found["round", FEED] == 0 < found["held_limit_tokens", FEED]
     assert found["arena_capacity_bytes", ()] == 32 * 2**20
     assert found["sent_tokens_total", ()] == found["packs_total", FEED] * BUDGET

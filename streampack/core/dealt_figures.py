@@ -1,0 +1,72 @@
+"""What DEAL makes of steps: how evenly ranks are loaded, and what padding a mesh adds to FORM's.
+
+Ranks run in lock step, so costs are compared at each micro-batch index, and then over whole steps. Tokens by rank are
+also those that packs in the order of their numbers would have given: before and after balancing. Means are over all
+that was dealt; a step that is dealt again, over another mesh, counts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from streampack.core.samples import I64
+from streampack.core.waste import CAUSES, Sums
+
+_OF_RANKS = ("min", "max", "mean", "spread")
+
+
+class DealtFigures:
+    """``add`` takes each step as it is dealt."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.cost_max_over_mean = 0.0
+        """Cost of the dearest pack over the mean, over ranks at each micro-batch index; mean over what was dealt."""
+        self.step_cost_max_over_mean = 0.0
+        """Cost of the dearest rank of a step over the mean; likewise."""
+        self.more_waste: I64 = np.zeros(len(CAUSES), np.int64)
+        """What steps waste as they were first dealt, less what they waste as they were formed, int64 [CAUSES]."""
+        self.skipped_tokens = 0
+        """Of steps that are passed over."""
+        self._rows = self._cost_steps = 0
+        self._before: I64 = np.zeros(len(_OF_RANKS) - 1, np.int64)
+        self._after: I64 = np.zeros(len(_OF_RANKS) - 1, np.int64)
+        self._ranks = 1
+
+    def skip(self, packs: Sequence[Sums]) -> None:
+        """A step of these packs is passed over."""
+        self.skipped_tokens += sum(pack.num_tokens for pack in packs)
+
+    def add(self, costs: I64, tokens: I64, dealt: I64) -> None:
+        """A step's packs cost ``costs`` and hold ``tokens``, int64 [packs]; rank r's m-th is ``dealt[m, r]``."""
+        rows = costs[dealt]
+        if rows.any():
+            self._cost_steps += 1
+            ratio = float(rows.sum(axis=0).max() * rows.shape[1] / rows.sum())
+            self.step_cost_max_over_mean += (ratio - self.step_cost_max_over_mean) / self._cost_steps
+        rows = rows[rows.any(axis=1)]
+        if len(rows):
+            before = self.cost_max_over_mean * self._rows
+            self._rows += len(rows)
+            self.cost_max_over_mean = (before + float((rows.max(axis=1) / rows.mean(axis=1)).sum())) / self._rows
+        self.steps += 1
+        self._ranks = dealt.shape[1]
+        self._before += _of_ranks(tokens.reshape(dealt.shape))
+        self._after += _of_ranks(tokens[dealt])
+
+    def rank_tokens(self) -> dict[str, dict[str, float]]:
+        """Real tokens of a rank's step: ``before`` and ``after`` balancing, the ``min``, ``max``, ``mean`` and
+        ``spread`` (max - min) over ranks, mean over steps."""
+        return {"before": self._means(self._before), "after": self._means(self._after)}
+
+    def _means(self, sums: I64) -> dict[str, float]:
+        low, high, mean = (sums / max(self.steps, 1)).tolist()
+        return dict(zip(_OF_RANKS, (low, high, mean / self._ranks, high - low), strict=True))
+
+
+def _of_ranks(tokens: I64) -> I64:
+    """Of the ranks' sums of ``tokens`` int64 [micro_batches, ranks]: the least, the greatest, and all together."""
+    sums = tokens.sum(axis=0)
+    return np.array([sums.min(), sums.max(), sums.sum()], np.int64)

@@ -1,0 +1,47 @@
+"""Tokens of the packs delivered that are nobody's, by cause: the causes add up to all there are.
+
+- ``alignment``: samples, padded to ``align.sample``;
+- ``pack_tail``: behind a pack's last sample, to the budget where packs are ``fixed``, else to ``align.pack``;
+- ``shape``: from there to the multiple or the bucket of other shapes;
+- ``pipeline``: from there to the longest pack of the step, where stages exchange one shape;
+- ``empty_pack``: packs without a sample.
+
+A step counts as FORM made it, each pack with a length of its own, until it is dealt; then as it was dealt first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from streampack.core.rules import Rules
+from streampack.core.samples import I64
+
+CAUSES = ("alignment", "pack_tail", "shape", "pipeline", "empty_pack")
+
+
+class Sums(Protocol):
+    """What is known of a pack."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_slot_tokens(self) -> int: ...
+
+
+def waste_of(tokens: I64, slots: I64, widths: I64, rules: Rules) -> I64:
+    """Tokens wasted, by cause, int64 [CAUSES]: by packs that hold ``tokens``, take ``slots`` when aligned, and are
+    delivered ``widths`` long; all int64 [packs]."""
+    own, held = rules.own_widths(slots), slots > 0
+    laid = own if rules.shape == "fixed" else -(-slots // rules.align.pack) * rules.align.pack
+    parts = np.stack([slots - tokens, laid - slots, own - laid, widths - own])
+    found: I64 = np.append(parts[:, held].sum(axis=1), widths[~held].sum())
+    return found
+
+
+def waste_of_packs(packs: Sequence[Sums], rules: Rules) -> I64:
+    """The same for a step as FORM made it, where no mesh has a say."""
+    tokens, slots = np.array([(pack.num_tokens, pack.num_slot_tokens) for pack in packs], np.int64).reshape(-1, 2).T
+    return waste_of(tokens, slots, rules.own_widths(slots), rules)

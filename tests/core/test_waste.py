@@ -1,0 +1,129 @@
+"""Waste by cause, ranks' loads and waits: worked by hand, and the parts of the waste add up to the whole."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streampack.core.dealt_figures import DealtFigures
+from streampack.core.figures import Totals
+from streampack.core.kept import KeptSteps
+from streampack.core.length_counts import BUCKETS, bucket_of, least_of
+from streampack.core.messages import Mesh
+from streampack.core.packers import Choice, packer
+from streampack.core.rules import Align, Batch, Rules
+from streampack.core.shapes import Shape, Sizes
+from streampack.core.waits import Waits
+from streampack.core.waste import CAUSES, waste_of, waste_of_packs
+from tests.core.test_shapes import BUDGET, SHAPES, formed, rules_of
+
+
+@pytest.mark.parametrize(
+    ("shape", "pack", "pp", "widths", "expected"),
+    [
+        # packs of 5, 16, 3 and no tokens, which take 8, 16, 4 and 0 aligned to 4
+        ("fixed", 4, 1, [16, 16, 16, 16], {"alignment": 4, "pack_tail": 20, "empty_pack": 16}),
+        ("fixed", 4, 2, [16, 16, 16, 16], {"alignment": 4, "pack_tail": 20, "empty_pack": 16}),
+        ("exact", 4, 1, [8, 16, 4, 4], {"alignment": 4, "empty_pack": 4}),
+        ("exact", 8, 1, [8, 16, 8, 8], {"alignment": 4, "pack_tail": 4, "empty_pack": 8}),
+        ("exact", 8, 2, [16, 16, 16, 16], {"alignment": 4, "pack_tail": 4, "pipeline": 16, "empty_pack": 16}),
+        (Sizes(multiple=8), 4, 1, [8, 16, 8, 8], {"alignment": 4, "shape": 4, "empty_pack": 8}),
+        (Sizes(buckets=(12,)), 4, 1, [12, 16, 12, 12], {"alignment": 4, "shape": 12, "empty_pack": 12}),
+        (
+            Sizes(buckets=(12,)), 4, 2, [16, 16, 16, 16],
+            {"alignment": 4, "shape": 12, "pipeline": 8, "empty_pack": 16},
+        ),
+    ],
+)  # fmt: skip
+def test_the_waste_of_a_step_by_hand(
+    shape: Shape, pack: int, pp: int, widths: list[int], expected: dict[str, int]
+) -> None:
+    rules = Rules(budget=16, align=Align(sample=4, pack=pack), shape=shape)
+    tokens, slots = np.array([5, 16, 3, 0]), np.array([8, 16, 4, 0])
+    found = rules.step_widths(slots, pp)
+    assert found.tolist() == widths
+    waste = dict(zip(CAUSES, waste_of(tokens, slots, found, rules).tolist(), strict=True))
+    assert {cause: count for cause, count in waste.items() if count} == expected
+    assert sum(waste.values()) == sum(widths) - 24
+
+
+@given(
+    st.lists(st.integers(1, BUDGET), min_size=1, max_size=40), st.sampled_from(SHAPES), st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2]), st.integers(0, 3), st.sampled_from([None, Batch(samples=7)]),
+)  # fmt: skip
+def test_the_parts_of_the_waste_add_up_to_what_was_delivered(
+    lengths: list[int], shape: Shape, dp: int, pp: int, undealt: int, batch: Batch | None
+) -> None:
+    """Steps that nobody asked for yet, too, and batches whose packs a mesh needs split, or empty ones beside."""
+    rules = msgspec.structs.replace(rules_of(shape), batch=batch)
+    table, steps = formed(rules, lengths)
+    kept, totals, waste, delivered = KeptSteps("train", rules, "zigzag", table), Totals(), np.zeros(len(CAUSES)), 0
+    for step in steps:
+        kept.add(step)
+        totals.add(step)
+        waste = waste + waste_of_packs(step.packs, rules)
+    for step in steps:
+        if step.number < undealt:
+            slots = np.array([pack.num_slot_tokens for pack in step.packs])
+            delivered += int(rules.own_widths(slots).sum())
+            continue
+        for rank in range(dp):
+            parts = [part for part, _ in kept.parts(step.number, Mesh(dp=dp, dp_rank=rank, pp=pp))]
+            delivered += sum(int(part.widths(rules).sum()) for part in parts)
+    whole = (waste + kept.figures.more_waste).tolist()
+    assert min(whole) >= 0
+    assert totals.tokens + sum(whole) == delivered
+    assert totals.tokens == sum(lengths)
+    assert totals.slot_tokens == totals.tokens + whole[CAUSES.index("alignment")]
+
+
+def test_the_load_of_ranks_by_hand() -> None:
+    figures = DealtFigures()
+    figures.add(np.array([9, 1, 8, 2]), np.array([9, 1, 8, 2]), np.array([[0, 2], [1, 3]]))
+    assert figures.cost_max_over_mean == pytest.approx((9 / 8.5 + 2 / 1.5) / 2)
+    assert figures.step_cost_max_over_mean == 1.0
+    assert figures.rank_tokens() == {
+        "before": {"min": 3.0, "max": 17.0, "mean": 10.0, "spread": 14.0},  # 9 + 8 and 1 + 2
+        "after": {"min": 10.0, "max": 10.0, "mean": 10.0, "spread": 0.0},
+    }
+    figures.add(np.array([4, 0, 0, 0]), np.array([2, 0, 0, 0]), np.array([[0, 1], [2, 3]]))
+    assert figures.cost_max_over_mean == pytest.approx((9 / 8.5 + 2 / 1.5 + 2) / 3), "a row without any is none"
+    assert figures.step_cost_max_over_mean == pytest.approx((1.0 + 2.0) / 2)
+    assert figures.rank_tokens()["after"] == {"min": 5.0, "max": 6.0, "mean": 5.5, "spread": 1.0}
+
+
+def test_what_was_never_dealt_has_no_figures() -> None:
+    none = dict.fromkeys(("min", "max", "mean", "spread"), 0.0)
+    assert DealtFigures().rank_tokens() == {"before": none, "after": none}
+
+
+def test_tokens_of_skipped_steps_are_counted_once() -> None:
+    rules = rules_of("fixed")
+    table, steps = formed(rules, [BUDGET] * 18)
+    kept = KeptSteps("train", rules, "zigzag", table)
+    for step in steps:
+        kept.add(step, skipped=step.number == 0)
+    kept.skip(0, 1)
+    kept.skip(1, 1)
+    assert kept.figures.skipped_tokens == 2 * 6 * BUDGET
+
+
+@given(st.integers(0, 10**7))
+def test_a_number_s_bucket_begins_at_most_a_32nd_below_it(number: int) -> None:
+    bucket = int(bucket_of(np.array([number]))[0])
+    assert least_of(bucket) <= number
+    assert bucket == BUCKETS - 1 or number < least_of(bucket + 1)
+    assert number - least_of(bucket) <= number // 32
+
+
+def test_of_a_hundred_waits_the_99th_and_the_longest_are_told() -> None:
+    waits, chosen = Waits(packer("exact_fill"), 200, 1), np.arange(98)
+    assert waits.p99 == 0
+    waits.chosen(Choice(chosen, np.array([0, 98]), np.zeros(100, np.int64)), 0)
+    waits.chosen(Choice(np.array([0]), np.array([0, 1]), np.zeros(2, np.int64)), 3)
+    waits.chosen(Choice(np.array([0]), np.array([0, 1]), np.zeros(1, np.int64)), 7)
+    assert (waits.p99, waits.longest(8)) == (3, 7)
+    assert waits.bound == 300
