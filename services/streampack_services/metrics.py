@@ -191,6 +191,10 @@ METRICS: tuple[Metric, ...] = (
            _of_feeds("figures", "step_cost_max_over_mean"), ("feed",)),
     Metric("rank_tokens", "gauge", "Real tokens of a rank's step before and after balancing, mean over steps.",
            _rank_tokens, ("feed", "when", "figure")),
+    Metric("split_packs", "counter", "Packs of batches more than were formed, split for the trainers' mesh.",
+           _of_feeds("dealt", "split_packs"), ("feed",)),
+    Metric("added_empty_packs", "counter", "Empty packs that batches needed for the trainers' mesh.",
+           _of_feeds("dealt", "empty_packs"), ("feed",)),
     # What is held
     Metric("window_samples", "gauge", "Samples merged and not in a step yet.",
            _of_feeds("window", "samples"), ("feed",)),

@@ -232,6 +232,11 @@ def _joint_of(rules: Rules) -> Balance:
 
 def _options(given: PlanInputs, base: _Base) -> PlanOptions:
     rules, meshes = base.rules, tuple(map(_mesh, given.meshes)) or (base.mesh or PlannedMesh(),)
+    if rules.batch is not None:
+        raise UserError(
+            "got rules whose steps are batches, expected step: {packs: N}: plan forecasts the packs of a stream; "
+            "give it the lengths alone, or plan one batch with streampack.plan_step"
+        )
     packer, rules = rules.new_packer().name, with_packer(rules, rules.packer)
     if given.packs is not None:
         rules = msgspec.structs.replace(rules, packs=given.packs)

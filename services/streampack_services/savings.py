@@ -52,9 +52,11 @@ def padded_slots(lengths: I64, micro_batch: int, align: int) -> int:
 
 
 def packed_slots(lengths: I64, rules: Rules, packer: str) -> int:
-    """Slots of the packs that ``packer`` makes of ``lengths``: packs times budget, empty ones not counted."""
-    steps, _ = formed(lengths, with_packer(rules, packer, packs=1, tail="pad"))
-    return rules.budget * len(steps)
+    """Slots of the packs that ``packer`` makes of ``lengths``: packs times budget, empty ones not counted. Batches of
+    so many samples are packed by themselves, too; where those were that marks closed is not known."""
+    batch = rules.batch if rules.batch is not None and rules.batch.samples is not None else None
+    steps, _ = formed(lengths, with_packer(rules, packer, packs=1, tail="pad", batch=batch, warmup=None))
+    return rules.budget * sum(len(step.packs) for step in steps)
 
 
 def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:

@@ -133,6 +133,7 @@ class Reporter:
             "delivered_tokens": totals.tokens + sum(waste.values()),
             "lost_tokens": _lost(feed),
             "rank_tokens": readers.dealt.rank_tokens(),
+            "dealt": {"split_packs": readers.dealt.split_packs, "empty_packs": readers.dealt.empty_packs},
             "lengths": feed.lengths.rows(),
             "tokens_per_s": self._rate(now, feed),
             "readers": _readers(feed),

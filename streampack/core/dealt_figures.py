@@ -28,6 +28,9 @@ class DealtFigures:
         """Cost of the dearest rank of a step over the mean; likewise."""
         self.more_waste: I64 = np.zeros(len(CAUSES), np.int64)
         """What steps waste as they were first dealt, less what they waste as they were formed, int64 [CAUSES]."""
+        self.split_packs = self.empty_packs = 0
+        """Of batches: packs more than were formed, split off for the mesh, and the empty ones that it needed beside; as
+        steps were first dealt."""
         self.skipped_tokens = 0
         """Of steps that are passed over."""
         self._rows = self._cost_steps = 0

@@ -55,9 +55,6 @@ class KeptSteps:
         self._steps: dict[int, _Kept] = {}
         self.lineage = 0
         self.figures = DealtFigures()
-        self.split_packs = 0
-        """Parts that packs were split into for a mesh, beyond one; and the empty packs that it needed beside."""
-        self.empty_packs = 0
 
     def add(self, step: Step, skipped: bool = False) -> None:
         """Keep a step; of one that is ``skipped`` readers get the digests and no packs."""
@@ -141,8 +138,8 @@ class KeptSteps:
         if count > len(formed):
             kept.packs = self._split(formed, count)
             if is_first:
-                self.empty_packs += (empty := sum(not len(pack.handles) for pack in kept.packs))
-                self.split_packs += count - len(formed) - empty
+                self.figures.empty_packs += (empty := sum(not len(pack.handles) for pack in kept.packs))
+                self.figures.split_packs += count - len(formed) - empty
         columns = np.array([(pack.cost, pack.num_tokens, pack.num_slot_tokens) for pack in kept.packs], np.int64)
         costs, tokens, slots = columns.T
         kept.sizes, kept.dealt = (mesh.dp, mesh.pp), deal_step(rules, costs, mesh.dp)

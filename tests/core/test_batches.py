@@ -186,7 +186,7 @@ def test_packs_are_split_before_empty_ones_are_added() -> None:
     kept = kept_step(Rules(budget=8, batch=Batch(samples=3)), [[4], [2], [2]])
     packs = [packs for rank in range(4) for _, packs in kept.parts(0, mesh_of(4, rank))]
     assert sorted(len(pack) for (pack,) in packs) == [0, 1, 1, 1]
-    assert (kept.split_packs, kept.empty_packs) == (2, 1)
+    assert (kept.figures.split_packs, kept.figures.empty_packs) == (2, 1)
 
 
 def test_where_a_rank_may_not_be_without_a_sample_the_step_says_so() -> None:

@@ -16,7 +16,7 @@ from streampack_services.served import arrival_order, spread
 
 from streampack import pack_lengths
 from streampack.core.length_counts import BUCKETS, LengthCounts, bucket_of
-from streampack.core.rules import Align, Rules
+from streampack.core.rules import Align, Batch, Rules, Warmup
 from streampack.errors import SampleError
 
 LENGTHS = np.array([4, 1, 3, 2, 1, 3, 4, 5])
@@ -41,6 +41,13 @@ def test_the_report_of_a_worked_example() -> None:
     assert greedy["saved_share"] == 0.0
     assert padding["saved_gpu_hours"] == pytest.approx(5 / 0.25 / 3600)
     assert padding["saved_hours"] == pytest.approx(5 / 0.25 / 3600 / 2)
+
+
+def test_batches_of_so_many_samples_are_compared_with_packs_of_batches() -> None:
+    batches = msgspec.structs.replace(RULES, batch=Batch(samples=3), warmup=Warmup(1, 9))
+    assert packed_slots(LENGTHS, batches, "concatenative") == 5 * (2 + 2 + 2), "4 1 | 3, 2 1 | 3 and 4 | 5"
+    marked = msgspec.structs.replace(RULES, batch=Batch())
+    assert packed_slots(LENGTHS, marked, "concatenative") == packed_slots(LENGTHS, RULES, "concatenative")
 
 
 def test_without_a_rate_there_are_no_hours() -> None:

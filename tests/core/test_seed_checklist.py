@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-GROUPS = {"A": 19, "D": 14}
+GROUPS = {"A": 19, "D": 14, "E": 10}
 """How many rows each has."""
 
 _PACKERS, _PEERS, _CLOSED = "core/test_packers", "core/test_peer_packers", "core/test_closed_packs"
 _DEAL, _KARP = "core/test_deal", "core/test_karmarkar_karp"
+_BATCHES, _SHAPES = "core/test_batches", "core/test_shapes"
 _PLAN, _PADDED = "core/test_planning", "core/test_padded"
 _SYSTEMS = f"{_PEERS}::test_packs_are_those_of_the_system_whose_packer_it_is"
 _DEFINED = f"{_PEERS}::test_packs_are_what_the_definition_says_for_samples_and_for_groups"
@@ -51,9 +52,15 @@ TESTED: dict[str, tuple[str, ...]] = {
     # packs to ranks: by cost, or in order
     "A9": ("core/test_deal::test_a_step_dealt_by_hand", "core/test_deal::test_every_pack_is_dealt_once"),
     # the order of a rank's micro-batches
-    "A10": (f"{_DEAL}::test_an_order_moves_whole_micro_batches",),
+    "A10": (
+        f"{_DEAL}::test_an_order_moves_whole_micro_batches",
+        f"{_BATCHES}::test_the_order_of_micro_batches_is_the_one_asked_for",
+    ),
     # packing inside a global batch: what is given is one, and all of it is one step
-    "A11": (f"{_PLAN}::test_denominators_and_samples_are_the_same_on_any_mesh",),
+    "A11": (
+        f"{_PLAN}::test_denominators_and_samples_are_the_same_on_any_mesh",
+        f"{_BATCHES}::test_step_k_is_the_kth_batch_of_samples_whatever_comes_when",
+    ),
     # the way back to the order of samples
     "A12": (f"{_CLOSED}::test_the_way_back_restores_the_order_of_samples",),
     # AutoModel's pack_dataset: next fit
@@ -115,9 +122,43 @@ TESTED: dict[str, tuple[str, ...]] = {
         f"{_PADDED}::test_a_pipeline_is_refused_unless_its_trainer_takes_any_length",
         f"{_PLAN}::test_what_cannot_be_is_refused",
     ),
+    # on: the stream cut by tokens; off: so many samples, packed all the same, as long as they are
+    "E1": (
+        "core/test_form::test_steps_do_not_depend_on_arrivals_or_on_how_many_are_asked_for",
+        f"{_BATCHES}::test_step_k_is_the_kth_batch_of_samples_whatever_comes_when",
+        f"{_SHAPES}::test_the_lengths_of_packs_by_hand",
+    ),
+    # when its buffer is ready: enough samples, and tokens
+    "E2": (f"{_PACKERS}::test_the_window_holds_enough_samples_and_two_budgets_and_its_ages_say_so",),
+    # the budget as it warms up
+    "E3": (
+        f"{_BATCHES}::test_the_budget_grows_evenly_and_is_rounded_to_the_alignment",
+        f"{_BATCHES}::test_packs_keep_to_the_budget_of_their_step_but_for_one_long_sample_alone",
+    ),
+    # its checkpoint by index: samples are references in snapshots
+    "E5": (
+        "core/test_snapshot::test_a_snapshot_costs_28_bytes_a_sample",
+        f"{_BATCHES}::test_a_former_restored_between_any_two_steps_goes_on_the_same",
+    ),
+    # a sample over the budget is alone, where the budget is yet to grow; else it is the over-long policy's
+    "E6": (f"{_BATCHES}::test_packs_keep_to_the_budget_of_their_step_but_for_one_long_sample_alone",),
+    # the end of the data
+    "E7": (
+        "core/test_form::test_a_padded_tail_is_filled_with_empty_packs",
+        "core/test_form::test_a_dropped_tail_is_named",
+    ),
+    # how many steps a pass is
+    "E8": ("core/test_forecast::test_the_interval_of_a_sample_holds_the_steps_of_the_whole",),
+    # samples of no tokens
+    "E9": ("core/test_tokenizers::test_an_empty_text_is_rejected_even_when_an_end_would_be_appended",),
+    # shapes that do not change, for torch.compile: the default
+    "E10": (f"{_SHAPES}::test_the_lengths_of_packs_by_hand",),
 }
 
-NOT_DONE: dict[str, str] = {}
+NOT_DONE: dict[str, str] = {
+    # packs counted by their loss tokens, with a cap on all
+    "E4": "a pack's budget is what a GPU computes and holds; loss tokens are counted for the denominators alone",
+}
 
 
 @cache

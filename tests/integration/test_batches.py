@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import streampack
-from tests.integration.running import PATIENCE_S, RunningBroker, folder, in_process, the_error, write
+from tests.integration.running import PATIENCE_S, RunningBroker, folder, in_process, the_error, until, write
 from tests.integration.test_pushed import samples_of, settings
 
 BATCHES, WORKERS, SAMPLES = 4, 2, 3
@@ -126,13 +126,17 @@ def test_a_batch_of_so_many_samples_comes_as_soon_as_they_are_there() -> None:
                 streampack.Producer(broker.producers, stream="rollouts", partition=0) as rollouts,
                 streampack.connect(broker.trainers, format="numpy", verify=True) as loader,
             ):
-                steps = loader.steps()
+                steps, counts = loader.steps(), list[int]()
                 for k in range(3):
                     rollouts.send_many([[8 * k + i + 1] * (1 + 5 * i) for i in range(8)])
                     step = next(steps)
                     assert len(step) % 2 == 0
+                    counts.append(len(step))
                     tokens = sorted(token for token, *_ in samples_of(step))
                     assert tokens == list(range(8 * k + 1, 8 * k + 9))
+            until(lambda: broker.status()["feeds"]["train"]["steps"]["formed"] == 3)
+            feed = broker.status()["feeds"]["train"]
+            assert feed["dealt"] == {"split_packs": sum(counts) - feed["totals"]["packs"], "empty_packs": 0}
         finally:
             broker.kill()
 
