@@ -101,17 +101,25 @@ def test_a_batch_for_a_policy_is_one_step_on_every_rank_though_the_broker_is_kil
             check([rank.result(PATIENCE_S) for rank in ranks])
             for worker in workers:
                 worker.result(PATIENCE_S)
-            dealt = [why(path, step, dp) for step in range(BATCHES)]
+            dealt = [why(path, step, "--dp-size", str(dp)) for step in range(BATCHES)]
+            formed = [why(path, step) for step in range(BATCHES)]
         finally:
             running[-1].kill()
     for step, packs in enumerate(dealt):
         mine = [ranks[rank].result()[step] for rank in range(dp)]
         by_rank = [[len(pack["samples"]) for pack in packs if pack["dp_rank"] == rank] for rank in range(dp)]
         assert [(len(packs), sum(packs)) for packs in by_rank] == [(each[1], len(each[3])) for each in mine]
+        for pack in packs:
+            whole = [sample["index"] for sample in formed[step][pack["of"]]["samples"]] if pack["samples"] else []
+            part = [sample["index"] for sample in pack["samples"]]
+            assert part == [index for index in whole if index in part], "a part of the pack that it is of, in its order"
+            assert pack["pack"] == pack["of"] or pack["pack"] >= len(formed[step]), (
+                "what is split off is numbered behind"
+            )
 
 
-def why(path: Path, step: int, dp: int) -> list[dict[str, Any]]:
-    found = in_process("why", "--step", str(step), "--dp-size", str(dp), "--state-dir", path / "state", "--json")
+def why(path: Path, step: int, *mesh: str) -> list[dict[str, Any]]:
+    found = in_process("why", "--step", str(step), *mesh, "--state-dir", path / "state", "--json")
     packs: list[dict[str, Any]] = json.loads(found.stdout)["packs"]
     return packs
 
