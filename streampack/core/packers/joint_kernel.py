@@ -25,17 +25,23 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
     by_age, by_length = np.arange(n), np.empty(n, np.int64)
     rows = np.empty((MAX_TRIED + 1) * (budget // 64 + 1), np.uint64)
     chosen, left, rest = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
-    is_outlier, forced, pack_of = np.zeros(n, np.bool_), np.zeros(n, np.bool_), np.empty(n, np.int64)
+    is_outlier, forced, pack_of = np.zeros(n, np.bool_), np.zeros(n, np.bool_), np.full(n, -1)
     indices, end = np.empty(n, np.int64), 0
     bounds, packs = np.zeros(n + 1, np.int64), 0
     groups, tokens = 0, group * budget
+    all_tokens = all_squares = 0  # of those held
+    for length in lengths[:seen]:
+        all_tokens += length
+        all_squares += length * length
 
     while packs < count:
         ready = short = False
         while True:
             num_sorted = _sort_in(by_length, num_sorted, lengths, gone, sorted_to, edge)
             sorted_to = edge
-            outliers, outlier_tokens, ordinary, density = _split(by_length, num_sorted, lengths, budget)
+            outliers, outlier_tokens, ordinary, density = _split(
+                by_length, num_sorted, lengths, budget, all_tokens, all_squares
+            )
             crowded = outlier_tokens >= max(WAITING * tokens, 2 * ordinary)
             missing, missing_tokens = window - held + outliers, 2 * tokens - ordinary
             if short:
@@ -43,10 +49,10 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
             ready = (missing <= 0 and missing_tokens <= 0) or crowded
             if ready:
                 break
-            all_tokens = ordinary + outlier_tokens
             while edge < n and (missing > 0 or missing_tokens > 0):
                 due[edge] = groups + 2 * patience + all_tokens // tokens
                 all_tokens += lengths[edge]
+                all_squares += lengths[edge] * lengths[edge]
                 by_age[held] = edge
                 held += 1
                 missing -= 1
@@ -56,10 +62,7 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
         if held == 0 or not (closed or ready):
             break
 
-        is_outlier[by_age[:held]] = False
         is_outlier[by_length[:outliers]] = True
-        forced[by_age[:held]] = False
-        pack_of[by_age[:held]] = -1
         num_packs = group
         mean = num_late = num_forced = 0
         last = False
@@ -99,26 +102,26 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
                 pack_of[i] = _place(lengths[i], sizes[i], keep, mean, room, work, free, group)
 
         # Pack after pack what was placed, by a counting sort; then what fills it.
-        order, starts = _by_pack(by_age, held, pack_of, num_packs)
+        order, starts = _by_pack(by_length[:held] if last else chosen[:num_chosen], pack_of, num_packs)
         if not last:
-            num_left = _left(left, by_age, held, lengths, pack_of, is_outlier, ready, longest)
+            num_left = _left(left, rest, by_age, held, lengths, pack_of, is_outlier, ready, longest)
         for p in range(num_packs):
             start = end
             for i in order[starts[p] : starts[p + 1]]:
                 indices[end] = i
-                gone[i] = True
                 end += 1
             if not last and room[p]:
-                filled = _fill(left, num_left, rest, lengths, sizes, room[p], free[p], rows, indices, end)
-                for i in indices[end:filled]:
-                    gone[i] = True
-                if filled > end:
-                    num_left = _drop(left, num_left, gone)
-                end = filled
+                end = _fill(left, num_left, gone, rest, lengths, sizes, room[p], free[p], rows, indices, end)
+            for i in indices[start:end]:
+                gone[i] = True
+                all_tokens -= lengths[i]
+                all_squares -= lengths[i] * lengths[i]
             if end > start:
                 indices[start:end].sort()
                 packs += 1
                 bounds[packs] = end
+        is_outlier[by_length[:outliers]] = False
+        forced[chosen[:num_forced]] = False
         held = _drop(by_age, held, gone)
         seen = edge
         groups += 1
@@ -129,12 +132,11 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
 
 
 @_compiled
-def _split(by_length, held, lengths, budget):  # type: ignore[no-untyped-def]
-    """How many outliers there are, their tokens, those of the ordinary samples, and these samples' density."""
-    tokens = squares = outlier_tokens = outliers = 0
-    for i in by_length[:held]:
-        tokens += lengths[i]
-        squares += lengths[i] * lengths[i]
+def _split(by_length, held, lengths, budget, tokens, squares):  # type: ignore[no-untyped-def]
+    """How many outliers there are, their tokens, those of the ordinary samples, and these samples' density.
+
+    ``tokens`` and ``squares`` are the sums over all that are held."""
+    outlier_tokens = outliers = 0
     for i in by_length[:held]:
         length = lengths[i]
         if 5.0 * float(length) * float(length) * float(tokens) <= 3.0 * float(budget) * float(squares):
@@ -253,15 +255,15 @@ def _last_packs(by_length, held, lengths, sizes, budget, group, cap, pack_of):  
 
 
 @_compiled
-def _by_pack(by_age, held, pack_of, num_packs):  # type: ignore[no-untyped-def]
-    """The samples placed, pack after pack, each in age order; where each pack begins."""
+def _by_pack(chosen, pack_of, num_packs):  # type: ignore[no-untyped-def]
+    """Of those chosen the samples that were placed, pack after pack; where each pack begins."""
     starts = np.zeros(num_packs + 1, np.int64)
-    for i in by_age[:held]:
+    for i in chosen:
         if pack_of[i] >= 0:
             starts[pack_of[i] + 1] += 1
     starts = np.cumsum(starts)
     at, order = starts.copy(), np.empty(starts[num_packs], np.int64)
-    for i in by_age[:held]:
+    for i in chosen:
         if pack_of[i] >= 0:
             order[at[pack_of[i]]] = i
             at[pack_of[i]] += 1
@@ -269,15 +271,19 @@ def _by_pack(by_age, held, pack_of, num_packs):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _left(left, by_age, held, lengths, pack_of, is_outlier, ready, longest):  # type: ignore[no-untyped-def]
-    """What packs may be filled with: the short samples, then the others, both by age; how many."""
-    num_left = 0
-    for short in (True, False):
-        for i in by_age[:held]:
-            if (lengths[i] <= longest) == short and pack_of[i] < 0 and not (ready and is_outlier[i]):
+def _left(left, others, by_age, held, lengths, pack_of, is_outlier, ready, longest):  # type: ignore[no-untyped-def]
+    """What packs may be filled with: the short samples, then the ``others``, both by age; how many."""
+    num_left = num_others = 0
+    for i in by_age[:held]:
+        if pack_of[i] < 0 and not (ready and is_outlier[i]):
+            if lengths[i] <= longest:
                 left[num_left] = i
                 num_left += 1
-    return num_left
+            else:
+                others[num_others] = i
+                num_others += 1
+    left[num_left : num_left + num_others] = others[:num_others]
+    return num_left + num_others
 
 
 @_compiled
@@ -292,12 +298,12 @@ def _drop(positions, count, gone):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _fill(left, num_left, rest, lengths, sizes, room, free, rows, indices, end):  # type: ignore[no-untyped-def]
-    """Fill a pack: what to add from ``end`` on; the new end."""
+def _fill(left, num_left, gone, rest, lengths, sizes, room, free, rows, indices, end):  # type: ignore[no-untyped-def]
+    """Fill a pack with what is left and not gone: what to add from ``end`` on; the new end."""
     for most in (FEW, MAX_TRIED):
         num_rest = 0
         for i in left[:num_left]:
-            if lengths[i] <= room and num_rest < most:
+            if lengths[i] <= room and num_rest < most and not gone[i]:
                 rest[num_rest] = i
                 num_rest += 1
             if num_rest == most:
@@ -315,7 +321,7 @@ def _fill(left, num_left, rest, lengths, sizes, room, free, rows, indices, end):
     _longest_first(fits, lengths)
     stop = end
     for i in fits:
-        if lengths[i] <= room and sizes[i] <= free:
+        if lengths[i] <= room and sizes[i] <= free and not gone[i]:
             indices[stop] = i
             stop += 1
             room -= lengths[i]
