@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack.core.form import Former, Step
-from streampack.core.rules import Align, Balance, PackerName, Rules
-from streampack.core.samples import I64, SampleTable
+from streampack.core.packers.joint import held_tokens
+from streampack.core.rules import Align, Balance, PackerName, Rules, Warmup
+from streampack.core.samples import I64, ROW, SampleTable
 
 PACKERS = get_args(PackerName)
 
@@ -261,6 +262,34 @@ def test_no_sample_waits_more_steps_than_the_bound_says_and_the_longest_wait_is_
         assert (bound is None) == (rules.packer != "exact_fill")
         assert bound is None or longest <= bound
         assert (run.former.num_outliers is None) == (rules.balance.kind != "joint")
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_joint_packs_of_a_budget_that_grows_depend_on_no_arrivals_and_no_more_is_held_than_promised(
+    data: st.DataObject,
+) -> None:
+    budget, window, group = data.draw(st.integers(8, 40)), data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))
+    rules = Rules(
+        budget=budget, packs=group * data.draw(st.integers(1, 2)), window=window,
+        warmup=Warmup(init=data.draw(st.integers(1, budget)), steps=data.draw(st.integers(1, 6))),
+        balance=Balance("joint", group=group, patience=data.draw(st.integers(1, 3))),
+    )  # fmt: skip
+    samples = samples_of(data.draw(st.lists(st.integers(1, budget), max_size=60)))
+    run = Run(rules, samples)
+    for _ in range(data.draw(st.integers(0, 25))):
+        if data.draw(st.booleans()):
+            run.admit(data.draw(st.integers(0, 9)))
+        else:
+            run.form(data.draw(st.integers(1, 3)))
+        state = run.former.state()
+        seen = np.array(state.ages, np.int64) >= 0
+        assert np.frombuffer(state.window, ROW)["length"][seen].sum() <= held_tokens(budget, group, window)
+        bound = run.former.waits.bound
+        assert bound is not None
+        assert run.former.waits.longest(run.former.next_step) <= bound
+    run.close()
+    assert run.former.chain == at_once(rules, samples).former.chain
 
 
 # The tail
