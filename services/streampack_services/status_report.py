@@ -57,7 +57,7 @@ def _show_feed(console: Console, name: str, feed: Tree) -> None:
     ]
     waits = feed["waits"]
     bound = "" if waits["bound_steps"] is None else f", none waits beyond {waits['bound_steps']}"
-    longest = f"99 of 100 {_counted(waits['p99_steps'], 'step')}, all {waits['longest_steps']} at most{bound}"
+    longest = f"99 of 100 up to {waits['p99_steps']}, all up to {_counted(waits['longest_steps'], 'step')}{bound}"
     outliers = "" if waits["outliers"] is None else f"; {_counted(waits['outliers'], 'outlier')} there now"
     rows = [
         ("steps", f"{steps['formed']} formed{end}, {steps['returned']} returned by every rank"),

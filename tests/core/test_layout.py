@@ -41,6 +41,17 @@ def test_two_samples_of_eight_over_two_ranks() -> None:
     assert held([0, 8, 16], 2, 1) == [2, 3, 4, 5, 10, 11, 12, 13]
 
 
+def test_stretches_of_a_sample_cost_ranks_6_and_15_where_zigzag_costs_them_alike() -> None:
+    """ROLL's figure: causal attention of 6 tokens over two ranks, in cells of its triangle."""
+
+    def cells(length: int, rank: int, kind: str) -> int:
+        starts, stops = shard_slices(np.array([0, length], np.int32), 2, rank, kind)
+        return int((positions_of(starts, stops) + 1).sum())
+
+    assert [cells(6, rank, "contiguous") for rank in (0, 1)] == [6, 15]
+    assert [cells(8, rank, "zigzag") for rank in (0, 1)] == [18, 18]
+
+
 def test_nemo_rl_draws_lengths_5_8_1_3_so() -> None:
     pack = layout(np.array([5, 8, 1, 3]), 4, 24)
     assert drawn(pack, 2, 0) == "0 0 p p 1 1 1 1 2 p 3 p"

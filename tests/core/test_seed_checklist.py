@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-GROUPS = {"A": 19, "D": 14, "E": 10}
+GROUPS = {"A": 19, "B": 15, "D": 14, "E": 10, "F": 8}
 """How many rows each has."""
 
 _PACKERS, _PEERS, _CLOSED = "core/test_packers", "core/test_peer_packers", "core/test_closed_packs"
 _DEAL, _KARP = "core/test_deal", "core/test_karmarkar_karp"
-_BATCHES, _SHAPES = "core/test_batches", "core/test_shapes"
+_BATCHES = "core/test_batches"
 _PLAN, _PADDED = "core/test_planning", "core/test_padded"
+_LAYOUT, _RULES, _SHAPES = "core/test_layout", "core/test_rules_config", "core/test_shapes"
+_FIGURES, _WASTE = "core/test_figures", "core/test_waste"
 _SYSTEMS = f"{_PEERS}::test_packs_are_those_of_the_system_whose_packer_it_is"
 _DEFINED = f"{_PEERS}::test_packs_are_what_the_definition_says_for_samples_and_for_groups"
 
@@ -77,6 +79,56 @@ TESTED: dict[str, tuple[str, ...]] = {
     "A18": (f"{_PEERS}::test_none_makes_the_packs_of_roll_and_heeds_the_budget_too",),
     # ROLL's load_balance
     "A19": (f"{_PLAN}::test_karmarkar_karp_packs_are_as_few_as_fit_then_a_multiple",),
+    # a sample's multiple, ROLL's 16 included; one that the mesh does not divide is refused
+    "B1": (
+        f"{_RULES}::test_the_alignment_is_derived_from_the_planned_mesh",
+        f"{_RULES}::test_the_alignment_follows_from_mesh_and_precision",
+        f"{_RULES}::test_a_planned_mesh_that_the_alignment_does_not_suit_is_refused_naming_both",
+    ),
+    # without tp
+    "B2": (f"{_RULES}::test_the_alignment_follows_from_mesh_and_precision",),
+    # the pack's multiple with FP8; the excess is the tail's here, no sample's
+    "B3": (
+        f"{_RULES}::test_the_alignment_follows_from_mesh_and_precision",
+        f"{_RULES}::test_what_is_derived_suits_the_mesh_and_every_rank_s_products",
+    ),
+    # packs of one length in a pipeline
+    "B4": (
+        f"{_SHAPES}::test_a_pack_has_the_least_length_that_holds_it_and_in_a_pipeline_that_of_the_longest",
+        "integration/test_shapes::test_packs_of_every_shape_hold_the_samples_of_fixed_ones",
+    ),
+    # zigzag, by TransformerEngine's index
+    "B5": (
+        f"{_LAYOUT}::test_two_samples_of_eight_over_two_ranks",
+        f"{_LAYOUT}::test_shards_hold_what_transformer_engine_would_take",
+    ),
+    # NeMo-RL's and ROLL's drawings
+    "B6": (f"{_LAYOUT}::test_nemo_rl_draws_lengths_5_8_1_3_so",),
+    "B7": (f"{_LAYOUT}::test_roll_draws_lengths_2_4_6_1_so",),
+    # where a sample lies on a rank
+    "B8": (f"{_LAYOUT}::test_a_sample_lies_in_its_own_part_of_every_shard",),
+    # both boundary arrays
+    "B9": (
+        f"{_LAYOUT}::test_automodel_stores_lengths_3_and_5_in_4_and_8",
+        f"{_LAYOUT}::test_boundaries_keep_the_invariants",
+    ),
+    # the widest slot
+    "B10": (f"{_LAYOUT}::test_boundaries_keep_the_invariants",),
+    # what a split in stretches costs
+    "B12": (f"{_LAYOUT}::test_stretches_of_a_sample_cost_ranks_6_and_15_where_zigzag_costs_them_alike",),
+    # multiples of micro-batches for a pipeline, by splitting the dearest packs
+    "B13": (
+        f"{_DEAL}::test_the_number_of_packs_is_the_least_that_will_do",
+        f"{_DEAL}::test_the_dearest_pack_is_split_first_and_evenly",
+        "core/test_batches::test_every_rank_gets_as_many_packs_and_every_sample_is_dealt_once",
+    ),
+    # one shape on all ranks: fixed, or of a step in a pipeline
+    "B14": ("integration/test_shapes::test_packs_of_every_shape_hold_the_samples_of_fixed_ones",),
+    # sizes that the mesh does not divide are refused
+    "B15": (
+        f"{_RULES}::test_a_mistake_names_its_key_and_what_was_expected",
+        f"{_SHAPES}::test_a_mesh_whose_needs_do_not_divide_every_length_is_refused_naming_both",
+    ),
     # the workload, on padded lengths
     "D1": (f"{_PLAN}::test_costs_are_of_padded_lengths",),
     # how many micro-batches
@@ -153,11 +205,37 @@ TESTED: dict[str, tuple[str, ...]] = {
     "E9": ("core/test_tokenizers::test_an_empty_text_is_rejected_even_when_an_end_would_be_appended",),
     # shapes that do not change, for torch.compile: the default
     "E10": (f"{_SHAPES}::test_the_lengths_of_packs_by_hand",),
+    # counts and sums
+    "F1": (
+        f"{_FIGURES}::test_the_figures_of_a_worked_example",
+        f"{_WASTE}::test_the_parts_of_the_waste_add_up_to_what_was_delivered",
+    ),
+    # utilisation and waste by tokens
+    "F2": (f"{_FIGURES}::test_the_figures_of_a_worked_example",),
+    "F3": (f"{_FIGURES}::test_the_figures_follow_their_definitions",),
+    # bin balance, which may be negative
+    "F4": (
+        f"{_FIGURES}::test_one_pack_is_balanced",
+        f"{_FIGURES}::test_balance_may_be_negative_and_empty_packs_have_none",
+    ),
+    # the least packs
+    "F5": (f"{_FIGURES}::test_the_figures_follow_their_definitions",),
+    # no packs
+    "F6": (f"{_FIGURES}::test_no_packs_have_no_figures",),
+    # over a run; of all packs, where NeMo-RL has averages of calls
+    "F7": ("integration/test_http::test_the_figures_are_those_of_the_packs_that_a_reader_got",),
+    # on real lengths and on padded ones
+    "F8": (
+        f"{_WASTE}::test_the_waste_of_a_step_by_hand",
+        f"{_PLAN}::test_figures_are_of_real_and_of_aligned_tokens",
+        "integration/test_http::test_metrics_count_what_was_packed_and_waste_adds_up",
+    ),
 }
 
 NOT_DONE: dict[str, str] = {
     # packs counted by their loss tokens, with a cap on all
     "E4": "a pack's budget is what a GPU computes and holds; loss tokens are counted for the denominators alone",
+    "B11": "total_tokens and what state-space layers need of PackedSeqParams come with the Megatron view",
 }
 
 
