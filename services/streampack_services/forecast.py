@@ -29,6 +29,7 @@ from streampack.core.packers import parameters_of
 from streampack.core.packers.joint import PATIENCE
 from streampack.core.rules import PACKER_KEYS, Balance, Overlong, Rules, StreamRules
 from streampack.core.samples import I64, SampleTable
+from streampack.core.waste import CAUSES, waste_of
 from streampack_services.lengths import Workload
 from streampack_services.pass_size import PassSize, size_of_pass
 
@@ -51,7 +52,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Figures of one setting; shares are of 1. ``waste`` by cause is a share of all slots, packs times budget.
+    """Figures of one setting; shares are of 1. ``waste`` by cause is a share of all that is delivered.
 
     ``useful``: see the module; of steps without empty packs, where there are some. ``useful_error`` is its standard
     error, from how steps differ; 1 where there is but one. ``cost_max_over_mean`` is the broker's: of the packs of a
@@ -155,11 +156,7 @@ def forecast(workload: Workload, order: Order, rules: Rules, dp: int) -> Forecas
         utilisation=tokens / slots_in_all,
         slot_utilisation=slots / slots_in_all,
         bin_balance=figures(packs.tokens, rules.budget).bin_balance,
-        waste={
-            "alignment": (slots - tokens) / slots_in_all,
-            "pack_tail": (num_filled * rules.budget - slots) / slots_in_all,
-            "empty_pack": num_empty * rules.budget / slots_in_all,
-        },
+        waste=_waste(packs, rules, num_empty),
         useful=dealt.useful,
         useful_error=dealt.useful_error,
         cost_max_over_mean=dealt.micro_batch,
@@ -172,6 +169,17 @@ def forecast(workload: Workload, order: Order, rules: Rules, dp: int) -> Forecas
         steps_low=size.low if size else None,
         steps_high=size.high if size else None,
     )
+
+
+def _waste(packs: Packs, rules: Rules, num_empty: float) -> dict[str, float]:
+    """Of ``packs`` and so many empty ones, as shares of all that is delivered, with no pipeline."""
+    held = packs.slots > 0
+    tokens, slots = packs.tokens[held], packs.slots[held]
+    widths = rules.own_widths(slots)
+    wasted = waste_of(tokens, slots, widths, rules).astype(np.float64)
+    wasted[CAUSES.index("empty_pack")] += (empty := num_empty * float(rules.own_widths(np.zeros(1, np.int64))[0]))
+    delivered = max(float(widths.sum()) + empty, 1.0)
+    return dict(zip(CAUSES, (wasted / delivered).tolist(), strict=True))
 
 
 def formed(lengths: I64, rules: Rules) -> tuple[list[Step], int]:
