@@ -9,6 +9,7 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streampack.core.effects import Safe
 from streampack.core.events import Tick
 from streampack.core.form import Former
 from streampack.core.merge import merge_of
@@ -86,6 +87,27 @@ class Rollouts(Live):
                 dropped.update(np.frombuffer(record.indices_u64, "<u8").tolist())
                 assert set(record.reasons) == {"discarded"}
         return [(*chunk, lsn in lost) for lsn, *chunk in chunks], dropped  # type: ignore[misc]
+
+
+class Unsafe(Rollouts):
+    """The log is safe some time after it was written to, and a broker that is killed loses of the rest what is drawn:
+    as when the power fails."""
+
+    safe_upto = 0
+
+    def start_broker(self, lost: bool = False) -> None:
+        del self.log[self.rng.randint(self.safe_upto, len(self.log)) :]
+        self.safe_upto = len(self.log)
+        super().start_broker(lost)
+
+    def _safe(self) -> None:
+        if self.safe_upto < len(self.log) and not self._links.get(b"disk"):
+            self._post(b"disk", self._written, None)
+
+    def _written(self, _: None) -> None:
+        self.safe_upto = self.rng.randint(self.safe_upto + 1, len(self.log))
+        self._perform(self.broker.handle(Safe(self.safe_upto)))
+        self._safe()
 
 
 def chunk_of(partition: int, first: int, stop: int) -> Chunk:
@@ -166,6 +188,11 @@ def test_what_was_pushed_since_is_dropped_and_counted_and_all_else_is_in_the_ste
     live = Rollouts(seed)
     for what, n in [("push", 12), *story]:
         do(live, what, n)
+    check(live)
+
+
+def check(live: Rollouts) -> None:
+    """To the end: what was dropped is counted, all else is in the steps."""
     live.over = True
     chains = live.finish()
     assert all("of a partition that has ended" in error for error in live.errors), "one whose end was safe asks again"
@@ -176,6 +203,44 @@ def test_what_was_pushed_since_is_dropped_and_counted_and_all_else_is_in_the_ste
     assert chains == planned(chunks)
     lineages = sum(isinstance(record, LineageBegan) for record in live.records())
     assert lineages <= live.backs, "trainers that go on where a broker was killed have not gone back"
+
+
+@given(moves(), st.integers(0, 999))
+@settings(deadline=None)
+def test_so_they_are_where_the_log_loses_what_was_not_safe(story: list[tuple[str, int]], seed: int) -> None:
+    live = Unsafe(seed)
+    for what, n in [("push", 12), *story]:
+        do(live, "back" if what == "torn" else what, n)
+        if what == "torn":
+            live.backs += 1  # let in or not, they have gone back for the next broker, too: it may not know of it
+            for _ in range(5 * n):
+                live.turn()
+            live.start_broker()
+    check(live)
+
+
+def test_trainers_that_were_let_in_where_they_went_back_to_go_back_again_if_the_log_lost_it() -> None:
+    """They say that they go on in a lineage that the next broker knows nothing of: what was pushed since is dropped
+    there, too, and by the one after it not again."""
+    again = 0
+    for seed in range(40):
+        live = Unsafe(seed)
+        live.wanted = 60
+        live.until(lambda live=live: live.had >= 6)  # type: ignore[misc]
+        live.go_back(live.had - 3)
+        live.until(lambda live=live: live.client is not None and live.client._going_on >= 0)  # type: ignore[misc]
+        lineage = live.feed.history.lineage
+        told = lineage == 1 and not any(isinstance(r, LineageBegan) for r in live.records()[: live.safe_upto])
+        if not told:
+            continue
+        live.log[live.safe_upto :] = []  # all that is not safe
+        for _ in range(2):
+            live.start_broker()
+            live.until(lambda live=live: live.is_attached)  # type: ignore[misc]
+        live.backs = 1
+        check(live)
+        again += any(isinstance(record, LineageBegan) for record in live.records())
+    assert again
 
 
 def test_trainers_that_go_on_when_a_broker_was_killed_have_not_gone_back() -> None:
