@@ -135,6 +135,9 @@ def plan_step(
     _check_numbers(budget=budget, dp=dp, align=align, min_micro_batches=min_micro_batches, pp=pp)
     multiple = pp if micro_batch_multiple is None else micro_batch_multiple
     _check_numbers(micro_batch_multiple=multiple)
+    _check_numbers(0, a=a, b=b)
+    if hidden_size is not None:
+        _check_numbers(hidden_size=hidden_size)
     for name, got, known in (
         ("mode", mode, ("packed", "padded")), ("order", order, ORDERS), ("balance", balance, BALANCES),
         ("empty", empty, ("pad", "error")),
@@ -144,6 +147,8 @@ def plan_step(
     loss = None if loss_tokens is None else _integers(loss_tokens)
     if loss is not None and len(loss) != len(found):
         raise SampleError(f"got loss tokens of {len(loss)} samples, expected one number for each of {len(found)}")
+    if loss is not None and len(wrong := np.flatnonzero(loss < 0)):
+        raise SampleError(f"sample {wrong[0]}: got {loss[wrong[0]]} loss tokens, expected at least 0")
     balanced = Balance(hidden_size=hidden_size, a=a, b=b)
     work = balanced.costs(-(-found // align) * align)
     if mode == "padded":

@@ -160,7 +160,9 @@ def _check_numbers(least: int = 1, **numbers: object) -> None:
 
 
 def _integers(lengths: Sequence[int] | I64) -> I64:
-    """``lengths`` as int64 [n]; refuses what is no integer, naming the sample."""
+    """``lengths`` as int64 [n]; refuses what is no integer, naming the sample. Tensors are taken as arrays."""
+    if hasattr(lengths, "__array__"):
+        lengths = np.asarray(lengths)
     if not isinstance(lengths, np.ndarray):
         for i, length in enumerate(lengths):
             if isinstance(length, bool | np.bool_) or not isinstance(length, int | np.integer):
