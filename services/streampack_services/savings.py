@@ -14,6 +14,7 @@ costs, where samples are padded or long, is not in them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
-from streampack.errors import SampleError
+from streampack.errors import SampleError, UserError
 from streampack_services.forecast import formed, with_packer
 from streampack_services.served import Served
 
@@ -99,6 +100,8 @@ def rate_of(run: Served, gpus: int | None, tokens_per_s: float | None) -> Rate |
     """What one GPU computes: as given, or what the broker packs now by the GPUs; None where neither is known."""
     count = gpus or run.ranks or 1
     if tokens_per_s is not None:
+        if not math.isfinite(tokens_per_s):
+            raise UserError(f"--tokens-per-second: got {tokens_per_s}, expected what one GPU computes, such as 9000")
         return Rate(count, tokens_per_s, "as given")
     if not run.tokens_per_s or not (gpus or run.ranks):
         return None
@@ -126,7 +129,7 @@ def assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
     part = "all" if run.share == 1 else f"{len(run.lengths):,} (the others in proportion)"
     padding = f"Padding: {micro_batch} samples a micro-batch; a pack holds {run.samples / run.filled_packs:.1f}."
     sentences = [
-        f"Of the {run.samples:,} samples served {part} were packed again, {run.note}.",
+        f"Of {run.samples:,} samples {part} were packed in each way, {run.note}.",
         f"{padding} Empty packs of last steps are counted for none.",
     ]
     if rate is None:

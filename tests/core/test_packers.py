@@ -296,6 +296,22 @@ def test_any_sequence_or_array_of_integers_will_do() -> None:
         pack_lengths(np.array([2**63 + 5], np.uint64), 8)
 
 
+def test_a_tensor_of_lengths_is_taken_as_an_array() -> None:
+    class Tensor(list[object]):
+        """As torch's: its items are tensors, too, and numpy knows how to read it."""
+
+        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+            return np.array([3, 5])
+
+    assert pack_lengths(Tensor(["tensor(3)", "tensor(5)"]), 8) == [[0, 1]]  # type: ignore[arg-type]
+
+
+def test_a_budget_that_no_subset_sum_fits_in_memory_for_is_refused() -> None:
+    for budget in (2**40, 2**70):
+        with pytest.raises(ConfigError, match=f"got {budget}, expected less than"):
+            pack_lengths([1, 2], budget)
+
+
 @pytest.mark.parametrize("arguments", [{"budget": 0}, {"budget": 8.0}, {"window": 0}, {"align": 0}, {"align": True}])
 def test_rules_that_cannot_be_are_refused(arguments: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(arguments))):

@@ -17,7 +17,7 @@ from streampack_services.served import arrival_order, spread
 from streampack import pack_lengths
 from streampack.core.length_counts import BUCKETS, LengthCounts, bucket_of
 from streampack.core.rules import Align, Batch, Rules, Warmup
-from streampack.errors import SampleError
+from streampack.errors import SampleError, UserError
 
 LENGTHS = np.array([4, 1, 3, 2, 1, 3, 4, 5])
 RULES = Rules(budget=5, packs=1, window=8)
@@ -127,6 +127,8 @@ def test_a_rate_is_what_was_given_or_what_the_broker_packs_now() -> None:
     assert found.gpus == 10
     assert found.tokens_per_s == pytest.approx(25.0)
     assert savings.rate_of(replace(run, tokens_per_s=0.0), 4, None) is None
+    with pytest.raises(UserError, match="--tokens-per-second: got inf"):
+        savings.rate_of(run, 2, float("inf"))
     assert savings.rate_of(replace(run, ranks=0), None, None) is None
 
 

@@ -62,6 +62,7 @@ import numpy as np
 from streampack.core.packers.capped_fill import capped
 from streampack.core.packers.decreasing import first_fit_decreasing
 from streampack.core.packers.window import I64, Choice, Window, check_cap, sample_counts, slide
+from streampack.errors import ConfigError
 
 #: Samples tried in one subset sum. 20 to 40 are enough for a perfect fill unless lengths share a factor.
 MAX_TRIED = 1024
@@ -69,6 +70,8 @@ MAX_TRIED = 1024
 MAX_PLANNED = 2048
 #: In a critical window a third sample is put with a late one only if it fills this part of the budget.
 GAIN = 64
+#: A subset sum takes a bit for each token of the budget and sample tried: 17 GB of address space here.
+MAX_BUDGET = 2**27
 NO_CAP = np.iinfo(np.int64).max
 
 Sample = tuple[int, int]  # position, length
@@ -92,6 +95,10 @@ class ExactFill:
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
         """Up to ``count`` packs, by the numba kernel where there is numba."""
+        if budget >= MAX_BUDGET:
+            raise ConfigError(
+                f"budget: got {budget}, expected less than {MAX_BUDGET} for exact_fill: take align or sliding_ffd"
+            )
         kernel = _kernel()
         cap = self.max_samples_per_pack
         if kernel is None:
