@@ -216,13 +216,13 @@ class Feed:
         wrong = self._brought.wrong(given) if given is not None and given.step <= step else ""
         return ("snapshot", f"the checkpoint's snapshot: {wrong}") if wrong else None
 
-    def rewind(self, step: int, given: Snapshot | None, new: bool) -> list[Effect]:
-        """Trainers begin at ``step``, which is not the next. Those that are ``new`` have gone back if it was formed:
-        where that is wanted, pushed samples that came since are dropped, and other steps follow, in another lineage.
-        Others go on where the broker before was killed: it had formed steps that they are yet to return."""
+    def rewind(self, step: int, given: Snapshot | None, back: bool) -> list[Effect]:
+        """Trainers begin at ``step``, which is not the next. Those that have gone ``back`` had returned it: where that
+        is wanted, pushed samples that came since are dropped, and other steps follow, in another lineage. Others go on
+        where the broker before was killed: it had formed steps that nobody has returned, as far as the log knows."""
         effects: list[Effect] = []
         self._checkpoints.go_back(step)
-        discards = self.plan.discards and new and step < self.history.num_steps
+        discards = self.plan.discards and back and step < self.history.num_steps
         if discards:
             since = self.history.begin_of(step)
             why = f"trainers went back to step {step} from {self.history.num_steps}, what was pushed since is dropped"

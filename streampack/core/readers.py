@@ -56,7 +56,7 @@ class Readers(Serving):
 
     What the feed does for them: ``waiting_for`` says why the next step is not there, ``unfit`` why it cannot go to a
     step, or not with a reader's snapshot, ``rewind`` has it go there, from that if it has none that is nearer, for
-    trainers that are new or go on,
+    trainers that have gone back or go on,
     ``state_of`` gives a checkpoint's state, or what is done to
     know it, which ends with ``tell_states``, and ``commit`` notes that a checkpoint is durable and says so with
     ``committed``.
@@ -322,21 +322,21 @@ class Readers(Serving):
         brought = [reader.snapshot for reader in members if reader.snapshot is not None]
         away = step < self.released_upto or (step > self.formed_upto and self.end is None)
         if away or not all(map(self.is_known, brought)):
-            new = not any(0 <= reader.going_on <= self.lineage for reader in members)
-            effects += self._go_to(step, brought, new)
+            on = any(0 <= reader.going_on <= self.lineage for reader in members)
+            effects += self._go_to(step, brought, step < self.released_upto and not on)
         for reader in (reader for reader in members if reader.holds):  # one may have been refused as diverged
             effects += self._enter(reader)
         self._why.clear()
         others = [reader for reader in readers if reader.holds and not reader.entered]
         return effects + [e for reader in others for e in self._wait(reader)] + self._release() + self._serve_all()
 
-    def _go_to(self, step: int, snapshots: list[Snapshot], new: bool) -> list[Effect]:
-        """Have the feed form from ``step`` on, with the nearest snapshot that a reader has brought; ``new``: no reader
-        goes on where another broker has served it."""
+    def _go_to(self, step: int, snapshots: list[Snapshot], back: bool) -> list[Effect]:
+        """Have the feed form from ``step`` on, with the nearest snapshot that a reader has brought. ``back``: it was
+        returned, and no reader goes on where another broker has served it."""
         effects = self._forget_all(step)
         fit = [snapshot for snapshot in snapshots if snapshot.step <= step]
         nearest = max(fit, key=lambda snapshot: (snapshot.step, len(snapshot.changes)), default=None)
-        return effects + self._rewind(step, nearest, new)
+        return effects + self._rewind(step, nearest, back)
 
     def _enter(self, reader: Reader) -> list[Effect]:
         """A reader takes part in the attempt from its first step on."""

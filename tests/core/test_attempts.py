@@ -85,8 +85,7 @@ class Desk:
         self.alive: dict[str, bytes] = {}
         """Processes that ping, and their peers."""
 
-    def _rewind(self, step: int, snapshot: Snapshot | None, new: bool) -> list[Effect]:
-        assert new
+    def _rewind(self, step: int, snapshot: Snapshot | None, back: bool) -> list[Effect]:
         self.rewinds.append((step, snapshot))
         return []
 

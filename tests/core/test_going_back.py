@@ -256,3 +256,18 @@ def test_trainers_that_go_on_when_a_broker_was_killed_have_not_gone_back() -> No
         live.over = True
         live.finish()
         assert not any(isinstance(record, LineageBegan | SamplesRejected) for record in live.records())
+
+
+def test_new_trainers_that_begin_where_the_last_ended_have_not_gone_back_however_soon_they_come() -> None:
+    """The broker before was killed, and had formed steps ahead: rollouts were dropped where they came before the next
+    had formed these again."""
+    for seed in range(40):
+        live = Rollouts(seed)
+        live.wanted = 60
+        live.until(lambda live=live: live.had >= 6)  # type: ignore[misc]
+        step = live.had
+        live.start_broker()
+        live.start_trainer(step)
+        live.over = True
+        live.finish()
+        assert not any(isinstance(record, LineageBegan) for record in live.records())
