@@ -138,17 +138,8 @@ def plan_step(
     _check_numbers(0, a=a, b=b)
     if hidden_size is not None:
         _check_numbers(hidden_size=hidden_size)
-    for name, got, known in (
-        ("mode", mode, ("packed", "padded")), ("order", order, ORDERS), ("balance", balance, BALANCES),
-        ("empty", empty, ("pad", "error")),
-    ):  # fmt: skip
-        if got not in known:
-            raise ConfigError(f"{name}: got {got!r}, expected one of {', '.join(known)}")
-    loss = None if loss_tokens is None else _integers(loss_tokens)
-    if loss is not None and len(loss) != len(found):
-        raise SampleError(f"got loss tokens of {len(loss)} samples, expected one number for each of {len(found)}")
-    if loss is not None and len(wrong := np.flatnonzero(loss < 0)):
-        raise SampleError(f"sample {wrong[0]}: got {loss[wrong[0]]} loss tokens, expected at least 0")
+    _check_names(mode, order, balance, empty)
+    num_loss_tokens = None if loss_tokens is None else _sum_of_loss(_integers(loss_tokens), len(found))
     balanced = Balance(hidden_size=hidden_size, a=a, b=b)
     work = balanced.costs(-(-found // align) * align)
     if mode == "padded":
@@ -182,7 +173,7 @@ def plan_step(
         shapes=shapes if mode == "packed" else [shapes[i] for i in (rows[:, 0] // dp).tolist()],
         num_samples=len(found),
         num_tokens=int(found.sum()),
-        num_loss_tokens=None if loss is None else int(loss.sum()),
+        num_loss_tokens=num_loss_tokens,
         costs=costs[rows],
         before=_spread(np.array([part.sum() for part in np.array_split(found, dp)])),
         after=_spread(tokens[rows].sum(axis=0)),
@@ -190,6 +181,24 @@ def plan_step(
         aligned=figures(_sums(packs, -(-found // align) * align), budget) if mode == "packed" else None,
         padded=drawn.figures if mode == "padded" else None,
     )
+
+
+def _check_names(mode: str, order: str, balance: str, empty: str) -> None:
+    for name, got, known in (
+        ("mode", mode, ("packed", "padded")), ("order", order, ORDERS), ("balance", balance, BALANCES),
+        ("empty", empty, ("pad", "error")),
+    ):  # fmt: skip
+        if got not in known:
+            raise ConfigError(f"{name}: got {got!r}, expected one of {', '.join(known)}")
+
+
+def _sum_of_loss(loss: I64, num_samples: int) -> int:
+    """Of ``loss`` tokens, int64 [num_samples]. Raises SampleError for another count, and naming a negative one."""
+    if len(loss) != num_samples:
+        raise SampleError(f"got loss tokens of {len(loss)} samples, expected one number for each of {num_samples}")
+    if len(wrong := np.flatnonzero(loss < 0)):
+        raise SampleError(f"sample {wrong[0]}: got {loss[wrong[0]]} loss tokens, expected at least 0")
+    return int(loss.sum())
 
 
 def _by_rank(drawn: PaddedBatches, dp: int) -> tuple[list[list[int]], I64, list[tuple[int, int]]]:
