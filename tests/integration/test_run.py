@@ -202,26 +202,31 @@ def test_two_hosts_have_one_broker(files: list[str], tmp_path: Path) -> None:
     stale = {"producers": "tcp://127.0.0.1:1", "trainers": "tcp://127.0.0.1:1", "http": "", "epoch": 1, "attempt": "7"}
     write(rendezvous, stale)
     files[1] = str(write(tmp_path / "shared.yaml", BROKER | {"rendezvous": str(rendezvous)}))
+    go = tmp_path / "go"
     code = (
-        "import os, streampack\n"
+        "import os, pathlib, streampack, sys, time\n"
         "mesh = {'dp': 2, 'dp_rank': int(os.environ['SLURM_PROCID'])}\n"
-        "print('begun', flush=True)\n"
+        "while not pathlib.Path(sys.argv[1]).exists():\n"
+        "    time.sleep(0.05)\n"
         "with streampack.connect(mesh=mesh, format='numpy') as loader:\n"
         "    print(sum(int(pack.num_samples) for pack in loader), os.environ['STREAMPACK_ENDPOINT'])\n"
     )
-    words = [*STREAMPACK, "run", *files, "--", *python(code)]
-    hosts = []
+    words = [*STREAMPACK, "run", *files, "--", *python(code, str(go))]
+    hosts, errors = [], [tmp_path / "node 0.txt", tmp_path / "node 1.txt"]
     for rank in (1, 0):
         env = environment(SLURM_PROCID=str(rank), SLURM_JOB_ID="7")
-        hosts.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env))
+        with errors[rank].open("w") as into:
+            hosts.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=into, text=True, env=env))
         time.sleep(1.5)  # the first one has seen the old file
-    found = [host.communicate(timeout=PATIENCE_S) for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], found
-    counts, endpoints = zip(*(out.split("\n")[1].split() for out, _ in found), strict=True)
+    # Before anything is read: else all may be over before the second producer has said a word.
+    until(lambda: "broker | " in errors[0].read_text() and "producer of node 1 | " in errors[1].read_text())
+    go.touch()
+    found = [host.communicate(timeout=PATIENCE_S)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], [each.read_text() for each in errors]
+    counts, endpoints = zip(*(out.split() for out in found), strict=True)
     assert sum(map(int, counts)) == 600
     assert len(set(endpoints)) == 1
-    assert "broker | " not in found[0][1]
-    assert "producer of node 1 | " in found[0][1]
+    assert "broker | " not in errors[1].read_text()
 
 
 def test_another_host_ends_with_the_reason_when_node_0_fails(files: list[str], tmp_path: Path) -> None:
