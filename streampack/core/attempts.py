@@ -1,219 +1,260 @@
-"""Who holds which rank of the trainers' mesh, and who wants one.
+"""How an attempt of the trainers comes about: when it begins, at which step, and who takes part.
 
-A reader is a process: its name is its own for as long as it lives. It *holds* its rank while it is
-heard. Another process that asks for that rank *claims* it: where the holder is heard after the claim
-came, two are alive and the second is refused; a holder that was silent for ``CLAIM_S`` has lost the
-rank, and is fenced: it hears so, should it wake up. Ranks of two meshes are never held at once, so
-a claim for another mesh is one for all ranks that are held. Knows nothing of steps but where each
-reader begins.
+A reader takes its rank first (``seats``) and says later that it is ready and where it begins. An
+*attempt* begins when every rank of the mesh is ready and no other process claims one, as its holder
+may be dead; at the earliest step that a rank asks for: steps that are gone are formed again. It is
+numbered, and what was said in another, or to another broker, changes nothing. A process that takes a
+rank over in an attempt goes on in place, where its steps are still kept: the others notice nothing.
+Where they are not, it waits until all ranks ask for an earlier step, and so does who comes with
+another mesh until the old ranks are gone.
+
+A feed may be iterated again and again: a reader names the *round* that it is in. One that asks
+for a later round is out of the one that is served, and waits; when all ranks of the mesh do, that
+round begins, in a new attempt. A rank that is gone but has not asked for it holds the others back: all
+iterate the same number of times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import islice, product
-from math import prod
+from collections.abc import Callable
 
-from streampack.core.kept import mesh_refusal
-from streampack.core.messages import Attach, Mesh, ReadBy
+from streampack.core.effects import SendTrainer
+from streampack.core.events import Effect, Report
+from streampack.core.messages import Attached, Bye, Reject, Wait
 from streampack.core.rules import Rules
+from streampack.core.samples import SampleTable
+from streampack.core.seats import CLAIM_S, RESTART_S, Reader, clash
+from streampack.core.serving import OUT, Serving
 from streampack.core.snapshot import Snapshot
 
-CLAIM_S = 3.0
-"""A holder not heard of for so long loses its rank to one that claims it; pings come every second."""
-RESTART_S = 10.0
-"""So long may the trainers of an attempt take to die when others come to begin a new one."""
-MAX_RANKS = 1 << 17
-"""Of a mesh: bounds what is believed of a peer."""
 
-Ranks = tuple[int, int, int, int]
+class Attempts(Serving):
+    """The attempt that is served and who waits for the next; ``unfit`` says why the feed cannot go to a step, or not
+    with a reader's snapshot, ``rewind`` has it go there, from that if it has none that is nearer, for trainers that
+    have gone back or go on.
+    """
 
+    def __init__(
+        self, run: int, epoch: int, feed: str, rules: Rules, layout: str, table: SampleTable,
+        waiting_for: Callable[[], tuple[str, str]], unfit: Callable[[int, Snapshot | None], tuple[str, str] | None],
+        rewind: Callable[[int, Snapshot | None, bool], list[Effect]],
+    ) -> None:  # fmt: skip
+        super().__init__(run, epoch, feed, rules, layout, table, waiting_for)
+        self._unfit, self._rewind = unfit, rewind
+        self._attempt = 0
+        self.round = 0
+        """The iteration that is served."""
+        self.is_known: Callable[[Snapshot], bool] = lambda _: True
+        """Whether the feed knows of all changes and skips that a checkpoint does."""
+        self.refused = 0
+        """Clients that were refused."""
 
-@dataclass(slots=True, eq=False)
-class Reader:
-    """A trainer's process, and how far it was served."""
+    def fail(self, code: str, detail: str) -> list[Effect]:
+        """Nothing more can be served: tell every reader."""
+        return [effect for reader in self._seats for effect in self._refuse(reader, code, detail)]
 
-    name: str
-    peer: bytes
-    where: str
-    mesh: Mesh
-    readers: ReadBy
-    heard: float
-    since: float
-    """When it began to wait for what it wants now: its rank, or an attempt to take part in."""
-    ready: bool = False
-    """It has said where it begins."""
-    round: int = 0
-    first_step: int = 0
-    chain: bytes = b""
-    """Digest of the steps before ``first_step``, as the reader knows them; empty if it does not."""
-    snapshot: Snapshot | None = None
-    going_on: int = -1
-    holds: bool = False
-    """Its rank is its own."""
-    entered: bool = False
-    """It takes part in the attempt that is served."""
-    fence: int = 0
-    """The attempt that it was last told of."""
-    sent_upto: int = 0
-    want_stop: int = 0
-    resend: int = 0
-    have_upto: int = 0
-    stats: dict[str, float] = field(default_factory=dict)
+    def check(self, step: int, chain: bytes) -> list[Effect]:
+        """All steps before ``step`` have this digest: refuse readers that begin there and had others."""
+        self._chains[step] = chain
+        self._chains.pop(step - 4096, None)
+        astray = [reader for reader in self._seats if reader.ready and self._has_diverged(reader)]
+        return [effect for reader in astray for effect in self._refuse(reader, "diverged", diverged(reader))]
 
-    def begin(self, message: Attach, now: float) -> None:
-        """What it says of where it begins."""
-        self.ready, self.round, self.first_step = message.ready, message.round, message.next_step
-        self.chain, self.snapshot, self.going_on = message.chain, message.snapshot, message.going_on
-        self.since, self.entered = now, False
+    @property
+    def known_upto(self) -> int:
+        """Steps before are formed, or some reader has had them from this broker or another."""
+        return max([self.formed_upto, *(reader.first_step for reader in self._seats if reader.ready)])
 
+    # Ranks that are given up, and taken
 
-class Seats:
-    """The ranks of one mesh at a time: those ``held``, by rank, and the claims to them, oldest first."""
+    def _seat(self, reader: Reader) -> list[Effect]:
+        """A reader holds its rank; with that of another mesh the attempt of the one before is over."""
+        if self._seats.seat(reader):
+            self._returned.clear()
+            self._unheard.clear()
+        elif self._returned:
+            self._unheard = self._returned.keys() - {reader.mesh.ranks}
+        self._why.clear()
+        took = Report("info", f"reader {reader.where} took rank {reader.mesh} of feed {self._feed!r}")
+        return [took, *self._arrive(reader)]
 
-    def __init__(self) -> None:
-        self.held: dict[Ranks, Reader] = {}
-        self.claims: dict[str, Reader] = {}
-        self.fenced: dict[str, str] = {}
-        """Why a process has lost its rank for good, by its name."""
-        self.num_ranks = 0
-        """That read, of the mesh whose ranks are held, or were last."""
-        self._mesh: tuple[Ranks, ReadBy] | None = None
-        self._names: dict[str, Reader] = {}
-        self._peers: dict[bytes, Reader] = {}
-        self._last: dict[Ranks, Reader] = {}  # who held each rank last, of this mesh
+    def _settle(self) -> list[Effect]:
+        """Claims whose rank was given up go through; who finds others alive is refused."""
+        effects = [effect for reader in list(self._seats.claims.values()) for effect in self._decide(reader)]
+        entered = [reader for reader in self._seats.held.values() if reader.entered]
+        heard = max((reader.heard for reader in entered), default=0.0)
+        for reader in list(self._seats.held.values()):
+            if self._is_late(reader) and heard > reader.since + RESTART_S:
+                effects += self._refuse(reader, *self._too_late(reader, entered))
+        return effects + (self._begin() if self._seats.all_wait() else [])  # a claim may have held them back
 
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __iter__(self) -> Iterator[Reader]:
-        """Every reader, whether or not it holds its rank."""
-        return iter(list(self._names.values()))
-
-    def named(self, name: str) -> Reader | None:
-        return self._names.get(name)
-
-    def at(self, peer: bytes) -> Reader | None:
-        return self._peers.get(peer)
-
-    def add(self, reader: Reader) -> None:
-        """A process that was not known claims its rank."""
-        self._names[reader.name] = self._peers[reader.peer] = self.claims[reader.name] = reader
-
-    def move(self, reader: Reader, peer: bytes) -> None:
-        """It speaks over another connection now."""
-        self._peers.pop(reader.peer, None)
-        reader.peer, self._peers[peer] = peer, reader
-
-    def remove(self, reader: Reader) -> None:
-        """It is gone; its rank is free."""
-        self._names.pop(reader.name, None)
-        self.claims.pop(reader.name, None)
-        if self._peers.get(reader.peer) is reader:
-            del self._peers[reader.peer]
-        if self.held.get(reader.mesh.ranks) is reader:
-            del self.held[reader.mesh.ranks]
-        reader.holds = reader.entered = False
-
-    def in_the_way(self, reader: Reader) -> list[Reader]:
-        """Those that hold what it claims: its rank, or any rank of another mesh."""
-        if self.is_foreign(reader):
-            return list(self.held.values())
-        holder = self.held.get(reader.mesh.ranks)
-        return [] if holder is None else [holder]
-
-    def is_foreign(self, reader: Reader) -> bool:
-        """Is it of another mesh, or does it say that other ranks read, than those that hold theirs?"""
-        return bool(self.held) and self._mesh != (reader.mesh.sizes, reader.readers)
-
-    def seat(self, reader: Reader) -> bool:
-        """Its rank is its own: nobody is in the way. Fences who held it last; is it the first of another mesh?"""
-        mesh = (reader.mesh.sizes, reader.readers)
-        other = self._mesh != mesh
-        if other:
-            for last in self._last.values():
-                self._fence(last, reader)
-            self._last.clear()
-            tp, pp = reader.readers.ranks(reader.mesh)
-            self._mesh, self.num_ranks = mesh, reader.mesh.dp * reader.mesh.cp * len(tp) * len(pp)
-        if reader.mesh.ranks in self._last:
-            self._fence(self._last[reader.mesh.ranks], reader)
-        del self.claims[reader.name]
-        self.held[reader.mesh.ranks] = self._last[reader.mesh.ranks] = reader
-        reader.holds = True
-        return other
-
-    def _fence(self, last: Reader, by: Reader) -> None:
-        if last.name in self._names:  # it is here itself, and no zombie
-            return
-        self.fenced.pop(last.name, None)
-        self.fenced[last.name] = (
-            f"rank {last.mesh} at {last.where} was silent or had left, and {by.where} has taken over as {by.mesh}: "
-            f"end this process"
+    def _decide(self, claim: Reader) -> list[Effect]:
+        others = self._seats.in_the_way(claim)
+        heard = max((other.heard for other in others), default=0.0)
+        if not others or (self._now - heard > CLAIM_S and self._now > claim.since):
+            effects = [e for other in others for e in self._leave(other, f"silent for {CLAIM_S:.0f} s, taken over")]
+            return effects + self._seat(claim)
+        late, foreign = self._is_late(claim), self._seats.is_foreign(claim)
+        restarts = (late or foreign) and any(other.entered for other in others)  # the old ones may be about to die
+        if heard <= claim.since + (RESTART_S if restarts else 0.0):
+            return []
+        return self._refuse(
+            claim, *(self._too_late(claim, others) if restarts and not foreign else clash(claim, others[0]))
         )
-        while len(self.fenced) > MAX_RANKS:
-            del self.fenced[next(iter(self.fenced))]
 
-    def all_wait(self) -> bool:
-        """Does every rank that reads wait for an attempt to begin? Not while one is claimed: its holder may be dead."""
-        there = not self.claims and len(self.held) == self.num_ranks > 0
-        return there and all(reader.ready and not reader.entered for reader in self.held.values())
+    def _leave(self, reader: Reader, why: str) -> list[Effect]:
+        self._why.clear()
+        self._seats.remove(reader)
+        level = "info" if "goodbye" in why else "warning"
+        return [Report(level, f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why}")]
 
-    def names_of(self, ranks: Iterable[Ranks], count: int) -> str:
-        """The first of ``count`` ranks, and what is known of who holds or held them, for a person."""
-        names = [self._describe(each) for each in islice(ranks, 8)]
-        return "; ".join(names) + (f" and {count - len(names)} more" if count > len(names) else "")
+    # Attempts
 
-    def _describe(self, ranks: Ranks) -> str:
-        name, last = rank_name(ranks), self._last.get(ranks)
-        if ranks in self.held:
-            return f"{name} at {self.held[ranks].where}"
-        return f"{name}, which was at {last.where}" if last is not None else name
+    def _arrive(self, reader: Reader) -> list[Effect]:
+        """A reader has its rank and says where it begins, if it does: in the attempt that is served, or in the next."""
+        self._why.clear()
+        if not reader.ready:
+            return self._answer(reader)
+        if self._returned and reader.round == self.round and reader.first_step >= self.released_upto:
+            return self._enter(reader) + self._release() + self._serve_all()
+        if self._returned and reader.round > self.round:
+            self._returned[reader.mesh.ranks] = OUT
+        if self._seats.all_wait():
+            return self._begin()
+        return self._answer(reader) + self._release() + self._serve_all()
 
-    def ranks(self) -> Iterator[Ranks]:
-        """Every rank that reads, in order."""
-        if self._mesh is None:
-            return
-        (dp, cp, tp, pp), read_by = self._mesh
-        yield from product(range(dp), range(cp), *read_by.ranks(Mesh(dp=dp, cp=cp, tp=tp, pp=pp)))
-
-
-def refusal(message: Attach, rules: Rules, layout: str) -> str:
-    """Why no reader can have this rank of this mesh, whoever else reads; empty if one can."""
-    mesh = message.mesh
-    if prod(mesh.sizes) > MAX_RANKS:
-        return f"got a mesh of {prod(mesh.sizes)} ranks, expected at most {MAX_RANKS}"
-    unfit = mesh_refusal(mesh, rules, layout)
-    if unfit:
-        return unfit
-    try:
-        tp, pp = message.readers.ranks(mesh)
-    except ValueError as error:
-        return str(error)
-    if mesh.tp_rank not in tp or mesh.pp_rank not in pp:
-        return f"got rank {mesh}, expected one of the readers that it declares: {message.readers}"
-    return ""
-
-
-def clash(reader: Reader, other: Reader) -> tuple[str, str]:
-    """Why ``reader`` cannot have its rank while ``other`` holds its own: (code, detail)."""
-    if other.readers != reader.readers:
-        return "mesh", (
-            f"got readers {reader.readers}, expected {other.readers} as declared by {other.where}: "
-            f"give every rank the same"
+    def _begin(self) -> list[Effect]:
+        """A new attempt, in the earliest round that a reader asks for; steps that are gone are formed again."""
+        readers = list(self._seats.held.values())
+        unfit = [(reader, gone) for reader in readers if (gone := self._unfit(reader.first_step, reader.snapshot))]
+        if unfit:  # it was fit when it came
+            return [effect for reader, gone in unfit for effect in self._refuse(reader, *gone)]
+        self._attempt += 1
+        self._unheard.clear()
+        self.round = min(reader.round for reader in readers)
+        members = [reader for reader in readers if reader.round == self.round]
+        self._returned = {reader.mesh.ranks: OUT for reader in readers}
+        step = min(reader.first_step for reader in members)
+        text = (
+            f"attempt {self._attempt} of feed {self._feed!r} begins at step {step}: all {len(readers)} ranks are ready"
         )
-    if other.mesh.sizes != reader.mesh.sizes:
-        return "mesh", (
-            f"got a mesh of dp, cp, tp, pp = {reader.mesh.sizes}, expected {other.mesh.sizes} as attached by "
-            f"{other.where}: give every rank the same mesh"
+        effects: list[Effect] = [Report("info", text)]
+        brought = [reader.snapshot for reader in members if reader.snapshot is not None]
+        away = step < self.released_upto or (step > self.formed_upto and self.end is None)
+        if away or not all(map(self.is_known, brought)):
+            on = any(0 <= reader.going_on <= self.lineage for reader in members)
+            effects += self._go_to(step, brought, step < self.released_upto and not on)
+        for reader in (reader for reader in members if reader.holds):  # one may have been refused as diverged
+            effects += self._enter(reader)
+        self._why.clear()
+        others = [reader for reader in readers if reader.holds and not reader.entered]
+        return effects + [e for reader in others for e in self._wait(reader)] + self._release() + self._serve_all()
+
+    def _go_to(self, step: int, snapshots: list[Snapshot], back: bool) -> list[Effect]:
+        """Have the feed form from ``step`` on, with the nearest snapshot that a reader has brought. ``back``: it was
+        returned, and no reader goes on where another broker has served it."""
+        effects = self._forget_all(step)
+        fit = [snapshot for snapshot in snapshots if snapshot.step <= step]
+        nearest = max(fit, key=lambda snapshot: (snapshot.step, len(snapshot.changes)), default=None)
+        return effects + self._rewind(step, nearest, back)
+
+    def _enter(self, reader: Reader) -> list[Effect]:
+        """A reader takes part in the attempt from its first step on."""
+        reader.entered, reader.fence, reader.snapshot = True, self._attempt, None
+        self._returned[reader.mesh.ranks] = reader.first_step
+        reader.sent_upto, reader.want_stop, reader.resend = reader.first_step, 0, 0
+        return self._send(reader, self._attached(reader))
+
+    def _is_late(self, reader: Reader) -> bool:
+        """Is what it asks for gone, so that it can only be served if all begin again?"""
+        gone = (reader.round, reader.first_step) < (self.round, self.released_upto)
+        return bool(self._returned) and reader.ready and not reader.entered and gone
+
+    def _too_late(self, reader: Reader, others: list[Reader]) -> tuple[str, str]:
+        """Why a reader cannot begin where it asks to: (code, detail)."""
+        alive = self._seats.names_of((other.mesh.ranks for other in others), len(others))
+        if reader.round < self.round:
+            return "round_gone", (
+                f"got iteration {reader.round} of feed {self._feed!r}, expected {self.round}, in which other ranks "
+                f"still read: start all ranks again, or end {alive}"
+            )
+        return "step_gone", (
+            f"got a request to start at step {reader.first_step}, expected {self.released_upto} or later, the oldest "
+            f"step kept, while other ranks still read: start all ranks again, or end {alive}"
         )
-    return "rank_taken", (
-        f"got rank {reader.mesh} from {reader.where}, which {other.where} holds: start one client a rank, "
-        f"or stop that one"
+
+    def _has_diverged(self, reader: Reader) -> bool:
+        if reader.snapshot is not None and not self.is_known(reader.snapshot):
+            return False  # other steps follow once its changes are known here, too
+        known = self.chain_of(reader.first_step)
+        return known != b"" and reader.chain not in (b"", known)
+
+    def _attached(self, reader: Reader) -> Attached:
+        return Attached(
+            feed=self._feed, reader=reader.name, lineage=self.lineage, next_step=reader.first_step, rules=self._rules,
+            layout=self._layout, round=reader.round,
+        )  # fmt: skip
+
+    # What they are told
+
+    def _answer(self, reader: Reader) -> list[Effect]:
+        """Where it stands: in the attempt of its fence, or with its rank in none yet (0)."""
+        if reader.entered:
+            return self._send(reader, self._attached(reader))
+        known = reader.holds and not reader.fence
+        return (self._send(reader, self._attached(reader)) if known else []) + self._wait(reader)
+
+    def _wait(self, reader: Reader) -> list[Effect]:
+        """What the reader waits for, if it does."""
+        return self._wait_for_step(reader) if reader.entered else self._wait_to_enter(reader)
+
+    def _wait_to_enter(self, reader: Reader) -> list[Effect]:
+        if self.draining:
+            return self._send(reader, Bye(reason="the broker is stopping"))
+        if reader.holds and not reader.ready:
+            return []
+        detail = self._missing(reader) if reader.holds else self._claimed(reader)
+        wait = Wait(feed=self._feed, step=reader.first_step, reason="join", detail=detail[:2000])
+        return self._send(reader, wait)
+
+    def _claimed(self, reader: Reader) -> str:
+        others = self._seats.in_the_way(reader)
+        names = self._seats.names_of((other.mesh.ranks for other in others), len(others))
+        return f"rank {reader.mesh} is free when those that read are gone: {names}"
+
+    def _missing(self, reader: Reader) -> str:
+        """Ranks without which no attempt begins: the same for all readers that wait in a round."""
+        held, count = self._seats.held, self._seats.num_ranks
+        ahead = bool(self._returned) and reader.round > self.round
+        key = f"round {reader.round}" if ahead else ""
+        if key not in self._why:
+            there = {r for r, other in held.items() if other.ready and not other.entered}
+            names = self._seats.names_of((r for r in self._seats.ranks() if r not in there), count - len(there))
+            of = f"{count - len(there)} of {count} ranks are"
+            text = (
+                f"iteration {reader.round}: {of} still in the one before: {names}"
+                if ahead
+                else f"{of} not ready: {names}"
+            )
+            if len(there) == count:
+                claims = (f"{each.where} asks for rank {each.mesh}, too" for each in self._seats.claims.values())
+                text = f"all ranks are ready: {next(claims, 'it begins')}"
+            self._why[key] = "join", text
+        return self._why[key][1]
+
+    def _refuse(self, reader: Reader, code: str, detail: str) -> list[Effect]:
+        """Refuse a reader that was let in."""
+        return self._reject(reader.peer, code, detail) + self._leave(reader, "it was refused")
+
+    def _reject(self, peer: bytes, code: str, detail: str) -> list[Effect]:
+        self.refused += 1
+        reject = SendTrainer(peer, self._envelope(Reject(code=code, detail=detail[:2000]), self._attempt))
+        return [Report("warning", f"refused a client: {detail}"), reject]
+
+
+def diverged(reader: Reader) -> str:
+    """What a reader hears that had other steps before the one where it begins."""
+    return (
+        f"the steps before {reader.first_step} are not those that this run serves: the data, the rules or the seed "
+        f"have changed, put them back or start a new run"
     )
-
-
-def rank_name(ranks: Ranks) -> str:
-    """A rank, for a person."""
-    return " ".join(f"{name}={rank}" for name, rank in zip(("dp", "cp", "tp", "pp"), ranks, strict=True))

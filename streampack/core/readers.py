@@ -1,17 +1,8 @@
-"""The trainers' side of the broker: who reads, and the attempts in which they do.
+"""The trainers' side of the broker: what its readers say, and what the feed has to tell them.
 
-A reader takes its rank first (``attempts``) and says later that it is ready and where it begins. An
-*attempt* begins when every rank of the mesh is ready and no other process claims one, as its holder
-may be dead; at the earliest step that a rank asks for: steps that are gone are formed again. It is
-numbered, and what was said in another, or to another broker, changes nothing. A process that takes a
-rank over in an attempt goes on in place, where its steps are still kept: the others notice nothing.
-Where they are not, it waits until all ranks ask for an earlier step, and so does who comes with
-another mesh until the old ranks are gone.
-
-A feed may be iterated again and again: a reader names the *round* that it is in. One that asks
-for a later round is out of the one that is served, and waits; when all ranks of the mesh do, that
-round begins, in a new attempt. A rank that is gone but has not asked for it holds the others back: all
-iterate the same number of times.
+A reader asks for a rank (``seats``), takes part in an attempt (``attempts``) and is served its steps (``serving``).
+This module hears its messages and its silence, asks the feed for the state of a checkpoint, and tells when one is
+noted as durable. It knows steps by number, never how they are formed.
 """
 
 from __future__ import annotations
@@ -20,14 +11,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from streampack.core.attempts import CLAIM_S, RESTART_S, Reader, clash, refusal
+from streampack.core.attempts import Attempts, diverged
 from streampack.core.effects import SendTrainer
-from streampack.core.events import Effect, Report
+from streampack.core.events import Effect
 from streampack.core.form import Step
 from streampack.core.messages import (
     AskState,
     Attach,
-    Attached,
     Bye,
     Commit,
     Committed,
@@ -35,14 +25,12 @@ from streampack.core.messages import (
     Fenced,
     Get,
     ReaderPing,
-    Reject,
     State,
-    Wait,
     Who,
 )
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
-from streampack.core.serving import OUT, Serving
+from streampack.core.seats import Reader, refusal
 from streampack.core.snapshot import Snapshot
 
 TELL_S = 1.0
@@ -51,15 +39,12 @@ SILENT_S = 15.0
 """A reader not heard of for so long has lost its rank."""
 
 
-class Readers(Serving):
+class Readers(Attempts):
     """One feed's readers and the steps kept for them.
 
-    What the feed does for them: ``waiting_for`` says why the next step is not there, ``unfit`` why it cannot go to a
-    step, or not with a reader's snapshot, ``rewind`` has it go there, from that if it has none that is nearer, for
-    trainers that have gone back or go on,
-    ``state_of`` gives a checkpoint's state, or what is done to
-    know it, which ends with ``tell_states``, and ``commit`` notes that a checkpoint is durable and says so with
-    ``committed``.
+    What the feed does for them: ``waiting_for`` says why the next step is not there, ``unfit`` and ``rewind`` are the
+    attempts', ``state_of`` gives a checkpoint's state, or what is done to know it, which ends with ``tell_states``,
+    and ``commit`` notes that a checkpoint is durable and says so with ``committed``.
     """
 
     def __init__(
@@ -68,19 +53,12 @@ class Readers(Serving):
         rewind: Callable[[int, Snapshot | None, bool], list[Effect]],
         state_of: Callable[[int], State | list[Effect]], commit: Callable[[int], list[Effect]],
     ) -> None:  # fmt: skip
-        super().__init__(run, epoch, feed, rules, layout, table, waiting_for)
-        self._unfit, self._rewind, self._state_of, self._commit = unfit, rewind, state_of, commit
+        super().__init__(run, epoch, feed, rules, layout, table, waiting_for, unfit, rewind)
+        self._state_of, self._commit = state_of, commit
         self._asked: dict[bytes, int] = {}  # a step whose state a peer waits for
         self._commits: dict[bytes, int] = {}  # what a peer waits to hear that it is committed
         self._brought: Snapshot | None = None
-        self._attempt = 0
         self._told = 0.0
-        self.round = 0
-        """The iteration that is served."""
-        self.is_known: Callable[[Snapshot], bool] = lambda _: True
-        """Whether the feed knows of all changes and skips that a checkpoint does."""
-        self.refused = 0
-        """Clients that were refused."""
 
     # What the feed adds
 
@@ -88,21 +66,10 @@ class Readers(Serving):
         """An earlier broker of this run had served the steps before ``step``."""
         self.released_upto = self.formed_upto = step
 
-    def fail(self, code: str, detail: str) -> list[Effect]:
-        """Nothing more can be served: tell every reader."""
-        return [effect for reader in self._seats for effect in self._refuse(reader, code, detail)]
-
     def add(self, step: Step, skipped: bool = False) -> list[Effect]:
         """A step was formed: serve whoever waits for it; of one that is ``skipped``, that it is passed over."""
         self._keep(step, skipped)
         return self.check(self.formed_upto, step.chain) + self._release() + self._serve_all()
-
-    def check(self, step: int, chain: bytes) -> list[Effect]:
-        """All steps before ``step`` have this digest: refuse readers that begin there and had others."""
-        self._chains[step] = chain
-        self._chains.pop(step - 4096, None)
-        astray = [reader for reader in self._seats if reader.ready and self._has_diverged(reader)]
-        return [effect for reader in astray for effect in self._refuse(reader, "diverged", _diverged(reader))]
 
     def committed(self, step: int) -> list[Effect]:
         """A checkpoint that begins at ``step``, and all before it, are noted as durable: tell whoever said so."""
@@ -121,11 +88,6 @@ class Readers(Serving):
         """No further step will be formed: readers get what there is, then a farewell."""
         self.draining = True
         return [e for reader in self._seats for e in (self._serve(reader) if reader.entered else self._wait(reader))]
-
-    @property
-    def known_upto(self) -> int:
-        """Steps before are formed, or some reader has had them from this broker or another."""
-        return max([self.formed_upto, *(reader.first_step for reader in self._seats if reader.ready)])
 
     # What comes in
 
@@ -216,7 +178,7 @@ class Readers(Serving):
         )  # fmt: skip
         reader.begin(message, self._now)
         if self._has_diverged(reader):
-            return effects + self._reject(peer, "diverged", _diverged(reader))
+            return effects + self._reject(peer, "diverged", diverged(reader))
         self._seats.add(reader)
         return effects + (self._wait(reader) if self._seats.in_the_way(reader) else self._seat(reader))
 
@@ -242,202 +204,14 @@ class Readers(Serving):
             return effects + self._refuse(reader, *gone)
         reader.begin(message, self._now)
         if self._has_diverged(reader):
-            return effects + self._refuse(reader, "diverged", _diverged(reader))
+            return effects + self._refuse(reader, "diverged", diverged(reader))
         return effects + (self._arrive(reader) if reader.holds else self._wait(reader))
 
-    def _seat(self, reader: Reader) -> list[Effect]:
-        """A reader holds its rank; with that of another mesh the attempt of the one before is over."""
-        if self._seats.seat(reader):
-            self._returned.clear()
-            self._unheard.clear()
-        elif self._returned:
-            self._unheard = self._returned.keys() - {reader.mesh.ranks}
-        self._why.clear()
-        took = Report("info", f"reader {reader.where} took rank {reader.mesh} of feed {self._feed!r}")
-        return [took, *self._arrive(reader)]
-
-    def _settle(self) -> list[Effect]:
-        """Claims whose rank was given up go through; who finds others alive is refused."""
-        effects = [effect for reader in list(self._seats.claims.values()) for effect in self._decide(reader)]
-        entered = [reader for reader in self._seats.held.values() if reader.entered]
-        heard = max((reader.heard for reader in entered), default=0.0)
-        for reader in list(self._seats.held.values()):
-            if self._is_late(reader) and heard > reader.since + RESTART_S:
-                effects += self._refuse(reader, *self._too_late(reader, entered))
-        return effects + (self._begin() if self._seats.all_wait() else [])  # a claim may have held them back
-
-    def _decide(self, claim: Reader) -> list[Effect]:
-        others = self._seats.in_the_way(claim)
-        heard = max((other.heard for other in others), default=0.0)
-        if not others or (self._now - heard > CLAIM_S and self._now > claim.since):
-            effects = [e for other in others for e in self._leave(other, f"silent for {CLAIM_S:.0f} s, taken over")]
-            return effects + self._seat(claim)
-        late, foreign = self._is_late(claim), self._seats.is_foreign(claim)
-        restarts = (late or foreign) and any(other.entered for other in others)  # the old ones may be about to die
-        if heard <= claim.since + (RESTART_S if restarts else 0.0):
-            return []
-        return self._refuse(
-            claim, *(self._too_late(claim, others) if restarts and not foreign else clash(claim, others[0]))
-        )
-
     def _leave(self, reader: Reader, why: str) -> list[Effect]:
-        self._why.clear()
-        self._seats.remove(reader)
         self._commits.pop(reader.peer, None)
         self._asked.pop(reader.peer, None)
-        level = "info" if "goodbye" in why else "warning"
-        return [Report(level, f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why}")]
-
-    # Attempts
-
-    def _arrive(self, reader: Reader) -> list[Effect]:
-        """A reader has its rank and says where it begins, if it does: in the attempt that is served, or in the next."""
-        self._why.clear()
-        if not reader.ready:
-            return self._answer(reader)
-        if self._returned and reader.round == self.round and reader.first_step >= self.released_upto:
-            return self._enter(reader) + self._release() + self._serve_all()
-        if self._returned and reader.round > self.round:
-            self._returned[reader.mesh.ranks] = OUT
-        if self._seats.all_wait():
-            return self._begin()
-        return self._answer(reader) + self._release() + self._serve_all()
-
-    def _begin(self) -> list[Effect]:
-        """A new attempt, in the earliest round that a reader asks for; steps that are gone are formed again."""
-        readers = list(self._seats.held.values())
-        unfit = [(reader, gone) for reader in readers if (gone := self._unfit(reader.first_step, reader.snapshot))]
-        if unfit:  # it was fit when it came
-            return [effect for reader, gone in unfit for effect in self._refuse(reader, *gone)]
-        self._attempt += 1
-        self._unheard.clear()
-        self.round = min(reader.round for reader in readers)
-        members = [reader for reader in readers if reader.round == self.round]
-        self._returned = {reader.mesh.ranks: OUT for reader in readers}
-        step = min(reader.first_step for reader in members)
-        text = (
-            f"attempt {self._attempt} of feed {self._feed!r} begins at step {step}: all {len(readers)} ranks are ready"
-        )
-        effects: list[Effect] = [Report("info", text)]
-        brought = [reader.snapshot for reader in members if reader.snapshot is not None]
-        away = step < self.released_upto or (step > self.formed_upto and self.end is None)
-        if away or not all(map(self.is_known, brought)):
-            on = any(0 <= reader.going_on <= self.lineage for reader in members)
-            effects += self._go_to(step, brought, step < self.released_upto and not on)
-        for reader in (reader for reader in members if reader.holds):  # one may have been refused as diverged
-            effects += self._enter(reader)
-        self._why.clear()
-        others = [reader for reader in readers if reader.holds and not reader.entered]
-        return effects + [e for reader in others for e in self._wait(reader)] + self._release() + self._serve_all()
-
-    def _go_to(self, step: int, snapshots: list[Snapshot], back: bool) -> list[Effect]:
-        """Have the feed form from ``step`` on, with the nearest snapshot that a reader has brought. ``back``: it was
-        returned, and no reader goes on where another broker has served it."""
-        effects = self._forget_all(step)
-        fit = [snapshot for snapshot in snapshots if snapshot.step <= step]
-        nearest = max(fit, key=lambda snapshot: (snapshot.step, len(snapshot.changes)), default=None)
-        return effects + self._rewind(step, nearest, back)
-
-    def _enter(self, reader: Reader) -> list[Effect]:
-        """A reader takes part in the attempt from its first step on."""
-        reader.entered, reader.fence, reader.snapshot = True, self._attempt, None
-        self._returned[reader.mesh.ranks] = reader.first_step
-        reader.sent_upto, reader.want_stop, reader.resend = reader.first_step, 0, 0
-        return self._send(reader, self._attached(reader))
-
-    def _is_late(self, reader: Reader) -> bool:
-        """Is what it asks for gone, so that it can only be served if all begin again?"""
-        gone = (reader.round, reader.first_step) < (self.round, self.released_upto)
-        return bool(self._returned) and reader.ready and not reader.entered and gone
-
-    def _too_late(self, reader: Reader, others: list[Reader]) -> tuple[str, str]:
-        """Why a reader cannot begin where it asks to: (code, detail)."""
-        alive = self._seats.names_of((other.mesh.ranks for other in others), len(others))
-        if reader.round < self.round:
-            return "round_gone", (
-                f"got iteration {reader.round} of feed {self._feed!r}, expected {self.round}, in which other ranks "
-                f"still read: start all ranks again, or end {alive}"
-            )
-        return "step_gone", (
-            f"got a request to start at step {reader.first_step}, expected {self.released_upto} or later, the oldest "
-            f"step kept, while other ranks still read: start all ranks again, or end {alive}"
-        )
-
-    def _has_diverged(self, reader: Reader) -> bool:
-        if reader.snapshot is not None and not self.is_known(reader.snapshot):
-            return False  # other steps follow once its changes are known here, too
-        known = self.chain_of(reader.first_step)
-        return known != b"" and reader.chain not in (b"", known)
-
-    def _attached(self, reader: Reader) -> Attached:
-        return Attached(
-            feed=self._feed, reader=reader.name, lineage=self.lineage, next_step=reader.first_step, rules=self._rules,
-            layout=self._layout, round=reader.round,
-        )  # fmt: skip
-
-    # What they are told
-
-    def _answer(self, reader: Reader) -> list[Effect]:
-        """Where it stands: in the attempt of its fence, or with its rank in none yet (0)."""
-        if reader.entered:
-            return self._send(reader, self._attached(reader))
-        known = reader.holds and not reader.fence
-        return (self._send(reader, self._attached(reader)) if known else []) + self._wait(reader)
-
-    def _wait(self, reader: Reader) -> list[Effect]:
-        """What the reader waits for, if it does."""
-        return self._wait_for_step(reader) if reader.entered else self._wait_to_enter(reader)
+        return super()._leave(reader, why)
 
     def _wait_for_ready(self, reader: Reader) -> list[Effect]:
         """It asks for steps and is in no attempt: it waits for one, or has yet to say (again) where it begins."""
         return self._wait(reader) if reader.ready and not reader.fence else self._send(reader, Who())
-
-    def _wait_to_enter(self, reader: Reader) -> list[Effect]:
-        if self.draining:
-            return self._send(reader, Bye(reason="the broker is stopping"))
-        if reader.holds and not reader.ready:
-            return []
-        detail = self._missing(reader) if reader.holds else self._claimed(reader)
-        wait = Wait(feed=self._feed, step=reader.first_step, reason="join", detail=detail[:2000])
-        return self._send(reader, wait)
-
-    def _claimed(self, reader: Reader) -> str:
-        others = self._seats.in_the_way(reader)
-        names = self._seats.names_of((other.mesh.ranks for other in others), len(others))
-        return f"rank {reader.mesh} is free when those that read are gone: {names}"
-
-    def _missing(self, reader: Reader) -> str:
-        """Ranks without which no attempt begins: the same for all readers that wait in a round."""
-        held, count = self._seats.held, self._seats.num_ranks
-        ahead = bool(self._returned) and reader.round > self.round
-        key = f"round {reader.round}" if ahead else ""
-        if key not in self._why:
-            there = {r for r, other in held.items() if other.ready and not other.entered}
-            names = self._seats.names_of((r for r in self._seats.ranks() if r not in there), count - len(there))
-            of = f"{count - len(there)} of {count} ranks are"
-            text = (
-                f"iteration {reader.round}: {of} still in the one before: {names}"
-                if ahead
-                else f"{of} not ready: {names}"
-            )
-            if len(there) == count:
-                claims = (f"{each.where} asks for rank {each.mesh}, too" for each in self._seats.claims.values())
-                text = f"all ranks are ready: {next(claims, 'it begins')}"
-            self._why[key] = "join", text
-        return self._why[key][1]
-
-    def _refuse(self, reader: Reader, code: str, detail: str) -> list[Effect]:
-        """Refuse a reader that was let in."""
-        return self._reject(reader.peer, code, detail) + self._leave(reader, "it was refused")
-
-    def _reject(self, peer: bytes, code: str, detail: str) -> list[Effect]:
-        self.refused += 1
-        reject = SendTrainer(peer, self._envelope(Reject(code=code, detail=detail[:2000]), self._attempt))
-        return [Report("warning", f"refused a client: {detail}"), reject]
-
-
-def _diverged(reader: Reader) -> str:
-    return (
-        f"the steps before {reader.first_step} are not those that this run serves: the data, the rules or the seed "
-        f"have changed, put them back or start a new run"
-    )

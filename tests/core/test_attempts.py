@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.attempts import CLAIM_S, RESTART_S
 from streampack.core.effects import Release, SendShard, SendTrainer
 from streampack.core.events import Effect, Report
 from streampack.core.form import Pack, Step
@@ -40,6 +39,7 @@ from streampack.core.messages import (
 from streampack.core.readers import SILENT_S, Readers
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
+from streampack.core.seats import CLAIM_S, RESTART_S
 from streampack.core.snapshot import FormState, MergeState, Snapshot
 
 EPOCH, TICK_S = 4, 0.25

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from streampack.core.attempts import Ranks
 from streampack.core.client_session import Broken
 from streampack.core.messages import Envelope, Mesh, State, StepPart
+from streampack.core.seats import Ranks
 from tests.simulation.broker import FIRST_EPOCH
 from tests.simulation.client import Checkpoint, ClientProcess
 from tests.simulation.data import Id, Shard, case, shards_of

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from streampack.core.attempts import Seats
 from streampack.core.books import Books
 from streampack.core.client_session import ClientSession
 from streampack.core.credits import Credits
@@ -34,6 +33,7 @@ from streampack.core.planner import Planner
 from streampack.core.producer_session import ProducerSession
 from streampack.core.producers import Producer
 from streampack.core.readers import Readers
+from streampack.core.seats import Seats
 from tests.simulation.checks import BrokerChecks
 from tests.simulation.data import FIRST_ARRIVAL, FIRST_BATCH, FIRST_PUSHED, NUM_CASES
 from tests.simulation.world import World, run

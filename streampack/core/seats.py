@@ -1,0 +1,219 @@
+"""Who holds which rank of the trainers' mesh, and who wants one.
+
+A reader is a process: its name is its own for as long as it lives. It *holds* its rank while it is
+heard. Another process that asks for that rank *claims* it: where the holder is heard after the claim
+came, two are alive and the second is refused; a holder that was silent for ``CLAIM_S`` has lost the
+rank, and is fenced: it hears so, should it wake up. Ranks of two meshes are never held at once, so
+a claim for another mesh is one for all ranks that are held. Knows nothing of steps but where each
+reader begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice, product
+from math import prod
+
+from streampack.core.kept import mesh_refusal
+from streampack.core.messages import Attach, Mesh, ReadBy
+from streampack.core.rules import Rules
+from streampack.core.snapshot import Snapshot
+
+CLAIM_S = 3.0
+"""A holder not heard of for so long loses its rank to one that claims it; pings come every second."""
+RESTART_S = 10.0
+"""So long may the trainers of an attempt take to die when others come to begin a new one."""
+MAX_RANKS = 1 << 17
+"""Of a mesh: bounds what is believed of a peer."""
+
+Ranks = tuple[int, int, int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """A trainer's process, and how far it was served."""
+
+    name: str
+    peer: bytes
+    where: str
+    mesh: Mesh
+    readers: ReadBy
+    heard: float
+    since: float
+    """When it began to wait for what it wants now: its rank, or an attempt to take part in."""
+    ready: bool = False
+    """It has said where it begins."""
+    round: int = 0
+    first_step: int = 0
+    chain: bytes = b""
+    """Digest of the steps before ``first_step``, as the reader knows them; empty if it does not."""
+    snapshot: Snapshot | None = None
+    going_on: int = -1
+    holds: bool = False
+    """Its rank is its own."""
+    entered: bool = False
+    """It takes part in the attempt that is served."""
+    fence: int = 0
+    """The attempt that it was last told of."""
+    sent_upto: int = 0
+    want_stop: int = 0
+    resend: int = 0
+    have_upto: int = 0
+    stats: dict[str, float] = field(default_factory=dict)
+
+    def begin(self, message: Attach, now: float) -> None:
+        """What it says of where it begins."""
+        self.ready, self.round, self.first_step = message.ready, message.round, message.next_step
+        self.chain, self.snapshot, self.going_on = message.chain, message.snapshot, message.going_on
+        self.since, self.entered = now, False
+
+
+class Seats:
+    """The ranks of one mesh at a time: those ``held``, by rank, and the claims to them, oldest first."""
+
+    def __init__(self) -> None:
+        self.held: dict[Ranks, Reader] = {}
+        self.claims: dict[str, Reader] = {}
+        self.fenced: dict[str, str] = {}
+        """Why a process has lost its rank for good, by its name."""
+        self.num_ranks = 0
+        """That read, of the mesh whose ranks are held, or were last."""
+        self._mesh: tuple[Ranks, ReadBy] | None = None
+        self._names: dict[str, Reader] = {}
+        self._peers: dict[bytes, Reader] = {}
+        self._last: dict[Ranks, Reader] = {}  # who held each rank last, of this mesh
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[Reader]:
+        """Every reader, whether or not it holds its rank."""
+        return iter(list(self._names.values()))
+
+    def named(self, name: str) -> Reader | None:
+        return self._names.get(name)
+
+    def at(self, peer: bytes) -> Reader | None:
+        return self._peers.get(peer)
+
+    def add(self, reader: Reader) -> None:
+        """A process that was not known claims its rank."""
+        self._names[reader.name] = self._peers[reader.peer] = self.claims[reader.name] = reader
+
+    def move(self, reader: Reader, peer: bytes) -> None:
+        """It speaks over another connection now."""
+        self._peers.pop(reader.peer, None)
+        reader.peer, self._peers[peer] = peer, reader
+
+    def remove(self, reader: Reader) -> None:
+        """It is gone; its rank is free."""
+        self._names.pop(reader.name, None)
+        self.claims.pop(reader.name, None)
+        if self._peers.get(reader.peer) is reader:
+            del self._peers[reader.peer]
+        if self.held.get(reader.mesh.ranks) is reader:
+            del self.held[reader.mesh.ranks]
+        reader.holds = reader.entered = False
+
+    def in_the_way(self, reader: Reader) -> list[Reader]:
+        """Those that hold what it claims: its rank, or any rank of another mesh."""
+        if self.is_foreign(reader):
+            return list(self.held.values())
+        holder = self.held.get(reader.mesh.ranks)
+        return [] if holder is None else [holder]
+
+    def is_foreign(self, reader: Reader) -> bool:
+        """Is it of another mesh, or does it say that other ranks read, than those that hold theirs?"""
+        return bool(self.held) and self._mesh != (reader.mesh.sizes, reader.readers)
+
+    def seat(self, reader: Reader) -> bool:
+        """Its rank is its own: nobody is in the way. Fences who held it last; is it the first of another mesh?"""
+        mesh = (reader.mesh.sizes, reader.readers)
+        other = self._mesh != mesh
+        if other:
+            for last in self._last.values():
+                self._fence(last, reader)
+            self._last.clear()
+            tp, pp = reader.readers.ranks(reader.mesh)
+            self._mesh, self.num_ranks = mesh, reader.mesh.dp * reader.mesh.cp * len(tp) * len(pp)
+        if reader.mesh.ranks in self._last:
+            self._fence(self._last[reader.mesh.ranks], reader)
+        del self.claims[reader.name]
+        self.held[reader.mesh.ranks] = self._last[reader.mesh.ranks] = reader
+        reader.holds = True
+        return other
+
+    def _fence(self, last: Reader, by: Reader) -> None:
+        if last.name in self._names:  # it is here itself, and no zombie
+            return
+        self.fenced.pop(last.name, None)
+        self.fenced[last.name] = (
+            f"rank {last.mesh} at {last.where} was silent or had left, and {by.where} has taken over as {by.mesh}: "
+            f"end this process"
+        )
+        while len(self.fenced) > MAX_RANKS:
+            del self.fenced[next(iter(self.fenced))]
+
+    def all_wait(self) -> bool:
+        """Does every rank that reads wait for an attempt to begin? Not while one is claimed: its holder may be dead."""
+        there = not self.claims and len(self.held) == self.num_ranks > 0
+        return there and all(reader.ready and not reader.entered for reader in self.held.values())
+
+    def names_of(self, ranks: Iterable[Ranks], count: int) -> str:
+        """The first of ``count`` ranks, and what is known of who holds or held them, for a person."""
+        names = [self._describe(each) for each in islice(ranks, 8)]
+        return "; ".join(names) + (f" and {count - len(names)} more" if count > len(names) else "")
+
+    def _describe(self, ranks: Ranks) -> str:
+        name, last = rank_name(ranks), self._last.get(ranks)
+        if ranks in self.held:
+            return f"{name} at {self.held[ranks].where}"
+        return f"{name}, which was at {last.where}" if last is not None else name
+
+    def ranks(self) -> Iterator[Ranks]:
+        """Every rank that reads, in order."""
+        if self._mesh is None:
+            return
+        (dp, cp, tp, pp), read_by = self._mesh
+        yield from product(range(dp), range(cp), *read_by.ranks(Mesh(dp=dp, cp=cp, tp=tp, pp=pp)))
+
+
+def refusal(message: Attach, rules: Rules, layout: str) -> str:
+    """Why no reader can have this rank of this mesh, whoever else reads; empty if one can."""
+    mesh = message.mesh
+    if prod(mesh.sizes) > MAX_RANKS:
+        return f"got a mesh of {prod(mesh.sizes)} ranks, expected at most {MAX_RANKS}"
+    unfit = mesh_refusal(mesh, rules, layout)
+    if unfit:
+        return unfit
+    try:
+        tp, pp = message.readers.ranks(mesh)
+    except ValueError as error:
+        return str(error)
+    if mesh.tp_rank not in tp or mesh.pp_rank not in pp:
+        return f"got rank {mesh}, expected one of the readers that it declares: {message.readers}"
+    return ""
+
+
+def clash(reader: Reader, other: Reader) -> tuple[str, str]:
+    """Why ``reader`` cannot have its rank while ``other`` holds its own: (code, detail)."""
+    if other.readers != reader.readers:
+        return "mesh", (
+            f"got readers {reader.readers}, expected {other.readers} as declared by {other.where}: "
+            f"give every rank the same"
+        )
+    if other.mesh.sizes != reader.mesh.sizes:
+        return "mesh", (
+            f"got a mesh of dp, cp, tp, pp = {reader.mesh.sizes}, expected {other.mesh.sizes} as attached by "
+            f"{other.where}: give every rank the same mesh"
+        )
+    return "rank_taken", (
+        f"got rank {reader.mesh} from {reader.where}, which {other.where} holds: start one client a rank, "
+        f"or stop that one"
+    )
+
+
+def rank_name(ranks: Ranks) -> str:
+    """A rank, for a person."""
+    return " ".join(f"{name}={rank}" for name, rank in zip(("dp", "cp", "tp", "pp"), ranks, strict=True))
