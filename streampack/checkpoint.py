@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from streampack import wire
-from streampack.core.client_session import Begin
+from streampack.core.client_events import Begin
 from streampack.core.messages import State
 from streampack.core.rules import Rules
 from streampack.core.snapshot import Count

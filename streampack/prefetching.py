@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from streampack import wire
-from streampack.core.client_session import Answered, Broken, ClientSession, Deliver, Detach, Ended, Waiting
+from streampack.core.client_events import Answered, Broken, Deliver, Detach, Ended, Waiting
+from streampack.core.client_session import ClientSession
 from streampack.core.events import Effect, Event, FromBroker, Send, Tick
 from streampack.core.messages import Attached, Committed, Mesh, State
 from streampack.errors import (

@@ -19,13 +19,8 @@ from typing import Any
 import msgspec
 
 from streampack import checkpoint
-from streampack.core.client_session import (
-    Again,
-    Ask,
-    Begin,
-    ClientSession,
-    Returned,
-)
+from streampack.core.client_events import Again, Ask, Begin, Returned
+from streampack.core.client_session import ClientSession
 from streampack.core.messages import AskState, Commit, Committed, Mesh, ReadBy, State
 from streampack.core.patience import Patience
 from streampack.core.rules import Rules

@@ -1,23 +1,14 @@
-"""The producers' side of the broker: who sends which partition, from where on, and how much.
+"""The producers' side of the broker: what they say, and what they hear of it.
 
-Partitions of a stream are shared out among the ``producers`` that offer it, and move when one comes
-or goes, so that any number of producer processes gives the same stream. Every move begins a new
-session at the next sample that is missing (``credits``); messages of an older session or of an older broker
-change nothing. A producer that breaks the protocol, or says that it must stop, loses its leases,
-and what it said is what the trainers then wait for. When a feed goes back to its first sample, so
-do its partitions, each in a new session: chunks still on their way are of an old one. Knows
-partitions by number (``p``), numbered through over all feeds; what was taken of each is in their ``books``.
+A producer offers streams and is leased partitions (``sharing``), with credits; what it sends is taken if it is the
+next that its books miss. Messages of an older session or of an older broker change nothing. A producer that breaks
+the protocol, or says that it must stop, loses its leases, and what it said is what the trainers then wait for.
 """
 
 from __future__ import annotations
 
-from streampack.core.admission import Admission, lengths_of
-from streampack.core.books import Books
-from streampack.core.credits import Credits
-from streampack.core.effects import Recalled
+from streampack.core.admission import lengths_of
 from streampack.core.events import Effect, Report
-from streampack.core.history import History
-from streampack.core.intake import Intake
 from streampack.core.journal import Journal
 from streampack.core.messages import (
     WRONG_SIDE,
@@ -37,141 +28,23 @@ from streampack.core.messages import (
     Who,
 )
 from streampack.core.plan import Capacity
-from streampack.core.producers import CLAIM_S, Producer, Producers, refusal
-from streampack.core.rules import Rules
-from streampack.core.samples import I64
-from streampack.core.snapshot import Floor
+from streampack.core.producers import CLAIM_S, Producer, refusal
+from streampack.core.sharing import FAREWELL, Sharing
 
 REPEAT_S = 1.0
 """Credits are said again this often, whether or not they changed."""
 SILENT_S = 15.0
 """A producer not heard of for so long has lost its leases."""
 
-_FAREWELL = Bye(reason="the broker is stopping")
 
-
-class Leases:
-    """Every partition's holder, beside its ``books``."""
+class Leases(Sharing):
+    """What every producer says of its partitions; ``tick`` drops those that fell silent."""
 
     def __init__(self, run: int, epoch: int, capacity: Capacity, journal: Journal) -> None:
-        self.quota_tokens, self._journal = capacity.quota_tokens, journal
-        self.books = Books(run, capacity.quota_tokens, journal)
-        self.producers = Producers(self.books)
-        self.credits = Credits(run, epoch, capacity, self.books, self.producers, journal)
-        self._now = 0.0
+        super().__init__(run, epoch, capacity, journal)
         self._repeated = 0.0
-        self._done = False
-        self._failed: dict[int, str] = {}  # why the last holder of a partition stopped, until samples come again
         self.refused = 0
         """Messages that broke the protocol."""
-        self.vanished = 0
-        """Producers that were gone without a goodbye: silent, or followed by another process of their name."""
-
-    @property
-    def epoch(self) -> int:
-        """The broker's."""
-        return self.credits.epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self.credits.epoch = epoch
-
-    def open(self, feed: str, rules: Rules, admission: Admission, history: History) -> None:
-        """Add the streams of ``feed`` that are not there yet, whose samples ``admission`` takes."""
-        self.books.open(feed, rules, admission, history)
-        self.producers.open()
-        self.credits.open()
-
-    @property
-    def intakes(self) -> list[Intake]:
-        """Every partition's, as in the books."""
-        return self.books.intakes
-
-    @property
-    def num_producers(self) -> int:
-        """Those that are there."""
-        return len(self.producers)
-
-    @property
-    def ended(self) -> bool:
-        """Every partition has been taken whole, or closed."""
-        return all(intake.ended for intake in self.intakes)
-
-    def describe(self, p: int) -> str:
-        """Partition ``p`` and who should send it, for a person."""
-        stream, holder = self.books.stream_of[p], self.producers.holder_of(p)
-        text = f"stream {stream.terms.name!r} partition {p - stream.first} of {stream.terms.partitions}"
-        if p in self._failed:
-            return f"{text}: {self._failed[p]}"
-        if holder is None:
-            how = "a streampack.Producer of it" if stream.terms.pushed else "one with 'streampack produce'"
-            return f"{text}: no producer offers it, start {how}"
-        return f"{text}: held by the producer at {holder.where}"
-
-    # What a feed needs
-
-    def merged(self, feed: str, moved: I64) -> list[Effect]:
-        """The merge of ``feed`` has taken samples of its partitions ``moved``: widen their credits."""
-        effects: list[Effect] = []
-        every = self.books.of_feed(feed)
-        for mine in moved.tolist():
-            p = every[mine]
-            intake, merge = self.intakes[p], self.books.stream_of[p].admission.merge
-            intake.merged_seq = int(merge.merged_samples[mine])
-            intake.merged_tokens = int(merge.merged_tokens[mine])
-            effects += self.credits.flow(p) + self._pull(p)
-        return effects
-
-    def close(self, feed: str) -> list[Effect]:
-        """``feed`` has ended before its streams: take no more of any."""
-        return [e for p in self.books.of_feed(feed) for e in self._close(p)]
-
-    def join(self, feed: str, known: int) -> list[Effect]:
-        """The merge of ``feed`` has more partitions now than the ``known``: lease them, from their beginning."""
-        more = self.books.join(feed, known)
-        return self._read_from(more) if more else []
-
-    def remove(self, feed: str, rules: Rules) -> list[Effect]:
-        """Streams of weight 0 are wanted no more; what waited of them is dropped."""
-        gone = [stream.name for stream in rules.streams if not stream.weight]
-        return [e for name in gone for p in self.books.partitions(name) for e in self._close(p)]
-
-    def go_to(self, feed: str, floors: list[Floor], held: I64) -> list[Effect]:
-        """``feed`` has gone to another place (``Books.go_to``): its partitions are read from there, in new sessions."""
-        self.books.go_to(feed, floors, held)
-        mine = self.books.of_feed(feed)
-        for p in mine:
-            self._failed.pop(p, None)
-        return self._read_from(mine)
-
-    def recalled(self, event: Recalled) -> list[Effect]:
-        """A chunk of a pushed partition, out of the log."""
-        p, effects = self.books.recalled(event)
-        if p is None:
-            return effects
-        return effects + self._pull(p) + self.credits.flow(p, repeat=not self.intakes[p].behind)
-
-    def _read_from(self, mine: list[int]) -> list[Effect]:
-        """Partitions are read from where their books say, in new sessions."""
-        for p in mine:
-            self.credits.begin(p)
-        moved, effects = self._share_out()
-        effects += [e for p in sorted({*mine, *moved}) for e in self.credits.lease(p)]
-        return effects + [e for p in mine for e in self._pull(p)]
-
-    def _close(self, p: int) -> list[Effect]:
-        intake = self.intakes[p]
-        intake.merged_tokens = intake.kept_tokens  # what waited is dropped
-        if intake.ended:
-            return []
-        intake.closed = True
-        return self.credits.flow(p, repeat=True)
-
-    def _pull(self, p: int) -> list[Effect]:
-        """Read on in the log, where it has more of a partition; it may end with that."""
-        ended = self.intakes[p].ended
-        effects = self.books.pull(p)
-        return effects + (self.credits.flow(p, repeat=True) if self.intakes[p].ended and not ended else [])
 
     # What else happens
 
@@ -193,17 +66,7 @@ class Leases:
         """Records below ``upto`` are safe: tell those who keep what they push until then."""
         return self.credits.safe(upto)
 
-    def drain(self) -> list[Effect]:
-        """Give no further credit, lease nothing, and send every producer away."""
-        self.credits.drained = True
-        return [e for producer in self.producers for e in self.credits.send(producer.peer, _FAREWELL)]
-
-    def dismiss(self, done: bool) -> list[Effect]:
-        """Whether nobody will ask for samples again, so that producers may go."""
-        tell, self._done = done and not self._done, done
-        return [e for producer in self.producers for e in self.credits.send(producer.peer, Done())] if tell else []
-
-    # Producers come and go
+    # What they say
 
     def receive(self, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
         """A producer's message."""
@@ -233,7 +96,7 @@ class Leases:
             if unfit := refusal(offer, self.books):
                 return self._refuse(peer, *unfit)
         if self.credits.drained:
-            return self.credits.send(peer, _FAREWELL)
+            return self.credits.send(peer, FAREWELL)
         if producers.is_replaced(hello.producer):
             return self._refuse(peer, "partition_taken", "got a producer whose partition another has taken since")
         claim = producers.claim(hello, self._now)
@@ -252,52 +115,6 @@ class Leases:
             effects += self._leave(other, "its peer took another name")
         return effects + self._join(peer, hello) + (self.credits.send(peer, Done()) if self._done else [])
 
-    def _join(self, peer: bytes, hello: Hello) -> list[Effect]:
-        """A producer is there, or says again that it is: lease it its share."""
-        known = self.producers.named(hello.producer)
-        producer = self.producers.add(hello, peer, self._now)
-        effects: list[Effect] = []
-        restarted = known is not None and known.where != producer.where
-        if known is None:
-            offers = ", ".join(sorted(producer.offers))
-            effects.append(Report("info", f"producer {producer.where} joined, offering {offers}"))
-        elif restarted:
-            self.vanished += 1
-            gone = f"producer {producer.where} took over from {known.where}, which is gone"
-            effects.append(Report("warning", gone))
-        moved, last_words = self._share_out()
-        held = [p for p in self.producers.held_by(producer.name) if p not in moved]
-        for p in held if restarted else ():  # another process: it knows nothing of what was sent
-            self.credits.begin(p)
-        return effects + last_words + [e for p in [*held, *moved] for e in self.credits.lease(p)]
-
-    def _leave(self, producer: Producer, why: str) -> list[Effect]:
-        self.producers.remove(producer.name)
-        for offer in producer.offers:  # nothing of it was ever taken: the next producer may read other data
-            stream = self.books.streams[offer]
-            taken = self._journal.keeps or stream.admission.counts[stream.number].samples
-            if not taken and not self.producers.offers(offer):
-                self.books.digests.pop(offer, None)
-        level = "info" if self.ended or "goodbye" in why else "warning"
-        effects: list[Effect] = [Report(level, f"producer {producer.where} left: {why}")]
-        moved, last_words = self._share_out()
-        return effects + last_words + [e for p in moved for e in self.credits.lease(p)]
-
-    def _share_out(self) -> tuple[list[int], list[Effect]]:
-        """Give every open partition to a producer that offers its stream, evenly.
-
-        Returns those that moved, and what is said to those who lost them: how much of theirs was taken.
-        """
-        moved: list[int] = []
-        effects: list[Effect] = []
-        for move in self.producers.moves():
-            effects += self.credits.flow(move.p, repeat=True) if move.taken else []
-            self.producers.holder[move.p] = move.to
-            moved += [move.p] if move.to is not None else []
-        for p in moved:
-            self.credits.begin(p)
-        return sorted(moved), effects
-
     def _ping(self, producer: Producer, message: ProducerPing) -> list[Effect]:
         mine = self.producers.held_by(producer.name)
         if message.failure:
@@ -307,7 +124,7 @@ class Leases:
         if self._done:
             return self.credits.send(producer.peer, Done())
         if self.credits.drained:
-            return self.credits.send(producer.peer, _FAREWELL)
+            return self.credits.send(producer.peer, FAREWELL)
         return [e for p in mine for e in self.credits.flow(p, repeat=True)]
 
     # Samples

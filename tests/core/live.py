@@ -18,7 +18,8 @@ from crc32c import crc32c
 from streampack import wire
 from streampack.core.broker import Broker
 from streampack.core.changes import Ask
-from streampack.core.client_session import Broken, ClientSession, Deliver, Detach, Ended, Returned
+from streampack.core.client_events import Broken, Deliver, Detach, Ended, Returned
+from streampack.core.client_session import ClientSession
 from streampack.core.effects import (
     Answer,
     Append,

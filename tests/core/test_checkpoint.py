@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.checkpoint import Origin, load, save
-from streampack.core.client_session import Begin
+from streampack.core.client_events import Begin
 from streampack.core.form import Former
 from streampack.core.merge import merge_of
 from streampack.core.messages import State

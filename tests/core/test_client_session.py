@@ -11,18 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack.core.client_session import (
-    Again,
-    Answered,
-    Ask,
-    Begin,
-    Broken,
-    ClientSession,
-    Deliver,
-    Ended,
-    Returned,
-    Waiting,
-)
+from streampack.core.client_events import Again, Answered, Ask, Begin, Broken, Deliver, Ended, Returned, Waiting
+from streampack.core.client_session import ClientSession
 from streampack.core.events import Effect, FromBroker, Send, Tick
 from streampack.core.form import Former
 from streampack.core.merge import merge_of

@@ -10,17 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from streampack.core.client_session import (
-    Again,
-    Answered,
-    Ask,
-    Broken,
-    ClientSession,
-    Deliver,
-    Detach,
-    Ended,
-    Returned,
-)
+from streampack.core.client_events import Again, Answered, Ask, Broken, Deliver, Detach, Ended, Returned
+from streampack.core.client_session import ClientSession
 from streampack.core.events import Effect
 from streampack.core.messages import AskState, Commit, Mesh, State
 from streampack.core.snapshot import Snapshot

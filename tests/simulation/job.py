@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from streampack.core.client_session import Broken
+from streampack.core.client_events import Broken
 from streampack.core.messages import Envelope, Mesh, State, StepPart
 from streampack.core.seats import Ranks
 from tests.simulation.broker import FIRST_EPOCH
