@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -142,6 +143,14 @@ def _hf(pack: Mapping[str, Any], shifted: bool) -> dict[str, Any]:
     }
 
 
+def shown(pack: Pack, rules: Rules, *, format: str, device: Any) -> Any:
+    """``pack`` in ``format``, on ``device`` if there is one."""
+    if format == "numpy":
+        return pack
+    found = view(pack, format, rules)
+    return found if device is None else found.to(device)
+
+
 def real_tokens(batch: Pack | View) -> int:
     """Of the whole pack. Asks no device."""
     pack = batch.canonical if isinstance(batch, View) else batch
@@ -175,6 +184,10 @@ class Views:
         """``step`` with views for packs, verified where asked. Raises InvariantError."""
         if self.format != "numpy":
             step = replace(step, packs=tuple(view(pack, self.format, rules) for pack in step.packs))
+        if step.regrouping is not None:
+            device = None if self._stream is None else self._stream.device
+            show = partial(shown, format=self.format, device=device)
+            step = replace(step, regrouping=replace(step.regrouping, show=show))
         if self._verify:
             check_step(step, self._mesh, rules)
             follows(self._last, step)
@@ -220,7 +233,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         import torch
 
-        self._device, self._module = device, torch.get_device_module(device)
+        self.device, self._module = device, torch.get_device_module(device)
         self._stream = self._module.Stream(device) if device.type != "cpu" else self._module.Stream()
 
     def copy(self, step: Step) -> Step:
@@ -229,18 +242,18 @@ class SideStream:
         views = []
         with self._module.stream(self._stream):
             for batch in step:
-                pinned = batch if self._device.type == "cpu" else batch.pin_memory()
-                moved = pinned.to(self._device, non_blocking=True)
+                pinned = batch if self.device.type == "cpu" else batch.pin_memory()
+                moved = pinned.to(self.device, non_blocking=True)
                 moved.copied = event
                 views.append(moved)
             event.record(self._stream)
         return replace(step, packs=tuple(views))
 
     def arrive(self, step: Step) -> None:
-        current = self._module.current_stream(self._device)
+        current = self._module.current_stream(self.device)
         for event in {id(batch.copied): batch.copied for batch in step}.values():
             current.wait_event(event)
-        if self._device.type != "cpu":  # whose memory no stream owns
+        if self.device.type != "cpu":  # whose memory no stream owns
             for batch in step:
                 for tensor in batch.tensors().values():
                     tensor.record_stream(current)  # else its memory is given out again while it is still read

@@ -117,12 +117,17 @@ class PackCheck:
         equal("position_ids", f"{self.what}, its shape", pack["position_ids"].shape[-1:], (size,))
         self.agree("padding_mask", pack["padding_mask"], self.padding)
         if not self._sent(POSITION_IDS) and pack["position_ids"].ndim == 1:
-            self.agree("position_ids", pack["position_ids"], self.offset)
+            self.agree("position_ids", pack["position_ids"], self.offset, self._misplaced(pack["position_ids"]))
         if "input_ids" not in pack:
             return
         ids = pack["input_ids"]
         self.agree("input_ids", ids, np.where(self.padding, 0, ids))
         LabelCheck(self, self.places, ids, pack["labels"], self.loss_mask).run()
+
+    def _misplaced(self, positions: I64) -> NDArray[np.bool_]:
+        """Where positions do not count from 0 in their segment; in a forward pack's tail they may begin again."""
+        tail = (self.segment >= int(self.pack["num_samples"])) & (positions >= 0)
+        return np.where(tail, positions > self.offset, positions != self.offset)
 
     def _sent(self, name: str) -> bool:
         return self.rules is not None and any(field.name == name for field in self.rules.fields)

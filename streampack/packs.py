@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from dataclasses import fields as dataclass_fields
 from itertools import pairwise
 from math import prod
@@ -23,7 +24,9 @@ from streampack.core.layout import Layouts, Slices, cut, derive_labels, derive_p
 from streampack.core.messages import Attached, Envelope, Mesh, StepPart
 from streampack.core.rules import Rules
 from streampack.core.samples import I32, I64, IGNORE_INDEX
-from streampack.errors import WireError
+from streampack.errors import UserError, WireError
+from streampack.forward_packs import ForwardPacks
+from streampack.regrouping import Regrouping
 from streampack.slabs import Slabs
 
 _TOGETHER = 16
@@ -116,6 +119,27 @@ class Step:
     """32 hex digits: equal on all ranks, meshes and restarts for the same samples."""
     chain: str
     """Digest of this step and all before it."""
+    regrouping: Regrouping | None = dataclass_field(default=None, repr=False, compare=False)
+    """What ``regroup`` knows of it."""
+
+    def regroup(self, budget: int, *, min_packs: int = 1) -> ForwardPacks:
+        """Forward packs of up to ``budget`` tokens, in the step's format: its samples on this rank, in its order, for
+        passes without gradients. ``ForwardPacks.tokens_back`` gives what was computed back to the micro-batches.
+
+        With the run's budget or more, M micro-batches become ceil(M / (budget // the run's)) packs: as many on every
+        rank. With less their number is each rank's own, and ranks that run collectives together give all the most that
+        any of them has as ``min_packs``, which adds empty ones. ``micro_batch`` and ``pack`` are a forward pack's
+        number on its rank; ``num_loss_tokens`` is -1 where it has a part of a pack whose labels other ranks hold, too.
+
+        Raises UserError for a budget that does not hold every sample, and for layouts whose parts of a joined pack
+        this rank does not hold (``zigzag_pack``, ``contiguous``, with cp > 1).
+
+        >>> forward = step.regroup(budget=32768)  # doctest: +SKIP
+        >>> old = forward.tokens_back({pack: logprobs(pack) for pack in forward})  # doctest: +SKIP
+        """
+        if self.regrouping is None:
+            raise UserError("got a step that no loader has made, expected one of loader.steps()")
+        return self.regrouping.regroup(budget, min_packs)
 
     @property
     def sample_ids(self) -> I64:
@@ -155,8 +179,9 @@ def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs:
     if first is None or len(packs) != first.micro_batches:
         raise WireError(f"got {len(packs)} micro-batches, expected {first.micro_batches if first else 'some'}")
     return Step(
-        first.step, tuple(packs), first.num_loss_tokens, first.num_samples, first.digest.hex(), first.chain.hex()
-    )
+        first.step, tuple(packs), first.num_loss_tokens, first.num_samples, first.digest.hex(), first.chain.hex(),
+        Regrouping(tuple(packs), attached.rules, mesh.pp),
+    )  # fmt: skip
 
 
 def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: Mesh, slabs: Slabs) -> list[Pack]:

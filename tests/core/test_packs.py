@@ -1,6 +1,6 @@
 """What a trainer gets, from the arena to the pack, against packs built one token at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -253,7 +253,7 @@ def naive(case: Case, pack: list[list[int]], micro_batch: int = 0) -> dict[str, 
     }
 
 
-def reassembled(case: Case, steps: list[Step], micro_batch: int) -> dict[str, list[int]]:
+def reassembled(case: Case, steps: Sequence[Sequence[Pack] | Step], micro_batch: int) -> dict[str, list[int]]:
     """A pack from the shards of all its ranks; every position must be filled exactly once."""
     names = ("input_ids", "labels", "position_ids", "padding_mask")
     total = case.widths[micro_batch]
