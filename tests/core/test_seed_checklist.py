@@ -22,6 +22,7 @@ _DEAL, _KARP = "core/test_deal", "core/test_karmarkar_karp"
 _BATCHES = "core/test_batches"
 _PLAN, _PADDED = "core/test_planning", "core/test_padded"
 _LAYOUT, _RULES, _SHAPES = "core/test_layout", "core/test_rules_config", "core/test_shapes"
+_REGROUPED = "core/test_regrouping"
 _FIGURES, _WASTE = "core/test_figures", "core/test_waste"
 _SYSTEMS = f"{_PEERS}::test_packs_are_those_of_the_system_whose_packer_it_is"
 _DEFINED = f"{_PEERS}::test_packs_are_what_the_definition_says_for_samples_and_for_groups"
@@ -144,16 +145,24 @@ TESTED: dict[str, tuple[str, ...]] = {
     ),
     # small micro-batches at both ends
     "D4": (f"{_DEAL}::test_small_micro_batches_are_at_both_edges_as_in_roll_and_verl",),
-    # restore_results_order
-    "D5": (f"{_PLAN}::test_the_way_back_restores_the_order",),
+    # restore_results_order: of a planned step, and of log-prob passes
+    "D5": (
+        f"{_PLAN}::test_the_way_back_restores_the_order",
+        f"{_REGROUPED}::test_the_way_back_is_the_identity",
+    ),
     # batch_balance and what it says of the ranks' tokens
     "D6": (f"{_PLAN}::test_ranks_are_balanced_by_largest_differencing_and_the_spread_says_so",),
     # updates keep their samples: balancing moves none to another
     "D7": (f"{_PLAN}::test_denominators_and_samples_are_the_same_on_any_mesh",),
     # denominators over all ranks
     "D8": (f"{_PLAN}::test_denominators_and_samples_are_the_same_on_any_mesh",),
-    # its knobs; a sample that no pack can hold is refused
-    "D9": (f"{_PLAN}::test_what_cannot_be_is_refused",),
+    # its knobs, a budget and least number of micro-batches of their own for forward passes among them; a sample that no
+    # pack can hold is refused
+    "D9": (
+        f"{_PLAN}::test_what_cannot_be_is_refused",
+        f"{_REGROUPED}::test_a_forward_pack_is_the_pack_that_one_would_build_by_hand_of_its_samples",
+        f"{_REGROUPED}::test_what_cannot_be_regrouped_is_said",
+    ),
     # dynamic batching
     "D10": (
         f"{_PADDED}::test_samples_are_dealt_by_length_in_turn",

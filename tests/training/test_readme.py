@@ -31,6 +31,7 @@ SETTINGS: dict[str, Any] = {
     "tokens": "uint16",
     "rules": {"budget": 256, "window": {"samples": 32}, "step": {"packs": 2}},
     "streams": {"web": {"weight": 0.7}, "code": {"weight": 0.3}, "val": {}},
+    "fields": {"advantages": {"dtype": "float32", "align": "target", "default": 1}},
     "feeds": {"train": {"streams": ["web", "code"]}, "valid": {"streams": ["val"]}},
 }
 
@@ -168,6 +169,32 @@ def test_resuming_from_a_checkpoint(broker: RunningBroker) -> None:
     assert len(set(samples)) == len(samples) == SAMPLES
 
 
+def test_log_probs_of_forward_packs(broker: RunningBroker) -> None:
+    """They are those of the micro-batches: until the policy is updated, the ratio to what it was is 1."""
+    torch.manual_seed(0)
+    actor = Tiny()
+    before = {name: value.clone() for name, value in actor.state_dict().items()}
+    ratios: list[torch.Tensor] = []
+    forwards: list[int] = []
+
+    def logprobs(actor: Tiny, batch: Any) -> torch.Tensor:
+        forwards.append(len(batch.input_ids))
+        logits = actor(batch.input_ids, batch.position_ids, batch.cu_seqlens_padded)
+        return -cross_entropy(logits, batch.labels, reduction="none")
+
+    def policy_loss(new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        ratio = torch.exp(new - old)
+        ratios.append(ratio.detach())
+        return -(ratio * advantages).sum()
+
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-3)
+    given = {"actor": actor, "logprobs": logprobs, "policy_loss": policy_loss, "optimizer": optimizer}
+    left = run(block("step.regroup("), broker.trainers, **given)
+    assert forwards == [512, 256, 256] * (left["step"].index + 1)
+    assert torch.allclose(torch.cat(ratios), torch.ones(256 * len(ratios)), atol=1e-5)
+    assert changed(actor, before)
+
+
 def test_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "a.jsonl", [{"text": "local" * (1 + i % 9)} for i in range(50)])
@@ -224,6 +251,7 @@ def test_every_example_has_its_test() -> None:
         ">>> streampack.pack_lengths",
         "streampack.way_back",
         "streampack.plan_step",
+        "step.regroup(",
     )
     assert sorted(BLOCKS) == sorted(block(starts) for starts in tested)
 
