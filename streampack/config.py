@@ -254,7 +254,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
     def plan(self, feed: str | None = None) -> Rules:
         """The rules of ``feed``, by default the first. Raises ConfigError where settings contradict each other."""
         feed = next(iter(self.feeds)) if feed is None else feed
-        settings = self._rules_of(feed)
+        settings = self.rules_of(feed)
         mesh, layout = self.planned_mesh, self.feeds[feed].cp_layout
         align = derived_align(mesh.cp, mesh.tp, layout, self.precision, settings.align)
         fields = tuple(field.declared(name) for name, field in self.fields.items())
@@ -282,7 +282,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
             where = f"feeds.{feed}.rules" if self.feeds[feed].rules else "rules"
             raise ConfigError(f"{where}: {error}") from None
 
-    def _rules_of(self, feed: str) -> RulesSettings:
+    def rules_of(self, feed: str) -> RulesSettings:
         """The run's rules, with what a feed lays over them."""
         if not self.feeds[feed].rules:
             return self.rules

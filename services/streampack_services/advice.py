@@ -21,33 +21,35 @@ def why(found: Tree, overlong: str | None) -> list[str]:
     """Sentences, the most important first."""
     return [
         *_packer(found), *_window(found), *_budget(found), *_overlong(found, overlong), *_rejected(found),
-        *_alignment(found), *_balance(found), *_meshes(found), *_last_step(found), *_steps(found),
+        *_alignment(found), *_shape(found), *_batches(found), *_balance(found), *_meshes(found), *_last_step(found),
+        *_steps(found),
     ]  # fmt: skip
 
 
-def broker_yaml(found: Tree, overlong: str | None, *, align_given: bool) -> str:
+def broker_yaml(found: Tree, overlong: str | None) -> str:
     """The lines that make a broker do what is taken."""
     take = found["take"]
-    joint = take["joint"]
-    rules = [f"packer: {'exact_fill' if joint else take['packer']}", f"budget: {take['budget']}"]
-    rules.append(f"window: {{samples: {take['window']}}}")
-    rules += [f"{key}: {value}" for key, value in take["packer_keys"].items()]
-    rules.append(f"step: {{packs: {take['step_packs']}}}")
-    if joint:
-        rules.append(f"balance: {{{', '.join(f'{key}: {value}' for key, value in joint.items())}}}")
-    if align_given and take["align"]["pack"] > 1:
-        rules.append(f"align: {{sample: {take['align']['sample']}, pack: {take['align']['pack']}}}")
+    rules = dict(take["rules"])
     if overlong is not None and overlong != "error":
-        rules.append(f"overlong: {overlong}")
+        rules["overlong"] = overlong
     elif take["overlong"]:
-        rules.append("overlong: truncate")
+        rules["overlong"] = "truncate"
     if found["rejected"]:
-        rules.append("poison: drop")
-    mesh = ", ".join(f"{name}: {size}" for name, size in take["mesh"].items() if size > 1)
-    lines = [f"rules: {{{', '.join(rules)}}}"] + ([f"planned_mesh: {{{mesh}}}"] if mesh else [])
+        rules["poison"] = "drop"
+    mesh = {name: size for name, size in take["mesh"].items() if size > 1 and name != "pp"}
+    tree = {"rules": rules, "planned_mesh": mesh, "precision": found["precision"]}
     if take["memory_bytes"] > parse_size(MEMORY, "memory"):
-        lines.append(f"memory: {-(-take['memory_bytes'] // 2**30)}GiB")
-    return "\n".join(lines)
+        tree["memory"] = f"{-(-take['memory_bytes'] // 2**30)}GiB"
+    return "\n".join(f"{key}: {_flow(value)}" for key, value in tree.items() if value)
+
+
+def _flow(value: Any) -> str:
+    """As YAML has it in one line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_flow(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_flow, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _axis(found: Tree, axis: str, key: str) -> list[Tree]:
@@ -62,10 +64,10 @@ def _packer(found: Tree) -> list[str]:
     base = next((row for row in found["settings"] if row["axis"] == "packer" and row["packer"] == take["packer"]), take)
     compared = ", ".join(f"{row['packer']} {row['useful']:.2%}" for row in others[:COMPARED])
     said = f"{take['packer']} leaves {base['useful']:.2%} of the ranks' time to real tokens"
+    sentences = [said + (f"; next: {compared}." if compared else ".")]
     better = [row["packer"] for row in others if row["useful"] > base["useful"] + SAID]
     sorting = ", ".join(name for name in better if name not in NEAR_ORDER)
-    sentences = [said + (f"; next: {compared}." if compared else ".")]
-    if sorting:
+    if sorting and not take["step_samples"]:
         sentences.append(
             f"Not advised, for they rearrange whole windows, and steps differ in what they hold: {sorting}."
         )
@@ -121,13 +123,61 @@ def _alignment(found: Tree) -> list[str]:
     if take["waste"]["alignment"] > SAID:
         padded = f"Samples padded to multiples of {take['align']['sample']} tokens, which the mesh asks for, take"
         said.append(f"{padded} {take['waste']['alignment']:.2%}.")
-    rows = (row for row in found["settings"] if row["axis"] == "mesh" and not row["refused"])
-    for row in rows:
-        if row["mesh"] == take["mesh"] and row["align"] != take["align"]:
-            align = f"align: {{sample: {row['align']['sample']}, pack: {row['align']['pack']}}}"
-            said.append(f"{align}, all that the kernels' split needs, would take {row['waste']['alignment']:.2%}: not "
-                        f"proved on GPUs yet.")  # fmt: skip
+    rows = [row for row in found["settings"] if row["axis"] == "mesh" and not row["refused"]]
+    for tight in rows:
+        given = next((row for row in rows if row["mesh"] == tight["mesh"]), tight)
+        if tight["mesh"] == take["mesh"] and tight["align"] != given["align"]:
+            saved = given["waste"]["alignment"] - tight["waste"]["alignment"]
+            said.append(
+                f"align: {{sample: tight}} pads them to {tight['align']['sample']}, all that the kernels' split needs, "
+                f"and saves {saved:.2%} of all that is computed (useful {tight['useful'] - given['useful']:+.2%}): not "
+                f"proved on GPUs yet."
+            )
     return said
+
+
+def _shape(found: Tree) -> list[str]:
+    """What another shape would gain, or cost; nothing where packs are full anyway."""
+    rows = [row for row in found["settings"] if row["axis"] == "shape" and not row["refused"]]
+    base = next((row for row in rows if row["shape"] == found["take"]["shape"]), None)
+    if base is None:
+        return []
+    said = [f"{shape_text(row['shape'])} {_change(row['useful'] - base['useful'])}" for row in rows if row is not base
+            if abs(row["useful"] - base["useful"]) >= SAID]  # fmt: skip
+    stages = base["mesh"]["pp"]
+    pipeline = f"; with {stages} stages all packs of a step are as long as its longest" if stages > 1 else ""
+    shapes = f"Packs of shape {shape_text(base['shape'])}"
+    if not said:
+        return [f"{shapes}: no other would gain much{pipeline}."] if stages > 1 or base["step_samples"] else []
+    return [f"{shapes}: {', '.join(said)}. Compilers and captured graphs want few shapes{pipeline}."]
+
+
+def shape_text(shape: Any) -> str:
+    """``exact``, ``multiple 512``, ``buckets 2048 4096``."""
+    if isinstance(shape, str):
+        return shape
+    if shape.get("multiple"):
+        return f"multiple {shape['multiple']}"
+    return f"buckets {' '.join(map(str, shape['buckets']))}"
+
+
+def _batches(found: Tree) -> list[str]:
+    """How many packs a batch is, and what the mesh makes of them."""
+    take = found["take"]
+    if not take["step_samples"]:
+        return []
+    low, high, dp = take["micro_batches_low"], take["micro_batches_high"], take["mesh"]["dp"]
+    ranks = f" on each of {dp} ranks" if dp > 1 else ""
+    micro = _counted(low, high, "micro-batch", "micro-batches")
+    said = f"A batch of {take['step_samples']:,} samples is {micro}{ranks}"
+    split, empty = take["split_share"], take["waste"]["empty_pack"]
+    if split > SAID or empty > SAID:
+        said += f": for that {split:.1%} of the packs are split off others, and {empty:.1%} of all slots are empty"
+    return [f"{said}."]
+
+
+def _counted(low: int, high: int, one: str, many: str) -> str:
+    return f"{low} {one if low == 1 else many}" if low == high else f"{low} to {high} {many}"
 
 
 def _balance(found: Tree) -> list[str]:
@@ -138,6 +188,8 @@ def _balance(found: Tree) -> list[str]:
     said = f"The dearest of {dp} ranks needs {take['cost_max_over_mean']:.3f} times the mean of its micro-batch"
     if take["cost_max_over_mean"] < UNEVEN:
         return [f"{said}: balanced."]
+    if take["step_samples"]:
+        return [f"{said}: the others wait. Larger batches give DEAL more to choose from."]
     joint = "" if take["packer"] == "joint" else "; balance: joint forms packs that cost the same"
     return [f"{said}: the others wait. More packs a step give DEAL more to choose from{joint}."]
 
@@ -157,15 +209,20 @@ def _meshes(found: Tree) -> list[str]:
 
 def _last_step(found: Tree) -> list[str]:
     share = found["take"]["waste"]["empty_pack"]
-    if share <= 0.005:
+    if share <= 0.005 or found["take"]["step_samples"]:
         return []
     return [f"Empty packs of the last step take {share:.2%}: fewer packs a step, several passes, or tail: drop."]
 
 
 def _steps(found: Tree) -> list[str]:
     take = found["take"]
+    warmup = take["rules"].get("warmup")
+    among = f", the first {warmup['steps']:,} from a budget of {warmup['init']:,} on" if warmup else ""
     if take["steps"] is None:
         return ["How many steps a pass has is not known: --total says how many samples it has."]
     if take["steps_low"] == take["steps_high"]:
-        return [f"A pass is {take['steps']:,} steps of {take['step_packs']} packs."]
-    return [f"A pass is {take['steps']:,} steps, most likely (95 %) {take['steps_low']:,} to {take['steps_high']:,}."]
+        of = f"{take['step_samples']:,} samples" if take["step_samples"] else f"{take['step_packs']} packs"
+        return [f"A pass is {take['steps']:,} steps of {of}{among}."]
+    return [
+        f"A pass is {take['steps']:,} steps, most likely (95 %) {take['steps_low']:,} to {take['steps_high']:,}{among}."
+    ]

@@ -1,33 +1,39 @@
 """``streampack plan``: which budget, window, packer and mesh some lengths ask for, from what each would give.
 
-Around one base setting each axis of the grid is varied alone: budgets (with the packs of a step changed the other way,
-so that a step has the same tokens), windows, packers, meshes. Every setting is forecast by the broker's own planning
-(``forecast``). What is taken leaves the most of the ranks' time to real tokens; where that makes no difference to speak
-of, it is what was given. Where no budget was given, the base is the smallest that is good enough.
+Every setting of the grid (``grid``) is forecast by the broker's own planning (``forecast``). What is taken leaves the
+most of the ranks' time to real tokens; where that makes no difference to speak of, it is what was given. Where no
+budget was given, the base is the smallest that is good enough. Shapes and tight alignment are shown, not taken: what
+they ask of kernels and compilers is not known here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from streampack.alignment import derived_align
-from streampack.config import PlannedMesh
-from streampack.core.packers import PACKERS
 from streampack.core.plan import needed_tokens
-from streampack.core.rules import PACKER_KEYS, Align, Balance, Overlong, Rules
-from streampack.errors import ConfigError, SampleError, UserError
+from streampack.core.rules import PACKER_KEYS, Rules
+from streampack.errors import SampleError, UserError
 from streampack_services.arena import SLACK
-from streampack_services.forecast import Forecast, Order, forecast, order_of, planned_rules, with_packer
+from streampack_services.forecast import (
+    Forecast,
+    Formed,
+    Order,
+    forecast,
+    order_of,
+    planned_rules,
+    steps_of,
+    with_packer,
+)
+from streampack_services.grid import PlanOptions, Setting, base_of, fitting, grid
 from streampack_services.lengths import Workload
 
 Tree = dict[str, Any]
-JOINT = Balance("joint")
 SAME = 0.001
 """Shares of the ranks' time that differ by less are the same."""
 NEAR_ORDER = ("exact_fill", "joint", "sliding_ffd", "buffer_first_fit", "concatenative")
@@ -40,97 +46,6 @@ CUT = 0.01
 """A budget that cuts off more than this of all tokens is not advised where another does not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One setting of the grid, on ``axis``; ``step_packs`` over all ranks of ``mesh``."""
-
-    axis: str
-    budget: int
-    window: int
-    packer: str
-    step_packs: int
-    mesh: PlannedMesh
-    align: Align
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """What to vary: the first of ``budgets``, ``windows``, ``packers`` and ``meshes`` are the base setting.
-
-    ``rules`` give the rest. ``align`` is None where it follows from the mesh, and so is the group of ``joint``, which
-    is a packer here. ``keep_budget``: it was asked for.
-    ``overlong`` None: what ``truncate`` would lose is shown; ``overlong_of_all``: it was asked for, whatever ``rules``
-    say of each stream.
-    """
-
-    rules: Rules
-    layout: str
-    budgets: tuple[int, ...]
-    windows: tuple[int, ...]
-    packers: tuple[str, ...]
-    meshes: tuple[PlannedMesh, ...]
-    align: Align | None = None
-    joint: Balance = JOINT
-    overlong: Overlong | None = None
-    keep_budget: bool = False
-    overlong_of_all: bool = False
-
-
-def default_budgets(budget: int) -> tuple[int, ...]:
-    """Around one budget, it first."""
-    return (budget, *(each for each in (budget // 2, budget * 2, budget * 4) if each >= 1))
-
-
-def default_windows(window: int) -> tuple[int, ...]:
-    return (window, *(each for each in (256, 1024, 4096) if each != window))
-
-
-def default_packers(packer: str) -> tuple[str, ...]:
-    """All but ``none``, which does not pack, unless it is what the rules say."""
-    return (packer, *(each for each in PACKERS if each not in (packer, "none")))
-
-
-def grid(options: PlanOptions) -> list[Setting]:
-    """Every setting, the base first on each axis. Raises ConfigError for a base that cannot be."""
-    mesh, base = options.meshes[0], _base_of(options)
-    if base.budget % base.align.pack:
-        raise ConfigError(
-            f"budget: got {base.budget}, expected a multiple of {base.align.pack}, which the mesh asks for: take "
-            f"{base.budget // base.align.pack * base.align.pack or base.align.pack}"
-        )
-    found = [base]
-    for budget in sorted(options.budgets):
-        fitting = max(budget // base.align.pack, 1) * base.align.pack
-        found.append(_setting("budget", options, fitting, base.window, base.packer, mesh))
-    found += [_setting("window", options, base.budget, window, base.packer, mesh) for window in sorted(options.windows)]
-    found += [_setting("packer", options, base.budget, base.window, packer, mesh) for packer in options.packers]
-    for each in options.meshes:
-        found += _of_mesh(options, base, each)
-    return found
-
-
-def _base_of(options: PlanOptions) -> Setting:
-    return _setting(
-        "base", options, options.budgets[0], options.windows[0], options.packers[0], options.meshes[0]
-    )  # fmt: skip
-
-
-def _setting(axis: str, options: PlanOptions, budget: int, window: int, packer: str, mesh: PlannedMesh) -> Setting:
-    align = options.align or derived_align(mesh.cp, mesh.tp, options.layout)
-    packs = max(round(options.rules.packs * options.budgets[0] / budget / mesh.dp), 1) * mesh.dp
-    return Setting(axis, budget, window, packer, packs, mesh, align)
-
-
-def _of_mesh(options: PlanOptions, base: Setting, mesh: PlannedMesh) -> Iterator[Setting]:
-    """A mesh; with tensor parallelism also with samples aligned to what context parallelism needs, and no more."""
-    setting = _setting("mesh", options, base.budget, base.window, base.packer, mesh)
-    setting = replace(setting, budget=max(base.budget // setting.align.pack, 1) * setting.align.pack)
-    yield setting
-    if options.align is None and mesh.tp > 1 and options.layout == "zigzag":
-        needed = 2 * mesh.cp if mesh.cp > 1 else 1
-        yield replace(setting, align=Align(sample=needed, pack=math.lcm(needed, mesh.cp * mesh.tp)))
-
-
 def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] = lambda _: None) -> Tree:
     """The forecasts of the grid and what follows: a tree for JSON. ``say`` hears what is being forecast.
 
@@ -140,8 +55,7 @@ def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] 
     forecaster = _Forecaster(workload, options, say)
     if options.overlong == "error":
         _refuse_overlong(workload, options.budgets[0])
-    asked, possible = options.rules.packs, _base_of(options).step_packs
-    notes = [f"a step has {possible} packs instead of {asked}: a multiple of dp"] if asked != possible else []
+    notes = _steps_notes(options)
     if not options.keep_budget:
         options = _with_budget(options, forecaster)
     rows = [(setting, forecaster(setting)) for setting in grid(options)]
@@ -156,11 +70,47 @@ def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] 
     found["notes"] = [*found["notes"], *notes]
     found["settings"] = [_row(setting, result) for setting, result in rows]
     kept = forecaster.rules(take)
-    keys = {key: value for key in PACKER_KEYS if (value := getattr(kept, key)) is not None}
-    joint = msgspec.to_builtins(options.joint) if take.packer == "joint" else None
-    memory = int(needed_tokens(kept, kept.budget + 1) * kept.token_bytes * SLACK * WAITING)
-    found["take"] = _row(take, taken) | {"packer_keys": keys, "joint": joint, "memory_bytes": memory}
+    memory = int(_held_tokens(kept, workload) * kept.token_bytes * SLACK * WAITING)
+    found["take"] = _row(take, taken) | {"rules": _keys(options, take, kept), "memory_bytes": memory}
+    found["precision"] = options.precision
     return found
+
+
+def _steps_notes(options: PlanOptions) -> list[str]:
+    """How steps differ from what was asked for."""
+    asked, base = options.rules.packs, base_of(options)
+    if options.step.get("end_of_batch"):
+        return [f"batches are taken to be of {base.step_samples:,} samples each; those of a run end at marks"]
+    if base.step_packs in (asked, None):
+        return []
+    return [f"a step has {base.step_packs} packs instead of {asked}: a multiple of dp"]
+
+
+def _held_tokens(rules: Rules, workload: Workload) -> int:
+    """What a broker must hold: of batches, three of the mean size."""
+    needed = needed_tokens(rules, rules.budget + 1)
+    if rules.batch is None or rules.batch.samples is None:
+        return needed
+    return max(needed, int(3 * rules.batch.samples * np.minimum(workload.lengths, rules.budget).mean()))
+
+
+def _keys(options: PlanOptions, take: Setting, rules: Rules) -> Tree:
+    """``rules`` of a setting as broker.yaml has them, but for policies of samples; alignment where it was given."""
+    tree: Tree = {"packer": rules.packer, "budget": rules.budget}
+    tree |= {} if options.batched else {"window": {"samples": rules.window}}
+    tree |= {key: value for key in PACKER_KEYS if (value := getattr(rules, key)) is not None}
+    tree["step"] = options.step if options.batched else {"packs": take.step_packs}
+    balance = options.joint if take.packer == "joint" else None
+    given = {
+        "balance": msgspec.to_builtins(rules.balance) | ({"group": balance.group} if balance is not None else {}),
+        "shape": msgspec.to_builtins(rules.shape), "warmup": msgspec.to_builtins(options.rules.warmup),
+        "align": {key: value for key, value in msgspec.to_builtins(options.align).items() if value is not None},
+        "tail": rules.tail,
+    }  # fmt: skip
+    default: Tree = {"shape": "fixed", "tail": "pad", "align": {"lcm": 1}}
+    if given["balance"].get("group", 0) is None:
+        del given["balance"]["group"]
+    return tree | {key: value for key, value in given.items() if value and value != default.get(key)}
 
 
 class _Forecaster:
@@ -169,6 +119,7 @@ class _Forecaster:
     def __init__(self, workload: Workload, options: PlanOptions, say: Callable[[str], None]) -> None:
         self._workload, self._options, self._say = workload, options, say
         self._orders: dict[int, Order] = {}
+        self._formed: dict[Rules, Formed] = {}
         self._made: dict[Setting, Forecast | str] = {}
 
     def __call__(self, setting: Setting) -> Forecast | str:
@@ -184,19 +135,30 @@ class _Forecaster:
         rules = planned_rules(
             options.rules, self._workload, options.overlong or "truncate", all_streams=options.overlong_of_all
         )
+        if (warmup := rules.warmup) is not None and warmup.init > setting.budget:
+            rules = msgspec.structs.replace(rules, warmup=msgspec.structs.replace(warmup, init=setting.budget))
         return with_packer(
             rules, setting.packer, options.joint.planned(setting.mesh.dp), budget=setting.budget,
-            window=setting.window, packs=setting.step_packs, align=setting.align,
+            window=setting.window, packs=setting.step_packs or rules.packs, align=setting.align, shape=setting.shape,
         )  # fmt: skip
 
     def _forecast(self, setting: Setting) -> Forecast | str:
+        mesh = setting.mesh
         try:
             rules = self.rules(setting)
             if setting.budget not in self._orders:
                 self._orders[setting.budget] = order_of(self._workload, rules)
-            return forecast(self._workload, self._orders[setting.budget], rules, setting.mesh.dp)
+            order = self._orders[setting.budget]
+            return forecast(self._workload, order, rules, mesh.dp, mesh.pp, self._steps(order, rules))
         except (UserError, ValueError) as error:
             return str(error)
+
+    def _steps(self, order: Order, rules: Rules) -> Formed:
+        """What FORM makes of an order, which it does not see the shape of."""
+        formed = msgspec.structs.replace(rules, shape="fixed")
+        if formed not in self._formed:
+            self._formed[formed] = steps_of(order, formed)
+        return self._formed[formed]
 
 
 def _refuse_overlong(workload: Workload, budget: int) -> None:
@@ -221,10 +183,11 @@ def _forecast_on(rows: Rows, axis: str) -> list[tuple[Setting, Forecast]]:
 
 
 def _best(rows: Rows, axis: str) -> Any:
-    """What leaves most of the ranks' time to real tokens; the base, if nothing is surely better to speak of."""
-    base = getattr(rows[0][0], axis)
+    """What leaves most of the ranks' time to real tokens; the base, if nothing is surely better to speak of. Inside a
+    batch, whose samples are the update's whatever their order, any packer may be taken."""
+    base, batched = getattr(rows[0][0], axis), rows[0][0].step_samples is not None
     found = [(getattr(setting, axis), made) for setting, made in _forecast_on(rows, axis)]
-    found = [(value, made) for value, made in found if axis != "packer" or value in NEAR_ORDER or value == base]
+    found = found if batched or axis != "packer" else [each for each in found if each[0] in (*NEAR_ORDER, base)]
     given = next((made for value, made in found if value == base), None)
     value, best = max(found, key=lambda each: each[1].useful, default=(base, given))
     if given is None or best is None:
@@ -239,6 +202,8 @@ def _with_budget(options: PlanOptions, forecaster: _Forecaster) -> PlanOptions:
     Good enough: no other leaves ``WORTH`` more of the ranks' time to real tokens. Little: ``CUT`` of the tokens, or as
     little as any does.
     """
+    align = options.align_of(options.meshes[0])
+    options = replace(options, budgets=tuple(dict.fromkeys(fitting(each, align) for each in options.budgets)))
     rows = [(setting, forecaster(setting)) for setting in grid(options) if setting.axis == "budget"]
     found = _forecast_on(rows, "budget")
     least = min((made.lost_share for _, made in found), default=0.0)
@@ -249,12 +214,12 @@ def _with_budget(options: PlanOptions, forecaster: _Forecaster) -> PlanOptions:
         return options
     chosen = min(good, key=lambda setting: setting.budget)
     others = (each for each in options.budgets if each != chosen.budget)
-    rules = msgspec.structs.replace(options.rules, packs=chosen.step_packs)
+    rules = msgspec.structs.replace(options.rules, packs=chosen.step_packs or options.rules.packs)
     return replace(options, rules=rules, budgets=(chosen.budget, *others))
 
 
 def _row(setting: Setting, made: Forecast | str) -> Tree:
-    tree: Tree = {**asdict(setting), "mesh": msgspec.to_builtins(setting.mesh)}
+    tree: Tree = {**asdict(setting), **{key: msgspec.to_builtins(getattr(setting, key)) for key in ("mesh", "shape")}}
     tree["align"] = {"sample": setting.align.sample, "pack": setting.align.pack}
     return tree | {"refused": made if isinstance(made, str) else None} | ({} if isinstance(made, str) else asdict(made))
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from streampack.alignment import Precision
 from streampack.core.rules import Overlong
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
@@ -58,14 +59,32 @@ def plan(
     ] = None,
     mesh: Annotated[
         list[str] | None,
-        typer.Option("--mesh", metavar="dp=N,cp=N,tp=N", show_default=False,
-                     help="Parallel ranks: data, context, tensor. Given again, meshes are compared. Default: "
-                     "broker.yaml's planned_mesh, or one rank."),
+        typer.Option("--mesh", metavar="dp=N,cp=N,tp=N,pp=N", show_default=False,
+                     help="Parallel ranks: data, context, tensor, and stages of a pipeline. Given again, meshes are "
+                     "compared. Default: broker.yaml's planned_mesh, or one rank."),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option("--shape", metavar="SHAPE", show_default=False,
+                     help="How long packs are: fixed, exact, multiple=512 or buckets=2048,4096. Given again, they are "
+                     "compared. Default: broker.yaml's, fixed, and the others."),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option("--precision", metavar="NAME", show_default=False,
+                     help="Of FP8 products, which ask for longer multiples: "
+                     f"{', '.join(get_args(Precision))}. Default: broker.yaml's, or none."),
     ] = None,
     packs: Annotated[
         int | None,
         typer.Option("--packs", metavar="N", min=1, show_default=False,
                      help="Packs of an optimizer step, over all ranks. Default: broker.yaml's, or 64."),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", metavar="SAMPLES", min=1, max=2**24, show_default=False,
+                     help="Or samples of a step, packed by themselves: step: {samples: N}. Default: broker.yaml's; of "
+                     "batches that end_of_batch closes, about as many as they have."),
     ] = None,
     overlong: Annotated[
         str | None,
@@ -112,17 +131,17 @@ def plan(
         streampack plan "data/*.jsonl" --tokenizer models/qwen --budget 4096,8192
         streampack plan http://node0:7400
     """
-    from streampack_services import advice, advisor, plan_inputs, plan_report
+    from streampack_services import advice, advisor, plan_inputs, plan_options, plan_report
 
-    given = plan_inputs.PlanInputs(
-        what, config or [], budget, window, packer, mesh or [], packs, overlong, samples, total, tokenizer, text_key,
-        tokens_key, feed, timeout,
+    given = plan_options.PlanInputs(
+        what, config or [], budget, window, packer, mesh or [], shape or [], precision, packs, batch, overlong, samples,
+        total, tokenizer, text_key, tokens_key, feed, timeout,
     )  # fmt: skip
     workload, options = plan_inputs.read(given)
     with plan_inputs.saying() as say:
         found = advisor.advise(workload, options, say)
     found["why"] = advice.why(found, options.overlong)
-    found["broker_yaml"] = advice.broker_yaml(found, options.overlong, align_given=options.align is not None)
+    found["broker_yaml"] = advice.broker_yaml(found, options.overlong)
     _say(found, as_json, plan_report.show_plan)
     if png is not None:
         from streampack_services import picture

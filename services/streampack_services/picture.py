@@ -11,13 +11,16 @@ from numpy.typing import NDArray
 
 from streampack.core.samples import I64
 from streampack.errors import UserError
+from streampack_services.advice import shape_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Tree = dict[str, Any]
-CAUSES = {"alignment": "#8da0cb", "pack_tail": "#fc8d62", "empty_pack": "#bbbbbb"}
+CAUSES = {
+    "alignment": "#8da0cb", "pack_tail": "#fc8d62", "shape": "#e8c468", "pipeline": "#b07aa1", "empty_pack": "#bbbbbb",
+}  # fmt: skip
 FAR = 0.5
 """Of all slots wasted: what is beyond is cut."""
 F64 = NDArray[np.float64]
@@ -104,6 +107,8 @@ def _cut_at(axes: Axes, ends: F64, places: I64) -> None:
 
 def setting_name(row: Tree) -> str:
     """What of a setting its axis varies: ``window 256``."""
+    if row["axis"] == "shape":
+        return shape_text(row["shape"])
     if row["axis"] == "mesh":
         mesh = " ".join(f"{name}={size}" for name, size in row["mesh"].items() if size > 1 or name == "dp")
         align = row["align"]["sample"]

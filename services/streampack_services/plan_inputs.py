@@ -1,4 +1,4 @@
-"""What ``streampack plan`` is asked: a workload and the options of the grid, out of arguments and configurations.
+"""What ``streampack plan`` and ``report`` are about: lengths, out of their arguments and configurations.
 
 Where lengths come from follows from what is named: a URL is a broker, a folder with a log is a state_dir, a file of
 numbers is lengths, and anything else is data to tokenize.
@@ -9,22 +9,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast, get_args
 
 import msgspec
 from rich.console import Console
 
-from streampack.config import BrokerConfig, PlannedMesh, ProducerConfig
+from streampack.config import BrokerConfig, ProducerConfig
 from streampack.config_files import read_either
-from streampack.core.packers import PACKERS
-from streampack.core.rules import Align, Balance, Overlong, Rules
+from streampack.core.rules import Rules
 from streampack.errors import UserError
 from streampack.sources import Source
 from streampack_services import http_client, sampling, served
-from streampack_services.advisor import JOINT, PlanOptions, default_budgets, default_packers, default_windows
 from streampack_services.forecast import with_packer
+from streampack_services.grid import PlanOptions
 from streampack_services.lengths import (
     StreamLengths,
     Workload,
@@ -35,6 +33,7 @@ from streampack_services.lengths import (
     stretches,
 )
 from streampack_services.local import open_stream
+from streampack_services.plan_options import Base, PlanInputs, base_of_broker, base_of_run, check_packer, options_of
 from streampack_services.producer import import_from_here, open_sources
 from streampack_services.savings import served_by
 from streampack_services.segments import segment_files
@@ -47,39 +46,6 @@ PARTITIONS = 4
 """Of a stream, as in broker.yaml."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanInputs:
-    """The arguments of ``streampack plan``, as they were written."""
-
-    what: str | None
-    configs: list[Path] = field(default_factory=list)
-    budget: str | None = None
-    window: str | None = None
-    packer: str | None = None
-    meshes: list[str] = field(default_factory=list)
-    packs: int | None = None
-    overlong: str | None = None
-    samples: int | None = None
-    total: int | None = None
-    tokenizer: str = "bytes"
-    text_key: str | None = None
-    tokens_key: str | None = None
-    feed: str | None = None
-    timeout_s: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """What a configuration or a run gives to begin with; ``align`` None: it follows from the mesh."""
-
-    rules: Rules
-    align: Align | None = None
-    joint: Balance = JOINT
-    mesh: PlannedMesh | None = None
-    layout: str = "zigzag"
-    given: bool = True
-
-
 def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
     """The lengths and the grid. Raises UserError for what cannot be, SourceError, Unreachable."""
     configs = list(given.configs)
@@ -87,9 +53,10 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
     if what is not None and what.endswith((".yaml", ".yml")):
         configs, what = [*configs, Path(what)], None
     broker, producer = _configs(configs)
-    base = _base_of(broker, given.feed) if broker is not None else _Base(Rules(), given=False)
+    base = base_of_broker(broker, given.feed) if broker is not None else Base(Rules(), given=False)
     if what is None and producer is not None:
-        return _of_producer(given, producer, base), _options(given, base)
+        options = options_of(given, base)
+        return _of_producer(given, producer, base), options
     if what is None:
         raise UserError(
             "got nothing to plan for, expected lengths, data, a broker's address, a state_dir or -c producer.yaml"
@@ -98,11 +65,11 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
         raise UserError(f"got {what} and a producer.yaml, expected one of them to read")
     run = _run(what, given.feed, given.timeout_s)
     if run is None:
-        return _of_file(given, what, base), _options(given, base)
+        options = options_of(given, base)
+        return _of_file(given, what, base), options
     if broker is None:
-        align, joint = (None, JOINT) if given.meshes else (run.rules.align, _joint_of(run.rules))
-        base = _Base(run.rules, align, joint, run.mesh)
-    return _of_run(run, given.samples or TO_PACK), _options(given, base)
+        base = base_of_run(run, other_mesh=bool(given.meshes))
+    return _of_run(run, given.samples or TO_PACK), options_of(given, base)
 
 
 def run_of(what: str | None, feed: str | None, budget: int, window: int, packer: str, timeout_s: float) -> Served:
@@ -117,7 +84,7 @@ def run_of(what: str | None, feed: str | None, budget: int, window: int, packer:
         raise UserError(f"{what}: got a folder without a log, expected a broker's state_dir, its address, or lengths")
     if path.is_file() and not is_lengths(path):
         raise UserError(f"{what}: got no lengths, expected a .npy or whole numbers; 'streampack plan' reads data")
-    _check_packer(packer)
+    check_packer(packer)
     rules = with_packer(Rules(budget=budget, window=window, packs=1), packer)
     lengths = read_lengths(path)
     some = stretches(lengths, served.MOST)
@@ -148,7 +115,7 @@ def saying() -> Iterator[Callable[[str], None]]:
 # Lengths
 
 
-def _of_producer(given: PlanInputs, producer: ProducerConfig, base: _Base) -> Workload:
+def _of_producer(given: PlanInputs, producer: ProducerConfig, base: Base) -> Workload:
     import_from_here()
     names = [stream.name for stream in base.rules.streams if stream.name in producer.streams] or list(producer.streams)
     streams = {name: producer.streams[name] for name in names}
@@ -161,7 +128,7 @@ def _of_producer(given: PlanInputs, producer: ProducerConfig, base: _Base) -> Wo
     return _with_total(sampling.sample(what, sources, partitions, given.samples or TO_TOKENIZE, base.rules.seed), given)
 
 
-def _of_file(given: PlanInputs, what: str, base: _Base) -> Workload:
+def _of_file(given: PlanInputs, what: str, base: Base) -> Workload:
     if is_lengths(Path(what)):
         return of_lengths(Path(what).name, read_lengths(Path(what)), given.samples or TO_PACK, given.total)
     import_from_here()
@@ -193,9 +160,6 @@ def _with_total(workload: Workload, given: PlanInputs) -> Workload:
     return replace(workload, streams=(known,))
 
 
-# The grid
-
-
 def _configs(files: list[Path]) -> tuple[BrokerConfig | None, ProducerConfig | None]:
     broker: BrokerConfig | None = None
     producer: ProducerConfig | None = None
@@ -210,81 +174,3 @@ def _configs(files: list[Path]) -> tuple[BrokerConfig | None, ProducerConfig | N
         else:
             producer = found
     return broker, producer
-
-
-def _base_of(broker: BrokerConfig, feed: str | None) -> _Base:
-    name = next(iter(broker.feeds)) if feed is None else feed
-    if name not in broker.feeds:
-        raise UserError(f"got feed {name!r}, expected one of: {', '.join(broker.feeds)}")
-    rules = broker.plan(name)
-    given = broker.rules.align is not None or "align" in broker.feeds[name].rules or broker.precision is not None
-    own = broker.feeds[name].rules.get("balance", {})
-    grouped = broker.rules.balance.group is not None or "group" in own
-    joint = _joint_of(rules)
-    joint = joint if grouped else msgspec.structs.replace(joint, group=None)
-    return _Base(rules, rules.align if given else None, joint, broker.planned_mesh, broker.feeds[name].cp_layout)
-
-
-def _joint_of(rules: Rules) -> Balance:
-    """What joint packs are formed by."""
-    return Balance("joint", group=rules.balance.group, patience=rules.balance.patience)
-
-
-def _options(given: PlanInputs, base: _Base) -> PlanOptions:
-    rules, meshes = base.rules, tuple(map(_mesh, given.meshes)) or (base.mesh or PlannedMesh(),)
-    if rules.batch is not None:
-        raise UserError(
-            "got rules whose steps are batches, expected step: {packs: N}: plan forecasts the packs of a stream; "
-            "give it the lengths alone, or plan one batch with streampack.plan_step"
-        )
-    packer, rules = rules.new_packer().name, with_packer(rules, rules.packer)
-    if given.packs is not None:
-        rules = msgspec.structs.replace(rules, packs=given.packs)
-    axes: dict[str, Any] = {}
-    for axis, around in (("budget", default_budgets), ("window", default_windows)):
-        asked = _numbers(getattr(given, axis), axis)
-        axes[axis] = asked if len(asked) > 1 else around(asked[0] if asked else getattr(rules, axis))
-    names = _words(given.packer)
-    for name in names:
-        _check_packer(name)
-    packers = names if len(names) > 1 else default_packers(names[0] if names else packer)
-    overlong = given.overlong if given.overlong is not None else _overlong_of(rules)
-    if overlong is not None and overlong not in get_args(Overlong):
-        raise UserError(f"--overlong: got {overlong!r}, expected one of: {', '.join(get_args(Overlong))}")
-    return PlanOptions(
-        rules, base.layout, axes["budget"], axes["window"], packers, meshes, base.align, base.joint,
-        cast("Overlong | None", overlong), base.given or given.budget is not None, given.overlong is not None,
-    )  # fmt: skip
-
-
-def _check_packer(name: str) -> None:
-    if name not in PACKERS:
-        raise UserError(f"--packer: got {name!r}, expected one of: {', '.join(PACKERS)}")
-
-
-def _overlong_of(rules: Rules) -> str | None:
-    """The policy of all streams where they share one that lets a run go on; None where it is ``error``."""
-    policies = {stream.overlong for stream in rules.streams} - {"error"}
-    return policies.pop() if len(policies) == 1 else None
-
-
-def _words(text: str | None) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(word.strip() for word in (text or "").split(",") if word.strip()))
-
-
-def _numbers(text: str | None, name: str) -> tuple[int, ...]:
-    words = _words(text)
-    if any(not word.isascii() or not word.isdigit() or not 0 < int(word) < 2**31 for word in words):
-        raise UserError(f"--{name}: got {text!r}, expected whole numbers above 0, such as 4096,8192")
-    return tuple(map(int, words))
-
-
-def _mesh(text: str) -> PlannedMesh:
-    """``dp=8,cp=2``."""
-    sizes: dict[str, int] = {}
-    for word in _words(text):
-        name, _, size = word.partition("=")
-        if name not in ("dp", "cp", "tp") or not size.isascii() or not size.isdigit() or not 0 < int(size) < 2**20:
-            raise UserError(f"--mesh: got {text!r}, expected sizes of dp, cp and tp, such as dp=8,cp=2")
-        sizes[name] = int(size)
-    return PlannedMesh(**sizes)

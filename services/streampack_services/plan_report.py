@@ -22,17 +22,12 @@ def show_plan(found: Tree) -> None:
     for note in found["notes"]:
         console.print(note)
     console.print()
-    print_whole(_table(found))
+    _print_table(found)
     refused = [row for row in found["settings"] if row["refused"]]
     for row in refused:
         console.print(f"not shown: {setting_name(row)}: {row['refused']}")
     console.print()
-    console.print(
-        "useful: the share of the ranks' time, by the rules' cost of a sample, in which real tokens are computed; the "
-        "rest is padding and waiting. filled: real tokens of all slots. cost: the dearest rank of a micro-batch by the "
-        "mean; attention: of s*s alone. * taken.",
-        style="dim",
-    )
+    console.print(_legend(found), style="dim")
     console.print()
     for sentence in found["why"]:
         console.print(f"- {sentence}")
@@ -70,27 +65,68 @@ def _read_text(stream: Tree, *, alone: bool) -> str:
     return f"{name}{stream['share']:.2%} of a pass was read: {counts}"
 
 
-def _table(found: Tree) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("setting", no_wrap=True)
-    names = ("useful", "filled", "align", "tail", "empty", "cut", "cost", "attention", "steps")
-    for name in names:
+WASTE = {
+    "align": ("alignment", "samples padded to multiples"),
+    "tail": ("pack_tail", "behind a pack's last sample"),
+    "shape": ("shape", "from there to the multiple or bucket"),
+    "pipe": ("pipeline", "to the longest pack of the step"),
+    "empty": ("empty_pack", "packs without samples"),
+}
+"""Columns: the cause, and what it is."""
+
+
+def _columns(rows: list[Tree]) -> dict[str, list[str]]:
+    """Cells by column; without those that are nothing anywhere."""
+    percents = {"useful": [row["useful"] for row in rows], "filled": [row["filled"] for row in rows]}
+    losses = {name: [row["waste"][cause] for row in rows] for name, (cause, _) in WASTE.items()}
+    losses["cut"] = [row["lost_share"] for row in rows]
+    percents |= {name: values for name, values in losses.items() if max(values) > 0.5e-4}
+    found = {name: [f"{value:.2%}" for value in values] for name, values in percents.items()}
+    for name in ("cost", "attention"):
+        found[name] = [f"{row[f'{name}_max_over_mean']:.3f}" for row in rows]
+    if rows[0]["step_samples"]:
+        found["micro"] = [_range(row["micro_batches_low"], row["micro_batches_high"]) for row in rows]
+    return found
+
+
+def _print_table(found: Tree) -> None:
+    """As wide as it is; on a terminal that is narrower without the doubt about steps, which is said below."""
+    rows = [row for row in found["settings"] if row["axis"] != "base" and not row["refused"]]
+    columns, console = _columns(rows), new_console()
+    wide = _table(found, rows, columns | {"steps": [steps_text(row) for row in rows]}, 2)
+    if console.is_terminal and console.measure(wide).maximum > console.width:
+        steps = ["?" if row["steps"] is None else f"{row['steps']:,}" for row in rows]
+        console.print(_table(found, rows, columns | {"steps": steps}, 1))
+    else:
+        print_whole(wide)
+
+
+def _table(found: Tree, rows: list[Tree], columns: dict[str, list[str]], gap: int) -> Table:
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("setting", overflow="fold")
+    for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    before = None
-    for row in found["settings"]:
-        if row["axis"] == "base" or row["refused"]:
-            continue
-        if before not in (None, row["axis"]):
+    for at, row in enumerate(rows):
+        if at and row["axis"] != rows[at - 1]["axis"]:
             table.add_row()
-        before = row["axis"]
         taken = is_taken(row, found["take"])
-        waste = (f"{row['waste'][cause]:.2%}" for cause in ("alignment", "pack_tail", "empty_pack"))
-        table.add_row(
-            setting_name(row) + (" *" if taken else ""), f"{row['useful']:.2%}", f"{row['utilisation']:.2%}", *waste,
-            f"{row['lost_share']:.2%}", f"{row['cost_max_over_mean']:.3f}", f"{row['attention_max_over_mean']:.3f}",
-            steps_text(row), style="bold" if taken else None,
-        )  # fmt: skip
+        cells = (cells[at] for cells in columns.values())
+        table.add_row(setting_name(row) + (" *" if taken else ""), *cells, style="bold" if taken else None)
     return table
+
+
+def _legend(found: Tree) -> str:
+    shown = _columns([row for row in found["settings"] if row["axis"] != "base" and not row["refused"]])
+    causes = "; ".join(f"{name}, {what}" for name, (_, what) in WASTE.items() if name in shown)
+    useful = "the share of the ranks' time, by the rules' cost of a sample, in which real tokens are computed"
+    parts = [
+        f"useful: {useful}; the rest is padding and waiting",
+        "filled: real tokens of all that is computed" + (f"; the rest: {causes}" if causes else ""),
+        *(["cut: of all tokens, those beyond the budget"] if "cut" in shown else []),
+        "cost: the dearest rank of a micro-batch by the mean; attention: of s*s alone",
+        *(["micro: micro-batches of a rank's step"] if "micro" in shown else []),
+    ]
+    return ". ".join(parts) + ". * taken."
 
 
 def steps_text(row: Tree) -> str:
@@ -99,3 +135,7 @@ def steps_text(row: Tree) -> str:
         return "?"
     exact = row["steps_low"] == row["steps_high"]
     return f"{row['steps']:,}" if exact else f"{row['steps']:,} ({row['steps_low']:,}-{row['steps_high']:,})"
+
+
+def _range(low: int, high: int) -> str:
+    return f"{low:,}" if low == high else f"{low:,}-{high:,}"

@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from streampack.config import PlannedMesh
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
 from streampack.errors import PeerError, UserError
 from streampack.sources.order import sample_order
 from streampack_services import audit
 from streampack_services.lengths import STRETCHES, stretches_of
+from streampack_services.on_mesh import PlanMesh
 from streampack_services.run_history import NEVER
 from streampack_services.state_dir import open_ledger, state_folder
 from streampack_services.step_rows import StepRows
@@ -54,7 +54,7 @@ class Served:
     note: str
     tokens_per_s: float = 0.0
     ranks: int = 0
-    mesh: PlannedMesh | None = None
+    mesh: PlanMesh | None = None
 
     @property
     def filled_packs(self) -> int:
@@ -144,11 +144,12 @@ def from_status(snapshot: dict[str, Any], feed: str | None) -> Served:
     )  # fmt: skip
 
 
-def _mesh_of(feed: dict[str, Any]) -> PlannedMesh | None:
+def _mesh_of(feed: dict[str, Any]) -> PlanMesh | None:
     """Of the ranks that are attached to a feed, if they are all of theirs."""
     if not feed["all_ranks_attached"] or not feed["readers"]:
         return None
-    return PlannedMesh(**{name: 1 + max(row[f"{name}_rank"] for row in feed["readers"]) for name in ("dp", "cp", "tp")})
+    names = PlanMesh.__struct_fields__
+    return PlanMesh(**{name: 1 + max(row[f"{name}_rank"] for row in feed["readers"]) for name in names})
 
 
 def spread(buckets: list[list[int]], seed: int) -> I64:

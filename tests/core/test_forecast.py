@@ -11,11 +11,17 @@ from streampack_services.forecast import Forecast, forecast, order_of, planned_r
 from streampack_services.lengths import StreamLengths, Workload, of_lengths
 
 from streampack import pack_lengths
+from streampack.core.figures import Totals
+from streampack.core.kept import KeptSteps
+from streampack.core.messages import Mesh
 from streampack.core.packers import PACKERS
-from streampack.core.rules import Align, Balance, Overlong, Rules, StreamRules
+from streampack.core.rules import Align, Balance, Batch, Overlong, Rules, StreamRules, Warmup
 from streampack.core.samples import I64
-from streampack.core.waste import CAUSES
+from streampack.core.shapes import Shape
+from streampack.core.waste import CAUSES, waste_of_packs
 from streampack.errors import UserError
+from tests.core.test_shapes import BUDGET, SHAPES, formed
+from tests.core.test_shapes import rules_of as rules_of_shape
 
 GOLDEN = np.array([4, 1, 3, 2, 1, 3, 4, 5])
 """By next fit into 5: packs of 5, 5, 4, 4 and 5 tokens, with 17, 13, 10, 16 and 25 as sums of squares."""
@@ -28,11 +34,11 @@ def rules_of(budget: int, packs: int, packer: str = "concatenative", **others: o
 
 
 def predicted(
-    lengths: I64, rules: Rules, dp: int = 1, total: int | None = None, overlong: Overlong = "truncate"
+    lengths: I64, rules: Rules, dp: int = 1, total: int | None = None, overlong: Overlong = "truncate", pp: int = 1
 ) -> Forecast:
     workload = of_lengths("lengths", np.asarray(lengths, np.int64), None, total)
     rules = planned_rules(rules, workload, overlong)
-    return forecast(workload, order_of(workload, rules), rules, dp)
+    return forecast(workload, order_of(workload, rules), rules, dp, pp)
 
 
 def test_the_golden_packs_have_the_figures_that_a_hand_gets() -> None:
@@ -134,6 +140,82 @@ def test_of_a_long_file_some_stretches_are_packed_and_all_tokens_are_counted() -
     assert got.steps_low == pytest.approx(got.steps_high, rel=0.05)
     assert workload.notes == ["packed and shown are 1,600 of the 10,000 lengths, in 16 stretches (--samples)"]
     assert workload.streams[0].share == 1.0, "every length was read"
+
+
+@given(
+    st.lists(st.integers(1, BUDGET), min_size=1, max_size=60), st.sampled_from(SHAPES), st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([None, Batch(samples=7), Batch(samples=5, micro_batch_multiple=2, min_micro_batches=3)]),
+    st.sampled_from(["deal", "none"]), st.sampled_from([None, Warmup(8, 4)]),
+)  # fmt: skip
+def test_what_is_forecast_of_a_pass_is_what_a_broker_counts(
+    lengths: list[int], shape: Shape, dp: int, pp: int, batch: Batch | None, kind: str, warmup: Warmup | None
+) -> None:
+    """Of whole steps on any mesh: batches whose packs are split or empty, too, shapes, and a budget that warms up."""
+    balance = msgspec.convert({"kind": kind}, Balance)
+    rules = msgspec.structs.replace(rules_of_shape(shape), batch=batch, balance=balance, warmup=warmup)
+    got = predicted(np.array(lengths), rules, dp, pp=pp)
+    table, steps = formed(rules, lengths)
+    kept, totals, waste = KeptSteps("train", rules, "zigzag", table), Totals(), np.zeros(len(CAUSES))
+    micro, delivered = [], 0
+    for step in steps:
+        kept.add(step)
+        totals.add(step)
+        waste = waste + waste_of_packs(step.packs, rules)
+        for rank in range(dp):
+            parts = [part for part, _ in kept.parts(step.number, Mesh(dp=dp, dp_rank=rank, pp=pp))]
+            delivered += sum(int(part.widths(rules).sum()) for part in parts)
+        micro.append(parts[0].micro_batches)
+    figures = kept.figures
+    assert got.steps == len(steps)
+    assert got.waste == pytest.approx(dict(zip(CAUSES, (waste + figures.more_waste) / delivered, strict=True)))
+    assert got.filled == pytest.approx(sum(lengths) / delivered)
+    assert got.utilisation == pytest.approx(totals.tokens / (totals.packs * BUDGET))
+    assert got.cost_max_over_mean == pytest.approx(figures.cost_max_over_mean)
+    assert got.step_cost_max_over_mean == pytest.approx(figures.step_cost_max_over_mean)
+    assert (got.micro_batches_low, got.micro_batches_high) == (min(micro), max(micro))
+    assert got.micro_batches == pytest.approx(np.mean(micro))
+    packs = dp * sum(micro)
+    assert got.split_share == pytest.approx(figures.split_packs / packs)
+    assert 0 < got.useful <= 1 + 1e-9
+
+
+def test_a_batch_by_hand() -> None:
+    """Batches of 4 1 3 2 and 1 3 4 5 in packs of 5, on two ranks: the second is three packs, and 1 3 is split."""
+    got = predicted(GOLDEN, rules_of(5, 2, balance={"a": 0, "b": 1}, batch={"samples": 4}), dp=2)
+    assert (got.packs, got.steps, got.micro_batches_low, got.micro_batches_high) == (6, 2, 1, 2)
+    assert got.utilisation == pytest.approx(23 / 25), "of the five packs that are formed: 4 1, 3 2; 1 3, 4, 5"
+    assert got.split_share == pytest.approx(1 / 6)
+    assert got.waste == pytest.approx(NONE | {"pack_tail": 7 / 30})
+
+
+def test_batches_with_too_few_samples_for_a_mesh_are_refused_where_they_are_an_error() -> None:
+    rules = rules_of(5, 1, batch={"samples": 4, "empty": "error"})
+    with pytest.raises(UserError, match="got a batch of 4 samples for dp=5, 1 micro-batches each, expected 5"):
+        predicted(GOLDEN, rules, dp=5)
+    with pytest.raises(UserError, match="got 8 samples, expected enough for a step: tail: drop leaves nothing"):
+        predicted(GOLDEN, rules_of(5, 1, batch={"samples": 9}, tail="drop"))
+
+
+def test_of_batches_a_pass_has_as_many_as_its_samples_make() -> None:
+    lengths = np.tile([5, 5, 0, 9], 50)
+    got = predicted(lengths, rules_of(10, 1, batch={"samples": 30}), total=4000)
+    assert got.steps == 100, "three in four can be used"
+    assert 90 < got.steps_low < 100 < got.steps_high < 110  # type: ignore[operator]
+    dropped = predicted(lengths, rules_of(8, 1, batch={"samples": 30}, tail="drop"), total=4000, overlong="drop")
+    assert dropped.steps == 2000 // 30
+    split = predicted(lengths, rules_of(4, 1, batch={"samples": 30}), total=4000, overlong="split")
+    assert split.steps == 100, "a split sample counts once"
+
+
+@pytest.mark.parametrize(("first", "steps"), [(10, 125), (5, 130), (1, 134)])
+def test_a_budget_that_warms_up_takes_more_steps(first: int, steps: int) -> None:
+    warmup = {"init": first, "steps": 20}
+    got = predicted(np.full(100, 1), rules_of(10, 4, "exact_fill", window=8, warmup=warmup), total=5000)
+    grown = sum(4 * (first + (10 - first) * k / 20) for k in range(20))
+    assert got.steps == steps
+    assert got.steps == pytest.approx(20 + (5000 - grown) / 40, abs=1)
+    assert got.utilisation == 1.0, "in the long run"
 
 
 def test_what_nobody_knows_the_size_of_has_no_steps() -> None:

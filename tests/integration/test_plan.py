@@ -41,8 +41,11 @@ def ask(*arguments: str | Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_files(tmp_path_factory.mktemp("data"))
+
+
+def make_files(folder: Path) -> Path:
     """broker.yaml, producer.yaml and the data of two streams, six files each, of samples of 1 to 700 tokens."""
-    folder = tmp_path_factory.mktemp("data")
     draws = np.random.default_rng(3)
     for name in STREAMS:
         for number in range(6):
@@ -176,7 +179,7 @@ def test_of_a_run_that_goes_on_nobody_knows_how_long_a_pass_is(files: Path) -> N
         shown = " ".join(in_process("plan", str(loader.http)).stdout.split())
         report = ask("report", str(loader.http))
     assert found["settings"][0]["steps"] is None
-    assert found["settings"][0]["mesh"] == {"dp": 1, "cp": 1, "tp": 1}
+    assert found["settings"][0]["mesh"] == {"dp": 1, "cp": 1, "tp": 1, "pp": 1}
     assert "samples were read; how many there are is not known" in shown
     assert "How many steps a pass has is not known" in shown
     assert report["others"]["greedy"]["saved_slots"] > 0
@@ -274,10 +277,13 @@ def test_a_run_that_balances_by_joint_is_planned_as_it_is_and_its_group_follows_
 def test_grids_and_meshes_are_what_was_asked_for(lengths: Path) -> None:
     found = ask(
         "plan", lengths, "--budget", "4096,1024", "--window", "64,128,", "--packer", "concatenative,exact_fill",
-        "--mesh", "dp=2", "--mesh", "dp=3,cp=3",
+        "--mesh", "dp=2", "--mesh", "dp=3,cp=3", "--shape", "exact", "--shape", "buckets=512,1024",
     )  # fmt: skip
+    assert [row["shape"] for row in found["settings"] if row["axis"] == "shape"] == [
+        "exact", {"buckets": [512, 1024]},
+    ]  # fmt: skip
     rows = [(row["axis"], row["budget"], row["window"], row["packer"], row["mesh"]["dp"], row["step_packs"])
-            for row in found["settings"]]  # fmt: skip
+            for row in found["settings"] if row["axis"] != "shape"]  # fmt: skip
     assert rows == [
         ("base", 4096, 64, "concatenative", 2, 64),
         ("budget", 1024, 64, "concatenative", 2, 256),
@@ -381,9 +387,14 @@ def test_overlong_samples_are_an_error_where_they_should_be(lengths: Path) -> No
         (("--budget", "8k"), "--budget: got '8k', expected whole numbers above 0"),
         (("--window", "0"), "--window: got '0', expected whole numbers above 0"),
         (("--packer", "best"), "--packer: got 'best', expected one of: exact_fill"),
-        (("--mesh", "dp=2,pp=2"), "--mesh: got 'dp=2,pp=2', expected sizes of dp, cp and tp"),
+        (("--mesh", "dp=2,ep=2"), "--mesh: got 'dp=2,ep=2', expected sizes of dp, cp, tp and pp"),
         (("--overlong", "cut"), "--overlong: got 'cut', expected one of: error"),
         (("--mesh", "cp=3", "--budget", "1000"), "budget: got 1000, expected a multiple of 6"),
+        (("--shape", "tight"), "--shape: got 'tight', expected fixed, exact, multiple=512 or buckets=2048,4096"),
+        (("--shape", "multiple=1,2"), "--shape: got 'multiple=1,2', expected"),
+        (("--precision", "fp4"), "--precision: got 'fp4', expected one of: fp8_blockwise, mxfp8, fp8"),
+        (("--packs", "4", "--batch", "4"), "got --packs and --batch, expected one of them"),
+        (("--window", "4", "--batch", "4"), "got --window and steps that are batches, expected no window"),
         (("--total", "7"), "got a total of 7 samples, expected at least the 3,000 lengths given"),
     ],
 )

@@ -1,0 +1,133 @@
+"""``streampack plan`` and ``report`` of steps that are batches, and of other shapes: beside what a real broker does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streampack
+from tests.integration.running import RunningBroker, in_process, running, running_broker, the_error, until, write
+from tests.integration.test_plan import BROKER, RULES, ask, make_files
+
+STEP = {"samples": 37, "min_micro_batches": 2}
+MESH = ("--mesh", "dp=3,cp=2,pp=2")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_files(tmp_path_factory.mktemp("batches"))
+    rules = {**RULES, "step": STEP, "shape": "exact"}
+    broker = {**BROKER, "rules": rules, "planned_mesh": {"dp": 3, "cp": 2}, "state_dir": str(folder / "state")}
+    write(folder / "broker.yaml", broker)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(files: Path) -> Iterator[RunningBroker]:
+    """A broker whose ranks, of a pipeline of two stages the last ones, have read all of one pass."""
+    with running_broker(json.loads((files / "broker.yaml").read_text())) as broker:
+        tree = json.loads((files / "producer.yaml").read_text())
+        config = write(files / "real.yaml", {**tree, "broker": broker.producers, "processes": 2})
+        sizes = {"dp": 3, "cp": 2, "pp": 2, "pp_rank": 1}
+        ranks = [{**sizes, "dp_rank": dp, "cp_rank": cp} for dp in range(3) for cp in range(2)]
+        with running("producer", "produce", "-c", config):
+            clients = [
+                streampack.connect(broker.trainers, mesh=mesh, readers={"pp": [-1]}, format="numpy") for mesh in ranks
+            ]
+            broker.num_steps = sum(1 for _ in zip(*(client.steps() for client in clients), strict=True))
+            for client in clients:
+                client.close()
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def snapshot(served: RunningBroker) -> dict[str, Any]:
+    until(lambda: bool(served.feed()["state"] == "ended" and served.feed()["totals"]["steps"] == served.num_steps))
+    return served.feed()
+
+
+def test_the_batches_predicted_from_the_sources_are_those_of_a_real_broker(
+    files: Path, served: RunningBroker, snapshot: dict[str, Any]
+) -> None:
+    found = ask("plan", "-c", files / "producer.yaml", "-c", files / "broker.yaml", *MESH, "--samples", "5000")
+    base, totals = found["settings"][0], snapshot["totals"]
+    assert (base["steps"], base["step_samples"], base["step_packs"]) == (served.num_steps, 37, None)
+    assert base["utilisation"] == pytest.approx(snapshot["figures"]["utilisation"])
+    for name in ("cost_max_over_mean", "bin_balance"):
+        assert base[name] == pytest.approx(snapshot["figures"][name]), name
+    waste = snapshot["waste_tokens"]
+    delivered = totals["tokens"] + sum(waste.values())
+    assert waste["pipeline"], "stages exchange one shape"
+    assert base["waste"] == pytest.approx({cause: tokens / delivered for cause, tokens in waste.items()})
+    assert base["filled"] == pytest.approx(totals["tokens"] / delivered)
+    assert "window" not in {row["axis"] for row in found["settings"]}
+    assert "joint" not in {row["packer"] for row in found["settings"]}
+    assert "step: {samples: 37, min_micro_batches: 2}" in found["broker_yaml"]
+    assert "shape: exact" in found["broker_yaml"]
+    assert "pp" not in found["broker_yaml"]
+
+
+def test_how_large_batches_are_that_marks_close_is_to_be_said(files: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(1).integers(1, 500, 900))
+    rules = {**RULES, "step": {"end_of_batch": True, "micro_batch_multiple": 2}}
+    broker = {"rules": rules, "merge": "arrival", "state_dir": "x", "streams": {"rollouts": {"pushed": True}}}
+    config = write(tmp_path / "broker.yaml", broker)
+    line = the_error(in_process("plan", tmp_path / "lengths.npy", "-c", config), 2)
+    assert "got step: {end_of_batch: true}, whose batches only the programs that push them know" in line
+    assert "give --batch N" in line
+    found = ask("plan", tmp_path / "lengths.npy", "-c", config, "--batch", "90", "--mesh", "dp=2")
+    base = found["settings"][0]
+    assert (base["steps"], base["step_samples"]) == (10, 90)
+    assert base["micro_batches_low"] % 2 == base["micro_batches_high"] % 2 == 0
+    assert found["notes"] == ["batches are taken to be of 90 samples each; those of a run end at marks"]
+    assert "step: {end_of_batch: true, micro_batch_multiple: 2}" in found["broker_yaml"]
+
+
+def test_shapes_and_stages_show_what_they_cost(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(1).integers(1, 500, 900))
+    common = (tmp_path / "lengths.npy", "--budget", "1024", "--batch", "30", "--packer", "exact_fill,exact_fill")
+    meshes = (
+        "--mesh",
+        "dp=4",
+        "--mesh",
+        "dp=4,pp=2",
+        "--shape",
+        "exact",
+        "--shape",
+        "fixed",
+        "--shape",
+        "multiple=128",
+    )
+    found = ask("plan", *common, *meshes)
+    of = {(row["axis"], str(row["shape"]), row["mesh"]["pp"]): row for row in found["settings"]}
+    exact, fixed = of["shape", "exact", 1], of["shape", "fixed", 1]
+    multiple, stages = of["shape", "{'multiple': 128}", 1], of["mesh", "exact", 2]
+    assert exact["filled"] == 1.0
+    assert fixed["waste"]["pack_tail"] == pytest.approx(1 - fixed["filled"])
+    assert multiple["waste"]["shape"] == pytest.approx(1 - multiple["filled"])
+    assert stages["waste"]["pipeline"] == pytest.approx(1 - stages["filled"])
+    assert exact["useful"] > multiple["useful"] > fixed["useful"]
+    shown = " ".join(in_process("plan", *common, *meshes).stdout.split())
+    for text in ("multiple 128", "dp=4 pp=2", "pipe, to the longest pack of the step", "shape exact: fixed loses"):
+        assert text in shown, text
+
+
+def test_precision_asks_for_its_multiples(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(1).integers(1, 500, 900))
+    options = ("--mesh", "dp=2,cp=2,tp=2", "--precision", "mxfp8")
+    found = ask("plan", tmp_path / "lengths.npy", *options, "--shape", "exact", "--batch", "64")
+    rows = {row["axis"]: row for row in found["settings"]}
+    assert rows["base"]["align"] == {"sample": 8, "pack": 256}
+    assert rows["mesh"]["align"] == {"sample": 4, "pack": 128}, "tight, too"
+    assert rows["base"]["waste"]["pack_tail"] > 0
+    assert "precision: mxfp8" in found["broker_yaml"]
+    assert any("align: {sample: tight} pads them to 4" in sentence for sentence in found["why"])
+    file = tmp_path / "broker.yaml"
+    file.write_text(found["broker_yaml"] + "\nstreams: {web: {}}\n")
+    values = {row["path"]: row["value"] for row in ask("check", file)["values"]}
+    assert (values["precision"], values["rules.step.samples"], values["rules.shape"]) == ("mxfp8", 64, "exact")
