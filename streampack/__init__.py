@@ -12,6 +12,7 @@ from streampack.client import Client, connect
 from streampack.core.messages import Mesh
 from streampack.core.packers import pack_lengths, way_back
 from streampack.errors import StreampackError
+from streampack.formats import rows
 from streampack.invariants import verify
 from streampack.local import local
 from streampack.packs import Pack, Step
@@ -33,6 +34,7 @@ __all__ = [
     "local",
     "pack_lengths",
     "plan_step",
+    "rows",
     "verify",
     "way_back",
 ]

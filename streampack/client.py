@@ -38,6 +38,7 @@ def connect(
     readers: Mapping[str, Sequence[int]] | None = None,
     format: str | None = None,
     device: Any = None,
+    variable_lengths: bool = False,
     verify: bool = False,
     prefetch: int = 2,
     timeout_s: float = 60.0,
@@ -53,7 +54,9 @@ def connect(
     ``readers``: the tensor and pipeline ranks that read, equal on all of them, where not every rank of the mesh
     does: ``{"tp": [0], "pp": [0, -1]}`` for Megatron, whose first and last stages read on tensor rank 0 and
     broadcast. ``format``: ``thd``, the pack as torch tensors (default where torch is installed); ``hf`` or
-    ``hf_shifted``, transformers' arguments; ``numpy``. ``device``: where its tensors are copied ahead of use.
+    ``hf_shifted``, transformers' arguments; ``numpy``; of a feed of padded micro-batches ``padded``, the default there.
+    ``device``: where its tensors are copied ahead of use. ``variable_lengths``: the stages of a pipeline exchange
+    micro-batches of any shape, as padded ones have.
     ``verify``: assert every invariant of every step. ``prefetch``: steps kept ready beyond the one in use.
     ``timeout_s``: how long a broker may take to answer, at first and to what is asked of it. ``stall_timeout_s``: how
     long a step may be waited for without a word of the broker, and ``join_timeout_s``: how long for ranks that have not
@@ -80,7 +83,8 @@ def connect(
     views = Views(format, place, device, verify)
     introduce_to_torch(Client)
     patience = Patience(stall_timeout_s, join_timeout_s, timeout_s)
-    return Client(Reading(_endpoint(endpoint, timeout_s), feed, place, _readers(readers), prefetch, patience, views))
+    at, read_by = _endpoint(endpoint, timeout_s), _readers(readers)
+    return Client(Reading(at, feed, place, read_by, prefetch, patience, views, bool(variable_lengths)))
 
 
 def _readers(readers: Mapping[str, Sequence[int]] | None) -> ReadBy:

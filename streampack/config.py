@@ -118,6 +118,7 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
     max_samples_per_pack: Positive | None = None
     leftovers: Leftovers | None = None
     micro_batch_size: Positive | None = None
+    padded: bool = False
     align: AlignSettings | None = None
     shape: Shape = "fixed"
     step: StepSettings = StepSettings()
@@ -128,6 +129,13 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
     tail: Literal["pad", "drop"] = "pad"
     weight_unit: WeightUnit = "tokens"
     between_passes: BetweenPasses = "continue"
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        """How samples come together, as the rules have it. Where they do not (``padded``), each is alone."""
+        found = {key: getattr(self, key) for key in ("packer", *PACKER_KEYS, "shape", "padded")}
+        alone = {"packer": "none", "micro_batch_size": 1, "shape": "exact"} if self.padded else {}
+        return found | {key: value for key, value in alone.items() if found[key] == getattr(RulesSettings(), key)}
 
 
 class StreamSettings(_Settings, frozen=True, kw_only=True):
@@ -269,9 +277,8 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
         )  # fmt: skip
         try:
             return Rules(
-                packer=settings.packer, **{key: getattr(settings, key) for key in PACKER_KEYS},
+                **settings.packing,
                 budget=settings.budget, window=settings.window.samples, align=align,
-                shape=settings.shape,
                 packs=settings.step.packs or Rules().packs, batch=settings.step.batch, warmup=settings.warmup,
                 balance=settings.balance.planned(self.planned_mesh.dp), tail=settings.tail,
                 weight_unit=settings.weight_unit, merge=self.feeds[feed].merge or self.merge,

@@ -5,6 +5,9 @@ transformers' ``DataCollatorWithFlattening(return_flash_attn_kwargs=True, return
 returns, for ``model(**batch)``; ``hf_shifted`` adds ``shift_labels``, so that a model need not
 shift; ``numpy`` is the pack itself. torch is imported when a view is asked for, never before.
 
+A feed whose rules are ``padded`` has rows for packs: there ``padded`` is the canonical one, its arrays [B, S], and
+``hf`` what a model of transformers takes of padded batches.
+
 A tensor lies in the memory of the pack's array and keeps it alive; only read-only arrays and
 bfloat16 are copied. With a device, a step is copied there on a stream of its own, from pinned
 memory, while the trainer works on the one before.
@@ -21,6 +24,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streampack.core.messages import Mesh
 from streampack.core.rules import Rules
@@ -32,7 +36,7 @@ from streampack.packs import Pack, Step
 if TYPE_CHECKING:
     import torch
 
-FORMATS = ("thd", "hf", "hf_shifted", "numpy")
+FORMATS = ("thd", "padded", "hf", "hf_shifted", "numpy")
 _ON_HOST = frozenset({"sample_ids", "slices"})
 """Read by the host alone: reading them must not wait for a device."""
 
@@ -97,6 +101,27 @@ class View(dict[str, Any]):
         return View(values, self.canonical, rest, self.rules, self.copied)
 
 
+def rows(pack: Pack, rules: Rules) -> dict[str, NDArray[Any]]:
+    """The arrays of a padded micro-batch by row, in its memory: one a sample, and one of padding where ranks are short.
+
+    B rows of S tokens, of which this rank holds S' (S / cp, or S in the layout ``whole``). ``input_ids``, ``labels``,
+    ``padding_mask`` and, int64, 1 at real tokens, ``attention_mask`` [B, S']; ``position_ids`` [B, S'], or as supplied
+    [3, B, S']; declared fields of axis ``token`` [B, S', ...] ([B, S, ...] where replicated). Raises UserError for a
+    pack.
+    """
+    if not rules.padded:
+        raise UserError(
+            "got a pack, expected a micro-batch of a feed with rules.padded: samples of a pack have no rows"
+        )
+    num_rows = int(pack.cu_seqlens_padded[-1]) // pack.max_seqlen
+    names = [name for name in ("input_ids", "labels", "padding_mask") if name in pack]
+    names += [field.name for field in rules.fields if field.axis == "token" and field.name in pack.fields]
+    found = {name: pack[name].reshape(num_rows, -1, *pack[name].shape[1:]) for name in names}
+    places = pack.position_ids
+    found["position_ids"] = places.reshape(*places.shape[:-1], num_rows, -1)
+    return found | {"attention_mask": (~found["padding_mask"]).astype(np.int64)}
+
+
 def view(pack: Pack, format: str, rules: Rules) -> View:
     """``pack`` in ``format``, one of the torch ones; ``rules`` say which fields are bfloat16."""
     import torch
@@ -109,12 +134,28 @@ def view(pack: Pack, format: str, rules: Rules) -> View:
         found = torch.from_numpy(value if value.flags.writeable else value.copy())
         return found.to(torch.bfloat16) if name in halves else found
 
-    values = {name: tensor(name, value) for name, value in pack.items()}
     if format == "thd":
-        return View(values, pack, rules=rules)
-    keys = _hf(values, shifted=format == "hf_shifted")
+        return View({name: tensor(name, value) for name, value in pack.items()}, pack, rules=rules)
+    arrays = {**pack, **rows(pack, rules)} if rules.padded else pack
+    values = {name: tensor(name, value) for name, value in arrays.items()}
+    if rules.padded:
+        keys = _of_rows(values, format)
+    else:
+        keys = _hf(values, shifted=format == "hf_shifted")
     rest = {name: value for name, value in values.items() if name not in keys}  # else it would move twice
     return View(keys, pack, rest, rules)
+
+
+def _of_rows(pack: dict[str, Any], format: str) -> dict[str, Any]:
+    """What of a padded micro-batch is keys; what a model shifts back is in ``hf`` beside it as ``shift_labels``."""
+    import torch
+
+    names = ["input_ids", "labels", "attention_mask", "position_ids"]
+    if format != "padded" and "labels" in pack:
+        pack["shift_labels"] = pack["labels"]
+        pack["labels"] = torch.nn.functional.pad(pack["labels"][:, :-1], (1, 0), value=IGNORE_INDEX)
+        names += ["shift_labels"] if format == "hf_shifted" else []
+    return {name: pack[name] for name in names if name in pack}
 
 
 def _hf(pack: Mapping[str, Any], shifted: bool) -> dict[str, Any]:
@@ -176,9 +217,19 @@ class Views:
             _check_hf(self.format, mesh)
         if self.format == "numpy" and device is not None:
             raise UserError(f"got device={device!r} with format numpy, expected none: take format='thd'")
-        self._mesh, self._verify = mesh, verify
+        self._mesh, self._verify, self._given = mesh, verify, format
         self._last: Step | None = None
         self._stream = None if self.format == "numpy" else _side_stream(device)
+
+    def fit(self, rules: Rules) -> None:
+        """Be views of a feed with these rules. Raises UserError for a format that it has not."""
+        if rules.padded and self._given is None and self.format == "thd":
+            self.format = "padded"
+        if self.format == "padded" and not rules.padded:
+            raise UserError(
+                "got format 'padded' of a feed that packs, expected thd, hf, hf_shifted or numpy: or set rules.padded "
+                "in broker.yaml"
+            )
 
     def make(self, step: Step, rules: Rules) -> Step:
         """``step`` with views for packs, verified where asked. Raises InvariantError."""

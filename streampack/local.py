@@ -43,6 +43,8 @@ def local(
     tokenizer: Any = "bytes",
     budget: int = 8192,
     packs: int = 1,
+    samples: int | None = None,
+    padded: bool = False,
     window: int = 1024,
     packer: str = "exact_fill",
     align: int = 1,
@@ -72,7 +74,8 @@ def local(
     one of files where each ends in a known extension, else of texts.
     ``tokenizer``: ``bytes``, a tokenizer.json or its folder, ``package.module:function``, its settings as a dict, or
     any callable (or object with ``encode``) from a text to ids. ``fields``: what samples carry beside their tokens, as
-    in broker.yaml; chats need ``{"loss_mask": {}}``. ``packs`` of ``budget`` tokens make a step; ``weights`` are the
+    in broker.yaml; chats need ``{"loss_mask": {}}``. ``packs`` of ``budget`` tokens make a step, or so many
+    ``samples``: packed by themselves, or, ``padded``, in micro-batches of rows of one length. ``weights`` are the
     streams' shares of the tokens. ``memory`` is raised to what the rest needs. ``http``: ``host:port`` to serve status
     and metrics on. The others, and their defaults, are those of broker.yaml; ``client``: arguments of ``connect``.
 
@@ -99,7 +102,8 @@ def local(
         "memory": memory,
         "fields": fields or {},
         "rules": {
-            "packer": packer, "budget": budget, "window": {"samples": window}, "step": {"packs": packs},
+            "packer": packer, "budget": budget, "window": {"samples": window}, "padded": padded,
+            "step": {"samples": samples} if samples is not None else {"packs": packs},
             "align": {"sample": align, "pack": align}, "shape": shape, "overlong": overlong, "poison": poison,
             "tail": tail,
         },

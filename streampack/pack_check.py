@@ -69,7 +69,13 @@ class PackCheck:
             self._segments("alignment", self.slots[: len(self.slots) - tail] % each == 0, self.slots, f"{each} k")
 
     def _width(self, rules: Rules, slots: int) -> None:
-        """T is one of the rules' shape, and no longer than it needs to be but for a pipeline's sake."""
+        """T is one of the rules' shape, and no longer than it needs to be but for a pipeline's sake; rows are alike."""
+        if rules.padded:
+            row, each = int(self.pack["max_seqlen"]), rules.align.pack
+            self._segments("row", self.slots == row, self.slots, f"{row}, as the widest")
+            expect(row % each == 0, "row", f"{self.what}: got rows of {row} tokens, expected a multiple of {each}")
+            expect(self.total <= rules.budget, "budget", f"{self.what}: got {self.total} tokens, over {rules.budget}")
+            return
         if rules.shape == "fixed":
             equal("budget", f"{self.what}, its tokens", self.total, rules.budget)
             return
@@ -116,6 +122,8 @@ class PackCheck:
                 equal(name, f"{self.what}, its shape", pack[name].shape, (size,))
         equal("position_ids", f"{self.what}, its shape", pack["position_ids"].shape[-1:], (size,))
         self.agree("padding_mask", pack["padding_mask"], self.padding)
+        if "attention_mask" in pack:
+            self.agree("attention_mask", pack["attention_mask"], ~self.padding)
         if not self._sent(POSITION_IDS) and pack["position_ids"].ndim == 1:
             self.agree("position_ids", pack["position_ids"], self.offset, self._misplaced(pack["position_ids"]))
         if "input_ids" not in pack:
@@ -235,10 +243,26 @@ def canonical(batch: Any) -> Checked:
         found["cu_seqlens_padded"], found["max_seqlen"] = found["cu_seq_lens_q"], found["max_length_q"]
         if "labels" in found:
             found["labels"] = np.append(found["labels"][1:], IGNORE_INDEX)
+    if "attention_mask" in found:  # rows of a padded micro-batch
+        _flatten(found, getattr(batch, "rules", None))
     missing = {"cu_seqlens", "cu_seqlens_padded", "sample_ids", "slices", "position_ids"} - set(found)
     if missing:
         raise InvariantError(f"keys: got a batch without {', '.join(sorted(missing))}, expected a pack")
     return found
+
+
+def _flatten(found: dict[str, Any], rules: Rules | None) -> None:
+    """Arrays by row as those of one pack, in place; and labels that a model shifts as they were."""
+    if "shift_labels" in found:
+        ends = np.full((len(found["labels"]), 1), IGNORE_INDEX)
+        shifted = np.concatenate([found["labels"][:, 1:], ends], axis=1)
+        equal("shift_labels", "a padded micro-batch", found["shift_labels"], shifted)
+        found["labels"] = shifted
+    by_row = [field.name for field in rules.fields if field.axis == "token"] if rules is not None else []
+    for name in {"input_ids", "labels", "padding_mask", "attention_mask", *by_row} & set(found) - {POSITION_IDS}:
+        found[name] = found[name].reshape(-1, *found[name].shape[2:])
+    places = found[POSITION_IDS]
+    found[POSITION_IDS] = places.reshape(*places.shape[:-2], -1)
 
 
 def _flattened(batch: Any, check: PackCheck) -> None:

@@ -198,14 +198,14 @@ def _build_packs(part: StepPart, payload: Sequence[Any], attached: Attached, mes
     numbers = _array(part.packs_u32, "<u4", num_packs).tolist()
     columns = ((part.streams_u32, "<u4"), (part.indices_u64, "<u8"), (part.parts_u32, "<u4"))
     ids = np.stack([_array(data, dtype, num_samples).astype(np.int64) for data, dtype in columns], axis=1)
-    widths = part.widths(rules)
+    widths, aligns = part.widths(rules), part.aligns(rules)
     reader = _Frames(frames, rules, widths, 1 if layout == "whole" else mesh.cp, num_samples)
     packs: list[Pack] = []
     last = 0
     for at in range(0, num_packs, _TOGETHER):
         stop = min(at + _TOGETHER, num_packs)
         first, last = last, last + int(counts[at:stop].sum())
-        laid = layouts(lengths[first:last], counts[at:stop], rules.align.sample, widths[at:stop])
+        laid = layouts(lengths[first:last], counts[at:stop], aligns[at:stop], widths[at:stop])
         mine = cut(laid, mesh.cp, mesh.cp_rank, layout)
         arrays, fields = reader.read(at, stop, first, laid, mine, slabs)
         slices = np.stack([mine.start, mine.stop], axis=1)

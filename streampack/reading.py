@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import operator
 import os
 import socket
@@ -33,6 +34,8 @@ from streampack.packs import Step
 from streampack.prefetching import Prefetching
 from streampack.reading_figures import ReadingFigures
 
+log = logging.getLogger("streampack.client")
+
 
 class Reading:
     """A rank's place at a broker, from the attachment to ``close``: what has come, and where the trainer is.
@@ -41,12 +44,13 @@ class Reading:
     """
 
     def __init__(
-        self, endpoint: str, feed: str, mesh: Mesh, readers: ReadBy, prefetch: int, patience: Patience, views: Views
-    ) -> None:
+        self, endpoint: str, feed: str, mesh: Mesh, readers: ReadBy, prefetch: int, patience: Patience, views: Views,
+        variable_lengths: bool = False,
+    ) -> None:  # fmt: skip
         self._views = views
         self._session = ClientSession(
             run=0, feed=feed, reader=uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), mesh=mesh,
-            readers=readers, prefetch=prefetch, ready=False, patience=patience,
+            readers=readers, variable_lengths=variable_lengths, prefetch=prefetch, ready=False, patience=patience,
         )  # fmt: skip
         self._figures = ReadingFigures()
         self._last_round = -1  # the last that was begun
@@ -60,9 +64,19 @@ class Reading:
         self._prefetching = Prefetching(endpoint, self._session, mesh, views, patience.answer_s, self._figures)
         try:
             self._prefetching.wait_for(lambda: self._prefetching.attached is not None)
+            self._begin_as(views)
         except BaseException:  # Ctrl-C too: an orphan would hold the rank
             self.close()
             raise
+
+    def _begin_as(self, views: Views) -> None:
+        """Views of what this feed has. Raises UserError."""
+        views.fit(self.rules)
+        if self.rules.padded and not any(self._session.mesh.ranks):
+            log.warning(
+                "feed %s: micro-batches are padded, and each may have a shape of its own: torch.compile would compile "
+                "each, unless its dimensions are marked as dynamic", self._session.feed,
+            )  # fmt: skip
 
     @property
     def round(self) -> int:

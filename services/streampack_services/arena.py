@@ -134,13 +134,14 @@ class Arena:
                 self._forget(block)
 
     def gather(
-        self, packs: tuple[I64, ...], names: list[str], align: int, widths: I64, cp: int, rank: int, layout: str
+        self, packs: tuple[I64, ...], names: list[str], align: int | I64, widths: I64, cp: int, rank: int, layout: str
     ) -> tuple[NDArray[Any], ...]:
         """A rank's shards of packs, each a field of ``names`` in that order (``core.frames``).
 
         ``input_ids`` [sum of T / cp] padded with 0, ``edges`` int32 [slices], fields of axis ``token``
         [sum of T / cp * width] (or all of each pack, where they are replicated) and ``sample`` [samples * width].
-        ``widths`` int64 [packs] is T of each; see ``core.layout`` for what a shard holds.
+        ``widths`` int64 [packs] is T of each, ``align`` what their samples are padded to, of all or int64 [packs] of
+        each; see ``core.layout`` for what a shard holds.
         """
         handles = np.concatenate(packs) if packs else np.zeros(0, np.int64)
         lengths = self._length[handles]

@@ -297,9 +297,9 @@ class BrokerService:
             self.keeper.trim(effect.lsn)
 
     def _send_shard(self, effect: SendShard) -> None:
-        rules, envelope = effect.rules, effect.envelope
+        envelope = effect.envelope
         payload = self.arena.gather(
-            effect.packs, effect.frames, rules.align.sample, effect.widths, effect.cp, effect.cp_rank, effect.layout
+            effect.packs, effect.frames, effect.aligns, effect.widths, effect.cp, effect.cp_rank, effect.layout
         )
         whole = Envelope(
             run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message, payload=payload

@@ -121,7 +121,8 @@ def with_packer(rules: Rules, packer: str, joint: Balance = ALONE, **changes: An
             "exact_fill",
             msgspec.structs.replace(balance, kind="joint", group=joint.group, patience=joint.patience),
         )
-    return msgspec.structs.replace(rules, **foreign, packer=packer, balance=balance, **changes)
+    packs = {"padded": False, "shape": "fixed"} if rules.padded else {}
+    return msgspec.structs.replace(rules, **packs, **foreign, packer=packer, balance=balance, **changes)
 
 
 def order_of(workload: Workload, rules: Rules) -> Order:

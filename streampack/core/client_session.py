@@ -68,6 +68,7 @@ class ClientSession:
     pid: int
     mesh: Mesh
     readers: ReadBy = field(default_factory=ReadBy)
+    variable_lengths: bool = False
     prefetch: int = 2
     next_step: int = 0
     chain: bytes = b""
@@ -300,6 +301,7 @@ class ClientSession:
             feed=self.feed, reader=self.reader, host=self.host, pid=self.pid, mesh=self.mesh,
             next_step=self._done_upto, chain=self._chains[self._done_upto], round=self.round, readers=self.readers,
             ready=self.ready, lineage=self.lineage, snapshot=self.snapshot, going_on=self._going_on,
+            variable_lengths=self.variable_lengths,
         )  # fmt: skip
         return self._send(attach)
 

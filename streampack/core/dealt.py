@@ -4,15 +4,20 @@ In stream mode there are those that FORM made. In batch mode their number is wha
 rank has the same of (``num_packs``): packs are split in two, then empty ones follow. The first numbers stay FORM's; a
 pack that was split keeps its number and the dearer part of its samples, what was split off has a number behind all of
 FORM's. Samples keep their order, so a part fits the budget that the whole one fitted.
+
+Where rules are ``padded``, FORM's packs are single samples, and what DEAL makes of them are micro-batches of rows:
+see ``padded``. Rank r's m-th is number m * dp + r.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from streampack.core.deal import arrange, deal, num_packs, split_dearest
+from streampack.core.padded import PaddedFigures, padded_batches
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
 
@@ -43,6 +48,34 @@ def split(bounds: I64, costs: I64, count: int) -> tuple[list[I64], list[int]]:
         int(np.searchsorted(bounds, pack[0], "right")) - 1 if len(pack) else number for number, pack in enumerate(packs)
     ]
     return packs, origins
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedStep:
+    """A step as padded micro-batches, those of all ranks by number.
+
+    ``packs``: positions of each one's samples, int64 [samples]; ``rows`` int64 [packs] of each, one more than its
+    samples where a rank is short; ``widths`` int64 [packs] tokens of a row."""
+
+    packs: list[I64]
+    rows: I64
+    widths: I64
+    figures: PaddedFigures
+
+
+def deal_padded(rules: Rules, lengths: I64, dp: int, pp: int) -> PaddedStep:
+    """Padded micro-batches of samples of ``lengths`` int64 [n], real tokens; as many for every rank, and alike."""
+    batch = rules.batch
+    assert batch is not None
+    found = padded_batches(
+        lengths, rules.budget, dp, length_round=rules.align.pack, micro_batch_multiple=batch.micro_batch_multiple or 1,
+        min_micro_batches=batch.min_micro_batches, pp=pp, variable_lengths=True,
+    )  # fmt: skip
+    spans = pairwise(found.bounds.tolist())
+    columns = [column for begin, end in spans for column in found.places[begin:end].T]
+    packs = [column[column >= 0] for column in columns]
+    rows, widths = np.diff(found.bounds), found.lengths
+    return PaddedStep(packs, np.repeat(rows, dp), np.repeat(widths, dp), found.figures)
 
 
 def deal_step(rules: Rules, costs: I64, dp: int) -> I64:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from streampack.core.padded import PaddedFigures
 from streampack.core.samples import I64
 from streampack.core.waste import CAUSES, Sums
 
@@ -31,6 +32,8 @@ class DealtFigures:
         self.split_packs = self.empty_packs = 0
         """Of batches: packs more than were formed, split off for the mesh, and the empty ones that it needed beside; as
         steps were first dealt."""
+        self.padded = PaddedFigures(0, 0, 0)
+        """Of padded micro-batches, as steps were first dealt."""
         self.skipped_tokens = 0
         """Of steps that are passed over."""
         self._rows = self._cost_steps = 0
@@ -41,6 +44,14 @@ class DealtFigures:
     def skip(self, packs: Sequence[Sums]) -> None:
         """A step of these packs is passed over."""
         self.skipped_tokens += sum(pack.num_tokens for pack in packs)
+
+    def add_padded(self, step: PaddedFigures) -> None:
+        """A step is dealt as padded micro-batches."""
+        total = self.padded
+        self.padded = PaddedFigures(
+            total.valid_tokens + step.valid_tokens, total.original_tokens + step.original_tokens,
+            total.actual_tokens + step.actual_tokens,
+        )  # fmt: skip
 
     def add(self, costs: I64, tokens: I64, dealt: I64) -> None:
         """A step's packs cost ``costs`` and hold ``tokens``, int64 [packs]; rank r's m-th is ``dealt[m, r]``."""

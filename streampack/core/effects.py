@@ -14,7 +14,6 @@ from streampack.core.form import Request
 from streampack.core.messages import Envelope
 from streampack.core.packers import Choice
 from streampack.core.records import Record
-from streampack.core.rules import Rules
 from streampack.core.samples import I64
 
 
@@ -137,8 +136,9 @@ class SendShard(Effect, frozen=True):
     packs: tuple[I64, ...]
     widths: I64
     """T of each pack, int64 [packs]."""
+    aligns: I64
+    """What its samples are padded to a multiple of, int64 [packs]."""
     frames: list[str]
-    rules: Rules
     layout: str
     cp: int
     cp_rank: int

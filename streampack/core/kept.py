@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streampack.core.dealt import deal_step, packs_of_mesh, split
+from streampack.core.dealt import deal_padded, deal_step, packs_of_mesh, split
 from streampack.core.dealt_figures import DealtFigures
 from streampack.core.form import Pack, Step
 from streampack.core.frames import frames_for
 from streampack.core.messages import Mesh, StepPart
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, SampleTable
-from streampack.core.waste import waste_of, waste_of_packs
+from streampack.core.waste import waste_of, waste_of_packs, waste_of_rows
 
 PART_BYTES = 1 << 20
 """Payload of one message, about: large steps travel as several."""
@@ -43,6 +43,8 @@ class _Kept:
     """dp and pp of the mesh that it was dealt over."""
     widths: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
     """T of each pack there, int64 [packs]."""
+    rows: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Tokens of a row of each, int64 [packs], where they are padded."""
     packs: Sequence[Portion] = ()
     dealt: I64 = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
@@ -103,6 +105,7 @@ class KeptSteps:
                 indices_u64=table.index[handles].astype("<u8").tobytes(),
                 parts_u32=table.part[handles].astype("<u4").tobytes(),
                 widths_u32=b"" if self._rules.shape == "fixed" else kept.widths[numbers].astype("<u4").tobytes(),
+                rows_u32=kept.rows[numbers].astype("<u4").tobytes() if self._rules.padded else b"",
             )  # fmt: skip
             yield plan, tuple(pack.handles for pack in packs)
 
@@ -119,16 +122,21 @@ class KeptSteps:
         kept, batch = self._steps[number], self._rules.batch
         if batch is None or batch.empty == "pad" or kept.skipped:
             return ""
-        count = packs_of_mesh(self._rules, len(kept.step.packs), mesh.dp, mesh.pp)
-        got = sum(len(pack.handles) for pack in kept.step.packs)
-        if got >= count:
+        if kept.sizes != (mesh.dp, mesh.pp):
+            self._deal(kept, mesh)
+        if all(len(pack.handles) for pack in kept.packs):
             return ""
+        got, count = kept.step.num_samples, len(kept.packs)
+        least = f"{count} at least" if got < count else f"a multiple of {mesh.dp}"
         return (
             f"step {number}: got a batch of {got} samples for dp={mesh.dp}, {count // mesh.dp} micro-batches each, "
-            f"expected {count} at least: set rules.step.empty to pad, make batches larger, or use a smaller mesh"
+            f"expected {least}: set rules.step.empty to pad, make batches larger, or use a smaller mesh"
         )
 
     def _deal(self, kept: _Kept, mesh: Mesh) -> None:
+        if self._rules.padded:
+            self._deal_padded(kept, mesh)
+            return
         formed, rules, is_first = kept.step.packs, self._rules, not any(kept.sizes)
         kept.packs = [
             Portion(pack.handles, pack.num_loss_tokens, pack.cost, pack.num_tokens, pack.num_slot_tokens)
@@ -149,15 +157,36 @@ class KeptSteps:
             self.figures.more_waste += waste_of(tokens, slots, kept.widths, rules)
             self.figures.more_waste -= waste_of_packs(formed, rules)
 
+    def _deal_padded(self, kept: _Kept, mesh: Mesh) -> None:
+        formed, rules, is_first = kept.step.packs, self._rules, not any(kept.sizes)
+        handles = np.concatenate([pack.handles for pack in formed])
+        columns = self._columns(handles)
+        dealt = deal_padded(rules, columns[:, 2], mesh.dp, mesh.pp)
+        kept.packs = [Portion(handles[rows], *columns[rows].sum(axis=0).tolist()) for rows in dealt.packs]
+        kept.rows, kept.widths = dealt.widths, dealt.rows * dealt.widths
+        kept.sizes, kept.dealt = (mesh.dp, mesh.pp), np.arange(len(dealt.packs)).reshape(-1, mesh.dp)
+        sums = np.array([(len(pack.handles), pack.num_tokens, pack.num_slot_tokens) for pack in kept.packs], np.int64)
+        held, tokens, slots = sums.T
+        self.figures.add(dealt.rows * rules.balance.costs(dealt.widths), tokens, kept.dealt)
+        if is_first:
+            self.figures.add_padded(dealt.figures)
+            self.figures.empty_packs += int((held == 0).sum())
+            self.figures.more_waste += waste_of_rows(tokens, slots, held, dealt.rows, dealt.widths)
+            self.figures.more_waste -= waste_of_packs(formed, rules)
+
     def _split(self, packs: Sequence[Pack], count: int) -> list[Portion]:
-        table, align = self._table, self._rules.align.sample
         handles = np.concatenate([pack.handles for pack in packs])
         bounds = np.concatenate([[0], np.cumsum([len(pack.handles) for pack in packs])]).astype(np.int64)
-        lengths = table.length[handles].astype(np.int64)
-        slots = -(-lengths // align) * align
-        columns = np.stack([table.loss_tokens[handles], self._rules.balance.costs(slots), lengths, slots], axis=1)
+        columns = self._columns(handles)
         parts, _ = split(bounds, columns[:, 1], count)
         return [Portion(handles[part], *columns[part].sum(axis=0).tolist()) for part in parts]
+
+    def _columns(self, handles: I64) -> I64:
+        """Of samples, what a ``Portion`` sums up, int64 [n, 4]: loss tokens, cost, tokens, slot tokens."""
+        table, align = self._table, self._rules.align.sample
+        lengths = table.length[handles].astype(np.int64)
+        slots = -(-lengths // align) * align
+        return np.stack([table.loss_tokens[handles], self._rules.balance.costs(slots), lengths, slots], axis=1)
 
 
 def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
@@ -173,6 +202,11 @@ def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
         )
     if mesh.cp == 1 or layout == "whole":
         return ""
+    if rules.padded and layout != "zigzag":
+        return (
+            f"got cp={mesh.cp} and cp_layout: {layout} with padded: true, expected zigzag, which cuts each row by "
+            f"itself, or whole"
+        )
     parts = mesh.cp if layout == "contiguous" else 2 * mesh.cp
     how = f"{'' if layout == 'contiguous' else '2 * '}cp = {parts}"
     if layout == "zigzag" and (rules.align.sample % parts or rules.align.pack % parts):

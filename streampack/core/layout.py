@@ -108,13 +108,14 @@ class Layouts:
         return found
 
 
-def layouts(lengths: I64, counts: I64, align: int, totals: I64) -> Layouts:
+def layouts(lengths: I64, counts: I64, align: int | I64, totals: I64) -> Layouts:
     """Lay packs of ``counts`` int64 [p] samples and ``totals`` int64 [p] tokens each out, as ``layout`` does; same
-    errors."""
+    errors. ``align``: of all of them, or int64 [p] of each: so long are the rows of a padded micro-batch."""
     if len(lengths) and int(lengths.min()) <= 0:
         raise ValueError(f"got a sample of {int(lengths.min())} tokens, expected at least 1")
     first_sample = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=first_sample[1:])
+    align = align if isinstance(align, int) else np.repeat(align, counts)
     slots = -(-lengths // align) * align
     filled = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(slots, out=filled[1:])

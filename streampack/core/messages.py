@@ -267,7 +267,8 @@ class Attach(Message, frozen=True, kw_only=True):
     all. ``chain`` is the digest of all steps before it, where it knows one; repeated until answered. One that is
     not ``ready`` takes its rank and says later where it begins. From a checkpoint: its ``lineage`` and ``snapshot``,
     for a broker that has neither. ``going_on`` is the lineage in which it was let in since it said so: it goes on
-    with another broker, and has not gone back; -1 if it never was.
+    with another broker, and has not gone back; -1 if it never was. ``variable_lengths``: a pipeline's stages take
+    micro-batches of any shape.
     """
 
     TYPE: ClassVar[int] = 20
@@ -284,6 +285,7 @@ class Attach(Message, frozen=True, kw_only=True):
     lineage: Count = 0
     snapshot: Snapshot | None = None
     going_on: Annotated[int, Meta(ge=-1)] = -1
+    variable_lengths: bool = False
 
 
 class Get(Message, frozen=True, kw_only=True):
@@ -353,7 +355,8 @@ class StepPart(Message, frozen=True, kw_only=True):
     the samples. Payload: one frame for each name of ``frames``: ``input_ids`` [p, T / cp]; where the
     layout cuts samples, ``edges`` int32 [slices], the token after each; fields of axis ``token``
     [p, T / cp, ...] (or T where replicated), those of axis ``sample`` [sum of counts, ...]. ``widths_u32`` [p]: T of
-    each pack; empty where the rules' shape is ``fixed``: all are the budget.
+    each pack; empty where the rules' shape is ``fixed``: all are the budget. ``rows_u32`` [p], where rules are
+    ``padded``: tokens of a row of each; a sample has one, and behind them is one of padding at most.
     ``num_loss_tokens`` and ``num_samples`` are those of the whole step.
     """
 
@@ -378,6 +381,7 @@ class StepPart(Message, frozen=True, kw_only=True):
     indices_u64: bytes
     parts_u32: bytes
     widths_u32: bytes = b""
+    rows_u32: bytes = b""
 
     def widths(self, rules: Rules) -> I64:
         """T of each pack, int64 [p]. Raises ValueError for what no pack of these rules can be."""
@@ -389,6 +393,26 @@ class StepPart(Message, frozen=True, kw_only=True):
         widths = np.frombuffer(self.widths_u32, "<u4").astype(np.int64)
         check_widths(widths, rules.shape, rules.budget, rules.align.pack)
         return widths
+
+    def aligns(self, rules: Rules) -> I64:
+        """What samples are padded to a multiple of, in each pack, int64 [p]: in padded ones the length of their rows.
+        Raises ValueError for rows that cannot be."""
+        counts = np.frombuffer(self.counts_u32, "<u4").astype(np.int64)
+        if not rules.padded:
+            return np.full(len(counts), rules.align.sample, np.int64)
+        if len(self.rows_u32) != len(self.counts_u32):
+            raise ValueError(f"got {len(self.rows_u32)} bytes of rows, expected {len(self.counts_u32)}")
+        rows, widths = np.frombuffer(self.rows_u32, "<u4").astype(np.int64), self.widths(rules)
+        lengths = np.frombuffer(self.lengths_u32, "<u4")
+        wrong = (rows < 1) | (rows % rules.align.pack != 0)
+        spare = widths - counts * rows
+        wrong |= (spare != 0) & (spare != rows)
+        if wrong.any() or len(lengths) != counts.sum() or (lengths > np.repeat(rows, counts)).any():
+            raise ValueError(
+                f"got padded micro-batches of {widths.tolist()[:8]} tokens with {counts.tolist()[:8]} samples and rows "
+                f"of {rows.tolist()[:8]}, expected a row a sample, and one more at most"
+            )
+        return rows
 
 
 class Wait(Message, frozen=True, kw_only=True):

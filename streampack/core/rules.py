@@ -139,7 +139,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     and window are those of each batch. ``warmup``: the budget of the first steps is less.
 
     ``max_samples_per_pack``, ``leftovers`` and ``micro_batch_size`` are parameters of ``packer``: see there. ``shape``
-    says how long packs are: see ``shapes``.
+    says how long packs are: see ``shapes``. ``padded``: nothing is packed; FORM's packs are single samples, and DEAL
+    makes micro-batches of rows of them, a multiple of ``align.pack`` long: see ``padded``.
     ``tail`` says what happens to the packs that do not fill the last step: ``pad`` adds empty packs,
     ``drop`` counts and drops them. ``weight_unit``: weights are shares of tokens, or of samples, where a split one
     counts once and one that is rejected or dropped does not. ``between_passes``: ``drain`` ends each pass over all
@@ -157,6 +158,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     max_samples_per_pack: Positive | None = None
     leftovers: Leftovers | None = None
     micro_batch_size: Positive | None = None
+    padded: bool = False
     align: Align = Align()
     shape: Shape = "fixed"
     balance: Balance = Balance()
@@ -197,9 +199,25 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 "matched by cost as they are dealt"
             )
         check_fields(self.fields)
+        if self.padded:
+            self._check_padded()
         if self.balance.kind == "joint":
             self._check_joint()
         self.new_packer()
+
+    def _check_padded(self) -> None:
+        """Rows of single samples know nothing of what packs are. Raises ValueError."""
+        if self.batch is None:
+            raise ValueError(
+                "got padded: true with steps of packs, expected step: {samples: N} or {end_of_batch: true}: padded "
+                "micro-batches are made of a batch"
+            )
+        default = Rules()
+        rows: dict[str, object] = {"packer": "none", "micro_batch_size": 1, "shape": "exact"}
+        for key in ("packer", *PACKER_KEYS, "window", "shape", "balance", "warmup"):
+            got, expected = getattr(self, key), rows.get(key, getattr(default, key))
+            if got != expected:
+                raise ValueError(f"got {key}: {_said(got)} with padded: true, expected no such key: nothing is packed")
 
     def _check_joint(self) -> None:
         """Groups of packs are formed by a method of their own, and steps hold whole ones. Raises ValueError."""
@@ -273,6 +291,10 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         rule which a later version adds leaves recorded runs as they are."""
         text = msgspec.json.encode(self, order="sorted")
         return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def _said(value: object) -> str:
+    return msgspec.json.encode(value).decode() if isinstance(value, Struct) else str(value)
 
 
 class RulesChange(Struct, frozen=True, kw_only=True):

@@ -187,6 +187,11 @@ def refusal(message: Attach, rules: Rules, layout: str) -> str:
     unfit = mesh_refusal(mesh, rules, layout)
     if unfit:
         return unfit
+    if rules.padded and mesh.pp > 1 and not message.variable_lengths:
+        return (
+            f"got pp={mesh.pp} from a feed of padded micro-batches, whose shapes differ, expected connect(..., "
+            f"variable_lengths=True), of stages that exchange any shape: say so, take pp=1, or pack"
+        )
     try:
         tp, pp = message.readers.ranks(mesh)
     except ValueError as error:

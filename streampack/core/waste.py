@@ -2,9 +2,9 @@
 
 - ``alignment``: samples, padded to ``align.sample``;
 - ``pack_tail``: behind a pack's last sample, to the budget where packs are ``fixed``, else to ``align.pack``;
-- ``shape``: from there to the multiple or the bucket of other shapes;
+- ``shape``: from there to the multiple or the bucket of other shapes, or to the end of a padded row;
 - ``pipeline``: from there to the longest pack of the step, where stages exchange one shape;
-- ``empty_pack``: packs without a sample.
+- ``empty_pack``: packs without a sample, and padded rows without one.
 
 A step counts as FORM made it, each pack with a length of its own, until it is dealt; then as it was dealt first.
 """
@@ -39,6 +39,13 @@ def waste_of(tokens: I64, slots: I64, widths: I64, rules: Rules) -> I64:
     parts = np.stack([slots - tokens, laid - slots, own - laid, widths - own])
     found: I64 = np.append(parts[:, held].sum(axis=1), widths[~held].sum())
     return found
+
+
+def waste_of_rows(tokens: I64, slots: I64, held: I64, rows: I64, widths: I64) -> I64:
+    """The same of padded micro-batches: ``rows`` of ``widths`` tokens each, of which ``held`` hold a sample; all int64
+    [packs]."""
+    sums = [(slots - tokens).sum(), 0, (held * widths - slots).sum(), 0, ((rows - held) * widths).sum()]
+    return np.array(sums, np.int64)
 
 
 def waste_of_packs(packs: Sequence[Sums], rules: Rules) -> I64:

@@ -142,9 +142,9 @@ class BrokerProcess:
         elif isinstance(effect, Release):
             self.arena.release(effect.handles)
         elif isinstance(effect, SendShard):
-            rules, envelope = effect.rules, effect.envelope
+            envelope = effect.envelope
             shard = self.arena.gather(
-                effect.packs, effect.frames, rules.align.sample, effect.widths, effect.cp, effect.cp_rank, effect.layout
+                effect.packs, effect.frames, effect.aligns, effect.widths, effect.cp, effect.cp_rank, effect.layout
             )
             whole = Envelope(
                 run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message,

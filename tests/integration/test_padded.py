@@ -1,0 +1,207 @@
+"""Padded micro-batches over real processes: a batch's rows, the same on every mesh, whatever dies."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streampack
+from streampack.errors import MeshError, UserError
+from streampack.packs import Step
+from streampack.sources import Source, SourceSettings, open_source
+from streampack.typed_tree import convert
+from tests.integration.running import PATIENCE_S, RunningBroker, folder, producing_here, running_broker, write_jsonl
+from tests.soak.job import fixed_listen
+
+ROLL = [7, 6, 8, 5, 1, 3, 8, 6]
+SAMPLES, STEPS = 24, 16
+SETTINGS: dict[str, Any] = {
+    "tokens": "uint16",
+    "rules": {"padded": True, "budget": 256, "step": {"samples": SAMPLES}, "align": {"sample": 4, "pack": 8}},
+    "streams": {"web": {}},
+}
+Mesh = dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """Sample n begins with token n + 1."""
+    folder = tmp_path_factory.mktemp("data")
+    number = iter(range(SAMPLES * STEPS))
+    for shard in range(4):
+        rows = [next(number) for _ in range(SAMPLES * STEPS // 4)]
+        write_jsonl(folder / f"{shard}.jsonl", [{"tokens": [n + 1] * (4 + (n * 89) % 200)} for n in rows])
+    return open_source(convert({"source": "jsonl", "shards": str(folder / "*.jsonl")}, SourceSettings))
+
+
+def meshes(dp: int, cp: int = 1, pp: int = 1) -> list[Mesh]:
+    sizes = {"dp": dp, "cp": cp, "pp": pp}
+    return [
+        {**sizes, "dp_rank": d, "cp_rank": c, "pp_rank": p} for d in range(dp) for c in range(cp) for p in range(pp)
+    ]
+
+
+def read(
+    endpoint: str, ranks: list[Mesh], format: str = "numpy", at: Callable[[int, int], None] = lambda *_: None,
+    **more: Any,
+) -> list[list[Step]]:  # fmt: skip
+    """Every step of each rank, verified; ``at`` hears (rank, step)."""
+    found: dict[int, list[Step]] = {}
+
+    def run(rank: int) -> None:
+        with streampack.connect(endpoint, mesh=ranks[rank], format=format, verify=True, prefetch=1, **more) as loader:
+            steps = []
+            for step in loader.steps():
+                steps.append(step)
+                at(rank, step.index)
+            found[rank] = steps
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert len(found) == len(ranks)
+    return [found[rank] for rank in range(len(ranks))]
+
+
+def samples_of(steps: list[Step]) -> list[tuple[int, int, int]]:
+    """Of one step on some ranks: every sample's identity."""
+    return sorted(tuple(sample) for step in steps for sample in step.sample_ids.tolist())
+
+
+def bytes_of(steps: list[Step]) -> list[Any]:
+    names = ("input_ids", "labels", "position_ids", "padding_mask", "cu_seqlens_padded", "sample_ids")
+    return [(step.digest, step.chain, [[pack[name].tobytes() for name in names] for pack in step]) for step in steps]
+
+
+@pytest.fixture(scope="module")
+def whole(source: Source) -> list[list[Step]]:
+    """What nothing disturbs, on dp = 2 and cp = 2."""
+    with running_broker(SETTINGS) as broker, producing_here(broker.producers, {"web": source}):
+        return read(broker.trainers, meshes(dp=2, cp=2))
+
+
+def test_the_example_of_roll_comes_to_two_ranks_within_its_budget(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "roll.jsonl", [{"tokens": [1 + i] * n} for i, n in enumerate(ROLL)])
+    settings = SETTINGS | {
+        "rules": {"padded": True, "budget": 10, "step": {"samples": 8}, "align": {"sample": 2, "pack": 2}},
+        "streams": {"web": {"partitions": 1}},
+    }  # fmt: skip
+    roll = open_source(convert({"source": "jsonl", "shards": str(file), "shuffle": False}, SourceSettings))
+    with running_broker(settings) as broker, producing_here(broker.producers, {"web": roll}):
+        ranks = read(broker.trainers, meshes(dp=2), "padded")
+    assert [[tuple(batch["input_ids"].shape) for batch in steps[0]] for steps in ranks] == [
+        [(1, n) for n in (4, 6, 8, 8)]
+    ] * 2
+    found = [[batch["input_ids"][0][: batch["attention_mask"].sum()].tolist() for batch in steps[0]] for steps in ranks]
+    assert found == [[[1 + i] * ROLL[i] for i in column] for column in ([4, 3, 7, 2], [5, 1, 0, 6])]
+    assert {steps[0].num_loss_tokens for steps in ranks} == {sum(ROLL) - len(ROLL)}
+
+
+def test_ranks_share_shapes_and_their_shards_make_every_row_up(whole: list[list[Step]]) -> None:
+    assert all(len(steps) == STEPS for steps in whole)
+    seen = []
+    for ranks in zip(*whole, strict=True):
+        streampack.verify(list(ranks))
+        shapes = {tuple((len(pack.input_ids), pack.max_seqlen) for pack in step) for step in ranks}
+        assert len(shapes) == 1
+        assert all(2 * held <= 256 and width % 8 == 0 for held, width in next(iter(shapes)))
+        seen += samples_of([ranks[0], ranks[2]])
+    assert len(set(seen)) == len(seen) == SAMPLES * STEPS
+
+
+def test_a_killed_broker_gives_the_same_bytes(source: Source, whole: list[list[Step]]) -> None:
+    with folder() as path:
+        settings = SETTINGS | {"listen": fixed_listen(path), "state_dir": str(path / "state")}
+        brokers = [RunningBroker(path, settings)]
+
+        def kill(rank: int, step: int) -> None:
+            if rank == 0 and step in (0, 9):
+                brokers[-1].kill()
+                brokers.append(RunningBroker(path, settings))
+
+        try:
+            with producing_here(brokers[0].producers, {"web": source}):
+                found = read(brokers[0].trainers, meshes(dp=2, cp=2), at=kill)
+        finally:
+            brokers[-1].kill()
+    assert len(brokers) == 3
+    assert [bytes_of(steps) for steps in found] == [bytes_of(steps) for steps in whole]
+
+
+def test_another_mesh_goes_on_with_the_same_batches(source: Source, whole: list[list[Step]]) -> None:
+    """From a state after step 6, saved on one rank, at a broker that has no disk of the first."""
+    with (
+        running_broker(SETTINGS) as broker,
+        producing_here(broker.producers, {"web": source}),
+        streampack.connect(broker.trainers, format="padded", verify=True) as loader,
+    ):
+        before = [step for step, _ in zip(loader.steps(), range(7), strict=False)]
+        state = json.loads(json.dumps(loader.state_dict(step=6)))
+    with running_broker(SETTINGS) as broker, producing_here(broker.producers, {"web": source}):
+        after: dict[int, list[Step]] = {}
+
+        def run(rank: int) -> None:
+            with streampack.connect(broker.trainers, mesh={"dp": 3, "dp_rank": rank}, format="padded") as loader:
+                loader.load_state_dict(state)
+                after[rank] = list(loader.steps())
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    found = [[step] for step in before] + [
+        list(ranks) for ranks in zip(*(after[rank] for rank in range(3)), strict=True)
+    ]
+    assert len(found) == STEPS
+    for ranks, expected in zip(found, zip(*whole, strict=True), strict=True):
+        assert {step.chain for step in ranks} == {expected[0].chain}
+        assert samples_of(ranks) == samples_of([expected[0], expected[2]])
+
+
+def test_a_pipeline_is_served_where_its_trainer_declares_variable_lengths(source: Source) -> None:
+    with running_broker(SETTINGS) as broker, producing_here(broker.producers, {"web": source}):
+        with pytest.raises(MeshError, match=r"got pp=2 from a feed of padded micro-batches.*variable_lengths=True"):
+            streampack.connect(broker.trainers, mesh=meshes(dp=1, pp=2)[0])
+        first, last = read(broker.trainers, meshes(dp=1, pp=2), variable_lengths=True)
+    assert [len(step) for step in first] == [len(step) for step in last]
+    assert all(len(step) % 2 == 0 for step in first)
+    assert len({len(pack.input_ids) for step in first for pack in step}) > 1
+
+
+@pytest.fixture
+def feeds(source: Source) -> Iterator[RunningBroker]:
+    """A feed that packs, ``train``, and one that pads, ``valid``."""
+    settings = SETTINGS | {
+        "rules": {"budget": 256, "step": {"packs": 2}, "align": {"sample": 4, "pack": 8}},
+        "streams": {"web": {}, "other": {}},
+        "feeds": {"train": {"streams": ["web"]}, "valid": {"streams": ["other"], "rules": SETTINGS["rules"]}},
+    }
+    with running_broker(settings) as broker, producing_here(broker.producers, {"web": source, "other": source}):
+        yield broker
+
+
+def test_a_format_that_the_feed_has_not_is_refused_and_what_compilers_must_know_is_said(
+    feeds: RunningBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UserError, match=r"got format 'padded' of a feed that packs"):
+        streampack.connect(feeds.trainers, format="padded")
+    with (
+        caplog.at_level(logging.WARNING, "streampack.client"),
+        streampack.connect(feeds.trainers, feed="valid") as loader,
+    ):
+        batch = next(iter(loader))
+    (said,) = [record.message for record in caplog.records if "torch.compile" in record.message]
+    assert said.startswith("feed valid: micro-batches are padded, and each may have a shape of its own")
+    assert list(batch) == ["input_ids", "labels", "attention_mask", "position_ids"]
+    assert batch.input_ids.shape == batch.attention_mask.shape
+    assert np.array_equal(batch.input_ids.numpy() > 0, batch.attention_mask.numpy() == 1)
