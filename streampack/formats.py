@@ -36,7 +36,7 @@ from streampack.packs import Pack, Step
 if TYPE_CHECKING:
     import torch
 
-FORMATS = ("thd", "padded", "hf", "hf_shifted", "numpy")
+FORMATS = ("thd", "hf", "hf_shifted", "padded", "numpy")
 _ON_HOST = frozenset({"sample_ids", "slices"})
 """Read by the host alone: reading them must not wait for a device."""
 

@@ -37,7 +37,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "leftovers": "of modified first fit: how it packs what no large sample took along",
         "micro_batch_size": "of packer none: samples of a pack",
         "padded": "no packing: micro-batches of padded rows, as many as fit the budget (dynamic batching)",
-        "budget": "tokens of a pack, or of a padded micro-batch",
+        "budget": "tokens of a pack",
         "shape": "tokens that a pack is delivered with: the budget (fixed), its samples' (exact), or some sizes",
         "overlong": "what happens to samples over the budget",
         "poison": "what happens to samples that cannot be used",

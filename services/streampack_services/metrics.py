@@ -77,6 +77,20 @@ def _waste(snapshot: Snapshot) -> Rows:
     ]
 
 
+def _padding(snapshot: Snapshot) -> Rows:
+    """Tokens of padded micro-batches, of the feeds that have such."""
+    for name, feed in snapshot["feeds"].items():
+        for key, tokens in (feed["dynamic_batching"] or {}).items():
+            if key.endswith("_tokens"):
+                yield (name, key.removesuffix("_tokens")), float(tokens)
+
+
+def _removed_ratio(snapshot: Snapshot) -> Rows:
+    for name, feed in snapshot["feeds"].items():
+        if feed["dynamic_batching"] is not None:
+            yield (name,), feed["dynamic_batching"]["removed_padding_ratio"]
+
+
 def _lost(snapshot: Snapshot) -> Rows:
     return [
         ((name, policy), float(tokens))
@@ -195,6 +209,11 @@ METRICS: tuple[Metric, ...] = (
            _of_feeds("dealt", "split_packs"), ("feed",)),
     Metric("added_empty_packs", "counter", "Empty packs that batches needed for the trainers' mesh.",
            _of_feeds("dealt", "empty_packs"), ("feed",)),
+    Metric("dynamic_batching_tokens", "counter", "Tokens of padded micro-batches: real (valid), of batches as wide as "
+           "their longest sample (original), computed (actual), and the difference (removed_padding).",
+           _padding, ("feed", "kind")),
+    Metric("removed_padding_ratio", "gauge", "Tokens not computed, of batches as wide as their longest sample.",
+           _removed_ratio, ("feed",)),
     # What is held
     Metric("window_samples", "gauge", "Samples merged and not in a step yet.",
            _of_feeds("window", "samples"), ("feed",)),

@@ -74,7 +74,7 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
         )
     size = micro_batch or max(round(run.samples / run.filled_packs), 1)
     grow = run.tokens / max(int(run.lengths.sum()), 1)
-    own = run.filled_packs * rules.budget
+    own = run.slots
     found: Tree = {
         "what": run.what,
         "note": run.note,
@@ -83,7 +83,7 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
         "tokens": run.tokens,
         "budget": rules.budget,
         "window": rules.window,
-        "packer": rules.new_packer().name,
+        "packer": "padded" if rules.padded else rules.new_packer().name,
         "align": rules.align.sample,
         "micro_batch": size,
         "assumptions": assumptions(run, size, rate),
@@ -105,7 +105,8 @@ def rate_of(run: Served, gpus: int | None, tokens_per_s: float | None) -> Rate |
         return Rate(count, tokens_per_s, "as given")
     if not run.tokens_per_s or not (gpus or run.ranks):
         return None
-    slots = run.tokens_per_s * run.packs * run.rules.budget / run.tokens
+    computed = run.slots if run.rules.padded else run.packs * run.rules.budget  # empty ones too
+    slots = run.tokens_per_s * computed / run.tokens
     whose = f"{count} as given" if gpus else f"the {count} attached ranks"
     return Rate(count, slots / count, f"what the broker packs now, {run.tokens_per_s:,.0f} tokens a second, by {whose}")
 

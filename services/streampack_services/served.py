@@ -38,7 +38,7 @@ class Served:
 
     They are ``share`` of all ``samples`` in ``packs`` packs (empty ones among them) of ``tokens`` real tokens.
     ``tokens_per_s``: real tokens that the run packs now, for all of its attached ``ranks``; 0 where nobody knows.
-    ``mesh``: theirs, once they are all there.
+    ``mesh``: theirs, once they are all there. ``padded_slots``: tokens computed, of padded micro-batches.
     """
 
     what: str
@@ -55,11 +55,17 @@ class Served:
     tokens_per_s: float = 0.0
     ranks: int = 0
     mesh: PlanMesh | None = None
+    padded_slots: int | None = None
 
     @property
     def filled_packs(self) -> int:
         """Packs that hold samples."""
         return self.packs - self.empty_packs
+
+    @property
+    def slots(self) -> int:
+        """Tokens computed: the budget for every pack that holds samples, or what padded micro-batches have."""
+        return self.filled_packs * self.rules.budget if self.padded_slots is None else self.padded_slots
 
     @property
     def share(self) -> float:
@@ -74,6 +80,11 @@ def from_ledger(state_dir: Path, feed: str | None) -> Served:
     with open_ledger(state_folder(state_dir, None)) as ledger:
         of = audit.feed_of(ledger, feed)
         rules, run = of.rules_at(NEVER), ledger.state.run
+        if rules.padded:
+            raise UserError(
+                f"{state_dir}: got feed {of.name!r}, which is padded, expected one that packs: a log knows no mesh, so "
+                f"name the running broker"
+            )
         numbers, sums = [], np.zeros(5, np.int64)
         for step in ledger.steps(of.name):
             if of.effective(step.step) == step.lineage:
@@ -141,6 +152,7 @@ def from_status(snapshot: dict[str, Any], feed: str | None) -> Served:
         totals["packs"], totals["empty_packs"], totals["tokens"], totals["slot_tokens"], totals["steps"],
         found["state"] == "ended", "in no order: shuffled, and by buckets of 3 %", found["tokens_per_s"],
         len(found["readers"]), _mesh_of(found),
+        found["dynamic_batching"]["actual_tokens"] if rules.padded else None,
     )  # fmt: skip
 
 

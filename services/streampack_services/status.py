@@ -21,6 +21,7 @@ from streampack.core.broker import Broker
 from streampack.core.feed import Feed
 from streampack.core.figures import from_moments
 from streampack.core.form import Former
+from streampack.core.padded import PaddedFigures
 from streampack.core.waste import CAUSES
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class Reporter:
 
     def _feed(self, now: float, feed: Feed) -> Snapshot:
         totals, readers = feed.totals, feed.readers
+        counted = readers.dealt.padded_totals if feed.rules.padded else totals
         reasons = waiting_for(feed)
         return {
             "state": "ended" if readers.end is not None else "serving",
@@ -120,20 +122,21 @@ class Reporter:
             "lineage": feed.history.lineage,
             "recorded_steps": feed.history.num_steps,
             "committed": feed.history.commits[-1] if feed.history.commits else None,
-            "totals": asdict(totals),
-            "figures": asdict(from_moments(totals.packs, totals.tokens, totals.square_tokens, feed.rules.budget))
+            "totals": asdict(totals) | {"packs": counted.packs, "empty_packs": counted.empty_packs},
+            "figures": asdict(from_moments(counted.packs, counted.tokens, counted.square_tokens, feed.rules.budget))
             | {
                 "cost_max_over_mean": readers.dealt.cost_max_over_mean,
                 "step_cost_max_over_mean": readers.dealt.step_cost_max_over_mean,
             },
             "padded_figures": asdict(
-                from_moments(totals.packs, totals.slot_tokens, totals.square_slot_tokens, feed.rules.budget)
+                from_moments(counted.packs, counted.slot_tokens, counted.square_slot_tokens, feed.rules.budget)
             ),
             "waste_tokens": (waste := dict(zip(CAUSES, feed.waste.tolist(), strict=True))),
             "delivered_tokens": totals.tokens + sum(waste.values()),
             "lost_tokens": _lost(feed),
             "rank_tokens": readers.dealt.rank_tokens(),
             "dealt": {"split_packs": readers.dealt.split_packs, "empty_packs": readers.dealt.empty_packs},
+            "dynamic_batching": _padding(readers.dealt.padded) if feed.rules.padded else None,
             "lengths": feed.lengths.rows(),
             "tokens_per_s": self._rate(now, feed),
             "readers": _readers(feed),
@@ -215,6 +218,15 @@ def _lost(feed: Feed) -> dict[str, int]:
         "dropped": lost["drop"],
         "tail": feed.totals.dropped_tokens,
         "skipped": feed.readers.dealt.skipped_tokens,
+    }
+
+
+def _padding(figures: PaddedFigures) -> dict[str, float]:
+    """ROLL's figures of padded micro-batches: real tokens, those of batches as wide as their longest sample, and those
+    that are computed."""
+    return asdict(figures) | {
+        "removed_padding_tokens": figures.removed_padding_tokens,
+        "removed_padding_ratio": figures.removed_padding_ratio,
     }
 
 

@@ -71,6 +71,9 @@ def _show_feed(console: Console, name: str, feed: Tree) -> None:
         ("waited", f"{longest}{outliers}"),
         ("held", f"{_count(feed['held_tokens'])} of {_count(feed['held_limit_tokens'])} tokens"),
     ]
+    if (padded := feed["dynamic_batching"]) is not None:
+        removed = f"{_count(padded['removed_padding_tokens'])}, {padded['removed_padding_ratio']:.2%}"
+        rows.insert(4, ("no padding", f"{removed} of batches as wide as their longest sample"))
     if feed["committed"] is not None:
         rows.insert(1, ("checkpoint", f"step {feed['committed']} is committed"))
     facts = Table.grid(padding=(0, 2))

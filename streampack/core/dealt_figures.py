@@ -8,9 +8,11 @@ that was dealt; a step that is dealt again, over another mesh, counts again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 
 import numpy as np
 
+from streampack.core.figures import Totals
 from streampack.core.padded import PaddedFigures
 from streampack.core.samples import I64
 from streampack.core.waste import CAUSES, Sums
@@ -34,6 +36,8 @@ class DealtFigures:
         steps were first dealt."""
         self.padded = PaddedFigures(0, 0, 0)
         """Of padded micro-batches, as steps were first dealt."""
+        self.padded_totals = Totals()
+        """The same, a micro-batch of a rank being a pack."""
         self.skipped_tokens = 0
         """Of steps that are passed over."""
         self._rows = self._cost_steps = 0
@@ -45,8 +49,16 @@ class DealtFigures:
         """A step of these packs is passed over."""
         self.skipped_tokens += sum(pack.num_tokens for pack in packs)
 
-    def add_padded(self, step: PaddedFigures) -> None:
-        """A step is dealt as padded micro-batches."""
+    def add_padded(self, step: PaddedFigures, held: I64, tokens: I64, slots: I64) -> None:
+        """A step is first dealt as padded micro-batches of ``held`` samples of ``tokens`` tokens, ``slots`` when
+        aligned; int64 [packs]."""
+        empty = int((held == 0).sum())
+        self.empty_packs += empty
+        counted = Totals(
+            1, len(held), empty, int(held.sum()), int(tokens.sum()), int(slots.sum()), int(tokens @ tokens),
+            int(slots @ slots),
+        )  # fmt: skip
+        self.padded_totals = Totals(*map(sum, zip(astuple(self.padded_totals), astuple(counted), strict=True)))
         total = self.padded
         self.padded = PaddedFigures(
             total.valid_tokens + step.valid_tokens, total.original_tokens + step.original_tokens,

@@ -169,8 +169,7 @@ class KeptSteps:
         held, tokens, slots = sums.T
         self.figures.add(dealt.rows * rules.balance.costs(dealt.widths), tokens, kept.dealt)
         if is_first:
-            self.figures.add_padded(dealt.figures)
-            self.figures.empty_packs += int((held == 0).sum())
+            self.figures.add_padded(dealt.figures, held, tokens, slots)
             self.figures.more_waste += waste_of_rows(tokens, slots, held, dealt.rows, dealt.widths)
             self.figures.more_waste -= waste_of_packs(formed, rules)
 

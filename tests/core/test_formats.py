@@ -182,7 +182,7 @@ def step_of_numpy() -> Step:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"format": "bshd"}, r"got format 'bshd', expected one of: thd, hf, hf_shifted, numpy"),
+        ({"format": "bshd"}, r"got format 'bshd', expected one of: thd, hf, hf_shifted, padded, numpy"),
         ({"format": "hf", "mesh": Mesh(cp=2)}, r"got format 'hf' with cp=2 .* take format='thd'"),
         ({"format": "hf_shifted", "mesh": Mesh(cp=4, cp_rank=1)}, r"got format 'hf_shifted' with cp=4"),
         ({"format": "numpy", "device": "cuda"}, r"got device='cuda' with format numpy, expected none"),

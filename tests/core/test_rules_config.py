@@ -73,6 +73,8 @@ def test_every_rule_changes_the_digest() -> None:
         {"batch": Batch()}, {"batch": Batch(samples=4)}, {"batch": Batch(min_samples=2)},
         {"batch": Batch(empty="error")}, {"batch": Batch(micro_batch_multiple=2)},
         {"batch": Batch(min_micro_batches=2)},
+        {"batch": Batch(), "packer": "none", "micro_batch_size": 1, "shape": "exact", "padded": True},
+        {"batch": Batch(), "packer": "none", "micro_batch_size": 1, "shape": "exact"},
         {"warmup": Warmup(8, 9)}, {"balance": Balance(order="packer")},
         {"seed": 1}, *[{"streams": streams} for streams in ((A,), (B,), (A, B), (B, A))],
         *[{"streams": (msgspec.structs.replace(A, **change),)} for change in of_a],

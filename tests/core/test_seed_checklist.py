@@ -21,6 +21,7 @@ _PACKERS, _PEERS, _CLOSED = "core/test_packers", "core/test_peer_packers", "core
 _DEAL, _KARP = "core/test_deal", "core/test_karmarkar_karp"
 _BATCHES = "core/test_batches"
 _PLAN, _PADDED = "core/test_planning", "core/test_padded"
+_ROWS, _PADDED_RUN = "core/test_padded_steps", "integration/test_padded"
 _LAYOUT, _RULES, _SHAPES = "core/test_layout", "core/test_rules_config", "core/test_shapes"
 _REGROUPED = "core/test_regrouping"
 _FIGURES, _WASTE = "core/test_figures", "core/test_waste"
@@ -168,20 +169,33 @@ TESTED: dict[str, tuple[str, ...]] = {
         f"{_PADDED}::test_samples_are_dealt_by_length_in_turn",
         f"{_PADDED}::test_a_micro_batch_is_closed_only_when_the_next_sample_would_not_fit",
         f"{_PADDED}::test_a_sample_that_does_not_fit_once_padded_is_named",
+        f"{_ROWS}::test_every_sample_is_a_row_of_one_micro_batch_and_all_ranks_have_the_same_shapes",
+        f"{_ROWS}::test_a_batch_is_the_same_on_any_mesh_and_reading_it_again_gives_the_same_bytes",
     ),
     # the example of its documentation, corrected
-    "D11": (f"{_PADDED}::test_rolls_example_within_its_budget",),
+    "D11": (
+        f"{_PADDED}::test_rolls_example_within_its_budget",
+        f"{_PADDED_RUN}::test_the_example_of_roll_comes_to_two_ranks_within_its_budget",
+    ),
     # its figures
     "D12": (
         f"{_PADDED}::test_rolls_example_within_its_budget",
         f"{_PADDED}::test_figures_are_against_the_batch_as_wide_as_it_is",
+        f"{_ROWS}::test_the_causes_of_waste_and_the_real_tokens_are_all_that_is_computed",
+        f"{_PADDED_RUN}::test_status_and_metrics_say_what_padding_was_removed",
     ),
-    # its knobs
-    "D13": (f"{_PADDED}::test_numbers_that_cannot_be_are_refused",),
+    # its knobs: one key, the budget, and the alignment for sequence_length_round; a feed of its own for each use
+    "D13": (
+        f"{_PADDED}::test_numbers_that_cannot_be_are_refused",
+        f"{_ROWS}::test_a_broker_yaml_asks_for_it_with_one_key",
+    ),
     # NeMo-RL's, and what it refuses
     "D14": (
         f"{_PADDED}::test_a_pipeline_is_refused_unless_its_trainer_takes_any_length",
         f"{_PLAN}::test_what_cannot_be_is_refused",
+        f"{_ROWS}::test_what_speaks_of_packs_is_refused_beside_padded",
+        f"{_PADDED_RUN}::test_a_pipeline_is_served_where_its_trainer_declares_variable_lengths",
+        f"{_PADDED_RUN}::test_a_format_that_the_feed_has_not_is_refused_and_what_compilers_must_know_is_said",
     ),
     # on: the stream cut by tokens; off: so many samples, packed all the same, as long as they are
     "E1": (

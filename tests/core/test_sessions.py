@@ -1134,7 +1134,7 @@ def _field(name: str, known: dict[type, Any]) -> Any:
         return st.none()
     if name == "ready":
         return st.sampled_from([True, True, False])
-    if name == "ended":
+    if name in ("ended", "variable_lengths"):
         return known[bool]
     if name in ("partition", "partitions", "part", "parts", "first", "micro_batches", "round"):
         return _SMALL

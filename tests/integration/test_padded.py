@@ -17,7 +17,16 @@ from streampack.errors import MeshError, UserError
 from streampack.packs import Step
 from streampack.sources import Source, SourceSettings, open_source
 from streampack.typed_tree import convert
-from tests.integration.running import PATIENCE_S, RunningBroker, folder, producing_here, running_broker, write_jsonl
+from tests.integration.running import (
+    PATIENCE_S,
+    RunningBroker,
+    folder,
+    in_process,
+    producing_here,
+    running_broker,
+    until,
+    write_jsonl,
+)
 from tests.soak.job import fixed_listen
 
 ROLL = [7, 6, 8, 5, 1, 3, 8, 6]
@@ -176,6 +185,32 @@ def test_a_pipeline_is_served_where_its_trainer_declares_variable_lengths(source
     assert [len(step) for step in first] == [len(step) for step in last]
     assert all(len(step) % 2 == 0 for step in first)
     assert len({len(pack.input_ids) for step in first for pack in step}) > 1
+
+
+def test_status_and_metrics_say_what_padding_was_removed(source: Source, whole: list[list[Step]]) -> None:
+    with (
+        running_broker(SETTINGS) as broker,
+        producing_here(broker.producers, {"web": source}),
+        streampack.connect(broker.trainers, format="numpy") as loader,
+    ):
+        steps = list(loader.steps())
+        until(lambda: bool(broker.feed()["steps"]["formed"] == STEPS and broker.feed()["state"] == "ended"))
+        feed, metrics = broker.feed(), broker.get("/metrics")
+        shown, saved = in_process("status", broker.http), in_process("report", broker.http, "--json")
+    real = sum(int(pack.cu_seqlens[-1]) for step in steps for pack in step)
+    computed = sum(int(pack.cu_seqlens_padded[-1]) for step in steps for pack in step)
+    widest = sum(SAMPLES * max(pack.max_seqlen for pack in step) for step in steps)
+    assert feed["dynamic_batching"] == {
+        "valid_tokens": real, "original_tokens": widest, "actual_tokens": computed,
+        "removed_padding_tokens": widest - computed, "removed_padding_ratio": (widest - computed) / widest,
+    }  # fmt: skip
+    assert feed["delivered_tokens"] == computed
+    assert feed["totals"]["packs"] == sum(len(step) for step in steps)
+    assert feed["figures"]["utilisation"] == pytest.approx(real / (256 * feed["totals"]["packs"]))
+    assert f'streampack_dynamic_batching_tokens_total{{feed="train",kind="actual"}} {float(computed)}' in metrics
+    assert 'streampack_removed_padding_ratio{feed="train"}' in metrics
+    assert f"{(widest - computed) / widest:.2%} of batches as wide as their longest sample" in shown.stdout
+    assert json.loads(saved.stdout)["run"]["slots"] == computed
 
 
 @pytest.fixture
