@@ -131,8 +131,8 @@ class Step:
         any of them has as ``min_packs``, which adds empty ones. ``micro_batch`` and ``pack`` are a forward pack's
         number on its rank; ``num_loss_tokens`` is -1 where it has a part of a pack whose labels other ranks hold, too.
 
-        Raises UserError for a budget that does not hold every sample, and for layouts whose parts of a joined pack
-        this rank does not hold (``zigzag_pack``, ``contiguous``, with cp > 1).
+        Raises UserError for a budget that does not hold every sample, for padded micro-batches, and for layouts whose
+        parts of a joined pack this rank does not hold (``zigzag_pack``, ``contiguous``, with cp > 1).
 
         >>> forward = step.regroup(budget=32768)  # doctest: +SKIP
         >>> old = forward.tokens_back({pack: logprobs(pack) for pack in forward})  # doctest: +SKIP

@@ -56,6 +56,11 @@ class Regrouping:
             if not isinstance(given, int) or given < 1:
                 raise UserError(f"got {name}={given!r}, expected at least 1")
         rules, first = self.rules, self.packs[0]
+        if rules.padded:
+            raise UserError(
+                "got a step of padded micro-batches to regroup, expected packs: rows of several lengths have no shape "
+                "together; run the pass by micro-batch, or serve the samples as packs"
+            )
         if first.cp > 1 and first.layout not in ("zigzag", "whole"):
             raise UserError(
                 f"got packs of the layout {first.layout} with cp={first.cp} to regroup, expected zigzag or whole: this "

@@ -92,6 +92,11 @@ def _joint_of(rules: Rules) -> Balance:
 
 def options_of(given: PlanInputs, base: Base) -> PlanOptions:
     """The grid. Raises UserError for what cannot be."""
+    if base.rules.padded:
+        raise UserError(
+            "got padded: true, expected rules that pack: plan forecasts packs; give it the lengths alone, or plan one "
+            "batch with streampack.plan_step(mode='padded')"
+        )
     meshes = tuple(map(_mesh, given.meshes)) or (base.mesh or PlanMesh(),)
     packer, rules = base.rules.new_packer().name, with_packer(base.rules, base.rules.packer)
     rules, step = _with_step(given, rules, base)
