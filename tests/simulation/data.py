@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,9 +21,9 @@ from streampack.core.rules import Align, Balance, Batch, OnExhaust, Overlong, Pa
 from streampack.core.samples import I64
 from streampack.core.shapes import Shape, Sizes
 
-FIRST_ARRIVAL, FIRST_PUSHED, FIRST_BATCH, FIRST_READ_BATCH, NUM_CASES = 8, 10, 12, 14, 16
+FIRST_ARRIVAL, FIRST_PUSHED, FIRST_BATCH, FIRST_READ_BATCH, FIRST_PADDED, NUM_CASES = 8, 10, 12, 14, 16, 18
 """Cases from the first on are merged in the order of arrival, from the second on pushed, that before the third in part.
-Then steps are batches: of pushed samples, so many or up to marks, and at last of samples that are read."""
+Then steps are batches: of pushed samples, so many or up to marks, then of samples that are read, at last padded."""
 BATCH = 13
 """Samples of a partition between two ends of batches."""
 BUDGET = 64
@@ -37,7 +38,7 @@ _SHAPES: dict[int, Shape] = {
 }  # fmt: skip
 _BATCHES = {
     12: Batch(samples=7), 13: Batch(min_samples=30, micro_batch_multiple=2), 14: Batch(samples=17, min_micro_batches=3),
-    15: Batch(samples=11),
+    15: Batch(samples=11), 16: Batch(samples=19), 17: Batch(samples=10, micro_batch_multiple=2),
 }  # fmt: skip
 
 Id = tuple[int, int, int]
@@ -144,11 +145,14 @@ def case(number: int, prefix: str = "") -> Case:
         budget=BUDGET, packs=4, window=int(draw.integers(8, 17)),
         packer="exact_fill" if number in _JOINT else _PACKERS[number % 4], balance=_JOINT.get(number, Balance()),
         align=Align(2 * cp, 2 * cp) if cp > 1 else Align(), tokens="int32" if number % 2 else "uint16",
-        tail="drop" if number in (5, 9, 15) else "pad",
+        tail="drop" if number in (5, 9, 15, 17) else "pad",
         between_passes="drain" if number in (5, 7, 15) else "continue", batch=_BATCHES.get(number),
         weight_unit="samples" if number in (2, 5) else "tokens", seed=number, streams=streams,
         merge="arrival" if arrival else "schedule", shape=_SHAPES.get(number, "fixed"),
     )  # fmt: skip
+    if number >= FIRST_PADDED:
+        alone = {"packer": "none", "micro_batch_size": 1, "shape": "exact", "window": Rules().window}
+        rules = msgspec.structs.replace(rules, padded=True, **alone)
     return Case(
         number, rules, counts, dp=(1, 2, 4)[number % 3], cp=cp, steps_ahead=int(draw.integers(2, 9)),
         pass_samples=23,
@@ -157,13 +161,16 @@ def case(number: int, prefix: str = "") -> Case:
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank got of one pack: tokens [T / cp] that lie at ``positions`` of the whole pack."""
+    """What one rank got of one pack of T tokens, ``width``: tokens [T / cp] that lie at ``positions`` of the whole
+    pack, whose samples are padded to multiples of ``align``."""
 
     number: int
     ids: list[Id]
     num_loss_tokens: int
     tokens: NDArray[Any]
     positions: I64
+    width: int
+    align: int
 
 
 def shards_of(parts: tuple[Envelope, ...], this: Case, mesh: Mesh) -> list[Shard]:
@@ -178,20 +185,25 @@ def shards_of(parts: tuple[Envelope, ...], this: Case, mesh: Mesh) -> list[Shard
         lengths = np.frombuffer(part.lengths_u32, "<u4").tolist()
         numbers = np.frombuffer(part.packs_u32, "<u4").tolist()
         loss = np.frombuffer(part.loss_tokens_u32, "<u4").tolist()
-        widths = this.widths(np.frombuffer(part.counts_u32, "<u4").tolist(), lengths)
-        assert part.widths_u32 == (b"" if this.rules.shape == "fixed" else np.array(widths, "<u4").tobytes())
+        counts = np.frombuffer(part.counts_u32, "<u4").tolist()
+        if this.rules.padded:
+            widths, aligns = (np.frombuffer(column, "<u4").tolist() for column in (part.widths_u32, part.rows_u32))
+            assert all(t <= BUDGET and t // s - n in (0, 1) for t, s, n in zip(widths, aligns, counts, strict=True))
+        else:
+            widths, aligns = this.widths(counts, lengths), [this.rules.align.sample] * len(counts)
+            assert part.widths_u32 == (b"" if this.rules.shape == "fixed" else np.array(widths, "<u4").tobytes())
         rows = np.split(np.frombuffer(envelope.payload[0], this.dtype), np.cumsum(widths)[:-1] // mesh.cp)
         at = 0
-        for i, count in enumerate(np.frombuffer(part.counts_u32, "<u4").tolist()):
-            positions = _positions(lengths[at : at + count], widths[i], this, mesh)
-            shards.append(Shard(numbers[i], ids[at : at + count], loss[i], rows[i], positions))
+        for i, count in enumerate(counts):
+            positions = _positions(lengths[at : at + count], widths[i], aligns[i], mesh)
+            shards.append(Shard(numbers[i], ids[at : at + count], loss[i], rows[i], positions, widths[i], aligns[i]))
             at += count
     return shards
 
 
-def _positions(lengths: list[int], width: int, this: Case, mesh: Mesh) -> I64:
+def _positions(lengths: list[int], width: int, align: int, mesh: Mesh) -> I64:
     """Chunks r and 2W - 1 - r of each segment, padded to the alignment, the tail being one, too."""
-    align, pieces, start = this.rules.align.sample, 2 * mesh.cp, 0
+    pieces, start = 2 * mesh.cp, 0
     segments = [-(-length // align) * align for length in lengths]
     positions: list[int] = []
     for size in [*segments, width - sum(segments)]:

@@ -70,6 +70,8 @@ class Job:
         self._kept: list[int] = []
         self._dealt: dict[tuple[int, int, int], list[tuple[int, list[Id]]]] = {}
         """By step, dp and rank, of each pack its number and its samples."""
+        self._shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """By step and dp, of each padded micro-batch its tokens and those of a row."""
         self._had: dict[int, set[tuple[int, int, int]]] = {}
         self._taken: dict[tuple[int, int], set[Ranks]] = {}
 
@@ -150,6 +152,9 @@ class Job:
         numbers = [(shard.number, shard.ids) for shard in shards]
         dealt = self._dealt.setdefault((number, dp, client.mesh.dp_rank), numbers)
         assert dealt == numbers, f"R4: step {number} was dealt otherwise the second time"
+        if self.case.rules.padded:
+            shapes = [(shard.width, shard.align) for shard in shards]
+            assert self._shapes.setdefault((number, dp), shapes) == shapes, f"DEAL: step {number}: shapes differ"
         self._had.setdefault(client.round, set()).add((number, dp, client.mesh.dp_rank))
         if client.in_job:
             self._check_joined(client, parts[0])
@@ -167,9 +172,11 @@ class Job:
             samples = [reference.samples[one] for one in shard.ids]
             if self.case.rules.batch is None:
                 assert shard.ids == reference.ids[number][shard.number], "immutability: a pack has other samples"
+            elif self.case.rules.padded:
+                assert all([one] in reference.ids[number] for one in shard.ids), "DEAL: a row is of another step"
             else:
                 assert is_part(shard.ids, reference.ids[number]), "DEAL: a pack is no part of one that was formed"
-            row = row_of(self.case, samples)
+            row = row_of(self.case, samples, shard.align)
             assert np.array_equal(row[shard.positions], shard.tokens), "immutability: a pack has other tokens"
             assert shard.num_loss_tokens == sum(len(sample) - 1 for sample in samples)
 

@@ -106,13 +106,13 @@ class Packing:
         return [(int(table.stream[h]), int(table.index[h]), int(table.part[h])) for h in handles]
 
     def _row(self, this: Case, handles: I64) -> NDArray[Any]:
-        return row_of(this, [self._tokens[h] for h in handles.tolist()])
+        return row_of(this, [self._tokens[h] for h in handles.tolist()], this.rules.align.sample)
 
 
-def row_of(this: Case, samples: list[NDArray[Any]]) -> NDArray[Any]:
-    """The tokens [T] of a pack of these samples."""
+def row_of(this: Case, samples: list[NDArray[Any]], align: int) -> NDArray[Any]:
+    """The tokens [T] of a pack of these samples, each padded to a multiple of ``align``."""
     row = np.zeros(BUDGET, this.dtype)
-    at, align = 0, this.rules.align.sample
+    at = 0
     for sample in samples:
         row[at : at + len(sample)] = sample
         at += -(-len(sample) // align) * align

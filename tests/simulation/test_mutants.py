@@ -15,9 +15,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from streampack.core import kept
 from streampack.core.books import Books
 from streampack.core.client_session import ClientSession
 from streampack.core.credits import Credits
+from streampack.core.dealt import PaddedStep, deal_padded
 from streampack.core.effects import Formed
 from streampack.core.events import Effect, FromBroker, Send
 from streampack.core.feed import Feed
@@ -33,15 +35,17 @@ from streampack.core.planner import Planner
 from streampack.core.producer_session import ProducerSession
 from streampack.core.producers import Producer
 from streampack.core.readers import Readers
+from streampack.core.rules import Rules
+from streampack.core.samples import I64
 from streampack.core.seats import Seats
 from tests.simulation.checks import BrokerChecks
-from tests.simulation.data import FIRST_ARRIVAL, FIRST_BATCH, FIRST_PUSHED, NUM_CASES
+from tests.simulation.data import FIRST_ARRIVAL, FIRST_BATCH, FIRST_PADDED, FIRST_PUSHED, NUM_CASES
 from tests.simulation.world import World, run
 
 MAX_SEEDS = 150
 SLOW_S = 0.5
 ALL, ARRIVAL, PUSHED = range(FIRST_BATCH), range(FIRST_ARRIVAL, FIRST_BATCH), range(FIRST_PUSHED, FIRST_BATCH)
-BATCHES = range(FIRST_BATCH, NUM_CASES)
+BATCHES, PADDED = range(FIRST_BATCH, FIRST_PADDED), range(FIRST_PADDED, NUM_CASES)
 Patch = pytest.MonkeyPatch
 MUTANTS: list[Any] = []
 
@@ -430,6 +434,16 @@ def what_waits_behind_a_batch_is_packed_with_it(patch: Patch) -> None:
         return len(self._handles) if original(self) else 0
 
     _wrap(patch, Former, "_batch_size", batch_size)
+
+
+@mutant("batch", PADDED)
+def a_rank_pads_its_rows_to_its_own_longest(patch: Patch) -> None:
+    def deal(rules: Rules, lengths: I64, dp: int, pp: int) -> PaddedStep:
+        found, each = deal_padded(rules, lengths, dp, pp), rules.align.pack
+        own = [-(-int(lengths[pack].max(initial=1)) // each) * each for pack in found.packs]
+        return dataclasses.replace(found, widths=np.array(own, np.int64))
+
+    patch.setattr(kept, "deal_padded", deal)
 
 
 @mutant("R10")
