@@ -169,6 +169,39 @@ def test_resuming_from_a_checkpoint(broker: RunningBroker) -> None:
     assert len(set(samples)) == len(samples) == SAMPLES
 
 
+def test_a_loop_of_padded_micro_batches(tmp_path: Path) -> None:
+    """Its losses are those of the samples one by one, each over its update's tokens."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    llama, optimizer = LlamaForCausalLM(config), torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    samples = [list(b"padded") * (1 + i * 7 % 30) for i in range(60)]
+    file = write_jsonl(tmp_path / "web.jsonl", [{"tokens": tokens} for tokens in samples])
+    source = open_source(convert({"source": "jsonl", "shards": str(file)}, SourceSettings))
+    settings = {
+        "tokens": "uint16", "streams": {"web": {}},
+        "rules": {"padded": True, "budget": 256, "step": {"samples": 20}, "align": {"lcm": 8}},
+    }  # fmt: skip
+    losses: list[float] = []
+
+    def summed(logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+        loss = cross_entropy(logits, labels, reduction=reduction)
+        losses.append(loss.item())
+        return loss
+
+    given: dict[str, Any] = {"gpt": lambda ids, mask: llama(ids, attention_mask=mask, use_cache=False).logits}
+    given |= {"optimizer": optimizer, "cross_entropy": summed, "device_mesh": None}
+    with running_broker(settings) as running, producing_here(running.producers, {"web": source}):
+        left = run(block("batch.attention_mask"), running.trainers, **given)
+    assert left["step"].index == 2
+    with torch.no_grad():
+        each = [torch.tensor([tokens]) for tokens in samples]
+        alone = sum(float(llama(ids, labels=ids).loss) * (ids.shape[1] - 1) for ids in each)
+    assert sum(losses) == pytest.approx(alone, rel=1e-5)
+
+
 def test_log_probs_of_forward_packs(broker: RunningBroker) -> None:
     """They are those of the micro-batches: until the policy is updated, the ratio to what it was is 1."""
     torch.manual_seed(0)
@@ -252,6 +285,7 @@ def test_every_example_has_its_test() -> None:
         "streampack.way_back",
         "streampack.plan_step",
         "step.regroup(",
+        "batch.attention_mask",
     )
     assert sorted(BLOCKS) == sorted(block(starts) for starts in tested)
 

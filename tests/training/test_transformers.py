@@ -24,7 +24,7 @@ def rows(count: int, seed: int, masked: bool = False) -> list[dict[str, Any]]:
     return [{**row, "loss_mask": draw.integers(0, 2, len(row["tokens"])).tolist()} if masked else row for row in found]
 
 
-def batches(samples: list[dict[str, Any]], format: str, **settings: Any) -> Iterator[Any]:
+def batches(samples: list[dict[str, Any]], /, format: str, **settings: Any) -> Iterator[Any]:
     """Packs of the samples through a real broker, every invariant asserted."""
     arguments: dict[str, Any] = {"budget": BUDGET, "packs": 4, "shuffle": False, "tokens_key": "tokens", "verify": True}
     with streampack.local(samples, **{**arguments, **settings}, format=format) as loader:
@@ -101,6 +101,34 @@ def test_a_packed_loss_is_the_samples_own(model: LlamaForCausalLM, format: str, 
     each = [sample for batch in seen for sample in samples_of(batch, samples)]
     expected = loss_and_gradient(model, (alone(sample) for sample in each if len(sample["input_ids"]) > 1))
     got = loss_and_gradient(model, (model(**batch, use_cache=False, num_items_in_batch=count).loss for batch in seen))
+    assert got[0] == pytest.approx(expected[0], abs=1e-5)
+    assert torch.allclose(got[1], expected[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("format", ["hf", "hf_shifted", "padded"])
+def test_a_padded_loss_is_the_samples_own(model: LlamaForCausalLM, format: str, masked: bool) -> None:
+    """Loss and gradients of padded micro-batches, by the model or by hand, equal those sample by sample."""
+    samples = rows(60, seed=2, masked=masked)
+    fields = {"loss_mask": {"dtype": "uint8"}} if masked else {}
+    seen = list(batches(samples, format, samples=20, padded=True, align=4, fields=fields))
+    count = sum(batch.num_loss_tokens for batch in seen)
+    assert sum(batch.num_samples for batch in seen) == 60
+    assert len({batch.input_ids.shape for batch in seen}) > 5
+
+    def alone(each: dict[str, Any]) -> Any:
+        one = {name: torch.tensor([value]) for name, value in each.items()}
+        return model(**one, use_cache=False, num_items_in_batch=count).loss
+
+    def together(batch: Any) -> Any:
+        if format != "padded":
+            return model(**batch, use_cache=False, num_items_in_batch=count).loss
+        logits = model(batch.input_ids, batch.attention_mask, use_cache=False).logits.flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="sum") / count
+
+    each = [sample for batch in seen for sample in samples_of(batch, samples)]
+    expected = loss_and_gradient(model, (alone(sample) for sample in each if len(sample["input_ids"]) > 1))
+    got = loss_and_gradient(model, (together(batch) for batch in seen))
     assert got[0] == pytest.approx(expected[0], abs=1e-5)
     assert torch.allclose(got[1], expected[1], atol=1e-5)
 
