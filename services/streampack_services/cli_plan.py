@@ -176,9 +176,29 @@ def report(
                      help="Of the padded one that is compared with. Default: as many samples as a pack holds on the "
                      "average."),
     ] = None,
-    budget: Annotated[int, typer.Option("--budget", metavar="TOKENS", min=1, help="For LENGTHS: of a pack.")] = 8192,
-    window: Annotated[int, typer.Option("--window", metavar="SAMPLES", min=1, help="For LENGTHS.")] = 1024,
-    packer: Annotated[str, typer.Option("--packer", metavar="NAME", help="For LENGTHS.")] = "exact_fill",
+    budget: Annotated[
+        int | None,
+        typer.Option("--budget", metavar="TOKENS", min=1, max=2**31 - 1, show_default=False,
+                     help="For LENGTHS: of a pack. Default: 8192."),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option("--window", metavar="SAMPLES", min=1, show_default=False, help="For LENGTHS. Default: 1024."),
+    ] = None,
+    packer: Annotated[
+        str | None,
+        typer.Option("--packer", metavar="NAME", show_default=False, help="For LENGTHS. Default: exact_fill."),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", metavar="SAMPLES", min=1, max=2**24, show_default=False,
+                     help="For LENGTHS: so many at a time are packed by themselves."),
+    ] = None,
+    overlong: Annotated[
+        str | None,
+        typer.Option("--overlong", metavar="POLICY", show_default=False,
+                     help=f"For LENGTHS over the budget: {', '.join(get_args(Overlong))}. Default: truncate."),
+    ] = None,
     feed: Feed = None,
     png: Png = None,
     as_json: AsJson = False,
@@ -197,7 +217,8 @@ def report(
     """
     from streampack_services import plan_inputs, savings, savings_report
 
-    run = plan_inputs.run_of(what, feed, budget, window, packer, timeout)
+    rules = plan_inputs.RulesOfLengths(budget, window, packer, batch, overlong)
+    run = plan_inputs.run_of(what, feed, rules, timeout)
     found = savings.savings(run, micro_batch, savings.rate_of(run, gpus, tokens_per_second))
     _say(found, as_json, savings_report.show_savings)
     if png is not None:

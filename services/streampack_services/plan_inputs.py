@@ -9,15 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import msgspec
 from rich.console import Console
 
 from streampack.config import BrokerConfig, ProducerConfig
 from streampack.config_files import read_either
-from streampack.core.rules import Rules
+from streampack.core.rules import Batch, Overlong, Rules
 from streampack.errors import UserError
 from streampack.sources import Source
 from streampack_services import http_client, sampling, served
@@ -33,7 +34,15 @@ from streampack_services.lengths import (
     stretches,
 )
 from streampack_services.local import open_stream
-from streampack_services.plan_options import Base, PlanInputs, base_of_broker, base_of_run, check_packer, options_of
+from streampack_services.plan_options import (
+    Base,
+    PlanInputs,
+    base_of_broker,
+    base_of_run,
+    check_overlong,
+    check_packer,
+    options_of,
+)
 from streampack_services.producer import import_from_here, open_sources
 from streampack_services.savings import served_by
 from streampack_services.segments import segment_files
@@ -72,29 +81,50 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
     return _of_run(run, given.samples or TO_PACK), options_of(given, base)
 
 
-def run_of(what: str | None, feed: str | None, budget: int, window: int, packer: str, timeout_s: float) -> Served:
-    """What ``streampack report`` is about; the rules are for a file of lengths. Raises UserError, Unreachable."""
-    if what is None:
-        return served.from_status(http_client.fetch_status(None, timeout_s), feed)
+@dataclass(frozen=True, slots=True)
+class RulesOfLengths:
+    """What ``streampack report`` would pack a file of lengths by; None: as ``streampack plan`` has it."""
+
+    budget: int | None = None
+    window: int | None = None
+    packer: str | None = None
+    batch: int | None = None
+    overlong: str | None = None
+
+
+def run_of(what: str | None, feed: str | None, given: RulesOfLengths, timeout_s: float) -> Served:
+    """What ``streampack report`` is about: a run, which has its own rules, or lengths.
+
+    Raises UserError, Unreachable."""
     run = _run(what, feed, timeout_s)
-    if run is not None:
-        return run
-    path = Path(what)
+    if run is None:
+        return _served_by(Path(str(what)), given)
+    asked = [name for name, value in asdict(given).items() if value is not None]
+    if asked:
+        raise UserError(f"got --{asked[0]} and a run, expected it with lengths alone: a run has its own rules")
+    return run
+
+
+def _served_by(path: Path, given: RulesOfLengths) -> Served:
     if path.is_dir():
-        raise UserError(f"{what}: got a folder without a log, expected a broker's state_dir, its address, or lengths")
+        raise UserError(f"{path}: got a folder without a log, expected a broker's state_dir, its address, or lengths")
     if path.is_file() and not is_lengths(path):
-        raise UserError(f"{what}: got no lengths, expected a .npy or whole numbers; 'streampack plan' reads data")
+        raise UserError(f"{path}: got no lengths, expected a .npy or whole numbers; 'streampack plan' reads data")
+    packer, overlong = given.packer or Rules().packer, given.overlong or "truncate"
     check_packer(packer)
-    rules = with_packer(Rules(budget=budget, window=window, packs=1), packer)
+    check_overlong(overlong)
+    batch = Batch(samples=given.batch) if given.batch is not None else None
+    budget, window = given.budget or Rules().budget, given.window or Rules().window
+    rules = with_packer(Rules(budget=budget, window=window, packs=1, batch=batch), packer)
     lengths = read_lengths(path)
     some = stretches(lengths, served.MOST)
     part = f" ({len(some):,} of {len(lengths):,} lengths)" if len(some) < len(lengths) else ""
-    return served_by(path.name + part, some, rules)
+    return served_by(path.name + part, some, rules, cast("Overlong", overlong))
 
 
-def _run(what: str, feed: str | None, timeout_s: float) -> Served | None:
-    """A broker at an address, or a state_dir; None for anything else."""
-    if what.startswith(("http://", "https://", "file://")):
+def _run(what: str | None, feed: str | None, timeout_s: float) -> Served | None:
+    """A broker at an address (None: where one would be), or a state_dir; None for anything else."""
+    if what is None or what.startswith(("http://", "https://", "file://")):
         return served.from_status(http_client.fetch_status(what, timeout_s), feed)
     if Path(what).is_dir() and segment_files(Path(what)):
         return served.from_ledger(Path(what), feed)

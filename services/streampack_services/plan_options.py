@@ -109,7 +109,7 @@ def options_of(given: PlanInputs, base: Base) -> PlanOptions:
         check_packer(name)
     packers = names if len(names) > 1 else default_packers(names[0] if names else packer, batched=bool(step))
     overlong = given.overlong if given.overlong is not None else _overlong_of(rules)
-    _one_of("--overlong", overlong, get_args(Overlong))
+    check_overlong(overlong)
     _one_of("--precision", given.precision, get_args(Precision))
     precision = cast("Precision | None", given.precision) or base.precision
     return PlanOptions(
@@ -147,6 +147,11 @@ def check_packer(name: str) -> None:
     """Raises UserError for a name that no packer has."""
     if name not in PACKERS:
         raise UserError(f"--packer: got {name!r}, expected one of: {', '.join(PACKERS)}")
+
+
+def check_overlong(policy: str | None) -> None:
+    """Raises UserError for a policy that nobody knows."""
+    _one_of("--overlong", policy, get_args(Overlong))
 
 
 def _overlong_of(rules: Rules) -> str | None:

@@ -7,7 +7,8 @@ Compared is what GPUs compute, in slots (tokens and padding), for the very same 
 - ``greedy``: concatenated one after another until the next does not fit (``concatenative``);
 - ``first_fit_decreasing``: over blocks of the run's window, as offline packers are run on a stream.
 
-All of them with the run's budget and alignment. GPU hours are slots by a rate, the slots that one GPU computes a
+All of them with the run's budget, alignment and shape, and what the run closed on the way (``Served.bounds``: batches)
+is closed for them: nobody packs or pads across it. GPU hours are slots by a rate, the slots that one GPU computes a
 second, which is given, or estimated from what the broker packs now: the same rate for all, so what attention saves or
 costs, where samples are padded or long, is not in them.
 """
@@ -15,16 +16,19 @@ costs, where samples are padded or long, is not in them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from streampack.core.rules import Rules
+from streampack.core.form import Step
+from streampack.core.intake import apply_overlong
+from streampack.core.rules import Overlong, Rules
 from streampack.core.samples import I64
 from streampack.errors import SampleError, UserError
 from streampack_services.forecast import formed, with_packer
-from streampack_services.served import Served
+from streampack_services.served import Served, WhatWasLong
 
 Tree = dict[str, Any]
 OTHERS = ("padding", "greedy", "first_fit_decreasing")
@@ -40,41 +44,46 @@ class Rate:
     said: str
 
 
-def padded_slots(lengths: I64, micro_batch: int, align: int) -> int:
-    """Slots of samples that are padded to the longest of their micro-batch, the last one smaller.
+def padded_slots(lengths: I64, micro_batch: int, align: int, bounds: I64 | None = None) -> int:
+    """Slots of samples that are padded to the longest of their micro-batch, the last one (before each of ``bounds``)
+    smaller.
 
     >>> padded_slots(np.array([4, 1, 3, 2, 5]), 2, 1)
     19
     """
     slots = -(-lengths // align) * align
-    starts = np.arange(0, len(slots), micro_batch)
+    spans = pairwise([0, len(slots)] if bounds is None else bounds.tolist())
+    starts = np.concatenate([np.arange(begin, end, micro_batch) for begin, end in spans])
     counts = np.diff(np.append(starts, len(slots)))
     return int((np.maximum.reduceat(slots, starts) * counts).sum())
 
 
-def packed_slots(lengths: I64, rules: Rules, packer: str) -> int:
-    """Slots of the packs that ``packer`` makes of ``lengths``: packs times budget, empty ones not counted. Batches of
-    so many samples are packed by themselves, too; where those were that marks closed is not known."""
-    batch = rules.batch if rules.batch is not None and rules.batch.samples is not None else None
-    steps, _ = formed(lengths, with_packer(rules, packer, packs=1, tail="pad", batch=batch, warmup=None))
-    return rules.budget * sum(len(step.packs) for step in steps)
+def packed_slots(lengths: I64, rules: Rules, packer: str, bounds: I64 | None = None) -> int:
+    """Slots of the packs that ``packer`` makes of ``lengths``, each as long as the rules' shape has it; empty ones are
+    not counted. What lies between ``bounds``, int64 [b + 1], is packed by itself: whole, where steps are batches."""
+    window = rules.window if rules.batch is None else max(len(lengths), 1)
+    rules = with_packer(rules, packer, packs=1, tail="pad", batch=None, warmup=None, window=window)
+    found = 0
+    for begin, end in pairwise([0, len(lengths)] if bounds is None else bounds.tolist()):
+        found += slots_of(formed(lengths[begin:end], rules)[0], rules)
+    return found
+
+
+def slots_of(steps: list[Step], rules: Rules) -> int:
+    """How long the packs of ``steps`` are together, without empty ones."""
+    slots = np.array([pack.num_slot_tokens for step in steps for pack in step.packs if len(pack.handles)], np.int64)
+    return int(rules.own_widths(slots).sum())
 
 
 def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
     """What a run saved: a tree for JSON.
 
     ``run``: its slots; ``others``: by name the slots that they would need, what the run ``saved`` of them in slots,
-    share, and with ``rate`` GPU hours. Raises SampleError for a sample over the budget.
+    share, and with ``rate`` GPU hours.
     """
     rules = run.rules
-    if len(run.lengths) and int(run.lengths.max()) > rules.budget:
-        at = int(np.argmax(run.lengths > rules.budget))
-        raise SampleError(
-            f"{run.what}: sample {at}: got {int(run.lengths[at])} tokens, expected at most {rules.budget}, the budget"
-        )
     size = micro_batch or max(round(run.samples / run.filled_packs), 1)
     grow = run.tokens / max(int(run.lengths.sum()), 1)
-    own = run.slots
     found: Tree = {
         "what": run.what,
         "note": run.note,
@@ -85,14 +94,16 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
         "window": rules.window,
         "packer": "padded" if rules.padded else rules.new_packer().name,
         "align": rules.align.sample,
+        "batches": len(run.bounds) - 1,
         "micro_batch": size,
+        "overlong": asdict(run.overlong) if run.overlong is not None else None,
         "assumptions": assumptions(run, size, rate),
         "gpus": rate.gpus if rate is not None else None,
-        "run": _of(own, run.tokens, rate),
+        "run": _of(run.pack_slots, run.tokens, rate),
     }
-    slots = {"padding": padded_slots(run.lengths, size, rules.align.sample)}
-    slots |= {name: packed_slots(run.lengths, rules, packer) for name, packer in _PACKERS.items()}
-    found["others"] = {name: _of(round(slots[name] * grow), run.tokens, rate, own) for name in OTHERS}
+    slots = {"padding": padded_slots(run.lengths, size, rules.align.sample, run.bounds)}
+    slots |= {name: packed_slots(run.lengths, rules, packer, run.bounds) for name, packer in _PACKERS.items()}
+    found["others"] = {name: _of(round(slots[name] * grow), run.tokens, rate, run.pack_slots) for name in OTHERS}
     return found
 
 
@@ -105,8 +116,8 @@ def rate_of(run: Served, gpus: int | None, tokens_per_s: float | None) -> Rate |
         return Rate(count, tokens_per_s, "as given")
     if not run.tokens_per_s or not (gpus or run.ranks):
         return None
-    computed = run.slots if run.rules.padded else run.packs * run.rules.budget  # empty ones too
-    slots = run.tokens_per_s * computed / run.tokens
+    empty = 0 if run.rules.padded else run.empty_packs * int(run.rules.own_widths(np.zeros(1, np.int64))[0])
+    slots = run.tokens_per_s * (run.pack_slots + empty) / run.tokens
     whose = f"{count} as given" if gpus else f"the {count} attached ranks"
     return Rate(count, slots / count, f"what the broker packs now, {run.tokens_per_s:,.0f} tokens a second, by {whose}")
 
@@ -128,11 +139,18 @@ def _of(slots: int, tokens: int, rate: Rate | None, own: int | None = None) -> T
 def assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
     """What the comparison takes for granted, in sentences."""
     part = "all" if run.share == 1 else f"{len(run.lengths):,} (the others in proportion)"
+    sentences = [f"Of {run.samples:,} samples {part} were packed in each way, {run.note}."]
+    if len(run.bounds) > 2:
+        sentences.append(f"Nothing crosses the ends of {len(run.bounds) - 1:,} batches, in none of the ways.")
+    if run.overlong is not None and run.overlong.samples:
+        over = run.overlong
+        sentences.append(
+            f"Longer than the budget: {over.samples:,} of {over.of:,} samples; {over.policy} loses "
+            f"{over.lost_share:.2%} of all tokens (--overlong)."
+        )
     padding = f"Padding: {micro_batch} samples a micro-batch; a pack holds {run.samples / run.filled_packs:.1f}."
-    sentences = [
-        f"Of {run.samples:,} samples {part} were packed in each way, {run.note}.",
-        f"{padding} Empty packs of last steps are counted for none.",
-    ]
+    split = " Packs are counted as formed, before a mesh splits them." if run.rules.batch is not None else ""
+    sentences.append(f"{padding} Empty packs of last steps are counted for none.{split}")
     if rate is None:
         return [*sentences, "GPU hours: --tokens-per-second says what one GPU computes; --gpus how many there are."]
     return [
@@ -141,19 +159,27 @@ def assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
     ]
 
 
-def served_by(what: str, lengths: I64, rules: Rules) -> Served:
-    """What a run of one pass over samples of these ``lengths`` would serve."""
-    if len(lengths) and int(lengths.max()) > rules.budget:
-        at = int(np.argmax(lengths > rules.budget))
+def served_by(what: str, lengths: I64, rules: Rules, policy: Overlong = "truncate") -> Served:
+    """What a run of one pass over samples of these ``lengths`` would serve. Raises SampleError for over-long ones whose
+    ``policy`` is ``error``."""
+    over = np.flatnonzero(lengths > rules.budget)
+    if len(over) and policy == "error":
         raise SampleError(
-            f"{what}: sample {at}: got {int(lengths[at])} tokens, expected at most {rules.budget}, the budget: give a "
-            f"larger --budget"
+            f"{what}: sample {over[0]}: got {lengths[over[0]]} tokens, expected at most {rules.budget}, the budget: "
+            f"give a larger --budget, or --overlong truncate, split or drop"
         )
-    steps, _ = formed(lengths, rules)
-    slots = -(-lengths // rules.align.sample) * rules.align.sample
+    pieces = apply_overlong(lengths, rules.budget, policy)
+    kept = pieces.length > 0
+    if not kept.any():
+        raise SampleError(f"{what}: got no sample within the budget, {rules.budget}: give a larger --budget")
+    overlong = WhatWasLong(len(over), len(lengths), policy, pieces.lost_tokens / int(lengths.sum()))
+    lengths, parts = pieces.length[kept], pieces.part[kept]
+    steps, _ = formed(lengths, rules, parts)
     packs = [pack for step in steps for pack in step.packs]
     empty = sum(not len(pack.handles) for pack in packs)
+    batches = [0, *np.cumsum([step.num_samples for step in steps]).tolist()] if rules.batch else [0, len(lengths)]
     return Served(
         f"{what}, as {rules.new_packer().name} would pack it", lengths, rules, len(lengths), len(packs), empty,
-        int(lengths.sum()), int(slots.sum()), len(steps), True, "in their order",
+        int(lengths.sum()), slots_of(steps, rules), np.array(batches), len(steps), True, "in their order",
+        overlong=overlong,
     )  # fmt: skip

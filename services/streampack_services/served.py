@@ -4,12 +4,18 @@ A ledger has every sample by pack; packs are in the order in which they were fil
 order would find them full already. So samples are put back into the order of their streams, each sample where the
 furthest of its stream's packs up to it is: one stream is in its own order, and several are mixed as they were.
 
+What was closed on the way stays apart: each batch, and of a stream what came before a step that was padded with empty
+packs, at a mark of ``end_of_batch`` or the end of a pass. (A batch that filled its last step to the last pack is not
+told from the next one; of steps that are batches each is known.)
+
 A broker's status has lengths in buckets (``core.length_counts``). Their order is lost: they are shuffled, so what is
-forecast from them holds for a stream that does not change.
+forecast from them holds for a stream that does not change; batches are cut out of them as large as they were on the
+average.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +38,25 @@ MOST = 500_000
 """Samples that are taken from a ledger or a broker's counts; more are thinned out."""
 
 
+@dataclass(frozen=True, slots=True)
+class WhatWasLong:
+    """So many ``samples`` ``of`` all were over the budget; by their ``policy`` a share of all tokens was lost."""
+
+    samples: int
+    of: int
+    policy: str
+    lost_share: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
     """What a run's feed has served: ``lengths`` int64 [n] as they came, pieces of split samples each by itself.
 
-    They are ``share`` of all ``samples`` in ``packs`` packs (empty ones among them) of ``tokens`` real tokens.
+    They are ``share`` of all ``samples`` in ``packs`` packs (empty ones among them) of ``tokens`` real tokens; those
+    with samples are ``pack_slots`` tokens long, as FORM made them (padded micro-batches: as they are). Nothing was
+    packed across ``bounds``, int64 [b + 1] in ``lengths``.
     ``tokens_per_s``: real tokens that the run packs now, for all of its attached ``ranks``; 0 where nobody knows.
-    ``mesh``: theirs, once they are all there. ``padded_slots``: tokens computed, of padded micro-batches.
+    ``mesh``: theirs, once they are all there. ``overlong``: what was, where the policy is not the run's own.
     """
 
     what: str
@@ -48,24 +66,20 @@ class Served:
     packs: int
     empty_packs: int
     tokens: int
-    slot_tokens: int
+    pack_slots: int
+    bounds: I64
     steps: int
     ended: bool
     note: str
     tokens_per_s: float = 0.0
     ranks: int = 0
     mesh: PlanMesh | None = None
-    padded_slots: int | None = None
+    overlong: WhatWasLong | None = None
 
     @property
     def filled_packs(self) -> int:
         """Packs that hold samples."""
         return self.packs - self.empty_packs
-
-    @property
-    def slots(self) -> int:
-        """Tokens computed: the budget for every pack that holds samples, or what padded micro-batches have."""
-        return self.filled_packs * self.rules.budget if self.padded_slots is None else self.padded_slots
 
     @property
     def share(self) -> float:
@@ -89,28 +103,50 @@ def from_ledger(state_dir: Path, feed: str | None) -> Served:
         for step in ledger.steps(of.name):
             if of.effective(step.step) == step.lineage:
                 numbers.append(step.step)
-                sums += _sums(step, rules.align.sample)
+                sums += _sums(step, rules)
         samples, packs, empty, tokens, slots = sums.tolist()
         if not samples:
             raise UserError(
                 f"{state_dir}: got no step of feed {of.name!r}, expected some: wait until the run has begun"
             )
         wanted = max(MOST * len(numbers) // samples, STRETCHES)
-        lengths = [
-            _in_order([audit.recorded(ledger, of, number) for number in stretch.tolist()])
-            for stretch in stretches_of(np.array(numbers), wanted)
-        ]
+        lengths, bounds = list[I64](), [0]
+        for stretch in stretches_of(np.array(numbers), wanted):
+            for steps in _apart([audit.recorded(ledger, of, number) for number in stretch.tolist()], rules):
+                lengths.append(_in_order(steps))
+                if _closes(steps[-1], rules):
+                    bounds.append(sum(map(len, lengths)))
+    every = np.concatenate(lengths)
     return Served(
-        f"{run}, feed {of.name}, {len(numbers):,} steps", np.concatenate(lengths), rules, samples, packs, empty, tokens,
-        slots, len(numbers), of.end is not None, "in the order of the streams",
+        f"{run}, feed {of.name}, {len(numbers):,} steps", every, rules, samples, packs, empty, tokens,
+        slots, np.unique([*bounds, len(every)]), len(numbers), of.end is not None, "in the order of the streams",
     )  # fmt: skip
 
 
-def _sums(step: StepRows, align: int) -> I64:
-    """Samples, packs, empty ones of them, tokens and slots of a step."""
+def _sums(step: StepRows, rules: Rules) -> I64:
+    """Samples, packs, empty ones of them, tokens, and how long the others are together, of a step."""
     lengths, counts = step.rows["length"].astype(np.int64), np.diff(step.bounds)
-    slots = int((-(-lengths // align) * align).sum())
-    return np.array([len(lengths), len(counts), int((counts == 0).sum()), int(lengths.sum()), slots])
+    ends = np.concatenate([[0], np.cumsum(-(-lengths // rules.align.sample) * rules.align.sample)])
+    slots = (ends[step.bounds[1:]] - ends[step.bounds[:-1]])[counts > 0]
+    widths = int(rules.own_widths(slots).sum())
+    return np.array([len(lengths), len(counts), int((counts == 0).sum()), int(lengths.sum()), widths])
+
+
+def _apart(steps: list[StepRows], rules: Rules) -> Iterator[list[StepRows]]:
+    """Consecutive steps that may share what waits in the window."""
+    found: list[StepRows] = []
+    for step in steps:
+        found.append(step)
+        if _closes(step, rules):
+            yield found
+            found = []
+    if found:
+        yield found
+
+
+def _closes(step: StepRows, rules: Rules) -> bool:
+    """Is nothing packed across its end?"""
+    return rules.batch is not None or bool((np.diff(step.bounds) == 0).any())
 
 
 def _in_order(steps: list[StepRows]) -> I64:
@@ -146,13 +182,18 @@ def from_status(snapshot: dict[str, Any], feed: str | None) -> Served:
     if not totals["samples"]:
         raise UserError(f"got a broker whose feed {name!r} has formed no step yet, expected one that has")
     rules = msgspec.convert(tree, Rules)
-    lengths = spread(found["lengths"], rules.seed)
+    lengths, filled = spread(found["lengths"], rules.seed), totals["packs"] - totals["empty_packs"]
+    slots = rules.budget * filled
+    if rules.padded:
+        slots = found["dynamic_batching"]["actual_tokens"]
+    elif rules.shape != "fixed":
+        slots = totals["tokens"] + sum(found["waste_tokens"][cause] for cause in ("alignment", "pack_tail", "shape"))
+    batches = max(round(totals["steps"] * len(lengths) / totals["samples"]), 1) if rules.batch is not None else 1
     return Served(
         f"{snapshot['run']}, feed {name}, {totals['steps']:,} steps", lengths, rules, totals["samples"],
-        totals["packs"], totals["empty_packs"], totals["tokens"], totals["slot_tokens"], totals["steps"],
-        found["state"] == "ended", "in no order: shuffled, and by buckets of 3 %", found["tokens_per_s"],
-        len(found["readers"]), _mesh_of(found),
-        found["dynamic_batching"]["actual_tokens"] if rules.padded else None,
+        totals["packs"], totals["empty_packs"], totals["tokens"], slots,
+        np.linspace(0, len(lengths), batches + 1).astype(np.int64), totals["steps"], found["state"] == "ended",
+        "in no order: shuffled, and by buckets of 3 %", found["tokens_per_s"], len(found["readers"]), _mesh_of(found),
     )  # fmt: skip
 
 

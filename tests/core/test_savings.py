@@ -16,7 +16,7 @@ from streampack_services.served import arrival_order, spread
 
 from streampack import pack_lengths
 from streampack.core.length_counts import BUCKETS, LengthCounts, bucket_of
-from streampack.core.rules import Align, Batch, Rules, Warmup
+from streampack.core.rules import Align, Batch, Overlong, Rules, Warmup
 from streampack.errors import SampleError, UserError
 
 LENGTHS = np.array([4, 1, 3, 2, 1, 3, 4, 5])
@@ -43,11 +43,37 @@ def test_the_report_of_a_worked_example() -> None:
     assert padding["saved_hours"] == pytest.approx(5 / 0.25 / 3600 / 2)
 
 
-def test_batches_of_so_many_samples_are_compared_with_packs_of_batches() -> None:
+def test_batches_are_compared_batch_by_batch() -> None:
     batches = msgspec.structs.replace(RULES, batch=Batch(samples=3), warmup=Warmup(1, 9))
-    assert packed_slots(LENGTHS, batches, "concatenative") == 5 * (2 + 2 + 2), "4 1 | 3, 2 1 | 3 and 4 | 5"
-    marked = msgspec.structs.replace(RULES, batch=Batch())
-    assert packed_slots(LENGTHS, marked, "concatenative") == packed_slots(LENGTHS, RULES, "concatenative")
+    bounds = np.array([0, 3, 6, 8])
+    assert packed_slots(LENGTHS, batches, "concatenative", bounds) == 5 * (2 + 2 + 2), "4 1 | 3, 2 1 | 3 and 4 | 5"
+    assert padded_slots(LENGTHS, 2, 1, bounds) == 4 * 2 + 3 + 2 * 2 + 3 + 5 * 2, "4 1, 3 | 2 1, 3 | 4 5"
+    batches = msgspec.structs.replace(batches, warmup=None)
+    found = savings.savings(served_by("eight", LENGTHS, batches), None, None)
+    assert found["run"]["slots"] == 5 * 6
+    assert (found["batches"], found["others"]["greedy"]["slots"]) == (3, 30)
+    assert "Nothing crosses the ends of 3 batches, in none of the ways." in found["assumptions"]
+
+
+def test_other_ways_of_batching_have_the_shape_of_the_run_s_packs() -> None:
+    exact = msgspec.structs.replace(RULES, shape="exact")
+    found = savings.savings(served_by("eight", LENGTHS, exact), None, None)
+    assert found["run"]["slots"] == found["others"]["greedy"]["slots"] == 23, "no pack is padded"
+    assert found["others"]["padding"]["slots"] == 30
+
+
+@pytest.mark.parametrize(
+    ("policy", "samples", "tokens", "lost"), [("truncate", 3, 9, 3 / 12), ("drop", 2, 5, 7 / 12), ("split", 4, 12, 0)]
+)
+def test_samples_over_the_budget_are_cut_dropped_or_split_and_counted(
+    policy: Overlong, samples: int, tokens: int, lost: float
+) -> None:
+    run = served_by("three", np.array([1, 7, 4]), msgspec.structs.replace(RULES, budget=4), policy)
+    found = savings.savings(run, None, None)
+    assert (found["samples"], found["tokens"]) == (samples, tokens)
+    assert found["overlong"] == {"samples": 1, "of": 3, "policy": policy, "lost_share": pytest.approx(lost)}
+    expected = f"Longer than the budget: 1 of 3 samples; {policy} loses {lost:.2%} of all tokens (--overlong)."
+    assert expected in found["assumptions"]
 
 
 def test_without_a_rate_there_are_no_hours() -> None:
@@ -67,7 +93,9 @@ def test_others_are_packed_as_pack_lengths_does(lengths: list[int], align: int) 
 
 def test_a_sample_over_the_budget_is_named() -> None:
     with pytest.raises(SampleError, match="three: sample 2: got 6 tokens, expected at most 5"):
-        served_by("three", np.array([1, 5, 6]), RULES)
+        served_by("three", np.array([1, 5, 6]), RULES, "error")
+    with pytest.raises(SampleError, match="three: got no sample within the budget, 5"):
+        served_by("three", np.array([7, 6]), RULES, "drop")
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=100), st.sampled_from(["exact_fill", "first_fit_decreasing"]))

@@ -376,8 +376,12 @@ def test_numbers_are_lengths_in_any_text(tmp_path: Path) -> None:
 def test_overlong_samples_are_an_error_where_they_should_be(lengths: Path) -> None:
     line = the_error(in_process("plan", lengths, "--budget", "64", "--overlong", "error"), 2)
     assert "tokens, expected at most 64, the budget: take a larger one, or --overlong truncate" in line
-    line = the_error(in_process("report", lengths, "--budget", "64"), 2)
+    line = the_error(in_process("report", lengths, "--budget", "64", "--overlong", "error"), 2)
     assert "expected at most 64, the budget: give a larger --budget" in line
+    over = int((np.load(lengths) > 512).sum())
+    assert ask("plan", lengths, "--budget", "512")["take"]["overlong"] == over
+    found = ask("report", lengths, "--budget", "512")["overlong"]
+    assert (found["samples"], found["policy"]) == (over, "truncate"), "as in a plan"
     assert ask("plan", lengths, "--budget", "512", "--overlong", "split")["settings"][0]["lost_share"] == 0
 
 

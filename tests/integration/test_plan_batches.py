@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import streampack
 from tests.integration.running import RunningBroker, in_process, running, running_broker, the_error, until, write
 from tests.integration.test_plan import BROKER, RULES, ask, make_files
+from tests.integration.test_pushed import settings
 
 STEP = {"samples": 37, "min_micro_batches": 2}
 MESH = ("--mesh", "dp=3,cp=2,pp=2")
@@ -27,9 +29,22 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
+class Served:
+    """A broker, and the slots of the samples of each batch that it has served."""
+
+    broker: RunningBroker
+    batches: list[list[int]]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.batches)
+
+
 @pytest.fixture(scope="module")
-def served(files: Path) -> Iterator[RunningBroker]:
-    """A broker whose ranks, of a pipeline of two stages the last ones, have read all of one pass."""
+def served(files: Path) -> Iterator[Served]:
+    """Ranks, of a pipeline of two stages the last ones, have read all of one pass."""
+    batches: list[list[int]] = []
     with running_broker(json.loads((files / "broker.yaml").read_text())) as broker:
         tree = json.loads((files / "producer.yaml").read_text())
         config = write(files / "real.yaml", {**tree, "broker": broker.producers, "processes": 2})
@@ -39,20 +54,28 @@ def served(files: Path) -> Iterator[RunningBroker]:
             clients = [
                 streampack.connect(broker.trainers, mesh=mesh, readers={"pp": [-1]}, format="numpy") for mesh in ranks
             ]
-            broker.num_steps = sum(1 for _ in zip(*(client.steps() for client in clients), strict=True))
+            for ranks_steps in zip(*(client.steps() for client in clients), strict=True):
+                packs = {pack.pack: pack for step in ranks_steps for pack in step}.values()
+                slots = [np.diff(pack.cu_seqlens_padded)[: pack.num_samples] for pack in packs]
+                batches.append(np.concatenate(slots).tolist())
             for client in clients:
                 client.close()
-        yield broker
+        yield Served(broker, batches)
 
 
 @pytest.fixture(scope="module")
-def snapshot(served: RunningBroker) -> dict[str, Any]:
-    until(lambda: bool(served.feed()["state"] == "ended" and served.feed()["totals"]["steps"] == served.num_steps))
-    return served.feed()
+def snapshot(served: Served) -> dict[str, Any]:
+    until(lambda: is_over(served.broker, served.num_steps))
+    return served.broker.feed()
+
+
+def is_over(broker: RunningBroker, num_steps: int) -> bool:
+    feed = broker.feed()
+    return bool(feed["state"] == "ended" and feed["totals"]["steps"] == num_steps)
 
 
 def test_the_batches_predicted_from_the_sources_are_those_of_a_real_broker(
-    files: Path, served: RunningBroker, snapshot: dict[str, Any]
+    files: Path, served: Served, snapshot: dict[str, Any]
 ) -> None:
     found = ask("plan", "-c", files / "producer.yaml", "-c", files / "broker.yaml", *MESH, "--samples", "5000")
     base, totals = found["settings"][0], snapshot["totals"]
@@ -70,6 +93,46 @@ def test_the_batches_predicted_from_the_sources_are_those_of_a_real_broker(
     assert "step: {samples: 37, min_micro_batches: 2}" in found["broker_yaml"]
     assert "shape: exact" in found["broker_yaml"]
     assert "pp" not in found["broker_yaml"]
+
+
+def test_a_report_on_batches_closes_each_in_all_ways(files: Path, served: Served, snapshot: dict[str, Any]) -> None:
+    found, totals = ask("report", files / "state", "--micro-batch", "100000"), snapshot["totals"]
+    assert (found["batches"], found["tokens"], found["share"]) == (served.num_steps, totals["tokens"], 1.0)
+    assert found["run"]["slots"] == totals["slot_tokens"], "exact packs, as they were formed"
+    assert found["others"]["greedy"]["slots"] == found["run"]["slots"], "exact ones of any packer are as long"
+    assert found["others"]["padding"]["slots"] == sum(map(padded, served.batches)), "to the longest of each batch"
+    by_status = ask("report", served.broker.http)
+    assert (by_status["batches"], by_status["run"]) == (found["batches"], found["run"])
+
+
+def padded(slots: list[int]) -> int:
+    return len(slots) * max(slots)
+
+
+@pytest.mark.parametrize("step", [{"packs": 3}, {"end_of_batch": True}])
+def test_what_marks_closed_is_compared_closed(step: dict[str, Any], tmp_path: Path) -> None:
+    """Of a stream that is cut into packs, too."""
+    draws = np.random.default_rng(5)
+    batches = [draws.integers(1, 60, count).tolist() for count in (14, 20, 9, 31)]
+    streams = {"rollouts": {"pushed": True, "partitions": 1}}
+    state = tmp_path / "state"
+    changes = {"rules": {"budget": 64, "step": step}, "streams": streams, "state_dir": str(state), "listen": {}}
+    with running_broker(settings(tmp_path, **changes)) as broker:
+        with streampack.Producer(broker.producers, stream="rollouts", partition=0) as rollouts:
+            for number, batch in enumerate(batches):
+                rollouts.send_many([[7] * length for length in batch])
+                rollouts.end_of_batch(number)
+            rollouts.close(end=True)
+        with streampack.connect(broker.trainers, format="numpy") as loader:
+            num_steps = sum(1 for _ in loader.steps())
+        until(lambda: is_over(broker, num_steps))
+    found = ask("report", state)
+    mean = ask("plan", state)["settings"][0]["step_samples"]
+    assert found["batches"] == len(batches)
+    for name, packer in (("greedy", "concatenative"), ("first_fit_decreasing", "first_fit_decreasing")):
+        packs = sum(len(streampack.pack_lengths(batch, 64, packer)) for batch in batches)
+        assert found["others"][name]["slots"] == 64 * packs, name
+    assert mean == (None if "packs" in step else round(sum(map(len, batches)) / len(batches)))
 
 
 def test_how_large_batches_are_that_marks_close_is_to_be_said(files: Path, tmp_path: Path) -> None:
