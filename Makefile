@@ -4,7 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEV := $(VENV)/.dev
 SERVICE := $(VENV)/.service
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+KERNELS := $(VENV)/.kernels
+# Modules are compiled when they are first imported, and kept: most of torch's never are.
+PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test soak lint kernels bench clean
 help:
@@ -36,9 +39,13 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Once, before many processes need them at the same time; until then each compiles its own.
-kernels: $(DEV)
-	@$(BIN)/python -c 'import streampack; list(streampack.local([[1]], budget=8, format="numpy"))'
+# Once, before many processes need them at the same time, which would each compile their own: modules, tests (pytest
+# imports them all to find these few) and kernels.
+kernels: $(KERNELS)
+$(KERNELS): $(DEV) $(wildcard streampack/core/*.py streampack/core/packers/*.py)
+	@$(BIN)/python -m compileall -q streampack services
+	@$(BIN)/python -m pytest -k "twin_agree or twin_forms or token_by_token"
+	@touch $@
 
 # One worker more than CI has cores: tests of real processes wait much of the time. Each takes neighbours, which share
 # what a module has started.
