@@ -212,5 +212,5 @@ def test_torch_is_the_default_where_it_is_installed_and_imported_only_for_a_view
         "try: f.Views('hf', m.Mesh())\n"
         "except streampack.StreampackError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=200)
     assert done.stdout == "got format 'hf' without torch, expected it: pip install 'streampack[torch]'\n"

@@ -131,7 +131,7 @@ def test_device_meshes_of_four_real_processes(tmp_path: Path) -> None:
     commands = [[sys.executable, "-c", RANK, str(rank), str(tmp_path / "rendezvous")] for rank in range(4)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
     try:
-        said = [json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes]
+        said = [json.loads(process.communicate(timeout=200)[0].splitlines()[-1]) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -153,8 +153,9 @@ def push_until_told(endpoint: str) -> None:
     """A batch that never ends."""
     with (
         suppress(streampack.errors.StreampackError),
-        streampack.Producer(endpoint, stream="rollouts", partition=0, timeout_s=3) as rollouts,
+        streampack.Producer(endpoint, stream="rollouts", partition=0, timeout_s=PATIENCE_S) as rollouts,
     ):
+        rollouts._pushing._timeout_s = 3  # now, that it is connected
         while True:
             rollouts.send_many([np.ones(4000, np.int32)] * 4)
 

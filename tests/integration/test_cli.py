@@ -18,6 +18,7 @@ from streampack.config import BrokerConfig, Listen
 from streampack.errors import ConfigError, InternalError, StreampackError, Unreachable
 from streampack.typed_tree import convert
 from tests.integration.running import (
+    PATIENCE_S,
     RunningBroker,
     in_process,
     running_broker,
@@ -122,7 +123,7 @@ def test_a_tokenizer_may_be_a_module_of_the_current_folder(tmp_path: Path) -> No
     command = str(Path(sys.executable).with_name("streampack"))  # as installed: its own folder is first on the path
     with running_broker({"rules": {"budget": 256}, "streams": {"web": {"partitions": 1}}}) as broker:
         write(tmp_path / "p.yaml", {"broker": broker.producers, "streams": {"web": source}})
-        subprocess.run([command, "check", "p.yaml"], cwd=tmp_path, capture_output=True, timeout=30, check=True)
+        subprocess.run([command, "check", "p.yaml"], cwd=tmp_path, capture_output=True, timeout=PATIENCE_S, check=True)
         with subprocess.Popen(
             [command, "produce", "-c", "p.yaml"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
         ) as it:

@@ -15,7 +15,7 @@ PROMISED = (
 
 
 def test_the_demo_delivers_every_sample_once() -> None:
-    result = streampack("demo", "--json", "--steps", "24", "--work-ms", "5", timeout_s=100)
+    result = streampack("demo", "--json", "--steps", "24", "--work-ms", "5")
     assert result.returncode == 0, result.stderr + result.stdout
     found = json.loads(result.stdout.splitlines()[-1])
     assert set(PROMISED) <= set(found)
@@ -33,7 +33,7 @@ def test_the_demo_reads_the_users_own_files_on_another_mesh(tmp_path: Path) -> N
     files = write_jsonl(tmp_path / "mine.jsonl", rows)
     result = streampack(
         "demo", "--source", files, "--dp", "1", "--cp", "4", "--budget", "1024", "--window", "64", "--packer",
-        "sliding_ffd", "--work-ms", "0", timeout_s=100,
+        "sliding_ffd", "--work-ms", "0",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr + result.stdout
     assert "every sample arrived exactly once" in result.stdout

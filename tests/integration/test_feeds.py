@@ -147,5 +147,5 @@ def test_a_broker_that_ends_by_itself_sends_the_producers_of_several_feeds_away(
         with streampack.connect(broker.trainers, feed="train", format="numpy") as train:
             assert sum(1 for _ in train.steps()) > 10
         assert broker.end() == 0
-        assert producer.end(10) == 0
+        assert producer.end() == 0
         assert re.search(r"the broker is stopping: \d+ samples", producer.said), producer.said

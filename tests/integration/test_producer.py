@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +13,9 @@ from streampack_services.producer import _show
 from streampack_services.progress import Overall
 
 import streampack
-from streampack import producer
+from streampack import producer, wire
 from streampack.chunks import CHUNK_S, batches
-from streampack.core import leases
-from streampack.core.messages import Lease
+from streampack.core.messages import Envelope, Lease, ProducerPing
 from streampack.producer import ProducerLoop
 from streampack.sources import SourceSettings, open_source, open_tokenizer
 from streampack.sources.tokenizers import TokenizerSettings
@@ -50,15 +50,12 @@ def lease(**changes: Any) -> Lease:
     return Lease(**terms | changes)
 
 
-def test_a_slow_tokenizer_sends_small_chunks_and_keeps_its_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_tokenizer_sends_small_chunks(tmp_path: Path) -> None:
     files = write_jsonl(tmp_path / "text.jsonl", [{"text": "t" * 50} for _ in range(100)])
     settings = convert({"source": "jsonl", "shards": str(files)}, SourceSettings)
     source = open_source(settings, open_tokenizer(TokenizerSettings(name=f"{__name__}:slow")))
     first = next(batches(source, lease()))
     assert 1 <= len(first.lengths) < 100, f"all of them take four times the {CHUNK_S} s of a chunk"
-    monkeypatch.setattr(leases, "SILENT_S", 1.0)
     with running_broker(SETTINGS) as broker:
         thread = threading.Thread(target=ProducerLoop(broker.producers, {"text": source}).run)
         thread.start()
@@ -68,14 +65,22 @@ def test_a_slow_tokenizer_sends_small_chunks_and_keeps_its_lease(
         assert broker.said.count("joined") == 1
 
 
-def test_a_tokenizer_that_hangs_is_said_and_its_lease_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_hangs_is_said_and_pings_keep_its_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[type] = []
+
+    def noted(envelope: Envelope) -> list[Any]:
+        said.append(type(envelope.message))
+        return wire.encode(envelope)
+
     files = write_jsonl(tmp_path / "text.jsonl", [{"text": "a"}, {"text": "b"}])
     source = open_source(
         convert({"source": "jsonl", "shards": str(files)}, SourceSettings),
         open_tokenizer(TokenizerSettings(name=f"{__name__}:hanging")),
     )
-    monkeypatch.setattr(leases, "SILENT_S", 1.0)
     monkeypatch.setattr(producer, "SLOW_S", 0.5)
+    monkeypatch.setattr(producer, "wire", SimpleNamespace(encode=noted, decode=wire.decode))
     released.clear()
     with running_broker(SETTINGS) as broker:
         loop = ProducerLoop(
@@ -86,7 +91,8 @@ def test_a_tokenizer_that_hangs_is_said_and_its_lease_stays(tmp_path: Path, monk
         thread.start()
         try:
             until(lambda: any("stream 'text': its file or its tokenizer is slow" in each for each in seen))
-            time.sleep(1.5)
+            pings = said.count(ProducerPing)
+            until(lambda: said.count(ProducerPing) > pings + 1)
             assert broker.said.count("joined") == 1
         finally:
             released.set()

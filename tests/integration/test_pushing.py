@@ -65,6 +65,7 @@ def test_samples_come_as_they_were_given(start: Callable[..., SmallBroker]) -> N
         assert both == range(42, 44)
         rollouts.flush()
         assert rollouts.stats()["durable_seq"] == 44
+    until(lambda: broker.heard_of(Bye) > 0)
     assert [taken.message.base_seq for taken in broker.taken] == [40, 41, 42]
     assert [taken.lengths for taken in broker.taken] == [[3], [2], [3, 2]]
     assert [taken.column(0, "<i4") for taken in broker.taken] == [[7, 8, 9], [4, 5], [0, 1, 2, 1, 2]]
@@ -219,6 +220,7 @@ def test_close_ends_the_partition_only_when_asked(start: Callable[..., SmallBrok
     rollouts.end_of_batch(0)
     rollouts.close(end=True)
     rollouts.close()
+    until(lambda: broker.heard_of(Bye) > 0)
     assert broker.ended
     assert broker.marks == [(1, 0)]
     assert isinstance(broker.heard[-1], Bye)
