@@ -12,13 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from streampack.chunks import CHUNK_SAMPLES, batches_of, chunk_of
 from streampack.core.fields import GROUP, LOSS_MASK, POLICY_VERSION
 from streampack.core.frames import INPUT_IDS
 from streampack.core.messages import Lease
+from streampack.core.samples import Keep
 from streampack.core.sending import Chunk
-from streampack.errors import SampleError
+from streampack.errors import SampleError, UserError
 from streampack.sources import Cursor, Record, SourceSettings
 from streampack.sources.bytes_tokenizer import BytesTokenizer
 from streampack.sources.rows import RowReader
@@ -38,11 +41,21 @@ def chunks_of(samples: Sequence[Given], lease: Lease, first_seq: int) -> list[Ch
     return [chunk_of(batch, lease, (0, 0)) for batch in batches_of(records, lease)]
 
 
-def chunk_of_group(samples: Sequence[Given], lease: Lease, first_seq: int, policy_version: int | None) -> Chunk:
+def chunk_of_group(
+    samples: Sequence[Given], lease: Lease, first_seq: int, keep: Keep | None, policy_version: int | None
+) -> Chunk:
     """A group in one chunk, with its fields ``group`` and ``policy_version`` where the run declares them.
 
-    Raises SampleError for a sample that the lease's policies do not admit, and for a group that no chunk holds.
+    ``keep`` None: a step where the run's steps are batches, else nothing.
+
+    Raises SampleError for a sample that the lease's policies do not admit, and for a group that no chunk holds;
+    UserError for one to be kept in a step where steps are no batches.
     """
+    if keep == "step" and not lease.batches:
+        raise UserError(
+            f"stream {lease.stream!r}: got keep='step' with steps that are cut from a stream, expected keep='pack', or "
+            f"none: or set rules.step in broker.yaml to {{samples: N}} or {{end_of_batch: true}}"
+        )
     by_sample = {field.name for field in lease.fields if field.axis == "sample"}
     common = {GROUP: first_seq} if GROUP in by_sample else {}
     if POLICY_VERSION in by_sample and policy_version is not None:
@@ -54,7 +67,7 @@ def chunk_of_group(samples: Sequence[Given], lease: Lease, first_seq: int, polic
             f"one of at most {lease.max_chunk_bytes} bytes and {CHUNK_SAMPLES} samples: send smaller groups, or raise "
             f"limits.chunk in broker.yaml"
         )
-    return chunks[0]
+    return replace(chunks[0], keep=keep or ("step" if lease.batches else UNSET))
 
 
 def as_mapping(sample: Given) -> dict[str, Any]:

@@ -74,23 +74,24 @@ class Producer:
             return range(first, first + sum(chunk.num_samples for chunk in chunks))
 
     def send_group(
-        self, samples: Iterable[Given], keep: Literal["pack", "step"] = "step", policy_version: int | None = None
+        self, samples: Iterable[Given], keep: Literal["pack", "step"] | None = None, policy_version: int | None = None
     ) -> range:
         """Hand a group over as one: the samples of one prompt; their sequence numbers. None of them, if one is bad.
 
-        It is admitted whole or not at all, in this order. ``keep`` says what it must not be split over, to packers that
-        are to come: it changes nothing yet, and a group may lie in several packs, and steps, of the batch that
-        ``end_of_batch`` closes.
+        It is admitted whole or not at all, in this order. ``keep`` says what it is not split over: a ``pack``, in which
+        its samples follow each other, so that together they must fit the budget (DPO's pairs); or a ``step``, where
+        steps are batches (``rules.step``: ``samples`` or ``end_of_batch``; elsewhere that is an error). By default it
+        is ``step`` where steps are batches, and nothing elsewhere: there a group may lie in several steps.
         ``group`` and ``policy_version`` are filled in where the run declares fields of these names.
         """
-        if keep not in ("pack", "step"):
-            raise UserError(f"got keep={keep!r}, expected 'pack' or 'step'")
+        if keep not in ("pack", "step", None):
+            raise UserError(f"got keep={keep!r}, expected 'pack', 'step' or None")
         given = list(samples)
         if not given:
             raise UserError("got a group of no samples, expected at least one")
         with self._given:
             first = self._pushing.next_seq
-            self._pushing.push([chunk_of_group(given, self._pushing.lease(), first, policy_version)])
+            self._pushing.push([chunk_of_group(given, self._pushing.lease(), first, keep, policy_version)])
             return range(first, first + len(given))
 
     def end_of_batch(self, batch: int) -> None:

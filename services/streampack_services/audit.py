@@ -118,7 +118,9 @@ def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None,
     if dp_size is None:
         return [pack(number, positions) for number, positions in enumerate(formed)]
     count = packs_of_mesh(rules, len(formed), dp_size, pp_size)
-    parts, origins = (formed, list(range(count))) if count == len(formed) else split(step.bounds, costs, count)
+    parts, origins = (
+        (formed, list(range(count))) if count == len(formed) else split(step.bounds, costs, step.keeps, count)
+    )
     try:
         dealt = deal_step(rules, np.array([costs[positions].sum() for positions in parts], np.int64), dp_size)
     except ValueError as error:

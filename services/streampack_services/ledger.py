@@ -26,8 +26,10 @@ from typing import Any
 
 import numpy as np
 from crc32c import crc32c
+from msgspec.structs import replace
 
 from streampack import wire
+from streampack.core.admission import terms_of
 from streampack.core.messages import OVERLONG
 from streampack.core.records import ChunkAdmitted, Record, SamplesRejected, StepFormed
 from streampack.core.samples import I64
@@ -208,7 +210,8 @@ class Ledger:
         indices = seqs * stream.partitions + chunk.partition
         self._add_rejected(lsn, chunk.stream, indices[lengths == 0], chunk.rejected)
         if stream.overlong == "drop":
-            over = lengths > feed.rules_at(LATEST).budget
+            (terms,) = terms_of(replace(feed.rules_at(LATEST), streams=(stream,)))
+            over = (lengths > 0) & (terms.admitted(lengths, chunk.keep).length == 0)
             self._add_rejected(lsn, chunk.stream, indices[over], {OVERLONG: int(over.sum())})
         where, key = "stream = ? AND partition = ?", (chunk.stream, chunk.partition)
         upto = chunk.base_seq + len(lengths)

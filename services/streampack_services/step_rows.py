@@ -7,7 +7,7 @@ are taken within their stream, whose samples in a step lie close together. Check
     50 bytes of head: digest, chain, u64 loss tokens, u32 samples, u32 packs, u16 streams
     columns: counts [packs]; numbers and least indices [streams]; then [samples] which stream, index, part, length,
     length less loss tokens; each of them u8 bytes a value, i64 least, values
-    u32 checksums [samples]
+    u32 checksums [samples]; u8 what each says of the next [samples], where there are groups
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class StepRows:
     num_samples: int
     bounds: I64
     rows: NDArray[np.void]
+    keeps: NDArray[np.uint8]
+    """What each sample says of the next (``samples.KEEPS``), uint8 [n]."""
 
     @property
     def num_tokens(self) -> int:
@@ -77,7 +79,7 @@ def rows_of(record: StepFormed, lsn: int) -> StepRows:
         raise ValueError(f"got {len(rows)} rows, expected {int(bounds[-1])}, as the counts of the packs say")
     return StepRows(
         record.feed, record.lineage, record.step, lsn, record.digest, record.chain, record.num_loss_tokens,
-        record.num_samples, bounds, rows,
+        record.num_samples, bounds, rows, _keeps(record.keeps or b"", len(rows)),
     )  # fmt: skip
 
 
@@ -93,7 +95,8 @@ def encode(step: StepRows) -> bytes:
     head = _HEAD.pack(
         step.digest, step.chain, step.num_loss_tokens, step.num_samples, len(counts), len(streams)
     )  # fmt: skip
-    return b"".join([head, *map(_packed, columns), rows["crc"].tobytes()])
+    keeps = step.keeps.tobytes() if step.keeps.any() else b""
+    return b"".join([head, *map(_packed, columns), rows["crc"].tobytes(), keeps])
 
 
 def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRows:
@@ -114,7 +117,15 @@ def decode(feed: str, lineage: int, step: int, lsn: int, body: bytes) -> StepRow
     unlearned, at = _unpacked(body, at, len(rows))
     rows["loss_tokens"] = rows["length"] - unlearned
     rows["crc"] = np.frombuffer(body, "<u4", len(rows), at)
-    return StepRows(feed, lineage, step, lsn, digest, chain, num_loss_tokens, num_samples, bounds, rows)
+    keeps = _keeps(body[at + 4 * len(rows) :], len(rows))
+    return StepRows(feed, lineage, step, lsn, digest, chain, num_loss_tokens, num_samples, bounds, rows, keeps)
+
+
+def _keeps(said: bytes, count: int) -> NDArray[np.uint8]:
+    """Of ``count`` samples; nothing is said where there are no groups. Raises ValueError for another number."""
+    if len(said) not in (0, count):
+        raise ValueError(f"got {len(said)} bytes of what samples say of the next, expected {count}, or none")
+    return np.frombuffer(said, np.uint8) if said else np.zeros(count, np.uint8)
 
 
 def _bounds(counts: NDArray[Any]) -> I64:

@@ -5,6 +5,9 @@ was granted. Then the over-long policy acts, each piece gets a row in the table 
 merge, and the arena is told what to copy. Knows streams by number, partitions by number in their
 stream, and tokens only as frames that it passes on; of a sample that is cut it counts the labels
 that each piece keeps, which takes the loss mask or the labels sent.
+
+A chunk may be a group (``keep``). One that is kept in a pack and that no pack holds is over-long as one: an error, or
+dropped whole; there is no way to cut it.
 """
 
 from __future__ import annotations
@@ -14,17 +17,19 @@ from dataclasses import dataclass
 from dataclasses import field as field_
 from typing import Any
 
+import msgspec
 import numpy as np
+from msgspec import UnsetType
 
 from streampack.core.effects import Store
 from streampack.core.events import Effect
 from streampack.core.fields import LABELS, LOSS_MASK, Field
 from streampack.core.frames import INPUT_IDS
-from streampack.core.intake import Admitted, Intake, apply_overlong
+from streampack.core.intake import Admitted, Intake, apply_overlong, rejected_whole
 from streampack.core.merge import AnyMerge
 from streampack.core.messages import MAX_CHUNK_SAMPLES, OVERLONG, Envelope, Samples
 from streampack.core.rules import Rules
-from streampack.core.samples import I64, IGNORE_INDEX, SampleTable, index_of
+from streampack.core.samples import I64, IGNORE_INDEX, KEEPS, Keep, SampleTable, index_of
 
 MAX_REASONS = 64
 """Reasons for rejecting samples that are counted apart, by stream."""
@@ -44,6 +49,22 @@ class StreamTerms:
     barriers: bool = False
     """Passes are kept apart."""
     pushed: bool = False
+    align: int = 1
+    """Tokens that samples are padded to a multiple of."""
+    most: int | None = None
+    """Samples that a pack holds."""
+    batches: bool = False
+    """Steps are batches."""
+
+    def admitted(self, every: I64, keep: Keep | UnsetType = msgspec.UNSET, skip: int = 0) -> Admitted:
+        """What the policy makes of a chunk's samples from the ``skip``-th on; not where that is an error."""
+        whole = keep != "pack" or self.fits(apply_overlong(every, self.limit, self.overlong).length)
+        return apply_overlong(every[skip:], self.limit, self.overlong) if whole else rejected_whole(every[skip:])
+
+    def fits(self, lengths: I64) -> bool:
+        """Does a pack hold samples of these lengths, int64 [n], 0 being none?"""
+        tokens = int((-(-lengths // self.align) * self.align).sum())
+        return tokens <= self.limit and (self.most is None or int((lengths > 0).sum()) <= self.most)
 
 
 def terms_of(rules: Rules) -> list[StreamTerms]:
@@ -51,10 +72,11 @@ def terms_of(rules: Rules) -> list[StreamTerms]:
     drain = rules.between_passes == "drain"
     return [
         StreamTerms(
-            each.name, each.partitions, rules.budget, each.passes, each.overlong, each.poison, drain, each.pushed
+            each.name, each.partitions, rules.budget, each.passes, each.overlong, each.poison, drain, each.pushed,
+            rules.align.sample, rules.max_samples_per_pack, rules.batch is not None,
         )
         for each in rules.streams
-    ]
+    ]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -99,6 +121,8 @@ class Admission:
         changed = self._changed(stream, intake, message, lengths)
         if changed:
             return "source_changed", changed
+        if wrong := self._no_group(terms, message, lengths):
+            return "group", wrong
         if terms.overlong != "error" or int(lengths.max()) <= terms.limit:
             return None
         at = int(np.argmax(lengths > terms.limit))
@@ -144,7 +168,7 @@ class Admission:
         """Give the samples of a chunk from its ``skip``-th on rows in the table and turns in the merge."""
         terms, table = self._streams[stream], self.table
         lengths, offsets = every[skip:], (np.cumsum(every) - every)[skip:]
-        pieces = apply_overlong(lengths, terms.limit, terms.overlong)
+        pieces = terms.admitted(every, message.keep, skip)
         kept = pieces.length > 0
         source = pieces.source[kept]
         handles = table.take(len(source))
@@ -153,6 +177,8 @@ class Admission:
         table.part[handles] = pieces.part[kept]
         table.length[handles] = pieces.length[kept]
         table.crc[handles] = np.frombuffer(message.crcs_u32, "<u4")[skip:][source]
+        table.keep[handles] = KEEPS[message.keep] if message.keep else 0
+        table.keep[handles[-1:]] = 0  # nothing of the group follows
         loss = np.frombuffer(message.loss_tokens_u32, "<u4")[skip:][source].astype(np.int64)
         starts, cut = offsets[source] + pieces.offset[kept], pieces.length[kept] != lengths[source]
         if cut.any():
@@ -162,6 +188,32 @@ class Admission:
         entries[kept] = handles
         self.merge.push(p, entries, pieces.length, pieces.part)
         return Store(handles, starts, pieces.length[kept], skip + source, envelope.payload), pieces
+
+    def _no_group(self, terms: StreamTerms, message: Samples, lengths: I64) -> str:
+        """Why a chunk cannot be kept together as it asks for; empty if it can, or is dropped."""
+        if not message.keep:
+            return ""
+        first, last = (
+            index_of(seq, message.partition, terms.partitions)
+            for seq in (message.base_seq, message.base_seq + len(lengths) - 1)
+        )
+        group = f"samples {terms.name}:{first} to {last}"
+        if not terms.pushed:
+            return f"{group}: got a group of a stream that is read, expected one that is pushed"
+        if message.keep == "step" and not terms.batches:
+            return (
+                f"{group}: got keep='step' with steps that are cut from a stream, expected keep='pack', or none: or "
+                f"set rules.step to {{samples: N}} or {{end_of_batch: true}}"
+            )
+        kept = np.minimum(lengths, terms.limit) if terms.overlong == "truncate" else lengths
+        if message.keep == "step" or terms.overlong == "drop" or terms.fits(kept):
+            return ""
+        most = "" if terms.most is None else f" and max_samples_per_pack, {terms.most}"
+        return (
+            f"{group}: got a group kept in one pack of {int((kept > 0).sum())} samples, {int(kept.sum())} tokens "
+            f"before each is padded to {terms.align}, expected at most the budget of {terms.limit}{most}, for it "
+            f"cannot be cut: send smaller groups, raise rules.budget, or set overlong: drop"
+        )
 
     def _awaited(self, intake: Intake, begin: int, stop: int) -> Iterator[tuple[int, int]]:
         """(sequence number, handle) of the samples from ``begin`` to ``stop`` whose payload is awaited."""

@@ -71,7 +71,7 @@ class Books(Partitions):
             lengths_u32=message.lengths_u32[4 * skip :], crcs_u32=message.crcs_u32[4 * skip :],
             loss_tokens_u32=message.loss_tokens_u32[4 * skip :], cursor=message.cursor,
             rejected=message.rejected if not skip else {}, lost_tokens=message.lost_tokens if not skip else 0,
-            pass_ended=message.pass_ended,
+            pass_ended=message.pass_ended, keep=message.keep,
         )  # fmt: skip
         effects = self._journal.append(record, envelope.payload if stream.terms.pushed else ())
         lsn = self._journal.next_lsn - 1
@@ -155,7 +155,7 @@ class Books(Partitions):
         message = Samples(
             stream=record.stream, partition=record.partition, base_seq=record.base_seq, lengths_u32=record.lengths_u32,
             crcs_u32=record.crcs_u32, loss_tokens_u32=record.loss_tokens_u32, cursor=record.cursor,
-            rejected=record.rejected, lost_tokens=record.lost_tokens, pass_ended=record.pass_ended,
+            rejected=record.rejected, lost_tokens=record.lost_tokens, pass_ended=record.pass_ended, keep=record.keep,
         )  # fmt: skip
         envelope = Envelope(run=self._run, epoch=0, fence=0, message=message, payload=event.payload)
         intake.place += 1

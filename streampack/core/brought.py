@@ -18,7 +18,7 @@ from streampack.core.live_rules import LiveRules
 from streampack.core.merge import strides
 from streampack.core.merged_memory import MergedMemory
 from streampack.core.rules import Rules, difference
-from streampack.core.samples import ROW
+from streampack.core.samples import KEEPS, ROW
 from streampack.core.snapshot import FormState, MergeState, Snapshot
 
 MAX_COUNT = 2**62
@@ -204,6 +204,9 @@ def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
     window, pending = np.frombuffer(form.window, ROW), np.frombuffer(form.pending, ROW)
     if len(form.ages) != len(window) or not all(-1 <= age < MAX_AGE for age in form.ages):
         return f"got {len(form.ages)} ages, expected one, from -1 on, for each of {len(window)} samples"
+    said = form.keeps or b""
+    if len(said) not in (0, len(window) + len(pending)) or any(keep not in (0, *KEEPS.values()) for keep in said):
+        return f"got {len(said)} bytes of groups, expected none, or one of each of {len(window) + len(pending)} samples"
     most = rules.packs if rules.batch is None else 1  # a batch is packed whole: nothing of it is left over
     if any(count < 0 for count in form.counts) or sum(form.counts) != len(pending) or len(form.counts) >= most:
         return (

@@ -7,6 +7,8 @@ enough to matter, and said again and again: a lost message harms nothing. Decide
 
 from __future__ import annotations
 
+import msgspec
+
 from streampack.core.books import Books
 from streampack.core.effects import SendProducer
 from streampack.core.events import Effect
@@ -61,7 +63,7 @@ class Credits:
             first_seq=self._books.next_seq(p), cursor=intake.cursor, seed=stream.rules.seed, passes=terms.passes,
             dtype=stream.rules.tokens, fields=stream.rules.fields, overlong=terms.overlong, poison=terms.poison,
             max_sample_tokens=terms.limit if terms.overlong == "error" else self._capacity.max_sample_tokens,
-            max_chunk_bytes=self._capacity.max_chunk_bytes,
+            max_chunk_bytes=self._capacity.max_chunk_bytes, batches=terms.batches or msgspec.UNSET,
         )  # fmt: skip
         return self.send(holder.peer, lease, intake.session) + self.flow(p, repeat=True)
 

@@ -3,7 +3,8 @@
 In stream mode there are those that FORM made. In batch mode their number is what came out, and is made one that every
 rank has the same of (``num_packs``): packs are split in two, then empty ones follow. The first numbers stay FORM's; a
 pack that was split keeps its number and the dearer part of its samples, what was split off has a number behind all of
-FORM's. Samples keep their order, so a part fits the budget that the whole one fitted.
+FORM's. Samples keep their order, so a part fits the budget that the whole one fitted; a group that is kept in one pack
+is in one part.
 
 Where rules are ``padded``, FORM's packs are single samples, and what DEAL makes of them are micro-batches of rows:
 see ``padded``. Rank r's m-th is number m * dp + r.
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streampack.core.deal import arrange, deal, num_packs, split_dearest
+from streampack.core.items import samples_of
 from streampack.core.padded import PaddedFigures, padded_batches
 from streampack.core.rules import Rules
-from streampack.core.samples import I64
+from streampack.core.samples import I64, PACK
 
 
 def packs_of_mesh(rules: Rules, packs: int, dp: int, pp: int) -> int:
@@ -36,14 +39,18 @@ def packs_of_mesh(rules: Rules, packs: int, dp: int, pp: int) -> int:
     return num_packs(packs, dp, multiple, batch.min_micro_batches)
 
 
-def split(bounds: I64, costs: I64, count: int) -> tuple[list[I64], list[int]]:
+def split(bounds: I64, costs: I64, keeps: NDArray[np.uint8], count: int) -> tuple[list[I64], list[int]]:
     """``count`` packs of the samples of a step, and for each the pack of FORM's that it is of.
 
-    ``costs`` int64 [n] of each sample; pack i is those from ``bounds[i]`` to ``bounds[i + 1]``. A pack is positions
-    int64 [m] in ``costs``. Packs that are added empty are of their own number.
+    ``costs`` int64 [n] of each sample, and what it says of the next, ``keeps`` uint8 [n]; pack i is those from
+    ``bounds[i]`` to ``bounds[i + 1]``. A pack is positions int64 [m] in ``costs``. Packs that are added empty are of
+    their own number.
     """
-    spans = [range(begin, end) for begin, end in pairwise(bounds.tolist())]
-    packs = [np.array(pack, np.int64) for pack in split_dearest(spans, costs, count)]
+    begins = np.flatnonzero(np.append(0, keeps[:-1]) != PACK)
+    sizes = np.diff(begins, append=len(costs))
+    spans = [range(begin, end) for begin, end in pairwise(np.searchsorted(begins, bounds).tolist())]
+    items = split_dearest(spans, np.add.reduceat(costs, begins), count)
+    packs = [samples_of(sizes, np.array(pack, np.int64)) for pack in items]
     origins = [
         int(np.searchsorted(bounds, pack[0], "right")) - 1 if len(pack) else number for number, pack in enumerate(packs)
     ]

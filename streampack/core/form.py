@@ -11,6 +11,9 @@ In batch mode (``Rules.batch``) a step is one batch, packed as a closed set: wha
 has no part in it, and there are as many packs as come out. A batch is the first samples held, so
 many of them, or all up to where the merge says that a batch ends.
 
+A group that is kept in one pack is one item of the packers (``items``): their window counts it as one sample, and
+nothing of it is packed before all of it is held. A batch of so many samples ends with the group that reaches them.
+
 While the budget warms up, a sample that is longer than its step's is alone in its pack: none waits
 for a larger budget, and no pack is larger than the whole one.
 """
@@ -26,10 +29,11 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from streampack.core.items import item_sizes, num_whole, samples_of
 from streampack.core.packers import Choice, Packer
 from streampack.core.packers.joint import Joint, num_outliers
 from streampack.core.rules import Rules
-from streampack.core.samples import I64, ROW, SampleTable
+from streampack.core.samples import I64, PACK, ROW, SampleTable
 from streampack.core.snapshot import FormState
 from streampack.core.waits import Waits
 
@@ -89,8 +93,8 @@ class Step(Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a packer is asked for: ``count`` packs of ``lengths`` (int64 [n]); they and ``budget`` are in
-    units of the sample alignment."""
+    """What a packer is asked for: ``count`` packs of items of ``lengths`` (int64 [n]) and ``sizes`` samples (None: one
+    each); lengths and ``budget`` are in units of the sample alignment."""
 
     packer: Packer
     lengths: I64
@@ -99,10 +103,13 @@ class Request:
     count: int
     closed: bool
     window: int
+    sizes: I64 | None = None
 
     def choose(self) -> Choice:
         """Run the packer; pure, and without the GIL where its kernel is compiled."""
-        return self.packer.choose(self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window)
+        return self.packer.choose(
+            self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window, sizes=self.sizes
+        )
 
 
 class Former:
@@ -114,12 +121,13 @@ class Former:
         self._packer = rules.new_packer()
         self.waits = Waits(self._packer, rules.window, rules.packs if rules.batch is None else None)
         self._handles: I64 = np.zeros(0, np.int64)
+        self._sizes: I64 = np.zeros(0, np.int64)  # of the items that they are, as lengths and ages
         self._lengths: I64 = np.zeros(0, np.int64)
         self._ages: I64 = np.zeros(0, np.int64)
         self._arrived: list[tuple[I64, I64]] = []
         self._pending: list[Pack] = []
         self._asked_held = -1  # samples held when the packer last said that it needs more
-        self._asked_count = 0
+        self._asked_of = self._asked_count = 0
         self.closed = False
         self.next_step = 0
         self.chain = FIRST_CHAIN
@@ -146,13 +154,22 @@ class Former:
         rules, batch = self._rules, self._rules.batch
         if batch is None:
             return self.queued_tokens < 2 * rules.packs * rules.budget or self.starved
-        return batch.samples is None or self.queued_samples < 2 * batch.samples
+        if batch.samples is None or self.queued_samples < 2 * batch.samples:
+            return True
+        self._gather()
+        return not self._batch_size()  # a group is longer than a batch
 
     @property
     def too_few(self) -> bool:
         """Where a batch ends that marks close: does it wait for the next one's samples?"""
         batch = self._rules.batch
         return batch is not None and batch.samples is None and self.queued_samples < batch.min_samples
+
+    @property
+    def in_group(self) -> bool:
+        """Is the last sample held of a group that has more to come?"""
+        last = self._arrived[-1][0] if self._arrived else self._handles
+        return bool(self._table.keep[last[-1:]].any())
 
     @property
     def finished(self) -> bool:
@@ -176,37 +193,39 @@ class Former:
         if not self.num_samples or (self.starved and not self.closed):
             return None
         self._gather()
-        rules = self._rules
-        size, count, closed, window = len(self._handles), 0, self.closed, rules.window
+        rules, self._asked_of = self._rules, self.num_samples
+        size, count, closed, window = len(self._sizes), 0, self.closed, rules.window
         if rules.batch is not None:
-            if not (size := self._batch_size()):
+            if not (samples := self._batch_size()):
                 return None
+            size = int(np.searchsorted(np.cumsum(self._sizes), samples)) + 1
             count, closed, window = size, True, size
         else:
             steps = max_steps if rules.warmup is None else 1
             count = self._asked_count = max(steps * rules.packs - len(self._pending), 1)
         budget = rules.budget_at(self.next_step) // rules.align.sample
         lengths = self._lengths[:size] if rules.warmup is None else np.minimum(self._lengths[:size], budget)
-        return Request(self._packer, lengths, self._ages[:size], budget, count, closed, window)
+        sizes = self._sizes[:size] if len(self._sizes) < len(self._handles) else None
+        return Request(self._packer, lengths, self._ages[:size], budget, count, closed, window, sizes)
 
     def apply(self, choice: Choice) -> list[Step]:
         """Take the packer's choice over the samples of the last ``request``; the steps now whole."""
-        bounds, packs = choice.bounds, list[Pack]()
-        if len(bounds) > 1:
-            taken = self._handles[choice.indices]
-            packs = self._make_packs(taken, bounds)
+        packs, taken = list[Pack](), self._handles[samples_of(self._sizes, choice.indices)]
+        if len(choice.bounds) > 1:
+            upto = np.concatenate([[0], np.cumsum(self._sizes[choice.indices])])
+            packs = self._make_packs(taken, upto[choice.bounds])
             self.queued_tokens -= sum(pack.num_tokens for pack in packs)
             self.queued_samples -= self._num_whole(taken)
-        stays = np.ones(len(self._handles), np.bool_)
+        stays = np.ones(len(self._sizes), np.bool_)
         stays[choice.indices] = False
         self._ages = np.concatenate([choice.ages, self._ages[len(choice.ages) :]])[stays]
-        self._handles = self._handles[stays]
-        self._lengths = self._lengths[stays]
+        self._handles = self._handles[np.repeat(stays, self._sizes)]
+        self._sizes, self._lengths = self._sizes[stays], self._lengths[stays]
         if self._rules.batch is not None:
             return [self._make_step(packs)]
         self.waits.chosen(choice, self.next_step)
         self._pending += packs
-        self._asked_held = len(self._handles) if len(bounds) - 1 < self._asked_count else -1
+        self._asked_held = self._asked_of - len(taken) if len(choice.bounds) - 1 < self._asked_count else -1
         return self.cut()
 
     def cut(self) -> list[Step]:
@@ -238,23 +257,26 @@ class Former:
     def state(self) -> FormState:
         """What decides every later step, beside samples that are yet to come. Not while a choice is being made."""
         self._gather()
-        handles = [pack.handles for pack in self._pending]
-        pending = np.concatenate([*handles, np.zeros(0, np.int64)])
+        packs = [pack.handles for pack in self._pending]
+        window = np.concatenate([self._handles, *(handles for handles, _ in self._arrived)])
+        ages = np.full(len(window), -1, np.int64)
+        ages[: len(self._handles)] = np.repeat(self._ages, self._sizes)
+        pending = np.concatenate([*packs, np.zeros(0, np.int64)])
         rows = self._table.rows
         return FormState(
-            self.next_step, self.chain, self.closed, rows(self._handles).tobytes(), self._ages.tolist(),
-            rows(pending).tobytes(), [len(each) for each in handles],
+            self.next_step, self.chain, self.closed, rows(window).tobytes(), ages.tolist(), rows(pending).tobytes(),
+            [len(each) for each in packs], self._table.keeps(np.concatenate([window, pending])),
         )  # fmt: skip
 
     def load(self, state: FormState) -> None:
         """Go on from a state, in a former of the same rules that has taken nothing; fills the table."""
         self.next_step, self.chain, self.closed = state.next_step, state.chain, state.closed
-        handles = self._table.enter(np.frombuffer(state.window, ROW))
+        rows = np.concatenate([np.frombuffer(each, ROW) for each in (state.window, state.pending)])
+        handles, pending = np.split(self._table.enter(rows, state.keeps), [len(state.ages)])
         self.admit(handles, self._table.length[handles].astype(np.int64))
         self._gather()
-        self._ages = np.array(state.ages, np.int64)
+        self._ages = np.array(state.ages, np.int64)[np.cumsum(self._sizes) - self._sizes]
         self.waits.begin(self._ages, self.next_step)
-        pending = self._table.enter(np.frombuffer(state.pending, ROW))
         self._pending = self._make_packs(pending, np.concatenate([[0], np.cumsum(state.counts)]).astype(np.int64))
 
     def _batch_size(self) -> int:
@@ -262,17 +284,21 @@ class Former:
         batch, held = self._rules.batch, len(self._handles)
         if batch is None or batch.samples is None:
             return held if self.closed else 0
-        if self.queued_samples > batch.samples:
-            return int(np.flatnonzero(self._table.part[self._handles] == 0)[batch.samples])
-        whole = self.queued_samples == batch.samples or (self.closed and self._rules.tail == "pad")
-        return held if whole else 0
+        if self.queued_samples >= batch.samples:
+            begins = self._table.part[self._handles] == 0
+            ends = (self._table.keep[self._handles] == 0) & np.append(begins[1:], True)
+            found = np.flatnonzero(ends & (np.cumsum(begins) >= batch.samples))
+            if len(found):
+                return int(found[0]) + 1
+        return held if self.closed and self._rules.tail == "pad" else 0
 
     def _drop_tail(self) -> None:
         """Once closed, what is held and fills no batch goes by ``tail: drop``."""
         self._gather()
         if self.closed and self.num_samples and not self._batch_size():
             self.dropped = np.concatenate([self.dropped, self._handles])
-            self._handles, self._lengths, self._ages = self._handles[:0], self._lengths[:0], self._ages[:0]
+            self._handles, self._sizes = self._handles[:0], self._sizes[:0]
+            self._lengths, self._ages = self._lengths[:0], self._ages[:0]
             self.queued_tokens = self.queued_samples = 0
 
     def _num_whole(self, handles: I64) -> int:
@@ -281,13 +307,21 @@ class Former:
     def _gather(self) -> None:
         if not self._arrived:
             return
-        align = self._rules.align.sample
+        rules, align = self._rules, self._rules.align.sample
         handles = np.concatenate([handles for handles, _ in self._arrived])
         lengths = np.concatenate([lengths for _, lengths in self._arrived])
-        self._arrived.clear()
-        self._handles = np.concatenate([self._handles, handles])
-        self._lengths = np.concatenate([self._lengths, -(-lengths // align)])
-        self._ages = np.concatenate([self._ages, np.full(len(handles), -1, np.int64)])
+        keeps = self._table.keep[handles]
+        whole = len(handles) if self.closed else num_whole(keeps)
+        self._arrived = [(handles[whole:], lengths[whole:])] if whole < len(handles) else []
+        units = -(-lengths[:whole] // align)
+        sizes = item_sizes(keeps[:whole], units, rules.budget // align, rules.max_samples_per_pack)
+        last = handles[np.cumsum(sizes) - 1]
+        self._table.keep[last[self._table.keep[last] == PACK]] = 0  # what is torn is no group from here on
+        upto = np.concatenate([[0], np.cumsum(units)])
+        self._handles = np.concatenate([self._handles, handles[:whole]])
+        self._sizes = np.concatenate([self._sizes, sizes])
+        self._lengths = np.concatenate([self._lengths, np.diff(upto[np.concatenate([[0], np.cumsum(sizes)])])])
+        self._ages = np.concatenate([self._ages, np.full(len(sizes), -1, np.int64)])
 
     def _make_packs(self, handles: I64, bounds: I64) -> list[Pack]:
         rows = self._table.rows(handles)

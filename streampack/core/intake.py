@@ -157,6 +157,12 @@ class Admitted:
     lost_tokens: int
 
 
+def rejected_whole(lengths: I64) -> Admitted:
+    """What becomes of a chunk of which nothing is taken."""
+    source, none = np.arange(len(lengths), dtype=np.int64), np.zeros(len(lengths), np.int64)
+    return Admitted(source, none, none, none, int((lengths > 0).sum()), int(lengths.sum()))
+
+
 def apply_overlong(lengths: I64, limit: int, policy: str) -> Admitted:
     """Cut, split or drop samples longer than ``limit`` tokens; ``policy`` is ``drop | truncate | split``.
 

@@ -18,7 +18,7 @@ from streampack.core.form import Pack, Step
 from streampack.core.frames import frames_for
 from streampack.core.messages import Mesh, StepPart
 from streampack.core.rules import Rules
-from streampack.core.samples import I64, SampleTable
+from streampack.core.samples import I64, PACK, SampleTable
 from streampack.core.waste import waste_of, waste_of_packs, waste_of_rows
 
 PART_BYTES = 1 << 20
@@ -126,10 +126,12 @@ class KeptSteps:
             self._deal(kept, mesh)
         if all(len(pack.handles) for pack in kept.packs):
             return ""
-        got, count = kept.step.num_samples, len(kept.packs)
+        count, handles = len(kept.packs), np.concatenate([pack.handles for pack in kept.step.packs])
+        got = int(np.count_nonzero(self._table.keep[handles] != PACK))
+        what = "samples" if got == len(handles) else "samples and groups kept in one pack"
         least = f"{count} at least" if got < count else f"a multiple of {mesh.dp}"
         return (
-            f"step {number}: got a batch of {got} samples for dp={mesh.dp}, {count // mesh.dp} micro-batches each, "
+            f"step {number}: got a batch of {got} {what} for dp={mesh.dp}, {count // mesh.dp} micro-batches each, "
             f"expected {least}: set rules.step.empty to pad, make batches larger, or use a smaller mesh"
         )
 
@@ -177,7 +179,7 @@ class KeptSteps:
         handles = np.concatenate([pack.handles for pack in packs])
         bounds = np.concatenate([[0], np.cumsum([len(pack.handles) for pack in packs])]).astype(np.int64)
         columns = self._columns(handles)
-        parts, _ = split(bounds, columns[:, 1], count)
+        parts, _ = split(bounds, columns[:, 1], self._table.keep[handles], count)
         return [Portion(handles[part], *columns[part].sum(axis=0).tolist()) for part in parts]
 
     def _columns(self, handles: I64) -> I64:

@@ -2,7 +2,8 @@
 
 A change holds from a step on that nobody has had when it is asked for. It is recorded at once, so that it is not
 forgotten, and again when that step is about to be formed: the position, in samples merged, is known then, and the
-merge goes by it whenever it comes to that position again. Streams that join are known from the moment that they are
+merge goes by it whenever it comes to that position again. No position is inside a group, of which a stream that is
+removed would leave a part. Streams that join are known from the moment that they are
 asked for, since their producers may come; their partitions take their quota from what may be merged.
 """
 
@@ -94,17 +95,17 @@ class LiveRules:
         for p in new:
             books.intakes[p].closed = True
 
-    def apply(self, next_step: int) -> list[Effect]:
+    def apply(self, next_step: int, in_group: bool = False) -> list[Effect]:
         """Go by other rules, where a change was asked for or is recorded; the first time, record where.
 
-        ``next_step`` is about to be formed.
+        ``next_step`` is about to be formed; ``in_group``: the last sample merged has others of its group behind it.
         """
         effects: list[Effect] = []
         merge, changes = self._admission.merge, self._history.changes
         while self.applied < len(changes):
             change, known = changes[self.applied], len(merge.merged_samples)
             grows = _partitions(change.rules) > known
-            if change.position < 0 and change.step <= next_step and (merge.may_grow or not grows):
+            if change.position < 0 and change.step <= next_step and (merge.may_grow or not grows) and not in_group:
                 # a snapshot that was taken before it was asked for does not have it
                 position = max(merge.position, self._history.last_position)
                 change = msgspec.structs.replace(change, step=next_step, position=position)

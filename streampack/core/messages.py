@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
+import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, UnsetType
 
 from streampack.core.fields import MAX_FIELDS, Field
 from streampack.core.rules import Rules
-from streampack.core.samples import I64
+from streampack.core.samples import I64, Keep
 from streampack.core.shapes import check_widths
 from streampack.core.snapshot import Count, Cursor, Snapshot
 
@@ -85,6 +86,8 @@ class Samples(Message, frozen=True, kw_only=True):
     """Of over-long samples, cut or dropped before they were sent."""
     pass_ended: bool = False
     """The last sample is the last of its pass over the partition."""
+    keep: Keep | UnsetType = msgspec.UNSET
+    """The chunk is one group, which no pack, or step, is to split; only of what is pushed."""
 
 
 class Eos(Message, frozen=True, kw_only=True):
@@ -156,6 +159,8 @@ class Lease(Message, frozen=True, kw_only=True):
     poison: Name
     max_sample_tokens: Count
     max_chunk_bytes: Count
+    batches: bool | UnsetType = msgspec.UNSET
+    """Steps are batches, which hold groups together; absent where they are cut from a stream."""
 
 
 class Flow(Message, frozen=True, kw_only=True):

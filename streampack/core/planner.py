@@ -58,7 +58,7 @@ class Planner:
     def fill(self) -> list[Effect]:
         """Merge while the next step may need more, and there is room."""
         merge, target = self.admission.merge, 2 * self._rules.packs * self._rules.budget
-        effects = self.live.apply(self.former.next_step)
+        effects = self.live.apply(self.former.next_step, self.former.in_group)
         while (room := self._memory.room) > 0 and self.former.hungry:
             taken = merge.take(min(room, target), self.live.next_position)
             self.blocked = taken.blocked
@@ -69,7 +69,7 @@ class Planner:
             effects += self._leases.merged(self._feed, taken.moved)
             self.former.admit(taken.handles, taken.lengths)
             self._memory.hold(taken.handles)
-            effects += self.live.apply(self.former.next_step)
+            effects += self.live.apply(self.former.next_step, self.former.in_group)
         closed = merge.closed or (merge.between_passes and not self.former.too_few)
         if closed and not self.former.closed and merge.stopped:
             effects += self._stop()

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from msgspec import Struct
+import msgspec
+from msgspec import Struct, UnsetType
 
 from streampack.core.rules import Rules, RulesChange
+from streampack.core.samples import Keep
 from streampack.core.snapshot import Cursor, Snapshot
 
 
@@ -85,6 +87,7 @@ class ChunkAdmitted(Record, frozen=True, kw_only=True):
     rejected: dict[str, int] = {}
     lost_tokens: int = 0
     pass_ended: bool = False
+    keep: Keep | UnsetType = msgspec.UNSET
 
 
 class SamplesRejected(Record, frozen=True, kw_only=True):
@@ -121,7 +124,8 @@ class PartitionEnded(Record, frozen=True, kw_only=True):
 
 class StepFormed(Record, frozen=True, kw_only=True):
     """A step and all that is in it: ``counts_u32`` samples of each pack, ``rows`` the samples (``samples.ROW``, the
-    stream by its number in the rules then). ``released``: steps below are returned by every rank."""
+    stream by its number in the rules then). ``released``: steps below are returned by every rank. ``keeps``, uint8:
+    what each sample says of the next, as in snapshots."""
 
     TYPE: ClassVar[int] = 7
     feed: str
@@ -134,6 +138,7 @@ class StepFormed(Record, frozen=True, kw_only=True):
     counts_u32: bytes
     rows: bytes
     released: int
+    keeps: bytes | UnsetType = msgspec.UNSET
 
 
 class SnapshotTaken(Record, frozen=True, kw_only=True):

@@ -2,13 +2,18 @@
 
 The core knows a sample's identity, length and checksum, never its tokens. A sample lives in one
 row of the ``SampleTable``; its row number, the *handle*, is what every queue, window and pack
-holds, so that the arena may move payload without anybody else noticing. Rows are columns of
+holds, so that the arena may move payload without anybody else noticing. Whether the next sample is of
+the same group is a column beside the row, which leaves the table only where there are groups. Rows are columns of
 numpy arrays because a broker at 100M tokens/s admits some 200,000 samples each second.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
+import msgspec
 import numpy as np
+from msgspec import UnsetType
 from numpy.typing import NDArray
 
 I32 = NDArray[np.int32]
@@ -21,6 +26,13 @@ ROW = np.dtype(
     ]
 )  # fmt: skip
 """One sample's row where it leaves the table: a reference with a checksum, 28 bytes, never the tokens."""
+
+Keep = Literal["pack", "step"]
+"""What a group must not be split over."""
+PACK, STEP = 1, 2
+KEEPS: dict[Keep, int] = {"pack": PACK, "step": STEP}
+"""What a sample's column ``keep`` says: the next one in merge order belongs to it, in one pack or one step; 0: it is
+alone, or its group's last."""
 
 IGNORE_INDEX = -100
 """The label that no loss counts: a sample's last real token and all padding."""
@@ -46,6 +58,7 @@ class SampleTable:
         self.length: I32 = np.zeros(capacity, np.int32)
         self.loss_tokens: I32 = np.zeros(capacity, np.int32)
         self.crc: U32 = np.zeros(capacity, np.uint32)
+        self.keep: NDArray[np.uint8] = np.zeros(capacity, np.uint8)
         self._free: I64 = np.arange(capacity - 1, -1, -1, dtype=np.int64)
         self._num_free = capacity
 
@@ -76,16 +89,22 @@ class SampleTable:
             found[name] = getattr(self, name)[handles]
         return found
 
-    def enter(self, rows: NDArray[np.void]) -> I64:
-        """New handles for samples of ``rows``, ``ROW`` [n]."""
+    def keeps(self, handles: I64) -> bytes | UnsetType:
+        """What these samples say of the next ones, uint8 [n] as bytes; UNSET where there are no groups."""
+        found = self.keep[handles]
+        return found.tobytes() if found.any() else msgspec.UNSET
+
+    def enter(self, rows: NDArray[np.void], keeps: bytes | UnsetType = msgspec.UNSET) -> I64:
+        """New handles for samples of ``rows``, ``ROW`` [n], that say ``keeps``."""
         handles = self.take(len(rows))
         for name in ROW.names or ():
             getattr(self, name)[handles] = rows[name]
+        self.keep[handles] = np.frombuffer(keeps, np.uint8) if keeps else 0
         return handles
 
     def _grow(self) -> None:
         old = self.capacity
-        for name in ROW.names or ():
+        for name in (*(ROW.names or ()), "keep"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(old, column.dtype)]))
         free = np.zeros(2 * old, np.int64)

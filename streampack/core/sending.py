@@ -11,10 +11,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from msgspec import Struct
+import msgspec
+from msgspec import Struct, UnsetType
 
 from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
 from streampack.core.messages import Bye, Envelope, Flow, Hello, Message, Offer, ProducerPing
+from streampack.core.samples import Keep
 from streampack.core.snapshot import Cursor
 
 PING_S = 1.0
@@ -26,7 +28,8 @@ Session = tuple[int, int]
 
 
 class Chunk(Event, frozen=True):
-    """Samples to be sent as one: ``payload`` is the tokens and every field; ``num_bytes`` of those by token."""
+    """Samples to be sent as one: ``payload`` is the tokens and every field; ``num_bytes`` of those by token. With
+    ``keep`` they are a group."""
 
     key: Key
     session: Session
@@ -40,6 +43,7 @@ class Chunk(Event, frozen=True):
     payload: tuple[object, ...]
     lost_tokens: int = 0
     pass_ended: bool = False
+    keep: Keep | UnsetType = msgspec.UNSET
 
 
 class Failed(Event, frozen=True):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+import msgspec
+from msgspec import Meta, Struct, UnsetType
 
 from streampack.core.rules import RulesChange
 
@@ -53,6 +54,7 @@ class FormState(Struct, frozen=True):
     ages: list[int]
     pending: bytes
     counts: list[int]
+    keeps: bytes | UnsetType = msgspec.UNSET
 
 
 class Snapshot(Struct, frozen=True):

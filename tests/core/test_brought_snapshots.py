@@ -57,6 +57,7 @@ def taken(samples: int = 40, seed: int = 0) -> Snapshot:
 
 
 GOOD = taken()
+NUM_HELD = len(GOOD.form.ages) + sum(GOOD.form.counts)
 
 
 def attach(given: Snapshot | None, step: int, chain: bytes = b"") -> FromTrainer:
@@ -119,6 +120,9 @@ MORE = (*STREAMS, StreamRules("d", 1.0, 1))
         (form_with(ages=GOOD.form.ages[1:]), "ages, expected one"),
         (form_with(ages=[2**63, *GOOD.form.ages[1:]]), "ages, expected one"),
         (form_with(counts=[*GOOD.form.counts, 1]), "packs of"),
+        (form_with(keeps=b"\1"), "got 1 bytes of groups, expected none, or one of each of"),
+        (form_with(keeps=b"\3" * NUM_HELD), "bytes of groups, expected none"),
+        (form_with(keeps=b"\1" * NUM_HELD), ""),
         (form_with(window=rows(length=65)), "got samples of 1 to 65 tokens"),
         (form_with(window=rows(length=0)), "got samples of 0 to"),
         (form_with(window=rows(loss_tokens=64)), "one never lost"),
@@ -187,6 +191,9 @@ def another(name: str, value: Any) -> st.SearchStrategy[Any]:
         return st.lists(st.tuples(NUMBERS, NUMBERS), max_size=3)
     if name == "floors":
         return st.lists(FLOORS, min_size=2, max_size=4)
+    if name == "keeps":
+        says = st.sampled_from([0, 0, 1, 1, 2, 3])
+        return st.lists(says, min_size=NUM_HELD - 1, max_size=NUM_HELD).map(bytes)
     if isinstance(value, bool):
         return st.booleans()
     if isinstance(value, int):

@@ -28,16 +28,31 @@ CHUNK = ChunkAdmitted(
 )  # fmt: skip
 
 
+GOLDEN_CHUNK = (
+    "8aa673747265616da3776562a9706172746974696f6e01a8626173655f73657102ab6c656e677468735f753332c40401000000a863726373"
+    "5f753332c40402000000af6c6f73735f746f6b656e735f753332c40400000000a6637572736f7293000102a872656a656374656480ab6c6f"
+    "73745f746f6b656e7300aa706173735f656e646564c2"
+)
+GROUP = msgspec.structs.replace(CHUNK, keep="step")
+
+
 def body(record: msgspec.Struct, payload: tuple[bytes, ...] = ()) -> bytes:
     return b"".join(encode_record(record, payload))  # type: ignore[arg-type]
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5))
 def test_a_record_comes_back_with_its_payload(payload: list[bytes]) -> None:
-    for record in (BASE, CHUNK):
+    for record in (BASE, CHUNK, GROUP):
         found, frames = decode_record(record.TYPE, body(record, tuple(payload)))
         assert found == record
         assert [bytes(frame) for frame in frames] == payload
+
+
+def test_golden_bytes_of_a_chunk_that_is_no_group_are_held_still() -> None:
+    """Logs of before there were groups are read as they are, and are written so where there are none."""
+    plain, grouped = msgspec.msgpack.encode(CHUNK), msgspec.msgpack.encode(GROUP)
+    assert plain.hex() == GOLDEN_CHUNK
+    assert grouped == bytes([plain[0] + 1]) + plain[1:] + b"\xa4keep\xa4step"
 
 
 @given(st.integers(0, 200), st.binary(max_size=3))
