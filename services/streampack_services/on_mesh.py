@@ -133,7 +133,8 @@ def _deal(step: Step, samples: Samples, dp: int, pp: int) -> _OneStep:
         sums = np.concatenate([np.zeros((4, 1), np.int64), np.cumsum(columns, axis=1)], axis=1)
         sums = np.stack([sums[:, end] - sums[:, begin] for begin, end in pairwise(bounds.tolist())], axis=1)
     else:
-        parts, _ = split(bounds, columns[2], count)
+        alone = np.zeros(len(handles), np.uint8)  # of groups nothing is forecast
+        parts, _ = split(bounds, columns[2], alone, count)
         sums = np.stack([columns[:, part].sum(axis=1) for part in parts], axis=1)
     tokens, slots, costs, real = sums
     widths = rules.step_widths(slots, pp)

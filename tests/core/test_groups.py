@@ -307,7 +307,7 @@ class Pushed(Rollouts):
 
     def packs(self) -> dict[int, list[list[int]]]:
         """Indices of the samples by pack, of each step as it counts."""
-        found = {}
+        found = dict[int, list[list[int]]]()
         for record in self.records():
             if isinstance(record, LineageBegan):
                 found = {step: packs for step, packs in found.items() if step < record.step}

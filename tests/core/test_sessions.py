@@ -1103,6 +1103,7 @@ def _messages(draw: st.DrawFn) -> tuple[Message, bytes]:
         message = Samples(
             stream=draw(_NAMES), partition=draw(_SMALL), base_seq=draw(_COUNTS), lengths_u32=column, crcs_u32=other,
             loss_tokens_u32=column, cursor=(0, 0, 0), rejected=draw(st.dictionaries(_NAMES, _COUNTS, max_size=2)),
+            keep=draw(st.sampled_from([msgspec.UNSET, msgspec.UNSET, "pack", "step"])),
         )  # fmt: skip
         return message, bytes(size if size < 4096 and draw(st.integers(0, 9)) else draw(_SMALL))
     known: dict[type, Any] = {str: _NAMES, int: _COUNTS, bytes: st.binary(max_size=8), bool: st.booleans()}
@@ -1124,6 +1125,8 @@ def _field(name: str, known: dict[type, Any]) -> Any:
         return st.builds(lambda d, c, t: {"dp": d, "cp": c, "tp": t, "dp_rank": d - 1}, sizes, sizes, sizes)
     if name == "readers":
         return st.sampled_from([{}, {}, {"tp": [0]}, {"pp": [-1], "tp": [1, 9]}])
+    if name == "batches":
+        return st.booleans()
     if name in ("rejected", "stats"):
         return st.just({})
     if name == "cursor":

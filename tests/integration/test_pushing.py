@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from crc32c import crc32c
+from msgspec import UNSET
 
 import streampack
 from streampack import pushing
@@ -80,7 +81,7 @@ def test_samples_come_as_they_were_given(start: Callable[..., SmallBroker]) -> N
 
 
 def test_a_group_is_one_chunk_with_its_number_and_its_policys_version(start: Callable[..., SmallBroker]) -> None:
-    broker = start(terms={"fields": FIELDS})
+    broker = start(terms={"fields": FIELDS, "batches": True})
     group = [{"input_ids": [1] * (3 + i), "loss_mask": [1] * (3 + i)} for i in range(4)]
     with producer(broker) as rollouts:
         rollouts.send([5])
@@ -88,10 +89,33 @@ def test_a_group_is_one_chunk_with_its_number_and_its_policys_version(start: Cal
         assert rollouts.send_group((each for each in group), keep="pack") == range(5, 9)
         rollouts.end_of_batch(9)
         rollouts.send([6])
+    assert [taken.message.keep for taken in broker.taken] == [UNSET, "step", "pack", UNSET]
     assert [taken.lengths for taken in broker.taken] == [[1], [3, 4, 5, 6], [3, 4, 5, 6], [1]]
     assert [taken.column(3, "<i8") for taken in broker.taken] == [[-1], [1] * 4, [5] * 4, [-1]]
     assert [taken.column(4, "<i8") for taken in broker.taken] == [[-1], [9] * 4, [-1] * 4, [-1]]
     assert broker.marks == [(9, 9)]
+
+
+def test_by_default_a_group_is_kept_in_a_step_where_steps_are_batches_and_in_nothing_elsewhere(
+    start: Callable[..., SmallBroker],
+) -> None:
+    stream, batches = start(), start(terms={"batches": True})
+    for broker in (stream, batches):
+        with producer(broker) as rollouts:
+            rollouts.send_group([[1, 2], [3]])
+            rollouts.send_group([[1, 2], [3]], keep="pack")
+    assert [taken.message.keep for taken in stream.taken] == [UNSET, "pack"]
+    assert [taken.message.keep for taken in batches.taken] == ["step", "pack"]
+
+
+def test_a_group_to_be_kept_in_a_step_of_a_stream_is_refused_naming_the_key(start: Callable[..., SmallBroker]) -> None:
+    broker = start()
+    with producer(broker) as rollouts:
+        with pytest.raises(
+            UserError, match=r"got keep='step' with steps that are cut from a stream, .* set rules\.step"
+        ):
+            rollouts.send_group([[1, 2], [3]], keep="step")
+        assert rollouts.send([1]) == 0, "and nothing of it was sent"
 
 
 def test_a_group_of_a_run_that_declares_neither_field_has_none(start: Callable[..., SmallBroker]) -> None:
@@ -109,7 +133,7 @@ def test_a_group_that_no_chunk_holds_is_refused_whole(start: Callable[..., Small
             rollouts.send_group([[1] * 100] * 5)
         with pytest.raises(UserError, match="a group of no samples"):
             rollouts.send_group([])
-        with pytest.raises(UserError, match="got keep='batch', expected 'pack' or 'step'"):
+        with pytest.raises(UserError, match="got keep='batch', expected 'pack', 'step' or None"):
             rollouts.send_group([[1]], keep="batch")  # type: ignore[arg-type]
         assert rollouts.send([1]) == 0
         assert rollouts.send_many([[1] * 100] * 5) == range(1, 6)

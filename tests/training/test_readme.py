@@ -266,11 +266,22 @@ def test_a_rollout_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STREAMPACK_PRODUCERS", broker.endpoint)
     given = {"worker": 1, "updates": 2, "prompts": ["a", "bc"], "generate": lambda prompt: [[1], torch.arange(3)]}
     try:
-        exec(compile(block("streampack.Producer("), "README.md", "exec"), {"streampack": streampack, **given})
+        exec(compile(block("for prompt in prompts"), "README.md", "exec"), {"streampack": streampack, **given})
     finally:
         broker.stop()
     assert [taken.lengths for taken in broker.taken] == [[1, 3]] * 4
     assert broker.marks == [(4, 0), (8, 1)]
+
+
+def test_pairs_of_preferences(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = SmallBroker(terms={"stream": "pairs"})
+    monkeypatch.setenv("STREAMPACK_PRODUCERS", broker.endpoint)
+    given = {"worker": 1, "preferences": [([1, 2], [3]), (torch.arange(3), [4])]}
+    try:
+        exec(compile(block("in preferences"), "README.md", "exec"), {"streampack": streampack, **given})
+    finally:
+        broker.stop()
+    assert [(taken.lengths, taken.message.keep) for taken in broker.taken] == [([2, 1], "pack"), ([3, 1], "pack")]
 
 
 def test_every_example_has_its_test() -> None:
@@ -279,7 +290,8 @@ def test_every_example_has_its_test() -> None:
         "llama(**batch",
         'feed="valid"',
         "load_state_dict",
-        "streampack.Producer(",
+        "for prompt in prompts",
+        "in preferences",
         "streampack.local(",
         ">>> streampack.pack_lengths",
         "streampack.way_back",
