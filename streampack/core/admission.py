@@ -55,6 +55,8 @@ class StreamTerms:
     """Samples that a pack holds."""
     batches: bool = False
     """Steps are batches."""
+    padded: bool = False
+    """Nothing is packed."""
 
     def admitted(self, every: I64, keep: Keep | UnsetType = msgspec.UNSET, skip: int = 0) -> Admitted:
         """What the policy makes of a chunk's samples from the ``skip``-th on; not where that is an error."""
@@ -73,7 +75,7 @@ def terms_of(rules: Rules) -> list[StreamTerms]:
     return [
         StreamTerms(
             each.name, each.partitions, rules.budget, each.passes, each.overlong, each.poison, drain, each.pushed,
-            rules.align.sample, rules.max_samples_per_pack, rules.batch is not None,
+            rules.align.sample, rules.max_samples_per_pack, rules.batch is not None, rules.padded,
         )
         for each in rules.streams
     ]  # fmt: skip
@@ -205,6 +207,8 @@ class Admission:
                 f"{group}: got keep='step' with steps that are cut from a stream, expected keep='pack', or none: or "
                 f"set rules.step to {{samples: N}} or {{end_of_batch: true}}"
             )
+        if message.keep == "pack" and terms.padded:
+            return f"{group}: got keep='pack' with rules.padded, expected keep='step', or none: nothing is packed"
         kept = np.minimum(lengths, terms.limit) if terms.overlong == "truncate" else lengths
         if message.keep == "step" or terms.overlong == "drop" or terms.fits(kept):
             return ""

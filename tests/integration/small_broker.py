@@ -108,8 +108,9 @@ class SmallBroker:
         elif isinstance(message, Eos):
             self.ended = True
         flow = Flow(
-            stream=self.terms.get("stream", STREAM), partition=1, expected_seq=self.expected, grant_seq=1 << 40, grant_bytes=1 << 40,
-            durable_seq=self.safe(self.expected), durable_marks=len(self.marks), ended=self.ended,
+            stream=self.terms.get("stream", STREAM), partition=1, expected_seq=self.expected, grant_seq=1 << 40,
+            grant_bytes=1 << 40, durable_seq=self.safe(self.expected), durable_marks=len(self.marks),
+            ended=self.ended,
         )  # fmt: skip
         self.send(peer, flow)
 
