@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from streampack.core.dealt import deal_step, packs_of_mesh, split
+from streampack.core.dealt import deal_padded, deal_step, packs_of_mesh, split
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
 from streampack.errors import LedgerDamaged, UserError
@@ -45,6 +45,7 @@ def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | 
         "num_packs": len(found.bounds) - 1,
         "num_empty_packs": int((np.diff(found.bounds) == 0).sum()),
         "budget": rules.budget,
+        "padded": rules.padded,
         "skipped": is_skipped(of, step),
         "last": end is not None and step == end.num_steps - 1,
         "committed": step + 1 in of.commits,
@@ -98,14 +99,16 @@ def is_skipped(feed: FeedHistory, step: int) -> bool:
 
 def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None, pp_size: int) -> list[Tree]:
     """Packs in their order, or by (micro-batch, rank) where a mesh is asked for: there one that was split for it is
-    several, each ``of`` the pack that FORM made, and some may be empty."""
+    several, each ``of`` the pack that FORM made, and some may be empty. Padded ones are then micro-batches: of so many
+    ``rows`` of ``row_tokens``."""
     rows, align = step.rows, rules.align.sample
-    slots = -(-rows["length"].astype(np.int64) // align) * align
+    lengths = rows["length"].astype(np.int64)
+    slots = -(-lengths // align) * align
     costs = rules.balance.costs(slots)
 
-    def pack(number: int, positions: I64) -> Tree:
-        ends = np.cumsum(slots[positions])
-        offsets = (ends - slots[positions]).tolist()
+    def pack(number: int, positions: I64, row_tokens: int | None = None) -> Tree:
+        held = slots[positions] if row_tokens is None else np.full(len(positions), row_tokens)
+        offsets = (np.cumsum(held) - held).tolist()
         return {
             "pack": number,
             "num_tokens": int(rows["length"][positions].sum()),
@@ -117,6 +120,14 @@ def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None,
     formed = [np.arange(begin, end) for begin, end in pairwise(step.bounds.tolist())]
     if dp_size is None:
         return [pack(number, positions) for number, positions in enumerate(formed)]
+    if rules.padded:
+        made = deal_padded(rules, lengths, dp_size, pp_size)
+        shapes = zip(made.packs, made.rows.tolist(), made.widths.tolist(), strict=True)
+        return [
+            {"micro_batch": number // dp_size, "dp_rank": number % dp_size, "rows": num_rows, "row_tokens": width}
+            | pack(number, positions, width)
+            for number, (positions, num_rows, width) in enumerate(shapes)
+        ]
     count = packs_of_mesh(rules, len(formed), dp_size, pp_size)
     parts, origins = (
         (formed, list(range(count))) if count == len(formed) else split(step.bounds, costs, step.keeps, count)

@@ -21,8 +21,10 @@ def show_step(found: Tree) -> None:
     console.print(Text.assemble((f"step {found['step']}", "bold"), f"  feed {found['feed']}{lineage}  {found['run']}"))
     empty = f", {found['num_empty_packs']} of them empty" if found["num_empty_packs"] else ""
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("samples", f"{found['num_samples']:,} in {found['num_packs']} packs{empty}")
-    facts.add_row("tokens", f"{found['num_tokens']:,} of {found['num_packs'] * found['budget']:,}")
+    packs = "each a row" if found["padded"] else f"in {found['num_packs']} packs{empty}"
+    room = "" if found["padded"] else f" of {found['num_packs'] * found['budget']:,}"
+    facts.add_row("samples", f"{found['num_samples']:,} {packs}")
+    facts.add_row("tokens", f"{found['num_tokens']:,}{room}")
     facts.add_row("loss tokens", f"{found['num_loss_tokens']:,}, the step's denominator")
     facts.add_row("digest", found["digest"])
     facts.add_row("chain", found["chain"])

@@ -119,6 +119,8 @@ def _origin(path: str) -> str:
     parts = path.split(".")
     if parts[-1] == "merge":
         return "merge"
+    if parts[0] == "rules" and parts[1] in ("packer", "micro_batch_size", "shape"):
+        return "rules.padded"
     if parts[0] == "streams":
         return "tokenizer" if "tokenizer" in parts else f"rules.{parts[-1]}"
     given_by = {"rules": "planned_mesh", "feeds": "streams", "fields": "its name and dtype", "durability": "pushed"}
@@ -147,7 +149,7 @@ def _resolved_broker(config: BrokerConfig, found: Plan) -> BrokerConfig:
         keys = (key for key in given.__struct_fields__ if getattr(given, key) is None)
         fields[field.name] = replace(given, **{key: getattr(field, key) for key in keys})
     align = replace(config.rules.align or AlignSettings(), sample=rules.align.sample, pack=rules.align.pack)
-    rules_settings = replace(config.rules, align=align, balance=rules.balance)
+    rules_settings = replace(config.rules, align=align, balance=rules.balance, **config.rules.packing)
     return replace(config, durability=config.safely, fields=fields, rules=rules_settings, streams=streams, feeds=feeds)
 
 
@@ -200,7 +202,8 @@ def _follows_feed(path: str, config: BrokerConfig, rules: Rules, layout: str) ->
     else:
         least = packs_of_mesh(rules, 1, mesh.dp, 1) // mesh.dp
         yield _derived(f"{path}.micro_batches", least, f"a rank and step, at least, on the planned dp={mesh.dp}")
-        said = f"what dp may be, up to {MAX_RANKS}: packs are split, and empty ones added, until all have as many"
+        how = "rows are dealt, and rows of padding" if rules.padded else "packs are split, and empty ones"
+        said = f"what dp may be, up to {MAX_RANKS}: {how} added, until all have as many"
         yield _derived(f"{path}.dp", dps, said)
     cps = [cp for cp in range(1, MAX_RANKS + 1) if not mesh_refusal(Mesh(cp=cp), rules, layout)]
     why = f"what cp may be, up to {MAX_RANKS}, with samples aligned to {align}, packs to {rules.align.pack}"

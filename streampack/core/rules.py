@@ -193,14 +193,14 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 "got tail: drop with steps that end_of_batch closes, expected pad: there is no tail, the last batch is "
                 "whole when its streams end"
             )
+        if self.padded:
+            self._check_padded()
         if self.batch is not None and self.balance.kind == "joint":
             raise ValueError(
                 "got balance.kind: joint with a batch, expected deal or none: its samples are all there, and ranks are "
                 "matched by cost as they are dealt"
             )
         check_fields(self.fields)
-        if self.padded:
-            self._check_padded()
         if self.balance.kind == "joint":
             self._check_joint()
         self.new_packer()

@@ -17,6 +17,7 @@ import streampack
 from streampack import wire
 from streampack.config_files import read_broker
 from streampack.core.form import Former
+from streampack.core.intake import apply_overlong
 from streampack.core.kept import KeptSteps, mesh_refusal
 from streampack.core.messages import Attach, Attached, Envelope, Mesh, StepPart
 from streampack.core.rules import Align, Balance, Batch, Rules, Warmup
@@ -188,6 +189,35 @@ def test_the_causes_of_waste_and_the_real_tokens_are_all_that_is_computed(drawn:
     assert figures.cost_max_over_mean == 1.0, "ranks compute the same"
 
 
+@settings(max_examples=40, deadline=None)
+@given(served())
+def test_what_is_served_is_what_plan_step_plans(drawn: tuple[Formed, int, int, int]) -> None:
+    formed, dp, _, pp = drawn
+    rules, batch = formed.rules, formed.rules.batch
+    assert batch is not None
+    multiple = int(np.lcm(batch.micro_batch_multiple or 1, pp))
+    plan = streampack.plan_step(
+        formed.lengths, rules.budget, dp, mode="padded", align=rules.align.pack, order="packer", pp=pp,
+        variable_lengths=True, min_micro_batches=batch.min_micro_batches, micro_batch_multiple=multiple,
+    )  # fmt: skip
+    found = [[samples_of(pack) for pack in step] for step in formed.ranks(0, dp, pp=pp).values()]
+    assert found == [[list(samples) for samples in rank] for rank in plan.packs]
+    assert plan.padded == formed.kept.figures.padded
+
+
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=20), st.integers(1, 12), st.integers(1, 8),
+    st.sampled_from(["drop", "truncate", "split"]),
+)  # fmt: skip
+def test_what_the_over_long_policy_leaves_is_no_crash_once_it_is_padded(
+    lengths: list[int], align: int, units: int, policy: str
+) -> None:
+    left = apply_overlong(np.array(lengths, np.int64), align * units, policy).length
+    if len(left := left[left > 0]):
+        found = Formed(rules_of(len(left), align * units, align), left.tolist()).ranks(0, dp=2)
+        assert sum(len(step.sample_ids) for step in found.values()) == len(left)
+
+
 # What a message may say
 
 
@@ -334,6 +364,11 @@ def test_ranks_without_a_sample_get_a_row_of_padding_or_all_stop() -> None:
     assert "got a batch of 3 samples for dp=2, 2 micro-batches each, expected 4 at least" in formed.kept.unfit(
         0, Mesh(dp=2)
     )
+
+
+def test_padded_steps_are_not_regrouped() -> None:
+    with pytest.raises(UserError, match=r"got a step of padded micro-batches to regroup, expected packs"):
+        Formed(rules_of(8), ROLL).built(0, Mesh()).regroup(64)
 
 
 def test_a_broker_yaml_asks_for_it_with_one_key(tmp_path: Any) -> None:

@@ -23,8 +23,10 @@ from tests.integration.running import (
     folder,
     in_process,
     producing_here,
+    running,
     running_broker,
     until,
+    write,
     write_jsonl,
 )
 from tests.soak.job import fixed_listen
@@ -42,12 +44,14 @@ Mesh = dict[str, int]
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     """Sample n begins with token n + 1."""
-    folder = tmp_path_factory.mktemp("data")
-    number = iter(range(SAMPLES * STEPS))
-    for shard in range(4):
-        rows = [next(number) for _ in range(SAMPLES * STEPS // 4)]
-        write_jsonl(folder / f"{shard}.jsonl", [{"tokens": [n + 1] * (4 + (n * 89) % 200)} for n in rows])
+    folder = write_rows(tmp_path_factory.mktemp("data"))
     return open_source(convert({"source": "jsonl", "shards": str(folder / "*.jsonl")}, SourceSettings))
+
+
+def write_rows(folder: Path) -> Path:
+    for shard, numbers in enumerate(np.arange(SAMPLES * STEPS).reshape(4, -1).tolist()):
+        write_jsonl(folder / f"{shard}.jsonl", [{"tokens": [n + 1] * (4 + (n * 89) % 200)} for n in numbers])
+    return folder
 
 
 def meshes(dp: int, cp: int = 1, pp: int = 1) -> list[Mesh]:
@@ -187,6 +191,42 @@ def test_a_pipeline_is_served_where_its_trainer_declares_variable_lengths(source
     assert len({len(pack.input_ids) for step in first for pack in step}) > 1
 
 
+def test_why_and_replay_know_what_each_rank_had(source: Source, tmp_path: Path) -> None:
+    producer = {"source": "jsonl", "shards": str(write_rows(tmp_path) / "*.jsonl")}
+    with folder() as path:
+        settings = SETTINGS | {"listen": fixed_listen(path), "state_dir": str(path / "state")}
+        broker = RunningBroker(path, settings)
+        try:
+            config = write(path / "producer.yaml", {"broker": broker.producers, "streams": {"web": producer}})
+            with running("producer", "produce", "-c", config):
+                ranks = read(broker.trainers, meshes(dp=2))
+        finally:
+            broker.kill()
+        where = ("-c", path / "broker.yaml")
+        said = in_process("why", "--step", "3", "--dp-size", "2", *where, "--json")
+        again = in_process(
+            "replay", "--step", "3", "--dp", "2", *where, "-p", config, "-o", path / "step.npz", "--json"
+        )
+        shown = in_process("why", "--step", "3", *where).stdout
+        with np.load(path / "step.npz") as written:
+            replayed = {name: written[name] for name in written.files}
+    packs = {pack.pack: pack for steps in ranks for pack in steps[3]}
+    found = json.loads(said.stdout)["packs"]
+    assert [(each["pack"], each["micro_batch"], each["dp_rank"]) for each in found] == [
+        (number, pack.micro_batch, pack.dp_rank) for number, pack in sorted(packs.items())
+    ]
+    for each in found:
+        pack = packs[each["pack"]]
+        ids = [[0, sample["index"], sample["part"]] for sample in each["samples"]]
+        assert ids == pack.sample_ids.tolist()
+        assert [sample["offset"] for sample in each["samples"]] == pack.cu_seqlens_padded[: pack.num_samples].tolist()
+        assert (each["rows"] * each["row_tokens"], each["row_tokens"]) == (len(pack.input_ids), pack.max_seqlen)
+        name = f"dp{pack.dp_rank}.cp0.{pack.micro_batch}.input_ids"
+        assert replayed[name].tobytes() == pack.input_ids.tobytes()
+    assert json.loads(again.stdout)["equal"]
+    assert f"{SAMPLES} each a row" in shown
+
+
 def test_status_and_metrics_say_what_padding_was_removed(source: Source, whole: list[list[Step]]) -> None:
     with (
         running_broker(SETTINGS) as broker,
@@ -211,6 +251,38 @@ def test_status_and_metrics_say_what_padding_was_removed(source: Source, whole: 
     assert 'streampack_removed_padding_ratio{feed="train"}' in metrics
     assert f"{(widest - computed) / widest:.2%} of batches as wide as their longest sample" in shown.stdout
     assert json.loads(saved.stdout)["run"]["slots"] == computed
+
+
+def test_fields_are_rows_of_their_samples_and_shifted_with_them() -> None:
+    lengths = [3, 9, 1, 12, 7, 8, 2, 5]
+    samples = [
+        {"tokens": [1 + i] * n, "advantages": [100 * i + at for at in range(n)], "reward": i}
+        for i, n in enumerate(lengths)
+    ]
+    fields = {"advantages": {"dtype": "float32", "align": "target"}, "reward": {"dtype": "float32", "axis": "sample"}}
+    given: dict[str, Any] = {"fields": fields, "tokens_key": "tokens", "shuffle": False, "verify": True}
+    with streampack.local(samples, budget=24, samples=8, padded=True, align=4, **given) as loader:
+        (step,) = loader.steps()
+    for batch in step:
+        assert batch.advantages.shape == batch.input_ids.shape
+        assert batch.reward.tolist() == [sample for _, sample, _ in batch.sample_ids.tolist()]
+        for row, (_, sample, _) in zip(batch.advantages.tolist(), batch.sample_ids.tolist(), strict=True):
+            targets = [100 * sample + at for at in range(1, lengths[sample])]
+            assert row == targets + [0] * (len(row) - len(targets))
+    assert sum(batch.num_samples for batch in step) == len(lengths)
+
+
+def test_samples_over_the_budget_go_by_their_policy_and_fit_a_row() -> None:
+    """Whatever is left of them is a row by itself at most, its alignment too."""
+    samples = [{"tokens": [1 + i] * n} for i, n in enumerate([30, 5, 24, 49, 23, 3, 21, 8])]
+    held = {}
+    for policy in ("truncate", "split", "drop"):
+        given: dict[str, Any] = {"tokens_key": "tokens", "shuffle": False, "verify": True, "format": "numpy"}
+        with streampack.local(samples, budget=24, samples=4, padded=True, align=8, overlong=policy, **given) as loader:
+            packs = list(loader)
+        assert max(len(pack.input_ids) for pack in packs) == 24
+        held[policy] = sum(int(pack.cu_seqlens[-1]) for pack in packs)
+    assert held == {"truncate": 24 * 3 + 60, "split": 30 + 49 + 24 + 60, "drop": 24 + 60}
 
 
 @pytest.fixture
