@@ -39,7 +39,8 @@ class Pack(Mapping[str, Any]):
 
     T is the pack's length, T' what this rank holds of it (T / cp, but for the layout ``whole``); boundaries are
     those of the whole pack. Declared fields are keys of their own. A middle stage of a pipeline gets boundaries and
-    positions alone: there ``input_ids`` and ``labels`` are None, and no keys.
+    positions alone: there ``input_ids`` and ``labels`` are None, and no keys. A padded one has its rows one after
+    another, slots of ``max_seqlen`` tokens: ``streampack.rows`` gives them.
     """
 
     input_ids: I64
@@ -68,7 +69,7 @@ class Pack(Mapping[str, Any]):
     micro_batch: int
     dp_rank: int
     pack: int
-    """Its number in the step, the same on every mesh."""
+    """Its number in the step, the same on every mesh; of padded ones, which are of a mesh, micro_batch * dp + dp_rank."""
     slices: I64
     """[k, 2] the parts [start, stop) of the whole pack that this rank holds, in its order."""
     fields: Mapping[str, NDArray[Any]]

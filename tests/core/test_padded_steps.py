@@ -279,6 +279,15 @@ def test_views_by_row_hold_what_models_of_each_kind_take() -> None:
     assert own.cu_seqlens_padded.tolist() == [0, 4, 8]
 
 
+def test_a_middle_stage_of_a_pipeline_gets_masks_and_positions_by_row() -> None:
+    formed = Formed(rules_of(8), ROLL)
+    first, middle = (formed.built(0, Mesh(pp=3, pp_rank=stage))[0] for stage in (0, 1))
+    for name in ("padded", "hf", "hf_shifted"):
+        found, whole = view(middle, name, formed.rules), view(first, name, formed.rules)
+        assert list(found) == ["attention_mask", "position_ids"]
+        assert all(found[key].tolist() == whole[key].tolist() for key in found)
+
+
 def test_fields_by_token_are_rows_too_and_those_by_sample_are_not() -> None:
     declared = msgspec.convert(
         [

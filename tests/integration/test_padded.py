@@ -25,6 +25,7 @@ from tests.integration.running import (
     producing_here,
     running,
     running_broker,
+    the_error,
     until,
     write,
     write_jsonl,
@@ -283,6 +284,19 @@ def test_samples_over_the_budget_go_by_their_policy_and_fit_a_row() -> None:
         assert max(len(pack.input_ids) for pack in packs) == 24
         held[policy] = sum(int(pack.cu_seqlens[-1]) for pack in packs)
     assert held == {"truncate": 24 * 3 + 60, "split": 30 + 49 + 24 + 60, "drop": 24 + 60}
+
+
+def test_check_shows_what_padded_brings_and_plan_says_that_it_forecasts_packs(tmp_path: Path) -> None:
+    config = write(tmp_path / "broker.yaml", SETTINGS)
+    values = {
+        each["path"]: (each["value"], each["source"])
+        for each in json.loads(in_process("check", config, "--json").stdout)["values"]
+    }
+    assert values["rules.packer"] == ("none", "derived")
+    assert values["rules.shape"] == ("exact", "derived")
+    np.save(tmp_path / "lengths.npy", np.arange(1, 100))
+    line = the_error(in_process("plan", tmp_path / "lengths.npy", "-c", config), 2)
+    assert "got padded: true, expected rules that pack: plan forecasts packs" in line
 
 
 @pytest.fixture
