@@ -69,7 +69,7 @@ class Pack(Mapping[str, Any]):
     micro_batch: int
     dp_rank: int
     pack: int
-    """Its number in the step, the same on every mesh; of padded ones, which are of a mesh, micro_batch * dp + dp_rank."""
+    """Its number in the step, the same on every mesh; but of padded ones micro_batch * dp + dp_rank."""
     slices: I64
     """[k, 2] the parts [start, stop) of the whole pack that this rank holds, in its order."""
     fields: Mapping[str, NDArray[Any]]
