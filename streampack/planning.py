@@ -88,8 +88,13 @@ class StepPlan:
 
     def restore(self, results: NDArray[Value]) -> NDArray[Value]:
         """``results`` [n, ...], one for each sample in ``order``, in the order in which the samples were given."""
-        if len(results) != self.num_samples:
-            raise SampleError(f"got {len(results)} results, expected {self.num_samples}, one for each sample")
+        if not hasattr(results, "shape"):
+            raise SampleError(
+                f"got results of type {type(results).__name__}, expected an array of them: numpy.array(results)"
+            )
+        if results.shape[:1] != (self.num_samples,):
+            shape = list(results.shape)
+            raise SampleError(f"got results of shape {shape}, expected [{self.num_samples}, ...], one for each sample")
         return results[self.way_back()]
 
 

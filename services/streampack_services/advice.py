@@ -222,7 +222,7 @@ def _steps(found: Tree) -> list[str]:
         return ["How many steps a pass has is not known: --total says how many samples it has."]
     if take["steps_low"] == take["steps_high"]:
         of = f"{take['step_samples']:,} samples" if take["step_samples"] else f"{take['step_packs']} packs"
-        return [f"A pass is {take['steps']:,} steps of {of}{among}."]
+        return [f"A pass is {take['steps']:,} step{'s' * (take['steps'] != 1)} of {of}{among}."]
     return [
         f"A pass is {take['steps']:,} steps, most likely (95 %) {take['steps_low']:,} to {take['steps_high']:,}{among}."
     ]

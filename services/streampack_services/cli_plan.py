@@ -14,16 +14,26 @@ import typer
 
 from streampack.alignment import Precision
 from streampack.core.rules import Overlong
+from streampack.errors import UserError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-Png = Annotated[
-    Path | None, typer.Option("--png", metavar="FILE", help="Draw it, too; needs matplotlib.", show_default=False)
-]
 Feed = Annotated[
     str | None,
     typer.Option("--feed", metavar="NAME", help="Which feed of a run; default: its first.", show_default=False),
 ]
 Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long a broker may take to answer.")]
+
+
+def _png(file: Path | None) -> Path | None:
+    if file is not None and file.suffix.lower() != ".png":
+        raise UserError(f"--png: got {file}, expected a file that ends in .png")
+    return file
+
+
+Png = Annotated[
+    Path | None,
+    typer.Option("--png", metavar="FILE", help="Draw it, too; needs matplotlib.", show_default=False, callback=_png),
+]
 
 
 def plan(

@@ -7,6 +7,7 @@ of integers; ``sampling`` tokenizes some of a source, ``served`` asks a broker o
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,6 +79,11 @@ class Workload:
         return np.concatenate([each[each > 0] for stream in self.streams for each in stream.partitions])
 
 
+def samples_said(count: int) -> str:
+    """``1 sample``, ``2 samples``."""
+    return f"{count:,} sample{'s' * (count != 1)}"
+
+
 def of_lengths(what: str, lengths: I64, most: int | None, total: float | None = None) -> Workload:
     """A workload of one stream; of more than ``most`` lengths some stretches are packed. ``total`` samples are in a
     pass, if these are a sample of it."""
@@ -119,7 +125,7 @@ def is_lengths(path: Path) -> bool:
         return False
     try:
         with path.open("rb") as file:
-            first = file.read(4096).split(maxsplit=1)[:1]
+            first = file.read(4096).removeprefix(codecs.BOM_UTF8).split(maxsplit=1)[:1]
         float(first[0] if first else "0")
     except ValueError:
         return False
@@ -159,7 +165,7 @@ def _of_array(path: Path) -> NDArray[np.integer]:
 
 def _of_text(path: Path) -> I64:
     try:
-        words = path.read_text(encoding="utf-8").split()
+        words = path.read_text(encoding="utf-8-sig").split()
     except UnicodeDecodeError:
         raise UserError(f"{path}: got bytes that are no text, expected a whole number for each sample") from None
     try:

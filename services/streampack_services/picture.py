@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from streampack.core.samples import I64
 from streampack.errors import UserError
 from streampack_services.advice import shape_text
+from streampack_services.lengths import samples_said
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,7 +91,7 @@ def draw_plan(found: Tree, lengths: I64, file: Path) -> None:
     axes.set_title("what is wasted (* taken)", loc="left", fontsize=10)
     axes.legend(fontsize=8, loc="best")
     draw_lengths(grid[0, 1], lengths, {f"budget {take['budget']:,}": take["budget"]})
-    figure.suptitle(f"{found['what']}: {found['lengths']['samples']:,} samples", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(f"{found['what']}: {samples_said(found['lengths']['samples'])}", x=0.01, ha="left", fontsize=11)
     save(figure, file)
 
 
@@ -134,7 +135,7 @@ def draw_savings(found: Tree, names: dict[str, str], lengths: I64, file: Path) -
         said = f"{row['utilisation']:.2%} filled"
         if "saved_share" in row:
             hours = f", {row['saved_gpu_hours']:,.3g} GPU hours" if "saved_gpu_hours" in row else ""
-            said = f"saved {row['saved_share']:.1%}{hours}"
+            said = f"saved {row['saved_share']:.1%}{hours}" if row["saved_slots"] >= 0 else "saved nothing"
         axes.annotate(f" {said}", (row["slots"], place), va="center", size=8)
     axes.set_yticks(places, list(rows), fontsize=8)
     axes.set_xlim(0, float(slots.max()) * 1.4)
@@ -142,5 +143,5 @@ def draw_savings(found: Tree, names: dict[str, str], lengths: I64, file: Path) -
     axes.set_xlabel("slots computed, tokens and padding")
     axes.legend(fontsize=8, loc="lower right")
     draw_lengths(grid[0, 1], lengths, {f"budget {found['budget']:,}": found["budget"]})
-    figure.suptitle(f"{found['what']}: {found['samples']:,} samples", x=0.01, ha="left", fontsize=11)
+    figure.suptitle(f"{found['what']}: {samples_said(found['samples'])}", x=0.01, ha="left", fontsize=11)
     save(figure, file)

@@ -115,7 +115,10 @@ def _served_by(path: Path, given: RulesOfLengths) -> Served:
     check_overlong(overlong)
     batch = Batch(samples=given.batch) if given.batch is not None else None
     budget, window = given.budget or Rules().budget, given.window or Rules().window
-    rules = with_packer(Rules(budget=budget, window=window, packs=1, batch=batch), packer)
+    try:
+        rules = with_packer(Rules(window=window, packs=1, batch=batch), packer, budget=budget)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     lengths = read_lengths(path)
     some = stretches(lengths, served.MOST)
     part = f" ({len(some):,} of {len(lengths):,} lengths)" if len(some) < len(lengths) else ""

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from streampack_services.lengths import samples_said
 from streampack_services.picture import is_taken, setting_name
 
 Tree = dict[str, Any]
@@ -50,7 +51,7 @@ def print_whole(table: Table) -> None:
 
 def lengths_text(lengths: Tree) -> str:
     return (
-        f"{lengths['samples']:,} samples, {lengths['tokens']:,} tokens: mean {lengths['mean']:.0f}, median "
+        f"{samples_said(lengths['samples'])}, {lengths['tokens']:,} tokens: mean {lengths['mean']:.0f}, median "
         f"{lengths['p50']:,}, 99 of 100 to {lengths['p99']:,}, longest {lengths['max']:,}"
     )
 
@@ -58,7 +59,8 @@ def lengths_text(lengths: Tree) -> str:
 def _read_text(stream: Tree, *, alone: bool) -> str:
     name = "" if alone else f"{stream['stream']}: "
     if stream["share"] is None:
-        return f"{name}{stream['samples']:,} samples were read; how many there are is not known"
+        were = "was" if stream["samples"] == 1 else "were"
+        return f"{name}{samples_said(stream['samples'])} {were} read; how many there are is not known"
     if stream["share"] == 1:
         return f"{name}all of a pass was read"
     counts = f"{stream['samples']:,} of about {stream['pass_samples']:,.0f} samples"

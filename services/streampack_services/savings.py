@@ -28,6 +28,7 @@ from streampack.core.rules import Overlong, Rules
 from streampack.core.samples import I64
 from streampack.errors import SampleError, UserError
 from streampack_services.forecast import formed, with_packer
+from streampack_services.lengths import samples_said
 from streampack_services.served import Served, WhatWasLong
 
 Tree = dict[str, Any]
@@ -139,16 +140,16 @@ def _of(slots: int, tokens: int, rate: Rate | None, own: int | None = None) -> T
 def assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
     """What the comparison takes for granted, in sentences."""
     part = "all" if run.share == 1 else f"{len(run.lengths):,} (the others in proportion)"
-    sentences = [f"Of {run.samples:,} samples {part} were packed in each way, {run.note}."]
+    sentences = [f"Packed in each way: of {samples_said(run.samples)} {part}, {run.note}."]
     if len(run.bounds) > 2:
         sentences.append(f"Nothing crosses the ends of {len(run.bounds) - 1:,} batches, in none of the ways.")
     if run.overlong is not None and run.overlong.samples:
         over = run.overlong
         sentences.append(
-            f"Longer than the budget: {over.samples:,} of {over.of:,} samples; {over.policy} loses "
+            f"Longer than the budget: {over.samples:,} of {samples_said(over.of)}; {over.policy} loses "
             f"{over.lost_share:.2%} of all tokens (--overlong)."
         )
-    padding = f"Padding: {micro_batch} samples a micro-batch; a pack holds {run.samples / run.filled_packs:.1f}."
+    padding = f"Padding: {samples_said(micro_batch)} a micro-batch; a pack holds {run.samples / run.filled_packs:.1f}."
     split = " Packs are counted as formed, before a mesh splits them." if run.rules.batch is not None else ""
     sentences.append(f"{padding} Empty packs of last steps are counted for none.{split}")
     if rate is None:

@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from streampack_services.lengths import samples_said
 from streampack_services.plan_report import new_console, print_whole
 
 Tree = dict[str, Any]
@@ -20,7 +21,7 @@ NAMES = {
 def show_savings(found: Tree) -> None:
     """Print it."""
     console = new_console()
-    about = f"  {found['samples']:,} samples, {found['tokens']:,} tokens, budget {found['budget']:,}"
+    about = f"  {samples_said(found['samples'])}, {found['tokens']:,} tokens, budget {found['budget']:,}"
     console.print(Text.assemble((str(found["what"]), "bold"), about), soft_wrap=True)
     console.print()
     print_whole(_table(found))
@@ -36,7 +37,9 @@ def headline(found: Tree) -> str:
     parts = []
     for name, row in found["others"].items():
         hours = f" ({row['saved_gpu_hours']:,.3g} GPU hours)" if "saved_gpu_hours" in row else ""
-        parts.append(f"{row['saved_share']:.1%}{hours} against {NAMES[name]}")
+        saved = f"{row['saved_share']:.1%}{hours}" if row["saved_slots"] >= 0 else "nothing"
+        few = f", which has {row['slots']:,} slots" if row["saved_slots"] < 0 else ""
+        parts.append(f"{saved} against {NAMES[name]}{few}")
     return f"Saved: {', '.join(parts)}."
 
 
@@ -51,7 +54,7 @@ def _table(found: Tree) -> Table:
             f"{row['slots']:,}",
             f"{row['utilisation']:.2%}",
             f"{row['saved_slots']:,}",
-            f"{row['saved_share']:.2%}",
+            f"{row['saved_share']:.2%}" if row["saved_slots"] >= 0 else "none",
         ]
         hours = ("gpu_hours", "saved_gpu_hours", "saved_hours") if rated else ()
         table.add_row(NAMES[name], *cells, *(f"{row[key]:,.3g}" for key in hours))

@@ -15,7 +15,9 @@ from msgspec import Meta, Struct
 
 from streampack.core.fields import Field, check_fields
 from streampack.core.packers import Packer, packer, parameters_of
-from streampack.core.packers.joint import MAX_BUDGET, PATIENCE
+from streampack.core.packers.exact_fill import MAX_BUDGET as MAX_EXACT_FILL
+from streampack.core.packers.joint import MAX_BUDGET as MAX_JOINT
+from streampack.core.packers.joint import PATIENCE
 from streampack.core.packers.modified_first_fit import Leftovers
 from streampack.core.samples import I64
 from streampack.core.shapes import Shape, check_shape, own_widths, step_widths, width_unit
@@ -36,6 +38,8 @@ PackerName = Literal[
     "first_fit_shuffle", "best_fit_decreasing", "greedy_knapsack", "buffer_first_fit", "karmarkar_karp", "none",
 ]  # fmt: skip
 
+MAX_BUDGETS = {"exact_fill": MAX_EXACT_FILL, "joint": MAX_JOINT}
+"""What a budget must be below, in units of ``align.sample``, for the memory of some packers."""
 PACKER_KEYS = ("max_samples_per_pack", "leftovers", "micro_batch_size")
 """Rules that are parameters of packers; None: as the packer has it."""
 
@@ -203,7 +207,13 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         check_fields(self.fields)
         if self.balance.kind == "joint":
             self._check_joint()
-        self.new_packer()
+        units, most = self.budget // self.align.sample, MAX_BUDGETS.get(name := self.new_packer().name)
+        if most is not None and units >= most:
+            key, other = ("balance.kind", "deal") if name == "joint" else ("packer", "sliding_ffd")
+            raise ValueError(
+                f"got a budget of {units} times align.sample, expected less than {most} with {key}: {name}: take a "
+                f"smaller one, or {key}: {other}"
+            )
 
     def _check_padded(self) -> None:
         """Rows of single samples know nothing of what packs are. Raises ValueError."""
@@ -229,11 +239,6 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
             raise ValueError(
                 f"got balance.group: {self.balance.group} and {self.packs} packs of a step, expected a divisor of "
                 f"them (where none is given it is planned_mesh.dp)"
-            )
-        if self.budget // self.align.sample >= MAX_BUDGET:
-            raise ValueError(
-                f"got a budget of {self.budget // self.align.sample} times align.sample, expected less than "
-                f"{MAX_BUDGET} with balance.kind: joint"
             )
 
     def new_packer(self) -> Packer:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -327,6 +327,20 @@ def test_every_packer_refuses_a_length_that_no_pack_can_hold_and_names_its_sampl
 
 def test_the_names_of_rules_are_those_of_the_packers() -> None:
     assert {*get_args(PackerName), "joint"} == set(PACKERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("first_fit_shuffle", {"seed": "x"}), ("first_fit_shuffle", {"seed": 1.5}), ("exact_fill", {"seed": None}),
+        ("none", {"micro_batch_size": "4"}), ("karmarkar_karp", {"a": "x"}), ("joint", {"group": "8"}),
+        ("joint", {"patience": None}), ("concatenative", {"max_samples_per_pack": True}),
+    ],
+)  # fmt: skip
+def test_a_parameter_that_is_no_integer_is_refused_naming_it(name: str, wrong: dict[str, Any]) -> None:
+    ((key, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f"{key}(=|: got ){value!r}, expected an integer"):
+        pack_lengths([3, 4], 8, name, **wrong)
 
 
 def test_an_unknown_packer_lists_those_there_are() -> None:

@@ -164,6 +164,13 @@ def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:
         plan_step(**{"lengths": [3, 4], "budget": 8, "dp": 2, **wrong})
 
 
+@pytest.mark.parametrize("wrong", [[1, 2], None, 5, np.zeros(3), np.array(7)])
+def test_results_that_are_not_one_for_each_sample_are_refused(wrong: Any) -> None:
+    plan = plan_step([3, 4], 8)
+    with pytest.raises(SampleError, match=r"got results of (type|shape) .*, expected"):
+        plan.restore(wrong)
+
+
 def test_the_example_in_its_docstring_holds() -> None:
     assert streampack.plan_step is plan_step
     assert doctest.testmod(planning).failed == 0

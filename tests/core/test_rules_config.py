@@ -229,6 +229,10 @@ TWO = "streams: {a: {}, b: {}}\n"
             WEB + "rules: {balance: {kind: joint}, budget: 16777216}",
             "rules: got a budget of 16777216 times align.sample, expected less than 16777216",
         ),
+        (
+            WEB + "rules: {budget: 268435456, align: {sample: 2, pack: 2}}",
+            "rules: got a budget of 134217728 times align.sample, expected less than 134217728 with packer: exact_fill",
+        ),
         (WEB + "steps_ahead: 65", "steps_ahead: got 65, expected a whole number <= 64"),
         (WEB + "seed: -1", "seed: got -1, expected a whole number >= 0"),
         ("streams: {}", "streams: got {}, expected a mapping of length >= 1"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from streampack_services import savings
 from streampack_services.lengths import stretches_of
 from streampack_services.savings import packed_slots, padded_slots, served_by
+from streampack_services.savings_report import headline
 from streampack_services.served import arrival_order, spread
 
 from streampack import pack_lengths
@@ -74,6 +75,18 @@ def test_samples_over_the_budget_are_cut_dropped_or_split_and_counted(
     assert found["overlong"] == {"samples": 1, "of": 3, "policy": policy, "lost_share": pytest.approx(lost)}
     expected = f"Longer than the budget: 1 of 3 samples; {policy} loses {lost:.2%} of all tokens (--overlong)."
     assert expected in found["assumptions"]
+
+
+def test_what_needs_fewer_slots_than_the_run_is_said_to_save_nothing() -> None:
+    """One short sample: padded it is itself, and the run computes a whole pack."""
+    found = savings.savings(served_by("one", np.array([4]), RULES), None, None)
+    assert found["others"]["padding"]["saved_slots"] == -1
+    assert headline(found) == (
+        "Saved: nothing against padding to the longest, which has 4 slots, 0.0% against greedy concatenation, "
+        "0.0% against first fit decreasing."
+    )
+    assert "of 1 sample all" in found["assumptions"][0]
+    assert "1 sample a micro-batch" in found["assumptions"][1]
 
 
 def test_without_a_rate_there_are_no_hours() -> None:

@@ -116,6 +116,12 @@ TESTED: dict[str, tuple[str, ...]] = {
     ),
     # the widest slot
     "B10": (f"{_LAYOUT}::test_boundaries_keep_the_invariants",),
+    # which sample a token is of, for state-space layers (seq_idx of hf), and where boundaries end (total_tokens)
+    "B11": (
+        "core/test_formats::test_hf_is_what_a_model_shifts_back_to_the_pack",
+        "training/test_transformers::test_200_packs_are_what_the_flattening_collator_returns",
+        f"{_LAYOUT}::test_boundaries_keep_the_invariants",
+    ),
     # what a split in stretches costs
     "B12": (f"{_LAYOUT}::test_stretches_of_a_sample_cost_ranks_6_and_15_where_zigzag_costs_them_alike",),
     # multiples of micro-batches for a pipeline, by splitting the dearest packs
@@ -258,7 +264,6 @@ TESTED: dict[str, tuple[str, ...]] = {
 NOT_DONE: dict[str, str] = {
     # packs counted by their loss tokens, with a cap on all
     "E4": "a pack's budget is what a GPU computes and holds; loss tokens are counted for the denominators alone",
-    "B11": "total_tokens and what state-space layers need of PackedSeqParams come with the Megatron view",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -165,6 +166,24 @@ def test_errors_become_exit_codes(
     shown = capsys.readouterr().err
     assert said in shown
     assert ("Traceback" in shown) == isinstance(error, (RuntimeError, InternalError))
+
+
+@pytest.mark.parametrize("module", ["numpy", "typer"])
+def test_ctrl_c_is_quiet_while_the_command_is_imported(module: str) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    entry, function = project["scripts"]["streampack"].split(":")
+    code = (
+        "import os, signal, sys\n"
+        "class CtrlC:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "sys.meta_path.insert(0, CtrlC())\n"
+        f"from {entry} import {function}\n"
+        f"sys.exit({function}())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_the_daemons_and_the_command_load_no_torch() -> None:

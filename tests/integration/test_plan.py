@@ -366,7 +366,8 @@ def test_an_array_that_is_no_lengths_is_named(tmp_path: Path, array: Any, said: 
 
 
 def test_numbers_are_lengths_in_any_text(tmp_path: Path) -> None:
-    for name, text in (("a.txt", "3 4\n5"), ("a.jsonl", "3\n4\n5\n"), ("a", "3\n4\n5")):
+    marked = "\ufeff3 4\n5"  # as Windows writes it
+    for name, text in (("a.txt", "3 4\n5"), ("b.txt", marked), ("a.jsonl", "3\n4\n5\n"), ("a", "3\n4\n5")):
         (tmp_path / name).write_text(text)
         assert ask("plan", tmp_path / name, "--budget", "64")["lengths"]["tokens"] == 12
     np.save(tmp_path / "a.npy", np.array([3, 4, 5], np.uint16))
@@ -400,6 +401,7 @@ def test_overlong_samples_are_an_error_where_they_should_be(lengths: Path) -> No
         (("--packs", "4", "--batch", "4"), "got --packs and --batch, expected one of them"),
         (("--window", "4", "--batch", "4"), "got --window and steps that are batches, expected no window"),
         (("--total", "7"), "got a total of 7 samples, expected at least the 3,000 lengths given"),
+        (("--budget", "134217728"), "expected less than 134217728 with packer: exact_fill"),
     ],
 )
 def test_what_cannot_be_planned_is_said(lengths: Path, arguments: tuple[str, ...], said: str) -> None:
@@ -414,6 +416,9 @@ def test_what_is_missing_is_said(files: Path, tmp_path: Path) -> None:
     assert "got a folder without a log" in the_error(in_process("report", tmp_path), 2)
     assert "'streampack plan' reads data" in the_error(in_process("report", files / "web-0.jsonl"), 2)
     assert "got no answer" in the_error(in_process("plan", "http://127.0.0.1:1"), 75)
+    (tmp_path / "a.txt").write_text("3 4")
+    larger = in_process("report", tmp_path / "a.txt", "--budget", "134217728")
+    assert "expected less than 134217728 with packer: exact_fill" in the_error(larger, 2)
     assert "expected one of them to read" in the_error(in_process("plan", "x.npy", "-c", files / "producer.yaml"), 2)
 
 
@@ -425,6 +430,8 @@ def test_pictures_are_drawn(lengths: Path, tmp_path: Path) -> None:
         assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     wrong = in_process("report", lengths, "--png", tmp_path / "no" / "a.png")
     assert "cannot be written: No such file or directory" in the_error(wrong, 2)
+    wrong = in_process("plan", lengths, "--png", tmp_path / "a.pdf")
+    assert the_error(wrong, 2).endswith("a.pdf, expected a file that ends in .png")
 
 
 def test_without_matplotlib_a_picture_says_what_to_install(lengths: Path, monkeypatch: pytest.MonkeyPatch) -> None:

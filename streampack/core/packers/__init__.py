@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 
@@ -57,6 +57,10 @@ def packer(name: str, **parameters: Any) -> Packer:
         raise ConfigError(
             f"packer {name}: got the parameter {unknown!r}, expected {' or '.join(known) or 'none: it has none'}"
         )
+    for key, value in parameters.items():
+        usual = getattr(PACKERS[name], key)
+        if not (isinstance(usual, str) or _is_integer(value) or (value is None and usual is None)):
+            raise ConfigError(f"packer {name}: got {key}={value!r}, expected an integer")
     try:
         return cast(Packer, dataclasses.replace(cast(Any, PACKERS[name]), **parameters))
     except ValueError as error:
@@ -65,7 +69,7 @@ def packer(name: str, **parameters: Any) -> Packer:
 
 def parameters_of(name: str) -> tuple[str, ...]:
     """What the packer of that name can be given: the names of its fields. ConfigError lists those there are."""
-    if name not in PACKERS:
+    if not isinstance(name, str) or name not in PACKERS:
         raise ConfigError(f"packer: got {name!r}, expected one of {', '.join(PACKERS)}")
     return tuple(field.name for field in dataclasses.fields(cast(Any, PACKERS[name])) if field.name != "name")
 
@@ -106,6 +110,8 @@ def pack_lengths(
     >>> pack_lengths([3, 6, 5, 2, 4], 8, "best_fit_decreasing", pack_count_multiple=2)
     [[1, 3], [2], [4], [0]]
     """
+    if not _is_integer(seed):
+        raise ConfigError(f"seed: got {seed!r}, expected an integer")
     if "seed" in parameters_of(packer):
         parameters["seed"] = seed
     chosen = _packer(packer, **parameters)
@@ -153,9 +159,13 @@ def _sizes(sizes: Sequence[int] | I64 | None, num_items: int, cap: int | None) -
     return found
 
 
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _check_numbers(least: int = 1, **numbers: object) -> None:
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        if not _is_integer(value) or value < least:
             raise ConfigError(f"{name}: got {value!r}, expected an integer of at least {least}")
 
 
@@ -165,7 +175,7 @@ def _integers(lengths: Sequence[int] | I64) -> I64:
         lengths = np.asarray(lengths)
     if not isinstance(lengths, np.ndarray):
         for i, length in enumerate(lengths):
-            if isinstance(length, bool | np.bool_) or not isinstance(length, int | np.integer):
+            if not _is_integer(length):
                 raise SampleError(f"sample {i}: got a length of {length!r}, expected an integer")
             if abs(length) > np.iinfo(np.int64).max:
                 raise SampleError(f"sample {i}: got a length of {length}, expected one that fits int64")
