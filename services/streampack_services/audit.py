@@ -27,7 +27,10 @@ Tree = dict[str, Any]
 
 
 def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | None = None, pp_size: int = 1) -> Tree:
-    """What is in a step and what was decided about it; with ``dp_size``, which rank has each pack. Raises UserError."""
+    """What is in a step and what was decided about it; with ``dp_size``, which rank has each pack.
+
+    ``pp_size``: stages of a pipeline, which batches' packs are a multiple of. Raises UserError.
+    """
     of = feed_of(ledger, feed)
     found = recorded(ledger, of, step)
     rules = of.rules_at(step, found.lsn)
@@ -98,9 +101,9 @@ def is_skipped(feed: FeedHistory, step: int) -> bool:
 
 
 def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None, pp_size: int) -> list[Tree]:
-    """Packs in their order, or by (micro-batch, rank) where a mesh is asked for: there one that was split for it is
-    several, each ``of`` the pack that FORM made, and some may be empty. Padded ones are then micro-batches: of so many
-    ``rows`` of ``row_tokens``."""
+    """Packs in their order, or by (micro-batch, rank) where a mesh is asked for: there each has its ``length``, one
+    that was split for it is several, each ``of`` the pack that FORM made, and some may be empty. Padded ones are then
+    micro-batches: of so many ``rows`` of ``row_tokens``."""
     rows, align = step.rows, rules.align.sample
     lengths = rows["length"].astype(np.int64)
     slots = -(-lengths // align) * align
@@ -124,7 +127,13 @@ def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None,
         made = deal_padded(rules, lengths, dp_size, pp_size)
         shapes = zip(made.packs, made.rows.tolist(), made.widths.tolist(), strict=True)
         return [
-            {"micro_batch": number // dp_size, "dp_rank": number % dp_size, "rows": num_rows, "row_tokens": width}
+            {
+                "micro_batch": number // dp_size,
+                "dp_rank": number % dp_size,
+                "length": num_rows * width,
+                "rows": num_rows,
+                "row_tokens": width,
+            }
             | pack(number, positions, width)
             for number, (positions, num_rows, width) in enumerate(shapes)
         ]
@@ -136,8 +145,10 @@ def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None,
         dealt = deal_step(rules, np.array([costs[positions].sum() for positions in parts], np.int64), dp_size)
     except ValueError as error:
         raise UserError(str(error)) from None
+    lengths = rules.step_widths(np.array([slots[positions].sum() for positions in parts], np.int64), pp_size)
     return [
-        {"micro_batch": micro_batch, "dp_rank": rank, "of": origins[number], **pack(number, parts[number])}
+        {"micro_batch": micro_batch, "dp_rank": rank, "of": origins[number], "length": int(lengths[number])}
+        | pack(number, parts[number])
         for micro_batch, row in enumerate(dealt.tolist())
         for rank, number in enumerate(row)
     ]

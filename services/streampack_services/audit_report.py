@@ -57,13 +57,16 @@ def _said_of(found: Tree) -> list[tuple[str, str]]:
 def _packs_table(packs: list[Tree]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     dealt = bool(packs) and "dp_rank" in packs[0]
-    for name in (*(("micro", "dp") if dealt else ()), "pack", "tokens", "loss"):
+    for name in (*(("micro", "dp") if dealt else ()), "pack", *(("length",) if dealt else ()), "tokens", "loss"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("samples", overflow="fold")
     for pack in packs:
         rank = (str(pack["micro_batch"]), str(pack["dp_rank"])) if dealt else ()
+        split = dealt and pack["samples"] and pack.get("of", pack["pack"]) != pack["pack"]
+        number = f"{pack['pack']} of {pack['of']}" if split else str(pack["pack"])
+        long = (f"{pack['length']:,}",) if dealt else ()
         samples = _samples_text(pack["samples"]) or "empty"
-        table.add_row(*rank, str(pack["pack"]), f"{pack['num_tokens']:,}", f"{pack['num_loss_tokens']:,}", samples)
+        table.add_row(*rank, number, *long, f"{pack['num_tokens']:,}", f"{pack['num_loss_tokens']:,}", samples)
     return table
 
 
@@ -189,7 +192,8 @@ def show_replayed(found: Tree) -> None:
     facts.add_row("samples", f"{found['num_samples']:,} in {len(found['packs'])} packs")
     facts.add_row("tokens", f"{found['num_tokens']:,}")
     facts.add_row("loss tokens", f"{found['num_loss_tokens']:,}, the step's denominator")
-    facts.add_row("mesh", f"dp {found['mesh']['dp']}, cp {found['mesh']['cp']}")
+    sizes = (f"{name} {size}" for name, size in found["mesh"].items() if size > 1 or name != "pp")
+    facts.add_row("mesh", ", ".join(sizes))
     if found["skipped"]:
         facts.add_row("skipped", "no rank trains on it")
     if not found["counts"]:

@@ -42,17 +42,22 @@ def why(
         int | None,
         typer.Option("--dp-size", metavar="N", min=1, help="Deal the packs over so many ranks.", show_default=False),
     ] = None,
+    pp_size: Annotated[
+        int | None,
+        typer.Option("--pp-size", metavar="N", min=1, show_default=False,
+                     help="And stages of a pipeline, which how many packs there are and how long may depend on."),
+    ] = None,
     feed: Annotated[
         str | None, typer.Option("--feed", metavar="NAME", help="Default: the run's first.", show_default=False)
     ] = None,
     state_dir: StateDir = None,
     config: Config = None,
     as_json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Say what was in a step, or where a sample went.
 
-    A step: its samples by pack, digests, denominators, what changed at it; with --dp-size, which rank of such a mesh
-    has which packs. A sample: its steps, packs and offsets; or that it was rejected, or is not read yet.
+    A step: its samples by pack, digests, denominators, what changed at it; with --dp-size and --pp-size, which rank of
+    such a mesh has which packs. A sample: its steps, packs and offsets; or that it was rejected, or is not read yet.
 
     \b
     Example:
@@ -67,9 +72,11 @@ def why(
         raise UserError(f"got {got} to explain, expected --step or --sample")
     if dp is not None and (dp_size is None or dp >= dp_size):
         raise UserError(f"got --dp {dp} and --dp-size {dp_size}, expected a rank below a size: which mesh is it of?")
+    if pp_size is not None and dp_size is None:
+        raise UserError(f"got --pp-size {pp_size} alone, expected --dp-size too: which mesh is it of?")
     with open_ledger(state_folder(state_dir, config)) as opened:
         if step is not None:
-            found = audit.why_step(opened, step, feed, dp_size)
+            found = audit.why_step(opened, step, feed, dp_size, pp_size or 1)
             if dp is not None:
                 found["packs"] = [pack for pack in found["packs"] if pack["dp_rank"] == dp]
             _say(found, as_json, audit_report.show_step)
@@ -91,6 +98,9 @@ def replay(
     ] = None,
     dp: Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Data-parallel ranks to deal it over.")] = 1,
     cp: Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Context-parallel ranks to cut it for.")] = 1,
+    pp: Annotated[
+        int, typer.Option("--pp", metavar="N", min=1, help="Stages of the pipeline: what the first of them gets.")
+    ] = 1,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", show_default=False,
@@ -121,7 +131,7 @@ def replay(
     from streampack_services import audit_report, producer, replay
 
     producer.import_from_here()
-    options = replay.ReplayOptions(step, config, produce or [], feed, lineage, state_dir, dp, cp, out, timeout)
+    options = replay.ReplayOptions(step, config, produce or [], feed, lineage, state_dir, dp, cp, pp, out, timeout)
     found = replay.replay(options)
     _say(found, as_json, audit_report.show_replayed)
     raise typer.Exit(0 if found["equal"] else 1)

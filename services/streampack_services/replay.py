@@ -46,6 +46,7 @@ class ReplayOptions:
     state_dir: Path | None = None
     dp: int = 1
     cp: int = 1
+    pp: int = 1
     out: Path | None = None
     timeout_s: float = 60.0
 
@@ -65,9 +66,10 @@ def replay(options: ReplayOptions) -> Tree:
     with _quiet(), open_ledger(folder) as ledger, contextlib.ExitStack() as stack:
         wanted = _wanted(ledger, options)
         work = Path(stack.enter_context(_folder()))
-        rerun = Rerun(config, producers, wanted, ledger, folder, options.dp, options.cp, options.timeout_s)
+        mesh = {"dp": options.dp, "cp": options.cp, "pp": options.pp}
+        rerun = Rerun(config, producers, wanted, ledger, folder, mesh, options.timeout_s)
         ranks = rerun.steps(stack, work)
-        found = _compared(wanted, ranks) | {"out": None, "seconds": 0.0}
+        found = _compared(wanted, ranks) | {"mesh": mesh, "out": None, "seconds": 0.0}
         if options.out is not None:
             _save(options.out, wanted, ranks)
             found["out"] = str(options.out)
@@ -118,7 +120,6 @@ def _compared(wanted: Wanted, ranks: list[Step]) -> Tree:
         "num_loss_tokens": ranks[0].num_loss_tokens,
         "num_samples": ranks[0].num_samples,
         "num_tokens": rows.num_tokens,
-        "mesh": {"dp": len({pack.dp_rank for pack in packs.values()}), "cp": ranks[0][0].cp},
         "packs": [
             {
                 "pack": number,

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,8 @@ class Rerun:
     ledger: Ledger
     folder: Path
     """The state_dir."""
-    dp: int
-    cp: int
+    mesh: dict[str, int]
+    """Its sizes: dp, cp and pp. Of a pipeline the first stage reads, which gets all that others do."""
     timeout_s: float
     """How long nothing may move."""
     clients: list[streampack.Client] = field(default_factory=list)
@@ -145,20 +146,19 @@ class Rerun:
 
     def _connect(self, stack: contextlib.ExitStack, endpoint: str, chain: bytes, lineage: int) -> None:
         """A client for each rank, that begins at the step."""
-        name, sizes = self.wanted.feed.name, {"dp": self.dp, "cp": self.cp}
-        for dp_rank in range(self.dp):
-            for cp_rank in range(self.cp):
-                client = streampack.connect(
-                    endpoint, feed=name, mesh={**sizes, "dp_rank": dp_rank, "cp_rank": cp_rank}, format="numpy",
-                    prefetch=1, verify=True,
-                )  # fmt: skip
-                stack.callback(client.close)
-                self.clients.append(client)
-                origin = checkpoint.Origin(self.config.run_id, name, client.rules)
-                place = State(feed=name, lineage=lineage, step=self.wanted.step, chain=chain, snapshot=None)
-                client.load_state_dict(checkpoint.save(origin, 0, place, 0))
-                if self.failure is not None:
-                    raise self.failure
+        name = self.wanted.feed.name
+        for dp_rank, cp_rank in product(range(self.mesh["dp"]), range(self.mesh["cp"])):
+            client = streampack.connect(
+                endpoint, feed=name, mesh={**self.mesh, "dp_rank": dp_rank, "cp_rank": cp_rank}, format="numpy",
+                readers={"pp": [0]}, prefetch=1, verify=True,
+            )  # fmt: skip
+            stack.callback(client.close)
+            self.clients.append(client)
+            origin = checkpoint.Origin(self.config.run_id, name, client.rules)
+            place = State(feed=name, lineage=lineage, step=self.wanted.step, chain=chain, snapshot=None)
+            client.load_state_dict(checkpoint.save(origin, 0, place, 0))
+            if self.failure is not None:
+                raise self.failure
 
     def _told(self, body: Callable[[], None]) -> Callable[[], None]:
         """The same, with what it raises raised where the steps are waited for."""

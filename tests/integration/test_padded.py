@@ -108,6 +108,7 @@ def test_the_example_of_roll_comes_to_two_ranks_within_its_budget(tmp_path: Path
     settings = SETTINGS | {
         "rules": {"padded": True, "budget": 10, "step": {"samples": 8}, "align": {"sample": 2, "pack": 2}},
         "streams": {"web": {"partitions": 1}},
+        "state_dir": str(tmp_path / "state"),
     }  # fmt: skip
     roll = open_source(convert({"source": "jsonl", "shards": str(file), "shuffle": False}, SourceSettings))
     with running_broker(settings) as broker, producing_here(broker.producers, {"web": roll}):
@@ -118,6 +119,9 @@ def test_the_example_of_roll_comes_to_two_ranks_within_its_budget(tmp_path: Path
     found = [[batch["input_ids"][0][: batch["attention_mask"].sum()].tolist() for batch in steps[0]] for steps in ranks]
     assert found == [[[1 + i] * ROLL[i] for i in column] for column in ([4, 3, 7, 2], [5, 1, 0, 6])]
     assert {steps[0].num_loss_tokens for steps in ranks} == {sum(ROLL) - len(ROLL)}
+    why = in_process("why", "--step", "0", "--dp-size", "2", "--state-dir", tmp_path / "state", "--json")
+    packs = [pack for pack in json.loads(why.stdout)["packs"] if pack["dp_rank"] == 1]
+    assert [(pack["length"], pack["samples"][0]["index"]) for pack in packs] == [(4, 5), (6, 1), (8, 0), (8, 6)]
 
 
 def test_ranks_share_shapes_and_their_shards_make_every_row_up(whole: list[list[Step]]) -> None:

@@ -1,4 +1,7 @@
-"""``streampack plan`` and ``report`` of steps that are batches, and of other shapes: beside what a real broker does."""
+"""What is said of steps that are batches, and of other shapes, on a pipeline: beside what ranks of a real broker got.
+
+By ``streampack plan`` and ``report``, ``why`` and ``replay``.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +34,19 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Served:
-    """A broker, and the slots of the samples of each batch that it has served."""
+    """A broker, and of each step that it has served the packs of all ranks."""
 
     broker: RunningBroker
-    batches: list[list[int]]
+    steps: list[list[streampack.Pack]]
 
     @property
     def num_steps(self) -> int:
-        return len(self.batches)
+        return len(self.steps)
 
 
 @pytest.fixture(scope="module")
 def served(files: Path) -> Iterator[Served]:
     """Ranks, of a pipeline of two stages the last ones, have read all of one pass."""
-    batches: list[list[int]] = []
     with running_broker(json.loads((files / "broker.yaml").read_text())) as broker:
         tree = json.loads((files / "producer.yaml").read_text())
         config = write(files / "real.yaml", {**tree, "broker": broker.producers, "processes": 2})
@@ -54,13 +56,11 @@ def served(files: Path) -> Iterator[Served]:
             clients = [
                 streampack.connect(broker.trainers, mesh=mesh, readers={"pp": [-1]}, format="numpy") for mesh in ranks
             ]
-            for ranks_steps in zip(*(client.steps() for client in clients), strict=True):
-                packs = {pack.pack: pack for step in ranks_steps for pack in step}.values()
-                slots = [np.diff(pack.cu_seqlens_padded)[: pack.num_samples] for pack in packs]
-                batches.append(np.concatenate(slots).tolist())
+            together = zip(*(client.steps() for client in clients), strict=True)
+            steps = [[pack for step in ranks_steps for pack in step] for ranks_steps in together]
             for client in clients:
                 client.close()
-        yield Served(broker, batches)
+        yield Served(broker, steps)
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +100,36 @@ def test_a_report_on_batches_closes_each_in_all_ways(files: Path, served: Served
     assert (found["batches"], found["tokens"], found["share"]) == (served.num_steps, totals["tokens"], 1.0)
     assert found["run"]["slots"] == totals["slot_tokens"], "exact packs, as they were formed"
     assert found["others"]["greedy"]["slots"] == found["run"]["slots"], "exact ones of any packer are as long"
-    assert found["others"]["padding"]["slots"] == sum(map(padded, served.batches)), "to the longest of each batch"
+    assert found["others"]["padding"]["slots"] == sum(map(padded, served.steps)), "to the longest of each batch"
     by_status = ask("report", served.broker.http)
     assert (by_status["batches"], by_status["run"]) == (found["batches"], found["run"])
 
 
-def padded(slots: list[int]) -> int:
-    return len(slots) * max(slots)
+def padded(packs: list[streampack.Pack]) -> int:
+    """Slots of a batch whose samples are as long as its longest."""
+    slots = np.concatenate([np.diff(pack.cu_seqlens_padded)[: pack.num_samples] for pack in packs if not pack.cp_rank])
+    return len(slots) * int(slots.max())
+
+
+def test_why_and_replay_deal_as_the_pipeline_had_it(files: Path, served: Served, tmp_path: Path) -> None:
+    where = ("--step", "7", "-c", files / "broker.yaml")
+    got = {(pack.micro_batch, pack.dp_rank): pack for pack in served.steps[7] if not pack.cp_rank}
+    for pack in ask("why", *where, "--dp-size", "3", "--pp-size", "2")["packs"]:
+        mine = got.pop((pack["micro_batch"], pack["dp_rank"]))
+        assert pack["pack"] == mine.pack
+        assert pack["length"] == 2 * len(mine.input_ids), "of both context-parallel ranks"
+        assert [sample["index"] for sample in pack["samples"]] == mine.sample_ids[:, 1].tolist()
+    assert not got
+    shown = in_process("why", *where, "--dp-size", "3", "--pp-size", "2").stdout
+    assert " of " in shown, "what was split off says of which pack"
+    mesh = ("--dp", "3", "--cp", "2", "--pp", "2", "-o", tmp_path / "step.npz")
+    assert ask("replay", *where, "-p", files / "producer.yaml", *mesh)["equal"]
+    with np.load(tmp_path / "step.npz") as arrays:
+        for mine in served.steps[7]:
+            name = f"dp{mine.dp_rank}.cp{mine.cp_rank}.{mine.micro_batch}.input_ids"
+            assert np.array_equal(arrays[name], mine.input_ids), name
+    line = the_error(in_process("why", *where, "--pp-size", "2"), 2)
+    assert "got --pp-size 2 alone, expected --dp-size too" in line
 
 
 @pytest.mark.parametrize("step", [{"packs": 3}, {"end_of_batch": True}])
