@@ -133,9 +133,12 @@ class PackCheck:
         LabelCheck(self, self.places, ids, pack["labels"], self.loss_mask).run()
 
     def _misplaced(self, positions: I64) -> NDArray[np.bool_]:
-        """Where positions do not count from 0 in their segment; in a forward pack's tail they may begin again."""
-        tail = (self.segment >= int(self.pack["num_samples"])) & (positions >= 0)
-        return np.where(tail, positions > self.offset, positions != self.offset)
+        """Where positions do not count from 0 in their segment. In a forward pack's tail they begin again and again,
+        so many tokens apart."""
+        tail, behind = self.segment >= int(self.pack["num_samples"]), self.offset - positions
+        again = int(behind[tail & (behind > 0)].min(initial=self.total))
+        wrong: NDArray[np.bool_] = positions != np.where(tail, self.offset % again, self.offset)
+        return wrong
 
     def _sent(self, name: str) -> bool:
         return self.rules is not None and any(field.name == name for field in self.rules.fields)

@@ -150,6 +150,18 @@ def test_the_message_names_invariant_sample_and_position() -> None:
         streampack.verify(pack)
 
 
+def test_positions_begin_again_in_the_tail_of_a_forward_pack_and_nowhere_else() -> None:
+    (step,) = steps_of(replace(PADDED, packs=[PADDED.packs[0], [], []]))
+    (forward,) = step.regroup(3 * PADDED.budget)
+    streampack.verify(forward)
+    assert forward.position_ids.max() < PADDED.budget < len(forward.position_ids) - 12, "a tail of more than a pack"
+    forward.position_ids[-1] += 1
+    assert re.match("position_ids: .*, tail padding", caught(forward))
+    forward.position_ids[-1] -= 1
+    forward.position_ids[3] = 0
+    assert re.match("position_ids: .*, sample .*, position 3: got 0, expected 3", caught(forward))
+
+
 def test_a_pack_is_as_long_as_its_shape_says() -> None:
     case = replace(PADDED, budget=32, shape="exact")
     (step,), rules = steps_of(case), attached(case).rules
