@@ -1,7 +1,7 @@
 """A feed that runs: the real broker with a log, producers that read, and one rank, in one thread and without a clock.
 
-Messages keep their order on each link and nothing else: which link moves next is drawn. ``planned`` forms the same
-steps with no broker at all, from the changes that were recorded and where.
+Messages keep their order on each link and nothing else: which link moves next is drawn. What its steps must be is
+``planned``'s to say.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 
-from streampack import wire
 from streampack.core.broker import Broker
 from streampack.core.changes import Ask
 from streampack.core.client_events import Broken, Deliver, Detach, Ended, Returned
@@ -39,72 +38,19 @@ from streampack.core.effects import (
     Store,
 )
 from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
-from streampack.core.form import Former
 from streampack.core.journal import Journal
-from streampack.core.merge import change as change_merge
-from streampack.core.merge import merge_of
 from streampack.core.messages import Envelope, Mesh, Offer, State, StepPart
 from streampack.core.plan import Capacity, FeedPlan
 from streampack.core.producer_session import EndOfPartition, ProducerSession, Read
 from streampack.core.push_session import PushSession
 from streampack.core.records import Record, RulesChanged
 from streampack.core.rules import Rules, RulesChange
-from streampack.core.samples import ROW, SampleTable, index_of
 from streampack.core.sending import Chunk, Finish
 from streampack.core.snapshot import Snapshot
+from tests.core.planned import Data, tokens_of
+from tests.simulation.disk import Disk
 
 RUN = 9
-Data = dict[str, list[list[int]]]
-"""By stream and partition the lengths of its samples; 0 is one that is rejected."""
-
-
-def tokens_of(stream: str, partition: int, seq: int, length: int) -> bytes:
-    """The tokens of a sample, which depend on nothing else."""
-    first = crc32c(f"{stream}:{partition}:{seq}".encode()) % 50_000
-    return np.arange(first, first + length, dtype=np.int32).tobytes()
-
-
-def planned(rules: Rules, data: Data, changes: list[RulesChange]) -> list[bytes]:
-    """The digest of each step and all before it, of a feed whose rules change at these positions."""
-    table, merge = SampleTable(64), merge_of(rules)
-    former, known = Former(rules, table), 0
-
-    def push(rules: Rules) -> None:
-        nonlocal known
-        p = 0
-        for number, stream in enumerate(rules.streams):
-            for partition, lengths in enumerate(data[stream.name]):
-                if number >= known:
-                    handles = np.full(len(lengths), -1, np.int64)
-                    rows = np.zeros(sum(length > 0 for length in lengths), ROW)
-                    at = [seq for seq, length in enumerate(lengths) if length]
-                    rows["stream"], rows["length"] = number, [lengths[seq] for seq in at]
-                    rows["index"] = index_of(np.array(at, np.int64), partition, stream.partitions)
-                    rows["loss_tokens"] = rows["length"] - 1
-                    rows["crc"] = [crc32c(tokens_of(stream.name, partition, seq, lengths[seq])) for seq in at]
-                    handles[at] = table.enter(rows)
-                    merge.push(p, handles, np.array(lengths, np.int64), np.zeros(len(lengths), np.int64))
-                    merge.end(p)
-                p += 1
-        known = len(rules.streams)
-
-    push(rules)
-    for change in changes:
-        taken = merge.take(1 << 40, change.position)
-        former.admit(taken.handles, taken.lengths)
-        assert merge.position == change.position
-        change_merge(merge, change.rules)
-        push(change.rules)
-    taken = merge.take(1 << 40)
-    former.admit(taken.handles, taken.lengths)
-    assert merge.closed
-    former.closed = True
-    chains: list[bytes] = []
-    while (request := former.request()) is not None:
-        chains += [step.chain for step in former.apply(request.choose())]
-    chains += [step.chain for step in former.cut()]
-    assert former.finished
-    return chains
 
 
 class Live:
@@ -114,7 +60,7 @@ class Live:
     def __init__(self, rules: Rules, data: Data, seed: int = 0, *, discards: bool = False, quota: int = 64) -> None:
         self.rules, self.data, self.discards, self.quota = rules, data, discards, quota
         self.rng = random.Random(seed)
-        self.log: list[tuple[int, bytes]] = []
+        self.disk = Disk()
         self.chains: dict[tuple[int, int], bytes] = {}
         self.skipped: set[int] = set()
         self.answers: list[Answer] = []
@@ -141,7 +87,7 @@ class Live:
         """Another broker in the place of the last, if there is one: killed, with all that was on its way."""
         self._links = {name: link for name, link in self._links.items() if name[:1] in b"r"}
         if lost:
-            self.log = []
+            self.disk = Disk()
         self.epoch += 1
         partitions = sum(stream.partitions for stream in self.rules.streams)
         plan = FeedPlan(
@@ -154,7 +100,7 @@ class Live:
         self.stored: set[int] = set()
         for lsn, record in enumerate(self.records()):
             self.broker.recover(lsn, record)
-        self.broker.journal.next_lsn = self.broker.journal.safe_upto = len(self.log)
+        self.broker.journal.next_lsn = self.broker.journal.safe_upto = len(self.disk.records)
         self._perform(self.broker.begin())
         self._safe()
 
@@ -246,7 +192,7 @@ class Live:
         return self.client._have_upto
 
     def records(self) -> list[Record]:
-        return [wire.decode_record(kind, body)[0] for kind, body in self.log]
+        return [self.disk.decode(lsn)[0] for lsn in range(len(self.disk.records))]
 
     def changes(self) -> list[RulesChange]:
         """Those that hold, as the log has them."""
@@ -285,8 +231,8 @@ class Live:
         self._safe()
 
     def _safe(self) -> None:
-        if self.broker.journal.safe_upto < len(self.log):
-            self._perform(self.broker.handle(Safe(len(self.log))))
+        if self.broker.journal.safe_upto < len(self.disk.records):
+            self._perform(self.broker.handle(Safe(len(self.disk.records))))
             self._safe()
 
     def _perform(self, effects: list[Effect]) -> None:
@@ -300,12 +246,11 @@ class Live:
                 peer = effect.peer
                 self._post(b"s" + peer, partial(self._said, peer), effect.envelope)
             elif isinstance(effect, Append):
-                frames = [memoryview(part).tobytes() for part in wire.encode_record(effect.record, effect.payload)]
-                self.log.append((effect.record.TYPE, b"".join(frames)))
+                self.disk.append(effect.record, effect.payload)
             elif isinstance(effect, Form):
                 self._post(b"form", self._handle, Formed(effect.feed, effect.request.choose(), effect.generation))
             elif isinstance(effect, Recall):
-                record, payload = wire.decode_record(*self.log[effect.lsn])
+                record, payload = self.disk.decode(effect.lsn)
                 self._perform(self.broker.handle(Recalled(effect.feed, effect.lsn, record, payload, effect.generation)))
             elif isinstance(effect, Store):
                 self.stored.update(effect.handles.tolist())

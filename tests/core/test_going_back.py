@@ -19,7 +19,8 @@ from streampack.core.records import ChunkAdmitted, LineageBegan, SamplesRejected
 from streampack.core.rules import Rules, StreamRules
 from streampack.core.samples import ROW, SampleTable, index_of
 from streampack.core.sending import Chunk
-from tests.core.live import Live, tokens_of
+from tests.core.live import Live
+from tests.core.planned import tokens_of
 
 PARTITIONS = 2
 RULES = Rules(
@@ -96,16 +97,16 @@ class Unsafe(Rollouts):
     safe_upto = 0
 
     def start_broker(self, lost: bool = False) -> None:
-        del self.log[self.rng.randint(self.safe_upto, len(self.log)) :]
-        self.safe_upto = len(self.log)
+        del self.disk.records[self.rng.randint(self.safe_upto, len(self.disk.records)) :]
+        self.safe_upto = len(self.disk.records)
         super().start_broker(lost)
 
     def _safe(self) -> None:
-        if self.safe_upto < len(self.log) and not self._links.get(b"disk"):
+        if self.safe_upto < len(self.disk.records) and not self._links.get(b"disk"):
             self._post(b"disk", self._written, None)
 
     def _written(self, _: None) -> None:
-        self.safe_upto = self.rng.randint(self.safe_upto + 1, len(self.log))
+        self.safe_upto = self.rng.randint(self.safe_upto + 1, len(self.disk.records))
         self._perform(self.broker.handle(Safe(self.safe_upto)))
         self._safe()
 
@@ -172,10 +173,10 @@ def do(live: Rollouts, what: str, n: int) -> None:
         live.backs += 2  # to the next broker they are new, too
         live.go_back(max(live.had - n, 0))
         for _ in range(200):
-            length = len(live.log)
+            length = len(live.disk.records)
             live.turn()
             if live.feed.history.lineage > before:
-                del live.log[length + n % (len(live.log) - length) :]
+                del live.disk.records[length + n % (len(live.disk.records) - length) :]
                 live.start_broker()
                 break
 
@@ -233,7 +234,7 @@ def test_trainers_that_were_let_in_where_they_went_back_to_go_back_again_if_the_
         told = lineage == 1 and not any(isinstance(r, LineageBegan) for r in live.records()[: live.safe_upto])
         if not told:
             continue
-        live.log[live.safe_upto :] = []  # all that is not safe
+        live.disk.records[live.safe_upto :] = []  # all that is not safe
         for _ in range(2):
             live.start_broker()
             live.until(lambda live=live: live.is_attached)  # type: ignore[misc]

@@ -22,7 +22,7 @@ from streampack.core.rules import Align, Balance, Batch, PackerName, Rules
 from streampack.core.samples import KEEPS, ROW, Keep, SampleTable, index_of
 from streampack.core.snapshot import FormState
 from tests.core import test_going_back as rollouts
-from tests.core.live import tokens_of
+from tests.core.planned import tokens_of
 from tests.core.test_going_back import PARTITIONS, Rollouts, chunk_of, length_of
 
 Group = tuple[str, list[int]]

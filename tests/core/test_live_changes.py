@@ -9,7 +9,8 @@ from streampack.core.changes import Restream, Reweigh, Skip
 from streampack.core.effects import Answer
 from streampack.core.history import KEPT_STEPS
 from streampack.core.rules import Rules, StreamRules
-from tests.core.live import Data, Live, planned
+from tests.core.live import Live
+from tests.core.planned import Data, planned
 
 DATA: Data = {
     "web": [[7, 3, 12, 9, 5, 16, 2, 8] * 12, [11, 4, 0, 6, 13] * 15],

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from streampack_services.arena import SLACK, Arena
 
-from streampack import wire
 from streampack.core.broker import Broker
 from streampack.core.effects import (
     Append,
@@ -155,10 +154,8 @@ class BrokerProcess:
             world.to_peer(effect.peer, effect.envelope)
         elif isinstance(effect, Append):
             assert self.disk is not None
-            record = effect.record
-            frames = [memoryview(part).tobytes() for part in wire.encode_record(record, effect.payload)]
-            self.checks.appended(len(self.disk.records), record)
-            self.disk.append(record.TYPE, b"".join(frames))
+            self.checks.appended(len(self.disk.records), effect.record)
+            self.disk.append(effect.record, effect.payload)
         elif isinstance(effect, Recall):
             assert self.disk is not None
             recalled, payload = self.disk.read(effect.lsn)

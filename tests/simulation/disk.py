@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 from streampack import wire
 from streampack.core.records import Record
@@ -11,15 +13,17 @@ from streampack.core.records import Record
 class Disk:
     """A log's records as bytes, those below ``safe_upto`` synced; a crash loses some of the others."""
 
-    def __init__(self, sync_s: float) -> None:
+    def __init__(self, sync_s: float = 0.0) -> None:
         self.records: list[tuple[int, bytes]] = []
         """Every record that survived; those below ``first_lsn`` are kept for the checks alone."""
         self.safe_upto = self.first_lsn = 0
         self.sync_s = sync_s
         """Mean time of a sync; 0: what is written is safe, as from a kill of the process."""
 
-    def append(self, kind: int, body: bytes) -> None:
-        self.records.append((kind, body))
+    def append(self, record: Record, payload: Sequence[Any] = ()) -> None:
+        """A record and its payload, as bytes: what becomes of the payload afterwards is no matter."""
+        frames = [memoryview(part).tobytes() for part in wire.encode_record(record, payload)]
+        self.records.append((record.TYPE, b"".join(frames)))
 
     def read(self, lsn: int) -> tuple[Record, tuple[memoryview, ...]]:
         """A record and its payload. One that was cut is gone (R7)."""
