@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from streampack.core.deal import BALANCES, ORDERS, arrange, deal, num_packs, split_dearest
 from streampack.core.figures import Figures, figures
-from streampack.core.packers import _check_numbers, _integers, pack_lengths, way_back
+from streampack.core.packers import pack_lengths, way_back
+from streampack.core.packers.checks import check_numbers, integers
 from streampack.core.padded import PaddedBatches, PaddedFigures, padded_batches
 from streampack.core.rules import Balance
 from streampack.core.samples import I64
@@ -136,15 +137,15 @@ def plan_step(
     >>> plan.packs
     [[[2], [3]], [[0, 1], [4]]]
     """
-    found = _integers(lengths)
-    _check_numbers(budget=budget, dp=dp, align=align, min_micro_batches=min_micro_batches, pp=pp)
+    found = integers(lengths)
+    check_numbers(budget=budget, dp=dp, align=align, min_micro_batches=min_micro_batches, pp=pp)
     multiple = pp if micro_batch_multiple is None else micro_batch_multiple
-    _check_numbers(micro_batch_multiple=multiple)
-    _check_numbers(0, a=a, b=b)
+    check_numbers(micro_batch_multiple=multiple)
+    check_numbers(0, a=a, b=b)
     if hidden_size is not None:
-        _check_numbers(hidden_size=hidden_size)
+        check_numbers(hidden_size=hidden_size)
     _check_names(mode, order, balance, empty)
-    num_loss_tokens = None if loss_tokens is None else _sum_of_loss(_integers(loss_tokens), len(found))
+    num_loss_tokens = None if loss_tokens is None else _sum_of_loss(integers(loss_tokens), len(found))
     balanced = Balance(hidden_size=hidden_size, a=a, b=b)
     work = balanced.costs(-(-found // align) * align)
     if mode == "padded":

@@ -18,12 +18,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import numpy as np
 
 from streampack.core.packers.best_fit import BestFitDecreasing
 from streampack.core.packers.buffer_first_fit import BufferFirstFit
+from streampack.core.packers.checks import check_numbers, integers, is_integer
 from streampack.core.packers.closed import Empty, way_back, with_count
 from streampack.core.packers.concatenative import Concatenative
 from streampack.core.packers.decreasing import FirstFitDecreasing
@@ -59,7 +60,10 @@ def packer(name: str, **parameters: Any) -> Packer:
         )
     for key, value in parameters.items():
         usual = getattr(PACKERS[name], key)
-        if not (isinstance(usual, str) or _is_integer(value) or (value is None and usual is None)):
+        if isinstance(usual, bool):
+            if not isinstance(value, bool):
+                raise ConfigError(f"packer {name}: got {key}={value!r}, expected true or false")
+        elif not (isinstance(usual, str) or is_integer(value) or (value is None and usual is None)):
             raise ConfigError(f"packer {name}: got {key}={value!r}, expected an integer")
     try:
         return cast(Packer, dataclasses.replace(cast(Any, PACKERS[name]), **parameters))
@@ -110,20 +114,20 @@ def pack_lengths(
     >>> pack_lengths([3, 6, 5, 2, 4], 8, "best_fit_decreasing", pack_count_multiple=2)
     [[1, 3], [2], [4], [0]]
     """
-    if not _is_integer(seed):
+    if not is_integer(seed):
         raise ConfigError(f"seed: got {seed!r}, expected an integer")
     if "seed" in parameters_of(packer):
         parameters["seed"] = seed
     chosen = _packer(packer, **parameters)
-    _check_numbers(budget=budget, align=align, pack_count_multiple=pack_count_multiple)
-    _check_numbers(0, min_packs=min_packs)
+    check_numbers(budget=budget, align=align, pack_count_multiple=pack_count_multiple)
+    check_numbers(0, min_packs=min_packs)
     if empty not in ("error", "pad"):
         raise ConfigError(f"empty: got {empty!r}, expected 'error' or 'pad'")
     if window is not None:
-        _check_numbers(window=window)
+        check_numbers(window=window)
     if budget % align:
         raise ConfigError(f"budget: got {budget}, expected a multiple of align, {align}")
-    units = -(-_integers(lengths) // align)
+    units = -(-integers(lengths) // align)
     wrong = np.flatnonzero((units < 1) | (units > budget // align))
     if len(wrong):
         i = int(wrong[0])
@@ -149,7 +153,7 @@ def _sizes(sizes: Sequence[int] | I64 | None, num_items: int, cap: int | None) -
     """``sizes`` as int64 [n], all within the cap. Raises SampleError."""
     if sizes is None:
         return None
-    found = _integers(sizes)
+    found = integers(sizes)
     if len(found) != num_items:
         raise SampleError(f"got {len(found)} sizes for {num_items} lengths, expected one for each")
     for i in np.flatnonzero((found < 1) | (found > (cap or found.max(initial=1)))):
@@ -157,31 +161,3 @@ def _sizes(sizes: Sequence[int] | I64 | None, num_items: int, cap: int | None) -
             f"sample {i}: got a group of {found[i]} samples, expected 1 to {cap or 'any number'}, max_samples_per_pack"
         )
     return found
-
-
-def _is_integer(value: object) -> TypeGuard[int]:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _check_numbers(least: int = 1, **numbers: object) -> None:
-    for name, value in numbers.items():
-        if not _is_integer(value) or value < least:
-            raise ConfigError(f"{name}: got {value!r}, expected an integer of at least {least}")
-
-
-def _integers(lengths: Sequence[int] | I64) -> I64:
-    """``lengths`` as int64 [n]; refuses what is no integer, naming the sample. Tensors are taken as arrays."""
-    if hasattr(lengths, "__array__"):
-        lengths = np.asarray(lengths)
-    if not isinstance(lengths, np.ndarray):
-        for i, length in enumerate(lengths):
-            if not _is_integer(length):
-                raise SampleError(f"sample {i}: got a length of {length!r}, expected an integer")
-            if abs(length) > np.iinfo(np.int64).max:
-                raise SampleError(f"sample {i}: got a length of {length}, expected one that fits int64")
-        return np.array(lengths, np.int64)
-    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-        raise SampleError(
-            f"got lengths of shape {lengths.shape} and dtype {lengths.dtype}, expected integers of shape [n]"
-        )
-    return lengths.astype(np.int64)

@@ -15,18 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streampack.core.packers.window import I64, Choice, Window, check_cap, sample_counts, slide
+from streampack.core.packers.window import I64, Capped, Choice, Window, sample_counts, slide
 
 
 @dataclass(frozen=True, slots=True)
-class BufferFirstFit:
-    """See the module; ``choose`` is the Packer protocol's. ``max_samples_per_pack``: None for no cap."""
+class BufferFirstFit(Capped):
+    """See the module; ``choose`` is the Packer protocol's."""
 
     name: str = "buffer_first_fit"
-    max_samples_per_pack: int | None = None
-
-    def __post_init__(self) -> None:
-        check_cap(self.max_samples_per_pack)
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None

@@ -16,18 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streampack.core.packers.window import I64, Choice, check_cap, choice_of, sample_counts
+from streampack.core.packers.window import I64, Capped, Choice, choice_of, sample_counts
 
 
 @dataclass(frozen=True, slots=True)
-class Concatenative:
-    """Next fit; a pack also closes at ``max_samples_per_pack`` samples, None for no cap."""
+class Concatenative(Capped):
+    """Next fit; a pack also closes at ``max_samples_per_pack`` samples."""
 
     name: str = "concatenative"
-    max_samples_per_pack: int | None = None
-
-    def __post_init__(self) -> None:
-        check_cap(self.max_samples_per_pack)
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None

@@ -12,20 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streampack.core.packers.window import I64, Choice, check_cap, choice_of, sample_counts
+from streampack.core.packers.window import I64, Capped, Choice, choice_of, sample_counts
 
 
 @dataclass(frozen=True, slots=True)
-class Tumbling(ABC):
-    """A packer of blocks; ages stay as they are, for no sample is ever left in a block.
-
-    ``max_samples_per_pack``: None for no cap.
-    """
-
-    max_samples_per_pack: int | None = None
-
-    def __post_init__(self) -> None:
-        check_cap(self.max_samples_per_pack)
+class Tumbling(Capped, ABC):
+    """A packer of blocks; ages stay as they are, for no sample is ever left in a block."""
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None

@@ -75,6 +75,16 @@ def check_cap(max_samples_per_pack: int | None) -> None:
         raise ValueError(f"got max_samples_per_pack={max_samples_per_pack}, expected at least 1, or None for no cap")
 
 
+@dataclass(frozen=True, slots=True)
+class Capped:
+    """What packers have in common: ``max_samples_per_pack``, None for no cap. Raises ValueError for one below 1."""
+
+    max_samples_per_pack: int | None = None
+
+    def __post_init__(self) -> None:
+        check_cap(self.max_samples_per_pack)
+
+
 def sample_counts(sizes: I64 | None, num_items: int) -> list[int]:
     """``sizes`` as a list, one each for None."""
     return [1] * num_items if sizes is None else sizes.tolist()

@@ -1,0 +1,45 @@
+"""What a caller gives that packs or plans offline: integers, or a line that says which is none.
+
+A stream's lengths and rules are checked where they come in; these are for ``pack_lengths`` and ``plan_step``, whose
+arguments nobody has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeGuard
+
+import numpy as np
+
+from streampack.core.packers.window import I64
+from streampack.errors import ConfigError, SampleError
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """An int or numpy's, and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_numbers(least: int = 1, **numbers: object) -> None:
+    """Raises ConfigError for one of these that is no integer, or below ``least``."""
+    for name, value in numbers.items():
+        if not is_integer(value) or value < least:
+            raise ConfigError(f"{name}: got {value!r}, expected an integer of at least {least}")
+
+
+def integers(lengths: Sequence[int] | I64) -> I64:
+    """``lengths`` as int64 [n]; tensors are taken as arrays. Raises SampleError naming the one that is no integer."""
+    if hasattr(lengths, "__array__"):
+        lengths = np.asarray(lengths)
+    if not isinstance(lengths, np.ndarray):
+        for i, length in enumerate(lengths):
+            if not is_integer(length):
+                raise SampleError(f"sample {i}: got a length of {length!r}, expected an integer")
+            if abs(length) > np.iinfo(np.int64).max:
+                raise SampleError(f"sample {i}: got a length of {length}, expected one that fits int64")
+        return np.array(lengths, np.int64)
+    if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        raise SampleError(
+            f"got lengths of shape {lengths.shape} and dtype {lengths.dtype}, expected integers of shape [n]"
+        )
+    return lengths.astype(np.int64)
