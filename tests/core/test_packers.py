@@ -334,7 +334,8 @@ def test_the_names_of_rules_are_those_of_the_packers() -> None:
     [
         ("first_fit_shuffle", {"seed": "x"}), ("first_fit_shuffle", {"seed": 1.5}), ("exact_fill", {"seed": None}),
         ("none", {"micro_batch_size": "4"}), ("karmarkar_karp", {"a": "x"}), ("joint", {"group": "8"}),
-        ("joint", {"patience": None}), ("concatenative", {"max_samples_per_pack": True}), ("karmarkar_karp", {"equal_sizes": 1}),
+        ("joint", {"patience": None}), ("concatenative", {"max_samples_per_pack": True}),
+        ("karmarkar_karp", {"equal_sizes": 1}),
     ],
 )  # fmt: skip
 def test_a_parameter_of_another_type_is_refused_naming_it(name: str, wrong: dict[str, Any]) -> None:
