@@ -101,12 +101,19 @@ def _check_ranks(steps: Sequence[Step], rules: Rules | None) -> None:
     for step in steps:
         check_step(step, None, rules)
         equal("micro-batches", f"{what} of another rank", len(step), len(first))
+        if rules is not None and rules.padded:
+            equal("shape", f"{what} of another rank", _shapes_of(step), _shapes_of(first))
         for batch in step:
             packs.setdefault(batch.pack if batch.num_samples else (-1 - batch.dp_rank), []).append(batch)
     for shards in packs.values():
         if shards[0].num_samples:
             _check_shards(shards, rules)
     _check_totals(what, first, [PackCheck(shards[0], None, rules) for shards in packs.values()], whole=True)
+
+
+def _shapes_of(step: Step) -> list[tuple[int, int]]:
+    """Of each padded micro-batch its tokens, and those of a row."""
+    return [(int(batch.cu_seqlens_padded[-1]), int(batch.max_seqlen)) for batch in step]
 
 
 def _check_shards(shards: Sequence[Any], rules: Rules | None) -> None:

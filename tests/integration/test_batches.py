@@ -81,10 +81,10 @@ def check(ranks: list[list[Step]]) -> None:
         assert steps[0][2] == len(expected)
 
 
-@pytest.mark.parametrize("dp", [2, 4])
-def test_a_batch_for_a_policy_is_one_step_on_every_rank_though_the_broker_is_killed(dp: int) -> None:
+@pytest.mark.parametrize(("dp", "padded"), [(2, False), (4, False), (2, True)])
+def test_a_batch_for_a_policy_is_one_step_on_every_rank_though_the_broker_is_killed(dp: int, padded: bool) -> None:
     with folder() as path, ThreadPoolExecutor(WORKERS + dp) as pool:
-        config = settings(path, rules={"budget": 64, "step": {"end_of_batch": True}})
+        config = settings(path, rules={"budget": 64, "step": {"end_of_batch": True}, "padded": padded})
         running, policy = [RunningBroker(path, config)], Policy(dp)
         try:
             where, killed = (running[0].producers, running[0].trainers), threading.Event()
@@ -109,7 +109,7 @@ def test_a_batch_for_a_policy_is_one_step_on_every_rank_though_the_broker_is_kil
         mine = [ranks[rank].result()[step] for rank in range(dp)]
         by_rank = [[len(pack["samples"]) for pack in packs if pack["dp_rank"] == rank] for rank in range(dp)]
         assert [(len(packs), sum(packs)) for packs in by_rank] == [(each[1], len(each[3])) for each in mine]
-        for pack in packs:
+        for pack in [] if padded else packs:  # rows are of no pack
             whole = [sample["index"] for sample in formed[step][pack["of"]]["samples"]] if pack["samples"] else []
             part = [sample["index"] for sample in pack["samples"]]
             assert part == [index for index in whole if index in part], "a part of the pack that it is of, in its order"

@@ -213,6 +213,7 @@ def test_why_and_replay_know_what_each_rank_had(source: Source, tmp_path: Path) 
             "replay", "--step", "3", "--dp", "2", *where, "-p", config, "-o", path / "step.npz", "--json"
         )
         shown = in_process("why", "--step", "3", *where).stdout
+        assert "a log knows no mesh, so name the running broker" in the_error(in_process("report", path / "state"), 2)
         with np.load(path / "step.npz") as written:
             replayed = {name: written[name] for name in written.files}
     packs = {pack.pack: pack for steps in ranks for pack in steps[3]}

@@ -71,9 +71,9 @@ def samples_of(step: streampack.Step) -> list[tuple[int, int, int]]:
     """(token, group, policy version) of each; all of it is checked to be whole."""
     samples = []
     for pack in step:
-        starts, ends = pack.cu_seqlens_padded[:-1].tolist(), pack.cu_seqlens_padded[1:].tolist()
+        starts, lengths = pack.cu_seqlens_padded[:-1].tolist(), np.diff(pack.cu_seqlens).tolist()
         for i in range(pack.num_samples):
-            ids = pack.input_ids[starts[i] : ends[i]].tolist()
+            ids = pack.input_ids[starts[i] : starts[i] + lengths[i]].tolist()
             assert len(set(ids)) == 1
             samples.append((ids[0], int(pack["group"][i]), int(pack["policy_version"][i])))
     return samples
