@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streampack
+from streampack import regrouping
 from streampack.core.fields import Field
 from streampack.core.layout import round_up
 from streampack.core.messages import Mesh
@@ -239,3 +241,7 @@ def test_a_step_can_be_copied_and_pickled_with_what_regroups_it() -> None:
         assert [pack.input_ids.tolist() for pack in again.regroup(16)] == [
             pack.input_ids.tolist() for pack in step.regroup(16)
         ]
+
+
+def test_the_example_in_its_docstring_holds() -> None:
+    assert doctest.testmod(regrouping).failed == 0
