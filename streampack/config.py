@@ -129,6 +129,7 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
     tail: Literal["pad", "drop"] = "pad"
     weight_unit: WeightUnit = "tokens"
     between_passes: BetweenPasses = "continue"
+    max_policy_lag: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
 
     @property
     def packing(self) -> dict[str, Any]:
@@ -282,7 +283,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
                 packs=settings.step.packs or Rules().packs, batch=settings.step.batch, warmup=settings.warmup,
                 balance=settings.balance.planned(self.planned_mesh.dp), tail=settings.tail,
                 weight_unit=settings.weight_unit, merge=self.feeds[feed].merge or self.merge,
-                between_passes=settings.between_passes, seed=self.seed,
+                between_passes=settings.between_passes, max_policy_lag=settings.max_policy_lag, seed=self.seed,
                 tokens=self.tokens, fields=fields, streams=streams,
             )  # fmt: skip
         except ValueError as error:

@@ -84,6 +84,11 @@ def _check_rules(config: BrokerConfig, rules: Rules, layout: str) -> None:
             f"{wrong}: stream {stream.name!r} is pushed: its samples are taken as they come, and kept in the log, "
             f"since nobody can send them again"
         )
+    if rules.max_policy_lag is not None and not any(stream.pushed for stream in config.streams.values()):
+        raise ConfigError(
+            f"rules.max_policy_lag: got {rules.max_policy_lag} with streams that are read, expected a pushed one: only "
+            f"a program that pushes says of which policy its samples are"
+        )
     heaviest = max(stream.weight for stream in rules.streams)
     for stream in rules.streams:
         if heaviest / stream.weight > MAX_WEIGHT_RATIO:

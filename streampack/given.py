@@ -8,8 +8,9 @@ never sockets, threads or files.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from msgspec import UNSET
@@ -31,18 +32,24 @@ Given = Mapping[str, Any] | Sequence[int] | Any
 """A mapping with ``input_ids``, or the ids alone: an array, a tensor or a list."""
 
 
-def chunks_of(samples: Sequence[Given], lease: Lease, first_seq: int) -> list[Chunk]:
-    """Samples in as few chunks as the lease's limits allow; they will be numbered from ``first_seq``.
+def chunks_of(
+    samples: Sequence[Given], lease: Lease, first_seq: int, policy_version: SupportsIndex | None = None
+) -> list[Chunk]:
+    """Samples in as few chunks as the lease's limits allow; they will be numbered from ``first_seq``. All are of
+    ``policy_version``, which is their field of this name, too, where the run declares it.
 
-    Raises SampleError for what the lease's policies do not admit, naming the sample.
+    Raises SampleError for what the lease's policies do not admit, naming the sample; UserError for no version.
     """
+    version = UNSET if policy_version is None else _version(policy_version)
+    common = {POLICY_VERSION: version} if version is not UNSET and POLICY_VERSION in _by_sample(lease) else {}
     reader = RowReader(_SETTINGS, BytesTokenizer(), lease.fields)
-    records = (_record(sample, lease, first_seq + i, reader) for i, sample in enumerate(samples))
-    return [chunk_of(batch, lease, (0, 0)) for batch in batches_of(records, lease)]
+    records = (_record(as_mapping(sample) | common, lease, first_seq + i, reader) for i, sample in enumerate(samples))
+    chunks = [chunk_of(batch, lease, (0, 0)) for batch in batches_of(records, lease)]
+    return [replace(chunk, policy_version=version) for chunk in chunks]
 
 
 def chunk_of_group(
-    samples: Sequence[Given], lease: Lease, first_seq: int, keep: Keep | None, policy_version: int | None
+    samples: Sequence[Given], lease: Lease, first_seq: int, keep: Keep | None, policy_version: SupportsIndex | None
 ) -> Chunk:
     """A group in one chunk, with its fields ``group`` and ``policy_version`` where the run declares them.
 
@@ -56,11 +63,8 @@ def chunk_of_group(
             f"stream {lease.stream!r}: got keep='step' with steps that are cut from a stream, expected keep='pack', or "
             f"none: or set rules.step in broker.yaml to {{samples: N}} or {{end_of_batch: true}}"
         )
-    by_sample = {field.name for field in lease.fields if field.axis == "sample"}
-    common = {GROUP: first_seq} if GROUP in by_sample else {}
-    if POLICY_VERSION in by_sample and policy_version is not None:
-        common[POLICY_VERSION] = policy_version
-    chunks = chunks_of([as_mapping(sample) | common for sample in samples], lease, first_seq)
+    common = {GROUP: first_seq} if GROUP in _by_sample(lease) else {}
+    chunks = chunks_of([as_mapping(sample) | common for sample in samples], lease, first_seq, policy_version)
     if len(chunks) != 1:
         raise SampleError(
             f"stream {lease.stream!r}: got a group of {len(samples)} samples that fills {len(chunks)} chunks, expected "
@@ -68,6 +72,22 @@ def chunk_of_group(
             f"limits.chunk in broker.yaml"
         )
     return replace(chunks[0], keep=keep or ("step" if lease.batches else UNSET))
+
+
+def _by_sample(lease: Lease) -> set[str]:
+    """Names of the fields that hold one value a sample."""
+    return {field.name for field in lease.fields if field.axis == "sample"}
+
+
+def _version(given: SupportsIndex) -> int:
+    """A policy's, as an integer. Raises UserError."""
+    try:
+        found = operator.index(given)
+    except TypeError:
+        found = -1
+    if not 0 <= found < 2**62:
+        raise UserError(f"got policy_version={given!r}, expected an integer from 0 on")
+    return found
 
 
 def as_mapping(sample: Given) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 from streampack.client import read_rendezvous
 from streampack.core.push_session import EndBatch
@@ -53,8 +53,12 @@ class Producer:
         self._given = threading.Lock()
         """Held while samples get their numbers, which chunks and groups are made with."""
 
-    def send(self, sample: Given, **fields: Any) -> int:
+    def send(self, sample: Given, *, policy_version: SupportsIndex | None = None, **fields: Any) -> int:
         """Hand one sample over, with more ``fields`` than it holds; its sequence number in the partition.
+
+        ``policy_version`` is that of the policy that made it: what is older than the run's ``max_policy_lag`` allows is
+        dropped and counted by the broker. It is a field, too, where the run declares one of this name. Versions only
+        grow; a value of the field alone, in ``sample``, says nothing to the broker.
 
         Waits for room in the buffer. Raises SampleError for one that the run's policies do not admit; with ``poison:
         drop`` it is counted instead, and keeps its number.
@@ -62,19 +66,24 @@ class Producer:
         with self._given:
             lease = self._pushing.lease()
             check_declared(list(fields), lease)
-            (chunk,) = chunks_of([as_mapping(sample) | fields], lease, self._pushing.next_seq)
+            given = as_mapping(sample) | fields
+            (chunk,) = chunks_of([given], lease, self._pushing.next_seq, policy_version)
             return self._pushing.push([chunk])
 
-    def send_many(self, samples: Iterable[Given]) -> range:
-        """Hand samples over, in as few messages as hold them; their sequence numbers. None of them, if one is bad."""
+    def send_many(self, samples: Iterable[Given], *, policy_version: SupportsIndex | None = None) -> range:
+        """Hand samples over, in as few messages as hold them; their sequence numbers. None of them, if one is bad.
+        ``policy_version`` as in ``send``, of all."""
         with self._given:
             first = self._pushing.next_seq
-            chunks = chunks_of(list(samples), self._pushing.lease(), first)
+            chunks = chunks_of(list(samples), self._pushing.lease(), first, policy_version)
             self._pushing.push(chunks)
             return range(first, first + sum(chunk.num_samples for chunk in chunks))
 
     def send_group(
-        self, samples: Iterable[Given], keep: Literal["pack", "step"] | None = None, policy_version: int | None = None
+        self,
+        samples: Iterable[Given],
+        keep: Literal["pack", "step"] | None = None,
+        policy_version: SupportsIndex | None = None,
     ) -> range:
         """Hand a group over as one: the samples of one prompt; their sequence numbers. None of them, if one is bad.
 
@@ -82,7 +91,8 @@ class Producer:
         its samples follow each other, so that together they must fit the budget (DPO's pairs); or a ``step``, where
         steps are batches (``rules.step``: ``samples`` or ``end_of_batch``; elsewhere that is an error). By default it
         is ``step`` where steps are batches, and nothing elsewhere: there a group may lie in several steps.
-        ``group`` and ``policy_version`` are filled in where the run declares fields of these names.
+        ``policy_version`` as in ``send``, of all of it. It and ``group`` are filled in where the run declares fields of
+        these names.
         """
         if keep not in ("pack", "step", None):
             raise UserError(f"got keep={keep!r}, expected 'pack', 'step' or None")

@@ -29,7 +29,7 @@ from crc32c import crc32c
 from msgspec.structs import replace
 
 from streampack import wire
-from streampack.core.admission import terms_of
+from streampack.core.admission import POLICY_LAG, terms_of
 from streampack.core.messages import OVERLONG
 from streampack.core.records import ChunkAdmitted, Record, SamplesRejected, StepFormed
 from streampack.core.samples import I64
@@ -209,7 +209,9 @@ class Ledger:
         seqs = chunk.base_seq + np.arange(len(lengths), dtype=np.int64)
         indices = seqs * stream.partitions + chunk.partition
         self._add_rejected(lsn, chunk.stream, indices[lengths == 0], chunk.rejected)
-        if stream.overlong == "drop":
+        if chunk.stale:
+            self._add_rejected(lsn, chunk.stream, indices, {POLICY_LAG: int((lengths > 0).sum())})
+        elif stream.overlong == "drop":
             (terms,) = terms_of(replace(feed.rules_at(LATEST), streams=(stream,)))
             over = (lengths > 0) & (terms.admitted(lengths, chunk.keep).length == 0)
             self._add_rejected(lsn, chunk.stream, indices[over], {OVERLONG: int(over.sum())})

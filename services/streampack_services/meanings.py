@@ -45,6 +45,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "warmup": "a smaller budget for the first steps",
         "weight_unit": "what the streams' weights are shares of",
         "between_passes": "passes over the data run into one another, or each is drained into its own last step",
+        "max_policy_lag": "pushed samples of a policy so many versions behind the newest are dropped as they come",
     },
     "Window": {"samples": "samples that the packer looks over"},
     "StepSettings": {

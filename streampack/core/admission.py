@@ -31,6 +31,8 @@ from streampack.core.messages import MAX_CHUNK_SAMPLES, OVERLONG, Envelope, Samp
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, IGNORE_INDEX, KEEPS, Keep, SampleTable, index_of
 
+POLICY_LAG = "policy_lag"
+"""Why samples are rejected whose policy was too old when they came."""
 MAX_REASONS = 64
 """Reasons for rejecting samples that are counted apart, by stream."""
 
@@ -123,6 +125,8 @@ class Admission:
         changed = self._changed(stream, intake, message, lengths)
         if changed:
             return "source_changed", changed
+        if message.policy_version is not msgspec.UNSET and not terms.pushed:
+            return "malformed", f"got a policy's version with samples of stream {terms.name!r}, which is read"
         if wrong := self._no_group(terms, message, lengths):
             return "group", wrong
         if terms.overlong != "error" or int(lengths.max()) <= terms.limit:
@@ -135,9 +139,10 @@ class Admission:
         )
 
     def admit(
-        self, stream: int, p: int, intake: Intake, envelope: Envelope, message: Samples
+        self, stream: int, p: int, intake: Intake, envelope: Envelope, message: Samples, stale: bool = False
     ) -> tuple[list[Effect], I64]:
-        """Enter the samples of a chunk that are not taken yet; ``p`` is the partition's number in the merge.
+        """Enter the samples of a chunk that are not taken yet; ``p`` is the partition's number in the merge. Of a chunk
+        that is ``stale`` none is kept.
 
         What to store, and the sequence numbers, int64 [n], of new samples that are in no step.
         """
@@ -147,7 +152,10 @@ class Admission:
         effects = self._fill_in(stream, intake, envelope, message, every, begin, known)
         kept_tokens, rejected = 0, np.zeros(0, np.int64)
         if known < stop:
-            store, pieces = self._enter(stream, p, envelope, message, every, known - message.base_seq)
+            skip = known - message.base_seq
+            takes = self._streams[stream].admitted
+            pieces = rejected_whole(every[skip:]) if stale else takes(every, message.keep, skip)
+            store = self._enter(stream, p, envelope, message, every, skip, pieces)
             effects.append(store)
             if message.pass_ended and self._streams[stream].barriers:
                 self.merge.end_pass(p)
@@ -155,7 +163,10 @@ class Admission:
             rejected = known + pieces.source[pieces.length == 0]
             counts.samples += stop - known
             counts.tokens += kept_tokens
-            counts.overlong += pieces.num_touched
+            if stale:
+                _count_reasons(counts, {POLICY_LAG: pieces.num_touched})
+            else:
+                counts.overlong += pieces.num_touched
             counts.lost_tokens += pieces.lost_tokens
         if message.base_seq == known < stop:
             counts.lost_tokens += message.lost_tokens
@@ -165,12 +176,11 @@ class Admission:
         return effects, rejected
 
     def _enter(
-        self, stream: int, p: int, envelope: Envelope, message: Samples, every: I64, skip: int
-    ) -> tuple[Store, Admitted]:
-        """Give the samples of a chunk from its ``skip``-th on rows in the table and turns in the merge."""
+        self, stream: int, p: int, envelope: Envelope, message: Samples, every: I64, skip: int, pieces: Admitted
+    ) -> Store:
+        """Give the ``pieces`` of a chunk's samples from its ``skip``-th on rows in the table and turns in the merge."""
         terms, table = self._streams[stream], self.table
         lengths, offsets = every[skip:], (np.cumsum(every) - every)[skip:]
-        pieces = terms.admitted(every, message.keep, skip)
         kept = pieces.length > 0
         source = pieces.source[kept]
         handles = table.take(len(source))
@@ -189,7 +199,7 @@ class Admission:
         entries = np.full(len(pieces.length), -1, np.int64)
         entries[kept] = handles
         self.merge.push(p, entries, pieces.length, pieces.part)
-        return Store(handles, starts, pieces.length[kept], skip + source, envelope.payload), pieces
+        return Store(handles, starts, pieces.length[kept], skip + source, envelope.payload)
 
     def _no_group(self, terms: StreamTerms, message: Samples, lengths: I64) -> str:
         """Why a chunk cannot be kept together as it asks for; empty if it can, or is dropped."""

@@ -9,8 +9,9 @@ place its partitions are read again from their floors: by a producer, or, where 
 from __future__ import annotations
 
 import numpy as np
+from msgspec import UNSET
 
-from streampack.core.admission import lengths_of
+from streampack.core.admission import POLICY_LAG, lengths_of
 from streampack.core.arrival import Arrival
 from streampack.core.effects import Recall, Recalled, Store
 from streampack.core.events import Effect
@@ -39,11 +40,13 @@ class Books(Partitions):
 
     def take(self, p: int, envelope: Envelope, message: Samples) -> list[Effect]:
         """Record and admit a chunk that was found good."""
-        return self._record(p, envelope, message) + self._admit(p, envelope, message)
+        version = message.policy_version
+        stale = version is not UNSET and self.stream_of[p].history.is_stale(version)
+        return self._record(p, envelope, message, stale) + self._admit(p, envelope, message, stale)
 
-    def _admit(self, p: int, envelope: Envelope, message: Samples) -> list[Effect]:
+    def _admit(self, p: int, envelope: Envelope, message: Samples, stale: bool) -> list[Effect]:
         intake, stream = self.intakes[p], self.stream_of[p]
-        effects, rejected = stream.admission.admit(stream.number, stream.mine(p), intake, envelope, message)
+        effects, rejected = stream.admission.admit(stream.number, stream.mine(p), intake, envelope, message, stale)
         if self.absent:
             for effect in effects:
                 for handle in effect.handles.tolist() if isinstance(effect, Store) else ():
@@ -54,11 +57,12 @@ class Books(Partitions):
             reasons = dict(message.rejected)
             more = len(rejected) - sum(reasons.values())
             if more > 0:
-                reasons[OVERLONG] = reasons.get(OVERLONG, 0) + more
+                why = POLICY_LAG if stale else OVERLONG
+                reasons[why] = reasons.get(why, 0) + more
             effects += self._journal.append(self._rejection(p, rejected, reasons))
         return effects
 
-    def _record(self, p: int, envelope: Envelope, message: Samples) -> list[Effect]:
+    def _record(self, p: int, envelope: Envelope, message: Samples, stale: bool) -> list[Effect]:
         """Write down when a chunk came, where that decides the order; with its payload where it cannot come again."""
         intake, stream = self.intakes[p], self.stream_of[p]
         lengths = lengths_of(message)
@@ -71,11 +75,12 @@ class Books(Partitions):
             lengths_u32=message.lengths_u32[4 * skip :], crcs_u32=message.crcs_u32[4 * skip :],
             loss_tokens_u32=message.loss_tokens_u32[4 * skip :], cursor=message.cursor,
             rejected=message.rejected if not skip else {}, lost_tokens=message.lost_tokens if not skip else 0,
-            pass_ended=message.pass_ended, keep=message.keep,
+            pass_ended=message.pass_ended, keep=message.keep, policy_version=message.policy_version,
+            stale=stale or UNSET,
         )  # fmt: skip
         effects = self._journal.append(record, envelope.payload if stream.terms.pushed else ())
         lsn = self._journal.next_lsn - 1
-        self._note_chunk(p, first, stop - first, int(lengths[skip:].sum()), lsn)
+        self._note_chunk(p, lsn, record)
         if stream.terms.pushed:
             intake.place = len(intake.places)
             intake.unsafe.append((lsn, stop, intake.num_marks))
@@ -159,7 +164,7 @@ class Books(Partitions):
         )  # fmt: skip
         envelope = Envelope(run=self._run, epoch=0, fence=0, message=message, payload=event.payload)
         intake.place += 1
-        return p, self._admit(p, envelope, message)
+        return p, self._admit(p, envelope, message, bool(record.stale))
 
     # Going elsewhere
 

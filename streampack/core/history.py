@@ -12,6 +12,8 @@ from array import array
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
+
 from streampack.core.records import FeedFacts
 from streampack.core.rules import Rules, RulesChange
 from streampack.core.snapshot import Snapshot
@@ -25,7 +27,7 @@ KEPT_STEPS = 16
 class ChunkPlace:
     """A recorded chunk: ``count`` samples, of ``tokens``, of a partition from ``base_seq`` on; or the ``mark``-th mark,
     behind ``base_seq`` samples. ``lost``: trainers went back and its samples were discarded; ``counted``: the log says
-    of each that it was."""
+    of each that it was. ``version`` is the policy's that made them, -1 where none is said."""
 
     partition: int
     base_seq: int
@@ -35,6 +37,7 @@ class ChunkPlace:
     mark: int = -1
     lost: bool = False
     counted: bool = False
+    version: int = -1
 
     @property
     def stop_seq(self) -> int:
@@ -72,6 +75,8 @@ class History:
     tails: set[int] = field(default_factory=set)
     """Steps before which ``tail: drop`` left something over, as recorded."""
     order: list[ChunkPlace] = field(default_factory=list)
+    newest_version: int = -1
+    """Of the policies that made the samples in that order; -1 where none is said."""
     is_cut: bool = False
     """Its first records are gone."""
     _first: int = 0
@@ -243,6 +248,18 @@ class History:
         """Does the order in which chunks came decide the steps?"""
         return self.rules.merge == "arrival"
 
+    # Policies
+
+    def is_stale(self, version: int) -> bool:
+        """Is what a policy of this version made too old to be taken next in the order?"""
+        lag = self.rules.max_policy_lag
+        return lag is not None and 0 <= version < self.newest_version - lag
+
+    def came(self, place: ChunkPlace) -> None:
+        """A chunk, or a mark, is next in the order."""
+        self.order.append(place)
+        self.newest_version = max(self.newest_version, place.version)
+
     # Lineages
 
     def branch(self, lineage: int, step: int, since: int | None = None) -> None:
@@ -250,6 +267,8 @@ class History:
         ``since`` on."""
         for place in self.order:
             place.lost = place.lost or (since is not None and place.lsn >= since)
+        if since is not None:  # policies begin again from an older version: theirs is not to be too old
+            self.newest_version = max((place.version for place in self.order if not place.lost), default=-1)
         self.lineage, self.lineage_step = lineage, step
         keep = max(step - self._first, 0)
         del self._lsns[keep:]
@@ -272,10 +291,13 @@ class History:
         self.changes = list(facts.changes)
         self.skips, self.commits = list(facts.skips), list(facts.commits)
         self.released = max(self.released, released)
+        if facts.newest_version is not UNSET:
+            self.newest_version = max(self.newest_version, facts.newest_version)
 
     def facts(self) -> FeedFacts:
         """What must survive when records of the log go."""
         return FeedFacts(
             rules=self.rules, lineage=self.lineage, lineage_step=self.lineage_step, changes=self.changes,
             skips=self.skips, commits=self.commits,
+            newest_version=UNSET if self.newest_version < 0 else self.newest_version,
         )  # fmt: skip

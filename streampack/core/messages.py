@@ -88,6 +88,8 @@ class Samples(Message, frozen=True, kw_only=True):
     """The last sample is the last of its pass over the partition."""
     keep: Keep | UnsetType = msgspec.UNSET
     """The chunk is one group, which no pack, or step, is to split; only of what is pushed."""
+    policy_version: Count | UnsetType = msgspec.UNSET
+    """Of the policy that made its samples, all of them; only of what is pushed."""
 
 
 class Eos(Message, frozen=True, kw_only=True):

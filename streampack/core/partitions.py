@@ -11,6 +11,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec import UNSET
 
 from streampack.core.admission import Admission, StreamTerms, terms_of
 from streampack.core.events import Effect
@@ -139,23 +140,27 @@ class Partitions:
         indices = np.asarray(index_of(seqs, p - stream.first, stream.terms.partitions), "<u8")
         return SamplesRejected(stream=stream.terms.name, indices_u64=indices.tobytes(), reasons=reasons)
 
-    def _note_chunk(self, p: int, base_seq: int, count: int, tokens: int, lsn: int) -> None:
+    def _note_chunk(self, p: int, lsn: int, record: ChunkAdmitted) -> None:
         """A chunk is in the log's order."""
         intake, stream = self.intakes[p], self.stream_of[p]
-        place = ChunkPlace(stream.mine(p), base_seq, count, lsn, tokens)
-        if base_seq > intake.recorded_seq:
+        lengths = np.frombuffer(record.lengths_u32, "<u4")
+        version = -1 if record.policy_version is UNSET else record.policy_version
+        place = ChunkPlace(
+            stream.mine(p), record.base_seq, len(lengths), lsn, int(lengths.sum()), version=version
+        )  # fmt: skip
+        if record.base_seq > intake.recorded_seq:
             stream.history.is_cut = True
-        intake.recorded_seq = base_seq + count
+        intake.recorded_seq = place.stop_seq
         if stream.terms.pushed:
             intake.places.append(place)
-        stream.history.order.append(place)
+        stream.history.came(place)
 
     def _note_mark(self, p: int, number: int, seq: int, lsn: int) -> None:
         intake, stream = self.intakes[p], self.stream_of[p]
         place = ChunkPlace(stream.mine(p), seq, 0, lsn, 0, mark=number)
         intake.num_marks = number + 1
         intake.places.append(place)
-        stream.history.order.append(place)
+        stream.history.came(place)
 
     def facts(self) -> dict[str, StreamFacts]:
         """What must survive when records of the log go."""
@@ -197,8 +202,7 @@ class Partitions:
             intake.known_total = record.total
             return
         if isinstance(record, ChunkAdmitted):
-            lengths = np.frombuffer(record.lengths_u32, "<u4")
-            self._note_chunk(p, record.base_seq, len(lengths), int(lengths.sum()), lsn)
+            self._note_chunk(p, lsn, record)
         else:
             self._note_mark(p, record.number, record.seq, lsn)
         intake.durable_seq, intake.durable_marks = intake.recorded_seq, intake.num_marks

@@ -16,7 +16,7 @@ from msgspec import Struct, UnsetType
 
 from streampack.core.rules import Rules, RulesChange
 from streampack.core.samples import Keep
-from streampack.core.snapshot import Cursor, Snapshot
+from streampack.core.snapshot import Count, Cursor, Snapshot
 
 
 class Record(Struct, frozen=True, kw_only=True):
@@ -37,7 +37,8 @@ class StreamFacts(Struct, frozen=True, kw_only=True):
 
 class FeedFacts(Struct, frozen=True, kw_only=True):
     """What must be known of a feed beside its steps: the rules it began with, how they changed, the step at which its
-    ``lineage`` begins, steps that are passed over (first, last), checkpoints that are kept."""
+    ``lineage`` begins, steps that are passed over (first, last), checkpoints that are kept, and the newest policy's
+    version that samples came with, where any did."""
 
     rules: Rules
     lineage: int = 0
@@ -45,6 +46,7 @@ class FeedFacts(Struct, frozen=True, kw_only=True):
     changes: list[RulesChange] = []
     skips: list[tuple[int, int]] = []
     commits: list[int] = []
+    newest_version: Count | UnsetType = msgspec.UNSET
 
 
 class Base(Record, frozen=True, kw_only=True):
@@ -73,7 +75,8 @@ class SourceAccepted(Record, frozen=True, kw_only=True):
 class ChunkAdmitted(Record, frozen=True, kw_only=True):
     """Samples taken in, in this order among all chunks of the feed (``merge: arrival``); columns as in ``Samples``.
 
-    Payload: that of the message, where the producer cannot send it again.
+    Payload: that of the message, where the producer cannot send it again. ``stale``: when it came its
+    ``policy_version`` was too old, so that none of it is in any step.
     """
 
     TYPE: ClassVar[int] = 3
@@ -88,6 +91,8 @@ class ChunkAdmitted(Record, frozen=True, kw_only=True):
     lost_tokens: int = 0
     pass_ended: bool = False
     keep: Keep | UnsetType = msgspec.UNSET
+    policy_version: Count | UnsetType = msgspec.UNSET
+    stale: bool | UnsetType = msgspec.UNSET
 
 
 class SamplesRejected(Record, frozen=True, kw_only=True):

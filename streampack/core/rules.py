@@ -150,7 +150,9 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     counts once and one that is rejected or dropped does not. ``between_passes``: ``drain`` ends each pass over all
     streams as if it were the last, before the next begins. ``tokens`` is the dtype of token ids, ``fields`` what
     samples carry beside them. ``merge``: which sample is next follows from weights, seed and position
-    (``schedule``), or from when chunks came, which the log records (``arrival``).
+    (``schedule``), or from when chunks came, which the log records (``arrival``). ``max_policy_lag``: samples pushed
+    with the version of a policy are dropped as they come, and counted, where an earlier chunk's version is more than so
+    many ahead of theirs.
     """
 
     budget: Positive = 8192
@@ -170,6 +172,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     weight_unit: WeightUnit = "tokens"
     merge: MergeOrder = "schedule"
     between_passes: BetweenPasses = "continue"
+    max_policy_lag: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
     seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
     tokens: TokenType = "int32"
     fields: tuple[Field, ...] = ()

@@ -29,7 +29,7 @@ Session = tuple[int, int]
 
 class Chunk(Event, frozen=True):
     """Samples to be sent as one: ``payload`` is the tokens and every field; ``num_bytes`` of those by token. With
-    ``keep`` they are a group."""
+    ``keep`` they are a group. ``policy_version`` is that of all of them."""
 
     key: Key
     session: Session
@@ -44,6 +44,7 @@ class Chunk(Event, frozen=True):
     lost_tokens: int = 0
     pass_ended: bool = False
     keep: Keep | UnsetType = msgspec.UNSET
+    policy_version: int | UnsetType = msgspec.UNSET
 
 
 class Failed(Event, frozen=True):

@@ -118,6 +118,21 @@ def test_a_group_to_be_kept_in_a_step_of_a_stream_is_refused_naming_the_key(star
         assert rollouts.send([1]) == 0, "and nothing of it was sent"
 
 
+def test_a_policys_version_is_told_whether_or_not_it_is_a_field(start: Callable[..., SmallBroker]) -> None:
+    plain, declared = start(), start(terms={"fields": FIELDS})
+    for broker in (plain, declared):
+        with producer(broker) as rollouts:
+            rollouts.send([1], policy_version=np.int64(3))
+            rollouts.send_many([[1], [2]], policy_version=4)
+            rollouts.send_group([[1]], policy_version=5)
+            rollouts.send([1])
+            for wrong in (-1, 1.5, "7"):
+                with pytest.raises(UserError, match=r"got policy_version=.*, expected an integer from 0 on"):
+                    rollouts.send([1], policy_version=wrong)  # type: ignore[arg-type]
+        assert [taken.message.policy_version for taken in broker.taken] == [3, 4, 5, UNSET]
+    assert [taken.column(4, "<i8") for taken in declared.taken] == [[3], [4, 4], [5], [-1]]
+
+
 def test_a_group_of_a_run_that_declares_neither_field_has_none(start: Callable[..., SmallBroker]) -> None:
     broker = start()
     with producer(broker) as rollouts:
