@@ -203,7 +203,7 @@ def test_a_replay_that_is_told_to_stop_leaves_nothing_behind(
         monkeypatch.setenv("TMPDIR", str(temporary))
         daemon = Daemon(tmp_path, "replay", "replay", "--step", "3", *run.where)
         try:
-            until(lambda: any(temporary.glob("*/trainers")), 30)
+            until(lambda: any(temporary.glob("*/trainers")))
             daemon.signal(number)
             assert daemon.end() == 128 + number
         finally:

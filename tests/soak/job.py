@@ -117,10 +117,21 @@ def fixed_listen(folder: Path, over_tcp: bool = True) -> dict[str, str]:
     """Addresses that a broker started again has, too."""
     if not over_tcp:
         return {"producers": f"ipc://{folder}/p", "trainers": f"ipc://{folder}/t", "http": "127.0.0.1:0"}
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
+    with _on_a_port() as one, _on_a_port() as two:
         ports = one.getsockname()[1], two.getsockname()[1]
     return {
         "producers": f"tcp://127.0.0.1:{ports[0]}", "trainers": f"tcp://127.0.0.1:{ports[1]}", "http": "127.0.0.1:0",
     }  # fmt: skip
+
+
+def _on_a_port() -> socket.socket:
+    """A socket on a free port that no connection is given by itself: those come from 32768 on, and one of another test
+    might have it while no broker listens there."""
+    while True:
+        found = socket.socket()
+        try:
+            found.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+        except OSError:
+            found.close()
+        else:
+            return found
