@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from streampack.config import MEMORY
@@ -79,7 +80,7 @@ def _window(found: Tree) -> list[str]:
     base = next((row for row in found["settings"] if row["axis"] == "window" and row["window"] == take["window"]), None)
     if base is None or not others:
         return []
-    compared = ", ".join(f"{row['window']} {_change(row['useful'] - base['useful'])}" for row in others)
+    compared = ", ".join(f"{row['window']} {_than(row, base)}" for row in others)
     return [f"A window of {take['window']} samples: {compared}. A larger one holds samples back longer."]
 
 
@@ -92,8 +93,15 @@ def _budget(found: Tree) -> list[str]:
     for row in others:
         cut = row["lost_share"] - base["lost_share"]
         cuts = f" and cuts off {row['lost_share']:.2%} of the tokens" if cut > SAID else ""
-        compared.append(f"{row['budget']} {_change(row['useful'] - base['useful'])}{cuts}")
+        compared.append(f"{row['budget']} {_than(row, base)}{cuts}")
     return [f"A budget of {take['budget']} tokens: {', '.join(compared)}. Activations of a whole pack must fit a GPU."]
+
+
+def _than(row: Tree, base: Tree) -> str:
+    """How much better one is; what may come from how steps differ is nothing."""
+    doubt = 2 * math.hypot(row["useful_error"], base["useful_error"])
+    points = row["useful"] - base["useful"]
+    return _change(points) if abs(points) > doubt else "is about as good"
 
 
 def _change(points: float) -> str:
@@ -169,10 +177,11 @@ def _batches(found: Tree) -> list[str]:
     low, high, dp = take["micro_batches_low"], take["micro_batches_high"], take["mesh"]["dp"]
     ranks = f" on each of {dp} ranks" if dp > 1 else ""
     micro = _counted(low, high, "micro-batch", "micro-batches")
-    said = f"A batch of {take['step_samples']:,} samples is {micro}{ranks}"
+    said = f"A batch of {take['step_samples']:,} samples is {take['formed_packs']:.1f} packs, and {micro}{ranks}"
     split, empty = take["split_share"], take["waste"]["empty_pack"]
-    if split > SAID or empty > SAID:
-        said += f": for that {split:.1%} of the packs are split off others, and {empty:.1%} of all slots are empty"
+    needs = [f"{split:.1%} of these are split off others"] if split > SAID else []
+    needs += [f"{empty:.1%} of all slots are in empty ones"] if empty > SAID else []
+    said += f": {' and '.join(needs)}" if needs else ""
     return [f"{said}."]
 
 

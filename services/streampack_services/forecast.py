@@ -61,9 +61,9 @@ class Forecast:
     rest is of packs as ranks get them. ``useful``: see ``on_mesh``; ``useful_error`` is its standard error, from how
     steps differ; 1 where there is but one. ``cost_max_over_mean`` is the broker's: of the packs of a micro-batch, over
     the ranks, averaged; ``attention_`` that of b*s*s alone; ``step_cost_max_over_mean`` that of the ranks' sums over a
-    step. A rank's step has ``micro_batches_low`` to ``_high`` of them, and ``split_share`` of all packs are what DEAL
-    splits off. ``packs`` (with samples) and ``steps`` are those of one pass, the steps between ``steps_low`` and
-    ``steps_high``; all are None where nobody knows how much a pass is.
+    step. FORM makes ``formed_packs`` for a step, on the average; a rank's step has ``micro_batches_low`` to ``_high``,
+    and ``split_share`` of all packs are what DEAL splits off. ``packs`` (with samples) and ``steps`` are those of one
+    pass, the steps between ``steps_low`` and ``steps_high``; all are None where nobody knows how much a pass is.
     """
 
     utilisation: float
@@ -76,6 +76,7 @@ class Forecast:
     cost_max_over_mean: float
     step_cost_max_over_mean: float
     attention_max_over_mean: float
+    formed_packs: float
     micro_batches: float
     micro_batches_low: int
     micro_batches_high: int
@@ -180,6 +181,7 @@ def forecast(
         cost_max_over_mean=on_mesh.micro_batch,
         step_cost_max_over_mean=on_mesh.step,
         attention_max_over_mean=on_mesh.attention,
+        formed_packs=len(slots) / len(steps),
         micro_batches=on_mesh.micro_batches[1],
         micro_batches_low=on_mesh.micro_batches[0],
         micro_batches_high=on_mesh.micro_batches[2],

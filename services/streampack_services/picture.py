@@ -68,18 +68,23 @@ def draw_lengths(axes: Axes, lengths: I64, marks: dict[str, int]) -> None:
 def draw_plan(found: Tree, lengths: I64, file: Path) -> None:
     """The tree of ``advisor.advise``: what each setting wastes, and the lengths that it was forecast from."""
     rows = [row for row in found["settings"] if row["axis"] != "base" and not row["refused"]]
-    figure, grid = new_figure(11, 1.8 + 0.26 * len(rows), 1, [1.7, 1.0])
+    figure, grid = new_figure(11, 2.2 + 0.26 * len(rows), 1, [1.7, 1.0])
     axes: Axes = grid[0, 0]
     places = np.arange(len(rows))[::-1]
     left = np.zeros(len(rows))
     for cause, colour in CAUSES.items():
         shares = np.array([row["waste"][cause] for row in rows])
-        axes.barh(places, shares, 0.7, left, color=colour, label=cause.replace("_", " "))
+        if shares.any():
+            axes.barh(places, shares, 0.7, left, color=colour, label=cause.replace("_", " "))
         left += shares
     lost = np.array([row["lost_share"] for row in rows])
-    axes.barh(places, lost, 0.7, left, color="white", edgecolor="#c0392b", hatch="////", label="tokens cut off")
+    cut = lost > 0
+    if cut.any():
+        how: dict[str, Any] = {"color": "white", "edgecolor": "#c0392b", "hatch": "////", "label": "tokens cut off"}
+        axes.barh(places[cut], lost[cut], 0.7, left[cut], **how)
     idle = np.array([1 - row["useful"] for row in rows])
     axes.plot(idle, places, "kD", markersize=4, label="ranks' time without real tokens")
+    axes.set_xlim(0, 1.03 * float(np.maximum(left + lost, idle).max()))
     _cut_at(axes, np.maximum(left + lost, idle), places)
     take = found["take"]
     names = [setting_name(row) + ("  *" if is_taken(row, take) else "") for row in rows]
@@ -88,8 +93,9 @@ def draw_plan(found: Tree, lengths: I64, file: Path) -> None:
         if row["axis"] != rows[at - 1]["axis"]:
             axes.axhline(places[at] + 0.5, color="#cccccc", linewidth=0.8)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
+    axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_title("what is wasted (* taken)", loc="left", fontsize=10)
-    axes.legend(fontsize=8, loc="best")
+    figure.legend(*axes.get_legend_handles_labels(), fontsize=8, loc="outside lower left", ncols=7)
     draw_lengths(grid[0, 1], lengths, {f"budget {take['budget']:,}": take["budget"]})
     figure.suptitle(f"{found['what']}: {samples_said(found['lengths']['samples'])}", x=0.01, ha="left", fontsize=11)
     save(figure, file)

@@ -165,6 +165,10 @@ def _of_file(given: PlanInputs, what: str, base: Base) -> Workload:
     if is_lengths(Path(what)):
         return of_lengths(Path(what).name, read_lengths(Path(what)), given.samples or TO_PACK, given.total)
     import_from_here()
+    if not Path(what).exists() and not any(mark in what for mark in "*?[{:"):
+        raise UserError(f"{what}: got no such file, expected lengths, data, a broker's address or a state_dir")
+    if Path(what).is_dir() and not (Path(what) / "state.json").is_file():
+        raise UserError(f"{what}: got a folder without a log, expected a broker's state_dir, a saved dataset, or files")
     settings = {"text_key": given.text_key, "tokens_key": given.tokens_key}
     source, _ = open_stream("data", what, settings, given.tokenizer)
     most = given.samples or TO_TOKENIZE

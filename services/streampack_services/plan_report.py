@@ -45,8 +45,13 @@ def new_console() -> Console:
 def print_whole(table: Table) -> None:
     """Print a table as wide as it is: a narrow terminal wraps its rows, nothing is cut."""
     console = new_console()
-    console.width = Console(width=1000).measure(table).maximum
+    console.width = width_of(table)
     console.print(table)
+
+
+def width_of(table: Table) -> int:
+    """Columns of a terminal that a table takes."""
+    return Console(width=1000).measure(table).maximum
 
 
 def lengths_text(lengths: Tree) -> str:
@@ -75,6 +80,8 @@ WASTE = {
     "empty": ("empty_pack", "packs without samples"),
 }
 """Columns: the cause, and what it is."""
+NAME, LEAST = 20, ("attention", "align", "filled", "cut", "micro", "empty")
+"""Columns of a setting's name at least, and what goes first where a terminal is narrow."""
 
 
 def _columns(rows: list[Tree]) -> dict[str, list[str]]:
@@ -92,15 +99,22 @@ def _columns(rows: list[Tree]) -> dict[str, list[str]]:
 
 
 def _print_table(found: Tree) -> None:
-    """As wide as it is; on a terminal that is narrower without the doubt about steps, which is said below."""
+    """As wide as it is; on a terminal that is narrower without the doubt about steps, which is said below, and without
+    the columns that leave no room for the settings' names."""
     rows = [row for row in found["settings"] if row["axis"] != "base" and not row["refused"]]
     columns, console = _columns(rows), new_console()
     wide = _table(found, rows, columns | {"steps": [steps_text(row) for row in rows]}, 2)
-    if console.is_terminal and console.measure(wide).maximum > console.width:
-        steps = ["?" if row["steps"] is None else f"{row['steps']:,}" for row in rows]
-        console.print(_table(found, rows, columns | {"steps": steps}, 1))
-    else:
+    if not console.is_terminal or width_of(wide) <= console.width:
         print_whole(wide)
+        return
+    columns["steps"] = ["?" if row["steps"] is None else f"{row['steps']:,}" for row in rows]
+    left_out = [name for name in LEAST if name in columns]
+    while left_out and NAME + sum(1 + max(map(len, [name, *columns[name]])) for name in columns) > console.width:
+        del columns[left_out.pop(0)]
+    console.print(_table(found, rows, columns, 1))
+    missing = [name for name in LEAST if name in _columns(rows) and name not in columns]
+    if missing:
+        console.print(f"a wider terminal shows {', '.join(missing)}, too", style="dim")
 
 
 def _table(found: Tree, rows: list[Tree], columns: dict[str, list[str]], gap: int) -> Table:

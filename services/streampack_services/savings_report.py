@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streampack_services.lengths import samples_said
-from streampack_services.plan_report import new_console, print_whole
+from streampack_services.plan_report import new_console, print_whole, width_of
 
 Tree = dict[str, Any]
 NAMES = {
@@ -24,7 +24,8 @@ def show_savings(found: Tree) -> None:
     about = f"  {samples_said(found['samples'])}, {found['tokens']:,} tokens, budget {found['budget']:,}"
     console.print(Text.assemble((str(found["what"]), "bold"), about), soft_wrap=True)
     console.print()
-    print_whole(_table(found))
+    table = _table(found)
+    print_whole(_table(found, narrow=console.is_terminal and width_of(table) > console.width))
     console.print()
     for sentence in found["assumptions"]:
         console.print(f"- {sentence}", style="dim")
@@ -43,22 +44,33 @@ def headline(found: Tree) -> str:
     return f"Saved: {', '.join(parts)}."
 
 
-def _table(found: Tree) -> Table:
+def _table(found: Tree, *, narrow: bool = False) -> Table:
+    """``narrow``: without what follows from the other columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("way of batching", no_wrap=True)
-    rated = ("GPU hours", "saved", f"hours on {found['gpus']}") if found["gpus"] is not None else ()
-    for name in ("slots", "filled", "saved", "of its slots", *rated):
+    run = {f"this run: {found['packer']}": found["run"]}
+    rows = {NAMES[name]: row for name, row in found["others"].items()} | run
+    columns = [
+        ("slots", [f"{row['slots']:,}" for row in rows.values()]),
+        ("filled", [f"{row['utilisation']:.2%}" for row in rows.values()]),
+        ("saved", [f"{row['saved_slots']:,}" if "saved_slots" in row else "" for row in rows.values()]),
+        ("of its slots", [_saved_share(row) for row in rows.values()]),
+    ]
+    if found["gpus"] is not None:
+        hours = {"gpu_hours": "GPU hours", "saved_gpu_hours": "saved", "saved_hours": f"hours on {found['gpus']}"}
+        for key, name in hours.items():
+            columns.append((name, [f"{row[key]:,.3g}" if key in row else "" for row in rows.values()]))
+    if narrow:
+        del columns[6:], columns[2]
+    for name, _ in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    for name, row in found["others"].items():
-        cells = [
-            f"{row['slots']:,}",
-            f"{row['utilisation']:.2%}",
-            f"{row['saved_slots']:,}",
-            f"{row['saved_share']:.2%}" if row["saved_slots"] >= 0 else "none",
-        ]
-        hours = ("gpu_hours", "saved_gpu_hours", "saved_hours") if rated else ()
-        table.add_row(NAMES[name], *cells, *(f"{row[key]:,.3g}" for key in hours))
-    run = found["run"]
-    cells = [f"{run['slots']:,}", f"{run['utilisation']:.2%}", "", "", *([f"{run['gpu_hours']:,.3g}"] if rated else ())]
-    table.add_row(f"this run: {found['packer']}", *cells, style="bold")
+    for at, (name, row) in enumerate(rows.items()):
+        cells = (cells[at] for _, cells in columns)
+        table.add_row(name, *cells, style="bold" if row is found["run"] else None)
     return table
+
+
+def _saved_share(row: Tree) -> str:
+    if "saved_share" not in row:
+        return ""
+    return f"{row['saved_share']:.2%}" if row["saved_slots"] >= 0 else "none"

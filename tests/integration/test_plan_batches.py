@@ -6,6 +6,7 @@ By ``streampack plan`` and ``report``, ``why`` and ``replay``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,3 +218,16 @@ def test_precision_asks_for_its_multiples(tmp_path: Path) -> None:
     file.write_text(found["broker_yaml"] + "\nstreams: {web: {}}\n")
     values = {row["path"]: row["value"] for row in ask("check", file)["values"]}
     assert (values["precision"], values["rules.step.samples"], values["rules.shape"]) == ("mxfp8", 64, "exact")
+
+
+def test_tables_fit_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(1).integers(1, 9000, 300))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    mesh = ("--mesh", "dp=16,cp=2,tp=2,pp=2", "--batch", "20", "--budget", "8192")
+    for options in (("plan", *mesh), ("report", "--gpus", "8", "--tokens-per-second", "9")):
+        shown = in_process(*options, tmp_path / "lengths.npy").stdout
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+        table = lines[lines.index("") :][: lines.index("") + 12]
+        assert max(map(len, table)) <= 80, "\n".join(table)
+    assert "a wider terminal shows attention" in in_process("plan", *mesh, tmp_path / "lengths.npy").stdout
