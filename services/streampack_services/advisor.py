@@ -31,7 +31,7 @@ from streampack_services.forecast import (
     with_packer,
 )
 from streampack_services.grid import PlanOptions, Setting, base_of, fitting, grid
-from streampack_services.lengths import Workload
+from streampack_services.lengths import Workload, samples_said
 
 Tree = dict[str, Any]
 SAME = 0.001
@@ -55,7 +55,7 @@ def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] 
     forecaster = _Forecaster(workload, options, say)
     if options.overlong == "error":
         _refuse_overlong(workload, options.budgets[0])
-    notes = _steps_notes(options)
+    notes = _steps_notes(options, workload)
     if not options.keep_budget:
         options = _with_budget(options, forecaster)
     rows = [(setting, forecaster(setting)) for setting in grid(options)]
@@ -76,14 +76,16 @@ def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] 
     return found
 
 
-def _steps_notes(options: PlanOptions) -> list[str]:
+def _steps_notes(options: PlanOptions, workload: Workload) -> list[str]:
     """How steps differ from what was asked for."""
-    asked, base = options.rules.packs, base_of(options)
+    asked, base, notes = options.rules.packs, base_of(options), list[str]()
     if options.step.get("end_of_batch"):
-        return [f"batches are taken to be of {base.step_samples:,} samples each; those of a run end at marks"]
-    if base.step_packs in (asked, None):
-        return []
-    return [f"a step has {base.step_packs} packs instead of {asked}: a multiple of dp"]
+        notes.append(f"batches are taken to be of {base.step_samples:,} samples each; those of a run end at marks")
+    if base.step_packs not in (asked, None):
+        notes.append(f"a step has {base.step_packs} packs instead of {asked}: a multiple of dp")
+    if (held := len(workload.lengths)) < (base.step_samples or 0):
+        notes.append(f"that is no whole batch: figures are of one of {samples_said(held)}")
+    return notes
 
 
 def _held_tokens(rules: Rules, workload: Workload) -> int:

@@ -159,6 +159,14 @@ def test_what_marks_closed_is_compared_closed(step: dict[str, Any], tmp_path: Pa
     assert mean == (None if "packs" in step else round(sum(map(len, batches)) / len(batches)))
 
 
+def test_a_running_broker_s_batches_are_planned(served: Served, snapshot: dict[str, Any]) -> None:
+    """Its lengths have no order, and its ranks have left."""
+    base = ask("plan", served.broker.http, *MESH)["settings"][0]
+    assert (base["step_samples"], base["shape"], base["mesh"]["pp"]) == (37, "exact", 2)
+    assert abs(base["steps"] - served.num_steps) <= 1, "pieces of split samples are samples here"
+    assert base["waste"]["pipeline"] > 0.05
+
+
 def test_how_large_batches_are_that_marks_close_is_to_be_said(files: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.random.default_rng(1).integers(1, 500, 900))
     rules = {**RULES, "step": {"end_of_batch": True, "micro_batch_multiple": 2}}
@@ -173,6 +181,30 @@ def test_how_large_batches_are_that_marks_close_is_to_be_said(files: Path, tmp_p
     assert base["micro_batches_low"] % 2 == base["micro_batches_high"] % 2 == 0
     assert found["notes"] == ["batches are taken to be of 90 samples each; those of a run end at marks"]
     assert "step: {end_of_batch: true, micro_batch_multiple: 2}" in found["broker_yaml"]
+
+
+def test_what_a_configuration_says_of_steps_is_kept_in_the_lines_for_broker_yaml(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(1).integers(1, 500, 900))
+    rules = {
+        "budget": 1024, "step": {"packs": 8}, "warmup": {"init": 512, "steps": 5}, "shape": {"buckets": [512]},
+        "balance": {"hidden_size": 64, "order": "small_at_edges"}, "tail": "drop", "align": {"sample": "tight"},
+    }  # fmt: skip
+    mesh = {"dp": 2, "cp": 2, "tp": 2}
+    config = write(tmp_path / "broker.yaml", {"rules": rules, "planned_mesh": mesh, "streams": {"web": {}}})
+    found = ask("plan", tmp_path / "lengths.npy", "-c", config)
+    file = tmp_path / "again.yaml"
+    file.write_text(found["broker_yaml"] + "\nstreams: {web: {}}\n")
+    took, again = found["take"], ask("plan", tmp_path / "lengths.npy", "-c", file)["settings"][0]
+    for key in ("steps", "useful", "waste", "align", "shape", "packer", "window", "budget", "step_packs"):
+        assert again[key] == took[key], key
+    assert took["align"] == {"sample": 4, "pack": 4}
+    assert any("the first 5 from a budget of 512 on" in sentence for sentence in found["why"])
+
+
+def test_of_less_than_a_batch_that_is_said(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.arange(1, 10))
+    found = ask("plan", tmp_path / "lengths.npy", "--batch", "10", "--budget", "64")
+    assert found["notes"] == ["that is no whole batch: figures are of one of 9 samples"]
 
 
 def test_shapes_and_stages_show_what_they_cost(tmp_path: Path) -> None:
