@@ -75,7 +75,7 @@ def served(files: Path) -> Iterator[RunningBroker]:
 
 @pytest.fixture(scope="module")
 def snapshot(served: RunningBroker) -> dict[str, Any]:
-    until(lambda: bool(served.feed()["state"] == "ended" and served.feed()["totals"]["steps"] == served.num_steps))
+    until(lambda: served.feed()["state"] == "ended" and served.feed()["steps"]["returned"] == served.num_steps)
     return served.feed()
 
 

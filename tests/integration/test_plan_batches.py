@@ -71,8 +71,9 @@ def snapshot(served: Served) -> dict[str, Any]:
 
 
 def is_over(broker: RunningBroker, num_steps: int) -> bool:
+    """What was said is of all steps, dealt too."""
     feed = broker.feed()
-    return bool(feed["state"] == "ended" and feed["totals"]["steps"] == num_steps)
+    return bool(feed["state"] == "ended" and feed["steps"]["returned"] == feed["totals"]["steps"] == num_steps)
 
 
 def test_the_batches_predicted_from_the_sources_are_those_of_a_real_broker(
