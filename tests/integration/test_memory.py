@@ -14,7 +14,7 @@ from streampack.chunks import Batch
 from streampack.core.messages import Lease
 from streampack.producer import ProducerLoop
 from streampack.sources import Cursor
-from tests.integration.running import running_broker, until
+from tests.integration.running import PATIENCE_S, running_broker, until
 
 SAMPLES = 1_000_000
 MEAN_TOKENS = 100
@@ -61,7 +61,7 @@ def test_a_million_samples_through_slow_clients_leave_the_brokers_memory_alone()
             process.start()
         memory = psutil.Process(broker.process.pid)
         early = late = 0
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + PATIENCE_S
         while any(process.is_alive() for process in others):
             assert time.monotonic() < deadline
             packed = broker.feed()["totals"]["samples"]
