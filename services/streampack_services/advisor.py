@@ -97,22 +97,25 @@ def _held_tokens(rules: Rules, workload: Workload) -> int:
 
 
 def _keys(options: PlanOptions, take: Setting, rules: Rules) -> Tree:
-    """``rules`` of a setting as broker.yaml has them, but for policies of samples; alignment where it was given."""
+    """``rules`` of a setting as broker.yaml has them, but for policies of samples; what follows or is a default is left
+    out."""
     tree: Tree = {"packer": rules.packer, "budget": rules.budget}
     tree |= {} if options.batched else {"window": {"samples": rules.window}}
     tree |= {key: value for key in PACKER_KEYS if (value := getattr(rules, key)) is not None}
     tree["step"] = options.step if options.batched else {"packs": take.step_packs}
-    balance = options.joint if take.packer == "joint" else None
+    balance = msgspec.to_builtins(rules.balance)
+    if take.packer == "joint":
+        balance["group"] = options.joint.group  # None: follows from the mesh
     given = {
-        "balance": msgspec.to_builtins(rules.balance) | ({"group": balance.group} if balance is not None else {}),
-        "shape": msgspec.to_builtins(rules.shape), "warmup": msgspec.to_builtins(options.rules.warmup),
-        "align": {key: value for key, value in msgspec.to_builtins(options.align).items() if value is not None},
+        "balance": balance, "shape": rules.shape, "warmup": options.rules.warmup, "align": options.align,
         "tail": rules.tail,
     }  # fmt: skip
-    default: Tree = {"shape": "fixed", "tail": "pad", "align": {"lcm": 1}}
-    if given["balance"].get("group", 0) is None:
-        del given["balance"]["group"]
-    return tree | {key: value for key, value in given.items() if value and value != default.get(key)}
+    default: Tree = {"balance": {}, "shape": "fixed", "warmup": None, "align": {"lcm": 1}, "tail": "pad"}
+    for key, value in given.items():
+        plain = msgspec.to_builtins(value)
+        plain = {k: v for k, v in plain.items() if v is not None} if isinstance(plain, dict) else plain
+        tree |= {key: plain} if plain and plain != default[key] else {}
+    return tree
 
 
 class _Forecaster:

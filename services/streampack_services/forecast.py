@@ -33,6 +33,8 @@ from streampack_services.on_mesh import Dealt, Samples, dealt, waste_shares
 from streampack_services.pass_size import PassSize, size_of_pass
 
 ALONE = Balance("joint", group=1)
+AT_ONCE = 16_384
+"""Samples that are admitted together: each choice goes over all that are held."""
 Formed = tuple[list[Step], int]
 """Steps, and how many of them were formed before the end was known."""
 
@@ -212,21 +214,27 @@ def steps_of(order: Order, rules: Rules) -> Formed:
     return formed(order.lengths, long_run, order.parts)
 
 
-def formed(lengths: I64, rules: Rules, parts: I64 | None = None) -> Formed:
+def formed(lengths: I64, rules: Rules, parts: I64 | None = None, at_once: int = AT_ONCE) -> Formed:
     """The steps that FORM makes of samples of these lengths, which are whole ones where ``parts`` says nothing else.
 
-    Packs know their samples by place: ``handles`` are positions in ``lengths``.
+    Packs know their samples by place: ``handles`` are positions in ``lengths``. Steps do not depend on how many are
+    admitted ``at_once``; the time that it takes does.
     """
     table = SampleTable(max(len(lengths), 1))
     handles = table.take(len(lengths))
     table.length[handles] = lengths
     table.part[handles] = 0 if parts is None else parts
-    former = Former(rules, table)
-    former.admit(handles, lengths)
-    steps, full = list[Step](), 0
-    for closed in (False, True):
-        former.closed = closed
+    former, steps = Former(rules, table), list[Step]()
+
+    def form() -> int:
         while (request := former.request(max(len(lengths), 1))) is not None:
-            steps += former.apply(request.choose())
-        full = full if closed else len(steps)
+            steps.extend(former.apply(request.choose()))
+        return len(steps)
+
+    full = 0
+    for first in range(0, len(lengths), at_once):
+        former.admit(handles[first : first + at_once], lengths[first : first + at_once])
+        full = form()
+    former.closed = True
+    form()
     return steps + former.cut(), full

@@ -71,7 +71,8 @@ class Dealt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OneStep:
-    """A step's packs, columns [p], by [micro-batch, rank] what is of ranks."""
+    """A step of ``formed`` packs, dealt. By pack, int64 [packs]: tokens, slots, widths; by [micro-batch, rank]: costs,
+    attention, times. ``real``: what its real tokens cost."""
 
     tokens: I64
     slots: I64

@@ -63,10 +63,14 @@ def packed_slots(lengths: I64, rules: Rules, packer: str, bounds: I64 | None = N
     """Slots of the packs that ``packer`` makes of ``lengths``, each as long as the rules' shape has it; empty ones are
     not counted. What lies between ``bounds``, int64 [b + 1], is packed by itself: whole, where steps are batches."""
     window = rules.window if rules.batch is None else max(len(lengths), 1)
-    rules = with_packer(rules, packer, packs=1, tail="pad", batch=None, warmup=None, window=window)
-    found = 0
+    rules = with_packer(rules, packer, batch=None, warmup=None, window=window)
+    chosen, align, found = rules.new_packer(), rules.align.sample, 0
+    units = -(-lengths // align)
     for begin, end in pairwise([0, len(lengths)] if bounds is None else bounds.tolist()):
-        found += slots_of(formed(lengths[begin:end], rules)[0], rules)
+        mine, ages = units[begin:end], np.full(end - begin, -1, np.int64)
+        choice = chosen.choose(mine, ages, rules.budget // align, end - begin, True, window=window)
+        upto = np.concatenate([[0], np.cumsum(mine[choice.indices])])[choice.bounds]
+        found += int(rules.own_widths(np.diff(upto) * align).sum())
     return found
 
 

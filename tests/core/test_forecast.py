@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from streampack_services.forecast import Forecast, forecast, order_of, planned_rules
+from streampack_services.forecast import ALONE, Forecast, forecast, order_of, planned_rules, with_packer
+from streampack_services.forecast import formed as steps_made
 from streampack_services.lengths import StreamLengths, Workload, of_lengths
 
 from streampack import pack_lengths
@@ -178,6 +179,24 @@ def test_what_is_forecast_of_a_pass_is_what_a_broker_counts(
     packs = dp * sum(micro)
     assert got.split_share == pytest.approx(figures.split_packs / packs)
     assert 0 < got.useful <= 1 + 1e-9
+
+
+@given(
+    st.lists(st.integers(1, 64), min_size=1, max_size=80), st.sampled_from(sorted(PACKERS)), st.integers(1, 9),
+    st.sampled_from([None, Batch(samples=7)]), st.sampled_from([None, Warmup(8, 4)]),
+)  # fmt: skip
+def test_steps_do_not_depend_on_how_many_samples_come_at_once(
+    lengths: list[int], packer: str, at_once: int, batch: Batch | None, warmup: Warmup | None
+) -> None:
+    rules = Rules(budget=64, packs=2, window=9, batch=batch, warmup=warmup)
+    try:
+        rules = with_packer(rules, packer, ALONE)
+        steps, full = steps_made(np.array(lengths), rules)
+    except (UserError, ValueError):
+        return
+    others, full_too = steps_made(np.array(lengths), rules, at_once=at_once)
+    assert [step.chain for step in steps] == [step.chain for step in others]
+    assert full == full_too
 
 
 def test_a_batch_by_hand() -> None:
