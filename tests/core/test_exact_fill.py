@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streampack
-from benchmarks.lengths import SHIFTING, STATIONARY
+from benchmarks.lengths import SHIFTING, STATIONARY, file_lengths
 from benchmarks.lengths import lengths_of as stream_of
 from streampack.core.packers import (
     PACKERS,
     capped_fill,
+    closed_fill,
     exact_fill,
     exact_fill_cases,
     exact_fill_kernel,
@@ -106,8 +108,8 @@ def streams(draw: st.DrawFn) -> tuple[I64, int]:
 
 def num_planned(lengths: I64, budget: int) -> int:
     """Packs of first fit decreasing; compiled, for it is asked about a million lengths."""
-    ordered, none_gone = np.argsort(-lengths, kind="stable"), np.zeros(len(lengths), np.bool_)
-    planned: int = exact_fill_cases.plan(ordered, lengths, budget, none_gone, np.empty_like(ordered))
+    ordered, ones = np.argsort(-lengths, kind="stable"), np.ones(len(lengths), np.int64)
+    planned: int = exact_fill_cases.first_fit(ordered, lengths, ones, budget, NO_CAP, np.empty_like(ordered))
     return planned
 
 
@@ -132,6 +134,22 @@ def test_lengths_that_shift_need_no_more_packs_than_blocks_of_two_windows(kind: 
         lengths = stream_of(kind, budget, seed=seed)
         blocks = [lengths[at : at + 2048] for at in range(0, len(lengths), 2048)]
         assert num_packs(lengths, budget) <= sum(num_planned(block, budget) for block in blocks), budget
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_files_cut_into_pieces_need_no_more_packs_than_all_of_them_at_once(seed: int) -> None:
+    """Four in five pieces are full; what is left of files is critical, with short ones to spare."""
+    files = np.ceil(np.random.default_rng([7, seed]).choice(file_lengths(), 12_000)).astype(np.int64)
+    pieces = np.minimum(2048, np.repeat(files, -(-files // 2048)))
+    pieces[np.cumsum(-(-files // 2048)) - 1] = (files - 1) % 2048 + 1
+    assert int(pieces.sum()) == int(files.sum())
+    assert num_packs(pieces, 2048) <= num_planned(pieces, 2048)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_short_stream_that_shifts_needs_no_more_packs_than_blocks_of_two_windows(seed: int) -> None:
+    lengths = stream_of("curriculum", 8192, 6144, seed)
+    assert num_packs(lengths, 8192) <= sum(num_planned(lengths[at : at + 2048], 8192) for at in range(0, 6144, 2048))
 
 
 @given(stream=streams())
@@ -229,9 +247,11 @@ def test_where_no_sample_is_long_a_pack_is_the_fullest_that_holds_the_oldest(len
 
 def test_the_kernel_and_its_plain_twin_have_the_same_constants() -> None:
     assert kernels.MAX_TRIED == exact_fill.MAX_TRIED
-    assert exact_fill_kernel.MAX_PLANNED == exact_fill.MAX_PLANNED
-    assert exact_fill_cases.GAIN == exact_fill.GAIN
+    assert exact_fill_kernel.MAX_LAST == exact_fill.MAX_LAST
+    assert exact_fill_cases.OLD == exact_fill.OLD
     assert exact_fill_cases.CAPPED_TRIED == capped_fill.CAPPED_TRIED
+    assert exact_fill_cases.MAX_SWAPPED == closed_fill.MAX_SWAPPED
+    assert exact_fill_cases.SWEEPS == closed_fill.SWEEPS
 
 
 def test_views_and_arrays_that_are_read_only_do_not_make_the_kernel_compile_again() -> None:
@@ -254,6 +274,41 @@ def test_full_samples_leave_at_once_but_the_oldest_goes_first_when_it_has_waited
 
 def test_lengths_that_share_a_factor_with_no_multiple_at_the_budget_are_packed_as_full_as_can_be() -> None:
     assert num_packs(np.full(3000, 17), 8192, window=64) == -(-3000 // (8192 // 17))
+
+
+class Counted(int):
+    """A length that counts how often a row of the bitset is shifted by it."""
+
+    shifts = 0
+
+    def __rrshift__(self, row: int) -> int:
+        Counted.shifts += 1
+        return row >> int(self)
+
+
+@pytest.mark.parametrize("some", [[3000], [3000, 2800], [1], [4097], [16, 48, 640, 2048], [8192]])
+def test_equal_lengths_are_tried_no_more_often_than_they_fit_and_once_again(some: list[int]) -> None:
+    rest = [(i, some[i % len(some)]) for i in range(exact_fill.MAX_TRIED)]
+    room = 8191
+    Counted.shifts = 0
+    picks = exact_fill._fill_exactly([(i, Counted(length)) for i, length in rest], room)
+    assert Counted.shifts <= sum(room // length + 1 for length in some)
+    lengths, rows = np.array([length for _, length in rest]), np.empty((exact_fill.MAX_TRIED + 1) * 129, np.uint64)
+    widened = []
+
+    def widen(*row: Any) -> Any:
+        widened.append(row)
+        return kernels_widen(*row)
+
+    kernels_widen, kernels._widen = kernels._widen, widen
+    try:
+        fill = kernels._fill_exactly.py_func
+        indices = np.empty(len(rest), np.int64)
+        end = fill(np.arange(len(rest)), len(rest), lengths, room, rows, np.zeros(8193, np.bool_), indices, 0)
+    finally:
+        kernels._widen = kernels_widen
+    assert indices[:end].tolist() == picks
+    assert len(widened) == Counted.shifts
 
 
 CACHED = """

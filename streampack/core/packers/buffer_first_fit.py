@@ -31,7 +31,7 @@ class BufferFirstFit(Capped):
         samples = sample_counts(sizes, len(lengths))
         cap = self.max_samples_per_pack or sum(samples)
 
-        def next_pack(view: Window) -> list[int]:
+        def next_packs(view: Window) -> list[list[int]]:
             pack: list[int] = []
             room, spare = view.budget, cap
             for position, length in view.held.items():
@@ -41,6 +41,6 @@ class BufferFirstFit(Capped):
                     spare -= samples[position]
                     if not (room and spare):
                         break
-            return pack
+            return [pack]
 
-        return slide(Window(lengths, ages, budget, window), count, closed, next_pack)
+        return slide(Window(lengths, ages, budget, window), count, closed, next_packs)

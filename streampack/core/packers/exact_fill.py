@@ -22,18 +22,18 @@ samples (see below) not counted,
   long one, and triples that closed gaps above budget / 1000 left 600 long samples without (133
   packs over the tokens where pairs left 23 to 28). What pairs do not like is left to the window,
   which takes up the random walk of long against short, until it is late (see ``window``): then
-  the oldest seeds the pack, with the sample that fits best. If that is crowded by less than
-  15 / 16 there are short samples to spare, and it takes two others where they fill budget / 64 more.
+  the oldest seeds the pack, with the sample that fits best. If the window is crowded by less than 15 / 16 there are
+  short samples to spare, and the oldest are those that pairs do not need: then one of the 64 oldest that fit and
+  another may go with the seed, and the seed before it is late, where that fills more, by at least a sixth of
+  (num_long * budget / tokens - 0.8) budgets.
 
 A *full* sample, as long as the budget, leaves alone and at once, so that full ones do not crowd the
 window. But each such pack is one more that the others wait, so while these are many, and have on the
 average less than 1.2 window sizes of patience left, the full ones wait.
 
-Once the stream is closed and the window runs dry, all that will come is known, and first fit
-decreasing plans it. Where the plan is provably minimal, its pack with the oldest sample is the
-next. Otherwise the window counts as crowded; its pack is taken if the plan for the others then
-has one pack less, and the plan's is if not. So the end never needs more packs than were planned when
-it began. Nothing is remembered: without one of its packs, first fit decreasing makes the others as before.
+Once the stream is closed and the window runs dry, all that will come is known: the last 2048 samples are formed at
+once, and so are more where they are crowded, whatever was asked for: see ``closed_fill``. They never need more packs
+than first fit decreasing makes of them.
 
 No sample waits more than W packs plus the samples held when it came: a late window's next pack
 takes the oldest, and ``window`` says why that is enough.
@@ -53,23 +53,23 @@ holds the same in numba, used where numba is installed; tests hold the two equal
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
 from streampack.core.packers.capped_fill import capped
-from streampack.core.packers.decreasing import first_fit_decreasing
+from streampack.core.packers.closed_fill import last_packs
 from streampack.core.packers.window import I64, Choice, Window, check_cap, sample_counts, slide
 from streampack.errors import ConfigError
 
 #: Samples tried in one subset sum. 20 to 40 are enough for a perfect fill unless lengths share a factor.
 MAX_TRIED = 1024
-#: The end of a stream is planned when no more samples than these are left, for a plan takes time.
-MAX_PLANNED = 2048
-#: In a critical window a third sample is put with a late one only if it fills this part of the budget.
-GAIN = 64
+#: The end of a stream is formed at once when no more samples than these are left.
+MAX_LAST = 2048
+#: What a third sample in the pack of a late one may be, in a critical window: one of the oldest so many that fit.
+OLD = 64
 #: A subset sum takes a bit for each token of the budget and sample tried: 17 GB of address space here.
 MAX_BUDGET = 2**27
 NO_CAP = np.iinfo(np.int64).max
@@ -94,7 +94,7 @@ class ExactFill:
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
-        """Up to ``count`` packs, by the numba kernel where there is numba."""
+        """Up to ``count`` packs, or at the end all; by the numba kernel where there is numba."""
         if budget >= MAX_BUDGET:
             raise ConfigError(
                 f"budget: got {budget}, expected less than {MAX_BUDGET} for exact_fill: take align or sliding_ffd"
@@ -129,70 +129,64 @@ def choose_in_python(
 ) -> Choice:  # fmt: skip
     """The twin of ``exact_fill_kernel.exact_fill``: slower, needs numpy alone, and is the tests' oracle."""
     view = Window(lengths, ages, budget, window)
-    if cap is None:
-        return slide(view, count, closed, _next_pack)
-    samples, most = sample_counts(sizes, len(lengths)), cap
+    samples, most = sample_counts(sizes, len(lengths)), NO_CAP if cap is None else cap
 
-    def next_pack(view: Window) -> list[int]:
+    def next_packs(view: Window) -> list[list[int]]:
+        if not view.is_ready() and (len(view.held) <= MAX_LAST or _is_crowded(view)):
+            return last_packs(view, samples, most)
         pack = _next_pack(view)
-        return pack if sum(samples[position] for position in pack) <= most else capped(view, samples, most)
+        return [pack if sum(samples[position] for position in pack) <= most else capped(view, samples, most)]
 
-    return slide(view, count, closed, next_pack)
+    return slide(view, count, closed, next_packs)
+
+
+def _is_crowded(view: Window) -> bool:
+    return 5 * (view.num_long - view.num_full) * view.budget > 4 * (view.tokens - view.num_full * view.budget)
 
 
 def _next_pack(view: Window) -> list[int]:
-    """Positions of the next pack, in age order. The window is short only when the stream is closed."""
-    late, ready = view.is_late(), view.is_ready()
+    """Positions of the next pack, in age order."""
+    late = view.is_late()
     others = len(view.held) - view.num_full
     patient = 8 * others < 3 * view.size or 5 * view.patience >= 6 * view.size * others
-    if view.full and not late and (patient or not ready):
+    if view.full and not late and patient:
         return [view.full[0]]
     seed, length = next(iter(view.held.items()))
     tokens = view.tokens - view.num_full * view.budget
-    long_share = (view.num_long - view.num_full) * view.budget
-    crowded = 5 * long_share > 4 * tokens
-    critical = crowded and 8 * tokens > others * view.budget
-    ending = not ready and len(view.held) <= MAX_PLANNED
-    plan = _last_packs(view) if ending else []
-    planned = next((sorted(pack) for pack in plan if seed in pack), [])
-    if critical and not ending:
-        rich = 16 * long_share < 15 * tokens
-        return sorted(_critical_pack(view, seed if late else None, rich))
-    if ending and len(plan) == max(-(-view.tokens // view.budget), view.num_long):
-        return planned
+    crowded = _is_crowded(view)
+    if crowded and 8 * tokens > others * view.budget:
+        return sorted(_critical_pack(view, seed, late))
     pack = [seed]
     room = view.budget - length
     rest = [sample for sample in view.held.items() if sample[1] <= room and sample[0] != seed]
-    if crowded or ending:
+    if crowded:
         rest.sort(key=lambda sample: -sample[1])
         if 2 * length <= view.budget and rest and 2 * rest[0][1] > view.budget:
             partner, length = rest.pop(0)
             pack.append(partner)
             room -= length
     room = _take_ahead(view, rest, room, pack)
-    pack = sorted(pack + _fill_exactly(rest, room))
-    return pack if not ending or len(_last_packs(view, without=set(pack))) < len(plan) else planned
+    return sorted(pack + _fill_exactly(rest, room))
 
 
-def _last_packs(view: Window, without: Collection[int] = ()) -> list[list[int]]:
-    """First fit decreasing over what is held. Without one of its packs it would form the others just so."""
-    youngest_first = [position for position in view.held if position not in without][::-1]  # ties go to the oldest
-    packs = first_fit_decreasing([view.held[position] for position in youngest_first], view.budget)
-    return [[youngest_first[i] for i in pack] for pack in packs]
-
-
-def _critical_pack(view: Window, seed: int | None, rich: bool) -> list[int]:
+def _critical_pack(view: Window, seed: int, late: bool) -> list[int]:
     """The pair that fits best, or what fits best with the seed; then longest first whatever still fits."""
     by_length = sorted(view.held.items(), key=lambda sample: -sample[1])
     negated = [-length for _, length in by_length]
-    if seed is None:
-        pack = _closest_pair(view, by_length)
+    tokens = view.tokens - view.num_full * view.budget
+    long_share = (view.num_long - view.num_full) * view.budget
+    gain = view.budget
+    if 16 * long_share < 15 * tokens:
+        gain = (5 * long_share - 4 * tokens) // (30 * max(1, tokens // view.budget))
+    if late:
+        pack = _best_with(view, by_length, seed, gain)
     else:
-        room = view.budget - view.held[seed]
-        others = [sample for sample in by_length[bisect_left(negated, -room) :] if sample[0] != seed]
-        gap = room - others[0][1] if others else room
-        two = _closest_two(others, room, gap - view.budget // GAIN) if rich else []
-        pack = [seed, *(two or [position for position, _ in others[:1]])]
+        pack = _closest_pair(view, by_length)
+        filled = sum(view.held[position] for position in pack)
+        if gain < view.budget - filled and view.held[seed] < view.budget:
+            other = _best_with(view, by_length, seed, gain)
+            if sum(view.held[position] for position in other) >= filled + gain:
+                pack = other
     room = view.budget - sum(view.held[position] for position in pack)
     at = 0
     while room:
@@ -223,19 +217,21 @@ def _closest_pair(view: Window, by_length: list[Sample]) -> list[int]:
     return pack
 
 
-def _closest_two(others: list[Sample], room: int, limit: int) -> list[int]:
-    """The two samples, of these longest first, that leave the least of the room, and less than ``limit``; or none."""
-    two: list[int] = []
-    i, j = 0, len(others) - 1
-    while i < j:
-        gap = room - others[i][1] - others[j][1]
-        if gap < 0:
-            i += 1
-            continue
-        if gap < limit:
-            limit, two = gap, [others[i][0], others[j][0]]
-        j -= 1
-    return two
+def _best_with(view: Window, by_length: list[Sample], seed: int, gain: int) -> list[int]:
+    """The seed with the longest other that fits, or with one of the oldest and another if these fill ``gain`` more."""
+    room = view.budget - view.held[seed]
+    others = [sample for sample in by_length if sample[1] <= room and sample[0] != seed]
+    negated = [-length for _, length in others]
+    pack = [seed, *(position for position, _ in others[:1])]
+    least = room - others[0][1] - gain if others else 0
+    oldest = [sample for sample in view.held.items() if sample[1] <= room and sample[0] != seed][:OLD]
+    for old, length in oldest:
+        at = bisect_left(negated, length - room)
+        for other, also in [sample for sample in others[at : at + 2] if sample[0] != old][:1]:
+            if room - length - also < least:
+                least = room - length - also
+                pack = [seed, other, old]
+    return pack
 
 
 def _take_ahead(view: Window, rest: list[Sample], room: int, pack: list[int]) -> int:
@@ -261,19 +257,25 @@ def _take_ahead(view: Window, rest: list[Sample], room: int, pack: list[int]) ->
 def _fill_exactly(rest: list[Sample], room: int) -> list[int]:
     """The subset that leaves the smallest gap; among those, one of the first samples in order.
 
-    Bit g of a row is set when a gap of g is reachable with the samples tried so far.
+    Bit g of a row is set when a gap of g is reachable with the samples tried so far. A length that reaches no new gap
+    reaches none later in the pack either, with other samples before it: the rest of that length need not be tried.
     """
     row = 1 << room
     rows = []
     tried = []
+    barren = set()
     for position, length in [sample for sample in rest if sample[1] <= room][:MAX_TRIED]:
         if row & 1:
             break
+        if length in barren:
+            continue
         wider = row | row >> length
-        if wider != row:
-            rows.append(row)
-            tried.append((position, length))
-            row = wider
+        if wider == row:
+            barren.add(length)
+            continue
+        rows.append(row)
+        tried.append((position, length))
+        row = wider
     gap = (row & -row).bit_length() - 1
     picks = []
     for before, (position, length) in zip(reversed(rows), reversed(tried), strict=True):

@@ -10,33 +10,88 @@ import numpy as np
 
 from streampack.core.packers.kernels import _compiled, _first_that_fits
 
-GAIN, CAPPED_TRIED = 64, 256  # as in exact_fill; a kernel freezes them
+#: As in exact_fill, capped_fill and closed_fill; a kernel freezes them.
+OLD, CAPPED_TRIED, MAX_SWAPPED, SWEEPS = 64, 256, 2048, 16
 
 
 @_compiled
-def plan(ordered, lengths, budget, gone, pack_of):  # type: ignore[no-untyped-def]
-    """First fit decreasing over all held that are not gone: their packs to ``pack_of``; how many packs there are.
+def last_packs(ordered, lengths, sizes, budget, cap, pack_of):  # type: ignore[no-untyped-def]
+    """All that is held, planned at once: the packs' numbers to ``pack_of``; how many numbers there are."""
+    count = len(ordered)
+    num_packs = first_fit(ordered, lengths, sizes, budget, cap, pack_of)
+    if count > MAX_SWAPPED:
+        return num_packs
+    length, size = np.zeros(count + num_packs, np.int64), np.zeros(count + num_packs, np.int64)
+    pack = np.empty(count + num_packs, np.int64)
+    length[:count], size[:count], pack[:count] = lengths[ordered], sizes[ordered], pack_of[ordered]
+    pack[count:] = np.arange(num_packs)
+    room, free = np.full(num_packs, budget), np.full(num_packs, cap)
+    for k in range(count):
+        room[pack[k]] -= length[k]
+        free[pack[k]] -= size[k]
+    moved, sweeps = True, 0
+    while moved and sweeps < SWEEPS:
+        moved = False
+        sweeps += 1
+        for i in range(count):
+            here = pack[i]
+            if room[here] == 0:
+                continue
+            best, with_whom = 0, -1
+            for j in range(count + num_packs):
+                there, more, also = pack[j], length[i] - length[j], size[i] - size[j]
+                if there != here and -room[here] <= more <= room[there] and -free[here] <= also <= free[there]:
+                    gain = more * (room[here] - room[there] + more)
+                    if gain > best:
+                        best, with_whom = gain, j
+            if with_whom < 0:
+                continue
+            there, more, also = pack[with_whom], length[i] - length[with_whom], size[i] - size[with_whom]
+            room[here] += more
+            room[there] -= more
+            free[here] += also
+            free[there] -= also
+            pack[i], pack[with_whom] = there, here
+            moved = True
+    pack_of[ordered] = pack[:count]
+    return num_packs
 
-    A tournament tree over the room of the packs, as in ``decreasing.first_fit_decreasing``.
+
+@_compiled
+def first_fit(ordered, lengths, sizes, budget, cap, pack_of):  # type: ignore[no-untyped-def]
+    """Each of these into the first pack with room, its number to ``pack_of``; how many packs there are.
+
+    A tournament tree over the room of the packs, as in ``first_fit.first_fit``.
     """
     leaves = 1
     while leaves < len(ordered):
         leaves *= 2
-    open_room = np.full(2 * leaves, budget)
+    room, free = np.full(2 * leaves, budget), np.full(leaves, cap)
     num_packs = 0
     for i in ordered:
-        if gone[i]:
-            continue
-        node = 1
-        while node < leaves:
-            node = 2 * node if open_room[2 * node] >= lengths[i] else 2 * node + 1
-        pack_of[i] = node
+        node = _first_with(room, lengths[i], 1)
+        while free[node - leaves] < sizes[i]:
+            node = _first_with(room, lengths[i], node + 1)
+        pack_of[i] = node - leaves
         num_packs = max(num_packs, node - leaves + 1)
-        open_room[node] -= lengths[i]
+        free[node - leaves] -= sizes[i]
+        room[node] = room[node] - lengths[i] if free[node - leaves] else 0
         while node > 1:
             node //= 2
-            open_room[node] = max(open_room[2 * node], open_room[2 * node + 1])
+            room[node] = max(room[2 * node], room[2 * node + 1])
     return num_packs
+
+
+@_compiled
+def _first_with(room, least, node):  # type: ignore[no-untyped-def]
+    """The first leaf with a room of at least ``least``, from this leaf or the root on; there must be one."""
+    while room[node] < least:
+        while node & 1:  # all of its parent is behind
+            node >>= 1
+        node += 1
+    while 2 * node < len(room):
+        node = 2 * node if room[2 * node] >= least else 2 * node + 1
+    return node
 
 
 @_compiled
@@ -61,39 +116,39 @@ def closest_pair(ordered, num_full, num_long, lengths, budget, indices, end):  #
 
 
 @_compiled
-def best_with(ordered, lengths, budget, seed, rich, indices, end):  # type: ignore[no-untyped-def]
-    """The seed with the one sample, or in a rich window the two, that fit it best; the pack's end."""
+def best_with(ordered, after, edge, lengths, budget, seed, gain, indices, end):  # type: ignore[no-untyped-def]
+    """The seed with the one sample that fits best, or an old and another if these fill ``gain`` more; its end."""
     room = budget - lengths[seed]
     indices[end] = seed
     end += 1
-    one = _first_that_fits(ordered, 0, len(ordered), lengths, room)
-    if one < len(ordered) and ordered[one] == seed:
-        one += 1
-    if one == len(ordered):
+    one = _longest_but(ordered, lengths, room, seed, seed)
+    if one < 0:
         return end
-    limit = room - lengths[ordered[one]] - budget // GAIN
-    i, j = one, len(ordered) - 1
-    first, second = one, -1
-    while rich and i < j:
-        if ordered[i] == seed:
-            i += 1
-            continue
-        if ordered[j] == seed:
-            j -= 1
-            continue
-        gap = room - lengths[ordered[i]] - lengths[ordered[j]]
-        if gap < 0:
-            i += 1
-            continue
-        if gap < limit:
-            limit, first, second = gap, i, j
-        j -= 1
-    indices[end] = ordered[first]
+    least = room - lengths[one] - gain
+    first, second, tried, old = one, -1, 0, after[seed]
+    while old < edge and tried < OLD and least > 0:
+        if lengths[old] <= room:
+            tried += 1
+            other = _longest_but(ordered, lengths, room - lengths[old], seed, old)
+            if other >= 0 and room - lengths[old] - lengths[other] < least:
+                least = room - lengths[old] - lengths[other]
+                first, second = other, old
+        old = after[old]
+    indices[end] = first
     end += 1
     if second >= 0:
-        indices[end] = ordered[second]
+        indices[end] = second
         end += 1
     return end
+
+
+@_compiled
+def _longest_but(ordered, lengths, room, one, other):  # type: ignore[no-untyped-def]
+    """The longest sample that fits but these two; -1 if there is none."""
+    at = _first_that_fits(ordered, 0, len(ordered), lengths, room)
+    while at < len(ordered) and (ordered[at] == one or ordered[at] == other):
+        at += 1
+    return ordered[at] if at < len(ordered) else -1
 
 
 @_compiled

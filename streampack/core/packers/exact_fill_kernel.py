@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.packers.exact_fill_cases import best_with, capped, closest_pair, fill_up, plan
+from streampack.core.packers.exact_fill_cases import best_with, capped, closest_pair, fill_up, last_packs
 from streampack.core.packers.kernels import (
     MAX_TRIED,
     _compiled,
@@ -24,15 +24,15 @@ from streampack.core.packers.kernels import (
 )
 from streampack.core.packers.window import I64
 
-MAX_PLANNED = 2048  # as in exact_fill; a kernel freezes it
+FEW, MAX_LAST = 64, 2048  # the second as in exact_fill; a kernel freezes them
 
-#: What the numbers in ``View.now`` are; tokens and samples, those held; PLANNED is -1 where there is no plan.
+#: What the numbers in ``View.now`` are; tokens and samples, those held.
 EDGE, HELD, SAMPLES, TOKENS, LONG, FULL, PATIENCE = range(7)
-PACKS, LATE_FROM, SORTED, SORTED_TO, FULL_HEAD, FULL_TAIL, PLANNED = range(7, 14)
+PACKS, LATE_FROM, SORTED, SORTED_TO, FULL_HEAD, FULL_TAIL = range(7, 13)
 
 
 class View(NamedTuple):
-    """The window and room to work in. All but ``rows`` and ``now`` are as long as the lengths, or one longer."""
+    """The window and room to work in. All but the last three are as long as the lengths, or one longer."""
 
     lengths: I64
     sizes: I64
@@ -46,6 +46,7 @@ class View(NamedTuple):
     rest: I64
     indices: I64
     rows: NDArray[np.uint64]
+    barren: NDArray[np.bool_]
     now: I64
 
 
@@ -55,25 +56,27 @@ def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap):  # type:
     n = len(lengths)
     after, before = np.arange(1, n + 2), np.arange(-1, n)
     after[n], before[0] = 0, n
-    now = np.zeros(14, np.int64)
-    now[PLANNED] = -1
+    now = np.zeros(13, np.int64)
     rows = np.empty((MAX_TRIED + 1) * (budget // 64 + 1), np.uint64)
     of_each = np.empty((5, n), np.int64)
     due, gone = np.zeros(n, np.int64), np.zeros(n, np.bool_)
     view = View(
-        lengths, sizes, after, before, due, gone, of_each[0], of_each[1], of_each[2], of_each[3], of_each[4], rows, now
-    )
+        lengths, sizes, after, before, due, gone, of_each[0], of_each[1], of_each[2], of_each[3], of_each[4], rows,
+        np.zeros(budget + 1, np.bool_), now,
+    )  # fmt: skip
     bounds, end = np.zeros(n + 1, np.int64), np.int64(0)  # a literal 0 would compile all once more
     while True:
         _refill(view, ages, budget, size)
         ready = now[HELD] >= size and now[TOKENS] >= 2 * budget
         if now[PACKS] >= count or now[HELD] == 0 or not (closed or ready):
             break
+        if not ready and (now[HELD] <= MAX_LAST or _is_crowded(now, budget)):
+            end = _form_all(view, budget, cap, bounds, end)
+            break
         start, seed = end, after[n]
-        end = _next_pack(view, budget, size, ready, seed, start)
+        end = _next_pack(view, budget, size, seed, start)
         if end - start > cap or sizes[view.indices[start:end]].sum() > cap:
             end = capped(view, now[EDGE], now[SAMPLES], now[TOKENS], budget, cap, seed, start)
-            now[PLANNED] = -1
         view.indices[start:end].sort()
         _remove(view, budget, view.indices[start:end])
         bounds[now[PACKS]] = end
@@ -121,36 +124,53 @@ def _remove(view, budget, pack):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _next_pack(view, budget, size, ready, seed, start):  # type: ignore[no-untyped-def]
+def _next_pack(view, budget, size, seed, start):  # type: ignore[no-untyped-def]
     """The next pack to ``indices[start:]``, in any order; its end."""
     now = view.now
     late = _is_late(view, size)
     others = now[HELD] - now[FULL]
     tokens = now[TOKENS] - now[FULL] * budget
     long_share = (now[LONG] - now[FULL]) * budget
-    crowded = 5 * long_share > 4 * tokens
+    crowded = _is_crowded(now, budget)
     patient = 8 * others < 3 * size or 5 * now[PATIENCE] >= 6 * size * others
     while now[FULL_HEAD] < now[FULL_TAIL] and view.gone[view.full[now[FULL_HEAD]]]:
         now[FULL_HEAD] += 1
-    if now[FULL_HEAD] < now[FULL_TAIL] and not late and (patient or not ready):
+    if now[FULL_HEAD] < now[FULL_TAIL] and not late and patient:
         view.indices[start] = view.full[now[FULL_HEAD]]
-        now[PLANNED] -= now[PLANNED] > 0  # it has a pack of its own in any plan
         return start + 1
-    ending = not ready and now[HELD] <= MAX_PLANNED
-    if crowded or ending:
-        args = (view.by_length, now[SORTED], view.lengths, view.gone)
-        now[SORTED] = _sort_in(*args, now[SORTED_TO], now[EDGE])
-        now[SORTED_TO] = now[EDGE]
-    if ending:
-        return _next_of_the_last(view, budget, seed, start)
+    if crowded:
+        _sort(view)
     if not crowded or 8 * tokens <= others * budget:
         return _filled(view, budget, seed, crowded, start)
     ordered = view.by_length[: now[SORTED]]
+    gain = budget
+    if 16 * long_share < 15 * tokens:
+        gain = (5 * long_share - 4 * tokens) // (30 * max(1, tokens // budget))
     if late:
-        end = best_with(ordered, view.lengths, budget, seed, 16 * long_share < 15 * tokens, view.indices, start)
+        end = best_with(ordered, view.after, now[EDGE], view.lengths, budget, seed, gain, view.indices, start)
     else:
         end = closest_pair(ordered, now[FULL], now[LONG], view.lengths, budget, view.indices, start)
+        pair = view.indices[start:end].copy()
+        filled = view.lengths[pair].sum()
+        if gain < budget - filled and view.lengths[seed] < budget:
+            end = best_with(ordered, view.after, now[EDGE], view.lengths, budget, seed, gain, view.indices, start)
+            if view.lengths[view.indices[start:end]].sum() < filled + gain:
+                end = start + len(pair)
+                view.indices[start:end] = pair
     return fill_up(ordered, view.lengths, budget, view.indices, start, end)
+
+
+@_compiled
+def _is_crowded(now, budget):  # type: ignore[no-untyped-def]
+    return 5 * (now[LONG] - now[FULL]) * budget > 4 * (now[TOKENS] - now[FULL] * budget)
+
+
+@_compiled
+def _sort(view):  # type: ignore[no-untyped-def]
+    """Bring ``by_length`` up to date."""
+    now = view.now
+    now[SORTED] = _sort_in(view.by_length, now[SORTED], view.lengths, view.gone, now[SORTED_TO], now[EDGE])
+    now[SORTED_TO] = now[EDGE]
 
 
 @_compiled
@@ -171,46 +191,53 @@ def _is_late(view, size):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _filled(view, budget, seed, longest_first, end):  # type: ignore[no-untyped-def]
-    """The seed and what fills its pack; its end."""
+def _filled(view, budget, seed, crowded, start):  # type: ignore[no-untyped-def]
+    """The seed and what fills its pack; its end. Of many more are gathered only where the first do not fill it."""
     lengths, rest, indices, now = view.lengths, view.rest, view.indices, view.now
-    indices[end] = seed
-    end += 1
-    room = budget - lengths[seed]
-    if longest_first:
-        num_rest = _gather(rest, view.by_length, now[SORTED], seed, lengths, room)
-        if 2 * lengths[seed] <= budget and num_rest and 2 * lengths[rest[0]] > budget:
-            indices[end] = rest[0]
-            end += 1
-            room -= lengths[rest[0]]
-            num_rest = _gather(rest, rest, num_rest, rest[0], lengths, room)
-    else:
-        num_rest = _gather_by_age(rest, view.after, view.after[seed], now[EDGE], lengths, room)
-    num_rest, room, end = _take_ahead(rest, num_rest, lengths, room, now[HELD], now[TOKENS], indices, end)
-    return _fill_exactly(rest, num_rest, lengths, room, view.rows, indices, end)
+    most = len(rest) if crowded else FEW
+    while True:
+        end, room = start + 1, budget - lengths[seed]
+        indices[start] = seed
+        if crowded:
+            gathered = _gather(rest, view.by_length, now[SORTED], seed, lengths, room)
+            if 2 * lengths[seed] <= budget and gathered and 2 * lengths[rest[0]] > budget:
+                indices[end] = rest[0]
+                end += 1
+                room -= lengths[rest[0]]
+                gathered = _gather(rest, rest, gathered, rest[0], lengths, room)
+        else:
+            gathered = _gather_by_age(rest, most, view.after, view.after[seed], now[EDGE], lengths, room)
+        num_rest, room, end = _take_ahead(rest, gathered, lengths, room, now[HELD], now[TOKENS], indices, end)
+        end = _fill_exactly(rest, num_rest, lengths, room, view.rows, view.barren, indices, end)
+        if gathered < most or (
+            room * now[HELD] <= 16 * now[TOKENS]
+            and (lengths[indices[start:end]].sum() == budget or (lengths[rest[:num_rest]] <= room).sum() >= MAX_TRIED)
+        ):
+            return end
+        most *= 16
 
 
 @_compiled
-def _next_of_the_last(view, budget, seed, start):  # type: ignore[no-untyped-def]
-    """The seed's pack of the plan, or one that makes the plan for the others no worse; its end. Keeps the plan."""
-    lengths, gone, indices, now, pack_of = view.lengths, view.gone, view.indices, view.now, view.pack_of
-    ordered = view.by_length[: now[SORTED]]
-    if now[PLANNED] < 0:
-        now[PLANNED] = plan(ordered, lengths, budget, gone, pack_of)
-    if now[PLANNED] > max(-(-now[TOKENS] // budget), now[LONG]):
-        end = _filled(view, budget, seed, np.bool_(True), start)
-        gone[indices[start:end]] = True
-        other = np.empty(len(lengths), np.int64)
-        planned = plan(ordered, lengths, budget, gone, other)
-        gone[indices[start:end]] = False
-        if planned < now[PLANNED]:
-            now[PLANNED] = planned
-            pack_of[ordered] = other[ordered]
-            return end
-    now[PLANNED] -= 1
-    end = start
-    for i in ordered:
-        if pack_of[i] == pack_of[seed]:
-            indices[end] = i
-            end += 1
-    return end
+def _form_all(view, budget, cap, bounds, end):  # type: ignore[no-untyped-def]
+    """All that is held, the pack with the oldest first; the end of the last."""
+    now, after, indices = view.now, view.after, view.indices
+    _sort(view)
+    pack_of, edge = view.pack_of, now[EDGE]
+    num_packs = last_packs(view.by_length[: now[SORTED]], view.lengths, view.sizes, budget, cap, pack_of)
+    rank, ends, packs = np.full(num_packs, -1), np.zeros(num_packs, np.int64), 0
+    i = after[len(view.lengths)]
+    while i < edge:
+        if rank[pack_of[i]] < 0:
+            rank[pack_of[i]] = packs
+            packs += 1
+        ends[rank[pack_of[i]]] += 1
+        i = after[i]
+    ends = end + np.cumsum(ends[:packs])
+    bounds[now[PACKS] + 1 : now[PACKS] + packs + 1] = ends
+    now[PACKS] += packs
+    i = view.before[len(view.lengths)]
+    while i < edge:
+        ends[rank[pack_of[i]]] -= 1
+        indices[ends[rank[pack_of[i]]]] = i
+        i = view.before[i]
+    return end + now[HELD]

@@ -24,6 +24,7 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
     due, gone = ages.copy(), np.zeros(n, np.bool_)
     by_age, by_length = np.arange(n), np.empty(n, np.int64)
     rows = np.empty((MAX_TRIED + 1) * (budget // 64 + 1), np.uint64)
+    barren = np.zeros(budget + 1, np.bool_)
     chosen, left, rest = np.empty(n, np.int64), np.empty(n, np.int64), np.empty(n, np.int64)
     is_outlier, forced, pack_of = np.zeros(n, np.bool_), np.zeros(n, np.bool_), np.full(n, -1)
     indices, end = np.empty(n, np.int64), 0
@@ -111,7 +112,7 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
                 indices[end] = i
                 end += 1
             if not last and room[p]:
-                end = _fill(left, num_left, gone, rest, lengths, sizes, room[p], free[p], rows, indices, end)
+                end = _fill(left, num_left, gone, rest, lengths, sizes, room[p], free[p], rows, barren, indices, end)
             for i in indices[start:end]:
                 gone[i] = True
                 all_tokens -= lengths[i]
@@ -298,7 +299,7 @@ def _drop(positions, count, gone):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _fill(left, num_left, gone, rest, lengths, sizes, room, free, rows, indices, end):  # type: ignore[no-untyped-def]
+def _fill(left, num_left, gone, rest, lengths, sizes, room, free, rows, barren, indices, end):  # type: ignore[no-untyped-def]
     """Fill a pack with what is left and not gone: what to add from ``end`` on; the new end."""
     for most in (FEW, MAX_TRIED):
         num_rest = 0
@@ -308,7 +309,7 @@ def _fill(left, num_left, gone, rest, lengths, sizes, room, free, rows, indices,
                 num_rest += 1
             if num_rest == most:
                 break
-        stop = _fill_exactly(rest, num_rest, lengths, room, rows, indices, end)
+        stop = _fill_exactly(rest, num_rest, lengths, room, rows, barren, indices, end)
         tokens = samples = 0
         for i in indices[end:stop]:
             tokens += lengths[i]

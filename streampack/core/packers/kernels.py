@@ -77,11 +77,11 @@ def _gather(rest, source, num_source, seed, lengths, room):  # type: ignore[no-u
 
 
 @_compiled
-def _gather_by_age(rest, after, first, edge, lengths, room):  # type: ignore[no-untyped-def]
-    """The same from the linked list, oldest first."""
+def _gather_by_age(rest, most, after, first, edge, lengths, room):  # type: ignore[no-untyped-def]
+    """The same from the linked list, oldest first, ``most`` at most."""
     num_rest = 0
     i = first
-    while i < edge:
+    while i < edge and num_rest < most:
         if lengths[i] <= room:
             rest[num_rest] = i
             num_rest += 1
@@ -116,7 +116,8 @@ def _take_ahead(rest, num_rest, lengths, room, held, tokens, indices, end):  # t
 
 
 @_compiled
-def _fill_exactly(rest, num_rest, lengths, room, rows, indices, end):  # type: ignore[no-untyped-def]
+def _fill_exactly(rest, num_rest, lengths, room, rows, barren, indices, end):  # type: ignore[no-untyped-def]
+    """``barren`` bool [budget + 1], by length, is all False before and after."""
     words = room // 64 + 1
     rows[:words] = 0
     rows[room >> 6] = ONE << np.uint64(room & 63)
@@ -126,9 +127,15 @@ def _fill_exactly(rest, num_rest, lengths, room, rows, indices, end):  # type: i
         k += 1
         if lengths[i] <= room:
             seen += 1
+            if barren[lengths[i]]:
+                continue
             if _widen(rows, kept * words, words, lengths[i]):
-                rest[kept] = i  # kept < k: in place
+                rest[k - 1], rest[kept] = rest[kept], i
                 kept += 1
+            else:
+                barren[lengths[i]] = True
+    for i in rest[:k]:
+        barren[lengths[i]] = False
     gap = _lowest_bit(rows, kept * words)
     while kept:
         kept -= 1

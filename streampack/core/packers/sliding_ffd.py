@@ -41,14 +41,14 @@ class SlidingFFD(Capped):
         order: list[tuple[int, int]] = []  # (-length, -position): longest first, then latest first
         sorted_to = 0
 
-        def next_pack(view: Window) -> list[int]:
+        def next_packs(view: Window) -> list[list[int]]:
             nonlocal sorted_to
             for position in range(sorted_to, view.edge):
                 insort(order, (-view.held[position], -position))
             sorted_to = view.edge
-            return _take_pack(view, order, samples, cap)
+            return [_take_pack(view, order, samples, cap)]
 
-        return slide(view, count, closed, next_pack)
+        return slide(view, count, closed, next_packs)
 
 
 def _take_pack(view: Window, order: list[tuple[int, int]], samples: list[int], cap: int) -> list[int]:

@@ -170,13 +170,13 @@ class Window:
         return ages
 
 
-def slide(view: Window, count: int, closed: bool, next_pack: Callable[[Window], list[int]]) -> Choice:
+def slide(view: Window, count: int, closed: bool, next_packs: Callable[[Window], list[list[int]]]) -> Choice:
     """Refill and form, until there are ``count`` packs, nothing is left, or the window waits for more."""
     packs: list[list[int]] = []
     while True:
         view.refill()
         if len(packs) >= count or not view.held or not (closed or view.is_ready()):
             return choice_of(packs, view.ages())
-        pack = next_pack(view)
-        view.remove(pack)
-        packs.append(pack)
+        for pack in next_packs(view):
+            view.remove(pack)
+            packs.append(pack)
