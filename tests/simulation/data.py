@@ -2,7 +2,8 @@
 
 ``Case`` n is one of a few small jobs that between them use packers of each kind, every over-long policy, tail, shape
 and order of merging.
-Streams are read, as often as need be, or pushed once by programs that keep nothing; those say where batches end.
+Streams are read, as often as need be, or pushed once by programs that keep nothing; those say where batches end, and
+which samples are a group.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from streampack.core.messages import Envelope, Mesh, StepPart
 from streampack.core.rules import Align, Balance, Batch, OnExhaust, Overlong, PackerName, Poison, Rules, StreamRules
-from streampack.core.samples import I64
+from streampack.core.samples import I64, Keep
 from streampack.core.shapes import Shape, Sizes
 
 FIRST_ARRIVAL, FIRST_PUSHED, FIRST_BATCH, FIRST_READ_BATCH, FIRST_PADDED, NUM_CASES = 8, 10, 12, 14, 16, 18
@@ -96,6 +98,14 @@ class Case:
         ends = np.cumsum([0, *counts]).tolist()
         held = [sum(-(-n // align.sample) * align.sample for n in lengths[a:b]) for a, b in pairwise(ends)]
         return [next(size for size in sizes if size >= tokens) for tokens in held]
+
+    def keep(self, stream: int, partition: int, start: int, stop: int) -> Keep | UnsetType:
+        """What samples that are pushed as one are kept in: a pack, where one holds them, or a step, where it can be."""
+        lengths, align = self.lengths(stream, partition)[start:stop], self.rules.align.sample
+        slots = -(-lengths // align) * align
+        if start % 3 < 2 and stop > start + 1 and slots.sum() <= BUDGET:
+            return "pack"
+        return "step" if start % 3 and self.rules.batch is not None else UNSET
 
     @lru_cache  # noqa: B019 - cases live as long as the tests
     def lengths(self, stream: int, partition: int) -> I64:

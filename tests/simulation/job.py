@@ -17,7 +17,7 @@ from tests.simulation.broker import FIRST_EPOCH
 from tests.simulation.client import Checkpoint, ClientProcess
 from tests.simulation.data import Id, Shard, case, shards_of
 from tests.simulation.log_checks import check_log
-from tests.simulation.offline import Reference, packed, reference, row_of
+from tests.simulation.offline import Reference, check_groups, packed, reference, row_of
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -127,6 +127,7 @@ class Job:
         assert sorted(pack[0] for pack in packs) == list(range(len(packs))), f"conservation: {what}"
         ids = sorted(one for _, pack in packs for one in pack)
         assert ids == sorted(one for pack in reference.ids[step] for one in pack), f"conservation: {what}"
+        check_groups([pack for _, pack in packs], reference.follows)
         if batch is None:
             assert len(packs) == len(reference.steps[step].packs), f"conservation: {what}"
         else:

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from crc32c import crc32c
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from streampack.core.form import Former, Step
 from streampack.core.intake import apply_overlong
 from streampack.core.merge import merge_of
 from streampack.core.records import BatchMarked, ChunkAdmitted, PartitionEnded
-from streampack.core.samples import I64, SampleTable
+from streampack.core.samples import I64, KEEPS, Keep, SampleTable
 from tests.simulation.data import BUDGET, Case, Id, case
 from tests.simulation.disk import Disk
 
@@ -37,6 +39,8 @@ class Reference:
     rejected: frozenset[tuple[int, int]]
     samples: Mapping[Id, NDArray[Any]]
     """The tokens of each."""
+    follows: Mapping[Id, Id]
+    """Of samples that are kept in one pack: which comes next there."""
 
 
 class Packing:
@@ -47,13 +51,17 @@ class Packing:
         self._tokens: dict[int, NDArray[Any]] = {}
         self._expected: set[Id] = set()
         self._rejected: set[tuple[int, int]] = set()
+        self._follows: dict[Id, Id] = {}
+        self._kept_in_a_step: list[list[Id]] = []
 
     def place(self, stream: int, partition: int) -> int:
         """A partition's number in the merge."""
         return sum(each.partitions for each in self.this.rules.streams[:stream]) + partition
 
-    def enter(self, stream: int, partition: int, base_seq: int, samples: list[NDArray[Any]]) -> None:
-        """Samples of a partition from ``base_seq`` on, as they are pushed."""
+    def enter(
+        self, stream: int, partition: int, base_seq: int, samples: list[NDArray[Any]], keep: Keep | UnsetType = UNSET
+    ) -> None:
+        """Samples of a partition from ``base_seq`` on, as they are pushed; a group if they are to ``keep`` together."""
         this, table = self.this, self.table
         lengths = np.array([len(sample) for sample in samples], np.int64)
         pieces = apply_overlong(lengths, BUDGET, this.overlong)
@@ -73,6 +81,14 @@ class Packing:
             table.crc[h] = crc32c(whole.tobytes())
             assert (stream, index, part) not in self._expected, "conservation: a sample was admitted twice"
             self._expected.add((stream, index, part))
+        kept = handles[handles >= 0]
+        if keep and len(kept):
+            table.keep[kept[:-1]] = KEEPS[keep]
+            ids = self._identify(kept)
+            if keep == "pack":
+                self._follows |= dict(pairwise(ids))
+            else:
+                self._kept_in_a_step.append(ids)
         self.merge.push(self.place(stream, partition), handles, pieces.length, pieces.part)
 
     def steps(self) -> Reference:
@@ -97,9 +113,13 @@ class Packing:
         found += self._identify(merge.drop())  # what a stream that stopped the rest has left
         assert len(found) == len(set(found)) == len(self._expected)
         assert set(found) == self._expected
+        check_groups([pack for packs in ids for pack in packs], self._follows)
+        of = {one: number for number, packs in enumerate(ids) for pack in packs for one in pack}
+        for group in self._kept_in_a_step:
+            assert len({of.get(one) for one in group}) == 1, f"groups: {group} is in several steps"
         samples = dict(zip(self._identify(np.array(list(self._tokens), np.int64)), self._tokens.values(), strict=True))
         rows = tuple(np.stack([self._row(this, pack.handles) for pack in step.packs]) for step in steps)
-        return Reference(tuple(steps), rows, ids, former.chain, left, frozenset(self._rejected), samples)
+        return Reference(tuple(steps), rows, ids, former.chain, left, frozenset(self._rejected), samples, self._follows)
 
     def _identify(self, handles: I64) -> list[Id]:
         table = self.table
@@ -107,6 +127,14 @@ class Packing:
 
     def _row(self, this: Case, handles: I64) -> NDArray[Any]:
         return row_of(this, [self._tokens[h] for h in handles.tolist()], this.rules.align.sample)
+
+
+def check_groups(packs: list[list[Id]], follows: Mapping[Id, Id]) -> None:
+    """In every pack each sample of a group is followed by the one that belongs behind it."""
+    for pack in packs:
+        after = dict(pairwise(pack))
+        wrong = [one for one in pack if one in follows and after.get(one) != follows[one]]
+        assert not wrong, f"groups: {wrong} are not followed in their pack by the rest of their groups"
 
 
 def row_of(this: Case, samples: list[NDArray[Any]], align: int) -> NDArray[Any]:
@@ -150,7 +178,7 @@ def packed(this: Case, disk: Disk) -> Reference:
         elif isinstance(record, PartitionEnded):
             packing.merge.end(place)
         else:
-            packing.enter(stream, record.partition, record.base_seq, samples_of(this, record, payload))
+            packing.enter(stream, record.partition, record.base_seq, samples_of(this, record, payload), record.keep)
             if record.pass_ended and this.rules.between_passes == "drain":
                 packing.merge.end_pass(place)
     return packing.steps()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from crc32c import crc32c
+from msgspec.structs import replace
 
 from streampack.core.events import Effect, Event, Report
 from streampack.core.push_buffer import CHUNK_BYTES, PushBuffer, size_of
@@ -138,6 +139,7 @@ class PusherProcess(Process):
             if self.session.room(num_bytes + CHUNK_BYTES):
                 chunk = chunk_of(self.case, (self.stream, self.partition), (0, 0), first, stop)
                 assert size_of(chunk) == num_bytes + CHUNK_BYTES
+                chunk = replace(chunk, keep=self.case.keep(births.stream, self.partition, first, stop))
                 births.next = stop
                 self._unsafe += [(birth, buffer.next_seq + birth - first) for birth in range(first, stop)]
                 self.handle(Push(chunk))

@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from streampack.core import kept
+from streampack.core import admission, form, kept
 from streampack.core.books import Books
 from streampack.core.client_session import ClientSession
 from streampack.core.credits import Credits
-from streampack.core.dealt import PaddedStep, deal_padded
-from streampack.core.effects import Formed
+from streampack.core.dealt import PaddedStep, deal_padded, split
+from streampack.core.effects import Formed, Recalled
 from streampack.core.events import Effect, FromBroker, Send
 from streampack.core.feed import Feed
 from streampack.core.form import Former, Request, Step
@@ -35,16 +35,25 @@ from streampack.core.planner import Planner
 from streampack.core.producer_session import ProducerSession
 from streampack.core.producers import Producer
 from streampack.core.readers import Readers
+from streampack.core.records import ChunkAdmitted
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
 from streampack.core.seats import Seats
 from tests.simulation.checks import BrokerChecks
-from tests.simulation.data import FIRST_ARRIVAL, FIRST_BATCH, FIRST_PADDED, FIRST_PUSHED, NUM_CASES
+from tests.simulation.data import (
+    FIRST_ARRIVAL,
+    FIRST_BATCH,
+    FIRST_PADDED,
+    FIRST_PUSHED,
+    FIRST_READ_BATCH,
+    NUM_CASES,
+)
 from tests.simulation.world import World, run
 
 MAX_SEEDS = 150
 SLOW_S = 0.5
 ALL, ARRIVAL, PUSHED = range(FIRST_BATCH), range(FIRST_ARRIVAL, FIRST_BATCH), range(FIRST_PUSHED, FIRST_BATCH)
+GROUPS = range(FIRST_PUSHED, FIRST_READ_BATCH)
 BATCHES, PADDED = range(FIRST_BATCH, FIRST_PADDED), range(FIRST_PADDED, NUM_CASES)
 Patch = pytest.MonkeyPatch
 MUTANTS: list[Any] = []
@@ -438,6 +447,42 @@ def what_waits_behind_a_batch_is_packed_with_it(patch: Patch) -> None:
         return len(self._handles) if original(self) else 0
 
     _wrap(patch, Former, "_batch_size", batch_size)
+
+
+@mutant("groups", GROUPS)
+def a_pack_splits_a_group(patch: Patch) -> None:
+    patch.setattr(form, "item_sizes", lambda keeps, *_: np.ones(len(keeps), np.int64))
+
+
+@mutant("groups", GROUPS)
+def a_pack_that_is_split_for_a_mesh_splits_a_group(patch: Patch) -> None:
+    def split_anywhere(bounds: I64, costs: I64, _: Any, count: int) -> Any:
+        return split(bounds, costs, np.zeros(len(costs), np.uint8), count)
+
+    patch.setattr(kept, "split", split_anywhere)
+
+
+@mutant("groups", GROUPS)
+def a_batch_ends_inside_a_group(patch: Patch) -> None:
+    patch.setattr(admission, "KEEPS", {"pack": 1, "step": 0})
+
+
+@mutant("groups", GROUPS)
+def a_group_that_comes_out_of_the_log_is_none(patch: Patch) -> None:
+    def recalled(original: Any, self: Books, event: Recalled) -> Any:
+        assert isinstance(event.record, ChunkAdmitted)
+        record = msgspec.structs.replace(event.record, keep=msgspec.UNSET)
+        return original(self, msgspec.structs.replace(event, record=record))
+
+    _wrap(patch, Books, "recalled", recalled)
+
+
+@mutant("groups", GROUPS)
+def a_snapshot_knows_no_groups(patch: Patch) -> None:
+    def state(original: Any, self: Former) -> Any:
+        return msgspec.structs.replace(original(self), keeps=msgspec.UNSET)
+
+    _wrap(patch, Former, "state", state)
 
 
 @mutant("batch", PADDED)
