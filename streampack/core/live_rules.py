@@ -63,6 +63,11 @@ class LiveRules:
         position = changes[self.applied].position if self.applied < len(changes) else -1
         return position if position >= 0 else NOWHERE
 
+    def waits_for_group(self, next_step: int, in_group: bool) -> bool:
+        """Is a change due at ``next_step``, which must wait until a group is merged whole?"""
+        changes = self._history.changes[self.applied : self.applied + 1]
+        return in_group and any(change.position < 0 and change.step <= next_step for change in changes)
+
     def ask(self, rules: Rules, unformed: int, at_step: int | None, note: str) -> tuple[list[Effect], int]:
         """Go by ``rules`` from ``at_step`` on, or a later step that nobody has: ``unformed`` is the first; which.
 

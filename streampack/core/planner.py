@@ -59,8 +59,8 @@ class Planner:
         """Merge while the next step may need more, and there is room."""
         merge, target = self.admission.merge, 2 * self._rules.packs * self._rules.budget
         effects = self.live.apply(self.former.next_step, self.former.in_group)
-        while (room := self._memory.room) > 0 and self.former.hungry:
-            taken = merge.take(min(room, target), self.live.next_position)
+        while (room := self._memory.room) > 0 and (self.former.hungry or self._waits_for_group):
+            taken = merge.take(1 if self._waits_for_group else min(room, target), self.live.next_position)
             self.blocked = taken.blocked
             if not len(taken.moved):
                 if not (merge.between_passes and self.former.too_few):
@@ -77,6 +77,11 @@ class Planner:
         return effects
 
     @property
+    def _waits_for_group(self) -> bool:
+        """Does a change of the rules that the next step needs wait for the rest of a group?"""
+        return not self.former.closed and self.live.waits_for_group(self.former.next_step, self.former.in_group)
+
+    @property
     def overfull(self) -> str:
         """Why the next batch can never be whole: it alone fills the memory. Empty where it can."""
         former, memory = self.former, self._memory
@@ -90,7 +95,7 @@ class Planner:
 
     def request(self) -> list[Effect]:
         """Ask for the packs of the next step to be chosen; nothing where that needs more samples, or none are left."""
-        request = self.former.request()
+        request = None if self._waits_for_group else self.former.request()
         if request is None:
             return []
         self.forming = True

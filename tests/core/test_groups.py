@@ -11,14 +11,16 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streampack.core.changes import Restream
+from streampack.core.events import Tick
 from streampack.core.form import Former, Step
 from streampack.core.kept import KeptSteps
 from streampack.core.merge import merge_of
 from streampack.core.messages import Mesh
-from streampack.core.push_buffer import size_of
-from streampack.core.push_session import End, EndBatch, Push
+from streampack.core.push_buffer import PushBuffer, size_of
+from streampack.core.push_session import End, EndBatch, Push, PushSession
 from streampack.core.records import BatchMarked, ChunkAdmitted, LineageBegan, Record, SamplesRejected, StepFormed
-from streampack.core.rules import Align, Balance, Batch, PackerName, Rules
+from streampack.core.rules import Align, Balance, Batch, PackerName, Rules, StreamRules
 from streampack.core.samples import KEEPS, ROW, Keep, SampleTable, index_of
 from streampack.core.snapshot import FormState
 from tests.core import test_going_back as rollouts
@@ -263,6 +265,10 @@ def test_a_rank_without_an_item_is_an_error_where_the_policy_says_so() -> None:
 # A broker that runs
 
 
+RULES = Rules(budget=64, packs=1, window=4)
+SPARE = StreamRules("spare", 1.0, 1, pushed=True)
+
+
 class Pushed(Rollouts):
     """Programs push groups of one to four samples, ``keeps`` by turns, over-long ones too; with ``marks`` they end a
     batch after every fifth group."""
@@ -270,8 +276,8 @@ class Pushed(Rollouts):
     def __init__(self, rules: Rules, keeps: list[Keep | None], seed: int, *, discards: bool, marks: bool) -> None:
         self.keeps, self.marks = keeps, marks
         self.sent = [0] * PARTITIONS
-        before, (stream,) = rollouts.RULES, rollouts.RULES.streams
-        streams = (msgspec.structs.replace(stream, overlong="drop"),)
+        before = rollouts.RULES
+        streams = tuple(msgspec.structs.replace(stream, overlong="drop") for stream in before.streams)
         rollouts.RULES = msgspec.structs.replace(rules, merge="arrival", streams=streams)
         try:
             super().__init__(seed, discards=discards)
@@ -408,6 +414,58 @@ def test_groups_that_are_pushed_are_never_torn_whoever_is_killed(
             assert len({places[index][0] for index in indices}) == 1
     if not any("discarded" in why for why in rejected.values()):
         assert chains == planned(live.rules, live.records())
+
+
+class Leaving(Pushed):
+    """Beside these programs there is one that pushes nothing to a stream of its own, ``spare``."""
+
+    def __init__(self, seed: int) -> None:
+        self.spare = PushSession(
+            run=0, producer="spare", incarnation=99, host="host", pid=99, stream="spare", partition=0,
+            buffer=PushBuffer(1 << 16),
+        )  # fmt: skip
+        before = rollouts.RULES
+        rollouts.RULES = msgspec.structs.replace(before, streams=(*before.streams, SPARE))
+        try:
+            super().__init__(RULES, ["pack"], seed, discards=False, marks=False)
+        finally:
+            rollouts.RULES = before
+
+    def start_broker(self, lost: bool = False) -> None:
+        self.quota = 400  # so that more waits than is merged at once
+        super().start_broker(lost)
+
+    def start_producer(self, streams: list[str]) -> bytes:
+        self.producers[b"spare"] = self.spare
+        self._to_producer(b"spare", Tick(self.now))
+        return super().start_producer(streams)
+
+    def turn(self) -> None:
+        if self.over and self.spare.begun and not self.spare._ending:
+            self._to_producer(b"spare", End())
+        super().turn()
+
+
+@given(st.integers(0, 999), st.integers(0, 400), st.integers(0, 400), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_a_stream_that_is_removed_leaves_no_part_of_a_group(seed: int, before: int, after: int, killed: bool) -> None:
+    """What waits of it is dropped: the rules change between two groups, however many samples were merged at once."""
+    live = Leaving(seed)
+    live.wanted = 150
+    for _ in range(before):
+        live.turn()
+    assert not live.ask(Restream(remove=("rollouts",))).refusal
+    for _ in range(after):
+        live.turn()
+    if killed:
+        live.start_broker()
+    live.over = True
+    live.finish()
+    packs = [pack for step in live.packs().values() for pack in step]
+    for _, indices in live.groups():
+        mine = [pack for pack in packs if set(indices) & set(pack)]
+        assert not mine or len(mine) == 1
+        assert all(set(indices) <= set(pack) for pack in mine)
 
 
 def slots_of(group: ChunkAdmitted, rules: Rules) -> int:
