@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 import numpy as np
@@ -131,9 +132,12 @@ def _bounds(longest: list[int], budget: int) -> list[int]:
 
 def _split(bounds: list[int], longest: list[int], count: int) -> None:
     """Split, in place, the stretch with most tokens of those with places to share, till there are ``count`` or none."""
-    while len(bounds) <= count:
-        stretches = [(start, stop) for start, stop in pairwise(bounds) if stop - start > 1]
-        if not stretches:
-            return
-        start, stop = max(stretches, key=lambda each: (each[1] - each[0]) * longest[each[1] - 1])
-        insort(bounds, start + (stop - start) // 2)
+    stretches = [(-(stop - start) * longest[stop - 1], start, stop) for start, stop in pairwise(bounds)]
+    heapify(stretches)
+    while len(bounds) <= count and stretches:
+        _, start, stop = heappop(stretches)
+        if stop - start > 1:
+            middle = start + (stop - start) // 2
+            insort(bounds, middle)
+            for begin, end in ((start, middle), (middle, stop)):
+                heappush(stretches, (-(end - begin) * longest[end - 1], begin, end))

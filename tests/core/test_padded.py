@@ -95,6 +95,14 @@ def test_more_micro_batches_are_split_off_those_with_most_tokens_then_empty() ->
     assert micro_batches(found) == [[[0]], [[1]], [[-1]], [[-1]]], "rows of padding, where there are no more samples"
 
 
+def test_the_first_of_those_with_most_tokens_is_split_until_none_has_two_places() -> None:
+    found = padded_batches([1] * 8, 8, 1, min_micro_batches=6)
+    assert [len(rows) for rows in micro_batches(found)] == [1, 1, 1, 1, 2, 2]
+    found = padded_batches([1] * 40_000, 40_000, 1, min_micro_batches=50_000)
+    assert found.num_micro_batches == 50_000, "and so many take no minutes"
+    assert found.figures.actual_tokens == 50_000
+
+
 def test_a_pipeline_is_refused_unless_its_trainer_takes_any_length() -> None:
     with pytest.raises(ConfigError, match=r"pp: got 2, expected 1.*variable_lengths"):
         padded_batches([1, 2], 4, 1, pp=2)
