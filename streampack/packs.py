@@ -13,7 +13,7 @@ from dataclasses import field as dataclass_field
 from dataclasses import fields as dataclass_fields
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +123,7 @@ class Step:
     regrouping: Regrouping | None = dataclass_field(default=None, repr=False, compare=False)
     """What ``regroup`` knows of it."""
 
-    def regroup(self, budget: int, *, min_packs: int = 1) -> ForwardPacks:
+    def regroup(self, budget: SupportsIndex, *, min_packs: SupportsIndex = 1) -> ForwardPacks:
         """Forward packs of up to ``budget`` tokens, in the step's format: its samples on this rank, in its order, for
         passes without gradients. ``ForwardPacks.tokens_back`` gives what was computed back to the micro-batches.
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from operator import index
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,11 +51,9 @@ class Regrouping:
     pp: int
     show: Callable[[Pack, Rules], Any] = as_it_is
 
-    def regroup(self, budget: int, min_packs: int) -> ForwardPacks:
+    def regroup(self, budget: SupportsIndex, min_packs: SupportsIndex) -> ForwardPacks:
         """See ``Step.regroup``."""
-        for name, given in (("budget", budget), ("min_packs", min_packs)):
-            if not isinstance(given, int) or given < 1:
-                raise UserError(f"got {name}={given!r}, expected at least 1")
+        budget, min_packs = _number("budget", budget), _number("min_packs", min_packs)
         rules, first = self.rules, self.packs[0]
         if rules.padded:
             raise UserError(
@@ -66,6 +65,8 @@ class Regrouping:
                 f"got packs of the layout {first.layout} with cp={first.cp} to regroup, expected zigzag or whole: this "
                 f"rank does not hold its part of another pack; set the feed's cp_layout"
             )
+        if budget < rules.align.pack:  # on ranks without a sample, too
+            raise UserError(f"got budget={budget}, expected at least the {rules.align.pack} of align.pack")
         counts = _sums([pack.num_samples for pack in self.packs])
         slots = np.concatenate([np.diff(pack.cu_seqlens_padded)[: pack.num_samples] for pack in self.packs])
         if budget >= rules.budget:
@@ -101,6 +102,17 @@ class Regrouping:
             held += slot
         missing = max(min_packs - len(bounds), 0)
         return np.array([*bounds, *[len(slots)] * (1 + missing)], np.int64)
+
+
+def _number(name: str, given: SupportsIndex) -> int:
+    """An int, or what counts as one: numpy's, or a tensor's that ranks have agreed on."""
+    try:
+        number = index(given)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise UserError(f"got {name}={given!r}, expected at least 1, a whole number")
+    return number
 
 
 # Which samples share a forward pack

@@ -165,6 +165,7 @@ def test_a_smaller_budget_is_filled_in_order_and_padded_with_empty_packs() -> No
     assert [pack.num_loss_tokens for pack in forward] == [3, 3, 0, 0]
     assert [pack.cu_seqlens_padded.tolist() for pack in forward[-2:]] == [[0, 2, 6], [0, 6]]
     assert len(step.regroup(budget=7)) == 3
+    assert len(step.regroup(np.int64(7), min_packs=torch.tensor(4))) == 4, "as ranks have agreed on it"
 
 
 def test_what_cannot_be_regrouped_is_said() -> None:
@@ -174,6 +175,10 @@ def test_what_cannot_be_regrouped_is_said() -> None:
     for budget, min_packs, said in ((0, 1, "budget=0,"), ("8", 1, "budget='8',"), (8, 0, "min_packs=0,")):
         with pytest.raises(UserError, match=f"got {said} expected at least 1"):
             step.regroup(budget, min_packs=min_packs)  # type: ignore[arg-type]
+    (idle,) = steps_of(replace(GOLDEN, packs=[[], []]))  # a rank that has no sample
+    for each in (step, idle):
+        with pytest.raises(UserError, match=r"got budget=1, expected at least the 2 of align\.pack"):
+            each.regroup(budget=1)
     for layout in ("contiguous", "zigzag_pack"):
         (step, _) = steps_of(replace(GOLDEN, cp=2, layout=layout, align=4))
         with pytest.raises(UserError, match=f"layout {layout} with cp=2 to regroup, expected zigzag or whole"):
