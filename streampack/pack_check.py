@@ -122,7 +122,7 @@ class PackCheck:
                 equal(name, f"{self.what}, its shape", pack[name].shape, (size,))
         equal("position_ids", f"{self.what}, its shape", pack["position_ids"].shape[-1:], (size,))
         self.agree("padding_mask", pack["padding_mask"], self.padding)
-        if "attention_mask" in pack:
+        if self.rules is not None and self.rules.padded and "attention_mask" in pack:  # elsewhere a field's name
             self.agree("attention_mask", pack["attention_mask"], ~self.padding)
         if not self._sent(POSITION_IDS) and pack["position_ids"].ndim == 1:
             self.agree("position_ids", pack["position_ids"], self.offset, self._misplaced(pack["position_ids"]))
@@ -246,22 +246,23 @@ def canonical(batch: Any) -> Checked:
         found["cu_seqlens_padded"], found["max_seqlen"] = found["cu_seq_lens_q"], found["max_length_q"]
         if "labels" in found:
             found["labels"] = np.append(found["labels"][1:], IGNORE_INDEX)
-    if "attention_mask" in found:  # rows of a padded micro-batch
-        _flatten(found, getattr(batch, "rules", None))
+    rules = getattr(batch, "rules", None)
+    if rules is not None and rules.padded and "attention_mask" in found:
+        _flatten(found, rules)
     missing = {"cu_seqlens", "cu_seqlens_padded", "sample_ids", "slices", "position_ids"} - set(found)
     if missing:
         raise InvariantError(f"keys: got a batch without {', '.join(sorted(missing))}, expected a pack")
     return found
 
 
-def _flatten(found: dict[str, Any], rules: Rules | None) -> None:
+def _flatten(found: dict[str, Any], rules: Rules) -> None:
     """Arrays by row as those of one pack, in place; and labels that a model shifts as they were."""
     if "shift_labels" in found:
         ends = np.full((len(found["labels"]), 1), IGNORE_INDEX)
         shifted = np.concatenate([found["labels"][:, 1:], ends], axis=1)
         equal("shift_labels", "a padded micro-batch", found["shift_labels"], shifted)
         found["labels"] = shifted
-    by_row = [field.name for field in rules.fields if field.axis == "token"] if rules is not None else []
+    by_row = [field.name for field in rules.fields if field.axis == "token"]
     for name in {"input_ids", "labels", "padding_mask", "attention_mask", *by_row} & set(found) - {POSITION_IDS}:
         found[name] = found[name].reshape(-1, *found[name].shape[2:])
     places = found[POSITION_IDS]

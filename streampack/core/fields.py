@@ -38,6 +38,8 @@ DERIVED = (
     "cp", "cp_rank",
 )  # fmt: skip
 """Names that a pack has of its own."""
+OF_ROWS = ("attention_mask", "shift_labels")
+"""Names that padded micro-batches have of their own, beside those."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from streampack.core.fields import Field, check_fields
+from streampack.core.fields import OF_ROWS, Field, check_fields
 from streampack.core.packers import Packer, packer, parameters_of
 from streampack.core.packers.exact_fill import MAX_BUDGET as MAX_EXACT_FILL
 from streampack.core.packers.joint import MAX_BUDGET as MAX_JOINT
@@ -231,6 +231,11 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
             got, expected = getattr(self, key), rows.get(key, getattr(default, key))
             if got != expected:
                 raise ValueError(f"got {key}: {_said(got)} with padded: true, expected no such key: nothing is packed")
+        for field in self.fields:
+            if field.name in OF_ROWS:
+                raise ValueError(
+                    f"got the field {field.name} with padded: true, expected another name: rows have one of their own"
+                )
 
     def _check_joint(self) -> None:
         """Groups of packs are formed by a method of their own, and steps hold whole ones. Raises ValueError."""

@@ -104,6 +104,7 @@ FIELDS = (
     Field(name="whole", dtype="float32", cp="replicate", pad=float("nan")),
     Field(name="reward", dtype="float32", axis="sample"),
     Field(name="position_ids", dtype="int32", shape=(3,), pad=9),
+    Field(name="attention_mask", dtype="int32", shape=(2,)),  # which padded micro-batches alone have of their own
 )
 
 

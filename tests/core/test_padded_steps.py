@@ -357,6 +357,14 @@ def test_what_speaks_of_packs_is_refused_beside_padded(key: str, value: Any) -> 
         msgspec.structs.replace(rules_of(8), **{key: value})
 
 
+@pytest.mark.parametrize("name", ["attention_mask", "shift_labels"])
+def test_a_field_of_a_name_that_rows_have_is_refused(name: str) -> None:
+    fields = (streampack.core.fields.Field(name=name, dtype="int32"),)
+    with pytest.raises(ValueError, match=f"got the field {name} with padded: true, expected another name"):
+        msgspec.structs.replace(rules_of(8), fields=fields)
+    msgspec.structs.replace(Rules(), fields=fields)
+
+
 def test_a_mesh_that_rows_cannot_serve_is_refused_when_it_attaches() -> None:
     rules = rules_of(8, budget=16, align=8)
     asked = Attach(feed="f", reader="r", host="h", pid=1, mesh=Mesh(pp=2), next_step=0)
