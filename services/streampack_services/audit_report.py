@@ -64,10 +64,14 @@ def _packs_table(packs: list[Tree]) -> Table:
         rank = (str(pack["micro_batch"]), str(pack["dp_rank"])) if dealt else ()
         split = dealt and pack["samples"] and pack.get("of", pack["pack"]) != pack["pack"]
         number = f"{pack['pack']} of {pack['of']}" if split else str(pack["pack"])
-        long = (f"{pack['length']:,}",) if dealt else ()
+        long = (_length_text(pack),) if dealt else ()
         samples = _samples_text(pack["samples"]) or "empty"
         table.add_row(*rank, number, *long, f"{pack['num_tokens']:,}", f"{pack['num_loss_tokens']:,}", samples)
     return table
+
+
+def _length_text(pack: Tree) -> str:
+    return f"{pack['rows']} x {pack['row_tokens']:,}" if "rows" in pack else f"{pack['length']:,}"
 
 
 def _samples_text(samples: list[Tree]) -> str:

@@ -213,6 +213,7 @@ def test_why_and_replay_know_what_each_rank_had(source: Source, tmp_path: Path) 
             "replay", "--step", "3", "--dp", "2", *where, "-p", config, "-o", path / "step.npz", "--json"
         )
         shown = in_process("why", "--step", "3", *where).stdout
+        dealt = in_process("why", "--step", "3", "--dp-size", "2", *where).stdout
         assert "a log knows no mesh, so name the running broker" in the_error(in_process("report", path / "state"), 2)
         with np.load(path / "step.npz") as written:
             replayed = {name: written[name] for name in written.files}
@@ -231,6 +232,7 @@ def test_why_and_replay_know_what_each_rank_had(source: Source, tmp_path: Path) 
         assert replayed[name].tobytes() == pack.input_ids.tobytes()
     assert json.loads(again.stdout)["equal"]
     assert f"{SAMPLES} each a row" in shown
+    assert all(f"{each['rows']} x {each['row_tokens']}" in dealt for each in found)
 
 
 def test_status_and_metrics_say_what_padding_was_removed(source: Source, whole: list[list[Step]]) -> None:
