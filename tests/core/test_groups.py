@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Literal, get_args
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
+import pytest
 from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import UNSET
 
+from streampack.core.admission import Admission, StreamTerms
+from streampack.core.arrival import Arrival
 from streampack.core.changes import Restream
 from streampack.core.events import Tick
 from streampack.core.form import Former, Step
+from streampack.core.intake import Intake
 from streampack.core.kept import KeptSteps
 from streampack.core.merge import merge_of
-from streampack.core.messages import Mesh
+from streampack.core.messages import Envelope, Mesh, Samples
 from streampack.core.push_buffer import PushBuffer, size_of
 from streampack.core.push_session import End, EndBatch, Push, PushSession
 from streampack.core.records import BatchMarked, ChunkAdmitted, LineageBegan, Record, SamplesRejected, StepFormed
@@ -260,6 +267,72 @@ def test_a_rank_without_an_item_is_an_error_where_the_policy_says_so() -> None:
     kept.add(run.steps[0])
     assert kept.unfit(0, Mesh(dp=1)) == ""
     assert "got a batch of 1 samples and groups kept in one pack for dp=2" in kept.unfit(0, Mesh(dp=2))
+
+
+# What is admitted
+
+PUSHED = StreamTerms("s", 1, 64, overlong="error", pushed=True, align=4)
+
+
+def refused(terms: StreamTerms, keep: Keep, lengths: list[int]) -> tuple[str, str] | None:
+    """What is said to a chunk of samples of such lengths."""
+    admission = Admission([terms], "int32", (), 1000, SampleTable(), Arrival([1]))
+    column = np.array(lengths, "<u4").tobytes()
+    chunk = Samples(
+        stream="s", partition=0, base_seq=7, lengths_u32=column, crcs_u32=column, loss_tokens_u32=bytes(len(column)),
+        cursor=(0, 0, 0), keep=keep,
+    )  # fmt: skip
+    envelope = Envelope(run=1, epoch=1, fence=1, message=chunk, payload=(memoryview(bytes(4 * sum(lengths))),))
+    return admission.refusal(0, Intake(1 << 20, 4), envelope, chunk)
+
+
+@pytest.mark.parametrize(
+    ("changes", "keep", "lengths", "why"),
+    [
+        ({}, "pack", [60, 4], ""),
+        ({}, "pack", [61, 1], "samples s:7 to 8: got a group kept in one pack of 2 samples, 62 tokens before each is"),
+        ({"overlong": "truncate"}, "pack", [80], ""),
+        ({"overlong": "truncate"}, "pack", [80, 1], "of 2 samples, 65 tokens .* for it cannot be cut: send smaller"),
+        ({"overlong": "split"}, "pack", [80], "of 1 samples, 80 tokens"),
+        ({"overlong": "drop"}, "pack", [80, 60, 60], ""),
+        ({"most": 2}, "pack", [1, 1, 1], "at most the budget of 64 and max_samples_per_pack, 2, for it cannot be cut"),
+        ({"most": 2, "overlong": "drop"}, "pack", [1, 1, 1], ""),
+        ({"most": 2, "batches": True}, "step", [1, 1, 1], ""),
+        ({}, "step", [1, 1], r"got keep='step' with steps that are cut from a stream, .* set rules\.step to"),
+        ({"batches": True, "overlong": "split"}, "step", [80, 80], ""),
+        ({"batches": True, "padded": True}, "pack", [1, 1], r"got keep='pack' with rules\.padded, expected keep='st"),
+        ({"pushed": False}, "pack", [1, 1], "got a group of a stream that is read, expected one that is pushed"),
+    ],
+)  # fmt: skip
+def test_a_group_that_no_pack_or_step_holds_is_refused_and_says_why(
+    changes: dict[str, Any], keep: Keep, lengths: list[int], why: str
+) -> None:
+    found = refused(replace(PUSHED, **changes), keep, lengths)
+    if not why:
+        assert found is None
+        return
+    assert found is not None
+    assert found[0] == "group"
+    assert re.search(why, found[1])
+
+
+@given(
+    st.lists(st.integers(0, 90), min_size=1, max_size=6), st.sampled_from(["drop", "truncate", "split"]),
+    st.sampled_from([None, 2]), st.integers(0, 5), st.sampled_from([UNSET, "pack", "step"]),
+)  # fmt: skip
+def test_what_becomes_of_a_groups_rest_is_what_became_of_it_the_first_time(
+    lengths: list[int], policy: str, most: int | None, skip: int, keep: Any
+) -> None:
+    """It is read again from wherever the merge stood: a part of it that would fit is dropped with the whole."""
+    every, terms = np.array(lengths, np.int64), replace(PUSHED, overlong=policy, most=most)
+    whole, rest = terms.admitted(every, keep), terms.admitted(every, keep, skip)
+    later = whole.source >= skip
+    assert rest.length.tolist() == whole.length[later].tolist()
+    assert (rest.source + skip).tolist() == whole.source[later].tolist()
+    if keep == "pack" and policy == "drop":
+        kept = whole.length[whole.length > 0]
+        assert sum(-(-kept // 4) * 4) <= 64
+        assert len(kept) <= (most or 6)
 
 
 # A broker that runs
