@@ -210,22 +210,25 @@ class Former:
 
     def apply(self, choice: Choice) -> list[Step]:
         """Take the packer's choice over the samples of the last ``request``; the steps now whole."""
-        packs, taken = list[Pack](), self._handles[samples_of(self._sizes, choice.indices)]
-        if len(choice.bounds) > 1:
-            upto = np.concatenate([[0], np.cumsum(self._sizes[choice.indices])])
-            packs = self._make_packs(taken, upto[choice.bounds])
+        packs, at, bounds = list[Pack](), choice.indices, choice.bounds
+        if grouped := len(self._sizes) < len(self._handles):
+            at = samples_of(self._sizes, choice.indices)
+            bounds = np.concatenate([[0], np.cumsum(self._sizes[choice.indices])])[bounds]
+        taken = self._handles[at]
+        if len(bounds) > 1:
+            packs = self._make_packs(taken, bounds)
             self.queued_tokens -= sum(pack.num_tokens for pack in packs)
             self.queued_samples -= self._num_whole(taken)
         stays = np.ones(len(self._sizes), np.bool_)
         stays[choice.indices] = False
         self._ages = np.concatenate([choice.ages, self._ages[len(choice.ages) :]])[stays]
-        self._handles = self._handles[np.repeat(stays, self._sizes)]
+        self._handles = self._handles[np.repeat(stays, self._sizes) if grouped else stays]
         self._sizes, self._lengths = self._sizes[stays], self._lengths[stays]
         if self._rules.batch is not None:
             return [self._make_step(packs)]
         self.waits.chosen(choice, self.next_step)
         self._pending += packs
-        self._asked_held = self._asked_of - len(taken) if len(choice.bounds) - 1 < self._asked_count else -1
+        self._asked_held = self._asked_of - len(taken) if len(bounds) - 1 < self._asked_count else -1
         return self.cut()
 
     def cut(self) -> list[Step]:
@@ -315,12 +318,14 @@ class Former:
         self._arrived = [(handles[whole:], lengths[whole:])] if whole < len(handles) else []
         units = -(-lengths[:whole] // align)
         sizes = item_sizes(keeps[:whole], units, rules.budget // align, rules.max_samples_per_pack)
-        last = handles[np.cumsum(sizes) - 1]
-        self._table.keep[last[self._table.keep[last] == PACK]] = 0  # what is torn is no group from here on
-        upto = np.concatenate([[0], np.cumsum(units)])
+        if keeps.any():
+            ends = np.cumsum(sizes)
+            last = handles[ends - 1]
+            self._table.keep[last[self._table.keep[last] == PACK]] = 0  # what is torn is no group from here on
+            units = np.diff(np.concatenate([[0], np.cumsum(units)])[np.concatenate([[0], ends])])
         self._handles = np.concatenate([self._handles, handles[:whole]])
         self._sizes = np.concatenate([self._sizes, sizes])
-        self._lengths = np.concatenate([self._lengths, np.diff(upto[np.concatenate([[0], np.cumsum(sizes)])])])
+        self._lengths = np.concatenate([self._lengths, units])
         self._ages = np.concatenate([self._ages, np.full(len(sizes), -1, np.int64)])
 
     def _make_packs(self, handles: I64, bounds: I64) -> list[Pack]:
