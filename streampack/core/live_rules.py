@@ -3,8 +3,9 @@
 A change holds from a step on that nobody has had when it is asked for. It is recorded at once, so that it is not
 forgotten, and again when that step is about to be formed: the position, in samples merged, is known then, and the
 merge goes by it whenever it comes to that position again. No position is inside a group, of which a stream that is
-removed would leave a part. Streams that join are known from the moment that they are
-asked for, since their producers may come; their partitions take their quota from what may be merged.
+removed would leave a part, nor before that of the last snapshot, which was taken without the change. Streams that join
+are known from the moment that they are asked for, since their producers may come; their partitions take their quota
+from what may be merged.
 """
 
 from __future__ import annotations
@@ -109,11 +110,10 @@ class LiveRules:
         merge, changes = self._admission.merge, self._history.changes
         while self.applied < len(changes):
             change, known = changes[self.applied], len(merge.merged_samples)
+            may_be_here = not in_group and merge.position >= self._history.last_position
             grows = _partitions(change.rules) > known
-            if change.position < 0 and change.step <= next_step and (merge.may_grow or not grows) and not in_group:
-                # a snapshot that was taken before it was asked for does not have it
-                position = max(merge.position, self._history.last_position)
-                change = msgspec.structs.replace(change, step=next_step, position=position)
+            if change.position < 0 and change.step <= next_step and may_be_here and (merge.may_grow or not grows):
+                change = msgspec.structs.replace(change, step=next_step, position=merge.position)
                 effects += self._recorder.change(change)
             if change.position < 0 or change.position > merge.position:
                 break

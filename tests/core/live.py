@@ -236,6 +236,7 @@ class Live:
             self._safe()
 
     def _perform(self, effects: list[Effect]) -> None:
+        recalls = list[Recall]()
         for effect in effects:
             if isinstance(effect, SendProducer):
                 peer = effect.peer
@@ -250,8 +251,7 @@ class Live:
             elif isinstance(effect, Form):
                 self._post(b"form", self._handle, Formed(effect.feed, effect.request.choose(), effect.generation))
             elif isinstance(effect, Recall):
-                record, payload = self.disk.decode(effect.lsn)
-                self._perform(self.broker.handle(Recalled(effect.feed, effect.lsn, record, payload, effect.generation)))
+                recalls.append(effect)
             elif isinstance(effect, Store):
                 self.stored.update(effect.handles.tolist())
             elif isinstance(effect, Release):
@@ -262,6 +262,9 @@ class Live:
                 self.errors += [effect.text] if effect.level == "error" else []
             else:
                 assert isinstance(effect, Cut), effect
+        for recall in recalls:  # events follow the effects: a handle among them may be another sample's afterwards
+            record, payload = self.disk.decode(recall.lsn)
+            self._perform(self.broker.handle(Recalled(recall.feed, recall.lsn, record, payload, recall.generation)))
 
     def _from_producer(self, peer: bytes, envelope: Envelope) -> None:
         self._handle(FromProducer(peer, envelope))
