@@ -150,7 +150,7 @@ class Rerun:
         for dp_rank, cp_rank in product(range(self.mesh["dp"]), range(self.mesh["cp"])):
             client = streampack.connect(
                 endpoint, feed=name, mesh={**self.mesh, "dp_rank": dp_rank, "cp_rank": cp_rank}, format="numpy",
-                readers={"pp": [0]}, prefetch=1, verify=True,
+                readers={"pp": [0]}, prefetch=1, verify=True, variable_lengths=True,
             )  # fmt: skip
             stack.callback(client.close)
             self.clients.append(client)

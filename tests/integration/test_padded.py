@@ -212,6 +212,7 @@ def test_why_and_replay_know_what_each_rank_had(source: Source, tmp_path: Path) 
         again = in_process(
             "replay", "--step", "3", "--dp", "2", *where, "-p", config, "-o", path / "step.npz", "--json"
         )
+        of_pipeline = in_process("replay", "--step", "3", "--pp", "2", *where, "-p", config, "--json")
         shown = in_process("why", "--step", "3", *where).stdout
         dealt = in_process("why", "--step", "3", "--dp-size", "2", *where).stdout
         assert "a log knows no mesh, so name the running broker" in the_error(in_process("report", path / "state"), 2)
@@ -231,6 +232,9 @@ def test_why_and_replay_know_what_each_rank_had(source: Source, tmp_path: Path) 
         name = f"dp{pack.dp_rank}.cp0.{pack.micro_batch}.input_ids"
         assert replayed[name].tobytes() == pack.input_ids.tobytes()
     assert json.loads(again.stdout)["equal"]
+    staged = json.loads(of_pipeline.stdout)
+    assert staged["equal"]
+    assert len(staged["packs"]) % 2 == 0
     assert f"{SAMPLES} each a row" in shown
     assert all(f"{each['rows']} x {each['row_tokens']}" in dealt for each in found)
 
