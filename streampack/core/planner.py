@@ -95,7 +95,8 @@ class Planner:
 
     def request(self) -> list[Effect]:
         """Ask for the packs of the next step to be chosen; nothing where that needs more samples, or none are left."""
-        request = None if self._waits_for_group else self.former.request()
+        waits = self._waits_for_group and self._memory.room > 0  # else only a step makes room for the rest of it
+        request = None if waits else self.former.request()
         if request is None:
             return []
         self.forming = True

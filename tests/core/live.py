@@ -57,8 +57,13 @@ class Live:
     """One run over ``data``; ``seed`` draws what happens next. ``chains`` are of the steps that the rank has had, by
     lineage and step: had twice, a step must be the same."""
 
-    def __init__(self, rules: Rules, data: Data, seed: int = 0, *, discards: bool = False, quota: int = 64) -> None:
+    def __init__(
+        self, rules: Rules, data: Data, seed: int = 0, *, discards: bool = False, quota: int = 64,
+        memory: int | None = None,
+    ) -> None:  # fmt: skip
         self.rules, self.data, self.discards, self.quota = rules, data, discards, quota
+        partitions = sum(stream.partitions for stream in rules.streams)
+        self.memory = 40 * rules.budget * rules.packs + partitions if memory is None else memory
         self.rng = random.Random(seed)
         self.disk = Disk()
         self.chains: dict[tuple[int, int], bytes] = {}
@@ -89,10 +94,7 @@ class Live:
         if lost:
             self.disk = Disk()
         self.epoch += 1
-        partitions = sum(stream.partitions for stream in self.rules.streams)
-        plan = FeedPlan(
-            "train", self.rules, 40 * self.rules.budget * self.rules.packs + partitions, discards=self.discards
-        )
+        plan = FeedPlan("train", self.rules, self.memory, discards=self.discards)
         self.broker = Broker(
             run=RUN, epoch=self.epoch, feeds=[plan], capacity=Capacity(self.quota, self.rules.budget, 1 << 20),
             steps_ahead=3, journal=Journal(keeps=True), run_name="live",

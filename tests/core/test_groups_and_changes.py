@@ -8,11 +8,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streampack.core.changes import Reweigh
+from streampack.core.plan import needed_tokens
 from streampack.core.push_buffer import PushBuffer, size_of
 from streampack.core.push_session import End, Push, PushSession
 from streampack.core.records import ChunkAdmitted, LineageBegan, StepFormed
-from streampack.core.rules import Rules, StreamRules
-from streampack.core.samples import ROW
+from streampack.core.rules import Batch, Rules, StreamRules
+from streampack.core.samples import ROW, Keep
 from tests.core.live import Live
 from tests.core.test_going_back import chunk_of
 
@@ -26,12 +27,14 @@ Found = dict[tuple[int, int], tuple[int, int, int]]
 
 
 class TwoStreams(Live):
-    """Two programs that push groups of ``size``, each kept in one pack: ``wanted`` of each, and then no more."""
+    """Two programs that push groups of ``size``, each kept in one pack, or in one step where those are batches, up to
+    ``wanted`` times ``size`` samples."""
 
-    def __init__(self, seed: int, size: int) -> None:
+    def __init__(self, seed: int, size: int, rules: Rules = RULES, memory: int | None = None) -> None:
         self.size, self.wanted, self.over = size, 0, False
+        self.keep: Keep = "pack" if rules.batch is None else "step"
         self.pushers: list[PushSession] = []
-        super().__init__(RULES, {}, seed, quota=512)
+        super().__init__(rules, {}, seed, quota=512, memory=memory)
 
     def start_producer(self, streams: list[str]) -> bytes:
         for number, stream in enumerate(STREAMS):
@@ -47,12 +50,16 @@ class TwoStreams(Live):
         session = self.rng.choice(self.pushers)
         first, peer = session.buffer.next_seq, session.stream.encode()
         if session.begun and first < self.size * self.wanted:
-            chunk = msgspec.structs.replace(chunk_of(0, first, first + self.size), keep="pack")
+            chunk = msgspec.structs.replace(chunk_of(0, first, first + self.next_size()), keep=self.keep)
             if session.room(size_of(chunk)):
                 self._to_producer(peer, Push(chunk))
         elif session.begun and self.over and not session._ending:
             self._to_producer(peer, End())
         super().turn()
+
+    def next_size(self) -> int:
+        """Samples of the next group."""
+        return self.size
 
     def places(self) -> Found:
         """Where each sample is."""
@@ -110,11 +117,20 @@ def test_a_stream_that_is_removed_leaves_no_part_of_a_group(story: list[tuple[st
                 assert group == [(step, pack, at + i) for i in range(size)]
 
 
-def test_a_change_holds_from_the_step_that_was_said_however_long_the_groups_are() -> None:
-    for seed in range(15):
-        live = TwoStreams(seed, 6)
-        live.wanted, live.over = 60, True
-        live.read(4)
-        answer = live.ask(Reweigh({"rollouts": 0.0}))
+class Mixed(TwoStreams):
+    """Single samples, and groups of fifteen, which nearly fill the memory."""
+
+    def next_size(self) -> int:
+        return self.rng.choice([1, 1, 1, 15])
+
+
+def test_a_change_fails_no_feed_whose_memory_is_full_within_a_group() -> None:
+    """The batch before the group is whole, and nothing but its step makes room for the rest of the group."""
+    rules = msgspec.structs.replace(RULES, batch=Batch(samples=2))
+    for seed in (18, 49, 82, 105):
+        live = Mixed(seed, 1, rules, needed_tokens(rules, rules.budget) + 30)
+        live.wanted, live.over = 135, True
+        live.read(1 + seed % 4)
+        live.ask(Reweigh({"rollouts": 0.0}), live.feed.next_step + 2)
         live.finish()
-        assert [change.step for change in live.changes()] == [answer.step]
+        assert live.changes()
