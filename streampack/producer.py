@@ -125,6 +125,7 @@ class ProducerLoop:
         poller = Poller([self._dealer], self._waker)
         threading.Thread(target=self._read_all, name="streampack-read", daemon=True).start()
         try:
+            self._turn()  # says hello at once
             while self._finish is None:
                 poller.wait(TICK_S)
                 self._turn()

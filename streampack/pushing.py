@@ -62,6 +62,7 @@ class Pushing:
         self._waker = Waker()
         dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500)
         self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-push", daemon=True)
+        self._waker.wake()  # says hello at once
         self._thread.start()
         try:
             self._wait_for(lambda: self._session.begun and self._error is None, timeout_s, "the partition")

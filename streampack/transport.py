@@ -25,6 +25,8 @@ HEARTBEAT_MS = 5000
 HEARTBEAT_TIMEOUT_MS = 15_000
 _MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 """How ZeroMQ writes an IPv4 address that it serves through IPv6: hosts without IPv6 cannot connect to it so."""
+CONNECT_MS = 200
+"""How long a new socket waits for a peer that is there; on one machine that takes less than one."""
 HIGH_WATER = 1000
 """Messages: bounds what waits for a peer; credits and prefetching keep queues far below it."""
 
@@ -158,6 +160,8 @@ class Dealer(_Socket):
                 f"cannot connect to {endpoint!r}: got {error.strerror or error}, expected tcp://host:port or "
                 f"ipc:///path/of/a/socket: correct the address"
             ) from None
+        # What is sent before there is a connection is dropped, and the first word asked for again much later.
+        self.raw.poll(CONNECT_MS, zmq.POLLOUT)
         self.endpoint = endpoint
 
     def send(self, frames: Sequence[Any]) -> bool:
