@@ -207,15 +207,16 @@ def describe(reason: str, detail: str) -> str:
 
 
 def _lost(feed: Feed) -> dict[str, int]:
-    """Tokens that came and are in no step that is trained, by what took them: the over-long policies, ``tail: drop``
-    and skipped steps."""
-    lost = {"truncate": 0, "drop": 0}
-    for stream, counts in zip(feed.latest_rules.streams, feed.planner.admission.counts, strict=False):
+    """Tokens that came and are in no step that is trained, by what took them: the over-long policies, a policy that was
+    too old, ``tail: drop`` and skipped steps."""
+    lost, counted = {"truncate": 0, "drop": 0}, feed.planner.admission.counts
+    for stream, counts in zip(feed.latest_rules.streams, counted, strict=False):
         if stream.overlong in lost:
             lost[stream.overlong] += counts.lost_tokens
     return {
         "truncated": lost["truncate"],
         "dropped": lost["drop"],
+        "policy_lag": sum(counts.stale_tokens for counts in counted),
         "tail": feed.totals.dropped_tokens,
         "skipped": feed.readers.dealt.skipped_tokens,
     }

@@ -91,6 +91,9 @@ class StreamCounts:
     tokens: int = 0
     overlong: int = 0
     lost_tokens: int = 0
+    """By the over-long policy."""
+    stale_tokens: int = 0
+    """Of samples whose policy was too old."""
     rejected: dict[str, int] = field_(default_factory=dict)
 
 
@@ -165,9 +168,10 @@ class Admission:
             counts.tokens += kept_tokens
             if stale:
                 _count_reasons(counts, {POLICY_LAG: pieces.num_touched})
+                counts.stale_tokens += pieces.lost_tokens
             else:
                 counts.overlong += pieces.num_touched
-            counts.lost_tokens += pieces.lost_tokens
+                counts.lost_tokens += pieces.lost_tokens
         if message.base_seq == known < stop:
             counts.lost_tokens += message.lost_tokens
             _count_reasons(counts, message.rejected)

@@ -136,7 +136,8 @@ def test_a_pair_that_no_pack_holds_is_dropped_whole_and_counted_where_the_policy
 
 def test_what_an_old_policy_made_is_dropped_and_counted_though_the_broker_is_killed() -> None:
     with folder() as path:
-        rules = {"budget": 64, "window": {"samples": 8}, "step": {"packs": 2}, "max_policy_lag": 1}
+        rules = {"budget": 64, "window": {"samples": 8}, "step": {"packs": 2}, "overlong": "drop"}
+        rules |= {"max_policy_lag": 1}
         config = settings(path, rules=rules)
         broker = RunningBroker(path, config)
         try:
@@ -157,12 +158,13 @@ def test_what_an_old_policy_made_is_dropped_and_counted_though_the_broker_is_kil
             broker = RunningBroker(path, config)
             tokens = sorted(token for step in read(broker.trainers, 1, 0) for pack in step for token in pack)
             until(lambda: of_the_stream(broker, "rejected") == {"policy_lag": 4})
-            metrics = broker.get("/metrics")
+            lost, metrics = broker.status()["feeds"]["train"]["lost_tokens"], broker.get("/metrics")
             verified = json.loads(in_process("ledger", "verify", "--state-dir", path / "state", "--json").stdout)
             why_not = in_process("why", "--sample", "rollouts:8", "--state-dir", path / "state", "--json")
         finally:
             broker.kill()
     assert tokens == [1, 1, 2, 2, 4, 5]
+    assert (lost["policy_lag"], lost["dropped"]) == (4, 0), "none of it was over-long"
     assert 'reason="policy_lag"' in metrics
     assert verified["good"], verified
     assert verified["feeds"]["train"]["streams"]["rollouts"]["rejected"] == 4

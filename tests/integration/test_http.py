@@ -25,7 +25,7 @@ BUDGET, PACKS = 256, 4
 LENGTHS = [1 + (7 * i) % 300 for i in range(200)]
 FEED = ("train",)
 CUT = [min(length, BUDGET) for length in LENGTHS]
-LOST = {"truncated": 0, "dropped": 0, "tail": 0, "skipped": 0}
+LOST = {"truncated": 0, "dropped": 0, "policy_lag": 0, "tail": 0, "skipped": 0}
 
 
 @pytest.fixture(scope="module")
