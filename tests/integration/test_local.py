@@ -306,7 +306,8 @@ def test_the_interpreter_ends_with_a_loader_in_use_and_signals_and_logging_are_t
 
 def test_ctrl_c_is_raised_where_packs_are_taken() -> None:
     code = (
-        "import streampack, time\n"
+        "import signal, streampack, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # jobs in the background begin with it ignored
         "def slow():\n"
         "    yield [1] * 8\n"
         "    print('waiting', flush=True)\n"
