@@ -185,6 +185,7 @@ class Run:
             setattr(arena, name, meter.timed(stage, getattr(arena, name)))
         broker_module._choose = meter.timed("packer's thread: choose", _original_choose)
         self._perform = meter.timed("broker: shell", self.service._handle)
+        self._keep_log = meter.timed("broker: shell", self.service._keep_log)
         self._packed = meter.timed("broker: shell", self.service._on_formed)
         self._sent = {who: meter.timed(f"{who}: encode", _original_encode) for who in ("producer", "client")}
         self._got = {who: meter.timed(f"{who}: decode", wire.decode) for who in ("producer", "broker", "client")}
@@ -208,6 +209,7 @@ class Run:
         service = self.service
         while service._formed:
             self._packed(service._formed.popleft())
+        self._keep_log()
         for frames in _drain(service._trainers, b"client"):
             self._client_does(FromBroker(self._got["client"](frames)))
         for producer in self._producers:
