@@ -26,10 +26,10 @@ from streampack_services.step_rows import rows_of
 from streampack_services.verify import verify
 
 from benchmarks.report import arguments, head, say
-from streampack.core.form import FIRST_CHAIN, chain_digest, pack_digests, step_digest
 from streampack.core.records import Base, FeedFacts, Record, StepFormed
 from streampack.core.rules import Rules, StreamRules
 from streampack.core.samples import I64, ROW
+from streampack.core.steps import FIRST_CHAIN, chain_digest, pack_digests, step_digest
 from streampack.wire import decode_record, encode_record
 
 QUICK_SAMPLES, FULL_SAMPLES = 300_000, 3_000_000

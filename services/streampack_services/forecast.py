@@ -19,13 +19,14 @@ import msgspec
 import numpy as np
 
 from streampack.core.figures import figures
-from streampack.core.form import Former, Step
+from streampack.core.form import Former
 from streampack.core.intake import apply_overlong
 from streampack.core.merge import merge_of
 from streampack.core.packers import parameters_of
 from streampack.core.packers.joint import PATIENCE
 from streampack.core.rules import PACKER_KEYS, Balance, Overlong, Rules, StreamRules
 from streampack.core.samples import I64, SampleTable
+from streampack.core.steps import Step
 from streampack.core.waste import CAUSES
 from streampack.errors import UserError
 from streampack_services.lengths import Workload
@@ -160,8 +161,7 @@ def forecast(
         steps = steps[:full]
     if not steps:
         raise UserError(f"got {len(order.lengths):,} samples, expected enough for a step: tail: drop leaves nothing")
-    columns = np.array([(pack.num_tokens, pack.num_slot_tokens) for step in steps for pack in step.packs], np.int64)
-    tokens, slots = columns.T
+    tokens, slots = np.concatenate([step.packs.sums[:2] for step in steps], axis=1)
     num_filled = int((slots > 0).sum())
     on_mesh = dealt(steps, Samples.of(order.lengths, rules), dp, pp)
     if order.ended:

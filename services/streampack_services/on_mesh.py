@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from streampack.config import PlannedMesh
 from streampack.core.dealt import deal_step, packs_of_mesh, split
-from streampack.core.form import Step
 from streampack.core.rules import Positive, Rules
 from streampack.core.samples import I64
+from streampack.core.steps import Step
 from streampack.core.waste import CAUSES, waste_of
 from streampack.errors import UserError
 
@@ -121,8 +121,7 @@ def _without_tail(steps: list[_OneStep], rules: Rules) -> list[_OneStep]:
 
 def _deal(step: Step, samples: Samples, dp: int, pp: int) -> _OneStep:
     rules = samples.rules
-    handles = np.concatenate([pack.handles for pack in step.packs])
-    bounds = np.concatenate([[0], np.cumsum([len(pack.handles) for pack in step.packs])]).astype(np.int64)
+    handles, bounds = step.packs.handles, step.packs.bounds
     columns = samples.columns[:, handles]
     count = packs_of_mesh(rules, len(step.packs), dp, pp)
     if rules.batch is not None and rules.batch.empty == "error" and len(handles) < count:

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from streampack.core.form import Step
 from streampack.core.intake import apply_overlong
 from streampack.core.rules import Overlong, Rules
 from streampack.core.samples import I64
+from streampack.core.steps import Step
 from streampack.errors import SampleError, UserError
 from streampack_services.forecast import formed, with_packer
 from streampack_services.lengths import samples_said
@@ -76,8 +76,7 @@ def packed_slots(lengths: I64, rules: Rules, packer: str, bounds: I64 | None = N
 
 def slots_of(steps: list[Step], rules: Rules) -> int:
     """How long the packs of ``steps`` are together, without empty ones."""
-    slots = np.array([pack.num_slot_tokens for step in steps for pack in step.packs if len(pack.handles)], np.int64)
-    return int(rules.own_widths(slots).sum())
+    return int(sum(rules.own_widths(step.packs.slots[step.packs.counts > 0]).sum() for step in steps))
 
 
 def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
@@ -180,11 +179,10 @@ def served_by(what: str, lengths: I64, rules: Rules, policy: Overlong = "truncat
     overlong = WhatWasLong(len(over), len(lengths), policy, pieces.lost_tokens / int(lengths.sum()))
     lengths, parts = pieces.length[kept], pieces.part[kept]
     steps, _ = formed(lengths, rules, parts)
-    packs = [pack for step in steps for pack in step.packs]
-    empty = sum(not len(pack.handles) for pack in packs)
+    counts = np.concatenate([np.zeros(0, np.int64), *(step.packs.counts for step in steps)])
     batches = [0, *np.cumsum([step.num_samples for step in steps]).tolist()] if rules.batch else [0, len(lengths)]
     return Served(
-        f"{what}, as {rules.new_packer().name} would pack it", lengths, rules, len(lengths), len(packs), empty,
-        int(lengths.sum()), slots_of(steps, rules), np.array(batches), len(steps), True, "in their order",
-        overlong=overlong,
+        f"{what}, as {rules.new_packer().name} would pack it", lengths, rules, len(lengths), len(counts),
+        int((counts == 0).sum()), int(lengths.sum()), slots_of(steps, rules), np.array(batches), len(steps),
+        True, "in their order", overlong=overlong,
     )  # fmt: skip

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.form import chain_digest, pack_digests, step_digest
 from streampack.core.records import StepFormed
 from streampack.core.samples import I64, ROW
+from streampack.core.steps import chain_digest, pack_digests, step_digest
 
 _HEAD = struct.Struct("<16s16sQIIH")
 _COLUMN = struct.Struct("<Bq")

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.form import FIRST_CHAIN
 from streampack.core.records import FeedEnded
 from streampack.core.samples import I64, ROW
 from streampack.core.snapshot import Snapshot
+from streampack.core.steps import FIRST_CHAIN
 from streampack.errors import LedgerDamaged
 from streampack_services.conservation import DROPPED, REJECTED, Books
 from streampack_services.ledger import Ledger, Place

@@ -12,7 +12,7 @@ import msgspec
 
 from streampack.core.effects import Recall
 from streampack.core.events import Effect
-from streampack.core.form import FIRST_CHAIN, Former
+from streampack.core.form import Former
 from streampack.core.history import History
 from streampack.core.journal import Journal
 from streampack.core.merge import merge_of
@@ -22,6 +22,7 @@ from streampack.core.resume import snapshot
 from streampack.core.rings import NOWHERE
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
+from streampack.core.steps import FIRST_CHAIN
 
 
 class Checkpoints:

@@ -7,7 +7,6 @@ that was dealt; a step that is dealt again, over another mesh, counts again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import astuple
 
 import numpy as np
@@ -15,7 +14,8 @@ import numpy as np
 from streampack.core.figures import Totals
 from streampack.core.padded import PaddedFigures
 from streampack.core.samples import I64
-from streampack.core.waste import CAUSES, Sums
+from streampack.core.steps import Packs
+from streampack.core.waste import CAUSES
 
 _OF_RANKS = ("min", "max", "mean", "spread")
 
@@ -45,9 +45,9 @@ class DealtFigures:
         self._after: I64 = np.zeros(len(_OF_RANKS) - 1, np.int64)
         self._ranks = 1
 
-    def skip(self, packs: Sequence[Sums]) -> None:
+    def skip(self, packs: Packs) -> None:
         """A step of these packs is passed over."""
-        self.skipped_tokens += sum(pack.num_tokens for pack in packs)
+        self.skipped_tokens += int(packs.tokens.sum())
 
     def add_padded(self, step: PaddedFigures, held: I64, tokens: I64, slots: I64) -> None:
         """A step is first dealt as padded micro-batches of ``held`` samples of ``tokens`` tokens, ``slots`` when

@@ -20,7 +20,6 @@ from streampack.core.checkpoints import Checkpoints
 from streampack.core.effects import Formed, Recall, Recalled, Release
 from streampack.core.events import Effect, Report
 from streampack.core.figures import Totals
-from streampack.core.form import Step
 from streampack.core.history import History
 from streampack.core.journal import Journal
 from streampack.core.leases import Leases
@@ -36,6 +35,7 @@ from streampack.core.records import CheckpointCommitted, FeedFacts, Record, Rule
 from streampack.core.rules import Rules, difference
 from streampack.core.samples import I64, SampleTable
 from streampack.core.snapshot import Snapshot
+from streampack.core.steps import Step
 from streampack.core.waste import CAUSES, waste_of_packs
 
 
@@ -160,7 +160,7 @@ class Feed:
         for step in steps:
             self.totals.add(step)
             self._waste += waste_of_packs(step.packs, self.rules)
-            self.lengths.add(self._table.length[np.concatenate([pack.handles for pack in step.packs])])
+            self.lengths.add(self._table.length[step.packs.handles].astype(np.int64))
             effects += self._note(step)
             if self.failed:
                 return effects

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.form import Step
+from streampack.core.steps import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +104,14 @@ class Totals:
     def add(self, step: Step) -> None:
         """Count a step."""
         self.steps += 1
-        self.packs += len(step.packs)
+        packs = step.packs
+        self.packs += len(packs)
         self.samples += step.num_samples
-        for pack in step.packs:
-            self.empty_packs += not len(pack.handles)
-            self.tokens += pack.num_tokens
-            self.slot_tokens += pack.num_slot_tokens
-            self.square_tokens += pack.num_tokens**2
-            self.square_slot_tokens += pack.num_slot_tokens**2
+        self.empty_packs += len(packs) - int(np.count_nonzero(packs.counts))
+        self.tokens += int(packs.tokens.sum())
+        self.slot_tokens += int(packs.slots.sum())
+        self.square_tokens += int(packs.tokens @ packs.tokens)
+        self.square_slot_tokens += int(packs.slots @ packs.slots)
 
 
 def _balance_from_moments(packs: int, tokens: int, square_tokens: int) -> float:

@@ -4,8 +4,7 @@ A function of the admitted order and the recorded rules, never of the mesh, the 
 faster. The former holds the samples in merge order: the window and whatever waits behind it.
 Choosing packs is the costly part, so it may run on another thread: ``request`` gives the arrays
 that a packer needs and ``apply`` takes its choice; samples may be admitted in between, since
-they only join the end. A step's digest is a hash of its packs' digests, a pack's one of its
-samples' identities, lengths and checksums.
+they only join the end.
 
 In batch mode (``Rules.batch``) a step is one batch, packed as a closed set: what waits behind it
 has no part in it, and there are as many packs as come out. A batch is the first samples held, so
@@ -20,14 +19,9 @@ for a larger budget, and no pack is larger than the whole one.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
-from msgspec import Struct
-from numpy.typing import NDArray
 
 from streampack.core.items import item_sizes, num_whole, samples_of
 from streampack.core.packers import Choice, Packer
@@ -35,60 +29,8 @@ from streampack.core.packers.joint import Joint, num_outliers
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, PACK, ROW, SampleTable
 from streampack.core.snapshot import FormState
+from streampack.core.steps import FIRST_CHAIN, Packs, Step, chain_digest, pack_digests, step_digest
 from streampack.core.waits import Waits
-
-FIRST_CHAIN = bytes(16)
-"""The chain digest before step 0."""
-_IDENTITY = np.dtype(
-    [("stream", "<u4"), ("part", "<u4"), ("index", "<u8"), ("length", "<u4"), ("crc", "<u4")],
-)
-
-
-def pack_digests(rows: NDArray[np.void], bounds: I64) -> list[bytes]:
-    """Digests of packs, 16 bytes each: pack i holds samples ``rows[bounds[i]:bounds[i + 1]]``, ``samples.ROW``."""
-    identities = np.empty(len(rows), _IDENTITY)
-    for name in _IDENTITY.names or ():
-        identities[name] = rows[name]
-    data, size = memoryview(identities.tobytes()), _IDENTITY.itemsize
-    spans = pairwise(bounds.tolist())
-    return [hashlib.blake2b(data[begin * size : end * size], digest_size=16).digest() for begin, end in spans]
-
-
-def step_digest(number: int, num_loss_tokens: int, num_samples: int, packs: Iterable[bytes]) -> bytes:
-    """A step's digest, of its number, its denominators and the digests of its ``packs``."""
-    head = f"{number}:{num_loss_tokens}:{num_samples}:".encode()
-    return hashlib.blake2b(head + b"".join(packs), digest_size=16).digest()
-
-
-def chain_digest(chain: bytes, digest: bytes) -> bytes:
-    """The digest of all steps up to one: of the ``chain`` before it and its own ``digest``."""
-    return hashlib.blake2b(chain + digest, digest_size=16).digest()
-
-
-class Pack(Struct, frozen=True, eq=False):
-    """Samples that share one budget: their ``handles`` int64 [n], empty for an empty pack.
-
-    ``num_tokens`` real, ``num_slot_tokens`` with alignment, ``num_loss_tokens`` and ``cost`` are sums over them.
-    """
-
-    handles: I64
-    num_tokens: int
-    num_slot_tokens: int
-    num_loss_tokens: int
-    cost: int
-    digest: bytes
-
-
-class Step(Struct, frozen=True, eq=False):
-    """G packs, one optimizer update, with the denominators of the whole of it."""
-
-    number: int
-    packs: tuple[Pack, ...]
-    num_loss_tokens: int
-    num_samples: int
-    digest: bytes
-    chain: bytes
-    """Digest of this step and all before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +67,7 @@ class Former:
         self._lengths: I64 = np.zeros(0, np.int64)
         self._ages: I64 = np.zeros(0, np.int64)
         self._arrived: list[tuple[I64, I64]] = []
-        self._pending: list[Pack] = []
+        self._pending = Packs.empty()
         self._asked_held = -1  # samples held when the packer last said that it needs more
         self._asked_of = self._asked_count = 0
         self.closed = False
@@ -179,7 +121,7 @@ class Former:
     def held(self) -> I64:
         """Handles of every sample that is not in a step yet, int64 [n]."""
         waiting = [self._handles, *(handles for handles, _ in self._arrived)]
-        return np.concatenate([*waiting, *(pack.handles for pack in self._pending), self.dropped])
+        return np.concatenate([*waiting, self._pending.handles, self.dropped])
 
     def admit(self, handles: I64, lengths: I64) -> None:
         """Samples that follow in merge order; ``lengths`` int64 [n] are real tokens."""
@@ -210,15 +152,14 @@ class Former:
 
     def apply(self, choice: Choice) -> list[Step]:
         """Take the packer's choice over the samples of the last ``request``; the steps now whole."""
-        packs, at, bounds = list[Pack](), choice.indices, choice.bounds
+        at, bounds = choice.indices, choice.bounds
         if grouped := len(self._sizes) < len(self._handles):
             at = samples_of(self._sizes, choice.indices)
             bounds = np.concatenate([[0], np.cumsum(self._sizes[choice.indices])])[bounds]
         taken = self._handles[at]
-        if len(bounds) > 1:
-            packs = self._make_packs(taken, bounds)
-            self.queued_tokens -= sum(pack.num_tokens for pack in packs)
-            self.queued_samples -= self._num_whole(taken)
+        packs = self._make_packs(taken, bounds)
+        self.queued_tokens -= int(packs.tokens.sum())
+        self.queued_samples -= self._num_whole(taken)
         stays = np.ones(len(self._sizes), np.bool_)
         stays[choice.indices] = False
         self._ages = np.concatenate([choice.ages, self._ages[len(choice.ages) :]])[stays]
@@ -239,15 +180,14 @@ class Former:
         size = self._rules.packs
         steps = []
         while len(self._pending) >= size:
-            steps.append(self._make_step(self._pending[:size]))
-            del self._pending[:size]
+            packs, self._pending = self._pending.cut(size)
+            steps.append(self._make_step(packs))
         if self.closed and not self.num_samples and self._pending:
-            tail, self._pending = self._pending, []
+            tail, self._pending = self._pending, Packs.empty()
             if self._rules.tail == "drop":
-                self.dropped = np.concatenate([self.dropped, *(pack.handles for pack in tail)])
+                self.dropped = np.concatenate([self.dropped, tail.handles])
             else:
-                empty = self._make_packs(np.zeros(0, np.int64), np.array([0, 0]))
-                steps.append(self._make_step(tail + empty * (size - len(tail))))
+                steps.append(self._make_step(tail + Packs.empty(size - len(tail))))
         return steps
 
     @property
@@ -260,15 +200,15 @@ class Former:
     def state(self) -> FormState:
         """What decides every later step, beside samples that are yet to come. Not while a choice is being made."""
         self._gather()
-        packs = [pack.handles for pack in self._pending]
+        pending = self._pending
         window = np.concatenate([self._handles, *(handles for handles, _ in self._arrived)])
         ages = np.full(len(window), -1, np.int64)
         ages[: len(self._handles)] = np.repeat(self._ages, self._sizes)
-        pending = np.concatenate([*packs, np.zeros(0, np.int64)])
         rows = self._table.rows
         return FormState(
-            self.next_step, self.chain, self.closed, rows(window).tobytes(), ages.tolist(), rows(pending).tobytes(),
-            [len(each) for each in packs], self._table.keeps(np.concatenate([window, pending])),
+            self.next_step, self.chain, self.closed, rows(window).tobytes(), ages.tolist(),
+            rows(pending.handles).tobytes(), pending.counts.tolist(),
+            self._table.keeps(np.concatenate([window, pending.handles])),
         )  # fmt: skip
 
     def load(self, state: FormState) -> None:
@@ -328,25 +268,19 @@ class Former:
         self._lengths = np.concatenate([self._lengths, units])
         self._ages = np.concatenate([self._ages, np.full(len(sizes), -1, np.int64)])
 
-    def _make_packs(self, handles: I64, bounds: I64) -> list[Pack]:
+    def _make_packs(self, handles: I64, bounds: I64) -> Packs:
+        if len(bounds) == 1:
+            return Packs.empty()
         rows = self._table.rows(handles)
         align, length = self._rules.align.sample, rows["length"].astype(np.int64)
         slot = -(-length // align) * align
-        columns = np.stack([length, slot, rows["loss_tokens"], self._rules.balance.costs(slot)], axis=1)
-        sums = np.zeros((len(handles) + 1, 4), np.int64)
-        np.cumsum(columns, axis=0, out=sums[1:])
-        totals = (sums[bounds[1:]] - sums[bounds[:-1]]).tolist()
-        spans, digests = pairwise(bounds.tolist()), pack_digests(rows, bounds)
-        return [
-            Pack(handles[begin:end], tokens, slots, loss, cost, digest)
-            for (begin, end), (tokens, slots, loss, cost), digest in zip(spans, totals, digests, strict=True)
-        ]
+        columns = np.stack([length, slot, rows["loss_tokens"], self._rules.balance.costs(slot)])
+        return Packs(handles, bounds, np.add.reduceat(columns, bounds[:-1], axis=1), pack_digests(rows, bounds))
 
-    def _make_step(self, packs: list[Pack]) -> Step:
-        loss = sum(pack.num_loss_tokens for pack in packs)
-        samples = sum(len(pack.handles) for pack in packs)
-        digest = step_digest(self.next_step, loss, samples, (pack.digest for pack in packs))
+    def _make_step(self, packs: Packs) -> Step:
+        loss, samples = int(packs.loss_tokens.sum()), len(packs.handles)
+        digest = step_digest(self.next_step, loss, samples, packs.digests)
         self.chain = chain_digest(self.chain, digest)
-        step = Step(self.next_step, tuple(packs), loss, samples, digest, self.chain)
+        step = Step(self.next_step, packs, loss, samples, digest, self.chain)
         self.next_step += 1
         return step

@@ -14,11 +14,11 @@ import numpy as np
 
 from streampack.core.dealt import deal_padded, deal_step, packs_of_mesh, split
 from streampack.core.dealt_figures import DealtFigures
-from streampack.core.form import Pack, Step
 from streampack.core.frames import frames_for
 from streampack.core.messages import Mesh, StepPart
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, PACK, SampleTable
+from streampack.core.steps import Packs, Step
 from streampack.core.waste import waste_of, waste_of_packs, waste_of_rows
 
 PART_BYTES = 1 << 20
@@ -73,7 +73,7 @@ class KeptSteps:
 
     def forget(self, number: int) -> I64:
         """Drop a step; the handles of all its samples, int64 [n]."""
-        return np.concatenate([pack.handles for pack in self._steps.pop(number).step.packs])
+        return self._steps.pop(number).step.packs.handles
 
     def parts(self, number: int, mesh: Mesh) -> Iterator[tuple[StepPart, tuple[I64, ...]]]:
         """A step's messages for one rank, in order, each with the handles of its packs' samples."""
@@ -126,7 +126,7 @@ class KeptSteps:
             self._deal(kept, mesh)
         if all(len(pack.handles) for pack in kept.packs):
             return ""
-        count, handles = len(kept.packs), np.concatenate([pack.handles for pack in kept.step.packs])
+        count, handles = len(kept.packs), kept.step.packs.handles
         got = int(np.count_nonzero(self._table.keep[handles] != PACK))
         what = "samples" if got == len(handles) else "samples and groups kept in one pack"
         least = f"{count} at least" if got < count else f"a multiple of {mesh.dp}"
@@ -161,7 +161,7 @@ class KeptSteps:
 
     def _deal_padded(self, kept: _Kept, mesh: Mesh) -> None:
         formed, rules, is_first = kept.step.packs, self._rules, not any(kept.sizes)
-        handles = np.concatenate([pack.handles for pack in formed])
+        handles = formed.handles
         columns = self._columns(handles)
         dealt = deal_padded(rules, columns[:, 2], mesh.dp, mesh.pp)
         kept.packs = [Portion(handles[rows], *columns[rows].sum(axis=0).tolist()) for rows in dealt.packs]
@@ -175,11 +175,10 @@ class KeptSteps:
             self.figures.more_waste += waste_of_rows(tokens, slots, held, dealt.rows, dealt.widths)
             self.figures.more_waste -= waste_of_packs(formed, rules)
 
-    def _split(self, packs: Sequence[Pack], count: int) -> list[Portion]:
-        handles = np.concatenate([pack.handles for pack in packs])
-        bounds = np.concatenate([[0], np.cumsum([len(pack.handles) for pack in packs])]).astype(np.int64)
+    def _split(self, packs: Packs, count: int) -> list[Portion]:
+        handles = packs.handles
         columns = self._columns(handles)
-        parts, _ = split(bounds, columns[:, 1], self._table.keep[handles], count)
+        parts, _ = split(packs.bounds, columns[:, 1], self._table.keep[handles], count)
         return [Portion(handles[part], *columns[part].sum(axis=0).tolist()) for part in parts]
 
     def _columns(self, handles: I64) -> I64:

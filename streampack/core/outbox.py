@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice
 
-import numpy as np
-
 from streampack.core.effects import Release
 from streampack.core.events import Effect
-from streampack.core.form import Step
 from streampack.core.history import History
 from streampack.core.journal import Journal
 from streampack.core.leases import Leases
 from streampack.core.readers import Readers
 from streampack.core.samples import I64
+from streampack.core.steps import Step
 
 Ended = tuple[int, bytes]
 """(steps, digest of all): no step follows."""
@@ -45,9 +43,9 @@ class Outbox:
             if not isinstance(step, Step):
                 effects += readers.finish(*step)
             elif step.number < readers.formed_upto:
-                effects.append(Release(np.concatenate([pack.handles for pack in step.packs])))
+                effects.append(Release(step.packs.handles))
                 effects += readers.check(step.number + 1, step.chain)
-            elif absent and any(handle in absent for pack in step.packs for handle in pack.handles.tolist()):
+            elif absent and any(handle in absent for handle in step.packs.handles.tolist()):
                 break
             else:
                 effects += readers.add(step, self._history.is_skipped(step.number))
@@ -64,14 +62,12 @@ class Outbox:
         if not isinstance(step, Step):
             return None
         absent = self._leases.books.absent
-        missing = (absent[h][0] for pack in step.packs for h in pack.handles.tolist() if h in absent)
+        missing = (absent[h][0] for h in step.packs.handles.tolist() if h in absent)
         of = "".join(f", from {self._leases.describe(p)}" for p in islice(missing, 1))
         return "stream", f"samples of step {step.number} are read again{of}"
 
     def let_go(self) -> list[I64]:
         """Forget them; the handles of each step, int64 [n]."""
-        held = [
-            np.concatenate([pack.handles for pack in step.packs]) for _, step in self._waiting if isinstance(step, Step)
-        ]
+        held = [step.packs.handles for _, step in self._waiting if isinstance(step, Step)]
         self._waiting.clear()
         return held

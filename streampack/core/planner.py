@@ -14,7 +14,7 @@ from streampack.core.admission import Admission, terms_of
 from streampack.core.arrival import Arrival
 from streampack.core.effects import Form, Formed, Release
 from streampack.core.events import Effect
-from streampack.core.form import Former, Step
+from streampack.core.form import Former
 from streampack.core.history import History
 from streampack.core.leases import Leases
 from streampack.core.live_rules import LiveRules
@@ -25,6 +25,7 @@ from streampack.core.resume import restore, snapshot
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, SampleTable
 from streampack.core.snapshot import Floor, Snapshot
+from streampack.core.steps import Step
 
 SNAPSHOT_WINDOWS = 4
 """A snapshot is taken when so many windows of samples are in steps since the last: what a restart reads again."""

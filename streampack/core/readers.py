@@ -14,7 +14,6 @@ import msgspec
 from streampack.core.attempts import Attempts, diverged
 from streampack.core.effects import SendTrainer
 from streampack.core.events import Effect
-from streampack.core.form import Step
 from streampack.core.messages import (
     AskState,
     Attach,
@@ -32,6 +31,7 @@ from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 from streampack.core.seats import Reader, refusal
 from streampack.core.snapshot import Snapshot
+from streampack.core.steps import Step
 
 TELL_S = 1.0
 """Readers that wait are told what for this often, and when they ping."""

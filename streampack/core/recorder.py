@@ -6,10 +6,7 @@ again, is written once.
 
 from __future__ import annotations
 
-import numpy as np
-
 from streampack.core.events import Effect, Report
-from streampack.core.form import Step
 from streampack.core.history import History
 from streampack.core.journal import Journal
 from streampack.core.records import (
@@ -25,6 +22,7 @@ from streampack.core.records import (
 from streampack.core.rules import RulesChange
 from streampack.core.samples import I64, SampleTable
 from streampack.core.snapshot import Snapshot
+from streampack.core.steps import Step
 
 
 class Recorder:
@@ -42,8 +40,7 @@ class Recorder:
         history = self._history
         if history.is_gone(step.number) or history.chain_after(step.number) is not None:
             return []
-        handles = np.concatenate([pack.handles for pack in step.packs])
-        counts = np.array([len(pack.handles) for pack in step.packs], "<u4")
+        handles, counts = step.packs.handles, step.packs.counts.astype("<u4")
         record = StepFormed(
             feed=self._feed, lineage=history.lineage, step=step.number, digest=step.digest, chain=step.chain,
             num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples, counts_u32=counts.tobytes(),

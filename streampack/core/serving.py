@@ -13,12 +13,12 @@ from collections.abc import Callable
 from streampack.core.dealt_figures import DealtFigures
 from streampack.core.effects import Release, SendShard, SendTrainer
 from streampack.core.events import Effect
-from streampack.core.form import Step
 from streampack.core.kept import KeptSteps
 from streampack.core.messages import Bye, End, Envelope, Get, Message, ReaderPing, Reject, Wait
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 from streampack.core.seats import Ranks, Reader, Seats, rank_name
+from streampack.core.steps import Step
 
 MAX_AHEAD = 64
 """Steps that one GET may ask for."""

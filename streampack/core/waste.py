@@ -11,24 +11,13 @@ A step counts as FORM made it, each pack with a length of its own, until it is d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import numpy as np
 
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
+from streampack.core.steps import Packs
 
 CAUSES = ("alignment", "pack_tail", "shape", "pipeline", "empty_pack")
-
-
-class Sums(Protocol):
-    """What is known of a pack."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_slot_tokens(self) -> int: ...
 
 
 def waste_of(tokens: I64, slots: I64, widths: I64, rules: Rules) -> I64:
@@ -48,7 +37,6 @@ def waste_of_rows(tokens: I64, slots: I64, held: I64, rows: I64, widths: I64) ->
     return np.array(sums, np.int64)
 
 
-def waste_of_packs(packs: Sequence[Sums], rules: Rules) -> I64:
+def waste_of_packs(packs: Packs, rules: Rules) -> I64:
     """The same for a step as FORM made it, where no mesh has a say."""
-    tokens, slots = np.array([(pack.num_tokens, pack.num_slot_tokens) for pack in packs], np.int64).reshape(-1, 2).T
-    return waste_of(tokens, slots, rules.own_widths(slots), rules)
+    return waste_of(packs.tokens, packs.slots, rules.own_widths(packs.slots), rules)

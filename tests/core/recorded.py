@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 from streampack_services.log import Entry
 
-from streampack.core.form import FIRST_CHAIN, Former, Step, chain_digest, pack_digests, step_digest
+from streampack.core.form import Former
 from streampack.core.intake import apply_overlong
 from streampack.core.merge import merge_of
 from streampack.core.records import (
@@ -30,6 +30,7 @@ from streampack.core.records import (
 from streampack.core.resume import restore, snapshot
 from streampack.core.rules import Rules
 from streampack.core.samples import ROW, SampleTable, index_of
+from streampack.core.steps import FIRST_CHAIN, Step, chain_digest, pack_digests, step_digest
 from streampack.wire import encode_record
 
 FEED = "train"
@@ -112,8 +113,7 @@ class Run:
 
     def _write(self, steps: list[Step]) -> None:
         for step in steps:
-            counts = np.array([len(pack.handles) for pack in step.packs], "<u4")
-            rows = self.table.rows(np.concatenate([pack.handles for pack in step.packs]))
+            counts, rows = step.packs.counts.astype("<u4"), self.table.rows(step.packs.handles)
             self.records.append(
                 StepFormed(
                     feed=FEED, lineage=self.lineage, step=step.number, digest=step.digest, chain=step.chain,

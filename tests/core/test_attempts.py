@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from streampack.core.effects import Release, SendShard, SendTrainer
 from streampack.core.events import Effect, Report
-from streampack.core.form import Pack, Step
 from streampack.core.messages import (
     AskState,
     Attach,
@@ -41,6 +40,7 @@ from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 from streampack.core.seats import CLAIM_S, RESTART_S
 from streampack.core.snapshot import FormState, MergeState, Snapshot
+from streampack.core.steps import Packs, Step
 
 EPOCH, TICK_S = 4, 0.25
 M = TypeVar("M", bound=Message)
@@ -59,7 +59,8 @@ def chain_of(step: int) -> bytes:
 
 
 def made_up(number: int) -> Step:
-    packs = tuple(Pack(np.zeros(0, np.int64), 0, 0, 0, cost, b"") for cost in range(4))
+    sums = np.array([[0] * 4, [0] * 4, [0] * 4, range(4)], np.int64)
+    packs = Packs(np.zeros(0, np.int64), np.zeros(5, np.int64), sums, [b""] * 4)
     return Step(number, packs, 10 * number, number, digest_of(number), chain_of(number + 1))
 
 

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.form import Former, Step
+from streampack.core.form import Former
 from streampack.core.kept import KeptSteps, mesh_refusal
 from streampack.core.messages import Mesh
 from streampack.core.rules import Align, Balance, Batch, Rules, Warmup
 from streampack.core.samples import ROW, SampleTable
+from streampack.core.steps import Step
 
 PACKERS = [
     "exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative", "modified_first_fit_decreasing",

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.form import Former, Step
+from streampack.core.form import Former
 from streampack.core.packers.joint import held_tokens
 from streampack.core.rules import Align, Balance, PackerName, Rules, Warmup
 from streampack.core.samples import I64, ROW, SampleTable
+from streampack.core.steps import Step
 
 PACKERS = get_args(PackerName)
 

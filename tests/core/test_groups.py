@@ -19,7 +19,7 @@ from streampack.core.admission import Admission, StreamTerms
 from streampack.core.arrival import Arrival
 from streampack.core.changes import Restream
 from streampack.core.events import Tick
-from streampack.core.form import Former, Step
+from streampack.core.form import Former
 from streampack.core.intake import Intake
 from streampack.core.kept import KeptSteps
 from streampack.core.merge import merge_of
@@ -30,6 +30,7 @@ from streampack.core.records import BatchMarked, ChunkAdmitted, LineageBegan, Re
 from streampack.core.rules import Align, Balance, Batch, PackerName, Rules, StreamRules
 from streampack.core.samples import KEEPS, ROW, Keep, SampleTable, index_of
 from streampack.core.snapshot import FormState
+from streampack.core.steps import Step
 from tests.core import test_going_back as rollouts
 from tests.core.planned import tokens_of
 from tests.core.test_going_back import PARTITIONS, Rollouts, chunk_of, length_of

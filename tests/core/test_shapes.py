@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack import pack_lengths
-from streampack.core.form import Former, Step
+from streampack.core.form import Former
 from streampack.core.intake import apply_overlong
 from streampack.core.kept import KeptSteps, mesh_refusal
 from streampack.core.messages import Mesh
 from streampack.core.rules import Align, Rules
 from streampack.core.samples import ROW, SampleTable
 from streampack.core.shapes import Shape, Sizes, check_widths, own_widths, step_widths, width_unit
+from streampack.core.steps import Step
 from streampack.errors import ConfigError, SampleError
 
 BUDGET, ALIGN = 48, 4

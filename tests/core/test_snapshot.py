@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.form import Former, Step
+from streampack.core.form import Former
 from streampack.core.merge import merge_of
 from streampack.core.resume import restore, snapshot
 from streampack.core.rules import Align, Balance, Rules, StreamRules
 from streampack.core.samples import I64, ROW, SampleTable
 from streampack.core.snapshot import Snapshot
+from streampack.core.steps import Step
 
 PACKERS = (
     "exact_fill",

@@ -23,7 +23,7 @@ from streampack.core.dealt import PaddedStep, deal_padded, split
 from streampack.core.effects import Formed, Recalled
 from streampack.core.events import Effect, FromBroker, Send
 from streampack.core.feed import Feed
-from streampack.core.form import Former, Request, Step
+from streampack.core.form import Former, Request
 from streampack.core.history import History
 from streampack.core.intake import Intake
 from streampack.core.kept import KeptSteps
@@ -39,6 +39,7 @@ from streampack.core.records import ChunkAdmitted
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
 from streampack.core.seats import Seats
+from streampack.core.steps import Step
 from tests.simulation.checks import BrokerChecks
 from tests.simulation.data import (
     FIRST_ARRIVAL,

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from streampack.config import BrokerConfig
 from streampack.config_check import checked
-from streampack.core.form import chain_digest, pack_digests, step_digest
 from streampack.core.intake import apply_overlong
 from streampack.core.rules import Rules
 from streampack.core.samples import ROW
+from streampack.core.steps import chain_digest, pack_digests, step_digest
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
 from tests.soak.golden import Golden, GoldenPack, GoldenStep, Id

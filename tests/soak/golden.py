@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from streampack.config import BrokerConfig
 from streampack.config_check import checked
-from streampack.core.form import Former, Step
+from streampack.core.form import Former
 from streampack.core.intake import apply_overlong
 from streampack.core.merge import Merge, merge_of
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, IGNORE_INDEX, SampleTable
+from streampack.core.steps import Step
 from streampack.sources import Cursor, Source, SourceSettings, open_source
 from streampack.typed_tree import convert
 from tests.soak.checksum import crc_of
