@@ -30,6 +30,7 @@ from benchmarks.bare_pipe import NUM_PRODUCERS, PACK_TOKENS
 from benchmarks.report import arguments, head, say
 from benchmarks.streampack_pipe import MemorySource
 from streampack import wire
+from streampack.checksums import compiled, plain
 from streampack.chunks import Batch, chunk_of
 from streampack.config import BrokerConfig
 from streampack.config_check import checked
@@ -123,6 +124,7 @@ class Producer:
         )
         self._batches: dict[Any, Iterator[Batch]] = {}
         self._chunk_of = meter.timed("producer: checksums of samples", chunk_of)
+        self._crcs_of = compiled() or plain
         self.handle = meter.timed("producer: session", self._session.handle)
 
     def events(self, event: Event) -> Iterator[Any]:
@@ -137,7 +139,7 @@ class Producer:
                     key = (lease.partition, effect.session)
                     if key not in self._batches:
                         self._batches[key] = self._source.batches(lease)
-                    waiting.append(self._chunk_of(next(self._batches[key]), lease, effect.session))
+                    waiting.append(self._chunk_of(next(self._batches[key]), lease, effect.session, self._crcs_of))
 
 
 def measure(tokens: float, packs: int, state_dir: str | None, format: str) -> dict[str, float]:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from crc32c import crc32c
 from numpy.typing import NDArray
 
+from streampack.checksums import Column, CrcsOf, plain
 from streampack.core.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, to_bfloat16
 from streampack.core.messages import OVERLONG, Lease
-from streampack.core.samples import IGNORE_INDEX
+from streampack.core.samples import I64, IGNORE_INDEX
 from streampack.core.sending import Chunk, Key, Session
 from streampack.errors import ConfigError, DamagedFile, SampleError
 from streampack.sources import Cursor, Record, Source
@@ -298,28 +298,31 @@ def _loss_tokens(lengths: NDArray[np.uint32], fields: Values) -> NDArray[np.uint
     return found
 
 
-def chunk_of(batch: Batch, lease: Lease, session: Session) -> Chunk:
-    """A batch with the checksum of every sample over all its bytes, ready to be sent."""
+def chunk_of(batch: Batch, lease: Lease, session: Session, crcs_of: CrcsOf = plain) -> Chunk:
+    """A batch with the checksum of every sample over all its bytes, ready to be sent; ``crcs_of`` computes them."""
     key: Key = (lease.stream, lease.partition)
-    lengths = batch.lengths.tolist()
-    columns = [(np.ascontiguousarray(batch.tokens), False)]
-    columns += [(np.ascontiguousarray(batch.fields[each.name]), _by_sample(each)) for each in lease.fields]
-    frames = [column.reshape(-1).view(np.uint8).data for column, _ in columns]
-    crcs = [0] * len(lengths)
-    num_bytes = 0
-    for (column, by_sample), data in zip(columns, frames, strict=True):
-        width = column.itemsize * (int(np.prod(column.shape[1:])) if column.ndim > 1 else 1)
-        num_bytes += 0 if by_sample else len(data)
-        at = 0
-        for i, length in enumerate(lengths):
-            end = at + (1 if by_sample else length) * width
-            crcs[i] = crc32c(data[at:end], crcs[i])
-            at = end
-    loss = np.maximum(batch.lengths.astype(np.int64) - 1, 0) if batch.loss_tokens is None else batch.loss_tokens
+    ends = np.concatenate([[0], np.cumsum(batch.lengths, dtype=np.int64)])
+    columns = [_column(batch.tokens, ends)]
+    for each in lease.fields:
+        of_samples = np.arange(len(ends)) if _by_sample(each) else ends
+        columns.append(_column(batch.fields[each.name], of_samples))
+    crcs, payload_crc = crcs_of(columns)
+    loss = np.maximum(batch.lengths, 1) - 1 if batch.loss_tokens is None else batch.loss_tokens
+    num_bytes = sum(
+        data.nbytes
+        for (data, _), by_token in zip(columns, [True, *(not _by_sample(each) for each in lease.fields)], strict=True)
+        if by_token
+    )
     return Chunk(
         key=key, session=session, lengths_u32=batch.lengths.astype("<u4").tobytes(),
-        crcs_u32=np.array(crcs, "<u4").tobytes(), loss_tokens_u32=loss.astype("<u4").tobytes(),
-        num_samples=len(lengths), num_bytes=num_bytes,
-        cursor=batch.cursor,
-        rejected=batch.rejected, lost_tokens=batch.lost_tokens, pass_ended=batch.pass_ended, payload=tuple(frames),
+        crcs_u32=crcs.astype("<u4").tobytes(), loss_tokens_u32=loss.astype("<u4").tobytes(),
+        num_samples=len(batch.lengths), num_bytes=num_bytes, cursor=batch.cursor, rejected=batch.rejected,
+        lost_tokens=batch.lost_tokens, pass_ended=batch.pass_ended, payload=tuple(data.data for data, _ in columns),
+        payload_crc=payload_crc,
     )  # fmt: skip
+
+
+def _column(values: NDArray[Any], bounds: I64) -> Column:
+    """The bytes of ``values`` [n, ...], of which sample i has those from ``bounds[i]`` on."""
+    width = values.itemsize * math.prod(values.shape[1:])
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8), bounds * width

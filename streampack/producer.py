@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from streampack import wire
+from streampack.checksums import CrcsOf, compiled, plain
 from streampack.chunks import Batch, BatchSource, batches, chunk_of
 from streampack.core.events import Effect, FromBroker, Report, Send, Tick
 from streampack.core.messages import Flow, Lease, Offer
@@ -34,6 +35,8 @@ TICK_S = 0.2
 TELL_S = 0.5
 SLOW_S = 2.0
 """A chunk takes CHUNK_S and one sample, unless something is slow."""
+COMPILED_AFTER = 16
+"""Chunks of whole batches after which checksums are worth a kernel; producers of a few never import numba."""
 SAY_S = 5.0
 """A wait longer than this is said, and what for."""
 
@@ -87,6 +90,7 @@ class ProducerLoop:
         on_progress: Callable[[Progress], None] | None = None, pause_s: float = 0.0, name: str = "",
     ) -> None:  # fmt: skip
         self._sources = dict(sources)
+        self._by_record = {name: each for name, each in self._sources.items() if not isinstance(each, BatchSource)}
         self._timeout_s = timeout_s
         self._on_progress = on_progress
         self._pause_s = pause_s
@@ -189,11 +193,16 @@ class ProducerLoop:
 
     def _read_all(self) -> None:
         """The reading thread: one chunk at a time, however long that takes, while the loop goes on pinging."""
+        crcs_of: CrcsOf = plain
+        batches_left = COMPILED_AFTER
         while (asked := self._asked.get()) is not None:
             read, reader = asked
             try:
                 batch = next(reader, None)
-                chunk = chunk_of(batch, read.lease, read.session) if batch is not None else None
+                chunk = chunk_of(batch, read.lease, read.session, crcs_of) if batch is not None else None
+                batches_left -= read.lease.stream not in self._by_record
+                if not batches_left:
+                    crcs_of, batches_left = compiled() or plain, -1
                 if self._pause_s:
                     time.sleep(self._pause_s)
                 self._answers.append((read, batch, chunk))
@@ -224,12 +233,12 @@ class ProducerLoop:
         sent = self._sent.get((key, held.session)) if held is not None else None
         while held is not None and sent and sent[0].stop_seq <= held.window.known_seq:
             chunk = sent.popleft()
-            lease, progress, source = chunk.lease, self.progress.streams[key[0]], self._sources[key[0]]
+            lease, progress, source = chunk.lease, self.progress.streams[key[0]], self._by_record.get(key[0])
             progress.samples += chunk.samples
             progress.tokens += chunk.tokens
             for reason, count in chunk.rejected.items():
                 progress.rejected[reason] = progress.rejected.get(reason, 0) + count
-            if not isinstance(source, BatchSource):
+            if source is not None:
                 shards = len(range(lease.partition, source.num_shards, lease.partitions))
                 progress.shards[lease.partition] = chunk.cursor.pass_ * shards + chunk.cursor.shard
                 progress.passes = lease.passes

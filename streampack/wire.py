@@ -65,10 +65,16 @@ def encode(envelope: Envelope) -> list[Any]:
     payload = envelope.payload
     if len(payload) > MAX_PAYLOAD_FRAMES:
         raise WireError(f"got {len(payload)} payload frames, expected at most {MAX_PAYLOAD_FRAMES}")
-    meta = _encoder.encode(envelope.message)
+    meta, num_bytes = _encoder.encode(envelope.message), sum(memoryview(frame).nbytes for frame in payload)
+    if envelope.payload_crc is None:
+        crc = checksum([meta, *payload])
+    else:
+        from streampack.crc_kernels import joined  # numba: who knows it has it from there
+
+        crc = joined(crc32c(meta), envelope.payload_crc, num_bytes)
     head = _HEADER.pack(
         MAGIC, VERSION, envelope.message.TYPE, len(payload), envelope.run, envelope.epoch, envelope.fence,
-        len(meta), checksum([meta, *payload]), sum(memoryview(frame).nbytes for frame in payload), 0,
+        len(meta), crc, num_bytes, 0,
     )  # fmt: skip
     return [head + _CRC.pack(crc32c(head)), meta, *payload]
 

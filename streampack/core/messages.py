@@ -479,7 +479,8 @@ ALL: tuple[type[Message], ...] = (
 class Envelope(Struct, frozen=True, kw_only=True):
     """A message with its fences and payload. ``payload`` frames are opaque to the core.
 
-    ``run`` 0 is that of a peer that has not heard from the broker yet.
+    ``run`` 0 is that of a peer that has not heard from the broker yet. ``payload_crc`` is the CRC32C of the frames one
+    after another, where who sends them knows it already.
     """
 
     run: Count
@@ -487,3 +488,4 @@ class Envelope(Struct, frozen=True, kw_only=True):
     fence: Count
     message: Message
     payload: tuple[Any, ...] = ()
+    payload_crc: int | None = None

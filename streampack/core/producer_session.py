@@ -177,7 +177,7 @@ class ProducerSession(Sender):
                 crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=chunk.cursor,
                 rejected=chunk.rejected, lost_tokens=chunk.lost_tokens, pass_ended=chunk.pass_ended,
             )  # fmt: skip
-            effects.append(self._send(samples, held.session, chunk.payload))
+            effects.append(self._send(samples, held.session, chunk))
             held.next_seq = stop
             held.window.sent_bytes += chunk.num_bytes
             held.chunk = None

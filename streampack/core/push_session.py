@@ -245,7 +245,7 @@ class PushSession(Sender):
         effects: list[Effect] = []
         while (kept := self.buffer.next()) is not None and self._window.allows(kept.stop_seq, kept.chunk.num_bytes):
             self._window.sent_bytes += kept.chunk.num_bytes
-            effects.append(self._send(self._samples(kept), self._session, kept.chunk.payload))
+            effects.append(self._send(self._samples(kept), self._session, kept.chunk))
             self.buffer.sent()
         if not self._said and (last := self._last_words()) is not None:
             self._said = True

@@ -45,6 +45,8 @@ class Chunk(Event, frozen=True):
     pass_ended: bool = False
     keep: Keep | UnsetType = msgspec.UNSET
     policy_version: int | UnsetType = msgspec.UNSET
+    payload_crc: int | None = None
+    """CRC32C of the payload's frames one after another, where it is known."""
 
 
 class Failed(Event, frozen=True):
@@ -193,6 +195,11 @@ class Sender(ABC):
         """The broker does not know it, or has leased it something that it has not heard of."""
         return [self._hello()] if self._now - self._last_hello >= HELLO_S / 2 else []
 
-    def _send(self, message: Message, session: Session = (0, 0), payload: tuple[object, ...] = ()) -> Send:
-        envelope = Envelope(run=self.run, epoch=self.epoch, fence=session[1], message=message, payload=payload)
-        return Send(envelope)
+    def _send(self, message: Message, session: Session = (0, 0), chunk: Chunk | None = None) -> Send:
+        """A message, with the payload of a chunk."""
+        payload, crc = ((), None) if chunk is None else (chunk.payload, chunk.payload_crc)
+        return Send(
+            Envelope(
+                run=self.run, epoch=self.epoch, fence=session[1], message=message, payload=payload, payload_crc=crc
+            )
+        )  # fmt: skip

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from streampack_services.producer import _show
 from streampack_services.progress import Overall
 
 import streampack
 from streampack import producer, wire
-from streampack.chunks import CHUNK_S, batches
-from streampack.core.messages import Envelope, Lease, ProducerPing
+from streampack.checksums import compiled
+from streampack.chunks import CHUNK_S, Batch, batches
+from streampack.core.messages import Envelope, Lease, ProducerPing, Samples
 from streampack.producer import ProducerLoop
-from streampack.sources import SourceSettings, open_source, open_tokenizer
+from streampack.sources import Cursor, SourceSettings, open_source, open_tokenizer
 from streampack.sources.tokenizers import TokenizerSettings
 from streampack.typed_tree import convert
 from tests.integration.running import PATIENCE_S, running_broker, until, write_jsonl
@@ -150,3 +153,42 @@ def test_a_log_says_the_same_progress_more_and_more_rarely(caplog: pytest.LogCap
             show(overall)
             said += [turn] if caplog.records else []
     assert said == [0, 1, 2, 4, 8, 16, 18, 19]
+
+
+class Counting:
+    """A source of whole batches: sample i is the number i, three times; ``count`` batches of two samples."""
+
+    digest = "counting"
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def batches(self, lease: Lease) -> Iterator[Batch]:
+        for at in range(lease.first_seq // 2, self._count):
+            tokens = np.repeat(np.array([2 * at, 2 * at + 1], np.uint16), 3)
+            yield Batch(tokens, np.array([3, 3], np.uint32), Cursor(0, 0, 2 * at + 2), {})
+
+
+def test_samples_come_whole_before_and_after_their_checksums_are_computed_by_a_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known: list[bool] = []
+
+    def noted(envelope: Envelope) -> list[Any]:
+        known.extend([envelope.payload_crc is not None] if isinstance(envelope.message, Samples) else [])
+        return wire.encode(envelope)
+
+    monkeypatch.setattr(producer, "wire", SimpleNamespace(encode=noted, decode=wire.decode))
+    count = 2 * producer.COMPILED_AFTER
+    with running_broker(SETTINGS) as broker:
+        thread = threading.Thread(target=ProducerLoop(broker.producers, {"text": Counting(count)}).run)
+        thread.start()
+        with streampack.connect(broker.trainers, format="numpy") as loader:
+            seen = sorted(
+                (index, pack.input_ids[begin : begin + 3].tolist())
+                for pack in loader
+                for (_, index, _), begin in zip(pack.sample_ids.tolist(), pack.cu_seqlens_padded.tolist(), strict=False)
+            )
+        thread.join(PATIENCE_S)
+    assert seen == [(i, [i] * 3) for i in range(2 * count)]
+    assert known == [False] * producer.COMPILED_AFTER + [compiled() is not None] * producer.COMPILED_AFTER
