@@ -29,8 +29,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import streampack
+from benchmarks import streampack_pipe
 from benchmarks.report import arguments, head, say
 from benchmarks.streampack_pipe import run_streampack
+from benchmarks.traffic import Traffic
 
 WINDOW, BUDGET, PACKS = 1024, 2048, 8
 SHARDS, ROWS, MEAN_TOKENS = 8, 5000, 64
@@ -216,8 +218,7 @@ def cost_of_the_log(seconds: float) -> dict[str, Any]:
     used: dict[str, list[float]] = {"with": [], "without": []}
     for number in range(PAIRS):
         for kind in ("with", "without")[:: -1 if number % 2 else 1]:
-            with tempfile.TemporaryDirectory(prefix="sp-log-", dir="/tmp") as folder:
-                result = run_streampack(seconds, "ipc", state_dir=folder if kind == "with" else None)
+            result = run_streampack(seconds, Traffic(), streampack_pipe.Service(log=kind == "with"))
             used[kind].append(result.cpu_seconds["broker"] / result.tokens * 1e6)
             print(f"log: {kind:<7} {used[kind][-1] * 1000:.3f} ms/M tokens", flush=True)
     differences = [one - other for one, other in zip(used["with"], used["without"], strict=True)]

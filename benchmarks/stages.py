@@ -26,9 +26,9 @@ import streampack_services.broker as broker_module
 from streampack_services.broker import BrokerService
 from streampack_services.memory_plan import keep_freed_memory
 
-from benchmarks.bare_pipe import NUM_PRODUCERS, PACK_TOKENS
 from benchmarks.report import arguments, head, say
 from benchmarks.streampack_pipe import MemorySource
+from benchmarks.traffic import NUM_PRODUCERS, PACK_TOKENS, Traffic
 from streampack import wire
 from streampack.checksums import compiled, plain
 from streampack.chunks import Batch, chunk_of
@@ -168,7 +168,7 @@ class Run:
 
     def __init__(self, service: Service, meter: Meter, format: str) -> None:
         self.service, self.tokens = service, 0
-        source = MemorySource()
+        source = MemorySource(Traffic())
         self._producers = [Producer(f"producer-{i}", source, meter) for i in range(NUM_PRODUCERS)]
         self._mesh = Mesh()
         self._views = Views(format, self._mesh)

@@ -1,43 +1,68 @@
 """streampack as users run it, with the bare pipe's shape: two producers, a broker, one client.
 
-Real processes and sockets, checksums, credits, merge, exact_fill, steps, and packs built as a
-trainer gets them. Samples come out of the producers' memory, as the bare pipe's frames do, so that
-no tokenizer or disk is measured; their lengths are drawn from the same distribution.
+The broker is the command itself, its log on a disk, its metrics read once a second; checksums, credits, merge,
+exact_fill, steps, and packs built as a trainer gets them. Samples come out of the producers' memory, as the bare
+pipe's frames do, so that no tokenizer or disk is measured; their lengths are drawn from the same distribution.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import sys
 import tempfile
 import threading
 import time
+import urllib.request
+from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from streampack_services.broker import BrokerService
-from streampack_services.memory_plan import keep_freed_memory
 
 import streampack
-from benchmarks.bare_pipe import (
-    MEAN_SAMPLE_TOKENS,
-    NUM_PRODUCERS,
-    PACK_TOKENS,
-    SAMPLE_SIGMA,
-    START_TIMEOUT_S,
-    WARM_UP_S,
-    PipeResult,
-    Processes,
-)
+from benchmarks.processes import START_TIMEOUT_S, Processes
+from benchmarks.traffic import NUM_PRODUCERS, PACK_TOKENS, WARM_UP_S, PipeResult, Traffic
 from streampack.chunks import Batch
-from streampack.config import BrokerConfig
-from streampack.config_check import checked
+from streampack.client import read_rendezvous
 from streampack.core.messages import Lease
 from streampack.producer import ProducerLoop
 from streampack.sources import Cursor
-from streampack.typed_tree import convert
 
 POOL_TOKENS = 4 << 20
-PACKS_PER_STEP = 32
+DISK = "/var/tmp"
+"""Where the log is: no memory that looks like a disk, as /tmp may be."""
+SCRAPE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Service:
+    """What broker.yaml says, and what the trainer does: 256 packs of 8192 are 2M tokens a step, the usual batch of
+    an 8B model on hundreds of ranks; it works ``work_s`` on each pack."""
+
+    packs: int = 256
+    memory: str = "256MiB"
+    log: bool = True
+    scraped: bool = True
+    format: str = "numpy"
+    work_s: float = 0.0
+
+    def tree(self, traffic: Traffic, folder: str, disk: str) -> dict[str, Any]:
+        """broker.yaml."""
+        tcp = traffic.transport == "tcp"
+        listen = {side: "tcp://127.0.0.1:*" if tcp else f"ipc://{folder}/{side}" for side in ("producers", "trainers")}
+        return {
+            "listen": listen | {"http": "127.0.0.1:0"},
+            "rendezvous": f"{folder}/rendezvous.json",
+            "state_dir": f"{disk}/state" if self.log else None,
+            "memory": self.memory,
+            "tokens": traffic.tokens,
+            "rules": {"budget": PACK_TOKENS, "step": {"packs": self.packs}},
+            "streams": {"web": {"repeat": True, "partitions": NUM_PRODUCERS}},
+        }
 
 
 class MemorySource:
@@ -45,17 +70,14 @@ class MemorySource:
 
     digest = "benchmark"
 
-    def __init__(self) -> None:
-        rng = np.random.default_rng(0)
-        mu = np.log(MEAN_SAMPLE_TOKENS) - SAMPLE_SIGMA**2 / 2
-        drawn = rng.lognormal(mu, SAMPLE_SIGMA, 2 * POOL_TOKENS // MEAN_SAMPLE_TOKENS)
-        self._lengths = drawn.astype(np.uint32).clip(1, PACK_TOKENS)
-        self._tokens = rng.integers(0, 50_000, int(self._lengths.sum()), np.int32)
+    def __init__(self, traffic: Traffic) -> None:
+        self._lengths = traffic.draw(0, POOL_TOKENS).astype(np.uint32)
+        self._tokens = np.random.default_rng(0).integers(0, 50_000, int(self._lengths.sum())).astype(traffic.tokens)
 
     def batches(self, lease: Lease) -> Iterator[Batch]:
         """Chunks of nearly the size that the lease allows, for ever."""
         ends = np.cumsum(self._lengths.astype(np.int64))
-        room = lease.max_chunk_bytes // 4
+        room = lease.max_chunk_bytes // self._tokens.itemsize
         sample = lease.cursor[2] if lease.cursor else 0
         while True:
             begin = int(ends[sample - 1]) if sample else 0
@@ -65,58 +87,95 @@ class MemorySource:
             yield Batch(tokens, lengths, Cursor(0, 0, sample), {})
 
 
-def run_streampack(seconds: float, endpoint_kind: str = "ipc", state_dir: str | None = None) -> PipeResult:
-    """Run the service and time what its client gets, as ``run_bare_pipe`` does; same arguments and errors.
-
-    The broker keeps its log in ``state_dir``, where one is given.
-    """
-    with tempfile.TemporaryDirectory(prefix="streampack-") as folder, Processes() as processes:
-        tcp = endpoint_kind == "tcp"
-        listen = {side: "tcp://127.0.0.1:*" if tcp else f"ipc://{folder}/{side}" for side in ("producers", "trainers")}
-        broker = processes.start("broker", _broker, listen, state_dir)
-        endpoints = processes.receive(broker, START_TIMEOUT_S)
-        client = processes.start("client", _client, endpoints["trainers"], seconds)
+def run_streampack(seconds: float, traffic: Traffic, service: Service = Service()) -> PipeResult:
+    """Run the service and time what its client gets, as ``run_bare_pipe`` does; same errors."""
+    with _folders() as (folder, disk), Processes() as processes:
+        settings, rendezvous = Path(folder) / "broker.yaml", Path(folder) / "rendezvous.json"
+        settings.write_text(json.dumps(service.tree(traffic, folder, disk)))  # JSON is YAML
+        processes.command("broker", broker_command(settings), Path(folder) / "broker.log")
+        client = processes.start("client", _client, rendezvous, service, seconds)
         for i in range(NUM_PRODUCERS):
-            processes.start(f"producer-{i}", _produce, endpoints["producers"])
+            processes.start(f"producer-{i}", produce, rendezvous, traffic)
         processes.receive(client, START_TIMEOUT_S)
-        before = processes.cpu_seconds()
-        tokens, elapsed = processes.receive(client, seconds + START_TIMEOUT_S)
-        after = processes.cpu_seconds()
+        with _scraped(rendezvous) if service.scraped else contextlib.nullcontext():
+            before = processes.cpu_seconds()
+            tokens, elapsed, waits_ms = processes.receive(client, seconds + START_TIMEOUT_S)
+            after, peaks = processes.cpu_seconds(), processes.peak_bytes()
     cpu = {name: round(after[name] - before[name], 2) for name in after}
-    return PipeResult(tokens, elapsed, tokens / elapsed, cpu)
+    return PipeResult(tokens, elapsed, tokens / elapsed, cpu, peaks, waits_ms)
 
 
-def _broker(report: Connection, listen: dict[str, str], state_dir: str | None) -> None:
-    keep_freed_memory()
-    tree = {
-        "listen": listen,
-        "state_dir": state_dir,
-        "memory": "256MiB",
-        "rules": {"budget": PACK_TOKENS, "step": {"packs": PACKS_PER_STEP}},
-        "streams": {"web": {"repeat": True, "partitions": NUM_PRODUCERS}},
-    }
-    service = BrokerService(checked(convert(tree, BrokerConfig)))
-    report.send(service.endpoints)
-    service.run()
+def broker_command(settings: Path) -> list[str]:
+    """As a user types it."""
+    return [sys.executable, "-m", "streampack", "broker", "-c", str(settings)]
 
 
-def _produce(report: Connection, endpoint: str) -> None:
-    ProducerLoop(endpoint, {"web": MemorySource()}).run()
+@contextlib.contextmanager
+def _folders() -> Iterator[tuple[str, str]]:
+    """For sockets, whose paths have to be short, and for what is to be on a disk."""
+    with (
+        tempfile.TemporaryDirectory(prefix="streampack-") as folder,
+        tempfile.TemporaryDirectory(prefix="streampack-", dir=DISK) as disk,
+    ):
+        yield folder, disk
 
 
-def _client(report: Connection, endpoint: str, seconds: float) -> None:
-    with streampack.connect(endpoint, format="numpy") as client:
+@contextlib.contextmanager
+def _scraped(rendezvous: Path) -> Iterator[None]:
+    """Read the broker's metrics once a second, as Prometheus would more seldom. Raises OSError if they cannot be."""
+    stop, failed = threading.Event(), list[OSError]()
+    url = read_rendezvous(rendezvous, "http", START_TIMEOUT_S)
+
+    def scrape() -> None:
+        while not stop.wait(SCRAPE_S):
+            try:
+                with urllib.request.urlopen(f"{url}/metrics", timeout=START_TIMEOUT_S) as answer:
+                    answer.read()
+            except OSError as error:
+                failed.append(error)
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def produce(report: Connection, rendezvous: Path, traffic: Traffic) -> None:
+    """A producer's process."""
+    source = MemorySource(traffic)
+    ProducerLoop(read_rendezvous(rendezvous, "producers"), {"web": source}).run()
+
+
+def _client(report: Connection, rendezvous: Path, service: Service, seconds: float) -> None:
+    with streampack.connect(f"file://{rendezvous}", format=service.format) as client:
         packs = iter(client)
         next(packs)
         warm_at = time.perf_counter() + WARM_UP_S
         while time.perf_counter() < warm_at:
             next(packs)
+            time.sleep(service.work_s) if service.work_s else None
         report.send("warm")
+        waits = array("d")
         start = now = time.perf_counter()
         tokens = 0
         while now - start < seconds:
+            asked = time.perf_counter()
             pack = next(packs)
-            tokens += int(pack.cu_seqlens[-1])
             now = time.perf_counter()
-        report.send((tokens, now - start))
+            waits.append(now - asked)
+            tokens += int(pack.cu_seqlens[-1])
+            if service.work_s:
+                time.sleep(service.work_s)
+        report.send((tokens, now - start, quantiles_ms(waits)))
         threading.Event().wait()
+
+
+def quantiles_ms(seconds: array[float]) -> dict[str, float]:
+    """p50, p99, p99.9 and the most of how long something took, in ms."""
+    values = np.quantile(np.frombuffer(seconds), [0.5, 0.99, 0.999, 1.0]) * 1e3
+    return dict(zip(("p50", "p99", "p99.9", "max"), values.round(4).tolist(), strict=True))
