@@ -2,8 +2,9 @@
 
 Chunks of up to ``max_chunk_bytes`` are what travels, because a hop of ZeroMQ costs by the message.
 A record that the terms do not admit keeps its place, with no tokens and a reason that is counted,
-or ends the producer with one line that names it, as the run's policies say. Knows leases and
-records; never sockets or files.
+or ends the producer with one line that names it, as the run's policies say. Many records that come
+in arrays stay so, but for those of which a policy decides. Knows leases and records; never sockets
+or files.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,7 +25,7 @@ from streampack.core.messages import OVERLONG, Lease
 from streampack.core.samples import I64, IGNORE_INDEX
 from streampack.core.sending import Chunk, Key, Session
 from streampack.errors import ConfigError, DamagedFile, SampleError
-from streampack.sources import Cursor, Record, Source
+from streampack.sources import Cursor, ManySource, Record, Records, Room, Source
 from streampack.sources.records import DAMAGED
 
 CHUNK_SAMPLES = 4096
@@ -79,50 +81,66 @@ def batches(source: Source, lease: Lease) -> Iterator[Batch]:
             f"{holds} at most: set tokens: int32 in broker.yaml, or tokens_key here if the samples are ids already"
         )
     start = Cursor(*lease.cursor) if lease.cursor is not None else None
-    skip = lease.first_seq if start is None else 0
-    records = source.read(
+    terms = _Terms(lease)
+    room = Room(terms.most, terms.room)
+    read = partial(source.read_many, room=room) if isinstance(source, ManySource) else source.read
+    records = read(
         lease.partition, lease.partitions, seed=lease.seed, passes=lease.passes, fields=lease.fields, start=start,
-        skip=skip,
+        skip=lease.first_seq if start is None else 0,
     )  # fmt: skip
-    yield from batches_of(records, lease, CHUNK_S)
+    yield from _batches(records, terms, CHUNK_S, room)
 
 
-def batches_of(records: Iterable[Record], lease: Lease, chunk_s: float = math.inf) -> Iterator[Batch]:
-    """Records gathered into batches that keep the lease's limits; one ends early if it took ``chunk_s`` to gather.
+def batches_of(records: Iterable[Record], lease: Lease) -> Iterator[Batch]:
+    """Records gathered into batches that keep the lease's limits.
 
     Raises SampleError for what the lease's policies do not admit, naming the sample.
     """
     terms = _Terms(lease)
+    return _batches(records, terms, math.inf, Room(terms.most, terms.room))
+
+
+def _batches(records: Iterable[Record | Records], terms: _Terms, chunk_s: float, room: Room) -> Iterator[Batch]:
+    """One ends early if it took ``chunk_s`` to gather. ``room``: tells ``records`` what the batch still takes."""
     cursor: Cursor | None = None
     gathered = _Gathered()
-    for record in records:
-        sample, reason = terms.admitted(record)
-        new_pass = cursor is not None and _pass_of(record.cursor) > _pass_of(cursor)
-        if cursor is not None and gathered.samples and (new_pass or terms.full(gathered, sample, chunk_s)):
-            yield terms.batch(gathered, cursor, new_pass)
-            gathered = _Gathered()
-        gathered.add(record, sample, reason)
-        cursor = record.cursor
-    if cursor is not None and gathered.samples:
+    for found in records:
+        many = isinstance(found, Records)
+        for record in terms.apart(found) if isinstance(found, Records) else (found,):
+            sample, reason = terms.admitted(record)
+            new_pass = cursor is not None and _pass_of(record.cursor) > _pass_of(cursor)
+            if cursor is not None and gathered.lengths and (new_pass or terms.full(gathered, sample, chunk_s)):
+                yield terms.batch(gathered, cursor, new_pass)
+                gathered = _Gathered()
+            gathered.add(record, sample, reason)
+            cursor = record.cursor
+        if many:
+            terms.leave(room, gathered)
+    if cursor is not None and gathered.lengths:
         yield terms.batch(gathered, cursor, True)
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """Samples of a batch to be; ``tokens`` of them all, ``lost`` by cutting them."""
+    """Samples of a batch to be: values of one or more each; ``tokens`` of them all, ``lost`` by cutting them."""
 
-    samples: list[Values] = field(default_factory=list)
+    parts: list[Values] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
     rejected: dict[str, int] = field(default_factory=dict)
     examples: list[tuple[str, str]] = field(default_factory=list)
     tokens: int = 0
     lost: int = 0
     began: float = field(default_factory=time.monotonic)
 
-    def add(self, record: Record, sample: Values, reason: str | None) -> None:
-        """A record, as what is left of it by the policies."""
+    def add(self, record: Record | Records, sample: Values, reason: str | None) -> None:
+        """A record, as what is left of it by the policies; or many, all of which is left."""
         length = len(sample[_TOKENS])
-        self.samples.append(sample)
+        self.parts.append(sample)
         self.tokens += length
+        if isinstance(record, Records):
+            self.lengths += record.samples.lengths.tolist()
+            return
+        self.lengths.append(length)
         if reason:
             if reason not in self.rejected or reason == DAMAGED:
                 self.examples.append((reason, record.where))
@@ -148,8 +166,9 @@ class _Terms:
         self._dtype = np.dtype(lease.dtype)
         self._largest = int(np.iinfo(self._dtype).max)
         self._masked = any(each.name == LOSS_MASK for each in lease.fields)
-        self._rejected = {each.name: np.zeros((0, *each.shape), each.storage) for each in lease.fields}
-        self._rejected |= {each.name: np.zeros(each.shape, each.storage) for each in lease.fields if _by_sample(each)}
+        self._rejected = {
+            each.name: np.zeros((int(_by_sample(each)), *each.shape), each.storage) for each in lease.fields
+        }
         self._rejected[_TOKENS] = np.zeros(0, self._dtype)
         token_bytes = self._dtype.itemsize + sum(each.value_bytes for each in lease.fields if not _by_sample(each))
         self.room = lease.max_chunk_bytes // token_bytes
@@ -158,8 +177,25 @@ class _Terms:
         self.most = min(CHUNK_SAMPLES, max(lease.max_chunk_bytes // max(sample_bytes, 1), 1))
         """Samples that it may hold: the frames of their own values are no larger than the tokens'."""
 
-    def admitted(self, record: Record) -> tuple[Values, str | None]:
-        """The record's tokens and fields, empty with a reason where the policies drop it."""
+    def apart(self, records: Records) -> Iterator[Record | Records]:
+        """The same samples; each of which a policy or the lack of a field decides comes alone."""
+        tokens, lengths, _, fields = records.samples
+        odd = (lengths == 0) | (lengths > self._lease.max_sample_tokens)
+        if tokens.dtype != np.uint16 and self._largest < 2**31 - 1:
+            outside = tokens > self._largest
+            if outside.any():
+                odd[np.repeat(np.arange(len(lengths)), lengths)[outside]] = True
+        if (LOSS_MASK in fields and not self._masked) or isinstance(self._columns(tokens, fields, lengths), str):
+            odd[:] = True
+        return records.apart(odd) if odd.any() else iter((records,))
+
+    def admitted(self, record: Record | Records) -> tuple[Values, str | None]:
+        """The record's tokens and fields, empty with a reason where the policies drop it; many as they are."""
+        if isinstance(record, Records):
+            tokens, lengths, _, fields = record.samples
+            columns = self._columns(tokens, fields, lengths)
+            assert not isinstance(columns, str), "records that came apart have all their fields"
+            return columns, None
         lease, tokens = self._lease, record.tokens
         reason = record.reason
         if reason is None and self._largest < 2**31 - 1 and int(tokens.max()) > self._largest:
@@ -199,25 +235,34 @@ class _Terms:
 
     def _values(self, record: Record) -> Values | str:
         """Every field as its bytes hold it, and the tokens; or the reason why not."""
-        tokens = record.tokens
-        sample: Values = {_TOKENS: tokens}
+        if not self._lease.fields:
+            return {_TOKENS: record.tokens}
+        by_sample = {each.name for each in self._lease.fields if _by_sample(each)}
+        fields = {name: np.asarray(value) for name, value in record.fields.items()}
+        fields |= {name: value[np.newaxis] for name, value in fields.items() if name in by_sample}
+        return self._columns(record.tokens, fields, np.array([len(record.tokens)]))
+
+    def _columns(
+        self, tokens: NDArray[Any], fields: Mapping[str, NDArray[Any]], lengths: NDArray[np.int64]
+    ) -> Values | str:
+        """The same of one sample or more, of ``lengths`` int64 [n], end to end."""
+        found: Values = {_TOKENS: tokens}
         for each in self._lease.fields:
-            shape = each.shape if _by_sample(each) else (len(tokens), *each.shape)
-            value = record.fields.get(each.name)
+            shape = (len(lengths) if _by_sample(each) else len(tokens), *each.shape)
+            value = fields.get(each.name)
             if value is None:
-                found = _default(each, tokens, shape)
-                if found is None:
+                default = _default(each, tokens, lengths, shape)
+                if default is None:
                     return f"{each.name}: missing"
-                sample[each.name] = found
+                found[each.name] = default
                 continue
-            value = np.asarray(value)
             if value.shape != shape:
                 return f"{each.name}: length" if value.ndim == len(shape) else f"{each.name}: shape"
             stored = _stored(each, value)
             if stored is None:
                 return f"{each.name}: dtype"
-            sample[each.name] = stored
-        return sample
+            found[each.name] = stored
+        return found
 
     def _refuse_mask(self, record: Record) -> None:
         """A loss mask that would be lost is an error of the configuration, unless it masks nothing."""
@@ -230,21 +275,27 @@ class _Terms:
 
     def full(self, gathered: _Gathered, sample: Values, chunk_s: float) -> bool:
         """One more would be too many, or those there have taken long enough."""
-        tokens, count = gathered.tokens + len(sample[_TOKENS]), len(gathered.samples)
+        tokens, count = gathered.tokens + len(sample[_TOKENS]), len(gathered.lengths)
         return tokens > self.room or count >= self.most or time.monotonic() - gathered.began > chunk_s
+
+    def leave(self, room: Room, gathered: _Gathered) -> None:
+        """What is left in the batch; a whole one's where that is little, since each part costs a copy of the whole."""
+        room.samples, room.tokens = self.most - len(gathered.lengths), self.room - gathered.tokens
+        if room.samples <= self.most // 8 or room.tokens <= self.room // 8:
+            room.samples, room.tokens = self.most, self.room
 
     def batch(self, gathered: _Gathered, cursor: Cursor, pass_ended: bool) -> Batch:
         """Samples put together."""
-        samples = gathered.samples
-        lengths = np.array([len(sample[_TOKENS]) for sample in samples], np.uint32)
-        tokens = np.concatenate([sample[_TOKENS] for sample in samples]).astype(self._dtype, copy=False)
-        fields = {
-            each.name: (np.stack if _by_sample(each) else np.concatenate)([sample[each.name] for sample in samples])
-            for each in self._lease.fields
-        }
+
+        def whole(name: str) -> NDArray[Any]:
+            parts = [part[name] for part in gathered.parts]
+            return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+        lengths = np.array(gathered.lengths, np.uint32)
+        fields = {each.name: whole(each.name) for each in self._lease.fields}
         return Batch(
-            tokens, lengths, cursor, gathered.rejected, tuple(gathered.examples), gathered.lost, fields,
-            _loss_tokens(lengths, fields), pass_ended,
+            whole(_TOKENS).astype(self._dtype, copy=False), lengths, cursor, gathered.rejected,
+            tuple(gathered.examples), gathered.lost, fields, _loss_tokens(lengths, fields), pass_ended,
         )  # fmt: skip
 
 
@@ -267,8 +318,10 @@ def _stored(each: Field, value: NDArray[Any]) -> NDArray[Any] | None:
     return stored if np.array_equal(stored, value) else None
 
 
-def _default(each: Field, tokens: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
-    """The values of a field that a sample comes without; None where it must not."""
+def _default(
+    each: Field, tokens: NDArray[Any], lengths: NDArray[np.int64], shape: tuple[int, ...]
+) -> NDArray[Any] | None:
+    """The values of a field that samples come without; None where they must not."""
     if each.default is not None:
         return np.broadcast_to(each.fill(each.default), shape)
     if each.name == LOSS_MASK:  # all of it is trained on
@@ -276,7 +329,8 @@ def _default(each: Field, tokens: NDArray[Any], shape: tuple[int, ...]) -> NDArr
     if each.name == LABELS:
         return tokens.astype(each.storage)
     if each.name == POSITION_IDS:  # of a text: the same along each axis
-        positions = np.arange(len(tokens), dtype=each.storage)
+        begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        positions = (np.arange(len(tokens)) - begins).astype(each.storage)
         return np.broadcast_to(positions.reshape(-1, *(1 for _ in each.shape)), shape)
     return None
 

@@ -23,6 +23,7 @@ datasets; pyarrow and fsspec only where a format or URL needs them.
 
 import importlib
 
+from streampack.sources.arrays import ManySource, Records, Room
 from streampack.sources.bytes_tokenizer import BytesTokenizer
 from streampack.sources.order import Cursor
 from streampack.sources.records import OpenedSource, Record, Sample, Source
@@ -33,8 +34,11 @@ from streampack.sources.tokenizers import Tokenizer, TokenizerSettings, open_tok
 
 __all__ = [
     "Cursor",
+    "ManySource",
     "OpenedSource",
     "Record",
+    "Records",
+    "Room",
     "Sample",
     "Source",
     "SourceSettings",

@@ -2,18 +2,26 @@
 
 Theory of operation. A path is local, or a URL that fsspec opens (``remote``, an extra). Both become a File, with
 the size that it must keep; a local one its time of writing too, looked at when it is opened. A ShardFile is an
-open one: ``pread`` gives exactly the bytes asked for, or raises SourceError. Local files are read, not mapped: a
-mapped file that is cut kills the process that reads it, and the page cache serves either.
+open one: ``pread`` gives exactly the bytes asked for, or raises SourceError; ``gather`` many pieces in one call.
+
+Local files are read, not mapped, where one piece is asked for: a mapped file that is cut kills the process that reads
+it, and the page cache serves either. Many small pieces are copied out of a mapping, at a fifth of what a system call
+for each costs. The size is looked at before and after, so nearly always an error says that a file was cut; if it is
+cut in that very millisecond the process ends, and its leases go to another, which says so.
 """
 
 import contextlib
 import glob
 import importlib
 import io
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from streampack.errors import ConfigError, SourceError
 
@@ -42,6 +50,9 @@ class ShardFile(Protocol):
     def size(self) -> int: ...
     def pread(self, size: int, offset: int) -> bytes:
         """Exactly ``size`` bytes from ``offset``. Raises SourceError when the file has changed or cannot be read."""
+
+    def gather(self, sizes: NDArray[np.int64], offsets: NDArray[np.int64]) -> bytes:
+        """Pieces that all lie within the file, end to end: one copy. Raises as ``pread`` does."""
 
     def close(self) -> None: ...
 
@@ -76,6 +87,7 @@ class LocalFile:
 
     def __init__(self, file: File) -> None:
         self.path, self.name, self.size = file.path, file.name, file.size
+        self._mapped = memoryview(b"")
         try:
             self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -97,6 +109,7 @@ class LocalFile:
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
+        self._mapped.release()
         os.close(self._fd)
 
     def _check_size(self) -> None:
@@ -115,6 +128,23 @@ class LocalFile:
                 data += more
         except OSError as error:
             raise SourceError(f"{self.path}: cannot be read at byte {offset} ({error.strerror})") from error
+        return data
+
+    def gather(self, sizes: NDArray[np.int64], offsets: NDArray[np.int64]) -> bytes:
+        if not len(sizes) or not self.size:
+            return b""
+        self._check_size()
+        if not self._mapped:
+            try:
+                self._mapped = memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ))
+            except OSError as error:
+                raise SourceError(f"{self.path}: cannot be mapped ({error.strerror})") from error
+        mapped, ends = self._mapped, offsets + sizes
+        apart = np.flatnonzero(offsets[1:] != ends[:-1])  # what lies end to end in the file is one piece
+        begins, ends = offsets[np.append(0, apart + 1)], ends[np.append(apart, len(ends) - 1)]
+        # Joining views costs half of what numpy's concatenate of slices does, and a tenth of a take by index.
+        data = b"".join([mapped[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)])
+        self._check_size()
         return data
 
 

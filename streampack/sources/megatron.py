@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from streampack.core.fields import Field
 from streampack.errors import SourceError
+from streampack.sources.arrays import as_samples, fitting
 from streampack.sources.files import File, ShardFile, find, measure, open_file
-from streampack.sources.records import Format, OpenShard, Sample, Shard
+from streampack.sources.records import AnyShard, Format, OpenShard, Samples
 from streampack.sources.rows import FieldReader
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import pieces
-from streampack.sources.token_ids import Encoded, as_tokens
 from streampack.sources.tokenizers import Tokenizer
 
 _MAGIC = b"MMIDIDX\0\0"
@@ -53,16 +53,16 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
     ends = list(accumulate(map(len, runs)))
 
     def reader(fields: Sequence[Field]) -> OpenShard:
-        add = FieldReader(settings, fields)
+        FieldReader(settings, fields)  # refuses a field that the run does not declare
 
         @contextlib.contextmanager
-        def open_shard(number: int) -> Iterator[Shard]:
+        def open_shard(number: int) -> Iterator[AnyShard]:
             at = bisect_right(ends, number)
             pair, run = pairs[at], runs[at][number - ends[at]]
             with open_file(pair.idx) as index:
                 sizes, pointers = _read_index(index, pair, run)
             with open_file(pair.data) as data:
-                yield SequenceShard(data, pair, run, sizes, pointers, add)
+                yield SequenceShard(data, pair, run, sizes, pointers)
 
         return open_shard
 
@@ -70,24 +70,24 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
 
 
 class SequenceShard:
-    """A run of sequences; 12 bytes are held for each."""
+    """A run of sequences; 16 bytes are held for each."""
 
     blocks = ()
 
     def __init__(
-        self, file: ShardFile, pair: Pair, run: range, sizes: NDArray[np.int32], pointers: NDArray[np.int64],
-        fields: FieldReader,
-    ) -> None:  # fmt: skip
-        self._file, self._dtype, self._begin, self._fields = file, pair.dtype, run.start, fields
+        self, file: ShardFile, pair: Pair, run: range, sizes: NDArray[np.int64], pointers: NDArray[np.int64]
+    ) -> None:
+        self._file, self._dtype, self._begin = file, pair.dtype, run.start
         self._sizes, self._pointers = sizes, pointers
 
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def load(self, sample: int) -> Sample | str:
-        size = int(self._sizes[sample]) * self._dtype.itemsize
-        ids = as_tokens(np.frombuffer(self._file.pread(size, int(self._pointers[sample])), self._dtype))
-        return ids if isinstance(ids, str) else self._fields.add(Encoded(ids), {})
+    def gather(self, samples: NDArray[np.int64], tokens: int) -> Samples:
+        lengths = self._sizes[samples]
+        samples, lengths = samples[: (count := fitting(lengths, tokens))], lengths[:count]
+        data = self._file.gather(lengths * self._dtype.itemsize, self._pointers[samples])
+        return as_samples(np.frombuffer(data, self._dtype), lengths)
 
     def where(self, sample: int) -> str:
         return f"{self._file.name}:sequence {self._begin + sample}"
@@ -120,7 +120,7 @@ def _open_pair(data: File, index: File) -> Pair:
     return Pair(data, index, dtype, sequences)
 
 
-def _read_index(file: ShardFile, pair: Pair, run: range) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def _read_index(file: ShardFile, pair: Pair, run: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(sizes in ids, pointers in bytes) of a run of sequences, and of what comes after it checked too."""
     more = min(len(run) + 1, pair.sequences - run.start)  # the next run's first must not begin within our last
     sizes = np.frombuffer(file.pread(4 * more, _HEADER.size + 4 * run.start), "<i4")
@@ -136,7 +136,7 @@ def _read_index(file: ShardFile, pair: Pair, run: range) -> tuple[NDArray[np.int
             f"{sizes[sample]} ids at byte {pointers[sample]}, before byte {limits[sample]}: "
             "one of the two is cut short, damaged or another's: copy or write both again"
         )
-    return sizes[: len(run)].astype(np.int32, copy=False), pointers[: len(run)].astype(np.int64, copy=False)
+    return sizes[: len(run)].astype(np.int64), pointers[: len(run)].astype(np.int64, copy=False)
 
 
 def _broken(index: File, got: str) -> SourceError:

@@ -1,10 +1,11 @@
-"""The nouns of sources: a sample, a record, a shard, a format, a source."""
+"""The nouns of sources: a sample, a record, many of either, a shard, a format, a source."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.fields import Field
@@ -13,6 +14,7 @@ from streampack.sources.order import Cursor
 from streampack.sources.token_ids import Tokens
 
 NO_FIELDS: Mapping[str, NDArray[Any]] = MappingProxyType({})
+NO_REASONS: Mapping[int, str] = MappingProxyType({})
 
 
 DAMAGED = "damaged"
@@ -41,6 +43,20 @@ class Record(NamedTuple):
     reason: str | None
     where: str
     cursor: Cursor
+    fields: Mapping[str, NDArray[Any]] = NO_FIELDS
+
+
+class Samples(NamedTuple):
+    """Many side by side, as shards of arrays give them.
+
+    ``tokens``: [sum of lengths] int32 or uint16, perhaps read-only. ``lengths``: int64 [n], 0 for those without tokens,
+    which are in ``reasons`` by their place among these. ``fields``: by name, [sum of lengths, ...] or, one a sample,
+    [n, ...]; of the declared dtype, but float32 for bfloat16; each of them is there for all or for none.
+    """
+
+    tokens: NDArray[np.int32] | NDArray[np.uint16]
+    lengths: NDArray[np.int64]
+    reasons: Mapping[int, str] = NO_REASONS
     fields: Mapping[str, NDArray[Any]] = NO_FIELDS
 
 
@@ -103,7 +119,21 @@ class Shard(Protocol):
     def where(self, sample: int) -> str: ...
 
 
-OpenShard: TypeAlias = Callable[[int], AbstractContextManager[Shard]]
+@runtime_checkable
+class ArrayShard(Protocol):
+    """A shard whose samples are arrays of ids: they are read many at a time. See Shard."""
+
+    @property
+    def blocks(self) -> Sequence[int]: ...
+    def __len__(self) -> int: ...
+    def gather(self, samples: NDArray[np.int64], tokens: int) -> Samples:
+        """The first of the samples of these numbers, in this order: as many as have ``tokens`` ids, one at least."""
+
+    def where(self, sample: int) -> str: ...
+
+
+AnyShard: TypeAlias = Shard | ArrayShard
+OpenShard: TypeAlias = Callable[[int], AbstractContextManager[AnyShard]]
 """Shard number i of a source, open."""
 
 

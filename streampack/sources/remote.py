@@ -17,6 +17,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from streampack.errors import ConfigError, SourceError
 from streampack.sources.files import File, changed
 
@@ -88,6 +91,9 @@ class RemoteFile:
         if first == last:
             return blocks[0][begin : begin + size]
         return b"".join(blocks)[begin : begin + size]
+
+    def gather(self, sizes: NDArray[np.int64], offsets: NDArray[np.int64]) -> bytes:
+        return b"".join(map(self.pread, sizes.tolist(), offsets.tolist()))
 
     def _held(self, first: int, last: int) -> list[bytes]:
         """The blocks first..last, fetched where they are not held."""

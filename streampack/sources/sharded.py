@@ -9,15 +9,19 @@ and go on with the others.
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from streampack.core.fields import Field
 from streampack.errors import DamagedFile, SourceError, UserError
+from streampack.sources.arrays import Records, Room
 from streampack.sources.files import File, ShardFile, open_file
 from streampack.sources.order import Cursor, sample_order, shard_order
-from streampack.sources.records import DAMAGED, Format, OpenShard, Record, Sample, Shard
+from streampack.sources.records import DAMAGED, AnyShard, ArrayShard, Format, OpenShard, Record, Sample, Samples, Shard
 from streampack.sources.settings import SourceSettings, as_words
 from streampack.sources.token_ids import Tokens
 from streampack.sources.tokenizers import Tokenizer
@@ -26,16 +30,18 @@ NO_TOKENS: Tokens = np.empty(0, np.int32)
 NO_TOKENS.flags.writeable = False
 _AT_ONCE = 4096
 """Places of an order turned to Python's ints at a time."""
+_RECORDS_AT_ONCE, _TOKENS_AT_ONCE = 256, 1 << 16
+"""What is gathered at a time for who wants a record of each."""
 
 
-def one_shard_a_file(files: list[File], index: Callable[[Sequence[Field]], Callable[[ShardFile], Shard]]) -> Format:
+def one_shard_a_file(files: list[File], index: Callable[[Sequence[Field]], Callable[[ShardFile], AnyShard]]) -> Format:
     """The format whose shards are whole files; ``index`` makes a Shard of an open file, for the fields of a run."""
 
     def reader(fields: Sequence[Field]) -> OpenShard:
         index_file = index(fields)
 
         @contextlib.contextmanager
-        def open_shard(number: int) -> Iterator[Shard]:
+        def open_shard(number: int) -> Iterator[AnyShard]:
             with open_file(files[number]) as file:
                 yield index_file(file)
 
@@ -105,11 +111,11 @@ class _Damaged:
 
 
 @contextlib.contextmanager
-def _opened(open_shard: OpenShard, number: int) -> Iterator[Shard]:
+def _opened(open_shard: OpenShard, number: int) -> Iterator[AnyShard]:
     """Shard ``number``, or what is left of it."""
     with contextlib.ExitStack() as stack:
         try:
-            shard: Shard = stack.enter_context(open_shard(number))
+            shard: AnyShard = stack.enter_context(open_shard(number))
         except DamagedFile as error:
             shard = _Damaged(error)
         yield shard
@@ -139,16 +145,37 @@ class ShardedSource:
         skip: int = 0,
     ) -> Iterator[Record]:
         """See Source.read."""
+        room = Room(_RECORDS_AT_ONCE, _TOKENS_AT_ONCE)
+        many = self.read_many(
+            partition, partitions, seed=seed, passes=passes, fields=fields, start=start, skip=skip, room=room
+        )
+        return chain.from_iterable(found if isinstance(found, Records) else (found,) for found in many)
+
+    def read_many(
+        self,
+        partition: int,
+        partitions: int,
+        *,
+        seed: int,
+        passes: int | None,
+        fields: Sequence[Field] = (),
+        start: Cursor | None = None,
+        skip: int = 0,
+        room: Room,
+    ) -> Iterator[Record | Records]:
+        """See ManySource.read_many."""
         check_read(partition, partitions, passes, skip)
         start = start or Cursor(0, 0, 0)
         shards = range(partition, self.num_shards, partitions)
         if min(start.pass_, start.shard, start.sample) < 0 or start.shard > len(shards):
             raise SourceError(f"{start}: no such place in {len(shards)} shards; it was made with other files or P")
-        return self._walk(self._reader(fields), shards, seed, passes, start, skip)
+        by_sample = frozenset(each.name for each in fields if each.axis == "sample")
+        return self._walk(self._reader(fields), shards, seed, passes, start, skip, _Wanted(room, by_sample))
 
     def _walk(
-        self, open_shard: OpenShard, shards: range, seed: int, passes: int | None, start: Cursor, skip: int
-    ) -> Iterator[Record]:
+        self, open_shard: OpenShard, shards: range, seed: int, passes: int | None, start: Cursor, skip: int,
+        wanted: "_Wanted",
+    ) -> Iterator[Record | Records]:  # fmt: skip
         pass_, first_shard, first = start.pass_, start.shard, start.sample
         while passes is None or pass_ < passes:
             from_the_beginning, seen = (first_shard, first) == (0, 0), 0
@@ -165,32 +192,69 @@ class ShardedSource:
                     skipped = min(skip, count - first)
                     skip -= skipped
                     if first + skipped < count:
-                        yield from self._samples(
-                            shard, order[place], seed, first + skipped, Cursor(pass_, place, 0), after
-                        )
+                        numbers = self._order(shard, order[place], seed, pass_)
+                        at = Cursor(pass_, place, first + skipped)
+                        if isinstance(shard, ArrayShard):
+                            yield from _gathered(shard, numbers, at, after, wanted)
+                        else:
+                            yield from _loaded(shard, numbers, at, after)
                 first = 0
             if from_the_beginning and not seen:
                 return  # no samples in any shard: for ever would be a busy loop
             pass_, first_shard, first = pass_ + 1, 0, 0
 
-    def _samples(self, shard: Shard, number: int, seed: int, first: int, at: Cursor, after: Cursor) -> Iterator[Record]:
-        """The records of one shard from place ``first`` on; the last one's cursor is ``after``."""
-        count, pass_, place = len(shard), at.pass_, at.shard
-        order = (
-            sample_order(count, seed=seed, pass_=pass_, shard=number, blocks=shard.blocks)
-            if self._shuffle
-            else np.arange(count)
-        )
-        load, where = shard.load, shard.where
-        for begin in range(first, count, _AT_ONCE):
-            for done, sample in enumerate(order[begin : begin + _AT_ONCE].tolist(), begin + 1):
-                place_of = where
-                try:
-                    got = load(sample)
-                except DamagedFile as error:
-                    got, place_of = DAMAGED, _Damaged(error).where
-                cursor = Cursor(pass_, place, done) if done < count else after
-                if isinstance(got, str):
-                    yield Record(NO_TOKENS, got, place_of(sample), cursor)
-                else:
-                    yield Record(got.tokens, None, where(sample), cursor, got.fields)
+    def _order(self, shard: AnyShard, number: int, seed: int, pass_: int) -> NDArray[np.int64]:
+        count = len(shard)
+        if not self._shuffle:
+            return np.arange(count)
+        return sample_order(count, seed=seed, pass_=pass_, shard=number, blocks=shard.blocks)
+
+
+class _Wanted(NamedTuple):
+    """See ``read_many`` and ``Records``."""
+
+    room: Room
+    by_sample: frozenset[str]
+
+
+def _loaded(shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor) -> Iterator[Record]:
+    """The records of one shard from the place ``at`` on, one by one; the last one's cursor is ``after``."""
+    (pass_, place, first), count = at, len(order)
+    load, where = shard.load, shard.where
+    for begin in range(first, count, _AT_ONCE):
+        for done, sample in enumerate(order[begin : begin + _AT_ONCE].tolist(), begin + 1):
+            place_of = where
+            try:
+                got = load(sample)
+            except DamagedFile as error:
+                got, place_of = DAMAGED, _Damaged(error).where
+            cursor = Cursor(pass_, place, done) if done < count else after
+            if isinstance(got, str):
+                yield Record(NO_TOKENS, got, place_of(sample), cursor)
+            else:
+                yield Record(got.tokens, None, where(sample), cursor, got.fields)
+
+
+def _gathered(
+    shard: ArrayShard, order: NDArray[np.int64], at: Cursor, after: Cursor, wanted: _Wanted
+) -> Iterator[Record | Records]:
+    """The same, as many at once as are wanted."""
+    count = len(order)
+    while at != after:
+        numbers = order[at.sample : at.sample + max(1, wanted.room.samples)]
+        place_of = shard.where
+        try:
+            samples = shard.gather(numbers, wanted.room.tokens)
+        except DamagedFile as error:
+            samples, place_of = _ONE_DAMAGED, _Damaged(error).where
+        done = at.sample + len(samples.lengths)
+        cursor = at._replace(sample=done) if done < count else after
+        yield Records(samples, at, cursor, _places(place_of, numbers), wanted.by_sample)
+        at = cursor
+
+
+_ONE_DAMAGED = Samples(NO_TOKENS, np.zeros(1, np.int64), {0: DAMAGED})
+
+
+def _places(place_of: Callable[[int], str], numbers: NDArray[np.int64]) -> Callable[[int], str]:
+    return lambda i: place_of(int(numbers[i]))

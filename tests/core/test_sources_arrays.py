@@ -1,0 +1,200 @@
+"""Samples read many at once are the same as records of each: order, cursors, policies, fields, what is rejected."""
+
+import doctest
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from streampack.chunks import Batch, batches
+from streampack.core.fields import Field
+from streampack.core.messages import Lease
+from streampack.errors import SampleError, SourceError
+from streampack.sources import Cursor, ManySource, Record, Records, Room, Source, SourceSettings, arrays, open_source
+
+MASK = Field(name="loss_mask", dtype="uint8", align="target")
+LABELS = Field(name="labels", dtype="int32", align="target", pad=-100)
+POSITIONS = Field(name="position_ids", dtype="int32", shape=(3,))
+WEIGHT = Field(name="weight", dtype="float16", default=1)
+REWARD = Field(name="reward", dtype="float32", axis="sample", default=2)
+NEEDED = Field(name="seen", dtype="int32")
+_CODES = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<u2": 8}
+
+
+@dataclass(frozen=True)
+class Singly:
+    """A source without its ``read_many``: what is read from it are records."""
+
+    source: Source
+
+    @property
+    def digest(self) -> str:
+        return self.source.digest
+
+    @property
+    def num_shards(self) -> int:
+        return self.source.num_shards
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.source.vocab_size
+
+    def read(self, *args: Any, **kwargs: Any) -> Iterator[Record]:
+        return self.source.read(*args, **kwargs)
+
+
+def write_megatron(folder: Path, samples: list[list[int]], dtype: str) -> SourceSettings:
+    arrays = [np.array(ids, dtype) for ids in samples]
+    raw = [ids.tobytes() for ids in arrays]
+    offsets = np.cumsum([0, *map(len, raw)])[:-1].astype("<i8")
+    (folder / "a.bin").write_bytes(b"".join(raw))
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, _CODES[dtype], len(samples), 0)
+    sizes = np.array([len(ids) for ids in samples], "<i4")
+    (folder / "a.idx").write_bytes(head + sizes.tobytes() + offsets.tobytes())
+    return SourceSettings("megatron", path=str(folder / "a"))
+
+
+def lease(**changes: Any) -> Lease:
+    terms: dict[str, Any] = {
+        "stream": "s", "partition": 0, "partitions": 1, "first_seq": 0, "cursor": None, "seed": 3, "passes": 2,
+        "dtype": "int32", "fields": (), "overlong": "drop", "poison": "drop", "max_sample_tokens": 1000,
+        "max_chunk_bytes": 1 << 20,
+    }  # fmt: skip
+    return Lease(**terms | changes)
+
+
+Taken = tuple[list[Any], dict[str, int], int, dict[int, Cursor], list[int]]
+
+
+def taken_apart(found: Iterator[Batch]) -> Taken:
+    """Samples with their fields and labels that count; what is rejected; lost tokens; cursors and ends of passes by
+    the number of samples before them."""
+    samples: list[Any] = []
+    rejected: dict[str, int] = {}
+    lost, cursors, ends = 0, {}, []
+    for batch in found:
+        at = 0
+        for i, length in enumerate(batch.lengths.tolist()):
+            own = {
+                name: (value[i] if name == REWARD.name else value[at : at + length]).tolist()
+                for name, value in batch.fields.items()
+            }
+            loss = None if batch.loss_tokens is None else int(batch.loss_tokens[i])
+            samples.append((batch.tokens[at : at + length].tolist(), own, loss))
+            at += length
+        assert at == len(batch.tokens)
+        for reason, count in batch.rejected.items():
+            rejected[reason] = rejected.get(reason, 0) + count
+        assert {reason for reason, _ in batch.examples} == set(batch.rejected)
+        lost += batch.lost_tokens
+        cursors[len(samples)] = batch.cursor
+        if batch.pass_ended:
+            ends.append(len(samples))
+    return samples, rejected, lost, cursors, ends
+
+
+def outcome(source: Source, terms: Lease) -> Taken | str:
+    """What all its batches hold, or the error that ended them without the name of the place."""
+    try:
+        return taken_apart(batches(source, terms))
+    except SampleError as error:
+        return str(error).partition(": ")[2]
+
+
+def check_same(source: Source, terms: Lease, records: Source | None = None) -> None:
+    """Many at once as one by one: ``records`` gives these, None: the source itself."""
+    singly = Singly(records or source)
+    start = Cursor(*terms.cursor) if terms.cursor else None
+    cursors = [
+        record.cursor
+        for record in singly.read(
+            terms.partition, terms.partitions, seed=terms.seed, passes=terms.passes, fields=terms.fields, start=start,
+            skip=0 if start else terms.first_seq,
+        )
+    ]  # fmt: skip
+    found, expected = outcome(source, terms), outcome(singly, terms)
+    if isinstance(found, str) or isinstance(expected, str):
+        assert found == expected
+        return
+    assert found[:3] == expected[:3]
+    assert found[4] == expected[4]
+    for some in (found, expected):
+        assert all(cursors[count - 1] == cursor for count, cursor in some[3].items())
+
+
+lengths = st.lists(st.integers(0, 9), min_size=1, max_size=150)
+terms_of = st.fixed_dictionaries(
+    {
+        "overlong": st.sampled_from(["truncate", "drop", "split", "error"]),
+        "poison": st.sampled_from(["drop", "drop", "error"]),
+        "max_sample_tokens": st.sampled_from([1, 4, 7, 1000]),
+        "max_chunk_bytes": st.sampled_from([8, 100, 400, 1 << 20]),
+        "dtype": st.sampled_from(["int32", "uint16"]),
+        "fields": st.sampled_from([(), (), (MASK,), (LABELS, POSITIONS), (WEIGHT, REWARD, MASK), (NEEDED,)]),
+        "seed": st.integers(0, 3),
+        "passes": st.sampled_from([1, 3]),
+        "first_seq": st.integers(0, 60),
+    }
+)
+
+
+@given(
+    lengths, st.sampled_from(list(_CODES)), st.booleans(), st.integers(1, 3), terms_of, st.booleans(), st.integers(0)
+)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_sequences_read_many_at_once_are_those_read_one_by_one(
+    lengths: list[int], dtype: str, wild: bool, partitions: int, terms: dict[str, Any], shuffle: bool, salt: int
+) -> None:
+    rng = np.random.default_rng(salt)
+    low, high = (np.iinfo(dtype).min, np.iinfo(dtype).max) if wild else (0, 100)
+    samples = [rng.integers(low, high, length, endpoint=True).tolist() for length in lengths]
+    with tempfile.TemporaryDirectory() as folder:
+        written = write_megatron(Path(folder), samples, dtype)
+        source = open_source(SourceSettings("megatron", path=written.path, shuffle=shuffle))
+        for partition in range(partitions):
+            leased = lease(**terms, partition=partition, partitions=partitions)
+            check_same(source, leased)
+            read = list(source.read(partition, partitions, seed=leased.seed, passes=leased.passes))
+            if read:
+                cursor = read[salt % len(read)].cursor
+                check_same(source, lease(**terms | {"cursor": cursor}, partition=partition, partitions=partitions))
+            if not shuffle:
+                size = -(-len(samples) // 64)  # of a shard
+                own = [ids for i, ids in enumerate(samples) if i // size % partitions == partition]
+                good = [ids if all(0 <= value < 2**31 for value in ids) else [] for ids in own]
+                assert [record.tokens.tolist() for record in read] == good * terms["passes"]
+
+
+@given(lengths, st.integers(1, 20), st.integers(1, 60))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_no_more_is_read_at_once_than_there_is_room_for(lengths: list[int], most: int, tokens: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        written = write_megatron(Path(folder), [[7] * length for length in lengths], "<u2")
+        source = open_source(written)
+        assert isinstance(source, ManySource)
+        found = list(source.read_many(0, 1, seed=0, passes=1, room=Room(most, tokens)))
+        assert all(isinstance(each, Records) for each in found)
+        assert all(len(each) == 1 or (len(each) <= most and len(each.samples.tokens) <= tokens) for each in found)  # type: ignore[union-attr]
+        assert sum(map(len, found)) == len(lengths)
+
+
+def test_a_file_that_is_cut_between_two_batches_is_named(tmp_path: Path) -> None:
+    written = write_megatron(tmp_path, [[7] * 5000] * 64, "<u2")
+    source = open_source(SourceSettings("megatron", path=written.path, shuffle=False))
+    found = batches(source, lease(max_chunk_bytes=20_000))
+    next(found)
+    with (tmp_path / "a.bin").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(SourceError, match="got 1000 bytes, expected the 640000 it had when opened"):
+        list(found)
+
+
+def test_docstrings() -> None:
+    assert doctest.testmod(arrays).failed == 0
