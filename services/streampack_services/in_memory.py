@@ -20,7 +20,8 @@ from streampack.sources import Cursor, Record, SourceSettings, Tokenizer
 from streampack.sources.order import sample_order
 from streampack.sources.python import ItemReader
 from streampack.sources.settings import as_words
-from streampack.sources.sharded import NO_TOKENS, vocab_size_of
+from streampack.sources.sharded import vocab_size_of
+from streampack.sources.token_ids import NO_TOKENS
 
 
 class InMemory:

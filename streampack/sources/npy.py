@@ -21,7 +21,7 @@ def load_npy(raw: bytes) -> NDArray[Any] | str:
     size = 10 + int.from_bytes(raw[8:10], "little") if raw[6:7] == b"\1" else 12 + int.from_bytes(raw[8:12], "little")
     if not raw.startswith(b"\x93NUMPY") or size > min(len(raw), _MAX_HEADER):
         return "npy"
-    header = _header(raw[:size])
+    header = parse_header(raw[:size])
     if isinstance(header, str):
         return header
     dtype, shape, fortran = header
@@ -36,7 +36,8 @@ def load_npy(raw: bytes) -> NDArray[Any] | str:
 
 
 @functools.lru_cache(maxsize=1024)  # headers differ by length only, and parsing one costs ten times the rest
-def _header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool] | str:
+def parse_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool] | str:
+    """(dtype, shape, whether in Fortran's order) of a whole header, or the reason why there are none."""
     stream = io.BytesIO(header)
     try:
         version = np.lib.format.read_magic(stream)

@@ -31,8 +31,8 @@ from streampack.sources.order import Cursor
 from streampack.sources.records import Format, OpenedSource, OpenShard, Record, Sample, Shard
 from streampack.sources.rows import RowReader, ids_of
 from streampack.sources.settings import SourceSettings
-from streampack.sources.sharded import NO_TOKENS, ShardedSource, check_read, digest_of, pieces, vocab_size_of
-from streampack.sources.token_ids import Encoded
+from streampack.sources.sharded import ShardedSource, check_read, digest_of, pieces, vocab_size_of
+from streampack.sources.token_ids import NO_TOKENS, Encoded
 from streampack.sources.tokenizers import Tokenizer
 
 Items = Callable[[int, int], Iterable[object]]

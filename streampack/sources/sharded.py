@@ -23,11 +23,9 @@ from streampack.sources.files import File, ShardFile, open_file
 from streampack.sources.order import Cursor, sample_order, shard_order
 from streampack.sources.records import DAMAGED, AnyShard, ArrayShard, Format, OpenShard, Record, Sample, Samples, Shard
 from streampack.sources.settings import SourceSettings, as_words
-from streampack.sources.token_ids import Tokens
+from streampack.sources.token_ids import NO_TOKENS
 from streampack.sources.tokenizers import Tokenizer
 
-NO_TOKENS: Tokens = np.empty(0, np.int32)
-NO_TOKENS.flags.writeable = False
 _AT_ONCE = 4096
 """Places of an order turned to Python's ints at a time."""
 _RECORDS_AT_ONCE, _TOKENS_AT_ONCE = 256, 1 << 16

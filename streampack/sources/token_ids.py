@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Tokens: TypeAlias = NDArray[np.int32]
+NO_TOKENS: Tokens = np.empty(0, np.int32)
+NO_TOKENS.flags.writeable = False
 
 
 class Encoded(NamedTuple):

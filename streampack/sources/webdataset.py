@@ -17,13 +17,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
 from streampack.core.fields import Field
 from streampack.errors import ConfigError, DamagedFile
 from streampack.sources.files import ShardFile, find, measure
 from streampack.sources.jsonl import open_row
 from streampack.sources.npy import load_npy
-from streampack.sources.records import DAMAGED, Format, Sample, Shard
+from streampack.sources.npy_shard import NpyShard
+from streampack.sources.records import DAMAGED, AnyShard, Format, Sample
 from streampack.sources.rows import RowReader, ids_of
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import one_shard_a_file
@@ -46,10 +48,10 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
     """What open_source calls."""
     _loads(msgspec.structs.replace(settings, fields={}), tokenizer, ())  # what is wrong with the keys is said at once
 
-    def index(fields: Sequence[Field]) -> Callable[[ShardFile], Shard]:
+    def index(fields: Sequence[Field]) -> Callable[[ShardFile], AnyShard]:
         loads = _loads(settings, tokenizer, fields)
         reader = RowReader(settings, tokenizer, fields)
-        return lambda file: TarShard(file, loads, reader)
+        return lambda file: TarShard(file, loads, reader).as_arrays()
 
     return one_shard_a_file(measure(find(settings.shards, settings.path)), index)
 
@@ -61,6 +63,7 @@ class TarShard:
 
     def __init__(self, file: ShardFile, loads: dict[str, Load], reader: RowReader) -> None:
         self._file = file
+        self._arrays = [suffix.rpartition(".")[2] == "npy" for suffix in loads]
         self._loads = list(loads.values())
         self._fields = reader.fields
         self._decode = open_row([key for _, key in self._fields.keys])
@@ -115,6 +118,14 @@ class TarShard:
         self._ranks.append(_MISSING)
         if self._fields.keys:
             self._beside.append({})
+
+    def as_arrays(self) -> AnyShard:
+        """This shard, or an index of arrays where its samples are nothing but that."""
+        if self._fields.keys or not all(rank < 0 or self._arrays[rank] for rank in set(self._ranks)):
+            return self
+        sizes, offsets = np.array(self._sizes, np.int64), np.array(self._offsets, np.int64)
+        sizes[np.array(self._ranks) < 0] = -1
+        return NpyShard(self._file, sizes, offsets, self.load, self.where)
 
     def __len__(self) -> int:
         return len(self._keys)

@@ -1,9 +1,11 @@
 """Samples read many at once are the same as records of each: order, cursors, policies, fields, what is rejected."""
 
 import doctest
+import io
 import struct
+import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,24 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from streampack.chunks import Batch, batches
 from streampack.core.fields import Field
 from streampack.core.messages import Lease
 from streampack.errors import SampleError, SourceError
-from streampack.sources import Cursor, ManySource, Record, Records, Room, Source, SourceSettings, arrays, open_source
+from streampack.sources import (
+    Cursor,
+    ManySource,
+    Record,
+    Records,
+    Room,
+    Source,
+    SourceSettings,
+    arrays,
+    open_source,
+    webdataset,
+)
 
 MASK = Field(name="loss_mask", dtype="uint8", align="target")
 LABELS = Field(name="labels", dtype="int32", align="target", pad=-100)
@@ -108,6 +122,13 @@ def outcome(source: Source, terms: Lease) -> Taken | str:
         return str(error).partition(": ")[2]
 
 
+def same_samples(found: Taken | str, expected: Taken | str) -> bool:
+    """But for where one batch ends and the next begins."""
+    if isinstance(found, str) or isinstance(expected, str):
+        return found == expected
+    return found[:3] == expected[:3] and found[4] == expected[4]
+
+
 def check_same(source: Source, terms: Lease, records: Source | None = None) -> None:
     """Many at once as one by one: ``records`` gives these, None: the source itself."""
     singly = Singly(records or source)
@@ -120,13 +141,9 @@ def check_same(source: Source, terms: Lease, records: Source | None = None) -> N
         )
     ]  # fmt: skip
     found, expected = outcome(source, terms), outcome(singly, terms)
-    if isinstance(found, str) or isinstance(expected, str):
-        assert found == expected
-        return
-    assert found[:3] == expected[:3]
-    assert found[4] == expected[4]
+    assert same_samples(found, expected)
     for some in (found, expected):
-        assert all(cursors[count - 1] == cursor for count, cursor in some[3].items())
+        assert isinstance(some, str) or all(cursors[count - 1] == cursor for count, cursor in some[3].items())
 
 
 lengths = st.lists(st.integers(0, 9), min_size=1, max_size=150)
@@ -170,6 +187,78 @@ def test_sequences_read_many_at_once_are_those_read_one_by_one(
                 own = [ids for i, ids in enumerate(samples) if i // size % partitions == partition]
                 good = [ids if all(0 <= value < 2**31 for value in ids) else [] for ids in own]
                 assert [record.tokens.tolist() for record in read] == good * terms["passes"]
+
+
+def npy(ids: NDArray[Any], version: tuple[int, int] = (1, 0)) -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, ids, version=version)
+    return buffer.getvalue()
+
+
+OLD_HEADER = b"\x93NUMPY\1\0\x46\0" + b"{'descr': '<u2', 'fortran_order': False, 'shape': (2,), }".ljust(69) + b"\n"
+MEMBERS: dict[str, Callable[[NDArray[Any]], dict[str, bytes]]] = {
+    "u2": lambda ids: {"npy": npy(ids.astype("<u2"))},
+    "i4": lambda ids: {"npy": npy(ids.astype("<i4"))},
+    "i8": lambda ids: {"npy": npy(ids.astype("<i8"))},
+    "big endian": lambda ids: {"npy": npy(ids.astype(">u2"))},
+    "version 2": lambda ids: {"npy": npy(ids, (2, 0))},
+    "below 0": lambda ids: {"npy": npy(-1 - ids.astype("<i4"))},
+    "with another beside": lambda ids: {"cls": b"7", "npy": npy(ids.astype("<u2"))},
+    "floats": lambda ids: {"npy": npy(ids.astype("<f4"))},
+    "bools": lambda ids: {"npy": npy(ids > 3)},
+    "no dimension": lambda ids: {"npy": npy(np.array(7))},
+    "two dimensions": lambda ids: {"npy": npy(ids.reshape(1, -1))},
+    "cut": lambda ids: {"npy": npy(ids.astype("<u2"))[:-1]},
+    "too long": lambda ids: {"npy": npy(ids.astype("<u2")) + b"\0\0"},
+    "another length": lambda ids: {"npy": npy(ids.astype("<u2"))[:-2]},
+    "only a header": lambda ids: {"npy": npy(ids.astype("<u2"))[:128]},
+    "no header": lambda ids: {"npy": b"\0" * 200},
+    "old header": lambda ids: {"npy": OLD_HEADER + b"ab\0\1"},
+    "missing": lambda ids: {"cls": b"7"},
+    "twice": lambda ids: {"npy": npy(ids), "NPY": npy(ids)},
+}
+
+
+def write_tar(path: Path, samples: list[tuple[str, int]]) -> Path:
+    rng = np.random.default_rng(len(samples))
+    with tarfile.open(path, "w") as archive:
+        for i, (kind, length) in enumerate(samples):
+            for suffix, raw in MEMBERS[kind](rng.integers(0, 30_000, length)).items():
+                info = tarfile.TarInfo(f"{i}.{suffix}")
+                info.size = len(raw)
+                archive.addfile(info, io.BytesIO(raw))
+    return path
+
+
+def runs_of_kinds() -> st.SearchStrategy[list[tuple[str, int]]]:
+    """Samples (kind, length), neighbours often of one kind."""
+    run = st.tuples(st.sampled_from(list(MEMBERS)), st.lists(st.integers(0, 12), min_size=1, max_size=12))
+    runs = st.lists(run, min_size=1, max_size=8)
+    return runs.map(lambda all_: [(kind, length) for kind, lengths in all_ for length in lengths])
+
+
+def test_arrays_in_a_tar_read_many_at_once_are_those_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = webdataset.TarShard.as_arrays
+    singly = False
+    monkeypatch.setattr(webdataset.TarShard, "as_arrays", lambda shard: shard if singly else arrays(shard))
+
+    @given(runs_of_kinds(), terms_of, st.booleans())
+    @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    def check(samples: list[tuple[str, int]], terms: dict[str, Any], shuffle: bool) -> None:
+        nonlocal singly
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_tar(Path(folder) / "a.tar", samples)
+            source = open_source(SourceSettings("webdataset", path=str(path), tokens_key="npy", shuffle=shuffle))
+            singly = True
+            expected = outcome(Singly(source), lease(**terms))
+            singly = False
+            assert isinstance(expected, str) or len(expected[0]) == max(
+                0, len(samples) * terms["passes"] - terms["first_seq"]
+            )
+            check_same(source, lease(**terms))
+            assert same_samples(outcome(source, lease(**terms)), expected)
+
+    check()
 
 
 @given(lengths, st.integers(1, 20), st.integers(1, 60))
