@@ -104,7 +104,10 @@ def compare(entries: list[Entry]) -> dict[str, Any]:
     found: dict[str, Any] = {
         who: {key: statistics.median(turn[key] for turn in each) for key in each[0]} for who, each in turns.items()
     }
-    return found | {"verify_samples_per_s": samples / statistics.median(verified)}
+    return found | {
+        "verify_samples_per_s": samples / statistics.median(verified),
+        "ledger_to_plain": found["ledger"]["samples_per_s"] / found["plain"]["samples_per_s"],
+    }
 
 
 def samples_of(entries: list[Entry]) -> int:
