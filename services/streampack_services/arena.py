@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from streampack.core.fields import Field
 from streampack.core.frames import EDGES, INPUT_IDS
-from streampack.core.kernels import gather
-from streampack.core.layout import Slices, cut, layouts
+from streampack.core.layout import Contents, cut, layouts
 from streampack.core.samples import I32, I64
 from streampack.errors import InternalError
+from streampack_services.arena_kernels import KINDS, copy_slices, let_go, slices_of
 
 SLACK = 1.25
 
@@ -123,53 +123,55 @@ class Arena:
 
     def release(self, handles: I64) -> None:
         """Forget samples, those that were never stored too; a block without any is empty again."""
-        if len(handles):
-            self._reserve(int(handles.max()))
-        blocks = self._offset[handles] // self._block_tokens
-        gone = np.bincount(blocks, self._length[handles], len(self._live)).astype(np.int64)
-        self._length[handles] = 0
-        self._live -= gone
-        for block in np.flatnonzero((gone > 0) & (self._live == 0)).tolist():
+        if not len(handles):
+            return
+        self._reserve(int(handles.max()))
+        emptied = np.empty(len(handles), np.int64)
+        count = let_go(handles, self._offset, self._length, self._block_tokens, self._live, emptied)
+        for block in emptied[:count].tolist():
             if block != self._block:
                 self._forget(block)
 
-    def gather(
-        self, packs: tuple[I64, ...], names: list[str], align: int | I64, widths: I64, cp: int, rank: int, layout: str
-    ) -> tuple[NDArray[Any], ...]:
+    def gather(self, packs: Contents, names: list[str], cp: int, rank: int, layout: str) -> tuple[NDArray[Any], ...]:
         """A rank's shards of packs, each a field of ``names`` in that order (``core.frames``).
 
         ``input_ids`` [sum of T / cp] padded with 0, ``edges`` int32 [slices], fields of axis ``token``
         [sum of T / cp * width] (or all of each pack, where they are replicated) and ``sample`` [samples * width].
-        ``widths`` int64 [packs] is T of each, ``align`` what their samples are padded to, of all or int64 [packs] of
-        each; see ``core.layout`` for what a shard holds.
+        See ``core.layout`` for what a shard holds.
         """
-        handles = np.concatenate(packs) if packs else np.zeros(0, np.int64)
-        lengths = self._length[handles]
-        try:
-            laid = layouts(lengths, np.array([len(pack) for pack in packs]), align, widths)
-        except ValueError as error:
-            raise InternalError(f"got a pack that cannot be laid out, or a released sample: {error}") from None
-        samples = laid.real > 0  # the others are tail padding
-        address = np.zeros(len(samples), np.int64)
-        address[samples] = self._offset[handles]
-        mine = cut(laid, cp, rank, layout)
-        edges = np.empty(len(mine.start) if EDGES in names else 0, np.int32)
+        mine, total = self._slices(packs, cp, rank, layout)
+        edges = np.empty(mine.shape[1] if EDGES in names else 0, np.int32)
         found: dict[str, NDArray[Any]] = {EDGES: edges}
         for name in names:
             if name in self._by_sample:
                 column = self._by_sample[name]
-                found[name] = column.data.reshape(-1, column.width)[handles].reshape(-1)
+                found[name] = column.data.reshape(-1, column.width)[packs.handles].reshape(-1)
             elif name in self._columns:
                 column = self._columns[name]
-                every = cut(laid, 1, 0, layout) if column.replicate else mine
-                found[name] = _take(column, address, laid.real, laid.start, every)
+                slices, count = self._slices(packs, 1, 0, layout) if column.replicate else (mine, total)
+                found[name] = np.empty(count * column.width, column.dtype)
+                _copy(column.data, slices, column.width, column.shift, column.pad, found[name], _NO_EDGES)
             elif name == INPUT_IDS:
-                found[name] = np.empty(int((mine.stop - mine.start).sum()), self._tokens.dtype)
-                offset, size = mine.start - laid.start[mine.segment], mine.stop - mine.start
-                _check(
-                    gather(self._tokens, address, laid.real, offset, size, mine.segment, 1, 0, 0, found[name], edges)
-                )
+                found[name] = np.empty(total, self._tokens.dtype)
+                _copy(self._tokens, mine, 1, 0, 0, found[name], edges)
         return tuple(found[name] for name in names)
+
+    def _slices(self, packs: Contents, cp: int, rank: int, layout: str) -> tuple[I64, int]:
+        """Address, real tokens, offset and size of each slice of a shard, int64 [4, slices], and their tokens."""
+        slices = np.empty((4, 2 * (len(packs.handles) + len(packs.counts))), np.int64)
+        found, total = slices_of(*packs, self._offset, self._length, cp, rank, KINDS[layout], *slices)
+        if found < 0:
+            why = self._wrong(packs, cp, rank, layout)
+            raise InternalError(f"got a pack that cannot be laid out, or a released sample: {why}")
+        return slices[:, :found], total
+
+    def _wrong(self, packs: Contents, cp: int, rank: int, layout: str) -> str:
+        """Why no shard can be cut of packs."""
+        try:
+            cut(layouts(self._length[packs.handles], packs.counts, packs.aligns, packs.widths), cp, rank, layout)
+        except ValueError as error:
+            return str(error)
+        return "nothing is wrong with it"
 
     def _enter(self, handles: I64, offsets: I64, lengths: I64, total: int) -> None:
         self._offset[handles] = offsets
@@ -221,10 +223,9 @@ class Arena:
         lengths, address = self._length[handles], self._offset[handles]
         start = self._block * self._block_tokens + self._fill
         total = int(lengths.sum())
-        every, none = np.arange(len(handles)), np.zeros(len(handles), np.int64)
+        slices = np.stack([address, lengths, np.zeros(len(handles), np.int64), lengths])
         for data, width in [(self._tokens, 1), *((column.data, column.width) for column in self._columns.values())]:
-            room = data[start * width : (start + total) * width]
-            _check(gather(data, address, lengths, none, lengths, every, width, 0, 0, room, _NO_EDGES))
+            _copy(data, slices, width, 0, 0, data[start * width : (start + total) * width], _NO_EDGES)
         self._enter(handles, start + np.cumsum(lengths) - lengths, lengths, total)
         self.moved_tokens += total
 
@@ -244,17 +245,11 @@ class Arena:
 _NO_EDGES: I32 = np.empty(0, np.int32)
 
 
-def _take(column: _Column, address: I64, real: I64, start: I64, slices: Slices) -> NDArray[Any]:
-    """Slices of one field's column."""
-    offset, size = slices.start - start[slices.segment], slices.stop - slices.start
-    out = np.empty(int(size.sum()) * column.width, column.dtype)
-    wrong = gather(
-        column.data, address, real, offset, size, slices.segment, column.width, column.shift, column.pad, out, _NO_EDGES
-    )
-    _check(wrong)
-    return out
-
-
-def _check(wrong: int) -> None:
+def _copy(
+    data: NDArray[Any], slices: I64, width: int, shift: int, pad: Any, out: NDArray[Any], edges: I32
+) -> None:  # fmt: skip
+    """Slices as of ``Arena._slices``, of a column."""
+    address, real, offset, size = slices
+    wrong = copy_slices(data, address, real, offset, size, width, shift, pad, out, edges)
     if wrong >= 0:
         raise InternalError(f"got slice {wrong} of a pack outside of the arena")

@@ -41,6 +41,7 @@ from streampack.core.effects import (
 from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.frames import EDGES, INPUT_IDS
 from streampack.core.journal import Journal
+from streampack.core.layout import Contents
 from streampack.core.messages import Envelope
 from streampack.core.plan import needed_tokens
 from streampack.errors import InternalError, WireError
@@ -153,13 +154,14 @@ class BrokerService:
             budget = feed.rules.budget
             lengths = np.full(64, max(budget // 8, 1), np.int64)
             feed.rules.new_packer().choose(lengths, np.full(64, -1, np.int64), budget, 4, True, window=16)
-        rules, handles, zero, lengths = self.plan.rules, np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 8)
+        rules, zero, lengths = self.plan.rules, np.zeros(1, np.int64), np.full(1, 8)
         trial = Arena(8 * 64 * rules.token_bytes, rules.tokens, 64, rules.fields)
         sizes = [8 * np.dtype(rules.tokens).itemsize]
         sizes += [field.value_bytes * (8 if field.axis == "token" else 1) for field in rules.fields]
-        trial.store(handles, zero, lengths, zero, tuple(bytes(size) for size in sizes))
+        trial.store(zero, zero, lengths, zero, tuple(bytes(size) for size in sizes))
         names = [INPUT_IDS, EDGES, *(field.name for field in rules.fields)]
-        trial.gather((handles,), names, 8, np.array([16]), 2, 0, "zigzag")
+        trial.gather(Contents(zero, np.array([1]), np.array([16]), lengths), names, 2, 0, "zigzag")
+        trial.release(zero)
 
     def run(self) -> None:
         """Serve. Closes everything in the end."""
@@ -298,9 +300,7 @@ class BrokerService:
 
     def _send_shard(self, effect: SendShard) -> None:
         envelope = effect.envelope
-        payload = self.arena.gather(
-            effect.packs, effect.frames, effect.aligns, effect.widths, effect.cp, effect.cp_rank, effect.layout
-        )
+        payload = self.arena.gather(effect.contents, effect.frames, effect.cp, effect.cp_rank, effect.layout)
         whole = Envelope(
             run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message, payload=payload
         )

@@ -67,18 +67,19 @@ class DealtFigures:
 
     def add(self, costs: I64, tokens: I64, dealt: I64) -> None:
         """A step's packs cost ``costs`` and hold ``tokens``, int64 [packs]; rank r's m-th is ``dealt[m, r]``."""
-        rows = costs[dealt]
-        if rows.any():
+        rows, dp = costs[dealt], dealt.shape[1]
+        of_ranks, of_rows = rows.sum(axis=0), rows.sum(axis=1)
+        if total := int(of_rows.sum()):
             self._cost_steps += 1
-            ratio = float(rows.sum(axis=0).max() * rows.shape[1] / rows.sum())
+            ratio = float(of_ranks.max()) * dp / total
             self.step_cost_max_over_mean += (ratio - self.step_cost_max_over_mean) / self._cost_steps
-        rows = rows[rows.any(axis=1)]
-        if len(rows):
+            held = of_rows > 0
             before = self.cost_max_over_mean * self._rows
-            self._rows += len(rows)
-            self.cost_max_over_mean = (before + float((rows.max(axis=1) / rows.mean(axis=1)).sum())) / self._rows
+            self._rows += int(np.count_nonzero(held))
+            ratios = rows.max(axis=1)[held] / (of_rows[held] / dp)
+            self.cost_max_over_mean = (before + float(ratios.sum())) / self._rows
         self.steps += 1
-        self._ranks = dealt.shape[1]
+        self._ranks = dp
         self._before += _of_ranks(tokens.reshape(dealt.shape))
         self._after += _of_ranks(tokens[dealt])
 

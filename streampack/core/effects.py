@@ -11,6 +11,7 @@ from typing import Any
 from streampack.core.changes import Ask
 from streampack.core.events import Effect, Event
 from streampack.core.form import Request
+from streampack.core.layout import Contents
 from streampack.core.messages import Envelope
 from streampack.core.packers import Choice
 from streampack.core.records import Record
@@ -126,18 +127,14 @@ class Form(Effect, frozen=True):
 
 
 class SendShard(Effect, frozen=True):
-    """Cut a rank's shard of each pack (``handles`` of each) out of the arena and send it with its plan.
+    """Cut a rank's shard of each pack (its ``contents``) out of the arena and send it with its plan.
 
     The plan, a ``StepPart``, names the arrays that its payload must hold.
     """
 
     peer: bytes
     envelope: Envelope
-    packs: tuple[I64, ...]
-    widths: I64
-    """T of each pack, int64 [packs]."""
-    aligns: I64
-    """What its samples are padded to a multiple of, int64 [packs]."""
+    contents: Contents
     frames: list[str]
     layout: str
     cp: int

@@ -1,13 +1,14 @@
 """Steps kept for readers: dealt over a mesh, and described in messages with one rank's packs.
 
-A step is dealt once for a mesh (``dealt``) and then read any number of times, the same each
-time. Knows packs and handles, never tokens.
+A step is dealt once for a mesh (``dealt``) and then read any number of times, the same each time. What its messages
+say is laid out when it is dealt, all packs of a rank together, so that a rank's share is a slice of it: what one of
+thousands of ranks asks for costs what it gets. Knows packs and handles, never tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,38 +16,57 @@ import numpy as np
 from streampack.core.dealt import deal_padded, deal_step, packs_of_mesh, split
 from streampack.core.dealt_figures import DealtFigures
 from streampack.core.frames import frames_for
+from streampack.core.layout import Contents
 from streampack.core.messages import Mesh, StepPart
 from streampack.core.rules import Rules
-from streampack.core.samples import I64, PACK, SampleTable
+from streampack.core.samples import I32, I64, PACK, SampleTable
 from streampack.core.steps import Packs, Step
 from streampack.core.waste import waste_of, waste_of_packs, waste_of_rows
 
 PART_BYTES = 1 << 20
 """Payload of one message, about: large steps travel as several."""
 
+NOTHING = Contents(*[np.zeros(0, np.int64)] * 4)
 
-class Portion(NamedTuple):
-    """A pack, or the part of one, that one rank gets: its samples' ``handles`` int64 [n]."""
+
+class Portions(NamedTuple):
+    """Packs, or the parts of them that ranks get: pack i holds samples ``handles[bounds[i]:bounds[i + 1]]``, int64 [n]
+    and [packs + 1]. Of each, int64 [packs]: its samples' ``loss_tokens`` and ``costs``, and their ``tokens``, also when
+    aligned (``slots``)."""
 
     handles: I64
-    num_loss_tokens: int
-    cost: int
-    num_tokens: int
-    num_slot_tokens: int
+    bounds: I64
+    loss_tokens: I64
+    costs: I64
+    tokens: I64
+    slots: I64
+
+
+@dataclass(frozen=True, slots=True)
+class _Dealt:
+    """A step on a mesh of ``sizes`` (dp, pp): ``each`` packs for a rank, rank 0's first, in ``contents`` and the
+    columns of its messages; pack i holds samples ``bounds[i]`` to ``bounds[i + 1]``."""
+
+    sizes: tuple[int, int]
+    each: int
+    bounds: list[int]
+    contents: Contents
+    numbers_u32: bytes
+    counts_u32: bytes
+    loss_tokens_u32: bytes
+    lengths_u32: bytes
+    streams_u32: bytes
+    indices_u64: bytes
+    parts_u32: bytes
+    widths_u32: bytes
+    rows_u32: bytes
 
 
 @dataclass(slots=True)
 class _Kept:
     step: Step
     skipped: bool = False
-    sizes: tuple[int, int] = (0, 0)
-    """dp and pp of the mesh that it was dealt over."""
-    widths: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    """T of each pack there, int64 [packs]."""
-    rows: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Tokens of a row of each, int64 [packs], where they are padded."""
-    packs: Sequence[Portion] = ()
-    dealt: I64 = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    dealt: _Dealt | None = None
 
 
 class KeptSteps:
@@ -75,39 +95,37 @@ class KeptSteps:
         """Drop a step; the handles of all its samples, int64 [n]."""
         return self._steps.pop(number).step.packs.handles
 
-    def parts(self, number: int, mesh: Mesh) -> Iterator[tuple[StepPart, tuple[I64, ...]]]:
-        """A step's messages for one rank, in order, each with the handles of its packs' samples."""
-        kept = self._steps[number]
-        step, table = kept.step, self._table
+    def parts(self, number: int, mesh: Mesh) -> Iterator[tuple[StepPart, Contents]]:
+        """A step's messages for one rank, in order, each with its packs."""
+        kept, rules = self._steps[number], self._rules
         if kept.skipped:
-            yield self._passed_over(step), ()
+            yield self._passed_over(kept.step), NOTHING
             return
-        if kept.sizes != (mesh.dp, mesh.pp):
-            self._deal(kept, mesh)
-        column = kept.dealt[:, mesh.dp_rank]
-        width = self._rules.budget // (1 if self._layout == "whole" else mesh.cp)
-        each = max(1, PART_BYTES // (width * self._rules.token_bytes))
-        frames = frames_for(self._rules.fields, mesh, self._layout)
-        for part, first in enumerate(range(0, len(column), each)):
-            numbers = column[first : first + each]
-            packs = [kept.packs[n] for n in numbers.tolist()]
-            handles = np.concatenate([pack.handles for pack in packs])
+        step, dealt = kept.step, self._deal(kept, mesh)
+        width = rules.budget // (1 if self._layout == "whole" else mesh.cp)
+        most = max(1, PART_BYTES // (width * rules.token_bytes))
+        frames = frames_for(rules.fields, mesh, self._layout)
+        begin, count = mesh.dp_rank * dealt.each, dealt.each
+        for part, first in enumerate(range(0, count, most)):
+            a, b = begin + first, begin + min(first + most, count)
+            c, d = dealt.bounds[a], dealt.bounds[b]
             plan = StepPart(
                 feed=self._feed, lineage=self.lineage, step=step.number,
-                part=part, parts=-(-len(column) // each), first=first,
-                micro_batches=len(column), digest=step.digest, chain=step.chain,
+                part=part, parts=-(-count // most), first=first,
+                micro_batches=count, digest=step.digest, chain=step.chain,
                 num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples, frames=frames,
-                packs_u32=numbers.astype("<u4").tobytes(),
-                counts_u32=np.array([len(pack.handles) for pack in packs], "<u4").tobytes(),
-                loss_tokens_u32=np.array([pack.num_loss_tokens for pack in packs], "<u4").tobytes(),
-                lengths_u32=table.length[handles].astype("<u4").tobytes(),
-                streams_u32=table.stream[handles].astype("<u4").tobytes(),
-                indices_u64=table.index[handles].astype("<u8").tobytes(),
-                parts_u32=table.part[handles].astype("<u4").tobytes(),
-                widths_u32=b"" if self._rules.shape == "fixed" else kept.widths[numbers].astype("<u4").tobytes(),
-                rows_u32=kept.rows[numbers].astype("<u4").tobytes() if self._rules.padded else b"",
+                packs_u32=dealt.numbers_u32[4 * a : 4 * b],
+                counts_u32=dealt.counts_u32[4 * a : 4 * b],
+                loss_tokens_u32=dealt.loss_tokens_u32[4 * a : 4 * b],
+                lengths_u32=dealt.lengths_u32[4 * c : 4 * d],
+                streams_u32=dealt.streams_u32[4 * c : 4 * d],
+                indices_u64=dealt.indices_u64[8 * c : 8 * d],
+                parts_u32=dealt.parts_u32[4 * c : 4 * d],
+                widths_u32=dealt.widths_u32[4 * a : 4 * b],
+                rows_u32=dealt.rows_u32[4 * a : 4 * b],
             )  # fmt: skip
-            yield plan, tuple(pack.handles for pack in packs)
+            handles, counts, widths, aligns = dealt.contents
+            yield plan, Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b])
 
     def _passed_over(self, step: Step) -> StepPart:
         return StepPart(
@@ -122,12 +140,10 @@ class KeptSteps:
         kept, batch = self._steps[number], self._rules.batch
         if batch is None or batch.empty == "pad" or kept.skipped:
             return ""
-        if kept.sizes != (mesh.dp, mesh.pp):
-            self._deal(kept, mesh)
-        if all(len(pack.handles) for pack in kept.packs):
+        counts, handles = self._deal(kept, mesh).contents.counts, kept.step.packs.handles
+        if counts.all():
             return ""
-        count, handles = len(kept.packs), kept.step.packs.handles
-        got = int(np.count_nonzero(self._table.keep[handles] != PACK))
+        count, got = len(counts), int(np.count_nonzero(self._table.keep[handles] != PACK))
         what = "samples" if got == len(handles) else "samples and groups kept in one pack"
         least = f"{count} at least" if got < count else f"a multiple of {mesh.dp}"
         return (
@@ -135,58 +151,83 @@ class KeptSteps:
             f"expected {least}: set rules.step.empty to pad, make batches larger, or use a smaller mesh"
         )
 
-    def _deal(self, kept: _Kept, mesh: Mesh) -> None:
-        if self._rules.padded:
-            self._deal_padded(kept, mesh)
-            return
-        formed, rules, is_first = kept.step.packs, self._rules, not any(kept.sizes)
-        kept.packs = [
-            Portion(pack.handles, pack.num_loss_tokens, pack.cost, pack.num_tokens, pack.num_slot_tokens)
-            for pack in formed
-        ]
+    def _deal(self, kept: _Kept, mesh: Mesh) -> _Dealt:
+        """The step on this mesh, dealt now if it was not."""
+        if kept.dealt is None or kept.dealt.sizes != (mesh.dp, mesh.pp):
+            kept.dealt = (self._deal_padded if self._rules.padded else self._deal_packs)(kept, mesh)
+        return kept.dealt
+
+    def _deal_packs(self, kept: _Kept, mesh: Mesh) -> _Dealt:
+        formed, rules, is_first = kept.step.packs, self._rules, kept.dealt is None
+        packs: Packs | Portions = formed
         count = packs_of_mesh(rules, len(formed), mesh.dp, mesh.pp)
         if count > len(formed):
-            kept.packs = self._split(formed, count)
+            packs = self._split(formed, count)
             if is_first:
-                self.figures.empty_packs += (empty := sum(not len(pack.handles) for pack in kept.packs))
+                empty = int(np.count_nonzero(np.diff(packs.bounds) == 0))
+                self.figures.empty_packs += empty
                 self.figures.split_packs += count - len(formed) - empty
-        columns = np.array([(pack.cost, pack.num_tokens, pack.num_slot_tokens) for pack in kept.packs], np.int64)
-        costs, tokens, slots = columns.T
-        kept.sizes, kept.dealt = (mesh.dp, mesh.pp), deal_step(rules, costs, mesh.dp)
-        kept.widths = rules.step_widths(slots, mesh.pp)
-        self.figures.add(costs, tokens, kept.dealt)
+        dealt = deal_step(rules, packs.costs, mesh.dp)
+        widths = rules.step_widths(packs.slots, mesh.pp)
+        self.figures.add(packs.costs, packs.tokens, dealt)
+        if is_first and (packs is not formed or rules.shape != "fixed"):
+            self.figures.more_waste += waste_of(packs.tokens, packs.slots, widths, rules) - waste_of_packs(
+                formed, rules
+            )
+        return self._in_order(packs, dealt, widths, np.full(count, rules.align.sample), mesh)
+
+    def _deal_padded(self, kept: _Kept, mesh: Mesh) -> _Dealt:
+        formed, rules, is_first = kept.step.packs, self._rules, kept.dealt is None
+        found = deal_padded(rules, self._table.length[formed.handles].astype(np.int64), mesh.dp, mesh.pp)
+        packs, widths = self._portions(formed.handles, found.packs), found.rows * found.widths
+        dealt = np.arange(len(widths)).reshape(-1, mesh.dp)
+        self.figures.add(found.rows * rules.balance.costs(found.widths), packs.tokens, dealt)
         if is_first:
-            self.figures.more_waste += waste_of(tokens, slots, kept.widths, rules)
+            held = np.diff(packs.bounds)
+            self.figures.add_padded(found.figures, held, packs.tokens, packs.slots)
+            self.figures.more_waste += waste_of_rows(packs.tokens, packs.slots, held, found.rows, found.widths)
             self.figures.more_waste -= waste_of_packs(formed, rules)
+        return self._in_order(packs, dealt, widths, found.widths, mesh)
 
-    def _deal_padded(self, kept: _Kept, mesh: Mesh) -> None:
-        formed, rules, is_first = kept.step.packs, self._rules, not any(kept.sizes)
-        handles = formed.handles
-        columns = self._columns(handles)
-        dealt = deal_padded(rules, columns[:, 2], mesh.dp, mesh.pp)
-        kept.packs = [Portion(handles[rows], *columns[rows].sum(axis=0).tolist()) for rows in dealt.packs]
-        kept.rows, kept.widths = dealt.widths, dealt.rows * dealt.widths
-        kept.sizes, kept.dealt = (mesh.dp, mesh.pp), np.arange(len(dealt.packs)).reshape(-1, mesh.dp)
-        sums = np.array([(len(pack.handles), pack.num_tokens, pack.num_slot_tokens) for pack in kept.packs], np.int64)
-        held, tokens, slots = sums.T
-        self.figures.add(dealt.rows * rules.balance.costs(dealt.widths), tokens, kept.dealt)
-        if is_first:
-            self.figures.add_padded(dealt.figures, held, tokens, slots)
-            self.figures.more_waste += waste_of_rows(tokens, slots, held, dealt.rows, dealt.widths)
-            self.figures.more_waste -= waste_of_packs(formed, rules)
+    def _in_order(self, packs: Packs | Portions, dealt: I64, widths: I64, aligns: I64, mesh: Mesh) -> _Dealt:
+        """What was dealt, rank by rank."""
+        numbers, table, rules = dealt.T.ravel(), self._table, self._rules
+        counts = np.diff(packs.bounds)[numbers]
+        bounds = np.concatenate([[0], np.cumsum(counts)])
+        handles = packs.handles[np.repeat(packs.bounds[numbers] - bounds[:-1], counts) + np.arange(bounds[-1])]
+        widths, aligns = widths[numbers], aligns[numbers]
+        return _Dealt(
+            (mesh.dp, mesh.pp), len(dealt), bounds.tolist(), Contents(handles, counts, widths, aligns),
+            numbers_u32=_u32(numbers), counts_u32=_u32(counts), loss_tokens_u32=_u32(packs.loss_tokens[numbers]),
+            lengths_u32=_u32(table.length[handles]), streams_u32=_u32(table.stream[handles]),
+            indices_u64=table.index[handles].astype("<u8").tobytes(), parts_u32=_u32(table.part[handles]),
+            widths_u32=b"" if rules.shape == "fixed" else _u32(widths), rows_u32=_u32(aligns) if rules.padded else b"",
+        )  # fmt: skip
 
-    def _split(self, packs: Packs, count: int) -> list[Portion]:
-        handles = packs.handles
-        columns = self._columns(handles)
-        parts, _ = split(packs.bounds, columns[:, 1], self._table.keep[handles], count)
-        return [Portion(handles[part], *columns[part].sum(axis=0).tolist()) for part in parts]
+    def _split(self, packs: Packs, count: int) -> Portions:
+        slots = self._slots(packs.handles)
+        keeps = self._table.keep[packs.handles]
+        parts, _ = split(packs.bounds, self._rules.balance.costs(slots), keeps, count)
+        return self._portions(packs.handles, parts)
 
-    def _columns(self, handles: I64) -> I64:
-        """Of samples, what a ``Portion`` sums up, int64 [n, 4]: loss tokens, cost, tokens, slot tokens."""
-        table, align = self._table, self._rules.align.sample
-        lengths = table.length[handles].astype(np.int64)
-        slots = -(-lengths // align) * align
-        return np.stack([table.loss_tokens[handles], self._rules.balance.costs(slots), lengths, slots], axis=1)
+    def _portions(self, handles: I64, packs: list[I64]) -> Portions:
+        """Packs of the samples of ``handles`` at these positions, int64 [samples] each."""
+        handles = handles[np.concatenate(packs)]
+        bounds = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])])
+        slots = self._slots(handles)
+        loss_tokens, tokens = self._table.loss_tokens[handles], self._table.length[handles]
+        sums = np.zeros((4, len(handles) + 1), np.int64)
+        np.cumsum(np.stack([loss_tokens, self._rules.balance.costs(slots), tokens, slots]), axis=1, out=sums[:, 1:])
+        return Portions(handles, bounds, *np.diff(sums[:, bounds]))
+
+    def _slots(self, handles: I64) -> I64:
+        """Tokens of samples when aligned, int64 [n]."""
+        align = self._rules.align.sample
+        return -(-self._table.length[handles].astype(np.int64) // align) * align
+
+
+def _u32(column: I64 | I32) -> bytes:
+    return column.astype("<u4").tobytes()
 
 
 def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:

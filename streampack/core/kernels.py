@@ -1,4 +1,4 @@
-"""The hot loops of merging and of cutting shards, compiled by numba where it is installed.
+"""The hot loops of merging, compiled by numba where it is installed.
 
 Each is plain Python over numpy arrays, so that ``kernel.py_func`` (or the function itself where
 numba is missing) is the twin that the tests compare with. They hold no GIL and allocate nothing.
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.samples import I32, I64
+from streampack.core.samples import I64
 
 try:
     from numba import njit
@@ -181,49 +181,3 @@ def arrival_take(
         left += count
         head[partition] = at
     return taken, -1
-
-
-@njit(nogil=True, cache=True)
-def gather(
-    column: NDArray[Any],
-    address: I64,
-    real: I64,
-    offset: I64,
-    size: I64,
-    segment: I64,
-    width: int,
-    shift: int,
-    pad: Any,
-    out: NDArray[Any],
-    edges: I32,
-) -> int:
-    """Copy slices of segments out of a column of the arena, one after another; ``pad`` stands behind what is real.
-
-    The column [N * width] holds ``width`` numbers a token; segment s begins at token ``address[s]`` and holds
-    ``real[s]``. Slice i is ``size[i]`` tokens from ``offset[i]`` of segment ``segment[i]`` on, and ``shift`` further:
-    1 gives each place what belongs to the next token. ``out`` [sum of sizes * width] is filled whole. Where
-    ``edges`` int32 [slices] is not empty it takes what follows each slice in its segment, -100 where nothing does.
-
-    Returns -1, or the first slice that ``out`` or the column has no room for.
-    A loop over two views is what numba makes the fastest copy of: it asks of a slice assignment
-    first whether the two overlap, and of an index that is added up whether it is negative.
-    """
-    to = 0
-    for i in range(len(size)):
-        s = segment[i]
-        count = size[i] * width
-        begin = (offset[i] + shift) * width
-        held = max(min(begin + count, real[s] * width) - begin, 0)
-        start = address[s] * width + begin
-        if size[i] < 0 or to + count > len(out) or (held > 0 and (start < 0 or start + held > len(column))):
-            return i
-        into, piece = out[to : to + count], column[start : start + held]
-        for k in range(held):
-            into[k] = piece[k]
-        for k in range(held, count):
-            into[k] = pad
-        if len(edges) > 0:
-            after = offset[i] + size[i]
-            edges[i] = column[address[s] + after] if after < real[s] else -100
-        to += count
-    return -1

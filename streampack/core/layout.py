@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,16 @@ LAYOUTS = ("zigzag", "zigzag_pack", "contiguous", "whole")
 def round_up(value: int, multiple: int) -> int:
     """The least multiple of ``multiple`` that is >= ``value``."""
     return -(-value // multiple) * multiple
+
+
+class Contents(NamedTuple):
+    """Packs to be laid out: their samples' ``handles`` int64 [samples], one pack behind another, and of each, int64
+    [packs], its ``counts`` of samples, ``widths`` (T), and ``aligns``: what its samples are padded to a multiple of."""
+
+    handles: I64
+    counts: I64
+    widths: I64
+    aligns: I64
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,10 +178,7 @@ class Serving:
         mesh = reader.mesh
         for plan, packs in self._steps.parts(number, mesh):
             envelope = self._envelope(plan, reader.fence)
-            shard = SendShard(
-                reader.peer, envelope, packs, plan.widths(self._rules), plan.aligns(self._rules), plan.frames,
-                self._layout, mesh.cp, mesh.cp_rank,
-            )  # fmt: skip
+            shard = SendShard(reader.peer, envelope, packs, plan.frames, self._layout, mesh.cp, mesh.cp_rank)
             effects.append(shard if plan.micro_batches else SendTrainer(reader.peer, envelope))
         return effects
 

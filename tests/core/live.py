@@ -245,7 +245,7 @@ class Live:
                 self._post(b"s" + peer, partial(self._hear, peer), effect.envelope)
             elif isinstance(effect, SendTrainer | SendShard):
                 if isinstance(effect, SendShard):
-                    assert all(h in self.stored for pack in effect.packs for h in pack.tolist()), "no payload is there"
+                    assert self.stored.issuperset(effect.contents.handles.tolist()), "no payload is there"
                 peer = effect.peer
                 self._post(b"s" + peer, partial(self._said, peer), effect.envelope)
             elif isinstance(effect, Append):

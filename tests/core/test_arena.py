@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from streampack_services.arena import SLACK, Arena, arena_tokens
 
+from streampack.core.layout import Contents
 from streampack.core.samples import I64
 from streampack.errors import InternalError
 
@@ -23,8 +24,9 @@ def ints(*values: int) -> I64:
 
 def read(arena: Arena, handles: list[int], width: int) -> NDArray[Any]:
     """Each sample alone in a pack of ``width``."""
-    packs = tuple(ints(handle) for handle in handles)
-    return arena.gather(packs, ["input_ids"], 1, np.full(len(packs), width), 1, 0, "zigzag")[0].reshape(-1, width)
+    ones = np.ones(len(handles), np.int64)
+    packs = Contents(ints(*handles), ones, width * ones, ones)
+    return arena.gather(packs, ["input_ids"], 1, 0, "zigzag")[0].reshape(-1, width)
 
 
 @dataclass
@@ -188,7 +190,7 @@ def test_a_released_sample_cannot_be_served() -> None:
     both.store([2, 3], set())
     both.arena.release(ints(1))
     with pytest.raises(InternalError, match="a released sample: got a sample of 0 tokens"):
-        both.arena.gather((ints(0, 1),), ["input_ids"], 1, ints(8), 1, 0, "whole")
+        both.arena.gather(Contents(ints(0, 1), ints(2), ints(8), ints(1)), ["input_ids"], 1, 0, "whole")
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -196,7 +198,7 @@ def test_samples_that_do_not_fit_their_pack_are_not_written_beyond_it(cp: int) -
     both = twin(6)
     both.store([5, 6], set())
     with pytest.raises(InternalError, match=r"got 16 tokens with padding, expected at most 12"):
-        both.arena.gather((ints(0, 1),), ["input_ids"], 4, ints(12), cp, 0, "zigzag")
+        both.arena.gather(Contents(ints(0, 1), ints(2), ints(12), ints(4)), ["input_ids"], cp, 0, "zigzag")
 
 
 def test_the_promise_leaves_three_blocks_and_the_slack() -> None:

@@ -155,7 +155,7 @@ def test_every_rank_gets_as_many_packs_and_every_sample_is_dealt_once(
         (count,) = counts
         assert count % (multiple or pp) == 0
         assert count >= max(least, 1)
-        packs = [handles for _, packs in found for handles in packs]
+        packs = [pack for _, packs in found for pack in np.split(packs.handles, np.cumsum(packs.counts)[:-1])]
         assert len(packs) == dp * count
         held = np.concatenate(packs)
         formed = np.concatenate([pack.handles for pack in step.packs])
@@ -186,7 +186,7 @@ def kept_step(rules: Rules, samples: list[list[int]]) -> KeptSteps:
 def test_packs_are_split_before_empty_ones_are_added() -> None:
     kept = kept_step(Rules(budget=8, batch=Batch(samples=3)), [[4], [2], [2]])
     packs = [packs for rank in range(4) for _, packs in kept.parts(0, mesh_of(4, rank))]
-    assert sorted(len(pack) for (pack,) in packs) == [0, 1, 1, 1]
+    assert sorted(packs.counts.tolist() for packs in packs) == [[0], [1], [1], [1]]
     assert (kept.figures.split_packs, kept.figures.empty_packs) == (2, 1)
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from streampack_services import arena as arena_module
 from streampack_services.arena import Arena
+from streampack_services.arena_kernels import copy_slices, slices_of
 
 from streampack.core.fields import DType, Field, from_bfloat16
 from streampack.core.frames import frames_for
-from streampack.core.kernels import gather
-from streampack.core.layout import LAYOUTS, positions_of, round_up, shard_slices
+from streampack.core.layout import LAYOUTS, Contents, positions_of, round_up, shard_slices
 from streampack.core.messages import Attached, Envelope, Mesh, StepPart, Wait
 from streampack.core.rules import Align, Rules
 from streampack.core.samples import I64
@@ -178,12 +178,15 @@ def parts(case: Case, rank: int, sizes: list[int], stage: int = 0) -> list[Envel
     loss = [sum(map(case.counted, range(at, at + len(pack)), map(len, pack))) for at, pack in numbered(case)]
     for part, size in enumerate(sizes):
         first = sum(sizes[:part])
-        mine, rows = case.packs[first : first + size], tuple(handles[first : first + size])
+        mine = case.packs[first : first + size]
+        rows = np.concatenate([*handles[first : first + size], np.zeros(0, np.int64)])
         mesh = Mesh(cp=case.cp, cp_rank=rank, pp=3, pp_rank=stage)
         names = frames_for(case.fields, mesh, case.layout)
         widths = np.array(case.widths[first : first + size], np.int64)
-        arrays = arena.gather(rows, names, case.align, widths, case.cp, rank, case.layout)
-        flat = np.concatenate([*rows, np.zeros(0, np.int64)]).tolist()
+        counts = np.array([len(pack) for pack in mine], np.int64)
+        packs = Contents(rows, counts, widths, np.full(size, case.align))
+        arrays = arena.gather(packs, names, case.cp, rank, case.layout)
+        flat = rows.tolist()
         message = StepPart(
             feed="train", lineage=0, step=3, part=part, parts=len(sizes), first=first, micro_batches=len(case.packs),
             digest=b"d" * 16, chain=b"c" * 16, num_samples=sum(len(pack) for pack in case.packs),
@@ -289,13 +292,9 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Both twins of the kernels that cut shards."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "python":
-            patch.setattr(arena_module, "gather", plain(gather))
+            patch.setattr(arena_module, "copy_slices", copy_slices.py_func)
+            patch.setattr(arena_module, "slices_of", slices_of.py_func)
         yield
-
-
-def plain(kernel: Any) -> Callable[..., Any]:
-    """The kernel as the Python that it was compiled from."""
-    return getattr(kernel, "py_func", kernel)  # type: ignore[no-any-return]
 
 
 @pytest.mark.usefixtures("kernels")

@@ -78,8 +78,9 @@ class Formed:
     def parts(self, step: int, mesh: Mesh) -> list[Envelope]:
         found = []
         for plan, packs in self.kept.parts(step, mesh):
-            widths, aligns = plan.widths(self.rules), plan.aligns(self.rules)
-            arrays = self.arena.gather(packs, plan.frames, aligns, widths, mesh.cp, mesh.cp_rank, self.layout)
+            assert packs.widths.tolist() == plan.widths(self.rules).tolist()
+            assert packs.aligns.tolist() == plan.aligns(self.rules).tolist()
+            arrays = self.arena.gather(packs, plan.frames, mesh.cp, mesh.cp_rank, self.layout)
             payload = tuple(memoryview(array.tobytes()) for array in arrays)
             found.append(Envelope(run=1, epoch=1, fence=1, message=plan, payload=payload))
         return found

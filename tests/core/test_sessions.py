@@ -98,7 +98,7 @@ class Bench:
                 assert gone <= self.live, "a sample was released twice"
                 self.live -= gone
             elif isinstance(effect, SendShard):
-                assert {h for pack in effect.packs for h in pack.tolist()} <= self.live
+                assert self.live.issuperset(effect.contents.handles.tolist())
         for form in [e for e in effects if isinstance(e, Form)]:
             self.handle(Formed(form.feed, form.request.choose(), form.generation))
 

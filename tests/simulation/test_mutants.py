@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -135,11 +136,16 @@ def a_step_is_forgotten_when_the_fastest_rank_returned_it(patch: Patch) -> None:
 
 @mutant("R4")
 def a_step_is_dealt_anew_each_time_it_is_read(patch: Patch) -> None:
-    def parts(original: Any, self: KeptSteps, number: int, mesh: Mesh) -> Any:
-        found = list(original(self, number, mesh))
-        self._steps[number].dealt = np.roll(self._steps[number].dealt, 1)
-        return found
+    times = count()
 
+    def parts(original: Any, self: KeptSteps, number: int, mesh: Mesh) -> Any:
+        self._steps[number].dealt = None
+        return original(self, number, mesh)
+
+    def in_order(original: Any, self: KeptSteps, packs: Any, dealt: Any, *args: Any) -> Any:
+        return original(self, packs, np.roll(dealt, next(times)), *args)
+
+    _wrap(patch, KeptSteps, "_in_order", in_order)
     _wrap(patch, KeptSteps, "parts", parts)
 
 
