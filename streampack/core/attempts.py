@@ -27,6 +27,9 @@ from streampack.core.seats import CLAIM_S, RESTART_S, Reader, clash
 from streampack.core.serving import OUT, Serving
 from streampack.core.snapshot import Snapshot
 
+NEWS_A_TICK = 16
+"""What all that wait are told is worked out anew as ranks come and go, but not for each of thousands."""
+
 
 class Attempts(Serving):
     """The attempt that is served and who waits for the next; ``unfit`` says why the feed cannot go to a step, or not
@@ -41,7 +44,7 @@ class Attempts(Serving):
     ) -> None:  # fmt: skip
         super().__init__(run, epoch, feed, rules, layout, table, waiting_for)
         self._unfit, self._rewind = unfit, rewind
-        self._attempt = 0
+        self._attempt = self._news = 0
         self.round = 0
         """The iteration that is served."""
         self.is_known: Callable[[Snapshot], bool] = lambda _: True
@@ -73,8 +76,8 @@ class Attempts(Serving):
             self._returned.clear()
             self._unheard.clear()
         elif self._returned:
-            self._unheard = self._returned.keys() - {reader.mesh.ranks}
-        self._why.clear()
+            self._unheard = self._returned.others(reader.mesh.ranks)
+        self._has_news()
         took = Report("info", f"reader {reader.where} took rank {reader.mesh} of feed {self._feed!r}")
         return [took, *self._arrive(reader)]
 
@@ -103,7 +106,7 @@ class Attempts(Serving):
         )
 
     def _leave(self, reader: Reader, why: str) -> list[Effect]:
-        self._why.clear()
+        self._has_news()
         self._seats.remove(reader)
         level = "info" if "goodbye" in why else "warning"
         return [Report(level, f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why}")]
@@ -112,16 +115,16 @@ class Attempts(Serving):
 
     def _arrive(self, reader: Reader) -> list[Effect]:
         """A reader has its rank and says where it begins, if it does: in the attempt that is served, or in the next."""
-        self._why.clear()
+        self._has_news()
         if not reader.ready:
             return self._answer(reader)
         if self._returned and reader.round == self.round and reader.first_step >= self.released_upto:
-            return self._enter(reader) + self._release() + self._serve_all()
+            return self._enter(reader) + self._release() + self._serve(reader)
         if self._returned and reader.round > self.round:
             self._returned[reader.mesh.ranks] = OUT
         if self._seats.all_wait():
             return self._begin()
-        return self._answer(reader) + self._release() + self._serve_all()
+        return self._answer(reader) + self._release()
 
     def _begin(self) -> list[Effect]:
         """A new attempt, in the earliest round that a reader asks for; steps that are gone are formed again."""
@@ -133,7 +136,9 @@ class Attempts(Serving):
         self._unheard.clear()
         self.round = min(reader.round for reader in readers)
         members = [reader for reader in readers if reader.round == self.round]
-        self._returned = {reader.mesh.ranks: OUT for reader in readers}
+        self._returned.clear()
+        for reader in readers:
+            self._returned[reader.mesh.ranks] = OUT
         step = min(reader.first_step for reader in members)
         text = (
             f"attempt {self._attempt} of feed {self._feed!r} begins at step {step}: all {len(readers)} ranks are ready"
@@ -216,6 +221,12 @@ class Attempts(Serving):
         detail = self._missing(reader) if reader.holds else self._claimed(reader)
         wait = Wait(feed=self._feed, step=reader.first_step, reason="join", detail=detail[:2000])
         return self._send(reader, wait)
+
+    def _has_news(self) -> None:
+        """Others wait for something else now."""
+        self._news += 1
+        if self._news <= NEWS_A_TICK:
+            self._why.clear()
 
     def _claimed(self, reader: Reader) -> str:
         others = self._seats.in_the_way(reader)

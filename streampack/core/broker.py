@@ -34,10 +34,12 @@ from streampack.core.messages import (
     Bye,
     Envelope,
     Eos,
+    Get,
     Hello,
     Mark,
     Message,
     ProducerPing,
+    ReaderPing,
     Reject,
     Samples,
     Who,
@@ -291,7 +293,11 @@ class Broker:
             return self._refuse(peer, "wrong_address", f"{WRONG_SIDE}: {where}")
         if reads is None:
             return [] if isinstance(message, Bye) else self._send(peer, Who())
-        return self._moved(reads, reads.readers.receive(peer, envelope, self._now))
+        released = reads.readers.released_upto
+        effects = reads.readers.receive(peer, envelope, self._now)
+        if isinstance(message, Get | ReaderPing) and reads.readers.released_upto == released:
+            return effects  # the last rank to return a step moves its feed, not each of thousands
+        return self._moved(reads, effects)
 
     def _moved(self, feed: Feed, effects: list[Effect]) -> list[Effect]:
         """What has happened to a feed, and what follows for it and, if it was the last to end, for the producers.

@@ -141,6 +141,7 @@ class Readers(Attempts):
     def tick(self, now: float) -> list[Effect]:
         """Drop readers that fell silent; decide claims; tell those that wait what they wait for."""
         self._now = now
+        self._news = 0
         self._why.clear()
         effects: list[Effect] = []
         for reader in self._seats:

@@ -15,6 +15,7 @@ from streampack.core.effects import Release, SendShard, SendTrainer
 from streampack.core.events import Effect
 from streampack.core.kept import KeptSteps
 from streampack.core.messages import Bye, End, Envelope, Get, Message, ReaderPing, Reject, Wait
+from streampack.core.progress import Progress
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 from streampack.core.seats import Ranks, Reader, Seats, rank_name
@@ -40,7 +41,7 @@ class Serving:
         self._seats = Seats()
         self._steps = KeptSteps(feed, rules, layout, table)
         self._chains: dict[int, bytes] = {}
-        self._returned: dict[Ranks, int] = {}  # steps returned in this attempt, by rank; of ranks that left, too
+        self._returned = Progress()
         self._unheard: set[Ranks] = set()  # ranks not heard since a process was replaced: it may be a restart of all
         self._why: dict[str, tuple[str, str]] = {}  # what all that wait are told, worked out once a tick
         self._now = 0.0
@@ -147,7 +148,7 @@ class Serving:
         last = OUT if self.end is None else self.end.num_steps
         if not self.joined or any(self._returned[ranks] < last for ranks in self._unheard):
             return []
-        least = min(self._returned.values())
+        least = self._returned.least
         upto = self.released_upto if least == OUT else min(self.formed_upto, least)  # where all are out, nobody reads
         effects: list[Effect] = [Release(self._steps.forget(n)) for n in range(self.released_upto, upto)]
         self.released_upto = max(self.released_upto, upto)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streampack.core.attempts import NEWS_A_TICK
 from streampack.core.effects import Release, SendShard, SendTrainer
 from streampack.core.events import Effect, Report
 from streampack.core.messages import (
@@ -73,10 +74,11 @@ def snapshot_at(step: int) -> Snapshot:
 class Desk:
     """Readers of a feed that forms ``ahead`` steps beyond what all ranks have returned, and what they were told."""
 
-    def __init__(self, ahead: int = 6) -> None:
+    def __init__(self, ahead: int = 6, packs: int = 4) -> None:
         self.now, self.ahead, self.durable = 0.0, ahead, True
+        rules = Rules(budget=16, packs=packs)
         self.readers = Readers(
-            1, EPOCH, "train", Rules(budget=16, packs=4), "zigzag", SampleTable(), lambda: ("forming", "of samples"),
+            1, EPOCH, "train", rules, "zigzag", SampleTable(), lambda: ("forming", "of samples"),
             lambda step, given: None, self._rewind, self._state_of, self._commit,
         )  # fmt: skip
         self.rewinds: list[tuple[int, Snapshot | None]] = []
@@ -840,3 +842,13 @@ def test_whatever_trainers_do_one_process_holds_a_rank_and_a_job_can_always_begi
             assert desk.steps(f"{name}{rank}") == [step, step + 1]
         desk.alive.clear()
         check(desk)
+
+
+def test_ranks_that_come_by_the_hundred_hear_within_a_tick_who_is_missing() -> None:
+    desk = Desk(packs=4 * NEWS_A_TICK)
+    for rank in range(3 * NEWS_A_TICK):
+        desk.come(f"a{rank}", dp=4 * NEWS_A_TICK, rank=rank)
+        assert desk.heard(f"a{rank}", Wait), "each is told something at once"
+    desk.wait(1.5)
+    missing = f"{NEWS_A_TICK} of {4 * NEWS_A_TICK} ranks are not ready: dp={3 * NEWS_A_TICK} "
+    assert all(desk.heard(name, Wait)[-1].detail.startswith(missing) for name in desk.alive)

@@ -128,7 +128,9 @@ def a_step_goes_out_before_all_ranks_are_there(patch: Patch) -> None:
 @mutant("R4")
 def a_step_is_forgotten_when_the_fastest_rank_returned_it(patch: Patch) -> None:
     def note_done(original: Any, self: Readers, reader: Any, done_upto: int) -> Any:
-        self._returned = dict.fromkeys(self._returned, max(*self._returned.values(), done_upto, 0))
+        most = max(*self._returned.values(), done_upto, 0)
+        for ranks in self._returned:
+            self._returned[ranks] = most
         return original(self, reader, done_upto)
 
     _wrap(patch, Readers, "_note_done", note_done)
