@@ -242,7 +242,8 @@ class Job:
         for effect in effects:
             if isinstance(effect, SendShard | SendTrainer | SendProducer):
                 frames = self._timed("wire", wire.encode, effect.envelope)
-                payload = int(effect.widths.sum()) // effect.cp * TOKEN_BYTES if isinstance(effect, SendShard) else 0
+                packs = self.shape.packs if isinstance(effect, SendShard) else 0  # fit into one message
+                payload = packs * C // self.shape.cp * TOKEN_BYTES
                 self._count("out", type(effect.envelope.message).__name__, frames, payload)
                 self._outbox.append((effect.peer, effect.envelope))
             elif isinstance(effect, Form):
