@@ -41,7 +41,7 @@ def serve(config: BrokerConfig, *, exit_when_finished: bool = False) -> None:
             service.warm_up()  # before anybody is told to come
             with _rendezvous(service, http.url):
                 service.run()
-            log.info("stopped after %d steps", sum(feed.totals.steps for feed in service.core.feeds.values()))
+            log.info("stopped after %d steps", sum(feed.figures.totals.steps for feed in service.core.feeds.values()))
         finally:
             http.close()
 

@@ -107,7 +107,7 @@ class Reporter:
         }
 
     def _feed(self, now: float, feed: Feed) -> Snapshot:
-        totals, readers = feed.totals, feed.readers
+        totals, readers = feed.figures.totals, feed.readers
         counted = readers.dealt.padded_totals if feed.rules.padded else totals
         reasons = waiting_for(feed)
         return {
@@ -137,7 +137,7 @@ class Reporter:
             "rank_tokens": readers.dealt.rank_tokens(),
             "dealt": {"split_packs": readers.dealt.split_packs, "empty_packs": readers.dealt.empty_packs},
             "dynamic_batching": _padding(readers.dealt.padded) if feed.rules.padded else None,
-            "lengths": feed.lengths.rows(),
+            "lengths": feed.figures.lengths.rows(),
             "tokens_per_s": self._rate(now, feed),
             "readers": _readers(feed),
             "all_ranks_attached": readers.joined,
@@ -158,7 +158,7 @@ class Reporter:
 
     def _rate(self, now: float, feed: Feed) -> float:
         """Packed tokens a second, over the last seconds."""
-        rates, tokens = self._rates[feed.name], feed.totals.tokens
+        rates, tokens = self._rates[feed.name], feed.figures.totals.tokens
         rates.append((now, tokens))
         while len(rates) > 2 and now - rates[0][0] > RATE_OVER_S:
             rates.popleft()
@@ -169,7 +169,7 @@ class Reporter:
         """A line after some seconds without a step, and then ever less often until there is one."""
         core = self._service.core
         for name, feed in core.feeds.items():
-            moved = feed.totals.steps + feed.readers.released_upto
+            moved = feed.figures.totals.steps + feed.readers.released_upto
             if moved != self._watches[name].steps or core.draining:
                 self._watches[name] = _Watch(moved, now, now)
         all_still = now - max(watch.since for watch in self._watches.values())
@@ -217,7 +217,7 @@ def _lost(feed: Feed) -> dict[str, int]:
         "truncated": lost["truncate"],
         "dropped": lost["drop"],
         "policy_lag": sum(counts.stale_tokens for counts in counted),
-        "tail": feed.totals.dropped_tokens,
+        "tail": feed.figures.totals.dropped_tokens,
         "skipped": feed.readers.dealt.skipped_tokens,
     }
 

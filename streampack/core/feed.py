@@ -19,11 +19,10 @@ from streampack.core.brought import Brought
 from streampack.core.checkpoints import Checkpoints
 from streampack.core.effects import Formed, Recall, Recalled, Release
 from streampack.core.events import Effect, Report
-from streampack.core.figures import Totals
+from streampack.core.formed_figures import FormedFigures
 from streampack.core.history import History
 from streampack.core.journal import Journal
 from streampack.core.leases import Leases
-from streampack.core.length_counts import LengthCounts
 from streampack.core.merged_memory import MergedMemory
 from streampack.core.messages import State
 from streampack.core.outbox import Outbox
@@ -36,7 +35,6 @@ from streampack.core.rules import Rules, difference
 from streampack.core.samples import I64, SampleTable
 from streampack.core.snapshot import Snapshot
 from streampack.core.steps import Step
-from streampack.core.waste import CAUSES, waste_of_packs
 
 
 class Feed:
@@ -67,9 +65,7 @@ class Feed:
         self._outbox = Outbox(self.readers, self.history, journal, leases)
         self._checkpoints = Checkpoints(name, rules, plan.keeps, self.history, journal, table)
         self._brought = Brought(name, rules, self.history, self.planner.live, self.memory, self._books)
-        self.totals = Totals()
-        self._waste: I64 = np.zeros(len(CAUSES), np.int64)
-        self.lengths = LengthCounts()
+        self.figures = FormedFigures(plan.rules)
         self._waits_for: int | None = None
         """The record of the snapshot to begin from, which is not at hand."""
         self.failed = ""
@@ -90,7 +86,7 @@ class Feed:
     @property
     def waste(self) -> I64:
         """Tokens of the packs formed that are nobody's, as they were dealt, int64 [waste.CAUSES]."""
-        return self._waste + self.readers.dealt.more_waste
+        return self.figures.waste + self.readers.dealt.more_waste
 
     @property
     def latest_rules(self) -> Rules:
@@ -158,9 +154,7 @@ class Feed:
     def _publish(self, steps: list[Step]) -> list[Effect]:
         effects: list[Effect] = []
         for step in steps:
-            self.totals.add(step)
-            self._waste += waste_of_packs(step.packs, self.rules)
-            self.lengths.add(self._table.length[step.packs.handles].astype(np.int64))
+            self.figures.add(step, self._table.length[step.packs.handles])
             effects += self._note(step)
             if self.failed:
                 return effects
@@ -191,8 +185,7 @@ class Feed:
         """Everything held is in a step: the pass has ended, or the feed."""
         effects: list[Effect] = []
         dropped = self.planner.end_pass()
-        self.totals.dropped_samples += len(dropped)
-        self.totals.dropped_tokens += int(self._table.length[dropped].sum())
+        self.figures.drop(self._table.length[dropped])
         if len(dropped):
             effects += [*self._recorder.tail(self.next_step, dropped), Release(dropped)]
         if self.planner.ended:
@@ -245,7 +238,7 @@ class Feed:
         self._waits_for = None
         if len(held):
             effects.append(Release(held))
-        if step or self.totals.steps:
+        if step or self.figures.totals.steps:
             effects.append(Report("info", f"feed {self.name!r} goes to step {step}"))
         if given is not None and (found is None or given.step > found[0] or knows_more):
             return effects + self._adopt(given)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.steps import Step
+from streampack.core.steps import Packs
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +101,11 @@ class Totals:
     dropped_samples: int = 0
     dropped_tokens: int = 0
 
-    def add(self, step: Step) -> None:
-        """Count a step."""
-        self.steps += 1
-        packs = step.packs
+    def add(self, packs: Packs, steps: int = 1) -> None:
+        """Count the packs of a step, or of some."""
+        self.steps += steps
         self.packs += len(packs)
-        self.samples += step.num_samples
+        self.samples += len(packs.handles)
         self.empty_packs += len(packs) - int(np.count_nonzero(packs.counts))
         self.tokens += int(packs.tokens.sum())
         self.slot_tokens += int(packs.slots.sum())

@@ -23,13 +23,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from streampack.core.form_kernel import describe
 from streampack.core.items import item_sizes, num_whole, samples_of
 from streampack.core.packers import Choice, Packer
 from streampack.core.packers.joint import Joint, num_outliers
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, PACK, ROW, SampleTable
 from streampack.core.snapshot import FormState
-from streampack.core.steps import FIRST_CHAIN, Packs, Step, chain_digest, pack_digests, step_digest
+from streampack.core.steps import FIRST_CHAIN, Packs, Step, chain_digest, digests_of, step_digest
 from streampack.core.waits import Waits
 
 
@@ -70,20 +71,17 @@ class Former:
         self._pending = Packs.empty()
         self._asked_held = -1  # samples held when the packer last said that it needs more
         self._asked_of = self._asked_count = 0
+        self.num_samples = 0
+        """Samples held outside packs."""
         self.closed = False
         self.next_step = 0
         self.chain = FIRST_CHAIN
         self.queued_tokens = 0
         """Real tokens held outside packs."""
         self.queued_samples = 0
-        """Whole samples held outside packs: a split one counts once."""
+        """Of batches, whole samples held outside packs: a split one counts once."""
         self.dropped: I64 = np.zeros(0, np.int64)
         """Handles of what ``tail: drop`` left over at the end, or at the ends of passes."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples held outside packs."""
-        return len(self._handles) + sum(len(handles) for handles, _ in self._arrived)
 
     @property
     def starved(self) -> bool:
@@ -92,10 +90,14 @@ class Former:
 
     @property
     def hungry(self) -> bool:
-        """Should more samples be admitted, for the next step and the one behind it?"""
+        """Should more samples be admitted, for the next step and the one behind it?
+
+        A step that finds too few beside the window takes two choices."""
         rules, batch = self._rules, self._rules.batch
         if batch is None:
-            return self.queued_tokens < 2 * rules.packs * rules.budget or self.starved
+            step, samples = rules.packs * rules.budget, self.num_samples
+            behind_window = self.queued_tokens * (samples - rules.window) // max(samples, 1)  # if all are alike
+            return self.queued_tokens < 2 * step or behind_window < step or self.starved
         if batch.samples is None or self.queued_samples < 2 * batch.samples:
             return True
         self._gather()
@@ -127,6 +129,7 @@ class Former:
         """Samples that follow in merge order; ``lengths`` int64 [n] are real tokens."""
         if len(handles):
             self._arrived.append((handles, lengths))
+            self.num_samples += len(handles)
             self.queued_tokens += int(lengths.sum())
             self.queued_samples += self._num_whole(handles)
 
@@ -158,17 +161,19 @@ class Former:
             bounds = np.concatenate([[0], np.cumsum(self._sizes[choice.indices])])[bounds]
         taken = self._handles[at]
         packs = self._make_packs(taken, bounds)
+        self.num_samples -= len(taken)
         self.queued_tokens -= int(packs.tokens.sum())
         self.queued_samples -= self._num_whole(taken)
         stays = np.ones(len(self._sizes), np.bool_)
         stays[choice.indices] = False
-        self._ages = np.concatenate([choice.ages, self._ages[len(choice.ages) :]])[stays]
         self._handles = self._handles[np.repeat(stays, self._sizes) if grouped else stays]
-        self._sizes, self._lengths = self._sizes[stays], self._lengths[stays]
+        stay = np.flatnonzero(stays)
+        self._ages = np.concatenate([choice.ages, self._ages[len(choice.ages) :]])[stay]
+        self._sizes, self._lengths = self._sizes[stay], self._lengths[stay]
         if self._rules.batch is not None:
             return [self._make_step(packs)]
-        self.waits.chosen(choice, self.next_step)
-        self._pending += packs
+        self.waits.chosen(choice, stay[: np.searchsorted(stay, len(choice.ages))], self.next_step)
+        self._pending = Packs.joined([self._pending, packs])
         self._asked_held = self._asked_of - len(taken) if len(bounds) - 1 < self._asked_count else -1
         return self.cut()
 
@@ -187,7 +192,7 @@ class Former:
             if self._rules.tail == "drop":
                 self.dropped = np.concatenate([self.dropped, tail.handles])
             else:
-                steps.append(self._make_step(tail + Packs.empty(size - len(tail))))
+                steps.append(self._make_step(Packs.joined([tail, Packs.empty(size - len(tail))])))
         return steps
 
     @property
@@ -242,10 +247,10 @@ class Former:
             self.dropped = np.concatenate([self.dropped, self._handles])
             self._handles, self._sizes = self._handles[:0], self._sizes[:0]
             self._lengths, self._ages = self._lengths[:0], self._ages[:0]
-            self.queued_tokens = self.queued_samples = 0
+            self.num_samples = self.queued_tokens = self.queued_samples = 0
 
     def _num_whole(self, handles: I64) -> int:
-        return int(np.count_nonzero(self._table.part[handles] == 0))
+        return 0 if self._rules.batch is None else int(np.count_nonzero(self._table.part[handles] == 0))
 
     def _gather(self) -> None:
         if not self._arrived:
@@ -253,17 +258,20 @@ class Former:
         rules, align = self._rules, self._rules.align.sample
         handles = np.concatenate([handles for handles, _ in self._arrived])
         lengths = np.concatenate([lengths for _, lengths in self._arrived])
+        self._arrived = []
         keeps = self._table.keep[handles]
-        whole = len(handles) if self.closed else num_whole(keeps)
-        self._arrived = [(handles[whole:], lengths[whole:])] if whole < len(handles) else []
-        units = -(-lengths[:whole] // align)
-        sizes = item_sizes(keeps[:whole], units, rules.budget // align, rules.max_samples_per_pack)
+        units = lengths if align == 1 else -(-lengths // align)
+        sizes = np.ones(len(handles), np.int64)
         if keeps.any():
+            whole = len(handles) if self.closed else num_whole(keeps)
+            self._arrived = [(handles[whole:], lengths[whole:])] if whole < len(handles) else []
+            handles, units = handles[:whole], units[:whole]
+            sizes = item_sizes(keeps[:whole], units, rules.budget // align, rules.max_samples_per_pack)
             ends = np.cumsum(sizes)
             last = handles[ends - 1]
             self._table.keep[last[self._table.keep[last] == PACK]] = 0  # what is torn is no group from here on
             units = np.diff(np.concatenate([[0], np.cumsum(units)])[np.concatenate([[0], ends])])
-        self._handles = np.concatenate([self._handles, handles[:whole]])
+        self._handles = np.concatenate([self._handles, handles])
         self._sizes = np.concatenate([self._sizes, sizes])
         self._lengths = np.concatenate([self._lengths, units])
         self._ages = np.concatenate([self._ages, np.full(len(sizes), -1, np.int64)])
@@ -271,11 +279,13 @@ class Former:
     def _make_packs(self, handles: I64, bounds: I64) -> Packs:
         if len(bounds) == 1:
             return Packs.empty()
-        rows = self._table.rows(handles)
-        align, length = self._rules.align.sample, rows["length"].astype(np.int64)
-        slot = -(-length // align) * align
-        columns = np.stack([length, slot, rows["loss_tokens"], self._rules.balance.costs(slot)])
-        return Packs(handles, bounds, np.add.reduceat(columns, bounds[:-1], axis=1), pack_digests(rows, bounds))
+        table, rules = self._table, self._rules
+        sums, identities = np.empty((4, len(bounds) - 1), np.int64), np.empty((len(handles), 6), np.uint32)
+        describe(
+            handles, bounds, table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc,
+            rules.align.sample, *rules.balance.factors, sums, identities,
+        )  # fmt: skip
+        return Packs(handles, bounds, sums, digests_of(memoryview(identities.tobytes()), bounds))
 
     def _make_step(self, packs: Packs) -> Step:
         loss, samples = int(packs.loss_tokens.sum()), len(packs.handles)

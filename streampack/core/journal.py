@@ -29,11 +29,16 @@ class Journal:
 
     def append(self, record: Record, payload: Sequence[Any] = ()) -> list[Effect]:
         """Write ``record``, of number ``next_lsn``; without a log nothing is done."""
-        self.next_lsn += 1
         if not self.keeps:
-            self.safe_upto = self.next_lsn
-            return []
+            return self.pass_over()
+        self.next_lsn += 1
         return [Append(record, tuple(payload))]
+
+    def pass_over(self) -> list[Effect]:
+        """Number a record that need not be made, since there is no log."""
+        self.next_lsn += 1
+        self.safe_upto = self.next_lsn
+        return []
 
     def safe(self, upto: int, stalled: str = "", full: str = "") -> None:
         """Records below ``upto`` are safe."""

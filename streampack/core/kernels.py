@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from streampack.core.samples import I64
 
 try:
-    from numba import njit
+    from numba import njit as njit
 except ImportError:  # a trainer's machine: nothing hot runs there
 
     def njit(**_: Any) -> Callable[[Any], Any]:  # type: ignore[no-redef]

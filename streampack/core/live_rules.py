@@ -48,6 +48,11 @@ class LiveRules:
         return self._history.changes[self.applied - 1].rules if self.applied else self._rules
 
     @property
+    def waiting(self) -> bool:
+        """Are there changes that the merge does not go by yet?"""
+        return self.applied < len(self._history.changes)
+
+    @property
     def num_partitions(self) -> int:
         """Of all streams, those asked for too."""
         return _partitions(self.latest)

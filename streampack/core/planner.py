@@ -59,7 +59,7 @@ class Planner:
     def fill(self) -> list[Effect]:
         """Merge while the next step may need more, and there is room."""
         merge, target = self.admission.merge, 2 * self._rules.packs * self._rules.budget
-        effects = self.live.apply(self.former.next_step, self.former.in_group)
+        effects = self._change_rules()
         while (room := self._memory.room) > 0 and (self.former.hungry or self._waits_for_group):
             taken = merge.take(1 if self._waits_for_group else min(room, target), self.live.next_position)
             self.blocked = taken.blocked
@@ -70,17 +70,22 @@ class Planner:
             effects += self._leases.merged(self._feed, taken.moved)
             self.former.admit(taken.handles, taken.lengths)
             self._memory.hold(taken.handles)
-            effects += self.live.apply(self.former.next_step, self.former.in_group)
+            effects += self._change_rules()
         closed = merge.closed or (merge.between_passes and not self.former.too_few)
         if closed and not self.former.closed and merge.stopped:
             effects += self._stop()
         self.former.closed = closed
         return effects
 
+    def _change_rules(self) -> list[Effect]:
+        return self.live.apply(self.former.next_step, self.former.in_group) if self.live.waiting else []
+
     @property
     def _waits_for_group(self) -> bool:
         """Does a change of the rules that the next step needs wait for the rest of a group?"""
-        return not self.former.closed and self.live.waits_for_group(self.former.next_step, self.former.in_group)
+        if self.former.closed or not self.live.waiting:
+            return False
+        return self.live.waits_for_group(self.former.next_step, self.former.in_group)
 
     @property
     def overfull(self) -> str:

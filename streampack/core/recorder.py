@@ -40,13 +40,15 @@ class Recorder:
         history = self._history
         if history.is_gone(step.number) or history.chain_after(step.number) is not None:
             return []
+        history.add_step(step.number, step.chain, self._journal.next_lsn)
+        if not self._journal.keeps:
+            return self._journal.pass_over()
         handles, counts = step.packs.handles, step.packs.counts.astype("<u4")
         record = StepFormed(
             feed=self._feed, lineage=history.lineage, step=step.number, digest=step.digest, chain=step.chain,
             num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples, counts_u32=counts.tobytes(),
             rows=self._table.rows(handles).tobytes(), released=released, keeps=self._table.keeps(handles),
         )  # fmt: skip
-        history.add_step(step.number, step.chain, self._journal.next_lsn)
         return self._journal.append(record)
 
     def snapshot(self, taken: Snapshot) -> list[Effect]:

@@ -50,6 +50,7 @@ class Rings:
         self._head = np.zeros(count, np.int64)
         self._tail = np.zeros(count, np.int64)
         self._ended = np.zeros(count, np.bool_)
+        self._num_barriers = 0  # that wait
         self._fresh = True
         """Nothing of this pass was taken."""
         self._passes = 0
@@ -69,6 +70,7 @@ class Rings:
     def end_pass(self, partition: int) -> None:
         """What follows is of the partition's next pass."""
         self._enter(partition, np.array([-1]), np.array([BARRIER]), np.array([0]))
+        self._num_barriers += 1
 
     def end(self, partition: int) -> None:
         """No entry follows; idempotent."""
@@ -91,13 +93,15 @@ class Rings:
     @property
     def closed(self) -> bool:
         """Nothing will ever be merged again: every stream has ended and all was taken, or one has stopped the rest."""
-        return self.stopped or bool(self._done.all())
+        return self.stopped or bool(self._ended.all() and self._done.all())
 
     @property
     def between_passes(self) -> bool:
         """Every stream has given its pass whole, and ``next_pass`` begins another."""
+        if not self._num_barriers or self.stopped:
+            return False
         at_barrier = self._at_barrier
-        return not self.stopped and bool(at_barrier.any() and (at_barrier | self._done).all())
+        return bool(at_barrier.any() and (at_barrier | self._done).all())
 
     @property
     def may_grow(self) -> bool:
@@ -106,7 +110,9 @@ class Rings:
 
     def next_pass(self) -> None:
         """Go over the barriers that all streams are at; only ``between_passes``."""
-        self._head += self._at_barrier
+        at_barrier = self._at_barrier
+        self._head += at_barrier
+        self._num_barriers -= int(at_barrier.sum())
         self._fresh = True
         self._passes += 1
 
@@ -136,10 +142,13 @@ class Rings:
     def _forget(self, rows: Sequence[int]) -> I64:
         """Drop what waits of some partitions; its handles, int64 [n]."""
         width = self._handle.shape[1]
-        slots = [np.arange(self._head[p], self._tail[p]) % width for p in rows]
-        waiting = [self._handle[p, at][self._length[p, at] > 0] for p, at in zip(rows, slots, strict=True)]
+        waiting = [np.zeros(0, np.int64)]
+        for p in rows:
+            slots = np.arange(self._head[p], self._tail[p]) % width
+            waiting.append(self._handle[p, slots][self._length[p, slots] > 0])
+            self._num_barriers -= int(np.count_nonzero(self._length[p, slots] == BARRIER))
         self._head[rows] = self._tail[rows]
-        return np.concatenate([np.zeros(0, np.int64), *waiting])
+        return np.concatenate(waiting)
 
     @property
     def _done(self) -> NDArray[np.bool_]:

@@ -82,9 +82,14 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         """With what follows from the ranks that a run is planned for: packs of a group, where none are given."""
         return msgspec.structs.replace(self, group=dp) if self.kind == "joint" and self.group is None else self
 
+    @property
+    def factors(self) -> tuple[int, int]:
+        """a and b."""
+        return (6 * self.hidden_size, 1) if self.hidden_size else (self.a, self.b)
+
     def costs(self, slots: I64) -> I64:
         """Work of samples of ``slots`` padded tokens, int64 [n]."""
-        a, b = (6 * self.hidden_size, 1) if self.hidden_size else (self.a, self.b)
+        a, b = self.factors
         costs: I64 = np.asarray(slots, np.int64) * (a + b * np.asarray(slots, np.int64))
         return costs
 

@@ -9,8 +9,8 @@ lengths and checksums.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 from msgspec import Struct
@@ -31,9 +31,13 @@ def pack_digests(rows: NDArray[np.void], bounds: I64) -> list[bytes]:
     identities = np.empty(len(rows), IDENTITY)
     for name in IDENTITY.names or ():
         identities[name] = rows[name]
-    data, size = memoryview(identities.tobytes()), IDENTITY.itemsize
-    spans = pairwise(bounds.tolist())
-    return [hashlib.blake2b(data[begin * size : end * size], digest_size=16).digest() for begin, end in spans]
+    return digests_of(memoryview(identities.tobytes()), bounds)
+
+
+def digests_of(identities: memoryview, bounds: I64) -> list[bytes]:
+    """The same from what they cover: ``IDENTITY`` of each sample, as bytes."""
+    blake2b, spans = hashlib.blake2b, pairwise((bounds * IDENTITY.itemsize).tolist())
+    return [blake2b(identities[begin:end], digest_size=16).digest() for begin, end in spans]
 
 
 def step_digest(number: int, num_loss_tokens: int, num_samples: int, packs: Iterable[bytes]) -> bytes:
@@ -121,14 +125,19 @@ class Packs(Struct, frozen=True, eq=False):
     def __iter__(self) -> Iterator[Pack]:
         return map(self.__getitem__, range(len(self)))
 
-    def __add__(self, others: Packs) -> Packs:
-        if not len(self) or not len(others):
-            return self if len(self) else others
-        return Packs(
-            np.concatenate([self.handles, others.handles]),
-            np.concatenate([self.bounds[:-1], self.bounds[-1] + others.bounds]),
-            np.concatenate([self.sums, others.sums], axis=1),
-            self.digests + others.digests,
+    @classmethod
+    def joined(cls, parts: Sequence[Packs]) -> Packs:
+        """All of ``parts``, one behind the other."""
+        held = [part for part in parts if len(part)]
+        if len(held) < 2:
+            return held[0] if held else cls.empty()
+        before = accumulate((len(part.handles) for part in held), initial=0)
+        ends = [first + part.bounds[1:] for first, part in zip(before, held, strict=False)]
+        return cls(
+            np.concatenate([part.handles for part in held]),
+            np.concatenate([held[0].bounds[:1], *ends]),
+            np.concatenate([part.sums for part in held], axis=1),
+            list(chain.from_iterable(part.digests for part in held)),
         )
 
     def cut(self, count: int) -> tuple[Packs, Packs]:

@@ -15,6 +15,8 @@ from streampack.core.packers.exact_fill import ExactFill
 from streampack.core.packers.joint import Joint, max_wait
 from streampack.core.samples import I64
 
+AT_ONCE = 1 << 14
+"""Samples that are counted at once."""
 _UNSEEN = -1
 
 
@@ -25,7 +27,8 @@ class Waits:
     def __init__(self, packer: Packer, window: int, packs: int | None) -> None:
         self._packer, self._window, self._packs = packer, window, packs
         self._since: I64 = np.zeros(0, np.int64)
-        self._longest = 0
+        self._waited: list[I64] = []  # of the samples in steps, not counted yet
+        self._num_waited = self._longest = 0
         self._most_held = 0
         self._counts: I64 = np.zeros(BUCKETS, np.int64)  # of the samples in steps, by the steps that they waited
 
@@ -33,28 +36,38 @@ class Waits:
         """Samples are held as a snapshot has them, with their ``ages`` int64 [n]; ``step`` is formed next."""
         self._since = np.where(ages >= 0, step, _UNSEEN)
 
-    def chosen(self, choice: Choice, step: int) -> None:
-        """A choice was made for ``step``: some leave, others have been seen, at least."""
-        seen = choice.ages >= 0
+    def chosen(self, choice: Choice, stay: I64, step: int) -> None:
+        """A choice was made for ``step``: some leave, and those at ``stay`` do not, int64 [k]; others were seen, at
+        least."""
+        seen, known = choice.ages >= 0, len(self._since)
         seen[choice.indices] = True
-        since = np.pad(self._since, (0, len(seen) - len(self._since)), constant_values=_UNSEEN)
-        since[seen & (since < 0)] = step
-        waited = step - since[choice.indices]
+        since = np.empty(len(seen), np.int64)
+        since[:known], since[known:] = self._since, _UNSEEN
+        np.copyto(since, step, where=seen & (since < 0))
+        self._waited.append(step - since[choice.indices])
+        self._num_waited += len(choice.indices)
+        self._most_held = max(self._most_held, int(np.count_nonzero(seen)))
+        self._since = since[stay]
+        if self._num_waited > AT_ONCE:
+            self._count()
+
+    def _count(self) -> None:
+        """Count those that have left: as many at once as have come together, which takes as long as one step's."""
+        waited = np.concatenate([*self._waited, np.zeros(0, np.int64)])
         self._counts += np.bincount(bucket_of(waited), minlength=BUCKETS)
         self._longest = max(self._longest, int(waited.max(initial=0)))
-        self._most_held = max(self._most_held, int(seen.sum()))
-        stays = np.ones(len(seen), np.bool_)
-        stays[choice.indices] = False
-        self._since = since[stays]
+        self._waited, self._num_waited = [], 0
 
     def longest(self, step: int) -> int:
         """Steps that a sample has waited, at most, where ``step`` is formed next."""
+        self._count()
         seen = self._since[self._since >= 0]
         return max(self._longest, step - int(seen.min(initial=step)))
 
     @property
     def p99(self) -> int:
         """Steps that 99 of 100 samples waited at most: exact to 64, to one part in 32 above."""
+        self._count()
         upto = np.cumsum(self._counts)
         return least_of(int(np.searchsorted(upto, 0.99 * upto[-1]))) if upto[-1] else 0
 

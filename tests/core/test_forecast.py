@@ -161,7 +161,7 @@ def test_what_is_forecast_of_a_pass_is_what_a_broker_counts(
     micro, delivered = [], 0
     for step in steps:
         kept.add(step)
-        totals.add(step)
+        totals.add(step.packs)
         waste = waste + waste_of_packs(step.packs, rules)
         for rank in range(dp):
             parts = [part for part, _ in kept.parts(step.number, Mesh(dp=dp, dp_rank=rank, pp=pp))]

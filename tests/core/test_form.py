@@ -378,3 +378,18 @@ def test_lengths_and_budget_reach_the_packer_in_units_of_the_alignment() -> None
     assert found[0].tolist() == [1, 1, 2]
     assert found[1:] == (4, 6, False, 5)
     assert request.ages.tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("packs", [1, 8, 64])
+@pytest.mark.parametrize("at_once", [1, 1000])
+def test_what_is_admitted_is_enough_for_a_step_in_one_choice(packs: int, at_once: int) -> None:
+    """A small step, too, whose samples are few beside the window."""
+    rng = np.random.default_rng(packs)
+    run = Run(Rules(budget=512, packs=packs, window=256), samples_of(rng.integers(1, 64, 20_000).tolist()))
+    choices = 0
+    while run.admitted < len(run.samples):
+        while run.former.hungry and run.admitted < len(run.samples):
+            run.admit(at_once)
+        choices += run.form()
+    assert len(run.steps) * packs > 700
+    assert choices <= len(run.steps) + 1

@@ -28,7 +28,7 @@ def said(packs: Packs) -> list[tuple[Any, ...]]:
 @given(COUNTS, COUNTS)
 def test_packs_behind_others_follow_them(first: list[int], second: list[int]) -> None:
     one, other = packs_of(first), packs_of(second, 100)
-    both = one + other
+    both = Packs.joined([one, other])
     assert said(both) == said(one) + said(other)
     assert len(both) == len(first) + len(second)
     assert both.counts.tolist() == first + second
@@ -40,7 +40,7 @@ def test_packs_that_are_cut_are_the_same_in_two(counts: list[int], data: st.Data
     packs, at = packs_of(counts), data.draw(st.integers(0, len(counts)))
     before, behind = packs.cut(at)
     assert (said(before), said(behind)) == (said(packs)[:at], said(packs)[at:])
-    assert said(before + behind) == said(packs)
+    assert said(Packs.joined([before, behind])) == said(packs)
     for part in (before, behind):
         assert (part.bounds[0], part.bounds[-1]) == (0, len(part.handles))
 

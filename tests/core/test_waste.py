@@ -63,7 +63,7 @@ def test_the_parts_of_the_waste_add_up_to_what_was_delivered(
     kept, totals, waste, delivered = KeptSteps("train", rules, "zigzag", table), Totals(), np.zeros(len(CAUSES)), 0
     for step in steps:
         kept.add(step)
-        totals.add(step)
+        totals.add(step.packs)
         waste = waste + waste_of_packs(step.packs, rules)
     for step in steps:
         if step.number < undealt:
@@ -122,8 +122,8 @@ def test_a_number_s_bucket_begins_at_most_a_32nd_below_it(number: int) -> None:
 def test_of_a_hundred_waits_the_99th_and_the_longest_are_told() -> None:
     waits, chosen = Waits(packer("exact_fill"), 200, 1), np.arange(98)
     assert waits.p99 == 0
-    waits.chosen(Choice(chosen, np.array([0, 98]), np.zeros(100, np.int64)), 0)
-    waits.chosen(Choice(np.array([0]), np.array([0, 1]), np.zeros(2, np.int64)), 3)
-    waits.chosen(Choice(np.array([0]), np.array([0, 1]), np.zeros(1, np.int64)), 7)
+    waits.chosen(Choice(chosen, np.array([0, 98]), np.zeros(100, np.int64)), np.array([98, 99]), 0)
+    waits.chosen(Choice(np.array([0]), np.array([0, 1]), np.zeros(2, np.int64)), np.array([1]), 3)
+    waits.chosen(Choice(np.array([0]), np.array([0, 1]), np.zeros(1, np.int64)), np.zeros(0, np.int64), 7)
     assert (waits.p99, waits.longest(8)) == (3, 7)
     assert waits.bound == 300

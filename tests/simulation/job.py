@@ -116,7 +116,7 @@ class Job:
                 raise AssertionError(f"R8: step {step} was served after the end")
             if rank == 0 and all((step, dp, other) in self._dealt for other in range(dp)):
                 self._check_dealt(self.reference, step, [self._dealt[step, dp, d] for d in range(dp)])
-        dropped, left = self.world.broker.core.feeds[self.feed].totals.dropped_samples, len(self.reference.left)
+        dropped, left = self.world.broker.core.feeds[self.feed].figures.totals.dropped_samples, len(self.reference.left)
         if self.rounds == 1 and not self.life:  # a broker counts what is cut from where it began
             assert dropped == left if self.world.broker.epoch == FIRST_EPOCH else dropped <= left
 

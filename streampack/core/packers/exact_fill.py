@@ -106,8 +106,13 @@ class ExactFill:
         if sizes is None or cap is None:
             sizes, cap = np.ones(len(lengths), np.int64), cap or NO_CAP
         # Of one type, layout and access, or numba would stop to compile another variant.
-        lengths, sizes, ages = (np.require(array, np.int64, ["C", "W"]) for array in (lengths, sizes, ages))
+        lengths, sizes, ages = _plain(lengths), _plain(sizes), _plain(ages)
         return Choice(*kernel(lengths, sizes, ages, int(budget), int(count), bool(closed), int(window), int(cap)))
+
+
+def _plain(array: I64) -> I64:
+    found: I64 = np.ascontiguousarray(array, np.int64)
+    return found if found.flags.writeable else found.copy()
 
 
 @cache
