@@ -30,8 +30,10 @@ from benchmarks.report import arguments, head, say
 from benchmarks.streampack_pipe import MemorySource
 from benchmarks.traffic import NUM_PRODUCERS, PACK_TOKENS, Traffic
 from streampack import wire
+from streampack.building import build_step
 from streampack.checksums import compiled, plain
 from streampack.chunks import Batch, chunk_of
+from streampack.compiled import kernels
 from streampack.config import BrokerConfig
 from streampack.config_check import checked
 from streampack.core.client_events import Deliver, Returned
@@ -41,7 +43,6 @@ from streampack.core.events import Event, FromBroker, Send, Tick
 from streampack.core.messages import Mesh, Offer
 from streampack.core.producer_session import ProducerSession, Read
 from streampack.formats import Views
-from streampack.packs import build_step
 from streampack.slabs import Slabs
 from streampack.typed_tree import convert
 
@@ -176,6 +177,8 @@ class Run:
         self._client = ClientSession(run=0, feed="train", reader="r", host="here", pid=1, mesh=self._mesh)
         self._meter = meter
         self._watch(meter)
+        kernels.load()
+        kernels.wait()
         service.warm_up()
         service._perform_all(service.core.begin())
 

@@ -3,7 +3,8 @@
 ``connect`` attaches a trainer to a broker; ``Producer`` pushes a program's own samples to one, as RL's rollouts;
 ``local`` is the same loader with no daemon; ``pack_lengths`` packs any list of lengths offline, ``plan_step`` plans an
 update over a mesh, and ``way_back`` puts results in the packs' order back into that of the samples.
-The library needs no torch and no numba; what the daemons need is the extra ``service``.
+The library needs no torch and no numba, which a client uses where it is installed (extra ``fast``); what the daemons
+need is the extra ``service``.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from streampack import wire
+from streampack.building import build_step
+from streampack.compiled import kernels
 from streampack.core.client_events import Answered, Broken, Deliver, Detach, Ended, Waiting
 from streampack.core.client_session import ClientSession
 from streampack.core.events import Effect, Event, FromBroker, Send, Tick
@@ -32,7 +34,7 @@ from streampack.errors import (
     WireError,
 )
 from streampack.formats import Views
-from streampack.packs import Step, build_step
+from streampack.packs import Step
 from streampack.reading_figures import ReadingFigures
 from streampack.slabs import Slabs
 from streampack.transport import Dealer, Poller, Waker, drain
@@ -74,6 +76,7 @@ class Prefetching:
         self._error: StreampackError | None = None
         self._closing = False
         self._started = time.monotonic()
+        kernels.load()
         dealer = Dealer(endpoint, MAX_MESSAGE_BYTES, linger_ms=500)
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-client", daemon=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,18 +105,24 @@ class Layouts:
     first_sample: I64
     first_segment: I64
 
+    def boundaries(self) -> tuple[I32, I32, I64]:
+        """``cu_seqlens`` and ``cu_seqlens_padded`` of the packs, one after another, int32 [segments + packs], and where
+        each pack's begin, int64 [packs + 1]."""
+        counts = np.diff(self.first_segment)
+        numbers = np.arange(len(counts))
+        ends = np.arange(len(self.stop)) + np.repeat(numbers + 1, counts)
+        summed = np.cumsum(self.real)
+        before = np.concatenate([[0], summed])[self.first_segment[:-1]]
+        real, padded = np.zeros((2, len(self.stop) + len(counts)), np.int32)
+        real[ends] = summed - np.repeat(before, counts)
+        padded[ends] = self.stop
+        return real, padded, self.first_segment + np.arange(len(counts) + 1)
+
     def packs(self) -> list[Layout]:
         """Each pack's own boundaries."""
-        real, stop, count = self.real.astype(np.int32), self.stop.astype(np.int32), len(self.first_segment) - 1
-        spans = pairwise(self.first_segment.tolist())
-        samples = list(pairwise(self.first_sample.tolist()))
-        found = []
-        for i, (begin, end) in zip(range(count), spans, strict=True):
-            bounds = np.zeros((2, end - begin + 1), np.int32)
-            np.cumsum(real[begin:end], out=bounds[0, 1:])
-            bounds[1, 1:] = stop[begin:end]
-            found.append(Layout(self.lengths[slice(*samples[i])], bounds[0], bounds[1]))
-        return found
+        real, padded, first = self.boundaries()
+        spans = zip(pairwise(first.tolist()), pairwise(self.first_sample.tolist()), strict=True)
+        return [Layout(self.lengths[slice(*of)], real[slice(*at)], padded[slice(*at)]) for at, of in spans]
 
 
 def layouts(lengths: I64, counts: I64, align: int | I64, totals: I64) -> Layouts:
@@ -271,3 +277,23 @@ def derive_labels(
     last = (kept > 0) & (offset + kept == real)
     labels[(ends - size + kept - 1)[last]] = IGNORE_INDEX
     labels[padding] = IGNORE_INDEX
+
+
+def derive(
+    tokens: NDArray[Any], edges: I32, counted: NDArray[np.uint8], offset: I64, size: I64, real: I64, labelled: bool,
+    input_ids: I64, labels: I64, position_ids: I64, padding_mask: NDArray[np.bool_],
+) -> None:  # fmt: skip
+    """Fill in the last four, [N] each, for slices one after another, as in ``derive_positions``.
+
+    ``tokens`` int32 or uint16 [N]. ``edges`` int32 [k], the token after each slice; empty where slices are whole
+    segments. ``counted`` uint8 [N]: 0 where a label does not count; empty where all do. ``labelled``: ``labels``
+    holds those that were sent, and is only masked. ``core.derived`` is the same, compiled.
+    """
+    padding = derive_positions(offset, size, real, position_ids, padding_mask)
+    input_ids[:] = tokens
+    if labelled:
+        labels[padding] = IGNORE_INDEX
+    else:
+        derive_labels(input_ids, offset, size, real, edges if len(edges) else None, padding, labels)
+    if len(counted):
+        labels[counted == 0] = IGNORE_INDEX

@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 
+from streampack.building import build_step
 from streampack.core.messages import Mesh
 from streampack.errors import UserError
 from streampack.formats import SideStream, View, Views, view
-from streampack.packs import Step, build_step
+from streampack.packs import Step
 from streampack.slabs import Slabs
 from tests.core.test_packs import Case, attached, cases, parts
 

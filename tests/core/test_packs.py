@@ -14,6 +14,8 @@ from streampack_services import arena as arena_module
 from streampack_services.arena import Arena
 from streampack_services.arena_kernels import copy_slices, slices_of
 
+from streampack.building import build_step
+from streampack.compiled import kernels
 from streampack.core.fields import DType, Field, from_bfloat16
 from streampack.core.frames import frames_for
 from streampack.core.layout import LAYOUTS, Contents, positions_of, round_up, shard_slices
@@ -22,7 +24,7 @@ from streampack.core.rules import Align, Rules
 from streampack.core.samples import I64
 from streampack.core.shapes import Shape, Sizes
 from streampack.errors import WireError
-from streampack.packs import Pack, Step, build_step
+from streampack.packs import Pack, Step
 from streampack.slabs import Slabs
 
 IGNORED = -100
@@ -288,16 +290,19 @@ def steps_of(case: Case, sizes: list[int]) -> list[Step]:
 
 
 @pytest.fixture(params=["compiled", "python"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both twins of the kernels that cut shards."""
+def twins(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both twins of the kernels that cut shards and derive labels."""
+    kernels.load()
+    kernels.wait()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "python":
             patch.setattr(arena_module, "copy_slices", copy_slices.py_func)
             patch.setattr(arena_module, "slices_of", slices_of.py_func)
+            patch.setattr(kernels, "derive", None)
         yield
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("twins")
 @settings(max_examples=60)
 @given(case=cases(), data=st.data())
 def test_the_shards_of_all_ranks_are_the_pack_that_one_would_build_by_hand(case: Case, data: st.DataObject) -> None:

@@ -15,6 +15,7 @@ from streampack_services.arena import Arena
 
 import streampack
 from streampack import wire
+from streampack.building import build_step
 from streampack.config_files import read_broker
 from streampack.core.form import Former
 from streampack.core.intake import apply_overlong
@@ -27,7 +28,7 @@ from streampack.core.shapes import Sizes
 from streampack.core.waste import CAUSES
 from streampack.errors import InvariantError, UserError, WireError
 from streampack.formats import Views, rows, view
-from streampack.packs import Pack, Step, build_step
+from streampack.packs import Pack, Step
 from streampack.slabs import Slabs
 
 ROLL = [7, 6, 8, 5, 1, 3, 8, 6]

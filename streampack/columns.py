@@ -1,0 +1,42 @@
+"""The packs of one message, attribute by attribute: long arrays that are cut into packs, and into tensors.
+
+What is done to a column is done once for some thirty packs: a view of each is all that a pack costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """An array of every pack: ``values[bounds[i] : bounds[i + 1]]`` is pack i's."""
+
+    values: NDArray[Any]
+    bounds: Sequence[int]
+
+    def rows(self) -> list[NDArray[Any]]:
+        """Each pack's, a view."""
+        return [self.values[begin:end] for begin, end in pairwise(self.bounds)]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Attributes of ``count`` packs by name, in a pack's order: columns, or a list with a value for each pack.
+
+    ``fields`` are the declared ones.
+    """
+
+    count: int
+    attributes: Mapping[str, Column | list[Any]]
+    fields: Mapping[str, Column | list[Any]]
+
+
+def rows(column: Column | list[Any]) -> list[Any]:
+    """A value for each pack."""
+    return column.rows() if isinstance(column, Column) else column

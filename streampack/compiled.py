@@ -1,0 +1,51 @@
+"""The client's compiled kernel, where numba is installed: loaded beside the work, and never waited for.
+
+Importing numba takes most of a second and compiling, the first time on a machine, some more; numpy builds the same
+tensors until it is done, and for good where numba is missing or does not work. A fork waits for it: a child that
+inherits numba half imported, its locks held by a thread that is gone, would hang where it imports numba itself. So
+does the end of the process, which LLVM would not survive in the middle of its work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+from importlib.util import find_spec
+
+log = logging.getLogger("streampack.client")
+
+
+class Kernels:
+    """``derive`` of ``core.derived`` once it is there, else None; ``load`` begins to bring it."""
+
+    def __init__(self) -> None:
+        self.derive: Callable[..., None] | None = None
+        self._thread: threading.Thread | None = None
+
+    def load(self) -> None:
+        """Begin to, in a thread; idempotent."""
+        if self._thread is None and find_spec("numba") is not None:
+            self._thread = threading.Thread(target=self._import, name="streampack-compile")
+            os.register_at_fork(before=self.wait)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Until it is there, or known not to come."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _import(self) -> None:
+        try:
+            found = importlib.import_module("streampack.core.derived").derive
+        except Exception as error:  # whatever numba finds amiss with this machine, numpy does without
+            log.info("numba does not work here (%r): numpy builds the tensors, at a third of the speed", error)
+            return
+        if hasattr(found, "py_func"):  # else NUMBA_DISABLE_JIT has left it plain Python
+            self.derive = found
+
+
+kernels = Kernels()
+"""Of this process."""
