@@ -6,7 +6,7 @@ for each that is none. ``Records`` says of them all that Records would, and is t
 wants them, or a policy has to look at one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from streampack.core.fields import Field
 from streampack.sources.order import Cursor
-from streampack.sources.records import NO_FIELDS, NO_REASONS, Record, Samples
+from streampack.sources.records import NO_FIELDS, NO_REASONS, Record, Sample, Samples
+from streampack.sources.token_ids import NO_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,14 @@ def fitting(lengths: NDArray[np.int64], tokens: int) -> int:
     (2, 1)
     """
     return max(1, int(np.searchsorted(np.cumsum(lengths), tokens, "right")))
+
+
+def one_sample(found: Sample | str, by_sample: Collection[str]) -> Samples:
+    """What was read by itself, or why it was not, as the first of many."""
+    if isinstance(found, str):
+        return Samples(NO_TOKENS, np.zeros(1, np.int64), {0: found})
+    fields = {name: value[np.newaxis] if name in by_sample else value for name, value in found.fields.items()}
+    return Samples(found.tokens, np.array([len(found.tokens)]), fields=fields)
 
 
 def as_samples(

@@ -46,13 +46,14 @@ class Rows:
     def __init__(self, columns: dict[str, Any]) -> None:
         """``columns``: name to a pyarrow Array or ChunkedArray."""
         pa = need_pyarrow()
-        self._columns = [
-            (name, _reader(column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column, pa))
+        self.columns = {
+            name: column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
             for name, column in columns.items()
-        ]
+        }
+        self._readers = [(name, _reader(column, pa)) for name, column in self.columns.items()]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return {name: read(row) for name, read in self._columns}
+        return {name: read(row) for name, read in self._readers}
 
 
 def _reader(column: Any, pa: Any) -> Callable[[int], Any]:
@@ -60,7 +61,7 @@ def _reader(column: Any, pa: Any) -> Callable[[int], Any]:
     kind = column.type
     if isinstance(column, pa.ChunkedArray):  # too large to be one array
         return lambda row: _value(column[row], pa)
-    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_number(kind.value_type, pa):
+    if is_plain_list(kind, pa) and is_number(kind.value_type, pa):
         values = column.values
         if values.null_count == 0:  # else a null in one row would make floats of the ints of all
             offsets, flat = column.offsets.to_numpy(), values.to_numpy(zero_copy_only=False)
@@ -73,7 +74,12 @@ def _reader(column: Any, pa: Any) -> Callable[[int], Any]:
     return lambda row: _value(column[row], pa)
 
 
-def _is_number(kind: Any, pa: Any) -> bool:
+def is_plain_list(kind: Any, pa: Any) -> bool:
+    """Lists of any length, end to end."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def is_number(kind: Any, pa: Any) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
@@ -87,7 +93,7 @@ def _value(scalar: Any, pa: Any) -> Any:
 
 def _list(values: Any, pa: Any) -> Any:
     """An array of numbers as one of numpy's; of lists of one length as one of more dimensions; else a list."""
-    if _is_number(values.type, pa):
+    if is_number(values.type, pa):
         return values.to_numpy(zero_copy_only=False)
     if _is_list(values.type, pa) and len(values) and values.null_count == 0:
         inner = _list(values.flatten(), pa)
@@ -98,7 +104,7 @@ def _list(values: Any, pa: Any) -> Any:
 
 
 def _is_list(kind: Any, pa: Any) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    return is_plain_list(kind, pa) or bool(pa.types.is_fixed_size_list(kind))
 
 
 def _without_nulls(value: Any) -> Any:

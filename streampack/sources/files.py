@@ -131,7 +131,7 @@ class LocalFile:
         return data
 
     def gather(self, sizes: NDArray[np.int64], offsets: NDArray[np.int64]) -> bytes:
-        if not len(sizes) or not self.size:
+        if not self.size:
             return b""
         self._check_size()
         if not self._mapped:
@@ -139,13 +139,23 @@ class LocalFile:
                 self._mapped = memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ))
             except OSError as error:
                 raise SourceError(f"{self.path}: cannot be mapped ({error.strerror})") from error
-        mapped, ends = self._mapped, offsets + sizes
-        apart = np.flatnonzero(offsets[1:] != ends[:-1])  # what lies end to end in the file is one piece
-        begins, ends = offsets[np.append(0, apart + 1)], ends[np.append(apart, len(ends) - 1)]
-        # Joining views costs half of what numpy's concatenate of slices does, and a tenth of a take by index.
-        data = b"".join([mapped[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)])
+        data = join_pieces(self._mapped, offsets, offsets + sizes)
         self._check_size()
         return data
+
+
+def join_pieces(data: memoryview, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> bytes:
+    """``data[begins[i]:ends[i]]`` of all i, end to end. What lies end to end in the data is copied as one.
+
+    Joining views costs half of what numpy's concatenate of slices does, and a tenth of a take by index.
+
+    >>> join_pieces(memoryview(b"abcdef"), np.array([4, 0, 1]), np.array([6, 1, 3]))
+    b'efabc'
+    """
+    first = np.ones(len(begins), np.bool_)
+    first[1:] = begins[1:] != ends[:-1]
+    last = np.append(first[1:], True)[: len(first)]
+    return b"".join([data[begin:end] for begin, end in zip(begins[first].tolist(), ends[last].tolist(), strict=True)])
 
 
 def changed(path: str, size: int, expected: int) -> SourceError:

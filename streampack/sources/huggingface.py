@@ -22,7 +22,8 @@ from streampack.core.fields import Field
 from streampack.errors import DamagedFile, SourceError
 from streampack.sources.arrow import Rows, choose_columns, need_pyarrow, said
 from streampack.sources.files import ShardFile, find, measure, read_file
-from streampack.sources.records import Format, Sample, Shard
+from streampack.sources.list_columns import ListShard, plan_of
+from streampack.sources.records import AnyShard, Format, Sample
 from streampack.sources.rows import RowReader
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import one_shard_a_file
@@ -38,9 +39,9 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
     """What open_source calls."""
     need_pyarrow()
 
-    def index(fields: Sequence[Field]) -> Callable[[ShardFile], Shard]:
+    def index(fields: Sequence[Field]) -> Callable[[ShardFile], AnyShard]:
         reader = RowReader(settings, tokenizer, fields)
-        return lambda file: ArrowShard(file, reader)
+        return lambda file: ArrowShard(file, reader).as_arrays()
 
     folders = find(settings.shards, settings.path)
     return one_shard_a_file(measure([path for folder in folders for path in _files(folder.rstrip("/"))]), index)
@@ -105,11 +106,21 @@ class ArrowShard:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def load(self, sample: int) -> Sample | str:
+    def as_arrays(self) -> AnyShard:
+        """This shard, or one of arrays where its rows are ids."""
+        plan = plan_of(self._schema, self._reader)
+        return self if plan is None else ListShard(self, plan)
+
+    def rows_of(self, sample: int) -> tuple[Rows, range]:
+        """The batch that holds a sample, and the samples that it holds."""
         batch = bisect_right(self._ends, sample)
         if batch != self._batch:
             self._rows, self._batch = self._read(self._batches[batch]), batch
-        return self._reader(self._rows[sample - self._ends[batch] + self.blocks[batch]])
+        return self._rows, range(self._ends[batch] - self.blocks[batch], self._ends[batch])
+
+    def load(self, sample: int) -> Sample | str:
+        rows, run = self.rows_of(sample)
+        return self._reader(rows[sample - run.start])
 
     def _read(self, batch: _Message) -> Rows:
         data = self._pa.py_buffer(self._file.pread(batch.size, batch.offset))

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.sources.arrays import as_samples, fitting
+from streampack.sources.arrays import as_samples, fitting, one_sample
 from streampack.sources.files import ShardFile
 from streampack.sources.npy import parse_header
 from streampack.sources.records import Sample, Samples
-from streampack.sources.token_ids import NO_TOKENS
 
 _HEADER = 128
 _MAGIC = b"\x93NUMPY\1\0" + (_HEADER - 10).to_bytes(2, "little")
@@ -43,12 +42,7 @@ class NpyShard:
 
     def gather(self, samples: NDArray[np.int64], tokens: int) -> Samples:
         found = self._alike(self._sizes[samples], self._offsets[samples], tokens)
-        if found is not None:
-            return found
-        one = self._load(int(samples[0]))
-        if isinstance(one, str):
-            return Samples(NO_TOKENS, np.zeros(1, np.int64), {0: one})
-        return Samples(one.tokens, np.array([len(one.tokens)]))
+        return one_sample(self._load(int(samples[0])), ()) if found is None else found
 
     def _alike(self, sizes: NDArray[np.int64], offsets: NDArray[np.int64], tokens: int) -> Samples | None:
         """The first that are vectors of ids of one dtype; None where the very first is not."""

@@ -16,7 +16,8 @@ from streampack.core.fields import Field
 from streampack.errors import DamagedFile, SourceError
 from streampack.sources.arrow import Rows, choose_columns, need_pyarrow, said
 from streampack.sources.files import ShardFile, Stream, find, measure
-from streampack.sources.records import Format, Sample, Shard
+from streampack.sources.list_columns import ListShard, plan_of
+from streampack.sources.records import AnyShard, Format, Sample
 from streampack.sources.rows import RowReader
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import one_shard_a_file
@@ -27,9 +28,9 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
     """What open_source calls."""
     need_pyarrow()
 
-    def index(fields: Sequence[Field]) -> Callable[[ShardFile], Shard]:
+    def index(fields: Sequence[Field]) -> Callable[[ShardFile], AnyShard]:
         reader = RowReader(settings, tokenizer, fields)
-        return lambda file: ParquetShard(file, reader)
+        return lambda file: ParquetShard(file, reader).as_arrays()
 
     return one_shard_a_file(measure(find(settings.shards, settings.path)), index)
 
@@ -51,7 +52,8 @@ class ParquetShard:
             self.blocks = [group.num_rows for group in groups]
             if any(not 0 <= group.num_rows <= group.column(0).num_values for group in groups):
                 raise ValueError("row groups of more rows than values")
-            names = list(self._parquet.schema_arrow.names)
+            self._schema = self._parquet.schema_arrow
+            names = list(self._schema.names)
         except SourceError:
             raise
         except Exception as error:  # ArrowInvalid, OSError, and what a damaged footer makes of Python
@@ -63,13 +65,23 @@ class ParquetShard:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def load(self, sample: int) -> Sample | str:
+    def as_arrays(self) -> AnyShard:
+        """This shard, or one of arrays where its rows are ids."""
+        plan = plan_of(self._schema, self._reader)
+        return self if plan is None else ListShard(self, plan)
+
+    def rows_of(self, sample: int) -> tuple[Rows, range]:
+        """The row group that holds a sample, and the samples that it holds."""
         group = bisect_right(self._ends, sample)
         if group != self._group:
             self._rows = Rows({})  # two are never held
             self._rows, self._group = self._read(group), group
+        return self._rows, range(self._ends[group] - self.blocks[group], self._ends[group])
+
+    def load(self, sample: int) -> Sample | str:
+        rows, run = self.rows_of(sample)
         try:
-            row = self._rows[sample - self._ends[group] + self.blocks[group]]
+            row = rows[sample - run.start]
         except UnicodeDecodeError:
             return "encoding"
         return self._reader(row)

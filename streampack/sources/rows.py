@@ -18,7 +18,7 @@ This module knows rows, never where they lie.
 
 import json
 from array import array as packed
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,11 @@ class RowReader:
     def __call__(self, row: Mapping[str, Any]) -> Sample | str:
         encoded = self.encode(row)
         return encoded if isinstance(encoded, str) else self.fields.add(encoded, row)
+
+    def only_ids(self, names: Collection[str]) -> str | None:
+        """The key of the ids of rows with these keys; None where anything else in them may be the sample."""
+        found = [(kind, key) for kind, key, _ in self._looks if key in names]
+        return found[0][1] if len(found) == 1 and found[0][0] == _TOKENS else None
 
     def encode(self, row: Mapping[str, Any]) -> Encoded | str:
         """The sample without its fields."""

@@ -1,5 +1,6 @@
 """Samples read many at once are the same as records of each: order, cursors, policies, fields, what is rejected."""
 
+import contextlib
 import doctest
 import io
 import struct
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -32,6 +35,8 @@ from streampack.sources import (
     open_source,
     webdataset,
 )
+from streampack.sources.huggingface import ArrowShard
+from streampack.sources.parquet import ParquetShard
 
 MASK = Field(name="loss_mask", dtype="uint8", align="target")
 LABELS = Field(name="labels", dtype="int32", align="target", pad=-100)
@@ -237,28 +242,100 @@ def runs_of_kinds() -> st.SearchStrategy[list[tuple[str, int]]]:
     return runs.map(lambda all_: [(kind, length) for kind, lengths in all_ for length in lengths])
 
 
-def test_arrays_in_a_tar_read_many_at_once_are_those_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = webdataset.TarShard.as_arrays
-    singly = False
-    monkeypatch.setattr(webdataset.TarShard, "as_arrays", lambda shard: shard if singly else arrays(shard))
+@contextlib.contextmanager
+def read_singly(shard: type[Any]) -> Iterator[None]:
+    """Shards of this class load one sample at a time, as they do what is no array."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "as_arrays", lambda self: self)
+        yield
 
-    @given(runs_of_kinds(), terms_of, st.booleans())
-    @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    def check(samples: list[tuple[str, int]], terms: dict[str, Any], shuffle: bool) -> None:
-        nonlocal singly
-        with tempfile.TemporaryDirectory() as folder:
-            path = write_tar(Path(folder) / "a.tar", samples)
-            source = open_source(SourceSettings("webdataset", path=str(path), tokens_key="npy", shuffle=shuffle))
-            singly = True
+
+@given(runs_of_kinds(), terms_of, st.booleans())
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_arrays_in_a_tar_read_many_at_once_are_those_read_one_by_one(
+    samples: list[tuple[str, int]], terms: dict[str, Any], shuffle: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tar(Path(folder) / "a.tar", samples)
+        source = open_source(SourceSettings("webdataset", path=str(path), tokens_key="npy", shuffle=shuffle))
+        with read_singly(webdataset.TarShard):
             expected = outcome(Singly(source), lease(**terms))
-            singly = False
-            assert isinstance(expected, str) or len(expected[0]) == max(
-                0, len(samples) * terms["passes"] - terms["first_seq"]
-            )
-            check_same(source, lease(**terms))
-            assert same_samples(outcome(source, lease(**terms)), expected)
+        if not isinstance(expected, str):
+            assert len(expected[0]) == max(0, len(samples) * terms["passes"] - terms["first_seq"])
+        check_same(source, lease(**terms))
+        assert same_samples(outcome(source, lease(**terms)), expected)
 
-    check()
+
+IDS: tuple[Any, ...] = (None, [], [7], [7, 8, 9], [1, 2, 3], [5, 6], [1, None], [-1, 2], [70_000], [2**31 - 1, 4])
+MASKS: tuple[Any, ...] = (None, [], [1], [0, 1, 1], [1, 0, 1], [1, 1], [0], [1, None])
+ROWS = st.lists(
+    st.tuples(st.sampled_from(IDS), st.sampled_from(MASKS), st.sampled_from([1.5, -2.0, None])), min_size=1, max_size=60
+)
+KINDS = st.sampled_from(["int32", "int64", "int16", "uint8", "float32"])
+
+
+@given(
+    ROWS, KINDS, KINDS, st.booleans(), st.integers(1, 30), terms_of, st.booleans(),
+    st.sampled_from([(), (MASK,), (MASK, REWARD), (REWARD,), (LABELS, MASK)]), st.booleans(),
+)  # fmt: skip
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_lists_in_columns_read_many_at_once_are_those_read_one_by_one(
+    rows: list[Any], kind: str, mask_kind: str, plain: bool, group: int, terms: dict[str, Any], large: bool,
+    fields: tuple[Field, ...], parquet: bool,
+) -> None:  # fmt: skip
+    limit = np.iinfo(kind).max if kind != "float32" else 2**31 - 1
+    low = -1 if np.dtype(kind).kind != "u" else 0
+    rows = [
+        (
+            ids
+            and [
+                value if value is None else max(low, min(value, int(limit) if kind != "float32" else 2**20))
+                for value in ids
+            ],
+            mask,
+            reward,
+        )
+        for ids, mask, reward in rows
+    ]
+    if plain:  # as most files are: a mask of as many, and no nulls
+        rows = [([value or 0 for value in ids or [3]], None, reward or 0.0) for ids, _, reward in rows]
+        rows = [(ids, [at % 2 for at in range(len(ids))], reward) for ids, _, reward in rows]
+    of = pa.large_list if large else pa.list_
+    table = pa.table(
+        {
+            "input_ids": pa.array([row[0] for row in rows], of(pa.type_for_alias(kind))),
+            "loss_mask": pa.array([row[1] for row in rows], of(pa.type_for_alias(mask_kind))),
+            "reward": pa.array([row[2] for row in rows], pa.float64()),
+        }
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if parquet:
+            pq.write_table(table, folder / "a.parquet", row_group_size=group)
+            source = open_source(SourceSettings("parquet", path=str(folder / "a.parquet")))
+        else:
+            with pa.ipc.new_stream(folder / "a.arrow", table.schema) as writer:
+                writer.write_table(table, max_chunksize=group)
+            (folder / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+            source = open_source(SourceSettings("huggingface", path=name))
+        leased = lease(**terms | {"fields": fields})
+        with read_singly(ParquetShard if parquet else ArrowShard):
+            expected = outcome(Singly(source), leased)
+        if not isinstance(expected, str):
+            assert len(expected[0]) == max(0, len(rows) * terms["passes"] - terms["first_seq"])
+        check_same(source, leased)
+        assert same_samples(outcome(source, leased), expected)
+
+
+def test_what_is_read_many_at_once_is_seldom_read_one_by_one(tmp_path: Path) -> None:
+    ids = [[5] * (1 + i % 7) for i in range(1000)]
+    pq.write_table(pa.table({"input_ids": ids}), tmp_path / "a.parquet", row_group_size=250)
+    write_tar(tmp_path / "a.tar", [("u2", 1 + i % 7) for i in range(1000)])
+    for kind, name in (("parquet", "a.parquet"), ("webdataset", "a.tar")):
+        source = open_source(SourceSettings(kind, path=str(tmp_path / name)))  # type: ignore[arg-type]
+        assert isinstance(source, ManySource)
+        found = list(source.read_many(0, 1, seed=0, passes=1, room=Room(500, 10_000)))
+        assert sorted(map(len, found)) == ([250] * 4 if kind == "parquet" else [500] * 2)
 
 
 @given(lengths, st.integers(1, 20), st.integers(1, 60))
