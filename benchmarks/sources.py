@@ -1,36 +1,45 @@
-"""Records per CPU second of each source, one thread, against the plain loop of its format's own library.
+"""Samples per CPU second of each source, one thread, against the plain loop of its format's own library.
 
-Both give every sample as an int32 array. The loop reads a file from its start to its end; streampack reads it in its
-shuffled order, index included, with every id checked. So the ratio is what shuffling, seeking and checking cost. CPU
-seconds, since a shared machine's clock says little about one thread; files are in the page cache.
+Both give every sample as int32. The loop reads a file from its start to its end, an array a sample; streampack reads it
+in its shuffled order, index included, with every id checked, into the batches that a producer sends. So the ratio is
+what shuffling, seeking and checking cost, or what reading many at once gains. CPU seconds, since a shared machine's
+clock says little about one thread; files are in the page cache. Beside what is mapped stands ``np.copy`` of as many
+ids out of a mapping: the ceiling.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import statistics
 import struct
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import webdataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import arguments, head, say
+from streampack.chunks import batches
+from streampack.core.messages import Lease
 from streampack.sources import SourceSettings, TokenizerSettings, open_source, open_tokenizer
 
 QUICK_SAMPLES, FULL_SAMPLES = 10_000, 50_000
 ROUNDS = 5
+MEAN = 150
+LEASE = Lease(
+    stream="s", partition=0, partitions=1, first_seq=0, cursor=None, seed=3, passes=1, dtype="int32", fields=(),
+    overlong="error", poison="error", max_sample_tokens=8192, max_chunk_bytes=1 << 20,
+)  # fmt: skip
 ROW_GROUP = 10_000
 EOS = np.array([256], np.int32)
 Loop = Callable[[Path], Iterator[Any]]
@@ -41,51 +50,66 @@ def main() -> None:
     args = arguments(__doc__, f"{QUICK_SAMPLES} samples, not {FULL_SAMPLES}").parse_args()
     samples = QUICK_SAMPLES if args.quick else FULL_SAMPLES
     report = head("sources", samples=samples) | {"results": {}}
-    print(f"{'source':22} {'records/s':>10} {'MB/s':>8} {'plain loop':>11} {'ratio':>6}")
+    print(f"{'source':28} {'samples/s':>10} {'M tokens/s':>10} {'plain loop':>10} {'ratio':>6} {'np.copy':>8}")
     with tempfile.TemporaryDirectory() as folder:
-        for name, (write, kind, plain) in FORMATS.items():
-            found = compare(Path(folder) / name.replace(" ", "-"), samples, write, kind, plain)
+        for name, (write, kind, plain, mean) in FORMATS.items():
+            found = compare(Path(folder) / name.replace(" ", "-"), samples, write, kind, plain, mean)
             report["results"][name] = found
+            copy = f"{found['copy_tokens_per_s'] / 1e6:8,.0f}" if "copy_tokens_per_s" in found else ""
             print(
-                f"{name:22} {found['records_per_s']:10,.0f} {found['mb_per_s']:8.1f} {found['plain_per_s']:11,.0f} "
-                f"{found['ratio']:6.2f}"
+                f"{name:28} {found['samples_per_s']:10,.0f} {found['tokens_per_s'] / 1e6:10.1f} "
+                f"{found['plain_per_s']:10,.0f} {found['ratio']:6.2f} {copy}"
             )
     say(report, args.json)
 
 
 def compare(
-    path: Path, samples: int, write: Callable[[Path, list[Any]], None], kind: dict[str, Any], plain: Loop
+    path: Path, samples: int, write: Callable[[Path, list[Any]], None], kind: dict[str, Any], plain: Loop, mean: int
 ) -> dict[str, float]:
     """Medians of ROUNDS turns each, alternating; every turn must give every sample and token."""
     rng = np.random.default_rng(7)
-    lengths = rng.integers(100, 200, samples)
-    data = [rng.integers(97, 122, length).astype(np.int32) for length in lengths]
+    data = [
+        rng.integers(97, 122, length).astype(np.int32) for length in rng.integers(mean // 2, mean * 3 // 2, samples)
+    ]
     write(path, data)
-    settings = SourceSettings(**{"path": str(path), **kind})
-    tokenizer = open_tokenizer(TokenizerSettings())
-    turns: dict[str, list[float]] = {"ours": [], "plain": []}
-    for turn in range(2 * ROUNDS):
-        name = ("ours", "plain")[turn % 2]
-        began = time.process_time()
-        found: Any = plain(path) if name == "plain" else map(_tokens, _read(settings, tokenizer))
-        count = sum(1 for tokens in found if len(tokens) >= 100)
-        turns[name].append(time.process_time() - began)
-        assert count == samples, f"got {count} samples of {name}, expected {samples}"
-    ours, theirs = statistics.median(turns["ours"]), statistics.median(turns["plain"])
-    size = sum(file.stat().st_size for file in path.parent.glob(path.name + "*") if file.is_file())
-    size += sum(file.stat().st_size for file in path.glob("*.arrow")) if path.is_dir() else 0
-    return {
-        "records_per_s": samples / ours, "mb_per_s": size / ours / 1e6, "plain_per_s": samples / theirs,
-        "ratio": theirs / ours,
+    tokens = sum(map(len, data))
+    turns: dict[str, list[float]] = {"ours": [], "plain": [], "copy": []}
+    ours = partial(_ours, SourceSettings(**{"path": str(path), **kind}))
+    loops: dict[str, Callable[[], tuple[int, int]]] = {"ours": ours, "plain": lambda: _plain(plain(path))}
+    if kind["source"] == "megatron":
+        loops["copy"] = lambda: _copy(path, samples)
+    for _ in range(ROUNDS):
+        for name, loop in loops.items():
+            began = time.process_time()
+            found = loop()
+            turns[name].append(time.process_time() - began)
+            ends = found[1] - tokens  # texts end in an id of their own
+            assert (found[0], ends) in ((samples, 0), (samples, samples)), f"got {found} samples, tokens of {name}"
+    seconds = {name: statistics.median(times) for name, times in turns.items() if times}
+    rates = {
+        "samples_per_s": samples / seconds["ours"], "tokens_per_s": tokens / seconds["ours"],
+        "plain_per_s": samples / seconds["plain"], "ratio": seconds["plain"] / seconds["ours"],
     }  # fmt: skip
+    return rates | ({"copy_tokens_per_s": tokens / seconds["copy"]} if "copy" in seconds else {})
 
 
-def _read(settings: SourceSettings, tokenizer: Any) -> Iterator[Any]:
-    return open_source(settings, tokenizer).read(0, 1, seed=3, passes=1)
+def _ours(settings: SourceSettings) -> tuple[int, int]:
+    """(samples, tokens) of the batches that a producer makes chunks of."""
+    found = batches(open_source(settings, open_tokenizer(TokenizerSettings())), LEASE)
+    counts = [(len(batch.lengths), len(batch.tokens)) for batch in found]
+    return sum(count for count, _ in counts), sum(tokens for _, tokens in counts)
 
 
-def _tokens(record: Any) -> Any:
-    return record.tokens
+def _plain(arrays: Iterator[Any]) -> tuple[int, int]:
+    samples = tokens = 0
+    for array in arrays:
+        samples += 1
+        tokens += len(array)
+    return samples, tokens
+
+
+def _copy(path: Path, samples: int) -> tuple[int, int]:
+    return samples, len(np.copy(np.memmap(f"{path}.bin", "<u2", "r")))
 
 
 # What writes a file of each format, and the loop that its library's documentation shows.
@@ -104,24 +128,17 @@ def write_text(path: Path, data: list[Any]) -> None:
 
 
 def write_tar_text(path: Path, data: list[Any]) -> None:
-    _write_tar(path, ((f"{i}.txt", _text(ids).encode()) for i, ids in enumerate(data)))
+    _write_tar(path, "txt", map(_text, data))
 
 
 def write_tar_npy(path: Path, data: list[Any]) -> None:
-    def npy(ids: Any) -> bytes:
-        buffer = io.BytesIO()
-        np.save(buffer, ids)
-        return buffer.getvalue()
-
-    _write_tar(path, ((f"{i}.npy", npy(ids)) for i, ids in enumerate(data)))
+    _write_tar(path, "npy", iter(data))
 
 
-def _write_tar(path: Path, members: Iterator[tuple[str, bytes]]) -> None:
-    with tarfile.open(path, "w") as archive:
-        for name, raw in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(raw)
-            archive.addfile(info, io.BytesIO(raw))
+def _write_tar(path: Path, suffix: str, values: Iterator[Any]) -> None:
+    with webdataset.TarWriter(str(path)) as archive:
+        for i, value in enumerate(values):
+            archive.write({"__key__": f"{i:06d}", suffix: value})
 
 
 def write_parquet_ids(path: Path, data: list[Any]) -> None:
@@ -172,15 +189,13 @@ def loop_text(path: Path) -> Iterator[Any]:
 
 
 def loop_tar_text(path: Path) -> Iterator[Any]:
-    with tarfile.open(path) as archive:
-        for member in archive:
-            yield _ids(archive.extractfile(member).read().decode())  # type: ignore[union-attr]
+    for sample in webdataset.WebDataset(str(path), shardshuffle=False).decode():
+        yield _ids(sample["txt"])
 
 
 def loop_tar_npy(path: Path) -> Iterator[Any]:
-    with tarfile.open(path) as archive:
-        for member in archive:
-            yield np.load(io.BytesIO(archive.extractfile(member).read()))  # type: ignore[union-attr]
+    for sample in webdataset.WebDataset(str(path), shardshuffle=False).decode():
+        yield sample["npy"]
 
 
 def loop_parquet_ids(path: Path) -> Iterator[Any]:
@@ -225,17 +240,19 @@ def _ids(text: str) -> Any:
     return np.concatenate([np.frombuffer(text.encode(), np.uint8).astype(np.int32), EOS])
 
 
-FORMATS: dict[str, tuple[Callable[[Path, list[Any]], None], dict[str, Any], Loop]] = {
-    "jsonl, text": (write_jsonl_text, {"source": "jsonl"}, loop_jsonl_text),
-    "jsonl, ids": (write_jsonl_ids, {"source": "jsonl"}, loop_jsonl_ids),
-    "text, lines": (write_text, {"source": "text"}, loop_text),
-    "webdataset, .txt": (write_tar_text, {"source": "webdataset"}, loop_tar_text),
-    "webdataset, .npy": (write_tar_npy, {"source": "webdataset"}, loop_tar_npy),
-    "parquet, text": (write_parquet_text, {"source": "parquet"}, loop_parquet_text),
-    "parquet, ids": (write_parquet_ids, {"source": "parquet"}, loop_parquet_ids),
-    "huggingface, ids": (write_saved, {"source": "huggingface"}, loop_saved),
-    "megatron": (write_megatron, {"source": "megatron"}, loop_megatron),
-    "python, list of ids": (write_items, {"source": "python", "path": "benchmarks.sources:items"}, loop_items),
+FORMATS: dict[str, tuple[Callable[[Path, list[Any]], None], dict[str, Any], Loop, int]] = {
+    "jsonl, text": (write_jsonl_text, {"source": "jsonl"}, loop_jsonl_text, MEAN),
+    "jsonl, ids": (write_jsonl_ids, {"source": "jsonl"}, loop_jsonl_ids, MEAN),
+    "text, lines": (write_text, {"source": "text"}, loop_text, MEAN),
+    "webdataset, .txt": (write_tar_text, {"source": "webdataset"}, loop_tar_text, MEAN),
+    "webdataset, .npy": (write_tar_npy, {"source": "webdataset"}, loop_tar_npy, MEAN),
+    "webdataset, .npy, mean 500": (write_tar_npy, {"source": "webdataset"}, loop_tar_npy, 500),
+    "parquet, text": (write_parquet_text, {"source": "parquet"}, loop_parquet_text, MEAN),
+    "parquet, ids": (write_parquet_ids, {"source": "parquet"}, loop_parquet_ids, MEAN),
+    "huggingface, ids": (write_saved, {"source": "huggingface"}, loop_saved, MEAN),
+    "megatron, mean 100": (write_megatron, {"source": "megatron"}, loop_megatron, 100),
+    "megatron, mean 500": (write_megatron, {"source": "megatron"}, loop_megatron, 500),
+    "python, list of ids": (write_items, {"source": "python", "path": "benchmarks.sources:items"}, loop_items, MEAN),
 }
 
 

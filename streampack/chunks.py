@@ -103,20 +103,21 @@ def batches_of(records: Iterable[Record], lease: Lease) -> Iterator[Batch]:
 def _batches(records: Iterable[Record | Records], terms: _Terms, chunk_s: float, room: Room) -> Iterator[Batch]:
     """One ends early if it took ``chunk_s`` to gather. ``room``: tells ``records`` what the batch still takes."""
     cursor: Cursor | None = None
+    pass_ = math.inf
     gathered = _Gathered()
     for found in records:
         many = isinstance(found, Records)
         for record in terms.apart(found) if isinstance(found, Records) else (found,):
             sample, reason = terms.admitted(record)
-            new_pass = cursor is not None and _pass_of(record.cursor) > _pass_of(cursor)
-            if cursor is not None and gathered.lengths and (new_pass or terms.full(gathered, sample, chunk_s)):
-                yield terms.batch(gathered, cursor, new_pass)
+            before, pass_ = pass_, _pass_of(record.cursor)
+            if cursor is not None and (pass_ > before or terms.full(gathered, sample, chunk_s)):
+                yield terms.batch(gathered, cursor, pass_ > before)
                 gathered = _Gathered()
             gathered.add(record, sample, reason)
             cursor = record.cursor
         if many:
             terms.leave(room, gathered)
-    if cursor is not None and gathered.lengths:
+    if cursor is not None:
         yield terms.batch(gathered, cursor, True)
 
 

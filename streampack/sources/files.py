@@ -62,14 +62,17 @@ def is_url(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def open_file(file: File) -> Iterator[ShardFile]:
-    """Raises SourceError when it is gone or is not what it was when the source was opened."""
+def open_file(file: File, need: range | None = None) -> Iterator[ShardFile]:
+    """``need``: the bytes that will be read, None for all.
+
+    Raises SourceError when it is gone or is not what it was when the source was opened.
+    """
     if is_url(file.path):
         from streampack.sources.remote import RemoteFile
 
         found: ShardFile = RemoteFile(file)
     else:
-        found = LocalFile(file)
+        found = LocalFile(file, range(file.size) if need is None else need)
     try:
         yield found
     finally:
@@ -85,7 +88,7 @@ def read_file(file: File) -> bytes:
 class LocalFile:
     """See ShardFile; one descriptor."""
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: File, need: range) -> None:
         self.path, self.name, self.size = file.path, file.name, file.size
         self._mapped = memoryview(b"")
         try:
@@ -104,9 +107,9 @@ class LocalFile:
         except BaseException:
             self.close()
             raise
-        if hasattr(os, "posix_fadvise"):  # samples come in any order: have the kernel fetch the file as a whole
+        if need and hasattr(os, "posix_fadvise"):  # samples come in any order: have the kernel fetch them as a whole
             with contextlib.suppress(OSError):
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self._fd, need.start, len(need), os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         self._mapped.release()

@@ -59,9 +59,10 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
         def open_shard(number: int) -> Iterator[AnyShard]:
             at = bisect_right(ends, number)
             pair, run = pairs[at], runs[at][number - ends[at]]
-            with open_file(pair.idx) as index:
+            with open_file(pair.idx, range(0)) as index:
                 sizes, pointers = _read_index(index, pair, run)
-            with open_file(pair.data) as data:
+            end = int(pointers[-1] + sizes[-1] * pair.dtype.itemsize)
+            with open_file(pair.data, range(int(pointers[0]), end)) as data:
                 yield SequenceShard(data, pair, run, sizes, pointers)
 
         return open_shard
@@ -99,7 +100,7 @@ def _prefix(path: str) -> str:
 
 def _open_pair(data: File, index: File) -> Pair:
     """What the head of an index says. Raises SourceError where the file has not the size that follows from it."""
-    with open_file(index) as file:
+    with open_file(index, range(0)) as file:
         if index.size < _HEADER.size:
             raise _broken(index, f"got {index.size} bytes, expected {_HEADER.size} at least")
         magic, version, code, sequences, bounds = _HEADER.unpack(file.pread(_HEADER.size, 0))
