@@ -109,16 +109,18 @@ class _Socket:
 class Router(_Socket):
     """A bound socket that knows its peers by the opaque ids that ZeroMQ gives them.
 
+    It holds ``arriving`` messages of each peer before they are received; others wait where they were made.
     Raises UserError if the address is taken, saying by whom as far as that can be known.
     """
 
-    def __init__(self, endpoint: str, max_message_bytes: int) -> None:
+    def __init__(self, endpoint: str, max_message_bytes: int, arriving: int = HIGH_WATER) -> None:
         check_endpoint(endpoint)
         self._lock: TextIO | None = None
         if endpoint.startswith("ipc://"):
             self._lock = _lock_ipc(Path(endpoint.removeprefix("ipc://")))
         super().__init__(zmq.ROUTER, max_message_bytes)
         self.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.raw.setsockopt(zmq.RCVHWM, arriving)
         try:
             self.raw.bind(endpoint)
         except zmq.ZMQError as error:

@@ -113,7 +113,8 @@ class BrokerService:
 
     def _listen(self) -> tuple[Router, Router]:
         """For producers, and for trainers."""
-        producers = Router(self.config.listen.producers, max(self.plan.capacity.max_chunk_bytes, 2 << 20))
+        largest = max(self.plan.capacity.max_chunk_bytes, 2 << 20)
+        producers = Router(self.config.listen.producers, largest, self.plan.arriving)
         try:
             return producers, Router(self.config.listen.trainers, (1 << 20) + self._largest_snapshot())
         except Exception:

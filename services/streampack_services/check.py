@@ -28,6 +28,7 @@ from streampack.sources import open_tokenizer
 from streampack.transport import check_endpoint
 from streampack_services.http import parse_address
 from streampack_services.meanings import MEANINGS
+from streampack_services.memory_peak import MEAN_TOKENS, PREFETCH, peak
 from streampack_services.memory_plan import Plan, plan
 from streampack_services.producer import open_sources
 from streampack_services.status_report import size_text
@@ -188,6 +189,22 @@ def _follows(config: BrokerConfig, found: Plan) -> Iterator[Value]:
     yield _derived("memory.partition_bytes", each, f"of those, for each of the {partitions} partitions")
     spare = found.memory_bytes - merged - waiting
     yield _derived("memory.spare_bytes", spare, share.format("room for cleaning up"))
+    yield from _follows_peak(config, found)
+
+
+def _follows_peak(config: BrokerConfig, found: Plan) -> Iterator[Value]:
+    parts, most = peak(config, found), peak(config, found, None).total
+    for part, meaning in {
+        "libraries": "the interpreter, libraries, compiled kernels",
+        "arena": "what of memory is written to",
+        "arriving": f"chunks not taken in yet, up to {found.arriving} of each producer",
+        "leaving": f"packs not sent yet: {PREFETCH + 1} steps of every rank",
+        "tables": "what is known of each sample held",
+    }.items():
+        yield _derived(f"process.{part}_bytes", getattr(parts, part), meaning)
+    full = f"of the broker's process, while trainers are slower than producers, at a mean of {MEAN_TOKENS} tokens"
+    yield _derived("process.peak_bytes", parts.total, full)
+    yield _derived("process.most_bytes", most, "the same whatever the samples' lengths: a container's limit")
 
 
 def _follows_feed(path: str, config: BrokerConfig, rules: Rules, layout: str) -> Iterator[Value]:

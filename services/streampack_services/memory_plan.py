@@ -17,6 +17,8 @@ from streampack.errors import ConfigError
 from streampack.typed_tree import parse_size
 from streampack_services.arena import SLACK, arena_tokens
 
+ARRIVING_BYTES = 8 << 20
+"""Of a producer's chunks, before they are taken in: those that a busy broker finds when it turns to them."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -29,6 +31,8 @@ class Plan:
     memory_bytes: int
     token_bytes: int
     block_tokens: int
+    arriving: int
+    """Chunks of a producer that are held before they are taken in."""
 
     @property
     def rules(self) -> Rules:
@@ -71,7 +75,8 @@ def plan(config: BrokerConfig) -> Plan:
         )
         for name, rules in feeds.items()
     )
-    return Plan(plans, Capacity(quota, sample, max_chunk * size), memory, size, block)
+    arriving = max(4, ARRIVING_BYTES // chunk)
+    return Plan(plans, Capacity(quota, sample, max_chunk * size), memory, size, block, arriving)
 
 
 def _held(rules: Rules) -> str:

@@ -106,6 +106,9 @@ def test_what_follows_is_what_the_broker_will_do(broker: Path) -> None:
     shares = [found[f"memory.{name}_bytes"] for name in ("merged", "waiting", "spare")]
     assert sum(shares) == 64 * 2**20
     assert found["memory.partition_bytes"] * 6 == found["memory.waiting_bytes"]
+    parts = [found[f"process.{name}_bytes"] for name in ("libraries", "arena", "arriving", "leaving", "tables")]
+    assert sum(parts) == found["process.peak_bytes"] < found["process.most_bytes"]
+    assert found["process.arena_bytes"] <= 64 * 2**20
 
 
 @pytest.mark.parametrize("columns", [80, 120])
