@@ -148,22 +148,25 @@ def _fill_exactly(rest, num_rest, lengths, room, rows, barren, indices, end):  #
 
 @_compiled
 def _widen(rows, row, words, length):  # type: ignore[no-untyped-def]
-    """The next row: this one OR itself shifted down by ``length`` bits; whether that added any."""
-    new = row + words
+    """The next row: this one OR itself shifted down by ``length`` bits; whether that added any.
+
+    Over views, whose indices cannot be negative: so the loops are vectorised.
+    """
     skip = length >> 6
     low = np.uint64(length & 63)
     high = np.uint64(63) - low  # shifted once more below, for a shift by 64 is undefined
     last = words - skip - 1
+    old, above, new = rows[row : row + words], rows[row + skip : row + words], rows[row + words : row + 2 * words]
     added = np.uint64(0)
     for j in range(last):
-        shifted = rows[row + j + skip] >> low | rows[row + j + skip + 1] << high << ONE
-        added |= shifted & ~rows[row + j]
-        rows[new + j] = rows[row + j] | shifted
-    shifted = rows[row + words - 1] >> low
-    added |= shifted & ~rows[row + last]
-    rows[new + last] = rows[row + last] | shifted
+        shifted = above[j] >> low | above[j + 1] << high << ONE
+        added |= shifted & ~old[j]
+        new[j] = old[j] | shifted
+    shifted = above[last] >> low
+    added |= shifted & ~old[last]
+    new[last] = old[last] | shifted
     for j in range(last + 1, words):
-        rows[new + j] = rows[row + j]
+        new[j] = old[j]
     return added != 0
 
 
