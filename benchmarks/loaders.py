@@ -41,14 +41,14 @@ GRAIN_BINS = 62
 _POSITIONS = np.arange(PACK_TOKENS)
 
 
-def samples_of() -> Samples:
+def samples_of(count: int) -> Samples:
     """The samples, int32 [n] each."""
-    lengths = Traffic().draw(0, 500 * NUM_SAMPLES)[:NUM_SAMPLES]
+    lengths = Traffic().draw(0, 500 * NUM_SAMPLES)[:count]
     tokens = np.random.default_rng(0).integers(0, 50_000, int(lengths.sum()), np.int32)
     return np.split(tokens, np.cumsum(lengths)[:-1])
 
 
-def measure(seconds: float) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def measure(seconds: float, samples: int = NUM_SAMPLES) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Each loader that is installed, for ``seconds`` at most: tokens a second and CPU ms a million tokens, its workers'
     included; and for those that are not a line each that says what would bring them."""
     found, missing = {}, []
@@ -57,7 +57,7 @@ def measure(seconds: float) -> tuple[dict[str, dict[str, Any]], list[str]]:
             missing.append(f"{library} is not installed, and left out: pip install {install}")
             continue
         with Processes() as processes:
-            report = processes.start(library, _run, library, seconds)
+            report = processes.start(library, _run, library, seconds, samples)
             for name in loaders:
                 found[name] = processes.receive(report, START_TIMEOUT_S + 20 * seconds)
                 speed = found[name]["tokens_per_second"]
@@ -65,10 +65,10 @@ def measure(seconds: float) -> tuple[dict[str, dict[str, Any]], list[str]]:
     return found, missing
 
 
-def _run(report: Connection, library: str, seconds: float) -> None:
+def _run(report: Connection, library: str, seconds: float, count: int) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     multiprocessing.set_start_method("fork", force=True)  # as a training script's loaders have it on Linux
-    samples = samples_of()
+    samples = samples_of(count)
     with tempfile.TemporaryDirectory(prefix="loaders-") as folder:
         for name, loader in LIBRARIES[library][0].items():
             items = loader(samples, Path(folder))

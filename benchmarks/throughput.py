@@ -12,6 +12,7 @@ warms up or is shared favours neither. The bare pipe itself is held against plai
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import statistics
 import sys
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bare_pipe import run_bare_pipe
 from benchmarks.first_pack import first_pack
-from benchmarks.loaders import measure
+from benchmarks.loaders import NUM_SAMPLES, measure
 from benchmarks.report import arguments, head, say
 from benchmarks.socket_floor import socket_bytes_per_second
 from benchmarks.streampack_pipe import Service, run_streampack
@@ -46,6 +47,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the processes of a run end, too
     service = Service(packs=args.packs, memory=args.memory, format=args.format)
     traffic = Traffic(args.transport or "ipc", args.tokens, args.lengths)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what a start compiles is there at the next, as at a user's
     report = head("throughput", traffic=asdict(traffic), service=asdict(service), seconds=args.seconds)
     for part in args.only or PARTS:
         report[part] = {"pipes": _pipes, "loaders": _loaders, "latency": _latency, "start": _start, "sweep": _sweep}[
@@ -102,7 +104,7 @@ def _loaders(args: argparse.Namespace, traffic: Traffic, service: Service) -> di
     """Peers, and streampack as they are: torch tensors, the same lengths."""
     ours = run_streampack(args.seconds, Traffic("ipc", traffic.tokens), replace(service, format="thd"))
     _show("streampack, torch tensors", ours)
-    found, missing = measure(1.0 if args.quick else 30.0)
+    found, missing = measure(*((1.0, NUM_SAMPLES // 2) if args.quick else (30.0, NUM_SAMPLES)))
     print(*missing, sep="\n", end="\n" * bool(missing))
     several = {name: each["tokens_per_second"] for name, each in found.items() if "workers" in name}
     return {
@@ -113,7 +115,7 @@ def _loaders(args: argparse.Namespace, traffic: Traffic, service: Service) -> di
 
 def _latency(args: argparse.Namespace, traffic: Traffic, service: Service) -> dict[str, Any]:
     result = run_streampack(
-        5.0 if args.quick else 60.0, traffic, replace(service, packs=PACKS_OF_A_RANK, work_s=WORK_S)
+        4.0 if args.quick else 60.0, traffic, replace(service, packs=PACKS_OF_A_RANK, work_s=WORK_S)
     )
     print(f"next(), {WORK_S * 1000:.0f} ms of work a pack: {_waits(result)}", flush=True)
     return {"work_s": WORK_S, "packs_a_step": PACKS_OF_A_RANK, "next_ms": result.next_ms}
@@ -170,7 +172,7 @@ def _median(runs: list[PipeResult]) -> float:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = arguments(__doc__, "2 rounds of 2 s, under a minute in all (else 5 of 10 s)")
+    parser = arguments(__doc__, "2 rounds of 1.5 s, under a minute in all on a quiet machine (else 5 of 10 s)")
     parser.add_argument("--only", action="append", choices=(*PARTS, "sweep"), help="one part; may be repeated")
     parser.add_argument("--transport", choices=("ipc", "tcp"), help="default: both")
     parser.add_argument("--tokens", choices=("int32", "uint16"), default="int32", help="default: %(default)s")
@@ -181,7 +183,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, metavar="N", help="of each pipe")
     parser.add_argument("--seconds", type=_positive, metavar="S", help="time each run for S seconds instead")
     args = parser.parse_args()
-    args.seconds = args.seconds or (2.0 if args.quick else 10.0)
+    args.seconds = args.seconds or (1.5 if args.quick else 10.0)
     args.rounds = args.rounds or (2 if args.quick else 5)
     return args
 
