@@ -28,6 +28,7 @@ from benchmarks.processes import START_TIMEOUT_S, Processes
 from benchmarks.traffic import NUM_PRODUCERS, PACK_TOKENS, WARM_UP_S, PipeResult, Traffic
 from streampack.chunks import Batch
 from streampack.client import read_rendezvous
+from streampack.compiled import kernels
 from streampack.core.messages import Lease
 from streampack.producer import ProducerLoop
 from streampack.sources import Cursor
@@ -155,6 +156,7 @@ def _client(report: Connection, rendezvous: Path, service: Service, seconds: flo
     with streampack.connect(f"file://{rendezvous}", format=service.format) as client:
         packs = iter(client)
         next(packs)
+        kernels.wait()  # a trainer's first second, of days
         warm_at = time.perf_counter() + WARM_UP_S
         while time.perf_counter() < warm_at:
             next(packs)
