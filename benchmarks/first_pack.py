@@ -44,7 +44,7 @@ def first_pack(how: str, traffic: Traffic, service: Service) -> dict[str, float]
 
 def _client(report: Connection, rendezvous: Path, format: str) -> None:
     report.send("here")
-    with streampack.connect(f"file://{rendezvous}", format=format) as client:
+    with streampack.connect(f"file://{rendezvous}", format=format, timeout_s=START_TIMEOUT_S) as client:
         connected = time.perf_counter()
         next(iter(client))
         report.send((connected, time.perf_counter()))
@@ -54,4 +54,4 @@ def _client(report: Connection, rendezvous: Path, format: str) -> None:
 def _produce(report: Connection, rendezvous: Path, traffic: Traffic) -> None:
     source = MemorySource(traffic)
     report.send("here")
-    ProducerLoop(read_rendezvous(rendezvous, "producers"), {"web": source}).run()
+    ProducerLoop(read_rendezvous(rendezvous, "producers", START_TIMEOUT_S), {"web": source}).run()

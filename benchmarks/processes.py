@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0  # the first start on a machine compiles
 _PR_SET_PDEATHSIG = 1
 
 

@@ -149,11 +149,11 @@ def _scraped(rendezvous: Path) -> Iterator[None]:
 def produce(report: Connection, rendezvous: Path, traffic: Traffic) -> None:
     """A producer's process."""
     source = MemorySource(traffic)
-    ProducerLoop(read_rendezvous(rendezvous, "producers"), {"web": source}).run()
+    ProducerLoop(read_rendezvous(rendezvous, "producers", START_TIMEOUT_S), {"web": source}).run()
 
 
 def _client(report: Connection, rendezvous: Path, service: Service, seconds: float) -> None:
-    with streampack.connect(f"file://{rendezvous}", format=service.format) as client:
+    with streampack.connect(f"file://{rendezvous}", format=service.format, timeout_s=START_TIMEOUT_S) as client:
         packs = iter(client)
         next(packs)
         kernels.wait()  # a trainer's first second, of days
