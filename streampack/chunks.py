@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -96,7 +96,7 @@ def batches_of(records: Iterable[Record], lease: Lease) -> Iterator[Batch]:
 
     Raises SampleError for what the lease's policies do not admit, naming the sample.
     """
-    terms = _Terms(lease)
+    terms = _terms_of(lease)
     return _batches(records, terms, math.inf, Room(terms.most, terms.room))
 
 
@@ -300,6 +300,10 @@ class _Terms:
         )  # fmt: skip
 
 
+_terms_of = lru_cache(maxsize=64)(_Terms)
+"""Of one sample that is pushed they would take longer than all else."""
+
+
 def _by_sample(each: Field) -> bool:
     return each.axis == "sample"
 
@@ -356,18 +360,15 @@ def _loss_tokens(lengths: NDArray[np.uint32], fields: Values) -> NDArray[np.uint
 def chunk_of(batch: Batch, lease: Lease, session: Session, crcs_of: CrcsOf = plain) -> Chunk:
     """A batch with the checksum of every sample over all its bytes, ready to be sent; ``crcs_of`` computes them."""
     key: Key = (lease.stream, lease.partition)
-    ends = np.concatenate([[0], np.cumsum(batch.lengths, dtype=np.int64)])
-    columns = [_column(batch.tokens, ends)]
+    ends = np.zeros(len(batch.lengths) + 1, np.int64)
+    np.cumsum(batch.lengths, out=ends[1:])
+    columns, num_bytes = [_column(batch.tokens, ends)], batch.tokens.nbytes
     for each in lease.fields:
-        of_samples = np.arange(len(ends)) if _by_sample(each) else ends
-        columns.append(_column(batch.fields[each.name], of_samples))
+        values, by_sample = batch.fields[each.name], _by_sample(each)
+        columns.append(_column(values, np.arange(len(ends)) if by_sample else ends))
+        num_bytes += 0 if by_sample else values.nbytes
     crcs, payload_crc = crcs_of(columns)
     loss = np.maximum(batch.lengths, 1) - 1 if batch.loss_tokens is None else batch.loss_tokens
-    num_bytes = sum(
-        data.nbytes
-        for (data, _), by_token in zip(columns, [True, *(not _by_sample(each) for each in lease.fields)], strict=True)
-        if by_token
-    )
     return Chunk(
         key=key, session=session, lengths_u32=batch.lengths.astype("<u4").tobytes(),
         crcs_u32=crcs.astype("<u4").tobytes(), loss_tokens_u32=loss.astype("<u4").tobytes(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -17,7 +18,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from streampack.chunks import CHUNK_SAMPLES, batches_of, chunk_of
-from streampack.core.fields import GROUP, LOSS_MASK, POLICY_VERSION
+from streampack.core.fields import GROUP, LOSS_MASK, POLICY_VERSION, Field
 from streampack.core.frames import INPUT_IDS
 from streampack.core.messages import Lease
 from streampack.core.samples import Keep
@@ -42,7 +43,7 @@ def chunks_of(
     """
     version = UNSET if policy_version is None else _version(policy_version)
     common = {POLICY_VERSION: version} if version is not UNSET and POLICY_VERSION in _by_sample(lease) else {}
-    reader = RowReader(_SETTINGS, BytesTokenizer(), lease.fields)
+    reader = _reader(lease.fields)
     records = (_record(as_mapping(sample) | common, lease, first_seq + i, reader) for i, sample in enumerate(samples))
     chunks = [chunk_of(batch, lease, (0, 0)) for batch in batches_of(records, lease)]
     return [replace(chunk, policy_version=version) for chunk in chunks]
@@ -72,6 +73,11 @@ def chunk_of_group(
             f"limits.chunk in broker.yaml"
         )
     return replace(chunks[0], keep=keep or ("step" if lease.batches else UNSET))
+
+
+@lru_cache(maxsize=64)
+def _reader(fields: tuple[Field, ...]) -> RowReader:
+    return RowReader(_SETTINGS, BytesTokenizer(), fields)
 
 
 def _by_sample(lease: Lease) -> set[str]:

@@ -29,10 +29,11 @@ from crc32c import crc32c
 from msgspec.structs import replace
 
 from streampack import wire
-from streampack.core.admission import POLICY_LAG, terms_of
+from streampack.core.admission import POLICY_LAG
 from streampack.core.messages import OVERLONG
 from streampack.core.records import ChunkAdmitted, Record, SamplesRejected, StepFormed
 from streampack.core.samples import I64
+from streampack.core.terms import terms_of
 from streampack_services import step_rows
 from streampack_services.ledger_tables import TABLES, State, Tables
 from streampack_services.log import Entry

@@ -11,13 +11,14 @@ from __future__ import annotations
 import numpy as np
 from msgspec import UNSET
 
-from streampack.core.admission import POLICY_LAG, lengths_of
+from streampack.core.admission import POLICY_LAG
 from streampack.core.arrival import Arrival
 from streampack.core.effects import Recall, Recalled, Store
 from streampack.core.events import Effect
 from streampack.core.journal import Journal
 from streampack.core.messages import OVERLONG, Envelope, Mark, Samples
 from streampack.core.partitions import Partitions
+from streampack.core.received import Received, received
 from streampack.core.records import (
     BatchMarked,
     ChunkAdmitted,
@@ -38,23 +39,23 @@ class Books(Partitions):
 
     # Taking samples
 
-    def take(self, p: int, envelope: Envelope, message: Samples) -> list[Effect]:
+    def take(self, p: int, chunk: Received) -> list[Effect]:
         """Record and admit a chunk that was found good."""
-        version = message.policy_version
+        version = chunk.message.policy_version
         stale = version is not UNSET and self.stream_of[p].history.is_stale(version)
-        return self._record(p, envelope, message, stale) + self._admit(p, envelope, message, stale)
+        return self._record(p, chunk, stale) + self._admit(p, chunk, stale)
 
-    def _admit(self, p: int, envelope: Envelope, message: Samples, stale: bool) -> list[Effect]:
+    def _admit(self, p: int, chunk: Received, stale: bool) -> list[Effect]:
         intake, stream = self.intakes[p], self.stream_of[p]
-        effects, rejected = stream.admission.admit(stream.number, stream.mine(p), intake, envelope, message, stale)
+        effects, rejected = stream.admission.admit(stream.number, stream.mine(p), intake, chunk, stale)
         if self.absent:
             for effect in effects:
                 for handle in effect.handles.tolist() if isinstance(effect, Store) else ():
                     self.absent.pop(handle, None)
-        rejected = rejected[rejected >= intake.rejected_seq]
+        rejected = rejected[rejected >= intake.rejected_seq] if len(rejected) else rejected
         if len(rejected):
             intake.rejected_seq = int(rejected[-1]) + 1
-            reasons = dict(message.rejected)
+            reasons = dict(chunk.message.rejected)
             more = len(rejected) - sum(reasons.values())
             if more > 0:
                 why = POLICY_LAG if stale else OVERLONG
@@ -62,11 +63,10 @@ class Books(Partitions):
             effects += self._journal.append(self._rejection(p, rejected, reasons))
         return effects
 
-    def _record(self, p: int, envelope: Envelope, message: Samples, stale: bool) -> list[Effect]:
+    def _record(self, p: int, chunk: Received, stale: bool) -> list[Effect]:
         """Write down when a chunk came, where that decides the order; with its payload where it cannot come again."""
-        intake, stream = self.intakes[p], self.stream_of[p]
-        lengths = lengths_of(message)
-        stop, first = message.base_seq + len(lengths), max(message.base_seq, intake.recorded_seq)
+        intake, stream, message = self.intakes[p], self.stream_of[p], chunk.message
+        stop, first = chunk.stop_seq, max(message.base_seq, intake.recorded_seq)
         if not stream.in_order or first >= stop or intake.closed:
             return []
         skip = first - message.base_seq
@@ -78,7 +78,7 @@ class Books(Partitions):
             pass_ended=message.pass_ended, keep=message.keep, policy_version=message.policy_version,
             stale=stale or UNSET,
         )  # fmt: skip
-        effects = self._journal.append(record, envelope.payload if stream.terms.pushed else ())
+        effects = self._journal.append(record, chunk.envelope.payload if stream.terms.pushed else ())
         lsn = self._journal.next_lsn - 1
         self._note_chunk(p, lsn, record)
         if stream.terms.pushed:
@@ -163,8 +163,10 @@ class Books(Partitions):
             rejected=record.rejected, lost_tokens=record.lost_tokens, pass_ended=record.pass_ended, keep=record.keep,
         )  # fmt: skip
         envelope = Envelope(run=self._run, epoch=0, fence=0, message=message, payload=event.payload)
+        chunk = received(envelope, message)
+        assert isinstance(chunk, Received)  # it was found good before it was recorded
         intake.place += 1
-        return p, self._admit(p, envelope, message, bool(record.stale))
+        return p, self._admit(p, chunk, bool(record.stale))
 
     # Going elsewhere
 

@@ -171,10 +171,10 @@ def apply_overlong(lengths: I64, limit: int, policy: str) -> Admitted:
     count = len(lengths)
     source = np.arange(count, dtype=np.int64)
     zeros = np.zeros(count, np.int64)
+    if not count or int(lengths.max()) <= limit:
+        return Admitted(source, zeros, lengths, zeros, 0, 0)
     over = lengths > limit
     touched = int(over.sum())
-    if not touched:
-        return Admitted(source, zeros, lengths, zeros, 0, 0)
     if policy == "split":
         pieces = np.maximum(-(-lengths // limit), 1)
         source = np.repeat(source, pieces)

@@ -7,7 +7,6 @@ the protocol, or says that it must stop, loses its leases, and what it said is w
 
 from __future__ import annotations
 
-from streampack.core.admission import lengths_of
 from streampack.core.events import Effect, Report
 from streampack.core.journal import Journal
 from streampack.core.messages import (
@@ -29,6 +28,7 @@ from streampack.core.messages import (
 )
 from streampack.core.plan import Capacity
 from streampack.core.producers import CLAIM_S, Producer, refusal
+from streampack.core.received import received
 from streampack.core.sharing import FAREWELL, Sharing
 
 REPEAT_S = 1.0
@@ -151,20 +151,21 @@ class Leases(Sharing):
             return []
         if intake.unwanted or (intake.closed and stream.terms.pushed):
             return self.credits.flow(p, repeat=True)
-        unfit = stream.admission.refusal(stream.number, intake, envelope, message)
+        chunk = received(envelope, message)
+        if isinstance(chunk, str):
+            return self._expel(producer, "malformed", chunk, p)
+        unfit = stream.admission.refusal(stream.number, intake, chunk)
         if unfit is not None:
             return self._expel(producer, *unfit, p)
-        lengths = lengths_of(message)
-        stop = message.base_seq + len(lengths)
-        if stop <= self.books.next_seq(p):
+        if chunk.stop_seq <= self.books.next_seq(p):
             return self.credits.flow(p, repeat=True)
-        fits = intake.fits(stop, int(lengths.sum()) * intake.token_bytes) and not intake.behind
+        fits = intake.fits(chunk.stop_seq, chunk.num_tokens * intake.token_bytes) and not intake.behind
         if message.base_seq > intake.expected_seq or not fits:
             return self.credits.again(p)
         if stream.terms.pushed and message.base_seq < intake.recorded_seq:
             return self.credits.again(p)  # half of it is in the log
         self._failed.pop(p, None)
-        taken = self.books.take(p, envelope, message)
+        taken = self.books.take(p, chunk)
         return taken + self.credits.settle(p) + self.credits.flow(p, repeat=intake.closed)
 
     def _eos(self, producer: Producer, p: int, message: Eos) -> list[Effect]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-from streampack.core.admission import Admission, terms_of
+from streampack.core.admission import Admission
 from streampack.core.effects import Release
 from streampack.core.events import Effect
 from streampack.core.history import History
@@ -22,6 +22,7 @@ from streampack.core.merged_memory import MergedMemory
 from streampack.core.recorder import Recorder
 from streampack.core.rings import NOWHERE
 from streampack.core.rules import Rules, RulesChange
+from streampack.core.terms import terms_of
 
 
 class LiveRules:

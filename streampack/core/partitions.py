@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec import UNSET
 
-from streampack.core.admission import Admission, StreamTerms, terms_of
+from streampack.core.admission import Admission
 from streampack.core.events import Effect
 from streampack.core.history import ChunkPlace, History
 from streampack.core.intake import Intake
@@ -28,6 +28,7 @@ from streampack.core.records import (
 )
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, index_of
+from streampack.core.terms import StreamTerms, terms_of
 
 DISCARDED = "discarded"
 """Why samples are rejected that were pushed before trainers went back."""

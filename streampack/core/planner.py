@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from streampack.core.admission import Admission, terms_of
+from streampack.core.admission import Admission
 from streampack.core.arrival import Arrival
 from streampack.core.effects import Form, Formed, Release
 from streampack.core.events import Effect
@@ -26,6 +26,7 @@ from streampack.core.rules import Rules
 from streampack.core.samples import I64, SampleTable
 from streampack.core.snapshot import Floor, Snapshot
 from streampack.core.steps import Step
+from streampack.core.terms import terms_of
 
 SNAPSHOT_WINDOWS = 4
 """A snapshot is taken when so many windows of samples are in steps since the last: what a restart reads again."""

@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from streampack.chunks import batches, chunk_of
-from streampack.core.admission import Admission, StreamTerms
+from streampack.core.admission import Admission
 from streampack.core.effects import Store
 from streampack.core.fields import Field, from_bfloat16, to_bfloat16
 from streampack.core.intake import Intake
 from streampack.core.merge import Merge
 from streampack.core.messages import Envelope, Lease, Samples
+from streampack.core.received import Received, received
 from streampack.core.rules import Overlong
 from streampack.core.samples import SampleTable
+from streampack.core.terms import StreamTerms
 from streampack.errors import ConfigError, SampleError
 from streampack.sources import Cursor, Record
 
@@ -215,9 +217,11 @@ def test_pieces_keep_their_own_labels_and_bytes(
         loss_tokens_u32=chunk.loss_tokens_u32, cursor=chunk.cursor, rejected=chunk.rejected,
     )  # fmt: skip
     envelope = Envelope(run=1, epoch=1, fence=1, message=message, payload=tuple(map(memoryview, chunk.payload)))  # type: ignore[arg-type]
-    assert admission.refusal(0, intake, envelope, message) is None
+    came = received(envelope, message)
+    assert isinstance(came, Received)
+    assert admission.refusal(0, intake, came) is None
     assert chunk.num_bytes == sum(len(tokens) for tokens, _ in rows) * admission.token_bytes
-    (store,), rejected = admission.admit(0, 0, intake, envelope, message)
+    (store,), rejected = admission.admit(0, 0, intake, came)
     assert isinstance(store, Store)
     found = [
         (int(table.index[h]), int(table.part[h]), int(table.length[h]), int(table.loss_tokens[h]))

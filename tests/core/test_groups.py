@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from streampack.core.admission import Admission, StreamTerms
+from streampack.core.admission import Admission
 from streampack.core.arrival import Arrival
 from streampack.core.changes import Restream
 from streampack.core.events import Tick
@@ -26,11 +26,13 @@ from streampack.core.merge import merge_of
 from streampack.core.messages import Envelope, Mesh, Samples
 from streampack.core.push_buffer import PushBuffer, size_of
 from streampack.core.push_session import End, EndBatch, Push, PushSession
+from streampack.core.received import Received, received
 from streampack.core.records import BatchMarked, ChunkAdmitted, LineageBegan, Record, SamplesRejected, StepFormed
 from streampack.core.rules import Align, Balance, Batch, PackerName, Rules, StreamRules
 from streampack.core.samples import KEEPS, ROW, Keep, SampleTable, index_of
 from streampack.core.snapshot import FormState
 from streampack.core.steps import Step
+from streampack.core.terms import StreamTerms
 from tests.core import test_going_back as rollouts
 from tests.core.planned import tokens_of
 from tests.core.test_going_back import PARTITIONS, Rollouts, chunk_of, length_of
@@ -284,7 +286,9 @@ def refused(terms: StreamTerms, keep: Keep, lengths: list[int]) -> tuple[str, st
         cursor=(0, 0, 0), keep=keep,
     )  # fmt: skip
     envelope = Envelope(run=1, epoch=1, fence=1, message=chunk, payload=(memoryview(bytes(4 * sum(lengths))),))
-    return admission.refusal(0, Intake(1 << 20, 4), envelope, chunk)
+    came = received(envelope, chunk)
+    assert isinstance(came, Received)
+    return admission.refusal(0, Intake(1 << 20, 4), came)
 
 
 @pytest.mark.parametrize(
