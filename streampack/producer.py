@@ -36,7 +36,9 @@ TELL_S = 0.5
 SLOW_S = 2.0
 """A chunk takes CHUNK_S and one sample, unless something is slow."""
 COMPILED_AFTER = 16
-"""Chunks of whole batches after which checksums are worth a kernel; producers of a few never import numba."""
+"""So many chunks read at ``FAST_BYTES_S`` or more make a kernel for checksums worth its import."""
+FAST_BYTES_S = 40e6
+"""Who tokenizes is slower, and needs none."""
 SAY_S = 5.0
 """A wait longer than this is said, and what for."""
 
@@ -194,15 +196,17 @@ class ProducerLoop:
     def _read_all(self) -> None:
         """The reading thread: one chunk at a time, however long that takes, while the loop goes on pinging."""
         crcs_of: CrcsOf = plain
-        batches_left = COMPILED_AFTER
+        until_compiled = COMPILED_AFTER
         while (asked := self._asked.get()) is not None:
             read, reader = asked
             try:
+                began = time.perf_counter()
                 batch = next(reader, None)
+                read_s = time.perf_counter() - began
                 chunk = chunk_of(batch, read.lease, read.session, crcs_of) if batch is not None else None
-                batches_left -= read.lease.stream not in self._by_record
-                if not batches_left:
-                    crcs_of, batches_left = compiled() or plain, -1
+                if until_compiled and chunk is not None and chunk.num_bytes > read_s * FAST_BYTES_S:
+                    until_compiled -= 1
+                    crcs_of = plain if until_compiled else compiled() or plain
                 if self._pause_s:
                     time.sleep(self._pause_s)
                 self._answers.append((read, batch, chunk))

@@ -42,11 +42,20 @@ def test_each_piece_gets_a_row_and_a_place_in_the_chunk(lengths: list[int], poli
     pieces = rejected_whole(every[skip:]) if policy == "stale" else apply_overlong(every[skip:], 12, policy)
     kept = [i for i, length in enumerate(pieces.length.tolist()) if length]
     found = []
-    for kernel in (enter, plain(enter)):
+    kernels: list[Any] = [enter, plain(enter)]
+    for kernel in kernels:
         table = SampleTable(4)
         handles = table.take(len(kept))
         entries, stored = np.full(len(pieces.length), -9), np.full((3, len(pieces.length)), -9)
-        columns: list[Any] = [table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc, table.keep]
+        columns: list[Any] = [
+            table.stream,
+            table.index,
+            table.part,
+            table.length,
+            table.loss_tokens,
+            table.crc,
+            table.keep,
+        ]
         cut, tokens = kernel(
             pieces.source, pieces.offset, pieces.length, pieces.part, every, read_only([7 * n for n in lengths]),
             read_only([max(n - 1, 0) for n in lengths]), skip, 100, 3, 5, keep, handles, *columns, entries, stored,

@@ -179,6 +179,7 @@ def test_samples_come_whole_before_and_after_their_checksums_are_computed_by_a_k
         return wire.encode(envelope)
 
     monkeypatch.setattr(producer, "wire", SimpleNamespace(encode=noted, decode=wire.decode))
+    monkeypatch.setattr(producer, "FAST_BYTES_S", 1e-9)
     count = 2 * producer.COMPILED_AFTER
     with running_broker(SETTINGS) as broker:
         thread = threading.Thread(target=ProducerLoop(broker.producers, {"text": Counting(count)}).run)
