@@ -204,7 +204,7 @@ def _follows_peak(config: BrokerConfig, found: Plan) -> Iterator[Value]:
         yield _derived(f"process.{part}_bytes", getattr(parts, part), meaning)
     full = f"of the broker's process, while trainers are slower than producers, at a mean of {MEAN_TOKENS} tokens"
     yield _derived("process.peak_bytes", parts.total, full)
-    yield _derived("process.most_bytes", most, "the same whatever the samples' lengths: a container's limit")
+    yield _derived("process.most_bytes", most, "the same of samples as long as they may be: a container's limit")
 
 
 def _follows_feed(path: str, config: BrokerConfig, rules: Rules, layout: str) -> Iterator[Value]:

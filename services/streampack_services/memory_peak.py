@@ -3,8 +3,8 @@
 ``memory`` is the arena's size, most of the whole where it is full; but a page of it is taken when it is first written
 to, and a broker whose steps are small never fills it. How full it gets depends on the lengths of samples, which nobody
 knows before a run, since a partition may be so many samples ahead (``MAX_UNMERGED``) or so many bytes, whichever comes
-first. So there are two figures: at a mean of 500 tokens a sample, and at most. Both are of trainers that are slower
-than producers, each reading ``PREFETCH`` steps ahead: others need less.
+first. So there are two figures: at a mean of 500 tokens a sample, and of the longest. Both are of trainers that are
+slower than producers, each reading ``PREFETCH`` steps ahead: others need less.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Peak:
 
 
 def peak(config: BrokerConfig, plan: Plan, mean_tokens: int | None = MEAN_TOKENS) -> Peak:
-    """Of a broker of ``config`` at full load. ``mean_tokens`` of a sample; None: the most that any lengths lead to."""
+    """Of a broker of ``config`` at full load. ``mean_tokens`` of a sample; None: as long as they may be."""
     quota, partitions = plan.capacity.quota_tokens, sum(s.partitions for f in plan.feeds for s in f.rules.streams)
     ahead = quota if mean_tokens is None else min(quota, MAX_UNMERGED * mean_tokens)
     merged = [_merged_tokens(config, feed, mean_tokens) for feed in plan.feeds]
