@@ -27,6 +27,8 @@ _MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 """How ZeroMQ writes an IPv4 address that it serves through IPv6: hosts without IPv6 cannot connect to it so."""
 CONNECT_MS = 200
 """How long a new socket waits for a peer that is there; on one machine that takes less than one."""
+BACKLOG = 4096
+"""Peers that connect at the same moment; of more each tries again after some time."""
 HIGH_WATER = 1000
 """Messages: bounds what waits for a peer; credits and prefetching keep queues far below it."""
 
@@ -121,6 +123,7 @@ class Router(_Socket):
         super().__init__(zmq.ROUTER, max_message_bytes)
         self.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.raw.setsockopt(zmq.RCVHWM, arriving)
+        self.raw.setsockopt(zmq.BACKLOG, BACKLOG)
         try:
             self.raw.bind(endpoint)
         except zmq.ZMQError as error:

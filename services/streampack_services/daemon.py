@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):")
 def serve(config: BrokerConfig, *, exit_when_finished: bool = False) -> None:
     """Serve until drained. Raises UserError or ConfigError for what cannot be served."""
     keep_freed_memory()
+    _allow_connections()
     service = BrokerService(config, exit_when_finished=exit_when_finished)
     with _drained_by_signals(service), _closing(service):
         anybody = config.listen.control == "any"
@@ -44,6 +46,14 @@ def serve(config: BrokerConfig, *, exit_when_finished: bool = False) -> None:
             log.info("stopped after %d steps", sum(feed.figures.totals.steps for feed in service.core.feeds.values()))
         finally:
             http.close()
+
+
+def _allow_connections() -> None:
+    """As many open files as the system lets a process have: every rank and producer is one, most systems begin with
+    1,024, and ZeroMQ that is out of them ends the process (ipc) or leaves the others waiting (tcp)."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # where no number is that of "unlimited"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextlib.contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import time
@@ -106,6 +108,19 @@ def test_a_broker_without_readers_drains_at_once() -> None:
     with running_broker(ENDLESS | FOR_EVER) as broker:
         broker.signal(signal.SIGTERM)
         assert broker.end() == 0
+
+
+def test_a_broker_has_more_connections_than_its_shell_lets_it_open() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        broker = stack.enter_context(running_broker(ENDLESS))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        host, port = broker.trainers.removeprefix("tcp://").rsplit(":", 1)
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
+        until(lambda: psutil.Process(broker.process.pid).num_fds() > 300)
 
 
 def test_the_broker_says_what_it_waits_for() -> None:
