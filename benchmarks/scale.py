@@ -8,7 +8,7 @@ in use; lengths are drawn as in ``throughput.py``. With G = 8 packs a rank, then
 - *forming*: the packer's choice, in a daemon on a thread of its own; *steps*: what is made of it (digests, records,
   figures); *dealing* alone, which is in *serving*: all GETs, and the steps that go out; *intake*: chunks, and merging
   them; *wire*: headers and metas, in and out (checksums and copies of the payload are left out, and all of sockets);
-- *idle*: milliseconds a second for ticks, a ping of every rank, and the rows of ``/status``, twice a second;
+- *idle*: milliseconds a second for ticks, a ping of every rank, and the rows of ``/status``;
 - *attached*, *restarted*: until all ranks are in, at first, and when each is replaced in a run that goes on;
 - *memory*: what the broker's objects hold, in a run of its own (tracemalloc); the arena for it holds four steps.
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from streampack_services.status import EVERY_S, ROW_S
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -32,7 +33,8 @@ from benchmarks.scale_job import Job, Shape
 from benchmarks.scale_sockets import run_sockets
 from streampack.core.deal import deal
 
-STATUS_S = 0.5
+NEEDED_TOKENS_PER_S = 100e6
+"""What 10,000 H100s eat that train a model of 8B parameters."""
 IDLE_S = 3
 QUICK_TOKENS = 1 << 26
 SOCKETS, SOCKETS_S = (16, 64), 5.0
@@ -57,6 +59,9 @@ def main() -> None:
     print("\n" + MORE_HEADINGS)
     for row in rows:
         print(_more(row))
+    print("\n" + LOADED)
+    for row in rows:
+        print(_loaded(row))
     if not args.quick:
         report["sockets"] = sockets = [run_sockets(ranks, SOCKETS_S) for ranks in SOCKETS]
         for found in sockets:
@@ -93,9 +98,8 @@ def measure(shape: Shape, steps: int, whole: bool) -> dict[str, Any]:
     row["tokens_per_s"] = round(row["steps_per_s"] * shape.step_tokens)
     job.clear()
     job.tick(IDLE_S)
-    for _ in range(int(IDLE_S / STATUS_S)):
-        job.rows()
     row["idle_ms"] = {name: _round(1000 * seconds / IDLE_S) for name, seconds in job.seconds.items()}
+    row["idle_ms"]["rows"] = _round(job.rows_ms() / max(EVERY_S, shape.ranks * ROW_S))
     job.clear()
     job.attach(life=1)
     row |= {"restart_ms": _ms(sum(job.seconds.values())), "restart_longest_ms": _ms(max(job.longest.values()))}
@@ -106,8 +110,8 @@ def measure(shape: Shape, steps: int, whole: bool) -> dict[str, Any]:
 
 def _traffic(job: Job, steps: int) -> dict[str, Any]:
     """Messages and bytes a step, and what the log holds of it."""
-    record = job.bytes["StepFormed"] / job.messages["StepFormed"]
-    row: dict[str, Any] = {"log_bytes": round(record), "log_bytes_sample": _round(record / job.samples_of_step)}
+    logged = job.bytes["StepFormed"] / job.messages["StepFormed"] + job.bytes["SnapshotTaken"] / steps
+    row: dict[str, Any] = {"log_bytes": round(logged), "log_bytes_sample": _round(logged / job.samples_of_step)}
     for way in ("in", "out"):
         row[f"messages_{way}"] = _round(sum(n for name, n in job.messages.items() if name.startswith(way)) / steps)
         row[f"meta_bytes_{way}"] = round(sum(n for name, n in job.bytes.items() if name.startswith(way)) / steps)
@@ -174,7 +178,24 @@ def _more(row: dict[str, Any]) -> str:
     return (
         f"{row['shape']:<21}{row['attach_ms']:>9}{row['restart_ms']:>12}{row['restart_longest_ms']:>10}"
         f"{idle['tick']:>7}{idle['ReaderPing']:>7}{idle['wire']:>7}{idle['rows']:>7}{row['rank_bytes'] / 1024:>8.1f}"
-        f"{row['held_bytes'] / 2**20 or '-':>8.3}{row['arena_bytes'] / 2**20:>7.0f}"
+        f"{round(row['held_bytes'] / 2**20) or '-':>8}{row['arena_bytes'] / 2**20:>7.0f}"
+    )
+
+
+LOADED = f"""\
+                        at {NEEDED_TOKENS_PER_S / 1e6:.0f}M tokens/s
+shape                 steps/s  cores: core  forming  messages/s  Gbit/s out  log, GB a day"""
+
+
+def _loaded(row: dict[str, Any]) -> str:
+    """What a broker has to do so that as many tokens are eaten as the accelerators can."""
+    steps_per_s = NEEDED_TOKENS_PER_S / row["step_tokens"]
+    return (
+        f"{row['shape']:<22}{_round(steps_per_s):>7}{_round(steps_per_s * row['cpu_ms'] / 1000):>13}"
+        f"{_round(steps_per_s * row['forming_ms'] / 1000):>9}"
+        f"{steps_per_s * (row['messages_in'] + row['messages_out']):>12.0f}"
+        f"{8 * steps_per_s * row['payload_bytes_out'] / 1e9:>12.1f}"
+        f"{86400 * steps_per_s * row['log_bytes_sample'] * row['samples'] / 1e9:>15.0f}"
     )
 
 
