@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 
@@ -35,6 +36,17 @@ class Columns:
     count: int
     attributes: Mapping[str, Column | list[Any]]
     fields: Mapping[str, Column | list[Any]]
+
+    @classmethod
+    def of(cls, attributes: Mapping[str, Any], fields: Mapping[str, Any]) -> Columns:
+        """Those of one pack."""
+        return cls(
+            1, {k: _one(v) for k, v in attributes.items() if k not in fields}, {k: _one(v) for k, v in fields.items()}
+        )
+
+
+def _one(value: Any) -> Column | list[Any]:
+    return Column(value, (0, len(value))) if isinstance(value, np.ndarray) else [value]
 
 
 def rows(column: Column | list[Any]) -> list[Any]:

@@ -16,22 +16,25 @@ memory, while the trainer works on the one before.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.columns import Columns
 from streampack.core.messages import Mesh
 from streampack.core.rules import Rules
 from streampack.core.samples import IGNORE_INDEX
 from streampack.errors import UserError
 from streampack.invariants import check_step, follows
 from streampack.packs import Pack, Step
+from streampack.slabs import Slabs
 
 if TYPE_CHECKING:
     import torch
@@ -124,26 +127,36 @@ def rows(pack: Pack, rules: Rules) -> dict[str, NDArray[Any]]:
 
 def view(pack: Pack, format: str, rules: Rules) -> View:
     """``pack`` in ``format``, one of the torch ones; ``rules`` say which fields are bfloat16."""
-    import torch
+    return views(Columns.of(dict(pack), pack.fields), (pack,), format, rules, Slabs())[0]
 
-    halves = {field.name for field in rules.fields if field.dtype == "bfloat16"}
 
-    def tensor(name: str, value: Any) -> Any:
-        if not isinstance(value, np.ndarray):
-            return value
-        found = torch.from_numpy(value if value.flags.writeable else value.copy())
-        return found.to(torch.bfloat16) if name in halves else found
+def views(columns: Columns, packs: Sequence[Pack], format: str, rules: Rules, slabs: Slabs) -> list[View]:
+    """The packs of a message in ``format``, as ``view`` gives each; what packs do not have in memory of ``slabs``."""
+    from streampack import tensors
 
-    if format == "thd":
-        return View({name: tensor(name, value) for name, value in pack.items()}, pack, rules=rules)
-    arrays = {**pack, **rows(pack, rules)} if rules.padded else pack
-    values = {name: tensor(name, value) for name, value in arrays.items()}
+    halves = frozenset(field.name for field in rules.fields if field.dtype == "bfloat16")
     if rules.padded:
-        keys = _of_rows(values, format)
-    else:
-        keys = _hf(values, shifted=format == "hf_shifted")
-    rest = {name: value for name, value in values.items() if name not in keys}  # else it would move twice
-    return View(keys, pack, rest, rules)
+        return [_padded(pack, format, rules, halves) for pack in packs]
+    values = tensors.thd(columns, halves)
+    if format == "thd":
+        return [View(row, pack, rules=rules) for row, pack in zip(_by_pack(values), packs, strict=True)]
+    keys = tensors.hf(columns, values, shifted=format == "hf_shifted", slabs=slabs)
+    rest = {name: column for name, column in values.items() if name not in keys}  # else it would move twice
+    found = zip(_by_pack(keys), packs, _by_pack(rest), strict=True)
+    return [View(row, pack, others, rules) for row, pack, others in found]
+
+
+def _by_pack(values: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+
+
+def _padded(pack: Pack, format: str, rules: Rules, halves: frozenset[str]) -> View:
+    from streampack.tensors import tensor
+
+    arrays = {**pack, **rows(pack, rules)}
+    values = {k: tensor(v, k in halves) if isinstance(v, np.ndarray) else v for k, v in arrays.items()}
+    keys = _of_rows(values, format)
+    return View(keys, pack, {name: value for name, value in values.items() if name not in keys}, rules)
 
 
 def _of_rows(pack: dict[str, Any], format: str) -> dict[str, Any]:
@@ -156,32 +169,6 @@ def _of_rows(pack: dict[str, Any], format: str) -> dict[str, Any]:
         pack["labels"] = torch.nn.functional.pad(pack["labels"][:, :-1], (1, 0), value=IGNORE_INDEX)
         names += ["shift_labels"] if format == "hf_shifted" else []
     return {name: pack[name] for name in names if name in pack}
-
-
-def _hf(pack: Mapping[str, Any], shifted: bool) -> dict[str, Any]:
-    """The flattening collator's keys and dtypes. Its boundaries are the padded ones; padding behind a sample goes on
-    with its positions and ``seq_idx``, the tail is a sequence of its own, and no label counts there."""
-    import torch
-
-    bounds: torch.Tensor = pack["cu_seqlens_padded"]
-    found: dict[str, Any] = {}
-    if "input_ids" in pack:  # the middle stages of a pipeline have none
-        labels: torch.Tensor = pack["labels"]
-        # What a model shifts back: the label of token i at i + 1. -100 at each last token becomes each first's.
-        unshifted = torch.nn.functional.pad(labels[:-1], (1, 0), value=IGNORE_INDEX)
-        found = {"input_ids": pack["input_ids"][None], "labels": unshifted[None]}
-        if shifted:
-            found["shift_labels"] = labels[None]
-    numbers = torch.arange(len(bounds) - 1, dtype=torch.int32)
-    return {
-        **found,
-        "position_ids": pack["position_ids"].unsqueeze(-2),
-        "seq_idx": torch.repeat_interleave(numbers, bounds.diff())[None],
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": pack["max_seqlen"],
-        "max_length_k": pack["max_seqlen"],
-    }
 
 
 def shown(pack: Pack, rules: Rules, *, format: str, device: Any) -> Any:
@@ -219,6 +206,7 @@ class Views:
             raise UserError(f"got device={device!r} with format numpy, expected none: take format='thd'")
         self._mesh, self._verify, self._given = mesh, verify, format
         self._last: Step | None = None
+        self._slabs = Slabs()
         self._stream = None if self.format == "numpy" else _side_stream(device)
 
     def fit(self, rules: Rules) -> None:
@@ -233,12 +221,16 @@ class Views:
 
     def make(self, step: Step, rules: Rules) -> Step:
         """``step`` with views for packs, verified where asked. Raises InvariantError."""
+        packs, regrouping = step.packs, step.regrouping
         if self.format != "numpy":
-            step = replace(step, packs=tuple(view(pack, self.format, rules) for pack in step.packs))
-        if step.regrouping is not None:
+            bounds = pairwise([0, *accumulate(columns.count for columns in step.columns)])
+            messages = zip(step.columns, bounds, strict=True)
+            made = (views(of, packs[slice(*span)], self.format, rules, self._slabs) for of, span in messages)
+            packs = tuple(chain.from_iterable(made))
+        if regrouping is not None:
             device = None if self._stream is None else self._stream.device
-            show = partial(shown, format=self.format, device=device)
-            step = replace(step, regrouping=replace(step.regrouping, show=show))
+            regrouping = replace(regrouping, show=partial(shown, format=self.format, device=device))
+        step = replace(step, packs=packs, regrouping=regrouping, columns=())
         if self._verify:
             check_step(step, self._mesh, rules)
             follows(self._last, step)

@@ -118,6 +118,22 @@ def test_a_tensor_keeps_its_memory_while_a_pack_gives_its_back() -> None:
     assert place in {batch.input_ids.__array_interface__["data"][0] for step in again for batch in step}
 
 
+def test_packs_of_one_message_may_be_changed_apart() -> None:
+    """A backward pass refuses tensors that were changed since it kept them: of this pack, not of another."""
+    step = Views("thd", Mesh()).make(steps_of(TWO)[0], attached(TWO).rules)
+    weights = torch.ones(2, len(step[0].labels), requires_grad=True)
+    for batch in step:
+        kept = (weights * batch.labels).sum()
+        batch.labels[0] = 3
+        batch.position_ids.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept.backward()
+    kept = (weights * step[0].labels).sum()
+    step[1].labels[:] = IGNORED
+    kept.backward()
+    assert weights.grad is not None
+
+
 @pytest.mark.filterwarnings("error")
 def test_read_only_arrays_are_copied() -> None:
     pack = steps_of(TWO)[0][0]
