@@ -50,6 +50,17 @@ TWICE = (
     "DataLoader(loader, batch_size=None, num_workers=0); the client prefetches by itself"
 )
 
+_forks = 0
+"""Between the process that imported this and this one: to ask for the process's number at every pack is dearer."""
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
+
 
 class Prefetching:
     """A thread around ``session``, from the first message to ``close``; ``answer_s``: how long the first may take.
@@ -69,7 +80,7 @@ class Prefetching:
         self.answers: deque[State | Committed] = deque()
         self._endpoint, self._mesh, self._views, self._answer_s = endpoint, mesh, views, answer_s
         self._figures = figures
-        self._pid = os.getpid()
+        self._forks = _forks
         self._slabs = Slabs()
         self._told: deque[Event] = deque()
         self._changed = threading.Condition()
@@ -96,31 +107,38 @@ class Prefetching:
             self.ready.clear()
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Until ``condition()``; raises the session's error; says every 5 s what it waits for."""
-        if condition():
-            return
-        self.tell(Waiting(True))
+        """Until ``condition()``; raises the session's error; says every 5 s what it waits for.
+
+        The session hears of a wait that is longer than a tick: to tell it of each would wake its thread twice a step.
+        """
+        told = False
         try:
             with self._changed:
                 while not condition():
                     if self._error is not None:
                         raise self._error
                     self.check_usable()
-                    if not self._changed.wait(timeout=SAY_S) and not condition():
+                    if self._changed.wait(timeout=SAY_S if told else TICK_S) or condition():
+                        continue
+                    if told:
                         log.warning("%s: waiting for %s", self._mesh, self.session.waiting_for())
+                    else:
+                        told = True
+                        self.tell(Waiting(True))
         finally:
-            self.tell(Waiting(False))
+            if told:
+                self.tell(Waiting(False))
 
     def check_usable(self) -> None:
         """Nothing is handed out in a forked child, or once closed, not even what is ready."""
-        if os.getpid() != self._pid:
+        if _forks != self._forks:
             raise PeerError(f"got a client of the parent process after the fork; a process of its own {TWICE}")
         if self._closing:
             raise UserError("the client is closed: connect again")
 
     def close(self) -> None:
         """Give the rank up and end the thread; idempotent."""
-        if os.getpid() != self._pid:
+        if _forks != self._forks:
             return
         with self._changed:  # another thread may wait for a step
             self._closing = True

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from streampack import checkpoint
-from streampack.core.client_events import Again, Ask, Begin, Returned
+from streampack.core.client_events import Again, Ask, Begin, Returned, Waiting
 from streampack.core.client_session import ClientSession
 from streampack.core.messages import AskState, Commit, Committed, Mesh, ReadBy, State
 from streampack.core.patience import Patience
@@ -181,7 +181,10 @@ class Reading:
     def _ask(self, question: AskState | Commit) -> State | Committed:
         self._prefetching.answers.clear()
         self._prefetching.tell(Ask(question))
-        self._prefetching.wait_for(lambda: bool(self._prefetching.answers))
+        try:
+            self._prefetching.wait_for(lambda: bool(self._prefetching.answers))
+        finally:
+            self._prefetching.tell(Waiting(False))  # nor asks it any longer
         return self._prefetching.answers.popleft()
 
     def stats(self) -> dict[str, float]:
