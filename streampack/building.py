@@ -22,7 +22,7 @@ from streampack.compiled import kernels
 from streampack.core import layout as in_numpy
 from streampack.core.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
 from streampack.core.frames import EDGES, INPUT_IDS, frames_for
-from streampack.core.layout import Layouts, Slices, cut, derive_positions, layouts
+from streampack.core.layout import Boundaries, Layouts, Slices, cut, derive_positions, layouts
 from streampack.core.messages import Attached, Envelope, Mesh, StepPart
 from streampack.core.rules import Rules
 from streampack.core.samples import I32, I64
@@ -84,20 +84,19 @@ def _columns(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: M
         raise WireError("got a message without packs, expected at least one")
     num_samples = int(counts.sum())
     lengths = _array(part.lengths_u32, "<u4", num_samples).astype(np.int64)
-    laid = layouts(lengths, counts, part.aligns(rules), part.widths(rules))
+    laid, bounds, widest = _lay_out(lengths, counts, part.aligns(rules), part.widths(rules))
     mine = cut(laid, mesh.cp, mesh.cp_rank, layout)
     parts = 1 if layout == "whole" else mesh.cp
     tokens, fields = _Payload(dict(zip(expected, payload, strict=True)), rules, laid, mine, parts, slabs).columns()
-    real, padded, bounds = laid.boundaries()
     ids = np.empty((num_samples, 3), np.int64)
     ids[:, 0] = _array(part.streams_u32, "<u4", num_samples)
     ids[:, 1] = _array(part.indices_u64, "<u8", num_samples)
     ids[:, 2] = _array(part.parts_u32, "<u4", num_samples)
     attributes: dict[str, Column | list[Any]] = {
         **tokens,
-        "cu_seqlens": Column(real, bounds.tolist()),
-        "cu_seqlens_padded": Column(padded, bounds.tolist()),
-        "max_seqlen": np.maximum.reduceat(laid.stop - laid.start, laid.first_segment[:-1]).tolist(),
+        "cu_seqlens": Column(bounds.real, bounds.first.tolist()),
+        "cu_seqlens_padded": Column(bounds.padded, bounds.first.tolist()),
+        "max_seqlen": widest.tolist(),
         "num_samples": counts.tolist(),
         "num_segments": np.diff(laid.first_segment).tolist(),
         "sample_ids": Column(ids, laid.first_sample.tolist()),
@@ -112,6 +111,24 @@ def _columns(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: M
         "cp_rank": [mesh.cp_rank] * num_packs,
     }
     return Columns(num_packs, attributes, fields)
+
+
+def _lay_out(lengths: I64, counts: I64, aligns: I64, widths: I64) -> tuple[Layouts, Boundaries, I64]:
+    """``layouts``, with boundaries and the widest slot of each pack; same errors."""
+    if kernels.lay_out is not None:
+        samples, packs = len(lengths), len(counts)
+        real, start, stop = np.empty((3, samples + packs), np.int64)
+        first_sample, first_segment = np.empty((2, packs + 1), np.int64)
+        widest, bounds = np.empty(packs, np.int64), np.empty((2, samples + 2 * packs), np.int32)
+        count = kernels.lay_out(
+            lengths, counts, aligns, widths, real, start, stop, first_sample, first_segment, widest, *bounds
+        )
+        if count >= 0:
+            laid = Layouts(lengths, real[:count], start[:count], stop[:count], first_sample, first_segment)
+            real, padded = bounds[:, : count + packs]
+            return laid, Boundaries(real, padded, first_segment + np.arange(packs + 1)), widest
+    laid = layouts(lengths, counts, aligns, widths)  # or says what cannot be
+    return laid, laid.boundaries(), laid.widest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The client's compiled kernel, where numba is installed: loaded beside the work, and never waited for.
+"""The client's compiled kernels, where numba is installed: loaded beside the work, and never waited for.
 
 Importing numba takes most of a second and compiling, the first time on a machine, some more; numpy builds the same
 tensors until it is done, and for good where numba is missing or does not work. A fork waits for it: a child that
@@ -19,10 +19,11 @@ log = logging.getLogger("streampack.client")
 
 
 class Kernels:
-    """``derive`` of ``core.derived`` once it is there, else None; ``load`` begins to bring it."""
+    """Those of ``core.derived`` once they are there, else None; ``load`` begins to bring them."""
 
     def __init__(self) -> None:
         self.derive: Callable[..., None] | None = None
+        self.lay_out: Callable[..., int] | None = None
         self._thread: threading.Thread | None = None
 
     def load(self) -> None:
@@ -33,18 +34,18 @@ class Kernels:
             self._thread.start()
 
     def wait(self) -> None:
-        """Until it is there, or known not to come."""
+        """Until they are there, or known not to come."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _import(self) -> None:
         try:
-            found = importlib.import_module("streampack.core.derived").derive
+            found = importlib.import_module("streampack.core.derived")
         except Exception as error:  # whatever numba finds amiss with this machine, numpy does without
             log.info("numba does not work here (%r): numpy builds the tensors, at a third of the speed", error)
             return
-        if hasattr(found, "py_func"):  # else NUMBA_DISABLE_JIT has left it plain Python
-            self.derive = found
+        if hasattr(found.derive, "py_func"):  # else NUMBA_DISABLE_JIT has left them plain Python
+            self.derive, self.lay_out = found.derive, found.lay_out
 
 
 kernels = Kernels()

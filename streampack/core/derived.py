@@ -1,7 +1,7 @@
-"""What a client derives for every token of a message, compiled: one pass over memory, and no GIL meanwhile.
+"""What a client derives for every sample and token of a message, compiled: one pass over memory, no GIL meanwhile.
 
-``layout.derive_positions`` and ``derive_labels`` say the same in numpy, for machines without numba, and are what the
-tests compare with. Kept apart from ``kernels``, which broker and producers import: a trainer's process imports this
+``layout`` says the same in numpy, ``layouts`` and ``derive``, for machines without numba, and is what the tests compare
+with. Kept apart from ``kernels``, which broker and producers import: a trainer's process imports this
 one, and numba with it, in a thread of its own (``streampack.compiled``). The types are given, so that importing is
 compiling; numba keeps the result on disk.
 """
@@ -34,6 +34,56 @@ _TYPES = [
     )
     for token in (types.int32, types.uint16)
 ]
+
+
+@njit(types.int64(*10 * [_I64], *2 * [types.int32[::1]]), nogil=True, cache=True)
+def lay_out(
+    lengths: I64,
+    counts: I64,
+    aligns: I64,
+    widths: I64,
+    real: I64,
+    start: I64,
+    stop: I64,
+    first_sample: I64,
+    first_segment: I64,
+    widest: I64,
+    cu_seqlens: I32,
+    cu_seqlens_padded: I32,
+) -> int:
+    """``layout.layouts`` of packs, and their boundaries: all but the first four is filled in.
+
+    Of each segment, int64 [samples + packs], ``real``, ``start`` and ``stop``; of each pack, int64 [packs + 1], its
+    ``first_sample`` and ``first_segment``, and [packs] its ``widest`` slot; boundaries as ``Layouts.boundaries`` has
+    them, int32 [samples + 2 * packs]. Returns the number of segments, or -1 for what cannot be laid out.
+    """
+    sample = segment = 0
+    first_sample[0] = first_segment[0] = 0
+    for pack in range(len(counts)):
+        to = segment + pack
+        cu_seqlens[to] = cu_seqlens_padded[to] = at = held = widest[pack] = 0
+        for i in range(counts[pack] + 1):
+            if i < counts[pack]:
+                length = lengths[sample]
+                slot = -(-length // aligns[pack]) * aligns[pack]
+                sample += 1
+                if length <= 0:
+                    return -1
+            else:  # tail padding is a segment of its own
+                length, slot = 0, widths[pack] - at
+                if slot == 0:
+                    continue
+            if slot > widths[pack] - at or slot < 0:
+                return -1
+            real[segment], start[segment], stop[segment] = length, at, at + slot
+            at += slot
+            held += length
+            widest[pack] = max(widest[pack], slot)
+            segment += 1
+            to += 1
+            cu_seqlens[to], cu_seqlens_padded[to] = held, at
+        first_sample[pack + 1], first_segment[pack + 1] = sample, segment
+    return segment
 
 
 @njit(_TYPES, nogil=True, cache=True)

@@ -90,6 +90,15 @@ def layout(lengths: I64, align: int, total: int) -> Layout:
     return layouts(lengths, np.array([len(lengths)]), align, np.array([total])).packs()[0]
 
 
+class Boundaries(NamedTuple):
+    """Of several packs: ``cu_seqlens`` (``real``) and ``cu_seqlens_padded`` int32 [segments + packs], one pack's behind
+    another's, and where each's begin, ``first`` int64 [packs + 1]."""
+
+    real: I32
+    padded: I32
+    first: I64
+
+
 @dataclass(frozen=True, slots=True)
 class Layouts:
     """Several packs at once, their segments concatenated: one pass of numpy for all of them.
@@ -105,9 +114,8 @@ class Layouts:
     first_sample: I64
     first_segment: I64
 
-    def boundaries(self) -> tuple[I32, I32, I64]:
-        """``cu_seqlens`` and ``cu_seqlens_padded`` of the packs, one after another, int32 [segments + packs], and where
-        each pack's begin, int64 [packs + 1]."""
+    def boundaries(self) -> Boundaries:
+        """Of all packs, one's behind another's."""
         counts = np.diff(self.first_segment)
         numbers = np.arange(len(counts))
         ends = np.arange(len(self.stop)) + np.repeat(numbers + 1, counts)
@@ -116,7 +124,11 @@ class Layouts:
         real, padded = np.zeros((2, len(self.stop) + len(counts)), np.int32)
         real[ends] = summed - np.repeat(before, counts)
         padded[ends] = self.stop
-        return real, padded, self.first_segment + np.arange(len(counts) + 1)
+        return Boundaries(real, padded, self.first_segment + np.arange(len(counts) + 1))
+
+    def widest(self) -> I64:
+        """The widest slot of each pack, int64 [packs]."""
+        return np.maximum.reduceat(self.stop - self.start, self.first_segment[:-1])
 
     def packs(self) -> list[Layout]:
         """Each pack's own boundaries."""

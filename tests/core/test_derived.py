@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 
 from streampack.compiled import Kernels
 from streampack.core import layout as in_numpy
-from streampack.core.derived import derive
+from streampack.core.derived import derive, lay_out
+from streampack.core.layout import round_up
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,35 @@ def test_the_compiled_kernel_its_plain_twin_and_numpy_derive_the_same(held: Held
     expected = held.run(in_numpy.derive)
     assert held.run(derive) == expected
     assert held.run(derive.py_func) == expected
+
+
+@given(data=st.data())
+def test_packs_are_laid_out_as_by_numpy_or_refused(data: st.DataObject) -> None:
+    packs = data.draw(st.lists(st.lists(st.integers(0 if data.draw(st.booleans()) else 1, 9), max_size=5), max_size=5))
+    aligns = [data.draw(st.integers(1, 4)) for _ in packs]
+    fits = [max(sum(round_up(n, align) for n in pack), 1) for pack, align in zip(packs, aligns, strict=True)]
+    widths = [max(fit + data.draw(st.integers(-2, 5)), 1) for fit in fits]
+    lengths, counts = np.array([*chain(*packs)], np.int64), np.array([*map(len, packs)], np.int64)
+    own, totals = np.array(aligns, np.int64), np.array(widths, np.int64)
+    try:
+        laid = in_numpy.layouts(lengths, counts, own, totals)
+    except ValueError:
+        laid = None
+    for kernel in (lay_out, lay_out.py_func):
+        samples, count = len(lengths), len(packs)
+        real, start, stop = np.full((3, samples + count), -7)
+        first_sample, first_segment = np.full((2, count + 1), -7)
+        widest, bounds = np.full(count, -7), np.full((2, samples + 2 * count), -7, np.int32)
+        found = kernel(lengths, counts, own, totals, real, start, stop, first_sample, first_segment, widest, *bounds)
+        assert (found < 0) == (laid is None)
+        if laid is not None and packs:
+            expected = laid.boundaries()
+            for ours, theirs in (
+                (real[:found], laid.real), (start[:found], laid.start), (stop[:found], laid.stop),
+                (first_sample, laid.first_sample), (first_segment, laid.first_segment), (widest, laid.widest()),
+                (bounds[0, : found + count], expected.real), (bounds[1, : found + count], expected.padded),
+            ):  # fmt: skip
+                assert ours.tolist() == theirs.tolist()
 
 
 def test_the_kernel_comes_in_a_thread_of_its_own() -> None:

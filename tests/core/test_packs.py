@@ -299,6 +299,7 @@ def twins(request: pytest.FixtureRequest) -> Iterator[None]:
             patch.setattr(arena_module, "copy_slices", copy_slices.py_func)
             patch.setattr(arena_module, "slices_of", slices_of.py_func)
             patch.setattr(kernels, "derive", None)
+            patch.setattr(kernels, "lay_out", None)
         yield
 
 
