@@ -246,7 +246,7 @@ def _waits(former: Former) -> dict[str, int | None]:
     beyond; and how many of those in it wait for others as long."""
     return {
         "p99_steps": former.waits.p99,
-        "longest_steps": former.waits.longest(former.next_step),
+        "longest_steps": former.longest_wait,
         "bound_steps": former.waits.bound,
         "outliers": former.num_outliers,
     }

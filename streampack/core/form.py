@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from streampack.core.form_kernel import describe
-from streampack.core.items import item_sizes, num_whole, samples_of
+from streampack.core.form_kernel import describe, take_out
+from streampack.core.items import item_sizes, num_whole
 from streampack.core.packers import Choice, Packer
 from streampack.core.packers.joint import Joint, num_outliers
 from streampack.core.rules import Rules
@@ -32,6 +32,7 @@ from streampack.core.samples import I64, PACK, ROW, SampleTable
 from streampack.core.snapshot import FormState
 from streampack.core.steps import FIRST_CHAIN, Packs, Step, chain_digest, digests_of, step_digest
 from streampack.core.waits import Waits
+from streampack.errors import InternalError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,10 @@ class Request:
         )
 
 
+UNSEEN = -1
+"""What ages and steps say of an item that no packer has seen."""
+
+
 class Former:
     """The samples admitted to a feed and not yet in a step, and the packs not yet in a step."""
 
@@ -67,6 +72,7 @@ class Former:
         self._sizes: I64 = np.zeros(0, np.int64)  # of the items that they are, as lengths and ages
         self._lengths: I64 = np.zeros(0, np.int64)
         self._ages: I64 = np.zeros(0, np.int64)
+        self._since: I64 = np.zeros(0, np.int64)  # the step at which a packer first saw each, or UNSEEN
         self._arrived: list[tuple[I64, I64]] = []
         self._pending = Packs.empty()
         self._asked_held = -1  # samples held when the packer last said that it needs more
@@ -155,26 +161,27 @@ class Former:
 
     def apply(self, choice: Choice) -> list[Step]:
         """Take the packer's choice over the samples of the last ``request``; the steps now whole."""
-        at, bounds = choice.indices, choice.bounds
-        if grouped := len(self._sizes) < len(self._handles):
-            at = samples_of(self._sizes, choice.indices)
-            bounds = np.concatenate([[0], np.cumsum(self._sizes[choice.indices])])[bounds]
-        taken = self._handles[at]
+        num_held = len(self._handles)
+        taken, waited = np.empty(num_held, np.int64), np.empty(len(choice.indices), np.int64)
+        bounds = np.empty(len(choice.bounds), np.int64)
+        items, samples, seen = take_out(
+            choice.indices, choice.bounds, choice.ages, self.next_step, self._handles, self._sizes, self._lengths,
+            self._ages, self._since, taken, bounds, waited,
+        )  # fmt: skip
+        if items < 0:
+            raise InternalError(f"got a choice of other items than the {len(self._sizes)} held, or of one twice")
+        self._handles, self._sizes, self._lengths = self._handles[:samples], self._sizes[:items], self._lengths[:items]
+        self._ages, self._since = self._ages[:items], self._since[:items]
+        taken = taken[: num_held - samples]
         packs = self._make_packs(taken, bounds)
         self.num_samples -= len(taken)
         self.queued_tokens -= int(packs.tokens.sum())
         self.queued_samples -= self._num_whole(taken)
-        stays = np.ones(len(self._sizes), np.bool_)
-        stays[choice.indices] = False
-        self._handles = self._handles[np.repeat(stays, self._sizes) if grouped else stays]
-        stay = np.flatnonzero(stays)
-        self._ages = np.concatenate([choice.ages, self._ages[len(choice.ages) :]])[stay]
-        self._sizes, self._lengths = self._sizes[stay], self._lengths[stay]
         if self._rules.batch is not None:
             return [self._make_step(packs)]
-        self.waits.chosen(choice, stay[: np.searchsorted(stay, len(choice.ages))], self.next_step)
+        self.waits.chosen(waited, seen)
         self._pending = Packs.joined([self._pending, packs])
-        self._asked_held = self._asked_of - len(taken) if len(bounds) - 1 < self._asked_count else -1
+        self._asked_held = self._asked_of - len(taken) if len(packs) < self._asked_count else -1
         return self.cut()
 
     def cut(self) -> list[Step]:
@@ -194,6 +201,11 @@ class Former:
             else:
                 steps.append(self._make_step(Packs.joined([tail, Packs.empty(size - len(tail))])))
         return steps
+
+    @property
+    def longest_wait(self) -> int:
+        """Steps that a sample has waited in the window, at most."""
+        return self.waits.longest(self.next_step, self._since)
 
     @property
     def num_outliers(self) -> int | None:
@@ -224,7 +236,7 @@ class Former:
         self.admit(handles, self._table.length[handles].astype(np.int64))
         self._gather()
         self._ages = np.array(state.ages, np.int64)[np.cumsum(self._sizes) - self._sizes]
-        self.waits.begin(self._ages, self.next_step)
+        self._since = np.where(self._ages >= 0, self.next_step, UNSEEN)  # the figures are of this broker
         self._pending = self._make_packs(pending, np.concatenate([[0], np.cumsum(state.counts)]).astype(np.int64))
 
     def _batch_size(self) -> int:
@@ -246,7 +258,7 @@ class Former:
         if self.closed and self.num_samples and not self._batch_size():
             self.dropped = np.concatenate([self.dropped, self._handles])
             self._handles, self._sizes = self._handles[:0], self._sizes[:0]
-            self._lengths, self._ages = self._lengths[:0], self._ages[:0]
+            self._lengths, self._ages, self._since = self._lengths[:0], self._ages[:0], self._since[:0]
             self.num_samples = self.queued_tokens = self.queued_samples = 0
 
     def _num_whole(self, handles: I64) -> int:
@@ -274,7 +286,8 @@ class Former:
         self._handles = np.concatenate([self._handles, handles])
         self._sizes = np.concatenate([self._sizes, sizes])
         self._lengths = np.concatenate([self._lengths, units])
-        self._ages = np.concatenate([self._ages, np.full(len(sizes), -1, np.int64)])
+        unseen = np.full(len(sizes), UNSEEN, np.int64)
+        self._ages, self._since = np.concatenate([self._ages, unseen]), np.concatenate([self._since, unseen])
 
     def _make_packs(self, handles: I64, bounds: I64) -> Packs:
         if len(bounds) == 1:

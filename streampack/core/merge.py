@@ -36,6 +36,9 @@ from streampack.core.snapshot import MergeState
 
 STRIDE_ONE = 1 << 20
 PHASES = 1024
+MAX_CLOCK = 1 << 40
+"""Clocks are set back once they have come so far: far from 64 bits, whatever a sample's stride."""
+_NOTHING = np.zeros(0, np.int64)
 
 
 def strides(weights: list[float]) -> I64:
@@ -79,6 +82,8 @@ class Merge(Rings):
         self._now = np.zeros(1, np.int64)
         self._turn = np.zeros(len(weights), np.int64)
         self._live = self._stride > 0
+        self._out: I64 = np.empty((2, 0), np.int64)  # room for all that waits, which is not touched before it is used
+        self._blocked = -1
 
     def _weigh(self, weights: Sequence[float], stops: Sequence[int]) -> None:
         """Strides (0 for what is removed), and where the clocks begin a pass."""
@@ -92,24 +97,24 @@ class Merge(Rings):
 
     def take(self, max_tokens: int, max_position: int = NOWHERE) -> Taken:
         """All that can be merged now, until ``max_tokens`` (the last sample may pass them) or a position is reached."""
-        active = self._live & ~self._paused
-        if self._stopped or not active.any():
-            nothing = np.zeros(0, np.int64)
-            return Taken(nothing, nothing, None, nothing)
-        self._rebase()
-        bound = int((self._tail - self._head).sum())
-        handles, lengths = np.empty(bound, np.int64), np.empty(bound, np.int64)
+        if self._stopped or self._stuck:
+            return Taken(_NOTHING, _NOTHING, self._blocked if self._stuck else None, _NOTHING)
+        if self._now[0] > MAX_CLOCK:
+            self._rebase()
+        if len(self._out[0]) < self._handle.size:
+            self._out = np.empty((2, self._handle.size), np.int64)
+        handles, lengths = self._out
         before = self.merged_samples.copy()
+        left = max_position - self.position if max_position < NOWHERE else NOWHERE
         count, blocked = merge_take(
             self._now, self._clock, self._stride, self._first, self._turn, self._live, self._paused, self._stops,
             self._head, self._tail, self._ended, self._handle, self._length, self._part,
-            self.merged_samples, self.merged_tokens, self._by_sample, max_tokens, max_position - self.position,
-            handles, lengths,
+            self.merged_samples, self.merged_tokens, self._by_sample, max_tokens, left, handles, lengths,
         )  # fmt: skip
-        self._stopped = blocked == -2
+        self._stopped, self._stuck, self._blocked = blocked == -2, blocked >= 0, int(blocked)
         moved = np.flatnonzero(self.merged_samples != before)
         self._fresh &= not len(moved)
-        return Taken(handles[:count], lengths[:count], None if blocked < 0 else int(blocked), moved)
+        return Taken(handles[:count].copy(), lengths[:count].copy(), None if blocked < 0 else int(blocked), moved)
 
     def change(self, weights: Sequence[float], partitions: Sequence[int], stops: Sequence[int] = ()) -> I64:
         """Other weights from here on; arguments as for a new merge. Handles of what is dropped, int64 [n].
@@ -162,6 +167,7 @@ class Merge(Rings):
         *values, at_barrier, self._stopped, self._fresh, self._passes = msgspec.structs.astuple(state)
         for column, each in zip(columns, values, strict=True):
             column[:] = each
+        self._stuck = False
         for partition in np.flatnonzero(at_barrier).tolist():
             self.end_pass(partition)  # nobody will send it again: it came with the last sample before it
 

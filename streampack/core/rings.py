@@ -51,6 +51,7 @@ class Rings:
         self._tail = np.zeros(count, np.int64)
         self._ended = np.zeros(count, np.bool_)
         self._num_barriers = 0  # that wait
+        self._stuck = False  # the sample that is next is missing, and nothing has come since
         self._fresh = True
         """Nothing of this pass was taken."""
         self._passes = 0
@@ -74,7 +75,7 @@ class Rings:
 
     def end(self, partition: int) -> None:
         """No entry follows; idempotent."""
-        self._ended[partition] = True
+        self._ended[partition], self._stuck = True, False
 
     def waiting(self, partition: int) -> int:
         """Entries of a partition not merged yet, barriers among them."""
@@ -113,7 +114,7 @@ class Rings:
         at_barrier = self._at_barrier
         self._head += at_barrier
         self._num_barriers -= int(at_barrier.sum())
-        self._fresh = True
+        self._fresh, self._stuck = True, False
         self._passes += 1
 
     def drop(self) -> I64:
@@ -148,6 +149,7 @@ class Rings:
             waiting.append(self._handle[p, slots][self._length[p, slots] > 0])
             self._num_barriers -= int(np.count_nonzero(self._length[p, slots] == BARRIER))
         self._head[rows] = self._tail[rows]
+        self._stuck = False
         return np.concatenate(waiting)
 
     @property
@@ -176,6 +178,7 @@ class Rings:
             if before < count:
                 ring[partition, : count - before] = values[before:]
         self._tail[partition] = tail + count
+        self._stuck = False
 
     def _widen(self) -> None:
         old = self._handle.shape[1]

@@ -10,14 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from streampack.core.length_counts import BUCKETS, bucket_of, least_of
-from streampack.core.packers import Choice, Packer
+from streampack.core.packers import Packer
 from streampack.core.packers.exact_fill import ExactFill
 from streampack.core.packers.joint import Joint, max_wait
 from streampack.core.samples import I64
 
 AT_ONCE = 1 << 14
 """Samples that are counted at once."""
-_UNSEEN = -1
 
 
 class Waits:
@@ -26,28 +25,16 @@ class Waits:
 
     def __init__(self, packer: Packer, window: int, packs: int | None) -> None:
         self._packer, self._window, self._packs = packer, window, packs
-        self._since: I64 = np.zeros(0, np.int64)
         self._waited: list[I64] = []  # of the samples in steps, not counted yet
         self._num_waited = self._longest = 0
         self._most_held = 0
         self._counts: I64 = np.zeros(BUCKETS, np.int64)  # of the samples in steps, by the steps that they waited
 
-    def begin(self, ages: I64, step: int) -> None:
-        """Samples are held as a snapshot has them, with their ``ages`` int64 [n]; ``step`` is formed next."""
-        self._since = np.where(ages >= 0, step, _UNSEEN)
-
-    def chosen(self, choice: Choice, stay: I64, step: int) -> None:
-        """A choice was made for ``step``: some leave, and those at ``stay`` do not, int64 [k]; others were seen, at
-        least."""
-        seen, known = choice.ages >= 0, len(self._since)
-        seen[choice.indices] = True
-        since = np.empty(len(seen), np.int64)
-        since[:known], since[known:] = self._since, _UNSEEN
-        np.copyto(since, step, where=seen & (since < 0))
-        self._waited.append(step - since[choice.indices])
-        self._num_waited += len(choice.indices)
-        self._most_held = max(self._most_held, int(np.count_nonzero(seen)))
-        self._since = since[stay]
+    def chosen(self, waited: I64, seen: int) -> None:
+        """A choice was made: some leave that have ``waited`` so many steps, int64 [n]; so many were ``seen``."""
+        self._waited.append(waited)
+        self._num_waited += len(waited)
+        self._most_held = max(self._most_held, seen)
         if self._num_waited > AT_ONCE:
             self._count()
 
@@ -58,10 +45,11 @@ class Waits:
         self._longest = max(self._longest, int(waited.max(initial=0)))
         self._waited, self._num_waited = [], 0
 
-    def longest(self, step: int) -> int:
-        """Steps that a sample has waited, at most, where ``step`` is formed next."""
+    def longest(self, step: int, since: I64) -> int:
+        """Steps that a sample has waited, at most, where ``step`` is formed next, and those held were first seen
+        ``since`` then, int64 [n], -1 for those that were not."""
         self._count()
-        seen = self._since[self._since >= 0]
+        seen = since[since >= 0]
         return max(self._longest, step - int(seen.min(initial=step)))
 
     @property

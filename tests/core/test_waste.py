@@ -13,7 +13,7 @@ from streampack.core.figures import Totals
 from streampack.core.kept import KeptSteps
 from streampack.core.length_counts import BUCKETS, bucket_of, least_of
 from streampack.core.messages import Mesh
-from streampack.core.packers import Choice, packer
+from streampack.core.packers import packer
 from streampack.core.rules import Align, Batch, Rules
 from streampack.core.shapes import Shape, Sizes
 from streampack.core.waits import Waits
@@ -120,10 +120,11 @@ def test_a_number_s_bucket_begins_at_most_a_32nd_below_it(number: int) -> None:
 
 
 def test_of_a_hundred_waits_the_99th_and_the_longest_are_told() -> None:
-    waits, chosen = Waits(packer("exact_fill"), 200, 1), np.arange(98)
+    waits, nothing = Waits(packer("exact_fill"), 200, 1), np.zeros(0, np.int64)
     assert waits.p99 == 0
-    waits.chosen(Choice(chosen, np.array([0, 98]), np.zeros(100, np.int64)), np.array([98, 99]), 0)
-    waits.chosen(Choice(np.array([0]), np.array([0, 1]), np.zeros(2, np.int64)), np.array([1]), 3)
-    waits.chosen(Choice(np.array([0]), np.array([0, 1]), np.zeros(1, np.int64)), np.zeros(0, np.int64), 7)
-    assert (waits.p99, waits.longest(8)) == (3, 7)
+    waits.chosen(np.zeros(98, np.int64), 100)
+    waits.chosen(np.array([3]), 2)
+    waits.chosen(np.array([7]), 1)
+    assert (waits.p99, waits.longest(8, nothing)) == (3, 7)
+    assert (waits.longest(8, np.array([-1, 2, 0])), waits.longest(8, np.array([-1]))) == (8, 7)
     assert waits.bound == 300
