@@ -22,13 +22,17 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
 
 from streampack.core.fields import Field
 from streampack.errors import ConfigError, SourceError
+from streampack.sources.arrays import as_samples, one_sample
 from streampack.sources.callable_tokenizer import import_path
 from streampack.sources.order import Cursor
-from streampack.sources.records import Format, OpenedSource, OpenShard, Record, Sample, Shard
+from streampack.sources.records import AnyShard, Format, OpenedSource, OpenShard, Record, Sample, Samples
 from streampack.sources.rows import RowReader, ids_of
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import ShardedSource, check_read, digest_of, pieces, vocab_size_of
@@ -94,15 +98,51 @@ class ItemShard:
     def __len__(self) -> int:
         return len(self._run)
 
-    def load(self, sample: int) -> Sample | str:
+    def as_arrays(self) -> AnyShard:
+        """This shard, or one of arrays where its first item is one, and items cost nothing to make."""
+        held = isinstance(self._items, list | tuple | np.ndarray)
+        return ArrayItemShard(self) if held and len(self) and _is_vector(self.item(0)) else self
+
+    def item(self, sample: int) -> Any:
         try:
-            item = self._items[self._run[sample]]
+            return self._items[self._run[sample]]
         except Exception as error:
             raise _raised(self.where(sample), error) from error
-        return self._reader(item)
+
+    def load(self, sample: int) -> Sample | str:
+        return self._reader(self.item(sample))
 
     def where(self, sample: int) -> str:
         return f"{self._path}[{self._run[sample]}]"
+
+
+class ArrayItemShard:
+    """A run of items of which the first is an array of ids: those like it are read many at a time."""
+
+    blocks = ()
+
+    def __init__(self, one: ItemShard) -> None:
+        self._one, self.where = one, one.where
+
+    def __len__(self) -> int:
+        return len(self._one)
+
+    def gather(self, samples: NDArray[np.int64], tokens: int) -> Samples:
+        found: list[NDArray[Any]] = []
+        left = tokens
+        for sample in samples.tolist():
+            item = self._one.item(sample)
+            if not _is_vector(item) or (found and (item.dtype != found[0].dtype or len(item) > left)):
+                break
+            found.append(item)
+            left -= len(item)
+        if not found:
+            return one_sample(self._one.load(int(samples[0])), ())
+        return as_samples(np.concatenate(found), np.array([len(item) for item in found]))
+
+
+def _is_vector(item: object) -> TypeGuard[NDArray[Any]]:
+    return isinstance(item, np.ndarray) and item.ndim == 1 and item.dtype.kind in "iu"
 
 
 def _indexed(settings: SourceSettings, tokenizer: Tokenizer, items: Any, words: tuple[str, ...]) -> Format:
@@ -114,10 +154,10 @@ def _indexed(settings: SourceSettings, tokenizer: Tokenizer, items: Any, words: 
         read = ItemReader(settings, tokenizer, fields)
 
         @contextlib.contextmanager
-        def open_shard(number: int) -> Iterator[Shard]:
+        def open_shard(number: int) -> Iterator[AnyShard]:
             if len(items) != length:
                 raise SourceError(f"{path}: got {len(items)} items, expected the {length} it had when opened")
-            yield ItemShard(path, items, runs[number], read)
+            yield ItemShard(path, items, runs[number], read).as_arrays()
 
         return open_shard
 

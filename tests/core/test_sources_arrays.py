@@ -37,6 +37,7 @@ from streampack.sources import (
 )
 from streampack.sources.huggingface import ArrowShard
 from streampack.sources.parquet import ParquetShard
+from streampack.sources.python import ItemShard
 
 MASK = Field(name="loss_mask", dtype="uint8", align="target")
 LABELS = Field(name="labels", dtype="int32", align="target", pad=-100)
@@ -325,6 +326,35 @@ def test_lists_in_columns_read_many_at_once_are_those_read_one_by_one(
             assert len(expected[0]) == max(0, len(rows) * terms["passes"] - terms["first_seq"])
         check_same(source, leased)
         assert same_samples(outcome(source, leased), expected)
+
+
+ITEMS: list[Any] = []
+ITEM_KINDS = st.sampled_from(["<u2", "<i8", "f4", "list", "text", "none", "2-D"])
+TABLE: NDArray[Any] = np.arange(600, dtype=np.uint16).reshape(100, 6)
+
+
+@given(st.lists(st.tuples(ITEM_KINDS, st.integers(0, 9)), min_size=1), terms_of, st.booleans())
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_items_read_many_at_once_are_those_read_one_by_one(
+    kinds: list[tuple[str, int]], terms: dict[str, Any], shuffle: bool
+) -> None:
+    others: dict[str, Callable[[int], Any]] = {
+        "list": lambda length: [5] * length, "text": "a".__mul__, "none": lambda _: None,
+        "2-D": lambda length: np.ones((length, 1), np.int32),
+    }  # fmt: skip
+    ITEMS[:] = [others[kind](n) if kind in others else np.arange(n).astype(kind) - (n == 8) for kind, n in kinds]
+    source = open_source(SourceSettings("python", path=f"{__name__}:ITEMS", shuffle=shuffle))
+    with read_singly(ItemShard):
+        expected = outcome(Singly(source), lease(**terms))
+    check_same(source, lease(**terms))
+    assert same_samples(outcome(source, lease(**terms)), expected)
+
+
+def test_the_rows_of_an_array_are_items() -> None:
+    source = open_source(SourceSettings("python", path=f"{__name__}:TABLE", shuffle=False))
+    (batch,) = batches(source, lease(passes=1))
+    assert batch.tokens.tolist() == list(range(600))
+    assert batch.lengths.tolist() == [6] * 100
 
 
 def test_what_is_read_many_at_once_is_seldom_read_one_by_one(tmp_path: Path) -> None:
