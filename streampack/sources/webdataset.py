@@ -24,7 +24,7 @@ from streampack.errors import ConfigError, DamagedFile
 from streampack.sources.files import ShardFile, find, measure
 from streampack.sources.jsonl import open_row
 from streampack.sources.npy import load_npy
-from streampack.sources.npy_shard import NpyShard
+from streampack.sources.npy_shard import Members, NpyShard, given_dtype
 from streampack.sources.records import DAMAGED, AnyShard, Format, Sample
 from streampack.sources.rows import RowReader, ids_of
 from streampack.sources.settings import SourceSettings
@@ -120,12 +120,30 @@ class TarShard:
             self._beside.append({})
 
     def as_arrays(self) -> AnyShard:
-        """This shard, or an index of arrays where its samples are nothing but that."""
-        if self._fields.keys or not all(rank < 0 or self._arrays[rank] for rank in set(self._ranks)):
-            return self
+        """This shard, or one of arrays where its samples are nothing but that, the first one's like most."""
         sizes, offsets = np.array(self._sizes, np.int64), np.array(self._offsets, np.int64)
+        good = np.flatnonzero(np.array(self._ranks) >= 0)
+        if not len(good) or not all(rank < 0 or self._arrays[rank] for rank in set(self._ranks)):
+            return self
         sizes[np.array(self._ranks) < 0] = -1
-        return NpyShard(self._file, sizes, offsets, self.load, self.where)
+        ids, fields = Members(self._file, sizes, offsets), dict[Field, Members]()
+        if ids.dtype(int(good[0])) is None:
+            return self
+        for field, key in self._fields.keys:
+            places = [beside.get(f"{key}.npy".lower(), (0, -1)) for beside in self._beside]
+            members = Members(self._file, *np.array(places, np.int64).T[::-1])
+            missing = members.sizes[good] < 0
+            if missing.all() and not any(_JSON in beside for beside in self._beside):
+                continue
+            if (
+                field.axis == "sample"
+                or field.shape
+                or missing.any()
+                or members.dtype(int(good[0])) != given_dtype(field)
+            ):
+                return self
+            fields[field] = members
+        return NpyShard(ids, fields, self.load, self.where)
 
     def __len__(self) -> int:
         return len(self._keys)

@@ -3,7 +3,11 @@
 import contextlib
 import doctest
 import io
+import json
+import os
 import struct
+import subprocess
+import sys
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
@@ -32,6 +36,7 @@ from streampack.sources import (
     Source,
     SourceSettings,
     arrays,
+    files,
     open_source,
     webdataset,
 )
@@ -220,6 +225,14 @@ MEMBERS: dict[str, Callable[[NDArray[Any]], dict[str, bytes]]] = {
     "only a header": lambda ids: {"npy": npy(ids.astype("<u2"))[:128]},
     "no header": lambda ids: {"npy": b"\0" * 200},
     "old header": lambda ids: {"npy": OLD_HEADER + b"ab\0\1"},
+    "with a mask": lambda ids: {"npy": npy(ids), "loss_mask.npy": npy((ids % 2).astype("u1"))},
+    "with a wide mask": lambda ids: {"npy": npy(ids), "loss_mask.npy": npy(ids % 2)},
+    "with a signed mask": lambda ids: {"npy": npy(ids), "loss_mask.npy": npy(-(ids % 2).astype("i1"))},
+    "with a short mask": lambda ids: {"npy": npy(ids), "loss_mask.npy": npy((ids[1:] % 2).astype("u1"))},
+    "with a cut mask": lambda ids: {"npy": npy(ids), "loss_mask.npy": npy((ids % 2).astype("u1"))[:-1]},
+    "with a mask in json": lambda ids: {"npy": npy(ids), "json": json.dumps({"loss_mask": [1] * len(ids)}).encode()},
+    "with both": lambda ids: {"npy": npy(ids), "json": b"{", "loss_mask.npy": npy((ids % 2).astype("u1"))},
+    "with labels": lambda ids: {"npy": npy(ids), "labels.npy": npy(ids.astype("<i4")), "loss_mask.npy": npy(ids > 3)},
     "missing": lambda ids: {"cls": b"7"},
     "twice": lambda ids: {"npy": npy(ids), "NPY": npy(ids)},
 }
@@ -238,9 +251,14 @@ def write_tar(path: Path, samples: list[tuple[str, int]]) -> Path:
 
 def runs_of_kinds() -> st.SearchStrategy[list[tuple[str, int]]]:
     """Samples (kind, length), neighbours often of one kind."""
-    run = st.tuples(st.sampled_from(list(MEMBERS)), st.lists(st.integers(0, 12), min_size=1, max_size=12))
-    runs = st.lists(run, min_size=1, max_size=8)
-    return runs.map(lambda all_: [(kind, length) for kind, lengths in all_ for length in lengths])
+
+    def runs(kinds: list[str]) -> st.SearchStrategy[list[tuple[str, list[int]]]]:
+        run = st.tuples(st.sampled_from(kinds), st.lists(st.integers(0, 12), min_size=1, max_size=12))
+        return st.lists(run, min_size=1, max_size=8)
+
+    masked = [kind for kind in MEMBERS if "mask" in kind and "json" not in kind]
+    found = runs(list(MEMBERS)) | runs(masked).map(lambda runs: [("with a mask", [3]), *runs])
+    return found.map(lambda runs: [(kind, length) for kind, lengths in runs for length in lengths])
 
 
 @contextlib.contextmanager
@@ -251,11 +269,15 @@ def read_singly(shard: type[Any]) -> Iterator[None]:
         yield
 
 
-@given(runs_of_kinds(), terms_of, st.booleans())
+FIELDS = st.sampled_from([(), (MASK,), (MASK, REWARD), (REWARD,), (LABELS, MASK)])
+
+
+@given(runs_of_kinds(), terms_of, FIELDS, st.booleans())
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_arrays_in_a_tar_read_many_at_once_are_those_read_one_by_one(
-    samples: list[tuple[str, int]], terms: dict[str, Any], shuffle: bool
+    samples: list[tuple[str, int]], terms: dict[str, Any], fields: tuple[Field, ...], shuffle: bool
 ) -> None:
+    terms = terms | {"fields": fields}
     with tempfile.TemporaryDirectory() as folder:
         path = write_tar(Path(folder) / "a.tar", samples)
         source = open_source(SourceSettings("webdataset", path=str(path), tokens_key="npy", shuffle=shuffle))
@@ -277,7 +299,7 @@ KINDS = st.sampled_from(["int32", "int64", "int16", "uint8", "float32"])
 
 @given(
     ROWS, KINDS, KINDS, st.booleans(), st.integers(1, 30), terms_of, st.booleans(),
-    st.sampled_from([(), (MASK,), (MASK, REWARD), (REWARD,), (LABELS, MASK)]), st.booleans(),
+    FIELDS, st.booleans(),
 )  # fmt: skip
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_lists_in_columns_read_many_at_once_are_those_read_one_by_one(
@@ -361,11 +383,14 @@ def test_what_is_read_many_at_once_is_seldom_read_one_by_one(tmp_path: Path) -> 
     ids = [[5] * (1 + i % 7) for i in range(1000)]
     pq.write_table(pa.table({"input_ids": ids}), tmp_path / "a.parquet", row_group_size=250)
     write_tar(tmp_path / "a.tar", [("u2", 1 + i % 7) for i in range(1000)])
-    for kind, name in (("parquet", "a.parquet"), ("webdataset", "a.tar")):
-        source = open_source(SourceSettings(kind, path=str(tmp_path / name)))  # type: ignore[arg-type]
+    write_tar(tmp_path / "mask.tar", [("with a mask", 1 + i % 7) for i in range(1000)])
+    for name, sizes in (("a.parquet", [250] * 4), ("a.tar", [500] * 2), ("mask.tar", [500] * 2)):
+        source = open_source(
+            SourceSettings("parquet" if "parquet" in name else "webdataset", path=str(tmp_path / name))
+        )
         assert isinstance(source, ManySource)
-        found = list(source.read_many(0, 1, seed=0, passes=1, room=Room(500, 10_000)))
-        assert sorted(map(len, found)) == ([250] * 4 if kind == "parquet" else [500] * 2)
+        found = list(source.read_many(0, 1, seed=0, passes=1, room=Room(500, 10_000), fields=(MASK,)))
+        assert sorted(map(len, found)) == sizes
 
 
 @given(lengths, st.integers(1, 20), st.integers(1, 60))
@@ -392,5 +417,18 @@ def test_a_file_that_is_cut_between_two_batches_is_named(tmp_path: Path) -> None
         list(found)
 
 
+def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path) -> None:
+    written = write_megatron(tmp_path, [[7, 8], [9]], "<u2")
+    os.truncate(tmp_path / "a.bin", 64 << 30)  # holds nothing but the ids: a hole
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (32 << 30, 32 << 30)); "
+        "from streampack.sources import SourceSettings, open_source; "
+        f"source = open_source(SourceSettings('megatron', path={written.path!r}, shuffle=False)); "
+        "print([record.tokens.tolist() for record in source.read(0, 1, seed=0, passes=1)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[[7, 8], [9]]"
+
+
 def test_docstrings() -> None:
-    assert doctest.testmod(arrays).failed == 0
+    assert doctest.testmod(arrays).failed == doctest.testmod(files).failed == 0
