@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -272,7 +272,12 @@ def read_singly(shard: type[Any]) -> Iterator[None]:
 FIELDS = st.sampled_from([(), (MASK,), (MASK, REWARD), (REWARD,), (LABELS, MASK)])
 
 
+ALL_THERE = {"max_chunk_bytes": 1 << 20, "passes": 1, "first_seq": 0}
+
+
 @given(runs_of_kinds(), terms_of, FIELDS, st.booleans())
+@example([("with a mask", 9), ("with a signed mask", 9), ("with a mask", 9)], ALL_THERE, (MASK,), False)
+@example([("with a mask", 9), ("with a cut mask", 9), ("with a mask", 9)], ALL_THERE, (MASK,), False)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_arrays_in_a_tar_read_many_at_once_are_those_read_one_by_one(
     samples: list[tuple[str, int]], terms: dict[str, Any], fields: tuple[Field, ...], shuffle: bool
