@@ -170,7 +170,7 @@ def _client(report: Connection, rendezvous: Path, service: Service, seconds: flo
             pack = next(packs)
             now = time.perf_counter()
             waits.append(now - asked)
-            tokens += int(pack.cu_seqlens[-1])
+            tokens += pack.num_loss_tokens + len(pack.sample_ids)  # no tensor is looked into: that takes 6 us
             if service.work_s:
                 time.sleep(service.work_s)
         report.send((tokens, now - start, quantiles_ms(waits)))
