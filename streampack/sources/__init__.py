@@ -2,17 +2,18 @@
 
 Theory of operation. A source is a list of shards: files, or pieces of them. Shard i belongs to partition i mod P;
 a pass over a partition walks its shards, and the samples of each, in the order that ``order`` gives for (seed,
-pass). A format only has to find its files, to index one shard and to load its sample number i; passes, cursors,
-skipping, resuming are ``sharded``'s and the same for all. A cursor is a place in that order, so going on from one
-costs the index of one shard, not a second reading of what came before. (An iterable of Python's that can only be
-read from its start is the one exception: see ``python``.)
+pass). A format only has to find its files, to index one shard and to load its sample number i, or to gather many where
+they are arrays of ids (``arrays``); passes, cursors, skipping, resuming are ``sharded``'s and the same for all. A
+cursor is a place in that order, so going on from one costs the index of one shard, not a second reading of what came
+before. (An iterable of Python's that can only be read from its start is the one exception: see ``python``.)
 
 Two kinds of bad data. A *file* that is missing, cut or changed stops the reader with a SourceError, since
 nothing after it can be numbered. A *sample* that is bad is a Record with a reason and no tokens: it keeps its
 place, so that the numbers of all others stay what they are whatever the policy does with it.
 
-Held in memory: one shard's index (about 100 bytes a sample) and one sample, or one block of them where the format
-is read by blocks. Samples are read at their offsets, in files that must keep the size they had when opened.
+Held in memory: one shard's index (about 100 bytes a sample) and one sample, a chunk of them where they are gathered,
+or one block where the format is read by blocks. Samples are read at their offsets, in files that must keep the size
+they had when opened.
 
     settings ─▶ files, remote ─▶ jsonl webdataset parquet huggingface text megatron python ─▶ rows ─▶ tokenizers
                                  └──────────── sharded: order, cursors ─▶ Record, Record, ...
