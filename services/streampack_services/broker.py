@@ -19,6 +19,7 @@ import numpy as np
 
 from streampack import wire
 from streampack.config import BrokerConfig
+from streampack.core import form
 from streampack.core.broker import Broker
 from streampack.core.changes import Ask
 from streampack.core.effects import (
@@ -42,6 +43,7 @@ from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.frames import EDGES, INPUT_IDS
 from streampack.core.journal import Journal
 from streampack.core.layout import Contents
+from streampack.core.merge import merge_of
 from streampack.core.messages import Envelope
 from streampack.core.plan import needed_tokens
 from streampack.errors import InternalError, WireError
@@ -152,9 +154,8 @@ class BrokerService:
     def warm_up(self) -> None:
         """Compile or load the kernels, so that the first step is as fast as the others."""
         for feed in self.plan.feeds:
-            budget = feed.rules.budget
-            lengths = np.full(64, max(budget // 8, 1), np.int64)
-            feed.rules.new_packer().choose(lengths, np.full(64, -1, np.int64), budget, 4, True, window=16)
+            merge_of(feed.rules).take(1)
+            form.warm_up(feed.rules)
         rules, zero, lengths = self.plan.rules, np.zeros(1, np.int64), np.full(1, 8)
         trial = Arena(8 * 64 * rules.token_bytes, rules.tokens, 64, rules.fields)
         sizes = [8 * np.dtype(rules.tokens).itemsize]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from streampack.core.form_kernel import describe, take_out
@@ -307,3 +308,15 @@ class Former:
         step = Step(self.next_step, packs, loss, samples, digest, self.chain)
         self.next_step += 1
         return step
+
+
+def warm_up(rules: Rules) -> None:
+    """Form a step of samples that are made up: kernels are compiled, or read from the disk."""
+    table = SampleTable(64)
+    handles, lengths = table.take(64), np.full(64, max(rules.budget // 8, 1), np.int64)
+    table.length[handles] = lengths
+    former = Former(msgspec.structs.replace(rules, tail="pad"), table)
+    former.admit(handles, lengths)
+    former.closed = True
+    while (request := former.request()) is not None:
+        former.apply(request.choose())
