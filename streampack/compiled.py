@@ -42,7 +42,7 @@ class Kernels:
         try:
             found = importlib.import_module("streampack.core.derived")
         except Exception as error:  # whatever numba finds amiss with this machine, numpy does without
-            log.info("numba does not work here (%r): numpy builds the tensors, at a third of the speed", error)
+            log.info("numba does not work here (%r): numpy builds the tensors", error)
             return
         if hasattr(found.derive, "py_func"):  # else NUMBA_DISABLE_JIT has left them plain Python
             self.derive, self.lay_out = found.derive, found.lay_out
