@@ -20,7 +20,7 @@ import numpy as np
 
 from streampack import wire
 from streampack.config import BrokerConfig
-from streampack.core import form
+from streampack.core import deal_kernel, form
 from streampack.core.broker import Broker
 from streampack.core.changes import Ask
 from streampack.core.effects import (
@@ -159,6 +159,7 @@ class BrokerService:
         for feed in self.plan.feeds:
             merge_of(feed.rules).take(1)
             form.warm_up(feed.rules)
+        deal_kernel.warm_up()
         rules, zero, lengths = self.plan.rules, np.zeros(1, np.int64), np.full(1, 8)
         trial = Arena(8 * 64 * rules.token_bytes, rules.tokens, 64, rules.fields)
         sizes = [8 * np.dtype(rules.tokens).itemsize]

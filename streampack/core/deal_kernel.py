@@ -6,6 +6,7 @@ Plain Python over numpy arrays, so that the function itself is the twin that the
 
 from __future__ import annotations
 
+import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.kernels import njit
@@ -73,3 +74,11 @@ def loads(costs: I64, tokens: I64, dealt: I64, sums: I64, found: I64) -> tuple[f
             total += sums[i, rank]
         found[i, 0], found[i, 1], found[i, 2] = low, high, total
     return ratios, rows
+
+
+def warm_up() -> None:
+    """Compile or load both."""
+    none, few, one = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros((1, 1), np.int64)
+    said = np.zeros(0, np.uint32)
+    lay_out(none, none, one[0], few, few, none, few, none, none, said, said, np.zeros(0, np.uint64), said)
+    loads(one[0], one[0], one, np.zeros((3, 1), np.int64), np.zeros((3, 3), np.int64))
