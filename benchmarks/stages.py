@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,9 @@ class Memory:
         self.queues[peer].append(frames)
         return True
 
+    def room(self, peer: bytes, num_bytes: int) -> None:
+        """There is no memory to share."""
+
     def close(self) -> None:
         self.queues.clear()
 
@@ -104,14 +108,13 @@ class Service(BrokerService):
         return Memory(), Memory()
 
 
-class Inline:
+class Inline(ThreadPoolExecutor):
     """What stands for the thread that packs: done at once."""
 
-    def __init__(self, service: BrokerService) -> None:
-        self._service = service
-
-    def put(self, form: Any) -> None:
-        self._service._formed.append(broker_module._choose(form))
+    def submit(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:  # type: ignore[override]
+        done: Future[Any] = Future()
+        done.set_result(call(*args, **kwargs))
+        return done
 
 
 class Producer:
@@ -184,7 +187,7 @@ class Run:
 
     def _watch(self, meter: Meter) -> None:
         core, arena = self.service.core, self.service.arena
-        self.service._to_form = Inline(self.service)  # type: ignore[assignment]
+        self.service._packing = Inline(1)
         core.handle = meter.timed(_core_stage, core.handle)  # type: ignore[method-assign]
         for name, stage in (("store", "arena: store"), ("gather", "arena: gather"), ("release", "arena: release")):
             setattr(arena, name, meter.timed(stage, getattr(arena, name)))

@@ -4,7 +4,7 @@ A ``Router`` serves many ``Dealer``s; both are used by one thread, never block, 
 that a message arrives: a full queue, a peer that is gone or a broker that restarts lose messages,
 and the state machines ask again. What they see to is what ZeroMQ leaves open: an address that
 another process serves already (``ipc://`` would be stolen silently), sockets inherited through a
-fork (they would swallow messages), and lingering at exit.
+fork (they would swallow messages), and lingering at exit. On ``ipc://`` large frames go through ``shared_memory``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ import fcntl
 import os
 import re
 import socket
+import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+from weakref import WeakValueDictionary
 
+import numpy as np
 import zmq
+from numpy.typing import NDArray
 
+from streampack import shared_memory
 from streampack.errors import PeerError, UserError
+from streampack.shared_memory import FEW_SLOTS, NUM_SLOTS, Known, Link
 
 HEARTBEAT_MS = 5000
 HEARTBEAT_TIMEOUT_MS = 15_000
@@ -31,6 +38,10 @@ BACKLOG = 4096
 """Peers that connect at the same moment; of more each tries again after some time."""
 HIGH_WATER = 1000
 """Messages: bounds what waits for a peer; credits and prefetching keep queues far below it."""
+MOST_LINKS = 256
+"""Peers of this host that memory is shared with; the others' frames go over the socket."""
+SAY_S = 2.0
+"""Between two words of a dealer that it knows shared memory: a router that was started again knows it no more."""
 
 
 def _configure(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
@@ -79,23 +90,83 @@ class _Socket:
         self.raw: zmq.Socket[bytes] = self._context.socket(kind)
         self.dropped = 0
         """Messages that could not be sent now, and were not."""
+        self._links: OrderedDict[bytes, Link] | None = None
+        """By peer, the last one used last: what is lent to processes of this host; None: nothing is."""
+        self._known: Known = WeakValueDictionary()
         _configure(self.raw, max_message_bytes)
 
-    def receive(self) -> list[zmq.Frame] | None:
-        """The frames of one message, or None when there is none now."""
-        try:
-            return self.raw.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None
+    def receive(self) -> list[Any] | None:
+        """The frames of one message, as buffers, or None when there is none now."""
+        self._tell(idle=False)
+        while True:
+            try:
+                frames = self.raw.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return None
+            whole = self._resolved(frames) if self._links is not None else frames
+            if whole is not None:
+                return whole
 
-    def _send(self, frames: Sequence[Any]) -> bool:
-        self._check_pid()
+    def flush(self) -> None:
+        """Say what has come free here, before waiting."""
+        self._tell(idle=True)
+
+    _peer_frames = 0
+    """Frames before the message's own, which say whose it is."""
+
+    def _resolved(self, frames: list[Any]) -> list[Any] | None:
+        """The frames of a message, those that lie in shared memory put in their places; None where it was about that
+        memory, or is lost."""
+        at = self._peer_frames
+        head = frames[at].buffer if len(frames) > at else memoryview(b"")
+        if head[: len(shared_memory.MAGIC)] != shared_memory.MAGIC:
+            return frames
+        peer = frames[0].bytes if at else b""
+        whole, answer = self._link(peer).incoming(head, frames[at + 1 :], self._known)
+        if answer is not None:
+            self._raw_send(peer, [answer])
+        return [*frames[:at], *whole] if whole is not None else None
+
+    def _link(self, peer: bytes) -> Link:
+        assert self._links is not None
+        link = self._links.get(peer)
+        if link is None:
+            router = bool(self._peer_frames)
+            link = self._links[peer] = Link(speaks=not router, num_slots=NUM_SLOTS if router else FEW_SLOTS)
+            if len(self._links) > MOST_LINKS:
+                self._links.popitem(last=False)[1].close()
+        elif len(self._links) > 1:
+            self._links.move_to_end(peer)
+        return link
+
+    def _tell(self, idle: bool) -> None:
+        for peer, link in list(self._links.items()) if self._links else ():
+            if (news := link.news(idle)) is not None:
+                self._raw_send(peer, [news])
+
+    def _raw_send(self, peer: bytes, frames: Sequence[Any]) -> bool:
         try:
-            self.raw.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except (zmq.Again, zmq.ZMQError):
-            self.dropped += 1
+            self.raw.send_multipart([peer, *frames] if self._peer_frames else frames, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH and self._links is not None and peer in self._links:
+                self._links.pop(peer).close()
             return False
         return True
+
+    def _send(self, peer: bytes, frames: Sequence[Any]) -> bool:
+        self._check_pid()
+        taken: list[int] = []
+        link = self._link(peer) if self._links is not None else None
+        if link is not None:
+            if (question := link.question(frames, time.monotonic())) is not None:
+                self._raw_send(peer, [question])
+            frames, taken = link.outgoing(frames)
+        if self._raw_send(peer, frames):
+            return True
+        self.dropped += 1
+        if link is not None:
+            link.give_back(taken)
+        return False
 
     def _check_pid(self) -> None:
         if os.getpid() != self._pid:
@@ -106,10 +177,12 @@ class _Socket:
         if os.getpid() == self._pid and not self.raw.closed:
             self.raw.close()
             self._context.term()
+            while self._links:
+                self._links.popitem()[1].close()
 
 
 class Router(_Socket):
-    """A bound socket that knows its peers by the opaque ids that ZeroMQ gives them.
+    """A bound socket that knows its peers by the opaque ids that ZeroMQ gives them, a frame before each message.
 
     It holds ``arriving`` messages of each peer before they are received; others wait where they were made.
     Raises UserError if the address is taken, saying by whom as far as that can be known.
@@ -122,6 +195,7 @@ class Router(_Socket):
             self._lock = _lock_ipc(Path(endpoint.removeprefix("ipc://")))
         super().__init__(zmq.ROUTER, max_message_bytes)
         self.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._links = OrderedDict() if self._lock is not None else None
         self.raw.setsockopt(zmq.RCVHWM, arriving)
         self.raw.setsockopt(zmq.BACKLOG, BACKLOG)
         try:
@@ -135,9 +209,17 @@ class Router(_Socket):
             ) from None
         self.endpoint = _MAPPED.sub(r"\1", self.raw.getsockopt_string(zmq.LAST_ENDPOINT))
 
+    _peer_frames = 1
+
+    def room(self, peer: bytes, num_bytes: int) -> NDArray[np.uint8] | None:
+        """Memory that the peer can read, uint8 [num_bytes], for a frame of the next message to it: one that lies there
+        is not copied any more. None where there is none."""
+        link = self._links.get(peer) if self._links else None
+        return link.room(num_bytes) if link is not None else None
+
     def send(self, peer: bytes, frames: Sequence[Any]) -> bool:
         """Queue a message for a peer; False if it was dropped instead."""
-        return self._send([peer, *frames])
+        return self._send(peer, frames)
 
     def close(self) -> None:
         super().close()
@@ -156,6 +238,8 @@ class Dealer(_Socket):
         check_endpoint(endpoint, connects=True)
         super().__init__(zmq.DEALER, max_message_bytes)
         self.raw.setsockopt(zmq.IMMEDIATE, 1)
+        self._links = OrderedDict() if endpoint.startswith("ipc://") else None
+        self._said_at = -SAY_S
         self.raw.setsockopt(zmq.LINGER, linger_ms)
         try:
             self.raw.connect(endpoint)
@@ -171,7 +255,10 @@ class Dealer(_Socket):
 
     def send(self, frames: Sequence[Any]) -> bool:
         """Queue a message; False if it was dropped instead."""
-        return self._send(frames)
+        if self._links is not None and time.monotonic() - self._said_at > SAY_S:
+            self._said_at = time.monotonic()
+            self._raw_send(b"", [shared_memory.SPEAKS])
+        return self._send(b"", frames)
 
 
 class Waker:
@@ -208,7 +295,7 @@ class Poller:
     """Waits on sockets and a waker together."""
 
     def __init__(self, sockets: Sequence[_Socket], waker: Waker | None = None) -> None:
-        self._poller = zmq.Poller()
+        self._poller, self._sockets = zmq.Poller(), list(sockets)
         self._waker = waker
         for sock in sockets:
             self._poller.register(sock.raw, zmq.POLLIN)
@@ -217,12 +304,14 @@ class Poller:
 
     def wait(self, timeout_s: float) -> None:
         """Until something came or the time is up; sockets are to be drained after every wait."""
+        for sock in self._sockets:
+            sock.flush()
         ready = self._poller.poll(max(0, int(timeout_s * 1000)))
         if self._waker is not None and any(source == self._waker.fileno() for source, _ in ready):
             self._waker.clear()
 
 
-def drain(sock: _Socket, at_most: int) -> Iterator[list[zmq.Frame]]:
+def drain(sock: _Socket, at_most: int) -> Iterator[list[Any]]:
     """Messages that have come, up to a bound so that no socket starves another."""
     for _ in range(at_most):
         frames = sock.receive()

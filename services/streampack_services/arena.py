@@ -14,6 +14,7 @@ them). One thread uses it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,10 @@ class _Column:
         self.shift = int(field.align == "target")
         self.replicate = field.cp == "replicate"
         self.data: NDArray[Any] = np.empty(count * self.width, self.dtype)
+
+
+Room = Callable[[int], NDArray[np.uint8] | None]
+"""Gives memory of so many bytes, uint8 [n], or None."""
 
 
 class Arena:
@@ -132,12 +137,14 @@ class Arena:
             if block != self._block:
                 self._forget(block)
 
-    def gather(self, packs: Contents, names: list[str], cp: int, rank: int, layout: str) -> tuple[NDArray[Any], ...]:
+    def gather(
+        self, packs: Contents, names: list[str], cp: int, rank: int, layout: str, room: Room | None = None
+    ) -> tuple[NDArray[Any], ...]:
         """A rank's shards of packs, each a field of ``names`` in that order (``core.frames``).
 
         ``input_ids`` [sum of T / cp] padded with 0, ``edges`` int32 [slices], fields of axis ``token``
         [sum of T / cp * width] (or all of each pack, where they are replicated) and ``sample`` [samples * width].
-        See ``core.layout`` for what a shard holds.
+        See ``core.layout`` for what a shard holds. ``room`` is asked for the memory of the first.
         """
         mine, total = self._slices(packs, cp, rank, layout)
         edges = np.empty(mine.shape[1] if EDGES in names else 0, np.int32)
@@ -152,7 +159,8 @@ class Arena:
                 found[name] = np.empty(count * column.width, column.dtype)
                 _copy(column.data, slices, column.width, column.shift, column.pad, found[name], _NO_EDGES)
             elif name == INPUT_IDS:
-                found[name] = np.empty(total, self._tokens.dtype)
+                memory = room(total * self._tokens.itemsize) if room is not None else None
+                found[name] = np.empty(total, self.dtype) if memory is None else memory.view(self.dtype)
                 _copy(self._tokens, mine, 1, 0, 0, found[name], edges)
         return tuple(found[name] for name in names)
 

@@ -1,0 +1,229 @@
+"""Frames lent through shared memory: what is held never changes, what is let go comes back, whatever is lost."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack import shared_memory
+from streampack.shared_memory import LEAST_BYTES, MAGIC, NUM_SLOTS, SPEAKS, Link, Mapping, Slots
+
+NUM_TEST_SLOTS = 3
+
+
+def frame(number: int, num_bytes: int) -> bytes:
+    return bytes([number % 251]) * num_bytes
+
+
+class Pair:
+    """A sender and a receiver, and the messages between them, which may be lost or come late."""
+
+    def __init__(self) -> None:
+        self.sender = Link(speaks=True, slots=Slots(NUM_TEST_SLOTS, LEAST_BYTES + 100))
+        self.now = 0.0
+        self.sent = 0
+        self.under_way: deque[list[Any]] = deque()
+        self.late: deque[list[Any]] = deque()
+        self.held: list[tuple[list[Any], list[bytes]]] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """The receiver is killed, and another one takes its place."""
+        self.held.clear()
+        self.late.clear()  # its connections have gone with it
+        self.receiver = Link(speaks=True)
+        self.known: Any = WeakValueDictionary()
+
+    def ask(self) -> None:
+        self.now += 10
+        if (question := self.sender.question([frame(0, LEAST_BYTES)], self.now)) is not None:
+            self.under_way.append([question])
+
+    def send(self, sizes: list[int]) -> None:
+        self.sent += 1
+        plain = [frame(self.sent + i, size) for i, size in enumerate(sizes)]
+        frames, _ = self.sender.outgoing(plain)
+        self.under_way.append([*frames, plain])  # the last one is what the test compares with
+
+    def deliver(self, late: bool = False) -> None:
+        queue = self.late if late else self.under_way
+        if not queue:
+            return
+        message = queue.popleft()
+        expected = message.pop() if isinstance(message[-1], list) else None
+        whole: list[Any] | None = message
+        if message[0][:4] == MAGIC:
+            whole, answer = self.receiver.incoming(memoryview(message[0]), message[1:], self.known)
+            if answer is not None:
+                self.sender.incoming(memoryview(answer), [], self.known)
+        if whole is not None and expected is not None:
+            self.held.append((whole, expected))
+
+    def reconnect(self) -> None:
+        """What is under way on the old connection may be read after what is sent on the new one."""
+        self.late.extend(self.under_way)
+        self.under_way.clear()
+
+    def tell(self) -> None:
+        if (news := self.receiver.news(idle=True)) is not None:
+            self.sender.incoming(memoryview(news), [], self.known)
+
+    def check(self) -> None:
+        for whole, expected in self.held:
+            assert [bytes(each) for each in whole] == expected
+
+
+actions = st.one_of(
+    st.tuples(
+        st.just("send"), st.lists(st.sampled_from([10, LEAST_BYTES, LEAST_BYTES + 100, LEAST_BYTES + 101]), min_size=1)
+    ),
+    st.tuples(st.just("let_go"), st.integers(0, 9)),
+    st.sampled_from(
+        [("deliver",), ("late",), ("lose",), ("ask",), ("tell",), ("reconnect",), ("restart",), ("deliver",), ("tell",)]
+    ),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(actions, max_size=60))
+def test_what_is_held_never_changes_and_all_comes_back_in_the_end(script: list[tuple[Any, ...]]) -> None:
+    pair = Pair()
+    for name, *arguments in script:
+        if name == "send":
+            pair.send(*arguments)
+        elif name == "let_go" and pair.held:
+            pair.held.pop(arguments[0] % len(pair.held))
+        elif name == "late":
+            pair.deliver(late=True)
+        elif name == "lose" and pair.under_way:
+            pair.under_way.popleft()
+        elif name not in ("let_go", "lose"):
+            getattr(pair, name)()
+        pair.check()
+    pair.held.clear()
+    while pair.under_way:
+        pair.deliver()
+        pair.held.clear()
+    pair.tell()
+    for _ in range(2):  # the second one where the first was not yet answered by this receiver
+        pair.sender.lends = False
+        pair.ask()
+        pair.deliver()
+    assert pair.sender.slots is not None
+    assert pair.sender.slots.num_free == NUM_TEST_SLOTS
+    assert pair.sender.lends
+
+
+def test_frames_go_by_reference_once_the_peer_has_said_that_it_can_read() -> None:
+    pair = Pair()
+    pair.send([LEAST_BYTES])
+    assert pair.under_way.pop()[0] == frame(1, LEAST_BYTES)
+    pair.ask()
+    pair.deliver()
+    pair.send([10, LEAST_BYTES, 20])
+    head, *left, _ = pair.under_way[-1]
+    assert head[:5] == MAGIC + b"R"
+    assert [len(each) for each in left] == [10, 20]
+    pair.deliver()
+    pair.check()
+    assert len(pair.held[-1][0][1]) == LEAST_BYTES
+
+
+def test_a_frame_that_was_written_in_place_is_not_copied() -> None:
+    pair = Pair()
+    assert pair.sender.room(LEAST_BYTES) is None
+    pair.ask()
+    pair.deliver()
+    assert pair.sender.room(LEAST_BYTES - 1) is None
+    for _ in range(2 * NUM_TEST_SLOTS):  # those that are never sent are not lost
+        room = pair.sender.room(LEAST_BYTES)
+    assert room is not None
+    room[:] = 7
+    frames, taken = pair.sender.outgoing([room.view(np.int32)])
+    assert len(frames) == 1
+    assert pair.sender.slots is not None
+    assert pair.sender.slots.num_free == NUM_TEST_SLOTS - 1
+    whole, _ = pair.receiver.incoming(memoryview(frames[0]), [], pair.known)
+    assert whole is not None
+    assert bytes(whole[0]) == b"\7" * LEAST_BYTES
+    room[0] = 9  # the same memory
+    assert whole[0][0] == 9
+    pair.sender.give_back(taken)
+    assert pair.sender.slots.num_free == NUM_TEST_SLOTS
+
+
+def test_what_is_read_cannot_be_written_to_and_lasts_as_long_as_an_array_of_it() -> None:
+    pair = Pair()
+    pair.ask()
+    pair.deliver()
+    pair.send([LEAST_BYTES])
+    pair.deliver()
+    whole, _ = pair.held.pop()
+    array = np.frombuffer(whole.pop(), np.uint8)[5:].view(np.uint8)[1:]
+    assert not array.flags.writeable
+    assert pair.receiver.news(idle=True) is None
+    del array
+    assert pair.receiver.news(idle=True) is not None
+
+
+def test_a_peer_that_does_not_know_shared_memory_is_not_asked() -> None:
+    link = Link(speaks=False)
+    large = [frame(1, LEAST_BYTES)]
+    assert link.question(large, 5.0) is None
+    link.incoming(memoryview(SPEAKS), [], WeakValueDictionary())
+    assert link.question([b"small"], 5.0) is None
+    assert link.question(large, 5.0) is not None
+    assert link.question(large, 5.1) is None
+    link.close()
+
+
+def test_memory_that_cannot_be_read_is_refused_and_frames_go_as_ever() -> None:
+    pair = Pair()
+    assert pair.sender.slots is not None
+    name = pair.sender.slots.name
+    for wrong in (
+        name._replace(fd=0), name._replace(pid=2**31), name._replace(token=bytes(16)), name._replace(num_slots=64),
+        name._replace(num_slots=65), name._replace(slot_bytes=0),
+    ):  # fmt: skip
+        with pytest.raises((OSError, ValueError)):
+            Mapping(wrong)
+    pair.sender.slots.name = name._replace(token=bytes(16))
+    pair.ask()
+    pair.deliver()
+    pair.ask()
+    pair.send([LEAST_BYTES])
+    assert [message[0][:4] for message in pair.under_way] == [frame(1, 4)]
+
+
+def test_memory_that_its_owner_could_take_away_is_refused() -> None:
+    fd = os.memfd_create("streampack")
+    try:
+        size = 4096 + NUM_SLOTS * shared_memory.SLOT_BYTES
+        os.ftruncate(fd, size)
+        os.pwrite(fd, b"t" * 16, 0)
+        name = shared_memory.Name(b"t" * 16, os.getpid(), fd, NUM_SLOTS, shared_memory.SLOT_BYTES)
+        with pytest.raises((OSError, ValueError)):
+            Mapping(name)
+    finally:
+        os.close(fd)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=120), st.sampled_from([b"R", b"H", b"A", b"N", b"S", b"?", b""]), st.booleans())
+def test_garbage_is_lost_and_harms_nothing(body: bytes, kind: bytes, with_name: bool) -> None:
+    pair = Pair()
+    pair.ask()
+    pair.deliver()
+    assert pair.sender.slots is not None
+    head = MAGIC + kind + (shared_memory._NAME.pack(*pair.sender.slots.name) if with_name else b"") + body
+    whole, _ = pair.receiver.incoming(memoryview(head), [b"x"], pair.known)
+    assert whole is None or kind == b"R"
+    link = Link(speaks=True, slots=pair.sender.slots)
+    link.incoming(memoryview(head), [b"x"], WeakValueDictionary())
