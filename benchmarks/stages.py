@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +107,14 @@ class Service(BrokerService):
         return Memory(), Memory()
 
 
-class Inline(ThreadPoolExecutor):
+class Inline:
     """What stands for the thread that packs: done at once."""
 
-    def submit(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:  # type: ignore[override]
-        done: Future[Any] = Future()
-        done.set_result(call(*args, **kwargs))
-        return done
+    def __init__(self, service: BrokerService) -> None:
+        self._service = service
+
+    def put(self, form: Any) -> None:
+        self._service._formed.append(broker_module._choose(form))
 
 
 class Producer:
@@ -187,7 +187,7 @@ class Run:
 
     def _watch(self, meter: Meter) -> None:
         core, arena = self.service.core, self.service.arena
-        self.service._packing = Inline(1)
+        self.service._to_form = Inline(self.service)  # type: ignore[assignment]
         core.handle = meter.timed(_core_stage, core.handle)  # type: ignore[method-assign]
         for name, stage in (("store", "arena: store"), ("gather", "arena: gather"), ("release", "arena: release")):
             setattr(arena, name, meter.timed(stage, getattr(arena, name)))

@@ -13,14 +13,15 @@ import logging
 import threading
 import time
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from streampack import wire
 from streampack.config import BrokerConfig
-from streampack.core import form
+from streampack.core import deal_kernel, form
 from streampack.core.broker import Broker
 from streampack.core.changes import Ask
 from streampack.core.effects import (
@@ -101,7 +102,7 @@ class BrokerService:
         self.form_seconds = 0.0
         self.tokens_sent = 0
         self._exit_when_finished = exit_when_finished
-        self._formed: deque[Future[tuple[Formed, float]]] = deque()
+        self._formed: deque[tuple[Formed, float] | BaseException] = deque()
         self._tokens = itertools.count()
         self._asked: deque[tuple[Change, Future[Answer]]] = deque()
         self._answers: dict[int, Future[Answer]] = {}
@@ -109,7 +110,9 @@ class BrokerService:
         self._drain_asked = threading.Event()
         self._stop_now = False
         self._events: deque[Event] = deque()
-        self._packing = ThreadPoolExecutor(1, "streampack-form")
+        self._to_form: SimpleQueue[Form | None] = SimpleQueue()
+        """None ends the thread that packs."""
+        self._packing = threading.Thread(target=self._pack, name="streampack-form", daemon=True)
         self._reporter = Reporter(self)
         self.snapshot: Snapshot = self._reporter.take(self.started)
         """Replaced whole twice a second; any thread may read it, nobody changes it."""
@@ -157,6 +160,7 @@ class BrokerService:
         for feed in self.plan.feeds:
             merge_of(feed.rules).take(1)
             form.warm_up(feed.rules)
+        deal_kernel.warm_up()
         rules, zero, lengths = self.plan.rules, np.zeros(1, np.int64), np.full(1, 8)
         trial = Arena(8 * 64 * rules.token_bytes, rules.tokens, 64, rules.fields)
         sizes = [8 * np.dtype(rules.tokens).itemsize]
@@ -170,6 +174,7 @@ class BrokerService:
         """Serve. Closes everything in the end."""
         try:
             self.warm_up()
+            self._packing.start()
             self._perform_all(self.core.begin())
             self._handle(Tick(time.monotonic()))
             self.ready = True
@@ -191,7 +196,9 @@ class BrokerService:
     def close(self) -> None:
         """Give up sockets and threads; idempotent."""
         self.ready = False
-        self._packing.shutdown(wait=True, cancel_futures=True)
+        if self._packing.is_alive():
+            self._to_form.put(None)
+            self._packing.join()
         self._producers.close()
         self._trainers.close()
         self._waker.close()
@@ -245,10 +252,11 @@ class BrokerService:
             return
         self._handle(kind(frames[0].bytes, envelope))
 
-    def _on_formed(self, future: Future[tuple[Formed, float]]) -> None:
-        formed, seconds = future.result()
-        self.form_seconds += seconds
-        self._handle(formed)
+    def _on_formed(self, found: tuple[Formed, float] | BaseException) -> None:
+        if isinstance(found, BaseException):
+            raise found
+        self.form_seconds += found[1]
+        self._handle(found[0])
 
     def _handle(self, event: Event) -> None:
         self._perform_all(self.core.handle(event))
@@ -279,7 +287,7 @@ class BrokerService:
         elif isinstance(effect, Release):
             self.arena.release(effect.handles)
         elif isinstance(effect, Form):
-            self._packing.submit(_choose, effect).add_done_callback(self._wake_formed)
+            self._to_form.put(effect)
         elif isinstance(effect, Append | Recall | Cut):
             self._perform_on_log(effect)
         elif isinstance(effect, Answer):
@@ -312,9 +320,14 @@ class BrokerService:
         if INPUT_IDS in effect.frames:
             self.tokens_sent += payload[0].size
 
-    def _wake_formed(self, future: Future[tuple[Formed, float]]) -> None:
-        self._formed.append(future)
-        self._waker.wake()
+    def _pack(self) -> None:
+        """The thread that packs; a queue and a waker, as a pool's futures cost more than what they carry."""
+        while (form := self._to_form.get()) is not None:
+            try:
+                self._formed.append(_choose(form))
+            except BaseException as error:
+                self._formed.append(error)
+            self._waker.wake()
 
 
 def _choose(form: Form) -> tuple[Formed, float]:

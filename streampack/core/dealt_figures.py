@@ -11,6 +11,7 @@ from dataclasses import astuple
 
 import numpy as np
 
+from streampack.core.deal_kernel import loads
 from streampack.core.figures import Totals
 from streampack.core.padded import PaddedFigures
 from streampack.core.samples import I64
@@ -41,8 +42,9 @@ class DealtFigures:
         self.skipped_tokens = 0
         """Of steps that are passed over."""
         self._rows = self._cost_steps = 0
-        self._before: I64 = np.zeros(len(_OF_RANKS) - 1, np.int64)
-        self._after: I64 = np.zeros(len(_OF_RANKS) - 1, np.int64)
+        self._before = [0, 0, 0]
+        """Of the ranks' tokens, over all steps: the least, the greatest, and all together."""
+        self._after = [0, 0, 0]
         self._ranks = 1
 
     def skip(self, packs: Packs) -> None:
@@ -67,33 +69,25 @@ class DealtFigures:
 
     def add(self, costs: I64, tokens: I64, dealt: I64) -> None:
         """A step's packs cost ``costs`` and hold ``tokens``, int64 [packs]; rank r's m-th is ``dealt[m, r]``."""
-        rows, dp = costs[dealt], dealt.shape[1]
-        of_ranks, of_rows = rows.sum(axis=0), rows.sum(axis=1)
-        if total := int(of_rows.sum()):
+        self._ranks = dealt.shape[1]
+        found = np.empty((3, 3), np.int64)
+        ratios, rows = loads(costs, tokens, dealt, np.zeros((3, self._ranks), np.int64), found)
+        of_costs, after, before = found.tolist()
+        if rows:
             self._cost_steps += 1
-            ratio = float(of_ranks.max()) * dp / total
+            ratio = of_costs[1] * self._ranks / of_costs[2]
             self.step_cost_max_over_mean += (ratio - self.step_cost_max_over_mean) / self._cost_steps
-            held = of_rows > 0
-            before = self.cost_max_over_mean * self._rows
-            self._rows += int(np.count_nonzero(held))
-            ratios = rows.max(axis=1)[held] / (of_rows[held] / dp)
-            self.cost_max_over_mean = (before + float(ratios.sum())) / self._rows
+            self.cost_max_over_mean = (self.cost_max_over_mean * self._rows + ratios) / (self._rows + rows)
+            self._rows += rows
         self.steps += 1
-        self._ranks = dp
-        self._before += _of_ranks(tokens.reshape(dealt.shape))
-        self._after += _of_ranks(tokens[dealt])
+        self._before = [old + new for old, new in zip(self._before, before, strict=True)]
+        self._after = [old + new for old, new in zip(self._after, after, strict=True)]
 
     def rank_tokens(self) -> dict[str, dict[str, float]]:
         """Real tokens of a rank's step: ``before`` and ``after`` balancing, the ``min``, ``max``, ``mean`` and
         ``spread`` (max - min) over ranks, mean over steps."""
         return {"before": self._means(self._before), "after": self._means(self._after)}
 
-    def _means(self, sums: I64) -> dict[str, float]:
-        low, high, mean = (sums / max(self.steps, 1)).tolist()
+    def _means(self, sums: list[int]) -> dict[str, float]:
+        low, high, mean = (each / max(self.steps, 1) for each in sums)
         return dict(zip(_OF_RANKS, (low, high, mean / self._ranks, high - low), strict=True))
-
-
-def _of_ranks(tokens: I64) -> I64:
-    """Of the ranks' sums of ``tokens`` int64 [micro_batches, ranks]: the least, the greatest, and all together."""
-    sums = tokens.sum(axis=0)
-    return np.array([sums.min(), sums.max(), sums.sum()], np.int64)

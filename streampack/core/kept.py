@@ -13,13 +13,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from streampack.core.deal_kernel import lay_out
 from streampack.core.dealt import deal_padded, deal_step, packs_of_mesh, split
 from streampack.core.dealt_figures import DealtFigures
 from streampack.core.frames import frames_for
 from streampack.core.layout import Contents
 from streampack.core.messages import Mesh, StepPart
 from streampack.core.rules import Rules
-from streampack.core.samples import I32, I64, PACK, SampleTable
+from streampack.core.samples import I64, PACK, SampleTable
 from streampack.core.steps import Packs, Step
 from streampack.core.waste import waste_of, waste_of_packs, waste_of_rows
 
@@ -192,16 +193,20 @@ class KeptSteps:
     def _in_order(self, packs: Packs | Portions, dealt: I64, widths: I64, aligns: I64, mesh: Mesh) -> _Dealt:
         """What was dealt, rank by rank."""
         numbers, table, rules = dealt.T.ravel(), self._table, self._rules
-        counts = np.diff(packs.bounds)[numbers]
-        bounds = np.concatenate([[0], np.cumsum(counts)])
-        handles = packs.handles[np.repeat(packs.bounds[numbers] - bounds[:-1], counts) + np.arange(bounds[-1])]
-        widths, aligns = widths[numbers], aligns[numbers]
+        bounds, count = np.zeros(len(numbers) + 1, np.int64), len(packs.handles)
+        handles, indices = np.empty(count, np.int64), np.empty(count, "<u8")
+        lengths, streams, parts = np.empty((3, count), "<u4")
+        lay_out(
+            numbers, packs.handles, packs.bounds, table.length, table.stream, table.index, table.part, bounds[1:],
+            handles, lengths, streams, indices, parts,
+        )  # fmt: skip
+        counts, widths, aligns = bounds[1:] - bounds[:-1], widths[numbers], aligns[numbers]
         return _Dealt(
             (mesh.dp, mesh.pp), len(dealt), bounds.tolist(), Contents(handles, counts, widths, aligns),
             numbers_u32=_u32(numbers), counts_u32=_u32(counts), loss_tokens_u32=_u32(packs.loss_tokens[numbers]),
-            lengths_u32=_u32(table.length[handles]), streams_u32=_u32(table.stream[handles]),
-            indices_u64=table.index[handles].astype("<u8").tobytes(), parts_u32=_u32(table.part[handles]),
-            widths_u32=b"" if rules.shape == "fixed" else _u32(widths), rows_u32=_u32(aligns) if rules.padded else b"",
+            lengths_u32=lengths.tobytes(), streams_u32=streams.tobytes(), indices_u64=indices.tobytes(),
+            parts_u32=parts.tobytes(), widths_u32=b"" if rules.shape == "fixed" else _u32(widths),
+            rows_u32=_u32(aligns) if rules.padded else b"",
         )  # fmt: skip
 
     def _split(self, packs: Packs, count: int) -> Portions:
@@ -226,7 +231,7 @@ class KeptSteps:
         return -(-self._table.length[handles].astype(np.int64) // align) * align
 
 
-def _u32(column: I64 | I32) -> bytes:
+def _u32(column: I64) -> bytes:
     return column.astype("<u4").tobytes()
 
 
