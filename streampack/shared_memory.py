@@ -307,10 +307,10 @@ class Link:
             return None, self.answer()
         return None, None
 
-    def news(self, idle: bool) -> bytes | None:
-        """What the peer should know of its slots that came free here: some at once, any where nothing else is done."""
+    def news(self) -> bytes | None:
+        """What the peer should know of its slots that came free here, once they are a quarter: it is woken by it."""
         mapping = self.mapping
-        if mapping is None or mapping.num_released < (1 if idle else mapping.name.num_slots // 8):
+        if mapping is None or 4 * mapping.num_released < mapping.name.num_slots:
             return None
         return self.answer()
 

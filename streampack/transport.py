@@ -97,7 +97,7 @@ class _Socket:
 
     def receive(self) -> list[Any] | None:
         """The frames of one message, as buffers, or None when there is none now."""
-        self._tell(idle=False)
+        self._tell()
         while True:
             try:
                 frames = self.raw.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -106,10 +106,6 @@ class _Socket:
             whole = self._resolved(frames) if self._links is not None else frames
             if whole is not None:
                 return whole
-
-    def flush(self) -> None:
-        """Say what has come free here, before waiting."""
-        self._tell(idle=True)
 
     _peer_frames = 0
     """Frames before the message's own, which say whose it is."""
@@ -139,9 +135,9 @@ class _Socket:
             self._links.move_to_end(peer)
         return link
 
-    def _tell(self, idle: bool) -> None:
+    def _tell(self) -> None:
         for peer, link in list(self._links.items()) if self._links else ():
-            if (news := link.news(idle)) is not None:
+            if (news := link.news()) is not None:
                 self._raw_send(peer, [news])
 
     def _raw_send(self, peer: bytes, frames: Sequence[Any]) -> bool:
@@ -295,7 +291,7 @@ class Poller:
     """Waits on sockets and a waker together."""
 
     def __init__(self, sockets: Sequence[_Socket], waker: Waker | None = None) -> None:
-        self._poller, self._sockets = zmq.Poller(), list(sockets)
+        self._poller = zmq.Poller()
         self._waker = waker
         for sock in sockets:
             self._poller.register(sock.raw, zmq.POLLIN)
@@ -304,8 +300,6 @@ class Poller:
 
     def wait(self, timeout_s: float) -> None:
         """Until something came or the time is up; sockets are to be drained after every wait."""
-        for sock in self._sockets:
-            sock.flush()
         ready = self._poller.poll(max(0, int(timeout_s * 1000)))
         if self._waker is not None and any(source == self._waker.fileno() for source, _ in ready):
             self._waker.clear()

@@ -72,7 +72,7 @@ class Pair:
         self.under_way.clear()
 
     def tell(self) -> None:
-        if (news := self.receiver.news(idle=True)) is not None:
+        if (news := self.receiver.news()) is not None:
             self.sender.incoming(memoryview(news), [], self.known)
 
     def check(self) -> None:
@@ -168,9 +168,9 @@ def test_what_is_read_cannot_be_written_to_and_lasts_as_long_as_an_array_of_it()
     whole, _ = pair.held.pop()
     array = np.frombuffer(whole.pop(), np.uint8)[5:].view(np.uint8)[1:]
     assert not array.flags.writeable
-    assert pair.receiver.news(idle=True) is None
+    assert pair.receiver.news() is None
     del array
-    assert pair.receiver.news(idle=True) is not None
+    assert pair.receiver.news() is not None
 
 
 def test_a_peer_that_does_not_know_shared_memory_is_not_asked() -> None:
