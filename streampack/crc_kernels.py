@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 from crc32c import crc32c
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import types
 from numba.core import config
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from streampack.checksums import Column, Crcs
+from streampack.core.jit import njit
 from streampack.core.samples import I64
 
 POLYNOMIAL = 0x82F63B78
@@ -55,7 +56,9 @@ def crcs_of(columns: Sequence[Column]) -> Crcs:
     for data, bounds in columns:
         if len(bounds) != len(crcs) + 1 or bounds[0] != 0 or bounds[-1] != len(data) or (np.diff(bounds) < 0).any():
             raise ValueError(f"got bounds of {len(bounds) - 1} samples up to byte {bounds[-1]}, of {len(data)} bytes")
-        _pieces(data, bounds, own)
+        held = data.view()
+        held.flags.writeable = False  # whatever it was: one signature, compiled once
+        _pieces(held, bounds, own)
         whole = _join_all(own, bounds, crcs, whole, _POWERS)
     return crcs, int(whole)
 

@@ -258,6 +258,7 @@ def _copy(
 ) -> None:  # fmt: skip
     """Slices as of ``Arena._slices``, of a column."""
     address, real, offset, size = slices
-    wrong = copy_slices(data, address, real, offset, size, width, shift, pad, out, edges)
+    filler = data.dtype.type(pad)  # of one type, whoever asks: the kernel is compiled once for a column
+    wrong = copy_slices(data, address, real, offset, size, width, shift, filler, out, edges)
     if wrong >= 0:
         raise InternalError(f"got slice {wrong} of a pack outside of the arena")

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 from numpy.typing import NDArray
 
+from streampack.core.jit import njit
 from streampack.core.samples import I32, I64
 
 WHOLE, ZIGZAG, ZIGZAG_PACK, CONTIGUOUS = range(4)
 KINDS = {"whole": WHOLE, "zigzag": ZIGZAG, "zigzag_pack": ZIGZAG_PACK, "contiguous": CONTIGUOUS}
 
 
-@numba.njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True)
 def slices_of(
     handles: I64,
     counts: I64,
@@ -84,7 +84,7 @@ def slices_of(
     return found, tokens
 
 
-@numba.njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True)
 def copy_slices(
     column: NDArray[Any],
     address: I64,
@@ -128,7 +128,7 @@ def copy_slices(
     return -1
 
 
-@numba.njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True)
 def let_go(handles: I64, places: I64, lengths: I64, block_tokens: int, live: I64, emptied: I64) -> int:
     """Take samples out of the count of each block's ``live`` tokens, int64 [blocks]; their ``lengths`` become 0.
 

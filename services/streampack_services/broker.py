@@ -21,7 +21,7 @@ import numpy as np
 
 from streampack import wire
 from streampack.config import BrokerConfig
-from streampack.core import deal_kernel, form
+from streampack.core import admission_kernels, deal_kernel, form
 from streampack.core.broker import Broker
 from streampack.core.changes import Ask
 from streampack.core.effects import (
@@ -161,6 +161,7 @@ class BrokerService:
             merge_of(feed.rules).take(1)
             form.warm_up(feed.rules)
         deal_kernel.warm_up()
+        admission_kernels.warm_up()
         rules, zero, lengths = self.plan.rules, np.zeros(1, np.int64), np.full(1, 8)
         trial = Arena(8 * 64 * rules.token_bytes, rules.tokens, 64, rules.fields)
         sizes = [8 * np.dtype(rules.tokens).itemsize]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.kernels import njit
-from streampack.core.samples import I32, I64, U32
+from streampack.core.samples import I32, I64, U32, SampleTable
 
 
 @njit(nogil=True, cache=True)
@@ -82,3 +82,13 @@ def enter(
     if kept:
         to_keep[handles[kept - 1]] = 0  # nothing of the group follows
     return cut, tokens
+
+
+def warm_up() -> None:
+    """Compile or load both, for columns that may not be written to: they lie in a message."""
+    table, one, said = SampleTable(1), np.ones(1, np.int64), np.frombuffer(bytes(4), "<u4")
+    measure(said, said)
+    enter(
+        one[:0], one[:0], one[:0], one[:0], one, said, said, 0, 0, 1, 0, 0, one[:0], table.stream, table.index,
+        table.part, table.length, table.loss_tokens, table.crc, table.keep, one[:0], np.zeros((3, 0), np.int64),
+    )  # fmt: skip

@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numpy.typing import NDArray
 
+from streampack.core.jit import njit
 from streampack.core.samples import I32, I64, IGNORE_INDEX
 
 

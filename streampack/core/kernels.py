@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from streampack.core.samples import I64
 
 try:
-    from numba import njit as njit
+    from streampack.core.jit import njit as njit
 except ImportError:  # a trainer's machine: nothing hot runs there
 
-    def njit(**_: Any) -> Callable[[Any], Any]:  # type: ignore[no-redef]
+    def njit(*_: Any, **__: Any) -> Callable[[Callable[..., Any]], Any]:
         return lambda function: function
 
 

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from streampack.core.jit import njit
 
 MAX_TRIED = 1024  # as in exact_fill; a kernel freezes it
 ONE = np.uint64(1)
@@ -27,18 +28,15 @@ def _compiled(function: Callable[..., Any]) -> Any:
     A kernel holds the code of those it calls, while numba compiles it again only where its own file has changed: a
     stale kernel would form other packs than its twin. So its stamp has those of the kernels that its file imports.
     """
-    try:
-        kernel: Any = njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # numba: "no locator available", a read-only installation without a home
-        return njit(nogil=True)(function)
-    if kernel is function:  # NUMBA_DISABLE_JIT
+    kernel = njit(nogil=True, cache=True)(function)
+    if not hasattr(getattr(kernel, "_cache", None), "_cache_file"):  # no place to write to, or NUMBA_DISABLE_JIT
         return kernel
     imported = {
         name: each._cache._cache_file._source_stamp
         for name, each in function.__globals__.items()
         if hasattr(each, "py_func") and each.__module__ != function.__module__
     }
-    file = kernel._cache._cache_file
+    file: Any = kernel._cache._cache_file
     file._source_stamp = (file._source_stamp, tuple(sorted(imported.items())))
     return kernel
 
