@@ -179,9 +179,8 @@ Known = weakref.WeakValueDictionary[bytes, Mapping]
 
 @dataclass(slots=True)
 class Link:
-    """What one peer and this process lend each other. ``speaks``: the peer is known to be streampack."""
+    """What one peer, which knows this module's messages, and this process lend each other."""
 
-    speaks: bool
     num_slots: int = NUM_SLOTS
     slots: Slots | None = None
     lends: bool = False
@@ -253,7 +252,7 @@ class Link:
 
     def question(self, frames: Sequence[Any], now: float) -> bytes | None:
         """What to ask the peer first, if ``frames`` are to be sent: whether it can read, or what it still holds."""
-        if not self.speaks or self.refused or now - self.asked_at < ASK_S:
+        if self.refused or now - self.asked_at < ASK_S:
             return None
         if self.lends and self.slots is not None and self.slots.num_free:
             return None
@@ -274,7 +273,6 @@ class Link:
     def incoming(self, head: memoryview, frames: list[Any], known: Known) -> tuple[list[Any] | None, bytes | None]:
         """A message that began with ``head``, before its other ``frames``: the frames of the message it stands for, if
         any, and what to answer, if anything. One that cannot be read is lost. ``known``: what is mapped by token."""
-        self.speaks = True
         try:
             return self._incoming(bytes(head[len(MAGIC) : len(MAGIC) + 1]), head[len(MAGIC) + 1 :], frames, known)
         except (struct.error, ValueError):
@@ -290,6 +288,8 @@ class Link:
                 self.slots.answered(upto, held)
         elif kind == b"N" and self.slots is not None and bytes(body) == self.slots.name.token:
             self.refused, self.lends = True, False
+            self.close()
+            self.slots = self._prepared = None
         elif kind in (b"R", b"H"):
             name = Name(*_NAME.unpack_from(body))
             (number,) = _NUMBER.unpack_from(body, _NAME.size)
@@ -298,7 +298,7 @@ class Link:
                 try:
                     self.mapping = known[name.token] = Mapping(name)
                 except (OSError, ValueError):
-                    return None, MAGIC + b"N" + name.token
+                    return None, _cannot_read(name.token)
             if number <= self.mapping.number:
                 return None, None
             self.mapping.number = number
@@ -322,6 +322,16 @@ class Link:
         with contextlib.suppress(OSError):
             if self.slots is not None:
                 self.slots.close()
+
+
+def refusal(head: memoryview) -> bytes | None:
+    """What to answer to a message that began with ``head``, of a peer that nothing is shared with."""
+    kind, name = bytes(head[len(MAGIC) : len(MAGIC) + 1]), head[len(MAGIC) + 1 :]
+    return _cannot_read(bytes(name[:_TOKEN_BYTES])) if kind in (b"R", b"H") else None
+
+
+def _cannot_read(token: bytes) -> bytes:
+    return MAGIC + b"N" + token
 
 
 def _address(values: NDArray[np.uint8]) -> int:

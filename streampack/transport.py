@@ -10,6 +10,7 @@ fork (they would swallow messages), and lingering at exit. On ``ipc://`` large f
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import re
 import socket
@@ -40,6 +41,8 @@ HIGH_WATER = 1000
 """Messages: bounds what waits for a peer; credits and prefetching keep queues far below it."""
 MOST_LINKS = 256
 """Peers of this host that memory is shared with; the others' frames go over the socket."""
+PROBED = 2
+"""Links that are looked at whenever one is made: more than are made, so that those of peers that are gone stay few."""
 SAY_S = 2.0
 """Between two words of a dealer that it knows shared memory: a router that was started again knows it no more."""
 
@@ -91,17 +94,18 @@ class _Socket:
         self.dropped = 0
         """Messages that could not be sent now, and were not."""
         self._links: OrderedDict[bytes, Link] | None = None
-        """By peer, the last one used last: what is lent to processes of this host; None: nothing is."""
+        """By peer that knows shared memory, the last one heard last: what is lent to processes of this host; None:
+        nothing is."""
         self._known: Known = WeakValueDictionary()
         _configure(self.raw, max_message_bytes)
 
     def receive(self) -> list[Any] | None:
         """The frames of one message, as buffers, or None when there is none now."""
-        self._tell()
         while True:
             try:
                 frames = self.raw.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                self._tell()
                 return None
             whole = self._resolved(frames) if self._links is not None else frames
             if whole is not None:
@@ -118,24 +122,37 @@ class _Socket:
         if head[: len(shared_memory.MAGIC)] != shared_memory.MAGIC:
             return frames
         peer = frames[0].bytes if at else b""
-        whole, answer = self._link(peer).incoming(head, frames[at + 1 :], self._known)
+        link = self._link(peer)
+        if link is None:
+            whole, answer = None, shared_memory.refusal(head)
+        else:
+            whole, answer = link.incoming(head, frames[at + 1 :], self._known)
+            answer = answer or link.news()
         if answer is not None:
             self._raw_send(peer, [answer])
         return [*frames[:at], *whole] if whole is not None else None
 
-    def _link(self, peer: bytes) -> Link:
+    def _link(self, peer: bytes) -> Link | None:
+        """Of a peer that has said that it knows shared memory; None where there are as many already as may be."""
         assert self._links is not None
-        link = self._links.get(peer)
-        if link is None:
-            router = bool(self._peer_frames)
-            link = self._links[peer] = Link(speaks=not router, num_slots=NUM_SLOTS if router else FEW_SLOTS)
-            if len(self._links) > MOST_LINKS:
-                self._links.popitem(last=False)[1].close()
-        elif len(self._links) > 1:
-            self._links.move_to_end(peer)
-        return link
+        if peer not in self._links:
+            self._forget_gone()
+            if len(self._links) >= MOST_LINKS:
+                return None
+            self._links[peer] = Link(NUM_SLOTS)
+        self._links.move_to_end(peer)
+        return self._links[peer]
+
+    def _forget_gone(self) -> None:
+        """Nothing says that a peer is gone but a message to it; one that was heard lately need not be asked."""
+        assert self._links is not None
+        for peer in list(itertools.islice(self._links, PROBED)):
+            self._raw_send(peer, [shared_memory.SPEAKS])
+            if peer in self._links:
+                self._links.move_to_end(peer)
 
     def _tell(self) -> None:
+        """Say what has come free here: where nothing has come, as it costs by how many peers there are."""
         for peer, link in list(self._links.items()) if self._links else ():
             if (news := link.news()) is not None:
                 self._raw_send(peer, [news])
@@ -152,7 +169,7 @@ class _Socket:
     def _send(self, peer: bytes, frames: Sequence[Any]) -> bool:
         self._check_pid()
         taken: list[int] = []
-        link = self._link(peer) if self._links is not None else None
+        link = self._links.get(peer) if self._links else None
         if link is not None:
             if (question := link.question(frames, time.monotonic())) is not None:
                 self._raw_send(peer, [question])
@@ -234,7 +251,7 @@ class Dealer(_Socket):
         check_endpoint(endpoint, connects=True)
         super().__init__(zmq.DEALER, max_message_bytes)
         self.raw.setsockopt(zmq.IMMEDIATE, 1)
-        self._links = OrderedDict() if endpoint.startswith("ipc://") else None
+        self._links = OrderedDict({b"": Link(FEW_SLOTS)}) if endpoint.startswith("ipc://") else None
         self._said_at = -SAY_S
         self.raw.setsockopt(zmq.LINGER, linger_ms)
         try:

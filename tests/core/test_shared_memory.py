@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import shared_memory
-from streampack.shared_memory import LEAST_BYTES, MAGIC, NUM_SLOTS, SPEAKS, Link, Mapping, Slots
+from streampack.shared_memory import LEAST_BYTES, MAGIC, NUM_SLOTS, Link, Mapping, Slots
 
 NUM_TEST_SLOTS = 3
 
@@ -26,7 +26,7 @@ class Pair:
     """A sender and a receiver, and the messages between them, which may be lost or come late."""
 
     def __init__(self) -> None:
-        self.sender = Link(speaks=True, slots=Slots(NUM_TEST_SLOTS, LEAST_BYTES + 100))
+        self.sender = Link(slots=Slots(NUM_TEST_SLOTS, LEAST_BYTES + 100))
         self.now = 0.0
         self.sent = 0
         self.under_way: deque[list[Any]] = deque()
@@ -38,7 +38,7 @@ class Pair:
         """The receiver is killed, and another one takes its place."""
         self.held.clear()
         self.late.clear()  # its connections have gone with it
-        self.receiver = Link(speaks=True)
+        self.receiver = Link()
         self.known: Any = WeakValueDictionary()
 
     def ask(self) -> None:
@@ -173,15 +173,20 @@ def test_what_is_read_cannot_be_written_to_and_lasts_as_long_as_an_array_of_it()
     assert pair.receiver.news() is not None
 
 
-def test_a_peer_that_does_not_know_shared_memory_is_not_asked() -> None:
-    link = Link(speaks=False)
+def test_a_peer_is_asked_where_a_large_frame_goes_to_it_and_not_at_once_again() -> None:
+    link = Link()
     large = [frame(1, LEAST_BYTES)]
-    assert link.question(large, 5.0) is None
-    link.incoming(memoryview(SPEAKS), [], WeakValueDictionary())
     assert link.question([b"small"], 5.0) is None
     assert link.question(large, 5.0) is not None
     assert link.question(large, 5.1) is None
     link.close()
+
+
+def test_nothing_is_lent_where_the_system_has_no_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    link, large = Link(), [frame(1, LEAST_BYTES)]
+    assert link.question(large, 5.0) is None
+    assert link.outgoing(large) == (large, [])
 
 
 def test_memory_that_cannot_be_read_is_refused_and_frames_go_as_ever() -> None:
@@ -197,6 +202,8 @@ def test_memory_that_cannot_be_read_is_refused_and_frames_go_as_ever() -> None:
     pair.sender.slots.name = name._replace(token=bytes(16))
     pair.ask()
     pair.deliver()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(name.fd)
     pair.ask()
     pair.send([LEAST_BYTES])
     assert [message[0][:4] for message in pair.under_way] == [frame(1, 4)]
@@ -225,5 +232,5 @@ def test_garbage_is_lost_and_harms_nothing(body: bytes, kind: bytes, with_name: 
     head = MAGIC + kind + (shared_memory._NAME.pack(*pair.sender.slots.name) if with_name else b"") + body
     whole, _ = pair.receiver.incoming(memoryview(head), [b"x"], pair.known)
     assert whole is None or kind == b"R"
-    link = Link(speaks=True, slots=pair.sender.slots)
+    link = Link(slots=pair.sender.slots)
     link.incoming(memoryview(head), [b"x"], WeakValueDictionary())

@@ -3,7 +3,9 @@ ever."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -13,8 +15,8 @@ from typing import Any
 import pytest
 import zmq
 
-from streampack import shared_memory
-from streampack.shared_memory import FEW_SLOTS, NUM_SLOTS, SLOT_BYTES
+from streampack import shared_memory, transport
+from streampack.shared_memory import FEW_SLOTS, NUM_SLOTS, SLOT_BYTES, SPEAKS, Link
 from streampack.transport import Dealer, Poller, Router
 
 LARGE = 1 << 20
@@ -41,13 +43,38 @@ def until(condition: Callable[[], Any], *sockets: Any) -> Any:
     return found
 
 
+def link_of(dealer: Dealer) -> Link:
+    assert dealer._links is not None
+    return dealer._links[b""]
+
+
+def lend_both_ways(router: Router, dealer: Dealer) -> bytes:
+    """Until each lends the other memory; the router's name for the dealer."""
+    for _ in range(10):
+        dealer.send([bytes(LARGE)])
+        peer: bytes = until(router.receive, router, dealer)[0].bytes
+        router.send(peer, [bytes(LARGE)])
+        until(dealer.receive, dealer)
+        if link_of(dealer).lends and router.room(peer, LARGE) is not None:
+            return peer
+    raise AssertionError("nothing was lent")
+
+
+def is_gone(router: Router, peer: bytes) -> bool:
+    try:
+        router.raw.send_multipart([peer, SPEAKS])
+    except zmq.ZMQError as error:
+        return error.errno == zmq.EHOSTUNREACH
+    return False
+
+
 def send_large(endpoint: str, count: int, byte: int) -> None:
     """A process: large messages, a second and more apart until they are lent, and then at once."""
     dealer = Dealer(endpoint, 1 << 24)
     poller = Poller([dealer])
     sent = 0
     while sent < count:
-        link = dealer._link(b"")
+        link = link_of(dealer)
         sent += link.lends
         dealer.send([b"head", bytes([byte]) * LARGE, b"lent" if link.lends else b"sent"])
         poller.wait(0.01)
@@ -139,6 +166,36 @@ def test_a_peer_that_is_no_streampack_gets_plain_frames(router: Router, endpoint
     plain.close()
 
 
+def test_what_was_shared_with_peers_that_are_gone_is_given_up(router: Router, endpoint: str) -> None:
+    left = []
+    for _ in range(5):
+        dealer = Dealer(endpoint, 1 << 24)
+        peer = lend_both_ways(router, dealer)
+        dealer.close()
+        until(functools.partial(is_gone, router, peer))
+        left.append((len(router._links or ()), len(router._known), len(os.listdir("/proc/self/fd"))))
+    assert left[1:] == left[:1] * 4
+
+
+def test_of_many_peers_the_first_are_lent_memory_and_the_others_are_sent_all(
+    router: Router, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "MOST_LINKS", 1)
+    first, second = Dealer(endpoint, 1 << 24), Dealer(endpoint, 1 << 24)
+    lend_both_ways(router, first)
+    for _ in range(3):
+        second.send([b"\3" * LARGE])
+        peer, body = until(router.receive, router, second)
+        router.send(peer.bytes, [b"\4" * LARGE])
+        assert bytes(memoryview(body)) == b"\3" * LARGE
+        assert bytes(memoryview(until(second.receive, second)[0])) == b"\4" * LARGE
+    assert link_of(second).refused
+    first.send([bytes(LARGE)])
+    assert isinstance(until(router.receive, router, first)[1], memoryview)
+    first.close()
+    second.close()
+
+
 def test_nothing_is_lent_over_tcp() -> None:
     router = Router("tcp://127.0.0.1:*", 1 << 24)
     dealer = Dealer(router.endpoint, 1 << 24)
@@ -157,7 +214,7 @@ def test_what_cannot_be_mapped_is_sent(router: Router, endpoint: str, monkeypatc
         dealer.send([b"\2" * SLOT_BYTES])
         _, body = until(router.receive, router, dealer)
         assert bytes(memoryview(body)) == b"\2" * SLOT_BYTES
-        until(lambda: dealer.receive() or dealer._link(b"").refused, dealer)
+        until(lambda: dealer.receive() or link_of(dealer).refused, dealer)
     assert not router._known
     dealer.close()
 
