@@ -175,6 +175,7 @@ class Arena:
 
     def _wrong(self, packs: Contents, cp: int, rank: int, layout: str) -> str:
         """Why no shard can be cut of packs."""
+        self._reserve(int(packs.handles.max(initial=0)))
         try:
             cut(layouts(self._length[packs.handles], packs.counts, packs.aligns, packs.widths), cp, rank, layout)
         except ValueError as error:

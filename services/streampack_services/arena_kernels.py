@@ -55,6 +55,8 @@ def slices_of(
             at = 0
             for i in range(first, stop + 1):
                 if i < stop:
+                    if not 0 <= handles[i] < len(lengths):  # a sample that never was here
+                        return -1, pack
                     held, where = lengths[handles[i]], places[handles[i]]
                     slot = -(-held // align) * align
                     if held <= 0 or at + slot > width:

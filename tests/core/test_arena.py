@@ -193,6 +193,14 @@ def test_a_released_sample_cannot_be_served() -> None:
         both.arena.gather(Contents(ints(0, 1), ints(2), ints(8), ints(1)), ["input_ids"], 1, 0, "whole")
 
 
+def test_a_sample_that_was_never_stored_cannot_be_served() -> None:
+    """Compiled code would read whatever lies behind the last handle."""
+    both = twin(6)
+    both.store([2, 3], set())
+    with pytest.raises(InternalError, match="a released sample: got a sample of 0 tokens"):
+        both.arena.gather(Contents(ints(0, 10**6), ints(2), ints(8), ints(1)), ["input_ids"], 1, 0, "whole")
+
+
 @pytest.mark.parametrize("cp", [1, 2])
 def test_samples_that_do_not_fit_their_pack_are_not_written_beyond_it(cp: int) -> None:
     both = twin(6)
