@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from importlib.util import find_spec
 
 log = logging.getLogger("streampack.client")
 
@@ -28,7 +27,7 @@ class Kernels:
 
     def load(self) -> None:
         """Begin to, in a thread; idempotent."""
-        if self._thread is None and find_spec("numba") is not None:
+        if self._thread is None:
             self._thread = threading.Thread(target=self._import, name="streampack-compile")
             os.register_at_fork(before=self.wait)
             self._thread.start()
@@ -41,7 +40,7 @@ class Kernels:
     def _import(self) -> None:
         try:
             found = importlib.import_module("streampack.core.derived")
-        except Exception as error:  # whatever numba finds amiss with this machine, numpy does without
+        except Exception as error:  # none, or whatever it finds amiss with this machine: numpy does without
             log.info("numba does not work here (%r): numpy builds the tensors", error)
             return
         if hasattr(found.derive, "py_func"):  # else NUMBA_DISABLE_JIT has left them plain Python

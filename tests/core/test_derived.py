@@ -116,6 +116,7 @@ LOADED = "from streampack.compiled import kernels\nkernels.load()\nkernels.wait(
 
 def test_without_a_numba_that_works_numpy_builds_the_tensors() -> None:
     assert ran(f"import sys\nsys.modules['numba'] = None\n{LOADED}") == "None"
+    assert ran(f"import sys, types\nsys.modules['numba'] = types.ModuleType('numba')\n{LOADED}") == "None"  # a stub
     assert ran(f"import sys\nsys.modules['llvmlite'] = None\n{LOADED}") == "None"
     assert ran(LOADED, NUMBA_DISABLE_JIT="1") == "None"
 
