@@ -29,7 +29,8 @@ from streampack.core.steps import Step
 from streampack.core.terms import terms_of
 
 SNAPSHOT_WINDOWS = 4
-"""A snapshot is taken when so many windows of samples are in steps since the last: what a restart reads again."""
+"""A snapshot is taken when so many windows of samples are in steps since the last, and as many as that one holds: what
+a restart reads again."""
 
 
 class Planner:
@@ -54,6 +55,8 @@ class Planner:
         self.blocked: int | None = None
         """The partition, of the feed's own, whose next sample the merge waits for."""
         self._since_snapshot = 0
+        self._in_snapshot = 0
+        """Samples that the last one holds: one for each step of many samples would be most of the log."""
 
     # Forming steps
 
@@ -148,13 +151,15 @@ class Planner:
 
     def snapshot(self) -> Snapshot | None:
         """One to begin from here, between two steps; None where the last is near enough, or beyond this place."""
-        if self._since_snapshot < SNAPSHOT_WINDOWS * self._rules.window:
+        if self._since_snapshot < max(SNAPSHOT_WINDOWS * self._rules.window, self._in_snapshot):
             return None
         self._since_snapshot = 0
         history = self._history
         if self.former.next_step <= history.last_snapshot:
             return None
-        floors = self._leases.books.floors(self._feed, self.former.held())
+        held = self.former.held()
+        self._in_snapshot = len(held)
+        floors = self._leases.books.floors(self._feed, held)
         return msgspec.structs.replace(
             snapshot(self._rules, self.admission.merge, self.former, floors), lineage=history.lineage,
             changes=list(history.changes), applied=self.live.applied, skips=list(history.skips),
