@@ -26,8 +26,9 @@ $(SERVICE): $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) -e '.[service]'
 	@touch $@
 
-$(DEV): $(BIN)/python pyproject.toml constraints.txt
+$(DEV): $(BIN)/python pyproject.toml constraints.txt requirements-frameworks.txt
 	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps -r requirements-frameworks.txt
 	@touch $@ $(SERVICE)
 
 demo: $(SERVICE)
