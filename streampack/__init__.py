@@ -7,6 +7,7 @@ The library needs no torch and no numba, which a client uses where it is install
 need is the extra ``service``.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from streampack.client import Client, connect
@@ -20,6 +21,7 @@ from streampack.packs import Pack, Step
 from streampack.planning import StepPlan, plan_step
 
 if TYPE_CHECKING:
+    from streampack import integrations as integrations
     from streampack.push import Producer
 
 __version__ = "0.1.0.dev0"
@@ -41,10 +43,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """``Producer``, when it is asked for: trainers need none of what it loads."""
-    if name == "Producer":
-        from streampack.push import Producer
+_LATER = {"Producer": "streampack.push", "integrations": "streampack.integrations"}
+"""What is loaded when it is asked for, since most trainers never do: a name, and the module that has it or is it."""
 
-        return Producer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    """What ``_LATER`` has."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(_LATER[name])
+    return module if _LATER[name] == f"{__name__}.{name}" else getattr(module, name)
