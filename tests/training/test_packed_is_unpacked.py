@@ -1,0 +1,186 @@
+"""Proof, on one rank: a packed step has the loss and every gradient of its samples alone, and no sample sees another.
+
+Packs come from a real broker, a feed for each packer, with alignment and tail padding, masks of what is learned, empty
+packs, and packs of one sample; each view is trained on as its framework would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import streampack
+from streampack.sources import SourceSettings, open_source
+from streampack.typed_tree import convert
+from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
+from tests.training.tiny import (
+    FIELDS,
+    LONGEST,
+    Alone,
+    Tiny,
+    assert_same,
+    causal,
+    found,
+    learned,
+    rows,
+    summed_loss,
+    within,
+)
+
+SAMPLES = rows(70)
+FEEDS: dict[str, dict[str, Any]] = {
+    "exact_fill": {},
+    "aligned": {"align": {"sample": 4, "pack": 8}},
+    "ragged": {"align": {"sample": 8, "pack": 16}, "shape": "exact"},
+    "batches": {"align": {"sample": 2, "pack": 4}, "step": {"samples": 30, "min_micro_batches": 12}},
+    "padded": {"padded": True, "step": {"samples": 24}, "align": {"sample": 4, "pack": 4}},
+    "joint": {"balance": {"kind": "joint", "group": 2}},
+    "sliding_ffd": {"packer": "sliding_ffd"},
+    "buffer_first_fit": {"packer": "buffer_first_fit", "align": {"sample": 4, "pack": 4}},
+    "concatenative": {"packer": "concatenative"},
+    "modified_first_fit_decreasing": {"packer": "modified_first_fit_decreasing"},
+    "first_fit_shuffle": {"packer": "first_fit_shuffle"},
+    "best_fit_decreasing": {"packer": "best_fit_decreasing", "align": {"sample": 2, "pack": 2}},
+    "greedy_knapsack": {"packer": "greedy_knapsack"},
+    "karmarkar_karp": {"packer": "karmarkar_karp"},
+    "none": {"packer": "none"},
+}
+WINDOW = {"window": {"samples": 16}}
+ALL_VIEWS = ("exact_fill", "aligned", "batches")
+"""Feeds of which every view is trained on."""
+
+
+def thd(net: Tiny, batch: Any) -> Tensor:
+    return summed_loss(net(batch.input_ids, batch.position_ids, within(batch.cu_seqlens_padded)), batch.labels)
+
+
+def hf(net: Tiny, batch: Any) -> Tensor:
+    """As transformers' models do: the model shifts."""
+    logits = net(batch["input_ids"], batch["position_ids"], within(batch["cu_seq_lens_q"]))
+    return summed_loss(logits[:, :-1], batch["labels"][:, 1:])
+
+
+def hf_shifted(net: Tiny, batch: Any) -> Tensor:
+    """By ``seq_idx`` this time, as linear attention finds where samples begin."""
+    starts = torch.nonzero(torch.diff(batch["seq_idx"][0], prepend=torch.tensor([-1]))).flatten()
+    return summed_loss(net(batch["input_ids"], batch["position_ids"], within(starts)), batch["shift_labels"])
+
+
+def padded(net: Tiny, batch: Any) -> Tensor:
+    return summed_loss(net(batch["input_ids"], batch["position_ids"], causal), batch["labels"])
+
+
+VIEWS: dict[str, Callable[[Tiny, Any], Tensor]] = {"thd": thd, "hf": hf, "hf_shifted": hf_shifted}
+
+
+@pytest.fixture(scope="module")
+def alone() -> Alone:
+    return Alone(SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
+    file = write_jsonl(tmp_path_factory.mktemp("data") / "rows.jsonl", SAMPLES)
+    settings = {"source": "jsonl", "shards": str(file)}
+    sources = {f"of_{name}": open_source(convert(settings, SourceSettings)) for name in FEEDS}
+    tree = {
+        "rules": {"budget": 64, "step": {"packs": 4}},
+        "fields": FIELDS,
+        "streams": {name: {"partitions": 1} for name in sources},
+        "feeds": {
+            name: {"streams": [f"of_{name}"], "rules": rules if name == "padded" else WINDOW | rules}
+            for name, rules in FEEDS.items()
+        },
+    }
+    with running_broker(tree) as running, producing_here(running.producers, sources):
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("feed", "view"),
+    [(feed, view) for feed in FEEDS for view in VIEWS if feed != "padded" and (view == "thd" or feed in ALL_VIEWS)]
+    + [("padded", "padded")],
+)
+def test_a_step_has_the_loss_and_gradients_of_its_samples_alone(
+    broker: RunningBroker, alone: Alone, feed: str, view: str
+) -> None:
+    net, seen = Tiny(), []
+    loss_of = padded if view == "padded" else VIEWS[view]
+    with streampack.connect(broker.trainers, feed=feed, format=view, verify=True) as loader:
+        for step in loader.steps():
+            of = [row for batch in step for row in batch.row.tolist()]
+            assert step.num_loss_tokens == learned(SAMPLES[row] for row in of)
+            total = 0.0
+            for batch in step:
+                loss = loss_of(net, batch) / step.num_loss_tokens
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.item()
+            assert_same(found(net, total), alone.step(of))
+            seen += of
+    assert sorted(seen) == list(range(len(SAMPLES)))
+
+
+def test_the_packs_have_what_could_go_wrong(broker: RunningBroker) -> None:
+    """Alignment padding, tails, empty packs, packs without a loss, samples of one token and of the whole budget."""
+    seen = {}
+    for feed in ALL_VIEWS:
+        with streampack.connect(broker.trainers, feed=feed, format="thd") as loader:
+            seen[feed] = list(loader)
+    tails = {feed: sum(0 < p.num_samples < p.num_segments for p in packs) for feed, packs in seen.items()}
+    empty = {feed: sum(p.num_samples == 0 for p in packs) for feed, packs in seen.items()}
+    assert min(tails.values()) > 0
+    assert min(empty["exact_fill"], empty["batches"]) > 0
+    for feed in ("aligned", "batches"):
+        assert any(int(p.cu_seqlens[n]) < int(p.cu_seqlens_padded[n]) for p in seen[feed] if (n := p.num_samples))
+    lengths = torch.cat([p.cu_seqlens.diff()[: p.num_samples] for p in seen["exact_fill"]])
+    assert {1, LONGEST} <= set(lengths.tolist())
+    assert any(p.num_samples and not p.num_loss_tokens for packs in seen.values() for p in packs)
+
+
+def local(samples: list[dict[str, Any]]) -> list[Any]:
+    fields: dict[str, Any] = FIELDS
+    with streampack.local(samples, budget=64, packs=4, align=4, tokens_key="tokens", fields=fields) as loader:
+        return list(loader)
+
+
+def slots(pack: Any) -> list[slice]:
+    """Where the real tokens of each sample lie."""
+    starts, lengths = pack.cu_seqlens_padded.tolist(), pack.cu_seqlens.diff().tolist()
+    return [slice(starts[i], starts[i] + lengths[i]) for i in range(pack.num_samples)]
+
+
+def test_a_sample_that_changes_leaves_the_outputs_of_all_others_bit_identical() -> None:
+    """One sample of each pack has other tokens in the source; what is compared went through the broker both times."""
+    net, before = Tiny(), local(SAMPLES)
+    shared = [pack for pack in before if pack.num_samples > 1]
+    changed = {int(pack.row[pack.num_samples // 2]) for pack in shared}
+    after = local([{**s, "tokens": [1 + t % 7 for t in s["tokens"]]} if s["row"] in changed else s for s in SAMPLES])
+    others = 0
+    for pack, other in zip(before, after, strict=True):
+        assert torch.equal(pack.row, other.row)
+        with torch.no_grad():
+            got, expected = (net(p.input_ids, p.position_ids, within(p.cu_seqlens_padded)) for p in (other, pack))
+        for row, slot in zip(pack.row.tolist(), slots(pack), strict=True):
+            assert torch.equal(got[slot], expected[slot]) == (row not in changed), row
+            assert torch.equal(other.labels[slot], pack.labels[slot]) or row in changed
+            others += row not in changed
+    assert len(changed) > 5
+    assert others > 40
+
+
+def test_no_gradient_of_a_samples_outputs_reaches_another() -> None:
+    """With respect to the embeddings: exactly zero at other samples, at padding and at the tail."""
+    net, pairs = Tiny(), 0
+    for pack in local(SAMPLES):
+        embedded = net.embedding(pack.input_ids).detach().requires_grad_()
+        outputs = net.of_embedded(embedded, pack.position_ids, within(pack.cu_seqlens_padded))
+        for slot in slots(pack):
+            (gradient,) = torch.autograd.grad(outputs[slot].square().sum(), embedded, retain_graph=True)
+            assert gradient[slot].count_nonzero() == gradient[slot].numel()
+            assert gradient.count_nonzero() == gradient[slot].count_nonzero()
+            pairs += pack.num_segments - 1
+    assert pairs > 100
