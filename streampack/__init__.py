@@ -22,6 +22,8 @@ from streampack.planning import StepPlan, plan_step
 
 if TYPE_CHECKING:
     from streampack import integrations as integrations
+    from streampack.attention import varlen_attention
+    from streampack.loss import packed_loss, per_sample
     from streampack.push import Producer
 
 __version__ = "0.1.0.dev0"
@@ -36,14 +38,23 @@ __all__ = [
     "connect",
     "local",
     "pack_lengths",
+    "packed_loss",
+    "per_sample",
     "plan_step",
     "rows",
+    "varlen_attention",
     "verify",
     "way_back",
 ]
 
 
-_LATER = {"Producer": "streampack.push", "integrations": "streampack.integrations"}
+_LATER = {
+    "Producer": "streampack.push",
+    "integrations": "streampack.integrations",
+    "packed_loss": "streampack.loss",
+    "per_sample": "streampack.loss",
+    "varlen_attention": "streampack.attention",
+}
 """What is loaded when it is asked for, since most trainers never do: a name, and the module that has it or is it."""
 
 

@@ -179,6 +179,17 @@ def shown(pack: Pack, rules: Rules, *, format: str, device: Any) -> Any:
     return found if device is None else found.to(device)
 
 
+def canonical(batch: Pack | View) -> Pack:
+    """The pack, in numpy, that a view is one of. Raises UserError for a mapping made from a view."""
+    pack = batch.canonical if isinstance(batch, View) else batch
+    if not isinstance(pack, Pack):
+        raise UserError(
+            f"got a batch that knows no pack ({type(batch).__name__}), expected one as the loader gave it: what is "
+            f"made of its keys has the keys alone"
+        )
+    return pack
+
+
 def real_tokens(batch: Pack | View) -> int:
     """Of the whole pack. Asks no device."""
     pack = batch.canonical if isinstance(batch, View) else batch
