@@ -61,6 +61,8 @@ def check_step(step: Step, mesh: Mesh | None = None, rules: Rules | None = None)
     if mesh is not None and mesh.pp > 1 and not (rules is not None and rules.padded):
         equal("shape", f"{what}, tokens of its packs in a pipeline", len({each.total for each in checked}), 1)
     _check_totals(what, step, checked, whole=mesh is not None and mesh.dp == 1)
+    for name, expected in (("num_micro_batches", len(step)), ("step_num_loss_tokens", step.num_loss_tokens)):
+        equal(name, what, [int(each.pack[name]) for each in checked], [expected] * len(step))
     if rules is not None and mesh is not None and rules.batch is None and rules.packs % mesh.dp == 0:
         equal("micro-batches", what, len(step), rules.packs // mesh.dp)
 

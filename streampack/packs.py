@@ -55,7 +55,11 @@ class Pack(Mapping[str, Any]):
     num_loss_tokens: int
     """Labels that count, over the whole pack."""
     step: int
+    step_num_loss_tokens: int
+    """The step's, over all ranks and micro-batches: what a pack's summed loss is divided by."""
     micro_batch: int
+    num_micro_batches: int
+    """Of the step, on this rank: the last one is where an optimizer steps."""
     dp_rank: int
     pack: int
     """Its number in the step, the same on every mesh; but of padded ones micro_batch * dp + dp_rank."""

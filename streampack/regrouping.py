@@ -232,6 +232,7 @@ def _forward_packs(plan: _Cut, rules: Rules) -> list[Pack]:
             sample_ids=ids[i],
             num_loss_tokens=loss[i],
             micro_batch=i,
+            num_micro_batches=len(loss),
             pack=i,
             slices=slices[of_pack[i] : of_pack[i + 1]],
             fields={name: rows[i] for name, rows in fields.items()},

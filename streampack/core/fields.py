@@ -34,8 +34,8 @@ GROUP, POLICY_VERSION = "group", "policy_version"
 version of the policy that it was given."""
 DERIVED = (
     "input_ids", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "padding_mask", "num_samples", "num_segments",
-    "sample_ids", "num_loss_tokens", "step", "micro_batch", "dp_rank", "pack", "slices", "edges", "fields", "layout",
-    "cp", "cp_rank",
+    "sample_ids", "num_loss_tokens", "step", "step_num_loss_tokens", "micro_batch", "num_micro_batches", "dp_rank",
+    "pack", "slices", "edges", "fields", "layout", "cp", "cp_rank",
 )  # fmt: skip
 """Names that a pack has of its own."""
 OF_ROWS = ("attention_mask", "shift_labels")

@@ -206,6 +206,8 @@ STEP: list[tuple[str, Callable[[Step], Step]]] = [
     ("num_loss_tokens", lambda step: replace(step, num_loss_tokens=step.num_loss_tokens - 1)),
     ("num_samples", lambda step: replace(step, packs=step.packs[:1])),
     ("sample_ids", lambda step: replace(step, packs=(step[0], replace(step[0], micro_batch=1)))),
+    ("num_micro_batches", lambda step: replace(step, packs=(replace(step[0], num_micro_batches=1), step[1]))),
+    ("step_num_loss_tokens", lambda step: replace(step, packs=(step[0], replace(step[1], step_num_loss_tokens=0)))),
 ]
 
 

@@ -323,7 +323,8 @@ def test_verify_reads_rows_back_and_sees_what_was_changed(format: str) -> None:
 
 def test_verify_sees_ranks_whose_shapes_differ() -> None:
     two, other = Formed(rules_of(8), ROLL).ranks(0, dp=2), Formed(rules_of(8), [7, 6, 8, 5, 1, 2, 8, 6]).ranks(0, dp=2)
-    mixed = replace(other[1, 0], digest=two[0, 0].digest, chain=two[0, 0].chain, num_loss_tokens=36)
+    packs = tuple(replace(pack, step_num_loss_tokens=36) for pack in other[1, 0])
+    mixed = replace(other[1, 0], packs=packs, digest=two[0, 0].digest, chain=two[0, 0].chain, num_loss_tokens=36)
     with pytest.raises(InvariantError, match=r"shape: step 0 of another rank: got \[\(2, 2\)"):
         streampack.verify([two[0, 0], mixed], rules=rules_of(8))
 

@@ -149,6 +149,7 @@ def test_packs_of_eight_joined_by_two() -> None:
     assert [pack.cu_seqlens.tolist() for pack in forward] == [[0, 3, 5, 6, 6], [0, 4, 4], [0, 1, 1]]
     assert forward[1].position_ids.tolist() == [0, 1, 2, 3, *range(8), 0, 1, 2, 3], "none beyond those of training"
     assert [pack.num_loss_tokens for pack in forward] == [3, 3, 0]
+    assert {(pack.num_micro_batches, pack.step_num_loss_tokens) for pack in forward} == {(3, 6)}
     back = forward.tokens_back([pack.position_ids + 1 for pack in forward])
     assert [row.tolist() for row in back] == [
         [1, 2, 3, 0, 1, 2, 0, 0], [1, *[0] * 7], [0] * 8, [1, 2, 3, 4, *[0] * 4], [1, *[0] * 7],
