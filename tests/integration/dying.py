@@ -11,19 +11,22 @@ import runpy
 import signal
 import sys
 
-WRITE = sys.stdout.write
+
+def die_at(step: int) -> None:
+    """Have this process killed behind the line of ``step``."""
+    write = sys.stdout.write
+
+    def written(text: str) -> int:
+        count = write(text)
+        if text.startswith("{") and json.loads(text)["step"] == step:
+            sys.stdout.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return count
+
+    sys.stdout.write = written  # type: ignore[method-assign]
 
 
-def write(text: str) -> int:
-    """As before, and then the end."""
-    count = WRITE(text)
-    if text.startswith("{") and json.loads(text)["step"] == LAST:
-        sys.stdout.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return count
-
-
-LAST = int(sys.argv[1])
-sys.argv = sys.argv[2:]
-sys.stdout.write = write  # type: ignore[method-assign]
-runpy.run_path(sys.argv[0], run_name="__main__")
+if __name__ == "__main__":
+    die_at(int(sys.argv[1]))
+    sys.argv = sys.argv[2:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,23 +50,37 @@ def run(
     script = [str(EXAMPLES / f"{name}.py"), str(folder), str(steps)]
     if dies_at is not None:
         script = [str(Path(__file__).with_name("dying.py")), str(dies_at), *script]
-    paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, *launcher, *script], capture_output=True, text=True, timeout=PATIENCE_S,
-        env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths},
-    )  # fmt: skip
+    done = _python(broker, *launcher, *script)
     assert (done.returncode == 0) == (dies_at is None), done.stdout + done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return _lines(done.stdout)
 
 
 def killed_and_resumed_is_the_same(name: str, broker: RunningBroker, folder: Path, dies_at: int = 6) -> list[Line]:
     """A run that is killed behind its first checkpoint and started again has, step by step, the lines of one that was
     not. Gives the lines."""
-    whole = run(name, broker, folder / "whole")
+    outputs, jobs = [], []
+    for number, (where, dies) in enumerate([("whole", None), ("killed", dies_at), ("killed", None)]):
+        (folder / where).mkdir(exist_ok=True)
+        outputs.append(folder / f"output-{number}")
+        jobs.append(([str(folder / where), str(STEPS)], dies, str(outputs[-1])))
+    done = _python(broker, "-m", "tests.integration.forks", str(EXAMPLES / f"{name}.py"), json.dumps(jobs))
+    said = [output.read_text() if output.exists() else "" for output in outputs]
+    assert done.stdout.endswith(f"[0, {-signal.SIGKILL}, 0]\n"), "\n".join([done.stdout, done.stderr, *said])
+    whole, cut, rest = map(_lines, said)
     assert [line["step"] for line in whole] == list(range(STEPS))
-    cut = run(name, broker, folder / "killed", dies_at=dies_at)
     assert cut == whole[: dies_at + 1]
-    rest = run(name, broker, folder / "killed")
     assert 0 < rest[0]["step"] <= dies_at + 1, "it goes on from a checkpoint"
     assert rest == whole[rest[0]["step"] :]
     return whole
+
+
+def _python(broker: RunningBroker, *arguments: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=PATIENCE_S,
+        env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths},
+    )  # fmt: skip
+
+
+def _lines(said: str) -> list[Line]:
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
