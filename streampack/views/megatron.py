@@ -9,19 +9,17 @@ length, would cut the padded ones short. ``get_batch`` shards for context parall
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from streampack.columns import Column, Columns
 from streampack.core.samples import IGNORE_INDEX
+from streampack.formats import View, canonical
 from streampack.packs import Pack
 from streampack.slabs import Slabs
 from streampack.tensors import Rows, beside, cut, tensor
-
-if TYPE_CHECKING:
-    from streampack.formats import View
 
 
 def form(columns: Columns, of_packs: Rows, slabs: Slabs) -> tuple[Rows, Rows]:
@@ -63,7 +61,6 @@ def packed_seq_params(batch: Pack | View) -> dict[str, Any]:
     """
     found: Any = batch.cu_seqlens_padded
     boundaries = (torch.from_numpy(found) if isinstance(found, np.ndarray) else found).reshape(-1)
-    pack = getattr(batch, "canonical", None) or batch  # whose numbers are the host's
-    widest = int(pack.max_seqlen)
+    widest = canonical(batch).max_seqlen  # the host's number: asks no device
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     return {"qkv_format": "thd", **dict.fromkeys(names, boundaries), "max_seqlen_q": widest, "max_seqlen_kv": widest}
