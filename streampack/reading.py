@@ -71,8 +71,7 @@ class Reading:
 
     def _begin_as(self, views: Views) -> None:
         """Views of what this feed has. Raises UserError."""
-        assert self._prefetching.attached is not None  # __init__ has waited for it
-        views.fit(self.rules, self._prefetching.attached.layout)
+        views.fit(self.rules)
         if self.rules.padded and not any(self._session.mesh.ranks):
             log.warning(
                 "feed %s: micro-batches are padded, and each may have a shape of its own: torch.compile would compile "
@@ -195,6 +194,14 @@ class Reading:
     def close(self) -> None:
         """Give the rank up and end the thread; idempotent."""
         self._prefetching.close()
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._session.mesh
+
+    @property
+    def format(self) -> str:
+        return self._views.format
 
     @property
     def rules(self) -> Rules:

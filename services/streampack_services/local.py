@@ -25,6 +25,7 @@ import streampack
 from streampack.client import introduce_to_torch
 from streampack.config import BrokerConfig, StreamSettings
 from streampack.config_check import checked
+from streampack.core.messages import Mesh
 from streampack.core.rules import Rules
 from streampack.errors import ConfigError, InternalError, StreampackError, UserError
 from streampack.packs import Step
@@ -78,6 +79,16 @@ class Local:
     def rules(self) -> Rules:
         """See ``Client.rules``."""
         return self._client.rules
+
+    @property
+    def mesh(self) -> Mesh:
+        """See ``Client.mesh``."""
+        return self._client.mesh
+
+    @property
+    def format(self) -> str:
+        """See ``Client.format``."""
+        return self._client.format
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """See ``Client.state_dict``."""

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import streampack
 from streampack.sources import SourceSettings, open_source
@@ -130,7 +130,7 @@ def test_a_transformers_loop(broker: RunningBroker) -> None:
 def test_validation_while_training(broker: RunningBroker) -> None:
     trained: list[Any] = []
     evaluated: list[Any] = []
-    left = run(block('feed="valid"'), broker.trainers, update=trained.append, evaluate=evaluated.append)
+    left = run(block("evaluate(batch)"), broker.trainers, update=trained.append, evaluate=evaluated.append)
     assert len(left["losses"]) == len(evaluated) / -(-len(trained) // 20)
     assert [step.index for step in trained] == list(range(len(trained)))
     rounds = -(-len(trained) // 20)
@@ -141,6 +141,24 @@ def test_validation_while_training(broker: RunningBroker) -> None:
     assert len(ids) == rounds
     assert all(found == ids[0] and len(found) == VALID for found in ids)
     assert sum(batch.num_samples for step in trained for batch in step) == SAMPLES
+
+
+def test_a_trainer_of_hugging_face(broker: RunningBroker, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    args = TrainingArguments(
+        str(tmp_path), max_steps=12, eval_strategy="steps", eval_steps=6, save_steps=6, report_to="none",
+        learning_rate=1e-2, disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    given = {"Trainer": Trainer, "model": LlamaForCausalLM(config), "args": args, "checkpoint": None}
+    trainer = run(block("class PackedTrainer"), broker.trainers, **given)["trainer"]
+    early, late = (line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line)
+    assert late < early
+    given["checkpoint"] = str(tmp_path / "checkpoint-6")
+    again = run(block("class PackedTrainer"), broker.trainers, **given)["trainer"]
+    assert [line["eval_loss"] for line in again.state.log_history if "eval_loss" in line] == [early, late]
 
 
 class Stopped(Exception):
@@ -288,7 +306,7 @@ def test_every_example_has_its_test() -> None:
     tested = (
         "model(batch.input_ids",
         "llama(**batch",
-        'feed="valid"',
+        "evaluate(batch)",
         "load_state_dict",
         "for prompt in prompts",
         "in preferences",
@@ -298,6 +316,7 @@ def test_every_example_has_its_test() -> None:
         "streampack.plan_step",
         "step.regroup(",
         "batch.attention_mask",
+        "class PackedTrainer",
     )
     assert sorted(BLOCKS) == sorted(block(starts) for starts in tested)
 

@@ -1,0 +1,43 @@
+"""TRL's SFTTrainer over packs: ``python trl_sft.py FOLDER STEPS``, with STREAMPACK_ENDPOINT set; or torchrun.
+
+It writes a checkpoint into FOLDER every 4 steps, goes on from it when started again, and prints a line a step.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
+from transformers.trainer_utils import get_last_checkpoint
+from trl import SFTConfig, SFTTrainer
+
+import streampack
+from streampack.integrations.hf import PackedTrainerMixin
+
+
+class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):
+    def log(self, logs: dict[str, float], *_: Any) -> None:
+        if "loss" in logs and self.is_world_process_zero():
+            step = self.packed_step
+            print(json.dumps({"step": step.index, "loss": logs["loss"], "digest": step.digest}), flush=True)
+
+
+folder, steps = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(0)
+torch.set_num_threads(1)
+config = LlamaConfig(
+    vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    max_position_embeddings=128,
+)  # fmt: skip
+args = SFTConfig(
+    folder, max_steps=steps, save_steps=4, logging_steps=1, learning_rate=1e-2, lr_scheduler_type="constant",
+    report_to="none", disable_tqdm=True, use_cpu=True, bf16=False,
+)  # fmt: skip
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # yours, of the model; kept with it
+place = {"dp": args.world_size, "dp_rank": args.process_index}
+with streampack.connect(mesh=place, format="hf") as loader:
+    trainer = PackedSFTTrainer(LlamaForCausalLM(config), args, loader=loader, processing_class=tokenizer)
+    trainer.remove_callback(PrinterCallback)  # it would print what is logged, too
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(folder))

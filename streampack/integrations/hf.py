@@ -1,0 +1,257 @@
+"""Hugging Face: transformers' Trainer, and TRL's SFTTrainer, over a loader in place of a dataset.
+
+``PackedTrainerMixin`` makes an update of the Trainer a step of the loader, however many micro-batches it has: to the
+Trainer a step is one batch (``StepInputs``), and ``training_step`` goes over its packs, synchronising gradients with
+the last. The step's own denominator is what losses are divided by, so nothing is counted and nothing gathered.
+Batches come from the loader as they are: no DataLoader, no collator and no ``accelerator.prepare`` touches them, which
+would concatenate, drop or repeat packs.
+
+A checkpoint's ``trainer_state.json`` has the loader's state after the last step that was trained, as callbacks' states
+are kept there (``LoaderState``). It is committed once every rank has written its part.
+
+What the Trainer would do wrong with packs is refused where it is made: ``hf_checks``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType, gather_object
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from streampack.errors import StateError, UserError
+from streampack.formats import View, real_tokens
+from streampack.integrations import hf_checks
+from streampack.packs import Step
+
+
+class StepInputs(dict[str, Any]):
+    """A step as the Trainer's one batch of an update; ``input_ids`` [all tokens of the rank] is what it counts."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(input_ids=torch.cat([pack["input_ids"].flatten() for pack in step]))
+        self.packs = step.packs
+
+
+class Steps:
+    """The loader as what a Trainer iterates: steps. It knows which of them were trained."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.step: Step | None = None
+        """The one that is trained, or the last that was."""
+        self._trained: int | None = None  # the last step whose update was made; None: nothing was handed out
+        self._start: dict[str, Any] | None = None  # where the first training began
+
+    def __iter__(self) -> Iterator[Step]:
+        yield from self._round()
+        if self._trained is None:  # the state that was gone on from is that of a feed's end: as in a run not stopped,
+            yield from self._round()  # what comes next is the feed again
+
+    def _round(self) -> Iterator[Step]:
+        self._trained = None
+        for step in self.loader.steps():
+            if self._trained is None:
+                self._trained = step.index - 1
+            self.step = step
+            yield step
+
+    def begin(self, state: dict[str, Any] | None) -> None:
+        """Training begins: where the state says, or where the first one without a state did."""
+        again = self._start is not None
+        self._start = self._start or self.loader.state_dict()
+        if state or again:
+            self.loader.load_state_dict(state or self._start)
+        self._trained = None
+
+    def note_trained(self) -> None:
+        """The step that was handed out last has made its update."""
+        assert self.step is not None
+        self._trained = self.step.index
+
+    def state(self) -> dict[str, Any]:
+        """The loader's, after the last step that was trained: one handed out since then is to come again."""
+        found: dict[str, Any] = self.loader.state_dict(step=self._trained)
+        return found
+
+    def commit(self) -> None:
+        """A checkpoint after the last step that was trained is durable."""
+        if self._trained is not None:
+            self.loader.commit(self._trained)
+
+
+class LoaderState(TrainerCallback, ExportableState):
+    """Keeps the loader's state in checkpoints, under this class's name. It finds the loader when training begins, since
+    a Trainer that restores its callbacks makes them anew."""
+
+    steps: Steps | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes; on rank 0 alone."""
+        return {"args": {}, "attributes": {"saved": self.steps.state()} if self.steps else {}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
+        """Go on where the checkpoint says, if there is one."""
+        saved = None
+        if state.global_step:
+            saved = state.stateful_callbacks.get(LoaderState.__name__, {}).get("attributes", {}).get("saved")
+            if saved is None:
+                raise StateError(
+                    f"got a checkpoint of {state.global_step} updates without a loader's state, expected one that a "
+                    f"PackedTrainerMixin saved: begin without resume_from_checkpoint, from its weights"
+                )
+        self.steps = train_dataloader
+        train_dataloader.begin(saved)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
+        """The step counts as trained from here on, so that a checkpoint made before has it again."""
+        train_dataloader.note_trained()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Of a stream of unknown length the Trainer's epoch is the share of ``max_steps``; it would begin at 0 anew."""
+        state.epoch = state.global_step / state.max_steps
+
+    def on_save(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
+        """Commit, once all ranks have written what they write."""
+        args.distributed_state.wait_for_everyone()
+        if state.is_world_process_zero:
+            train_dataloader.commit()
+
+
+class PackedTrainerMixin:
+    """A Trainer, or an SFTTrainer, that trains on a loader's steps.
+
+    ``loader`` has ``format="hf"`` or ``"hf_shifted"``; ``eval_loader`` is another of a finite feed, or a dict of them
+    by name. Both are the caller's to close. With several processes the mesh is ``{"dp": args.world_size, "dp_rank":
+    args.process_index}``. ``args`` needs ``max_steps`` and leaves ``gradient_accumulation_steps`` at 1: an update is a
+    step, whatever its micro-batches. Settings of the dataset and its DataLoader (batch sizes, workers, columns) have no
+    effect. ``eval_loss`` is by token, over the whole feed; logs have ``packing_efficiency``, the share of this rank's
+    tokens since the last log that are real.
+
+    Raises UserError, or MeshError, for arguments that would train on something else than the loader's steps.
+
+    >>> class PackedTrainer(PackedTrainerMixin, Trainer): ...  # doctest: +SKIP
+    >>> PackedTrainer(model, args, loader=streampack.connect(format="hf")).train()  # doctest: +SKIP
+    """
+
+    args: Any
+    accelerator: Any
+    current_gradient_accumulation_steps: int
+
+    def __init__(
+        self, model: Any = None, args: Any = None, *, loader: Any, eval_loader: Any = None, **given: Any
+    ) -> None:
+        hf_checks.arguments(args, given)
+        evaluating = eval_loader.values() if isinstance(eval_loader, dict) else [eval_loader]
+        loaders = [loader, *(each for each in evaluating if each is not None)]
+        hf_checks.loaders(loaders)
+        args.ignore_data_skip = True  # the loader's state says where it goes on: nothing is to be read and thrown away
+        sft = hf_checks.is_sft(type(self), args)
+        data = _stand_ins(args, eval_loader is not None) if sft else {"eval_dataset": eval_loader}
+        super().__init__(model, args, **{**given, **data})  # type: ignore[call-arg]
+        hf_checks.trainer(self, loaders)
+        self.eval_dataset = eval_loader
+        self._steps = Steps(loader)
+        self._real = self._slots = 0  # tokens since the last log
+        self._evaluated: list[tuple[torch.Tensor, int, int]] = []  # summed loss, loss tokens, samples
+        self.add_callback(LoaderState())  # type: ignore[attr-defined]
+
+    @property
+    def packed_step(self) -> Step:
+        """The loader's step that is trained, or was trained last. Raises UserError before the first."""
+        if self._steps.step is None:
+            raise UserError("got no step yet, expected training to have begun: ask from a callback, or after train()")
+        return self._steps.step
+
+    def get_train_dataloader(self) -> Steps:
+        """The loader, unprepared."""
+        return self._steps
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Step], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """The next step, and its denominator over all ranks; of a step without any label 1, for a loss of 0."""
+        step = next(epoch_iterator, None)
+        if step is None:
+            return [], None
+        return [StepInputs(step)], torch.tensor(max(step.num_loss_tokens, 1), device=device)
+
+    def training_step(self, model: Any, inputs: StepInputs, num_items_in_batch: Any = None) -> torch.Tensor:
+        """The loss of a step on this rank, and its gradients, which are reduced over ranks with the last pack."""
+        self.current_gradient_accumulation_steps = len(inputs.packs)
+        losses = []
+        for pack in inputs.packs:
+            last = pack is inputs.packs[-1]
+            self._real += real_tokens(pack)
+            self._slots += pack["input_ids"].numel()
+            with self._accumulating(model, last):
+                batch = {**pack, "use_cache": False}  # with a cache, sdpa and eager let samples see each other
+                losses.append(super().training_step(model, batch, num_items_in_batch))  # type: ignore[misc]
+        return torch.stack(losses).sum()
+
+    def _accumulating(self, model: Any, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """As the Trainer's own loop over micro-batches: DeepSpeed must be told, others need no reduction yet."""
+        state = self.accelerator.gradient_state
+        state._set_sync_gradients(last)
+        every = state.plugin_kwargs.get("sync_each_batch", False)
+        if last or every or self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return contextlib.nullcontext()
+        found: contextlib.AbstractContextManager[Any] = self.accelerator.no_sync(model=model)
+        return found
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """With how full the packs were."""
+        if "loss" in logs and self._slots:
+            logs["packing_efficiency"] = self._real / self._slots
+            self._real = self._slots = 0
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    # Evaluation
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The loader for evaluation, unprepared; or what the Trainer makes of a dataset."""
+        found = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(found, str):
+            found = self.eval_dataset[found]
+        return found if hasattr(found, "steps") else super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """The Trainer's, whose loss is a mean over batches, with the mean over all tokens in its place."""
+        self._evaluated.clear()
+        found = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]
+        if not self._evaluated:
+            return found
+        losses, tokens, samples = zip(*self._evaluated, strict=True)
+        mine = (float(torch.stack(losses).cpu().double().sum()), sum(tokens), sum(samples))
+        loss, num_tokens, num_samples = (sum(column) for column in zip(*gather_object([mine]), strict=True))
+        found.metrics[f"{metric_key_prefix}_loss"] = loss / max(num_tokens, 1)
+        return found._replace(num_samples=num_samples)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """The summed loss of a pack, and its logits and labels where metrics are computed."""
+        if not isinstance(inputs, View):
+            found: tuple[Any, Any, Any] = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+            return found
+        batch = self._prepare_inputs({**inputs, "use_cache": False})  # type: ignore[attr-defined]
+        labels, wants_outputs = batch["labels"], not prediction_loss_only
+        one = torch.ones((), device=labels.device)
+        with torch.no_grad(), self.compute_loss_context_manager():  # type: ignore[attr-defined]
+            loss = self.compute_loss(model, batch, return_outputs=wants_outputs, num_items_in_batch=one)  # type: ignore[attr-defined]
+        loss, outputs = loss if wants_outputs else (loss, None)
+        scale = self.accelerator.num_processes // self.get_tp_size()  # type: ignore[attr-defined] # compute_loss's own
+        self._evaluated.append((loss.detach() / scale, inputs.num_loss_tokens, inputs.num_samples))
+        return loss.detach(), outputs and outputs["logits"], labels if wants_outputs else None
+
+
+def _stand_ins(args: Any, evaluates: bool) -> dict[str, Any]:
+    """What SFTTrainer wants to look at and prepare before it begins: a row that nobody reads, and a collator that
+    nobody calls."""
+    from datasets import Dataset
+
+    row = Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
+    args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
+    return {"train_dataset": row, "eval_dataset": row if evaluates else None, "data_collator": list}

@@ -1,0 +1,107 @@
+"""What a Trainer must not be given with packs, each with the line that says what to do: before it is made, and once it
+has its accelerator.
+
+Refused is what would train on other steps than the loader's, divide by another denominator, or let samples see each
+other, and what would ask for something that does not happen. Settings that have no effect are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from streampack.errors import MeshError, UserError
+
+_OF_DATASETS = ("train_dataset", "eval_dataset", "data_collator")
+_BY_POSITIONS = ("sdpa", "eager", "flex_attention")
+"""Implementations that find samples by position_ids alone; flash attention is given their boundaries."""
+_EXPECTED: tuple[tuple[str, Any, str], ...] = (
+    ("gradient_accumulation_steps", 1, "an update is a step of the loader, whose micro-batches rules.step says"),
+    ("auto_find_batch_size", False, "packs have the length that rules.budget says: lower it there"),
+    ("train_sampling_strategy", "random", "the broker orders samples: see rules.balance and streams"),
+    ("use_cache", False, "with a cache the samples of a pack see each other"),
+    ("packing", False, "the broker packs"),
+    ("padding_free", False, "packs are that already"),
+    ("eval_packing", False, "the broker packs"),
+    ("completion_only_loss", False, "declare the field loss_mask in broker.yaml: prompts and completions have it"),
+    ("assistant_only_loss", False, "declare the field loss_mask in broker.yaml: chats have it"),
+)
+"""Of TrainingArguments and of SFTConfig: a name, what it must be (or not be set), and what to do."""
+
+
+def is_sft(kind: type, args: Any) -> bool:
+    """Whether it is TRL's SFTTrainer, which looks at its dataset. Raises UserError for another of TRL's."""
+    names = [base.__name__ for base in kind.__mro__ if base.__module__.split(".")[0] == "trl"]
+    if names and "SFTTrainer" not in names:
+        raise UserError(f"got TRL's {names[0]}, expected SFTTrainer or transformers' Trainer: its batches are no packs")
+    if names and not hasattr(args, "dataset_kwargs"):
+        raise UserError(f"got {type(args).__name__} for an SFTTrainer, expected trl.SFTConfig: give it that")
+    return bool(names)
+
+
+def arguments(args: Any, given: Mapping[str, Any]) -> None:
+    """Of the Trainer that is to be made. Raises UserError."""
+    for name in _OF_DATASETS:
+        if given.get(name) is not None:
+            raise UserError(f"got {name} beside a loader, expected none: loader= and eval_loader= give the batches")
+    if args is None or not args.max_steps > 0:
+        got = "no arguments" if args is None else f"max_steps={args.max_steps}"
+        raise UserError(f"got {got}, expected max_steps of at least 1: how long a stream is cannot be known")
+    for name, expected, do in _EXPECTED:
+        value = getattr(args, name, expected)
+        if value is not None and value != expected:
+            raise UserError(f"got {name}={value!r}, expected {expected!r}: {do}")
+
+
+def loaders(found: Sequence[Any]) -> None:
+    """The one for training, and those for evaluation behind it. Raises UserError."""
+    for loader in found:
+        if loader.format not in ("hf", "hf_shifted"):
+            raise UserError(f"got a loader with format={loader.format!r}, expected 'hf': connect(..., format='hf')")
+    for loader in found[1:]:
+        if not loader.rules.finite:
+            raise UserError("got an eval_loader that never ends, expected streams without repeat: an evaluation ends")
+    if len({id(loader) for loader in found}) < len(found):
+        raise UserError("got one loader for training and evaluation, expected one of each feed: connect(feed='valid')")
+
+
+def trainer(made: Any, found: Sequence[Any]) -> None:
+    """The Trainer, with its model and its processes. Raises UserError, MeshError."""
+    args = made.args
+    if args.n_gpu > 1:
+        raise UserError(f"got {args.n_gpu} GPUs in one process, expected one: start with torchrun, a process for each")
+    if made.get_cp_size() > 1 or made.get_sp_size() > 1:
+        raise UserError(
+            f"got context parallelism cp={made.get_cp_size()} sp={made.get_sp_size()}, expected none: transformers "
+            f"cuts a pack without regard to its samples; take format='thd' and your own attention, or a smaller budget"
+        )
+    if not (made.model_accepts_loss_kwargs or made.compute_loss_func):
+        raise UserError(
+            f"got {type(made.model).__name__}, to which this Trainer passes no num_items_in_batch, expected a model "
+            f"whose forward takes it: or give compute_loss_func, a sum of losses divided by it"
+        )
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise UserError(
+            "got average_tokens_across_devices=False, expected True: a step has one denominator, of all ranks"
+        )
+    for loader in found:
+        _place(loader.mesh, args, made.get_tp_size())
+        _positions(loader.rules, getattr(made.model, "config", None))
+
+
+def _place(mesh: Any, args: Any, tp: int) -> None:
+    sizes = (args.world_size // tp, 1, tp, 1)
+    if mesh.sizes != sizes or (tp == 1 and mesh.dp_rank != args.process_index):
+        raise MeshError(
+            f"got a loader of {mesh} in process {args.process_index} of {args.world_size} (tp={tp}), expected "
+            f"dp={sizes[0]} tp={tp}: connect(mesh={{'dp': args.world_size, 'dp_rank': args.process_index}})"
+        )
+
+
+def _positions(rules: Any, config: Any) -> None:
+    kind = getattr(config, "_attn_implementation", None)
+    if kind in _BY_POSITIONS and any(field.name == "position_ids" for field in rules.fields):
+        raise UserError(
+            f"got declared position_ids with attn_implementation={kind!r}, expected flash attention: the others find a "
+            f"pack's samples by positions that begin at 0, which declared ones need not"
+        )
