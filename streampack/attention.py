@@ -58,7 +58,7 @@ def varlen_attention(
     attend, kernel = (by_flash, _flash_attn()) if chosen == "flash_attn" else (by_torch, _torch())
     if kernel is None:
         raise UserError(f"got backend={chosen!r}, which is not installed here, expected another, or None")
-    bounds = torch.as_tensor(pack.cu_seqlens_padded).to(q.device)
+    bounds = torch.as_tensor(pack.cu_seqlens_padded).reshape(-1).to(q.device)  # [1, n] in Megatron's form
     return attend(kernel, q, k, v, bounds, held.max_seqlen, scale, window)
 
 

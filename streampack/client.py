@@ -54,7 +54,8 @@ def connect(
     ``readers``: the tensor and pipeline ranks that read, equal on all of them, where not every rank of the mesh
     does: ``{"tp": [0], "pp": [0, -1]}`` for Megatron, whose first and last stages read on tensor rank 0 and
     broadcast. ``format``: ``thd``, the pack as torch tensors (default where torch is installed); ``hf`` or
-    ``hf_shifted``, transformers' arguments; ``numpy``; of a feed of padded micro-batches ``padded``, the default there.
+    ``hf_shifted``, transformers' arguments; ``megatron``, ``bshd`` (NeMo AutoModel), ``torchtitan``: what those take;
+    ``numpy``; of a feed of padded micro-batches ``padded``, the default there.
     ``device``: where its tensors are copied ahead of use. ``variable_lengths``: the stages of a pipeline exchange
     micro-batches of any shape, as padded ones have.
     ``verify``: assert every invariant of every step. ``prefetch``: steps kept ready beyond the one in use.

@@ -1,9 +1,8 @@
 """What a trainer gets in its framework's words: views of the canonical pack as torch tensors.
 
-A view adds nothing to a pack. ``thd`` is the pack with tensors for arrays; ``hf`` is what
-transformers' ``DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)``
-returns, for ``model(**batch)``; ``hf_shifted`` adds ``shift_labels``, so that a model need not
-shift; ``numpy`` is the pack itself. torch is imported when a view is asked for, never before.
+A view adds nothing to a pack. ``thd`` is the pack with tensors for arrays, ``numpy`` the pack itself; what frameworks
+take is in ``streampack.views``: ``hf`` (transformers), ``megatron``, ``bshd`` (NeMo AutoModel), ``torchtitan``.
+torch is imported when a view is asked for, never before.
 
 A feed whose rules are ``padded`` has rows for packs: there ``padded`` is the canonical one, its arrays [B, S], and
 ``hf`` what a model of transformers takes of padded batches.
@@ -15,7 +14,6 @@ memory, while the trainer works on the one before.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,6 +30,7 @@ from streampack.core.messages import Mesh
 from streampack.core.rules import Rules
 from streampack.core.samples import IGNORE_INDEX
 from streampack.errors import UserError
+from streampack.format_checks import check_feed, check_mesh
 from streampack.invariants import check_step, follows
 from streampack.packs import Pack, Step
 from streampack.slabs import Slabs
@@ -39,7 +38,7 @@ from streampack.slabs import Slabs
 if TYPE_CHECKING:
     import torch
 
-FORMATS = ("thd", "hf", "hf_shifted", "padded", "numpy")
+FORMATS = ("thd", "hf", "hf_shifted", "megatron", "bshd", "torchtitan", "padded", "numpy")
 _ON_HOST = frozenset({"sample_ids", "slices"})
 """Read by the host alone: reading them must not wait for a device."""
 
@@ -133,21 +132,18 @@ def view(pack: Pack, format: str, rules: Rules) -> View:
 def views(columns: Columns, packs: Sequence[Pack], format: str, rules: Rules, slabs: Slabs) -> list[View]:
     """The packs of a message in ``format``, as ``view`` gives each; what packs do not have in memory of ``slabs``."""
     from streampack import tensors
+    from streampack.views import form
 
     halves = frozenset(field.name for field in rules.fields if field.dtype == "bfloat16")
     if rules.padded:
         return [_padded(pack, format, rules, halves) for pack in packs]
-    values = tensors.thd(columns, halves)
-    if format == "thd":
-        return [View(row, pack, rules=rules) for row, pack in zip(_by_pack(values), packs, strict=True)]
-    keys = tensors.hf(columns, values, shifted=format == "hf_shifted", slabs=slabs)
-    rest = {name: column for name, column in values.items() if name not in keys}  # else it would move twice
-    found = zip(_by_pack(keys), packs, _by_pack(rest), strict=True)
+    keys, rest = form(format, columns, tensors.thd(columns, halves), slabs, rules)
+    found = zip(_by_pack(keys, packs), packs, _by_pack(rest, packs), strict=True)
     return [View(row, pack, others, rules) for row, pack, others in found]
 
 
-def _by_pack(values: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
-    return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+def _by_pack(values: Mapping[str, list[Any]], packs: Sequence[Pack]) -> list[dict[str, Any]]:
+    return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)] or [{} for _ in packs]
 
 
 def _padded(pack: Pack, format: str, rules: Rules, halves: frozenset[str]) -> View:
@@ -211,8 +207,7 @@ class Views:
             raise UserError(f"got format {format!r} without torch, expected it: pip install 'streampack[torch]'")
         if self.format != "numpy":
             import_module("torch")  # seconds that the client's thread must not spend
-        if self.format.startswith("hf"):
-            _check_hf(self.format, mesh)
+        check_mesh(self.format, mesh)
         if self.format == "numpy" and device is not None:
             raise UserError(f"got device={device!r} with format numpy, expected none: take format='thd'")
         self._mesh, self._verify, self._given = mesh, verify, format
@@ -220,15 +215,12 @@ class Views:
         self._slabs = Slabs()
         self._stream = None if self.format == "numpy" else _side_stream(device)
 
-    def fit(self, rules: Rules) -> None:
-        """Be views of a feed with these rules. Raises UserError for a format that it has not."""
+    def fit(self, rules: Rules, layout: str = "zigzag") -> None:
+        """Be views of a feed with these rules and context-parallel layout. Raises UserError for a format that it has
+        not."""
         if rules.padded and self._given is None and self.format == "thd":
             self.format = "padded"
-        if self.format == "padded" and not rules.padded:
-            raise UserError(
-                "got format 'padded' of a feed that packs, expected thd, hf, hf_shifted or numpy: or set rules.padded "
-                "in broker.yaml"
-            )
+        check_feed(self.format, self._mesh, rules, layout)
 
     def make(self, step: Step, rules: Rules) -> Step:
         """``step`` with views for packs, verified where asked. Raises InvariantError."""
@@ -253,16 +245,6 @@ class Views:
         if self._stream:
             self._stream.arrive(step)
         return step
-
-
-def _check_hf(format: str, mesh: Mesh) -> None:
-    own = os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1")  # accelerate's
-    if mesh.cp > 1 or own not in ("", "0", "1"):
-        raise UserError(
-            f"got format {format!r} with cp={mesh.cp} and PARALLELISM_CONFIG_CP_SIZE={own}, expected no context "
-            f"parallelism: transformers' own knows no packed batches; take format='thd' with a ring or Ulysses "
-            f"attention, or a smaller budget on one rank"
-        )
 
 
 def _side_stream(device: Any) -> SideStream | None:

@@ -17,7 +17,8 @@ import numpy as np
 from streampack.core.messages import Mesh
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
-from streampack.pack_check import LabelCheck, PackCheck, equal, expect
+from streampack.expectations import equal, expect
+from streampack.pack_check import LabelCheck, PackCheck
 from streampack.packs import Step
 
 

@@ -6,7 +6,6 @@ into the canonical pack's names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,8 @@ from streampack.core.messages import Mesh
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, IGNORE_INDEX
 from streampack.errors import InvariantError
-from streampack.packs import Pack
-
-Checked = Mapping[str, Any]
-"""A batch as the canonical pack in numpy, whatever view it came from."""
+from streampack.expectations import equal, expect
+from streampack.view_check import canonical, check_keys
 
 
 class PackCheck:
@@ -43,7 +40,7 @@ class PackCheck:
         self._slices()
         self._tokens()
         self._fields()
-        _flattened(self._batch, self)
+        check_keys(self._batch, self)
 
     def _boundaries(self) -> None:
         padded, real = self.padded, self.real
@@ -231,73 +228,3 @@ class LabelCheck:
         counted, said = int((labels != IGNORE_INDEX).sum()), int(check.pack["num_loss_tokens"])
         fits = counted == said if len(places) == check.total else counted <= said
         expect(fits, "num_loss_tokens", f"{check.what}: got {said}, expected {counted}, the labels that count")
-
-
-def canonical(batch: Any) -> Checked:
-    """A batch's own values, by the canonical pack's names and in numpy: what was changed in a view is changed here."""
-    if isinstance(batch, Pack):
-        return batch
-    values = {**getattr(batch, "rest", {}), **batch}
-    found = {name: _numpy(value) for name, value in values.items()}
-    if "cu_seq_lens_q" in found:  # the flattening collator's names
-        for name in {"input_ids", "labels", "position_ids"} & set(found):
-            expect(found[name].ndim > 1, name, f"got the shape {found[name].shape}, expected [1, T]")
-            found[name] = found[name][..., 0, :]
-        found["cu_seqlens_padded"], found["max_seqlen"] = found["cu_seq_lens_q"], found["max_length_q"]
-        if "labels" in found:
-            found["labels"] = np.append(found["labels"][1:], IGNORE_INDEX)
-    rules = getattr(batch, "rules", None)
-    if rules is not None and rules.padded and "attention_mask" in found:
-        _flatten(found, rules)
-    missing = {"cu_seqlens", "cu_seqlens_padded", "sample_ids", "slices", "position_ids"} - set(found)
-    if missing:
-        raise InvariantError(f"keys: got a batch without {', '.join(sorted(missing))}, expected a pack")
-    return found
-
-
-def _flatten(found: dict[str, Any], rules: Rules) -> None:
-    """Arrays by row as those of one pack, in place; and labels that a model shifts as they were."""
-    if "shift_labels" in found:
-        ends = np.full((len(found["labels"]), 1), IGNORE_INDEX)
-        shifted = np.concatenate([found["labels"][:, 1:], ends], axis=1)
-        equal("shift_labels", "a padded micro-batch", found["shift_labels"], shifted)
-        found["labels"] = shifted
-    by_row = [field.name for field in rules.fields if field.axis == "token"]
-    for name in {"input_ids", "labels", "padding_mask", "attention_mask", *by_row} & set(found) - {POSITION_IDS}:
-        found[name] = found[name].reshape(-1, *found[name].shape[2:])
-    places = found[POSITION_IDS]
-    found[POSITION_IDS] = places.reshape(*places.shape[:-2], -1)
-
-
-def _flattened(batch: Any, check: PackCheck) -> None:
-    """What only the flattening collator's form has."""
-    if not isinstance(batch, Mapping) or "cu_seq_lens_q" not in batch:
-        return
-    values = {name: _numpy(value) for name, value in batch.items()}
-    equal("cu_seq_lens_k", check.what, values["cu_seq_lens_k"], values["cu_seq_lens_q"])
-    equal("max_length_k", check.what, values["max_length_k"], values["max_length_q"])
-    check.agree("seq_idx", values["seq_idx"][0], check.segment)
-    if "labels" in values:
-        equal("labels", f"{check.what}, position 0", int(values["labels"][0, 0]), IGNORE_INDEX)
-    if "shift_labels" in values:
-        check.agree("shift_labels", values["shift_labels"][0], check.pack["labels"])
-
-
-def _numpy(value: Any) -> Any:
-    """A tensor as an array, whatever device it is on; bfloat16 as float32."""
-    if not hasattr(value, "detach"):
-        return value
-    tensor = value.detach().cpu()
-    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
-
-
-def equal(name: str, what: str, got: Any, expected: Any) -> None:
-    same = np.array_equal(got, expected) if isinstance(expected, np.ndarray) else got == expected
-    if not same:
-        shown = [value.tolist() if isinstance(value, np.ndarray) else value for value in (got, expected)]
-        raise InvariantError(f"{name}: {what}: got {shown[0]}, expected {shown[1]}")
-
-
-def expect(holds: bool, name: str, message: str) -> None:
-    if not holds:
-        raise InvariantError(f"{name}: {message}")

@@ -71,7 +71,8 @@ class Reading:
 
     def _begin_as(self, views: Views) -> None:
         """Views of what this feed has. Raises UserError."""
-        views.fit(self.rules)
+        assert self._prefetching.attached is not None  # __init__ has waited for it
+        views.fit(self.rules, self._prefetching.attached.layout)
         if self.rules.padded and not any(self._session.mesh.ranks):
             log.warning(
                 "feed %s: micro-batches are padded, and each may have a shape of its own: torch.compile would compile "

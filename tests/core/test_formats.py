@@ -170,7 +170,7 @@ def test_moving_a_view_leaves_ids_with_the_host_and_moves_shared_tensors_once() 
     assert moved["cu_seq_lens_q"] is moved["cu_seq_lens_k"] is moved.cu_seqlens_padded
 
 
-@pytest.mark.parametrize("format", ["thd", "hf", "hf_shifted"])
+@pytest.mark.parametrize("format", ["thd", "hf", "hf_shifted", "megatron", "bshd", "torchtitan"])
 def test_no_memory_moves_twice_to_a_device(format: str) -> None:
     places = [tensor.data_ptr() for tensor in seen(TWO, format)[0].tensors().values()]
     assert len(set(places)) == len(places)
@@ -199,7 +199,7 @@ def step_of_numpy() -> Step:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"format": "bshd"}, r"got format 'bshd', expected one of: thd, hf, hf_shifted, padded, numpy"),
+        ({"format": "sbhd"}, r"got format 'sbhd', expected one of: thd, hf, hf_shifted, megatron, bshd, torchtitan, p"),
         ({"format": "hf", "mesh": Mesh(cp=2)}, r"got format 'hf' with cp=2 .* take format='thd'"),
         ({"format": "hf_shifted", "mesh": Mesh(cp=4, cp_rank=1)}, r"got format 'hf_shifted' with cp=4"),
         ({"format": "numpy", "device": "cuda"}, r"got device='cuda' with format numpy, expected none"),

@@ -218,8 +218,8 @@ def test_forward_packs_are_of_the_format_of_their_step(case: Case, data: st.Data
             for key, value in expected.items():
                 assert torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value
             streampack.verify(found)
-        back = forward.tokens_back({batch: torch.as_tensor(batch["labels"]) for batch in forward})
-        assert {row.ndim for row in back} == {forward[0]["labels"].ndim}
+        back = forward.tokens_back({batch: torch.as_tensor(batch.labels) for batch in forward})
+        assert {row.ndim for row in back} == {forward[0].labels.ndim}
 
 
 @given(REGROUPED)
