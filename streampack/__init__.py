@@ -23,7 +23,7 @@ from streampack.planning import StepPlan, plan_step
 if TYPE_CHECKING:
     from streampack import integrations as integrations
     from streampack.attention import varlen_attention
-    from streampack.loss import packed_loss, per_sample
+    from streampack.loss import packed_loss, per_sample, reduce_metrics
     from streampack.push import Producer
 
 __version__ = "0.1.0.dev0"
@@ -41,6 +41,7 @@ __all__ = [
     "packed_loss",
     "per_sample",
     "plan_step",
+    "reduce_metrics",
     "rows",
     "varlen_attention",
     "verify",
@@ -53,6 +54,7 @@ _LATER = {
     "integrations": "streampack.integrations",
     "packed_loss": "streampack.loss",
     "per_sample": "streampack.loss",
+    "reduce_metrics": "streampack.loss",
     "varlen_attention": "streampack.attention",
 }
 """What is loaded when it is asked for, since most trainers never do: a name, and the module that has it or is it."""

@@ -246,6 +246,29 @@ def test_log_probs_of_forward_packs(broker: RunningBroker) -> None:
     assert changed(actor, before)
 
 
+def test_a_loss_of_each_sample(broker: RunningBroker) -> None:
+    """It is given every sample by itself, and falls."""
+    torch.manual_seed(0)
+    embed, head = torch.nn.Embedding(VOCABULARY, 24), torch.nn.Linear(8, VOCABULARY)
+    before = {name: value.clone() for name, value in head.state_dict().items()}
+    optimizer = torch.optim.AdamW([*embed.parameters(), *head.parameters()], lr=1e-2)
+    of_samples: list[float] = []
+
+    def qkv(batch: Any) -> Any:
+        return embed(batch.input_ids).view(-1, 3, 2, 4).unbind(1)
+
+    def noted(logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+        found = cross_entropy(logits, labels, reduction=reduction)
+        of_samples.append(found.item() / max(int((labels >= 0).sum()), 1))
+        return found
+
+    given = {"qkv": qkv, "head": lambda x: head(x.flatten(1)), "cross_entropy": noted, "optimizer": optimizer}
+    run(block("streampack.packed_loss("), broker.trainers, **given)
+    assert len(of_samples) == SAMPLES
+    assert changed(head, before)
+    assert falls(of_samples)
+
+
 def test_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "a.jsonl", [{"text": "local" * (1 + i % 9)} for i in range(50)])
@@ -315,6 +338,7 @@ def test_every_example_has_its_test() -> None:
         "streampack.way_back",
         "streampack.plan_step",
         "step.regroup(",
+        "streampack.packed_loss(",
         "batch.attention_mask",
         "class PackedTrainer",
     )

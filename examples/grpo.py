@@ -1,0 +1,50 @@
+"""GRPO on packs, rollouts and trainer in one: ``streampack run -c broker.yaml -- python grpo.py``, with broker.yaml
+{run: grpo, merge: arrival, state_dir: state, streams: {rollouts: {pushed: true, partitions: 1}}, rules: {step:
+{end_of_batch: true}}, fields: {advantages: {dtype: float64, align: target}, logprobs: {dtype: float64, align: target}}}
+"""
+
+import json
+
+import torch
+from torch.nn.functional import cross_entropy, pad
+
+import streampack
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Embedding(8, 16), torch.nn.Linear(16, 8)).double()
+optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
+
+
+def group(prompt):  # rollouts of one prompt, with advantages relative to their mean
+    rows = torch.full((4, 1), prompt)
+    for _ in range(20):
+        rows = torch.cat([rows, model(rows[:, -1]).softmax(-1).multinomial(1)], dim=1)
+    rewards = (rows == prompt).double().mean(dim=1)
+    for row, gain in zip(rows, rewards - rewards.mean(), strict=True):
+        tokens = row[: int(torch.randint(2, 20, ()))]
+        old = pad(-cross_entropy(model(tokens[:-1]), tokens[1:], reduction="none"), (1, 0)).detach()
+        yield {"input_ids": tokens, "advantages": gain.expand(len(tokens)), "logprobs": old}
+
+
+def loss_fn(logits, labels, old, gains):  # of one rollout: the mean over its tokens
+    ratio, gains = (-cross_entropy(logits, labels, reduction="none") - old)[labels >= 0].exp(), gains[labels >= 0]
+    metrics.append({"ratio_min": ratio.min(), "ratio_max": ratio.max()})
+    return -torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains).mean()
+
+
+with streampack.Producer(stream="rollouts") as rollouts, streampack.connect() as loader:
+    steps = loader.steps()
+    for version in range(8):
+        sent = [rollouts.send_group(group(prompt), policy_version=version) for prompt in range(8)]
+        rollouts.end_of_batch(version)
+        step = next(steps)
+        for _ in range(2):  # in the second update ratios are not 1
+            metrics = []
+            for batch in step:
+                values = model(batch.input_ids), batch, batch.labels, batch.logprobs, batch.advantages
+                loss = streampack.packed_loss(loss_fn, *values, denominator=step.num_samples)
+                loss.backward()
+                metrics.append({"loss": loss})
+            optimizer.step()
+            optimizer.zero_grad()
+            print(json.dumps({"step": step.index, **streampack.reduce_metrics(metrics)}, default=float), flush=True)
