@@ -1,0 +1,47 @@
+"""Lightning over packs: ``python lightning_module.py FOLDER STEPS``, with STREAMPACK_ENDPOINT set; or torchrun.
+
+It writes a checkpoint into FOLDER every 4 steps, goes on from it when started again, and prints a line a step.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from streampack.integrations.lightning import PackedDataModule
+
+PACKS = 4  # of a step, over all ranks, as in broker.yaml
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(257, 32), nn.Linear(32, 257)).double()
+        self.total = 0.0
+
+    def training_step(self, batch, index):
+        data = self.trainer.datamodule
+        loss = nn.functional.cross_entropy(self.net(batch.input_ids), batch.labels, reduction="sum")
+        self.total += loss.item() / data.step.num_loss_tokens
+        if batch.micro_batch + 1 == batch.num_micro_batches:
+            print(json.dumps({"step": batch.step, "loss": self.total, "digest": data.step.digest}), flush=True)
+            self.total = 0.0
+        return loss * data.averaged_over / data.step.num_loss_tokens  # what Lightning and DDP divide by, undone
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+folder, steps, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(os.environ.get("WORLD_SIZE", "1"))
+torch.manual_seed(0)
+torch.set_num_threads(1)
+trainer = Trainer(
+    accelerator="cpu", devices=ranks, max_steps=steps, accumulate_grad_batches=PACKS // ranks, logger=False,
+    enable_progress_bar=False, callbacks=[ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=0, save_last=True)],
+)  # fmt: skip
+trainer.fit(Model(), datamodule=PackedDataModule(), ckpt_path="last")
