@@ -6,7 +6,7 @@ It writes a checkpoint into FOLDER every 4 steps, goes on from it when started a
 import json
 import os
 import sys
-from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -22,22 +22,25 @@ class Model(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Embedding(257, 32), nn.Linear(32, 257)).double()
-        self.total = 0.0
+        self.total = torch.zeros(1)
 
-    def training_step(self, batch, index):
-        data = self.trainer.datamodule
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        data: PackedDataModule = self.trainer.datamodule
         loss = nn.functional.cross_entropy(self.net(batch.input_ids), batch.labels, reduction="sum")
-        self.total += loss.item() / data.step.num_loss_tokens
+        loss = loss / data.step.num_loss_tokens  # of all its packs, on all ranks
+        self.total += loss.detach()
         if batch.micro_batch + 1 == batch.num_micro_batches:
-            print(json.dumps({"step": batch.step, "loss": self.total, "digest": data.step.digest}), flush=True)
-            self.total = 0.0
-        return loss * data.averaged_over / data.step.num_loss_tokens  # what Lightning and DDP divide by, undone
+            total = self.all_gather(self.total).sum().item()
+            if self.trainer.is_global_zero:
+                print(json.dumps({"step": batch.step, "loss": total, "digest": data.step.digest}), flush=True)
+            self.total.zero_()
+        return loss * data.averaged_over  # what Lightning and DDP divide by
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-folder, steps, ranks = Path(sys.argv[1]), int(sys.argv[2]), int(os.environ.get("WORLD_SIZE", "1"))
+folder, steps, ranks = sys.argv[1], int(sys.argv[2]), int(os.environ.get("WORLD_SIZE", "1"))
 torch.manual_seed(0)
 torch.set_num_threads(1)
 trainer = Trainer(

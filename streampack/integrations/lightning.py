@@ -31,7 +31,7 @@ from streampack.packs import Step
 from streampack.ranks import mesh_of
 
 
-class PackedDataModule(LightningDataModule):  # type: ignore[misc]  # mypy does not read Lightning
+class PackedDataModule(LightningDataModule):
     """A feed to train on, and one to validate on: ``trainer.fit(model, PackedDataModule(val_feed="valid"))``.
 
     ``endpoint`` and ``client``: the arguments of ``connect``; ``mesh`` is by default the trainer's ranks, each one of
