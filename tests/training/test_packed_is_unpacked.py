@@ -7,6 +7,7 @@ packs, and packs of one sample; each view is trained on as its framework would.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 import streampack
+from streampack.attention import varlen_attention
+from streampack.loss import packed_loss
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
@@ -21,6 +24,7 @@ from tests.training.tiny import (
     FIELDS,
     LONGEST,
     Alone,
+    Attention,
     Tiny,
     assert_same,
     causal,
@@ -54,27 +58,41 @@ ALL_VIEWS = ("exact_fill", "aligned", "batches")
 """Feeds of which every view is trained on."""
 
 
-def thd(net: Tiny, batch: Any) -> Tensor:
-    return summed_loss(net(batch.input_ids, batch.position_ids, within(batch.cu_seqlens_padded)), batch.labels)
+def thd(net: Tiny, batch: Any, tokens: int) -> Tensor:
+    logits = net(batch.input_ids, batch.position_ids, within(batch.cu_seqlens_padded))
+    return summed_loss(logits, batch.labels) / tokens
 
 
-def hf(net: Tiny, batch: Any) -> Tensor:
+def by_helpers(net: Tiny, batch: Any, tokens: int) -> Tensor:
+    logits = net(batch.input_ids, batch.position_ids, partial(varlen_attention, pack=batch))
+    return packed_loss(summed_loss, logits, batch, batch.labels, denominator=tokens)
+
+
+def hf(net: Tiny, batch: Any, tokens: int) -> Tensor:
     """As transformers' models do: the model shifts."""
     logits = net(batch["input_ids"], batch["position_ids"], within(batch["cu_seq_lens_q"]))
-    return summed_loss(logits[:, :-1], batch["labels"][:, 1:])
+    return summed_loss(logits[:, :-1], batch["labels"][:, 1:]) / tokens
 
 
-def hf_shifted(net: Tiny, batch: Any) -> Tensor:
+def hf_shifted(net: Tiny, batch: Any, tokens: int) -> Tensor:
     """By ``seq_idx`` this time, as linear attention finds where samples begin."""
     starts = torch.nonzero(torch.diff(batch["seq_idx"][0], prepend=torch.tensor([-1]))).flatten()
-    return summed_loss(net(batch["input_ids"], batch["position_ids"], within(starts)), batch["shift_labels"])
+    return summed_loss(net(batch["input_ids"], batch["position_ids"], within(starts)), batch["shift_labels"]) / tokens
 
 
-def padded(net: Tiny, batch: Any) -> Tensor:
-    return summed_loss(net(batch["input_ids"], batch["position_ids"], causal), batch["labels"])
+def padded(net: Tiny, batch: Any, tokens: int) -> Tensor:
+    return summed_loss(net(batch["input_ids"], batch["position_ids"], causal), batch["labels"]) / tokens
 
 
-VIEWS: dict[str, Callable[[Tiny, Any], Tensor]] = {"thd": thd, "hf": hf, "hf_shifted": hf_shifted}
+VIEWS: dict[str, tuple[str, Callable[[Tiny, Any, int], Tensor]]] = {
+    "thd": ("thd", thd), "helpers": ("thd", by_helpers), "hf": ("hf", hf), "hf_shifted": ("hf_shifted", hf_shifted),
+    "padded": ("padded", padded),
+}  # fmt: skip
+"""A format, and a micro-batch's part of the step's loss as one trains on it, ``tokens`` being the step's."""
+ATTENTIONS: dict[str, Callable[[Any], Attention]] = {
+    "boundaries": lambda pack: within(pack.cu_seqlens_padded),
+    "varlen_attention": lambda pack: partial(varlen_attention, pack=pack),
+}
 
 
 @pytest.fixture(scope="module")
@@ -102,21 +120,21 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
 
 @pytest.mark.parametrize(
     ("feed", "view"),
-    [(feed, view) for feed in FEEDS for view in VIEWS if feed != "padded" and (view == "thd" or feed in ALL_VIEWS)]
-    + [("padded", "padded")],
-)
+    [(feed, view) for feed in FEEDS for view in VIEWS
+     if (view == "padded") == (feed == "padded") and (view in ("thd", "padded") or feed in ALL_VIEWS)],
+)  # fmt: skip
 def test_a_step_has_the_loss_and_gradients_of_its_samples_alone(
     broker: RunningBroker, alone: Alone, feed: str, view: str
 ) -> None:
     net, seen = Tiny(), []
-    loss_of = padded if view == "padded" else VIEWS[view]
-    with streampack.connect(broker.trainers, feed=feed, format=view, verify=True) as loader:
+    format, loss_of = VIEWS[view]
+    with streampack.connect(broker.trainers, feed=feed, format=format, verify=True) as loader:
         for step in loader.steps():
             of = [row for batch in step for row in batch.row.tolist()]
             assert step.num_loss_tokens == learned(SAMPLES[row] for row in of)
             total = 0.0
             for batch in step:
-                loss = loss_of(net, batch) / step.num_loss_tokens
+                loss = loss_of(net, batch, step.num_loss_tokens)
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.item()
             assert_same(found(net, total), alone.step(of))
@@ -153,7 +171,8 @@ def slots(pack: Any) -> list[slice]:
     return [slice(starts[i], starts[i] + lengths[i]) for i in range(pack.num_samples)]
 
 
-def test_a_sample_that_changes_leaves_the_outputs_of_all_others_bit_identical() -> None:
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_sample_that_changes_leaves_the_outputs_of_all_others_bit_identical(attention: str) -> None:
     """One sample of each pack has other tokens in the source; what is compared went through the broker both times."""
     net, before = Tiny(), local(SAMPLES)
     shared = [pack for pack in before if pack.num_samples > 1]
@@ -163,7 +182,7 @@ def test_a_sample_that_changes_leaves_the_outputs_of_all_others_bit_identical() 
     for pack, other in zip(before, after, strict=True):
         assert torch.equal(pack.row, other.row)
         with torch.no_grad():
-            got, expected = (net(p.input_ids, p.position_ids, within(p.cu_seqlens_padded)) for p in (other, pack))
+            got, expected = (net(p.input_ids, p.position_ids, ATTENTIONS[attention](p)) for p in (other, pack))
         for row, slot in zip(pack.row.tolist(), slots(pack), strict=True):
             assert torch.equal(got[slot], expected[slot]) == (row not in changed), row
             assert torch.equal(other.labels[slot], pack.labels[slot]) or row in changed
@@ -172,12 +191,13 @@ def test_a_sample_that_changes_leaves_the_outputs_of_all_others_bit_identical() 
     assert others > 40
 
 
-def test_no_gradient_of_a_samples_outputs_reaches_another() -> None:
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_no_gradient_of_a_samples_outputs_reaches_another(attention: str) -> None:
     """With respect to the embeddings: exactly zero at other samples, at padding and at the tail."""
     net, pairs = Tiny(), 0
     for pack in local(SAMPLES):
         embedded = net.embedding(pack.input_ids).detach().requires_grad_()
-        outputs = net.of_embedded(embedded, pack.position_ids, within(pack.cu_seqlens_padded))
+        outputs = net.of_embedded(embedded, pack.position_ids, ATTENTIONS[attention](pack))
         for slot in slots(pack):
             (gradient,) = torch.autograd.grad(outputs[slot].square().sum(), embedded, retain_graph=True)
             assert gradient[slot].count_nonzero() == gradient[slot].numel()

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 
 import streampack
+from streampack.attention import varlen_attention
+from streampack.loss import packed_loss
 from tests.training.ring import by_positions, ring_attention, zigzag
-from tests.training.tiny import Attention, Found, Tiny, found, summed_loss, within
+from tests.training.tiny import Attention, Found, Tiny, found, summed_loss
 
 EVERY = 3
 """Steps between two checkpoints."""
@@ -39,7 +42,7 @@ def cp_group(rank: int, cp: int) -> Any:
 def attention_of(batch: Any, group: Any) -> Attention:
     """Over the shards of a pack, as its layout says; over a whole pack where there is one rank."""
     if batch.cp == 1:
-        return within(batch.cu_seqlens_padded)
+        return partial(varlen_attention, pack=batch)
     if batch.layout == "zigzag":
         masks = zigzag(batch.cu_seqlens_padded, batch.cp_rank, batch.cp)
     else:
@@ -58,7 +61,7 @@ class Seen:
 
 
 def summed(rank: int, endpoint: str, feeds: Sequence[str], cp: int) -> dict[str, list[Seen]]:
-    """Every step of some feeds, gradients summed over ranks: the loss is divided by the step's tokens, and no more."""
+    """Every step of some feeds, gradients summed over ranks: losses are parts of the step's, and no more."""
     net, group = Tiny(), cp_group(rank, cp)
 
     def found_over_all(total: float) -> Found:
@@ -70,16 +73,16 @@ def summed(rank: int, endpoint: str, feeds: Sequence[str], cp: int) -> dict[str,
 
 
 def averaged(rank: int, endpoint: str, feed: str, cp: int) -> list[Seen]:
-    """Every step of a feed with DDP, which averages over dp x cp ranks: the loss is multiplied by them."""
+    """Every step of a feed with DDP, which averages over dp x cp ranks: losses are multiplied by them."""
     net, group = Tiny(), cp_group(rank, cp)
-    ddp, factor = DistributedDataParallel(net), dist.get_world_size()
+    ddp, ranks = DistributedDataParallel(net), dist.get_world_size()
     return list(
-        steps(endpoint, feed, mesh_of(rank, cp), group, ddp, factor, lambda total: found(net, summed_over(total)))
+        steps(endpoint, feed, mesh_of(rank, cp), group, ddp, ranks, lambda total: found(net, summed_over(total)))
     )
 
 
 def steps(
-    endpoint: str, feed: str, mesh: dict[str, int], group: Any, net: nn.Module, factor: int,
+    endpoint: str, feed: str, mesh: dict[str, int], group: Any, net: nn.Module, averaged_over: int,
     over_all: Callable[[float], Found],
 ) -> Iterator[Seen]:  # fmt: skip
     with streampack.connect(endpoint, feed=feed, mesh=mesh, format="thd", verify=True) as loader:
@@ -87,11 +90,19 @@ def steps(
             total = 0.0
             for batch in step:
                 logits = net(batch.input_ids, batch.position_ids, attention_of(batch, group))
-                loss = summed_loss(logits, batch.labels) / step.num_loss_tokens
-                (loss * factor).backward()  # type: ignore[no-untyped-call]
-                total += loss.item()
+                loss = loss_of(logits, batch, step, averaged_over)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.item() / averaged_over
             of = [row for batch in step for row in batch.row.tolist()]
             yield Seen(step.digest, of, [int(batch.cu_seqlens_padded[-1]) for batch in step], over_all(total))
+
+
+def loss_of(logits: Tensor, batch: Any, step: streampack.Step, averaged_over: int) -> Tensor:
+    """This rank's part of the step's mean loss over learned tokens."""
+    return packed_loss(
+        summed_loss, logits, batch, batch.labels,
+        denominator=step.num_loss_tokens, averaged_over=averaged_over, token_sum=True,
+    )  # fmt: skip
 
 
 def summed_over(value: float) -> float:
@@ -133,10 +144,10 @@ def train(
         for step in loader.steps():
             total = 0.0
             for batch in step:
-                logits = ddp(batch.input_ids, batch.position_ids, within(batch.cu_seqlens_padded))
-                loss = summed_loss(logits, batch.labels) / step.num_loss_tokens
-                (loss * ranks).backward()  # type: ignore[no-untyped-call]
-                total += loss.item()
+                logits = ddp(batch.input_ids, batch.position_ids, partial(varlen_attention, pack=batch))
+                loss = loss_of(logits, batch, step, ranks)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.item() / ranks
                 if dies_at == (rank, step.index):
                     os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
