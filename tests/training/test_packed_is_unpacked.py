@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import streampack
 from streampack.attention import varlen_attention
 from streampack.loss import packed_loss
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
+from streampack.views.bshd import thd_chunks
+from streampack.views.megatron import packed_seq_params
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
 from tests.training.tiny import (
     FIELDS,
@@ -80,12 +83,34 @@ def hf_shifted(net: Tiny, batch: Any, tokens: int) -> Tensor:
     return summed_loss(net(batch["input_ids"], batch["position_ids"], within(starts)), batch["shift_labels"]) / tokens
 
 
+def megatron(net: Tiny, batch: Any, tokens: int) -> Tensor:
+    """As Megatron's models do, which know no label that is ignored: the mask alone says what is learned."""
+    bounds = packed_seq_params(batch)["cu_seqlens_q_padded"]
+    logits = net(batch["tokens"], batch["position_ids"], within(bounds)).flatten(0, 1)
+    each = functional.cross_entropy(logits, batch["labels"].flatten().clamp(min=0), reduction="none")
+    return (each * batch["loss_mask"].flatten()).sum() / tokens
+
+
+def bshd(net: Tiny, batch: Any, tokens: int) -> Tensor:
+    """As AutoModel's models get it, by lengths."""
+    (chunk,) = thd_chunks(batch, 1)
+    logits = net(chunk["input_ids"], chunk["position_ids"], within(chunk["cu_seqlens"]))
+    return summed_loss(logits, chunk["labels"]) / tokens
+
+
+def torchtitan(net: Tiny, batch: Any, tokens: int) -> Tensor:
+    """As its trainer does: a sample begins wherever a position is 0."""
+    starts = torch.nonzero(batch["positions"][0] == 0).flatten()
+    return summed_loss(net(batch["input"], batch["positions"], within(starts)), batch.labels) / tokens
+
+
 def padded(net: Tiny, batch: Any, tokens: int) -> Tensor:
     return summed_loss(net(batch["input_ids"], batch["position_ids"], causal), batch["labels"]) / tokens
 
 
 VIEWS: dict[str, tuple[str, Callable[[Tiny, Any, int], Tensor]]] = {
     "thd": ("thd", thd), "helpers": ("thd", by_helpers), "hf": ("hf", hf), "hf_shifted": ("hf_shifted", hf_shifted),
+    "megatron": ("megatron", megatron), "bshd": ("bshd", bshd), "torchtitan": ("torchtitan", torchtitan),
     "padded": ("padded", padded),
 }  # fmt: skip
 """A format, and a micro-batch's part of the step's loss as one trains on it, ``tokens`` being the step's."""
