@@ -88,7 +88,8 @@ def megatron(net: Tiny, batch: Any, tokens: int) -> Tensor:
     bounds = packed_seq_params(batch)["cu_seqlens_q_padded"]
     logits = net(batch["tokens"], batch["position_ids"], within(bounds)).flatten(0, 1)
     each = functional.cross_entropy(logits, batch["labels"].flatten().clamp(min=0), reduction="none")
-    return (each * batch["loss_mask"].flatten()).sum() / tokens
+    loss: Tensor = (each * batch["loss_mask"].flatten()).sum() / tokens
+    return loss
 
 
 def bshd(net: Tiny, batch: Any, tokens: int) -> Tensor:
@@ -151,20 +152,37 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
 def test_a_step_has_the_loss_and_gradients_of_its_samples_alone(
     broker: RunningBroker, alone: Alone, feed: str, view: str
 ) -> None:
-    net, seen = Tiny(), []
     format, loss_of = VIEWS[view]
     with streampack.connect(broker.trainers, feed=feed, format=format, verify=True) as loader:
-        for step in loader.steps():
-            of = [row for batch in step for row in batch.row.tolist()]
-            assert step.num_loss_tokens == learned(SAMPLES[row] for row in of)
-            total = 0.0
-            for batch in step:
-                loss = loss_of(net, batch, step.num_loss_tokens)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += loss.item()
-            assert_same(found(net, total), alone.step(of))
-            seen += of
-    assert sorted(seen) == list(range(len(SAMPLES)))
+        assert_as_alone(loader, loss_of, alone)
+
+
+@pytest.mark.parametrize("view", [view for view in VIEWS if view != "padded"])
+@pytest.mark.parametrize("labels", ["derived", "sent"])
+def test_so_it_has_without_masks_and_with_labels_of_its_own(labels: str, view: str) -> None:
+    samples = [{"tokens": sample["tokens"], "row": sample["row"]} for sample in SAMPLES]
+    if labels == "sent":
+        samples = [{**s, "labels": [-100 if t % 5 == 0 else t // 2 for t in s["tokens"]]} for s in samples]
+    fields = {"row": FIELDS["row"]} | ({"labels": {}} if labels == "sent" else {})
+    format, loss_of = VIEWS[view]
+    with local(samples, fields, format) as loader:
+        assert_as_alone(loader, loss_of, Alone(samples))
+
+
+def assert_as_alone(loader: Any, loss_of: Callable[[Tiny, Any, int], Tensor], alone: Alone) -> None:
+    """Each step's loss and gradients, and that every sample was in one."""
+    net, seen = Tiny(), []
+    for step in loader.steps():
+        of = [row for batch in step for row in batch.row.tolist()]
+        assert step.num_loss_tokens == learned(alone.samples[row] for row in of)
+        total = 0.0
+        for batch in step:
+            loss = loss_of(net, batch, step.num_loss_tokens)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        assert_same(found(net, total), alone.step(of))
+        seen += of
+    assert sorted(seen) == list(range(len(alone.samples)))
 
 
 def test_the_packs_have_what_could_go_wrong(broker: RunningBroker) -> None:
@@ -184,9 +202,14 @@ def test_the_packs_have_what_could_go_wrong(broker: RunningBroker) -> None:
     assert any(p.num_samples and not p.num_loss_tokens for packs in seen.values() for p in packs)
 
 
-def local(samples: list[dict[str, Any]]) -> list[Any]:
-    fields: dict[str, Any] = FIELDS
-    with streampack.local(samples, budget=64, packs=4, align=4, tokens_key="tokens", fields=fields) as loader:
+def local(samples: list[dict[str, Any]], fields: dict[str, Any] = FIELDS, format: str = "thd") -> Any:
+    return streampack.local(
+        samples, budget=64, packs=4, align=4, tokens_key="tokens", fields=fields, format=format, verify=True
+    )
+
+
+def packs_of(samples: list[dict[str, Any]]) -> list[Any]:
+    with local(samples) as loader:
         return list(loader)
 
 
@@ -199,10 +222,10 @@ def slots(pack: Any) -> list[slice]:
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_a_sample_that_changes_leaves_the_outputs_of_all_others_bit_identical(attention: str) -> None:
     """One sample of each pack has other tokens in the source; what is compared went through the broker both times."""
-    net, before = Tiny(), local(SAMPLES)
+    net, before = Tiny(), packs_of(SAMPLES)
     shared = [pack for pack in before if pack.num_samples > 1]
     changed = {int(pack.row[pack.num_samples // 2]) for pack in shared}
-    after = local([{**s, "tokens": [1 + t % 7 for t in s["tokens"]]} if s["row"] in changed else s for s in SAMPLES])
+    after = packs_of([{**s, "tokens": [1 + t % 7 for t in s["tokens"]]} if s["row"] in changed else s for s in SAMPLES])
     others = 0
     for pack, other in zip(before, after, strict=True):
         assert torch.equal(pack.row, other.row)
@@ -220,7 +243,7 @@ def test_a_sample_that_changes_leaves_the_outputs_of_all_others_bit_identical(at
 def test_no_gradient_of_a_samples_outputs_reaches_another(attention: str) -> None:
     """With respect to the embeddings: exactly zero at other samples, at padding and at the tail."""
     net, pairs = Tiny(), 0
-    for pack in local(SAMPLES):
+    for pack in packs_of(SAMPLES):
         embedded = net.embedding(pack.input_ids).detach().requires_grad_()
         outputs = net.of_embedded(embedded, pack.position_ids, ATTENTIONS[attention](pack))
         for slot in slots(pack):

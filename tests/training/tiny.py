@@ -152,13 +152,15 @@ class Alone:
 
 
 def target(sample: dict[str, Any]) -> Tensor:
-    """[T] of each token the one that follows, -100 where there is none or it is masked out."""
-    follows = zip(sample["tokens"][1:], sample["loss_mask"][1:], strict=True)
-    return torch.tensor([token if keep else -100 for token, keep in follows] + [-100])
+    """[T] of each token the one that follows, or its label; -100 where there is none or it is masked out."""
+    labels = sample.get("labels", sample["tokens"])
+    kept = sample.get("loss_mask", [1] * len(labels))
+    return torch.tensor([label if keep else -100 for label, keep in zip(labels[1:], kept[1:], strict=True)] + [-100])
 
 
 def learned(samples: Iterable[dict[str, Any]]) -> int:
-    return sum(sum(sample["loss_mask"][1:]) for sample in samples)
+    """Tokens that count."""
+    return sum(int((target(sample) != -100).sum()) for sample in samples)
 
 
 def together(samples: Sequence[dict[str, Any]]) -> Found:
