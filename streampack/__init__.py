@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from streampack import integrations as integrations
     from streampack.attention import varlen_attention
     from streampack.loss import packed_loss, per_sample, reduce_metrics
+    from streampack.masks import block_causal_mask, block_causal_mask_mod, document_ids
     from streampack.push import Producer
 
 __version__ = "0.1.0.dev0"
@@ -35,7 +36,10 @@ __all__ = [
     "Step",
     "StepPlan",
     "StreampackError",
+    "block_causal_mask",
+    "block_causal_mask_mod",
     "connect",
+    "document_ids",
     "local",
     "pack_lengths",
     "packed_loss",
@@ -51,6 +55,9 @@ __all__ = [
 
 _LATER = {
     "Producer": "streampack.push",
+    "block_causal_mask": "streampack.masks",
+    "block_causal_mask_mod": "streampack.masks",
+    "document_ids": "streampack.masks",
     "integrations": "streampack.integrations",
     "packed_loss": "streampack.loss",
     "per_sample": "streampack.loss",

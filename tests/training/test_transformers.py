@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import streampack
 
@@ -62,6 +70,23 @@ def test_200_packs_are_what_the_flattening_collator_returns() -> None:
         full, padded = full + (not tail), padded + bool(tail)
     assert full >= 200
     assert padded > 0
+
+
+def test_padded_rows_are_what_the_padding_collator_returns() -> None:
+    """But for labels of first tokens, which no model's loss looks at, and positions, which the collator leaves out."""
+    samples = rows(60, seed=1, masked=True)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"pad": 0})), pad_token="pad")
+    collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=4)
+    settings: dict[str, Any] = {"samples": 20, "padded": True, "align": 4, "fields": {"loss_mask": {}}}
+    seen = list(batches(samples, "hf", **settings))
+    for batch in seen:
+        expected = collate(samples_of(batch, samples))
+        assert set(batch) == {*expected, "position_ids"}
+        for name, value in expected.items():
+            assert batch[name].dtype == value.dtype, name
+            begin = 1 if name == "labels" else 0
+            assert torch.equal(batch[name][:, begin:], value[:, begin:]), name
+    assert sum(batch.num_samples for batch in seen) == 60
 
 
 @pytest.fixture(scope="module", params=["eager", "sdpa"])
