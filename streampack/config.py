@@ -216,7 +216,7 @@ class Limits(_Settings, frozen=True, kw_only=True):
     """Bounds on what is believed of a producer."""
 
     sample_tokens: Positive = 262_144
-    chunk: str | int = "1MiB"
+    chunk: str | int = "2MiB"
 
 
 class BrokerConfig(_Settings, frozen=True, kw_only=True):

@@ -44,8 +44,9 @@ MAGIC = b"SPM1"
 SPEAKS = MAGIC + b"S"
 LEAST_BYTES = 64 << 10
 """Frames below go over the socket: to lend one costs what it costs to send them."""
-SLOT_BYTES = 1 << 20
-"""What a chunk and a message of packs have at most, unless limits say otherwise; larger ones go over the socket."""
+SLOT_BYTES = 2 << 20
+"""What a chunk and a message of packs have at most, unless limits say otherwise; larger ones go over the socket. Of a
+slot that less is written to the rest is no memory."""
 NUM_SLOTS = 32
 """Of a router for each of its peers: steps that ranks ask for ahead."""
 FEW_SLOTS = 8

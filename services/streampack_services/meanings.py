@@ -111,7 +111,7 @@ MEANINGS: dict[str, dict[str, str]] = {
     },
     "Limits": {
         "sample_tokens": "a longer sample is over-long before it is sent",
-        "chunk": "bytes of samples in one message",
+        "chunk": "bytes of samples in one message at most; and a quarter of a partition's share of memory",
     },
     "ProducerConfig": {
         "broker": "the producers' endpoint, or file:// and the rendezvous file",

@@ -15,7 +15,6 @@ from streampack.config import BrokerConfig
 from streampack.core.intake import MAX_UNMERGED
 from streampack.core.plan import FeedPlan
 from streampack.shared_memory import FEW_SLOTS, SLOT_BYTES
-from streampack.typed_tree import parse_size
 from streampack_services.memory_plan import Plan
 
 MEAN_TOKENS = 500
@@ -53,9 +52,9 @@ def peak(config: BrokerConfig, plan: Plan, mean_tokens: int | None = MEAN_TOKENS
     merged = [_merged_tokens(config, feed, mean_tokens) for feed in plan.feeds]
     live = partitions * ahead + sum(merged)
     arena = min(live + PARTLY_FILLED * plan.block_tokens, plan.memory_bytes // plan.token_bytes) * plan.token_bytes
-    arriving = plan.arriving * parse_size(config.limits.chunk, "limits.chunk")
+    arriving = plan.arriving * plan.chunk_bytes
     if config.listen.producers.startswith("ipc://"):
-        arriving += FEW_SLOTS * SLOT_BYTES  # of each producer's own memory, once it was read
+        arriving += FEW_SLOTS * min(SLOT_BYTES, plan.chunk_bytes)  # of each producer's own memory, once it was read
     steps = zip(plan.feeds, merged, strict=True)
     leaving = sum((PREFETCH + 1) * min(_step_tokens(feed), held) for feed, held in steps) * config.planned_mesh.tp
     samples = live // (mean_tokens or MEAN_TOKENS)

@@ -17,6 +17,10 @@ from streampack.errors import ConfigError
 from streampack.typed_tree import parse_size
 from streampack_services.arena import SLACK, arena_tokens
 
+LEAST_CHUNK_BYTES = 1 << 20
+"""A partition's share of memory holds two chunks of so many bytes, unless ``limits.chunk`` is less; of larger ones, up
+to that limit, it holds four: a message costs what it costs whatever its size, one that nothing is sent behind costs
+more."""
 ARRIVING_BYTES = 8 << 20
 """Of a producer's chunks, before they are taken in: those that a busy broker finds when it turns to them."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -31,6 +35,8 @@ class Plan:
     memory_bytes: int
     token_bytes: int
     block_tokens: int
+    chunk_bytes: int
+    """Of a producer's message, but for one sample that is longer."""
     arriving: int
     """Chunks of a producer that are held before they are taken in."""
 
@@ -46,11 +52,11 @@ def plan(config: BrokerConfig) -> Plan:
     memory = parse_size(config.memory, "memory")
     size = next(iter(feeds.values())).token_bytes
     budget = max(rules.budget for rules in feeds.values())
-    chunk = parse_size(config.limits.chunk, "limits.chunk")
+    limit = parse_size(config.limits.chunk, "limits.chunk")
+    least = min(limit, LEAST_CHUNK_BYTES)
     sample = max(config.limits.sample_tokens, budget + 1)  # what is cut to it is still seen to be over-long
-    block = max(chunk // size, 8 * budget)  # large beside a stored sample: little is lost where none fits
-    max_chunk = max(chunk // size, sample)
-    least_quota = 2 * max_chunk
+    block = max(least // size, 8 * budget)  # large beside a stored sample: little is lost where none fits
+    least_quota = 2 * max(least // size, sample)
     partitions = sum(stream.partitions for rules in feeds.values() for stream in rules.streams)
     needs = {name: needed_tokens(rules, sample) for name, rules in feeds.items()}
     needed = sum(needs.values())
@@ -75,8 +81,9 @@ def plan(config: BrokerConfig) -> Plan:
         )
         for name, rules in feeds.items()
     )
-    arriving = max(4, ARRIVING_BYTES // chunk)
-    return Plan(plans, Capacity(quota, sample, max_chunk * size), memory, size, block, arriving)
+    chunk = max(least, min(limit, quota * size // 4))
+    longest = Capacity(quota, sample, max(chunk // size, sample) * size)
+    return Plan(plans, longest, memory, size, block, chunk, max(4, ARRIVING_BYTES // chunk))
 
 
 def _held(rules: Rules) -> str:

@@ -24,7 +24,7 @@ from streampack.core.samples import I64, PACK, SampleTable
 from streampack.core.steps import Packs, Step
 from streampack.core.waste import waste_of, waste_of_packs, waste_of_rows
 
-PART_BYTES = 1 << 20
+PART_BYTES = 2 << 20
 """Payload of one message, about: large steps travel as several."""
 
 NOTHING = Contents(*[np.zeros(0, np.int64)] * 4)

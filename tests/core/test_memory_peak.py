@@ -13,7 +13,7 @@ from streampack_services.memory_plan import plan
 from streampack.config import BrokerConfig
 from streampack.config_check import checked
 from streampack.errors import ConfigError
-from streampack.typed_tree import convert
+from streampack.typed_tree import convert, parse_size
 
 MIB = 2**20
 settings = st.fixed_dictionaries(
@@ -53,6 +53,24 @@ def test_no_part_is_larger_than_of_the_longest_samples(tree: dict[str, Any]) -> 
     for name in ("libraries", "arriving", "leaving"):
         assert getattr(found, name) <= getattr(longer, name) <= getattr(most, name)
     assert found.total == sum(astuple(found))
+
+
+@given(settings, st.sampled_from(["16KiB", "1MiB", "2MiB", "8MiB"]))
+def test_a_partition_holds_four_chunks_unless_they_would_be_small(tree: dict[str, Any], limit: str) -> None:
+    config = checked(convert(tree | {"limits": {"chunk": limit, "sample_tokens": 256}}, BrokerConfig))
+    try:
+        found = plan(config)
+    except ConfigError:
+        assume(False)
+    most, quota = parse_size(limit, ""), found.capacity.quota_tokens * found.token_bytes
+    assert min(most, MIB) <= found.chunk_bytes <= most
+    assert 2 * found.chunk_bytes <= quota
+    if found.chunk_bytes > min(most, MIB):
+        assert 4 * found.chunk_bytes <= quota
+    if found.chunk_bytes < most:
+        assert quota < 4 * most
+    longest = max(256, found.rules.budget + 1) * found.token_bytes
+    assert found.capacity.max_chunk_bytes <= max(found.chunk_bytes, longest) <= quota
 
 
 @given(settings)
