@@ -1,0 +1,157 @@
+"""Megatron: its core's schedule over a loader, killed and started again; who reads, what is saved, what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import streampack
+from streampack.core.rules import Align, Batch, Rules, Warmup
+from streampack.errors import StateError, UserError
+from tests.integration.frameworks import EXAMPLES, killed_and_resumed_is_the_same, serving
+from tests.integration.running import RunningBroker, until
+
+with warnings.catch_warnings():  # without a GPU's libraries, it says so
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    from streampack.integrations.megatron import check_args, check_rules, datasets_provider, evaluations
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[RunningBroker]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    meeting = tmp_path_factory.mktemp("gloo") / "rendezvous"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def arguments(folder: Path | None = None, **changed: Any) -> SimpleNamespace:
+    """Of Megatron-LM, those that are read."""
+    args = {
+        "dataloader_type": "external", "micro_batch_size": 1, "global_batch_size": 4, "seq_length": 128, "iteration": 0,
+        "calculate_per_token_loss": True, "dataloader_inter_document_masking": True, "sft": False, "save": folder,
+        "dataloader_save": folder, "eval_iters": 0, "create_attention_mask_in_dataloader": False,
+        "virtual_pipeline_model_parallel_size": None, "hybrid_context_parallel": False, "rampup_batch_size": None,
+    }  # fmt: skip
+    return SimpleNamespace(**(args | changed))
+
+
+def test_a_loop_of_megatron_core_goes_on_where_it_was_killed(
+    broker: RunningBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")  # it imports another example
+    whole = killed_and_resumed_is_the_same("megatron_external", broker, tmp_path)
+    assert whole[-1]["loss"] < 0.9 * whole[0]["loss"]
+
+
+def test_the_first_tensor_rank_of_every_stage_reads(broker: RunningBroker) -> None:
+    provider = datasets_provider(lambda: arguments(), endpoint=broker.trainers)
+    assert provider.is_distributed  # type: ignore[attr-defined]
+    try:
+        parallel_state.set_tensor_model_parallel_world_size(2)
+        parallel_state.set_pipeline_model_parallel_world_size(3)
+        stages: list[Any] = []
+        for stage in range(3):
+            parallel_state.set_pipeline_model_parallel_rank(stage)
+            parallel_state.set_tensor_model_parallel_rank(1)
+            assert provider([0, 0, 0]) == (None, None, None)
+            parallel_state.set_tensor_model_parallel_rank(0)
+            stages.append(provider([0, 0, 0])[0])
+        with ThreadPoolExecutor(3) as threads:
+            batches = list(threads.map(lambda train: list(islice(RerunDataIterator(train).iterable, 8)), stages))
+    finally:
+        for part in ("tensor", "pipeline"):
+            getattr(parallel_state, f"set_{part}_model_parallel_world_size")(None)
+            getattr(parallel_state, f"set_{part}_model_parallel_rank")(None)
+    for first, middle, last in zip(*batches, strict=True):
+        assert "tokens" not in middle
+        assert torch.equal(first["tokens"], last["tokens"])
+        assert first["tokens"].shape == first["labels"].shape == first["loss_mask"].shape == (1, 128)
+        assert torch.equal(first["cu_seqlens"], middle["cu_seqlens"])
+        assert middle["cu_seqlens"][0, -1] == 128
+    for train in stages:
+        train.close()
+
+
+def test_what_is_durable_is_committed_and_any_mesh_goes_on_from_what_rank_0_saved(
+    broker: RunningBroker, tmp_path: Path
+) -> None:
+    train: Any = datasets_provider(lambda: arguments(tmp_path), endpoint=broker.trainers)()[0]
+    for iteration in (7, 8, 10):
+        while train.save_state()["next_step"] < iteration:
+            next(train)
+        at = tmp_path / f"iter_{iteration:07d}" / "mp_rank_00_000"
+        at.mkdir(parents=True)
+        torch.save({"dataloader_state_dict": train.save_state()}, at / "train_dataloader_dprank000.pt")
+        if iteration == 8:
+            (tmp_path / "latest_checkpointed_iteration.txt").write_text("8")
+    until(lambda: broker.status()["feeds"]["train"]["committed"] == 7)
+    expected = next(train)
+    train.close()
+    train = datasets_provider(lambda: arguments(tmp_path, iteration=10), endpoint=broker.trainers)()[0]
+    assert torch.equal(next(train)["tokens"], expected["tokens"])
+    train.close()
+    with pytest.raises(StateError, match=r"got no iter_0000009/mp_rank_\*/train_dataloader_dprank000.pt"):
+        datasets_provider(lambda: arguments(tmp_path, iteration=9), endpoint=broker.trainers)()
+
+
+def test_each_evaluation_is_over_the_same_steps() -> None:
+    with streampack.local([[i] * 8 for i in range(60)], budget=16, packs=2, format="megatron") as loader:
+        packs = [pack["tokens"].tolist() for pack in islice(evaluations(loader, 3), 18)]
+        assert packs[:6] == packs[6:12] == packs[12:]
+        assert len({str(pack) for pack in packs}) == 6
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dataloader_type": "single"}, "got dataloader_type='single', expected 'external'"),
+        ({"micro_batch_size": 2}, "got micro_batch_size=2, expected 1: a micro-batch is a pack"),
+        ({"calculate_per_token_loss": False}, "got calculate_per_token_loss=False, expected True: packs differ"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "got virtual_pipeline_model_parallel_size=2, expected None"),
+        ({"hybrid_context_parallel": True}, "got hybrid_context_parallel=True, expected False"),
+        ({"create_attention_mask_in_dataloader": True}, "got create_attention_mask_in_dataloader=True"),
+        ({"rampup_batch_size": [1, 1, 8]}, "got rampup_batch_size"),
+        ({"dataloader_inter_document_masking": False}, "got neither dataloader_inter_document_masking nor sft"),
+        ({"dataloader_save": None, "save": "here"}, "got save='here' at iteration 0 and no dataloader_save"),
+        ({"dataloader_save": None, "iteration": 4}, "got save=None at iteration 4 and no dataloader_save"),
+    ],
+)
+def test_arguments_that_packs_do_not_go_with_are_refused(changed: dict[str, Any], message: str) -> None:
+    check_args(arguments())
+    with pytest.raises(UserError, match=message):
+        check_args(arguments(**changed))
+
+
+def test_a_feed_whose_steps_are_no_iterations_is_refused_at_once(broker: RunningBroker) -> None:
+    with pytest.raises(UserError, match="steps of 4 packs and global_batch_size=8, expected the same"):
+        datasets_provider(lambda: arguments(global_batch_size=8), endpoint=broker.trainers)()
+    with pytest.raises(UserError, match="packs of 128 tokens and seq_length=256, expected the same"):
+        datasets_provider(lambda: arguments(seq_length=256), endpoint=broker.trainers)()
+    with pytest.raises(UserError, match="got steps that are batches"):
+        check_rules(Rules(budget=128, batch=Batch(samples=8)), arguments(), 1)
+    with pytest.raises(UserError, match="got a budget that grows"):
+        check_rules(Rules(budget=128, packs=4, warmup=Warmup(init=64, steps=4)), arguments(), 1)
+    padded = Rules(budget=128, packs=4, align=Align(sample=4, pack=4))
+    check_rules(padded, arguments(), 2)
+    with pytest.raises(UserError, match="samples padded to multiples of 4 with 4 context-parallel ranks"):
+        check_rules(padded, arguments(), 4)
