@@ -52,7 +52,7 @@ def varlen_attention(
             f"attention or one that exchanges heads (Ulysses), or a smaller budget with cp=1"
         )
     _check(q, k, v, len(held.padding_mask), window)
-    chosen = backend or _first_that_takes(q)
+    chosen = backend or first_that_takes(q)
     if chosen == "sdpa":
         return one_by_one(q, k, v, held.cu_seqlens_padded, held.max_seqlen, scale, window)
     attend, kernel = (by_flash, _flash_attn()) if chosen == "flash_attn" else (by_torch, _torch())
@@ -129,7 +129,8 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_tokens: int, w
         raise UserError(f"got window={window}, expected at least 1: the token itself")
 
 
-def _first_that_takes(q: torch.Tensor) -> Backend:
+def first_that_takes(q: torch.Tensor) -> Backend:
+    """Kernels of variable length want CUDA, half precision, and heads of up to 256, a multiple of 8."""
     half = q.dtype in (torch.float16, torch.bfloat16)
     if not q.is_cuda or not half or q.shape[-1] % 8 or q.shape[-1] > 256:
         return "sdpa"

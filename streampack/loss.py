@@ -114,7 +114,7 @@ def _one_number(loss: torch.Tensor) -> torch.Tensor:
 
 def _by_token(outputs: torch.Tensor, pack: Pack | View, held: int) -> torch.Tensor:
     """``outputs`` as [T', ...]."""
-    shape, shown = outputs.shape, getattr(pack.get("labels"), "shape", ())
+    shape, shown = outputs.shape, getattr(getattr(pack, "labels", None), "shape", ())
     rowed = len(shown) == 2 and shape[:2] == shown  # of one token, the other test cannot tell
     if rowed or (shape[:1] != (held,) and len(shape) > 1 and prod(shape[:2]) == held):
         return outputs.flatten(0, 1)

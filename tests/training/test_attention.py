@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 
 import streampack
-from streampack.attention import by_flash, by_torch, one_by_one
+from streampack.attention import by_flash, by_torch, first_that_takes, one_by_one
 from streampack.errors import UserError
 from tests.core.test_packs import Case, cases
 from tests.training.test_loss import views_of
@@ -113,6 +113,30 @@ def test_each_version_of_a_kernel_is_told_to_compute_the_same(
     else:
         expected = streampack.varlen_attention(q, k, v, batch, scale=scale, window=window)
         torch.testing.assert_close(by(kernel, *given), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("format", ["thd", "hf", "megatron"])
+@pytest.mark.parametrize(("backend", "like"), [("torch", varlen_attn), ("flash_attn", flash_attn_2_8)])
+def test_kernels_get_the_padded_boundaries_of_every_format(
+    backend: Any, like: Any, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"streampack.attention._{backend}", lambda: computes(signature(like)))
+    for batch in views_of(TWO, format)[0]:
+        q, k, v = (draw(12, count, seed) for seed, count in enumerate((4, 2, 2)))
+        expected = streampack.varlen_attention(q, k, v, batch, backend="sdpa")
+        found = streampack.varlen_attention(q, k, v, batch, backend=backend)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_first_kernel_that_takes_the_tensors_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(size: int = 64, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> str:
+        with FakeTensorMode():  # no GPU: tensors of one, that hold nothing
+            return first_that_takes(torch.empty(12, 4, size, dtype=dtype, device=device))
+
+    assert of() == of(dtype=torch.float16) == of(size=256) == "torch"
+    monkeypatch.setattr("streampack.attention._flash_attn", lambda: flash_attn_2_8)
+    assert of() == "flash_attn"
+    assert of(size=60) == of(size=264) == of(dtype=torch.float32) == of(device="cpu") == "sdpa"
 
 
 def test_the_installed_torch_takes_what_its_kernel_is_told() -> None:

@@ -54,15 +54,28 @@ def test_the_parts_of_all_ranks_are_the_sample(case: Case) -> None:
 
 @settings(max_examples=30)
 @given(cases().filter(lambda case: case.cp == 1))
-def test_a_model_of_rows_is_cut_as_one_of_tokens(case: Case) -> None:
-    for one, other in zip(views_of(case)[0], views_of(case, "hf_shifted")[0], strict=True):
-        outputs = torch.randn(len(one.input_ids), 3)
-        by_token, by_row = streampack.per_sample(outputs, one), streampack.per_sample(outputs[None], other)
-        assert [each.tolist() for each in by_token] == [each.tolist() for each in by_row]
-        labels = streampack.per_sample(one.labels, one)
-        assert [each.tolist() for each in streampack.per_sample(other.shift_labels, other)] == [
-            each.tolist() for each in labels
-        ]
+def test_every_format_is_cut_alike_by_rows_or_by_tokens(case: Case) -> None:
+    for format in ("hf_shifted", "megatron", "bshd", "torchtitan"):
+        labels = "shift_labels" if format == "hf_shifted" else "labels"
+        for one, other in zip(views_of(case)[0], views_of(case, format)[0], strict=True):
+            outputs = torch.randn(len(one.input_ids), 3)
+            expected = [each.tolist() for each in streampack.per_sample(outputs, one)]
+            for shown in (outputs, outputs[None]):
+                assert [each.tolist() for each in streampack.per_sample(shown, other)] == expected
+            cut = streampack.per_sample(getattr(other, labels), other)
+            assert [each.tolist() for each in cut] == [each.tolist() for each in streampack.per_sample(one.labels, one)]
+
+
+def test_rows_of_padded_micro_batches_are_samples() -> None:
+    samples = [list(range(100 * i, 100 * i + 1 + i * 7 % 20)) for i in range(30)]
+    found: list[list[int]] = []
+    with streampack.local(samples, budget=64, samples=10, padded=True, align=4) as loader:
+        for batch in loader:
+            assert batch.input_ids.dim() == 2
+            cut = streampack.per_sample(batch.input_ids[..., None] + torch.arange(2), batch)
+            assert [one[:, 1].tolist() for one in cut] == [(one[:, 0] + 1).tolist() for one in cut]
+            found += [one[:, 0].tolist() for one in cut]
+    assert sorted(found) == samples
 
 
 def model() -> torch.nn.Module:
