@@ -20,9 +20,9 @@ from streampack.errors import MeshError
 
 AXES = ("dp", "cp", "tp", "pp")
 _DIMS = {
-    "dp": ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp", "hsdp", "ddp", "data"),
+    "dp": ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp", "hsdp", "ddp", "data", "data_parallel"),
     "cp": ("cp", "sp", "ulysses", "context"),
-    "tp": ("tp", "tensor", "model"),
+    "tp": ("tp", "tensor", "tensor_parallel", "model"),
     "pp": ("pp", "pipe", "pipeline"),
 }
 _AXIS = {dim: axis for axis, dims in _DIMS.items() for dim in dims}

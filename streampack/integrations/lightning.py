@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
 from streampack.client import Client, connect
 from streampack.core.messages import Mesh
-from streampack.errors import UserError
+from streampack.errors import StreampackError, UserError
 from streampack.formats import View
 from streampack.packs import Step
 from streampack.ranks import mesh_of
@@ -59,7 +60,7 @@ class PackedDataModule(LightningDataModule):
         self._mesh, self._order, self._client = mesh, order, client
         self._loaders: dict[str, Client] = {}
         self._batches: _Batches | None = None
-        self._state: dict[str, Any] = {}  # where there is no loader: what it begins with
+        self._state: dict[str, Any] | None = {}  # where there is no loader: what it begins with; None: nobody knows
         self._resumed = False
         if val_feed is not None:  # where it is defined Lightning misses a validation_step
             self.val_dataloader = self._val_loader
@@ -106,7 +107,7 @@ class PackedDataModule(LightningDataModule):
             if self._resumed:
                 _back_to_a_step(self.trainer)
             self._resumed = False
-            self._batches = _Batches(self._loader(self._feed), self.trainer, self._state)
+            self._batches = _Batches(self._loader(self._feed), self.trainer, self._state or {})
         return self._batches
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -115,7 +116,13 @@ class PackedDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's, after the last step that was trained whole: equal on all ranks."""
-        return self._state if self._batches is None else self._batches.state()
+        if self._batches is not None:
+            return self._batches.state()
+        if self._state is None:
+            raise UserError(
+                "got a fit that has failed for its data, expected a checkpoint made in it: go on from the last"
+            )
+        return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin there, when fit begins."""
@@ -129,7 +136,12 @@ class PackedDataModule(LightningDataModule):
         self._close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Give the ranks up."""
+        """Give the ranks up; a checkpoint made later has the state, unless it is the data that has failed."""
+        if self._batches is not None:
+            self._state = None
+            if not isinstance(exception, StreampackError):
+                with suppress(StreampackError):
+                    self._state = self._batches.state()
         self._close()
 
     def _val_loader(self) -> Client:
@@ -195,6 +207,8 @@ class _Batches:
     def step(self) -> Step:
         """The first that is not over."""
         self._forget()
+        if not self._steps:
+            raise UserError("got no batch in use, expected to be asked within training_step")
         return self._steps[0][1]
 
     def whole(self, batch: Any) -> Any:

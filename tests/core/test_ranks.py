@@ -47,9 +47,9 @@ def test_one_axis_needs_no_sizes() -> None:
 
 @given(sizes, st.data())
 def test_dimensions_of_one_axis_are_combined_in_their_order(size: dict[str, int], data: st.DataObject) -> None:
-    names = data.draw(st.permutations(["dp_replicate", "dp_shard", "cp", "sp", "tp", "pp"]))
+    names = data.draw(st.permutations(["dp_replicate", "data_parallel", "cp", "sp", "tensor_parallel", "pp"]))
     extents = [data.draw(st.integers(1, 3)) for _ in names]
-    axis_of = {"dp_replicate": "dp", "dp_shard": "dp", "sp": "cp"}
+    axis_of = {"dp_replicate": "dp", "data_parallel": "dp", "sp": "cp", "tensor_parallel": "tp"}
     seen = set()
     for rank in range(prod(extents)):
         rest, place = rank, list[int]()

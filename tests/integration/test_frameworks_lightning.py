@@ -162,6 +162,20 @@ def test_a_batch_that_lightning_has_fetched_ahead_is_not_used_yet(broker: Runnin
     assert last > 6
 
 
+def test_what_is_saved_when_a_fit_has_failed_goes_on_there(broker: RunningBroker, tmp_path: Path) -> None:
+    class Failing(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                self.trainer = trainer
+                raise RuntimeError("of the model")
+
+    failing = Failing()
+    with pytest.raises(RuntimeError, match="of the model"):
+        fit(broker, failing)
+    failing.trainer.save_checkpoint(tmp_path / "failed.ckpt")
+    assert fit(broker, resume=tmp_path / "failed.ckpt").noted == of(2)
+
+
 def test_an_epoch_that_is_over_is_followed_by_another(broker: RunningBroker, tmp_path: Path) -> None:
     for batch in (PACKS * ALL, 0):
         fit(broker, Saving(tmp_path / "end.ckpt", batch), max_epochs=3)
