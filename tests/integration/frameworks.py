@@ -41,12 +41,17 @@ def serving(rules: dict[str, Any] | None = None, **settings: Any) -> Iterator[Ru
 
 
 def run(
-    name: str, broker: RunningBroker, folder: Path, steps: int = STEPS, ranks: int = 1, dies_at: int | None = None
+    name: str,
+    broker: RunningBroker,
+    folder: Path,
+    steps: int = STEPS,
+    ranks: int | None = None,
+    dies_at: int | None = None,
 ) -> list[Line]:
-    """What the example prints, to its end or to where it is killed: right after the line of step ``dies_at``. With more
-    than one rank under torchrun."""
+    """What the example prints, to its end or to where it is killed: right after the line of step ``dies_at``. With a
+    number of ranks under torchrun."""
     folder.mkdir(exist_ok=True)
-    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     script = [str(EXAMPLES / f"{name}.py"), str(folder), str(steps)]
     if dies_at is not None:
         script = [str(Path(__file__).with_name("dying.py")), str(dies_at), *script]
@@ -60,7 +65,7 @@ def killed_and_resumed_is_the_same(name: str, broker: RunningBroker, folder: Pat
     not. Gives the lines."""
     outputs, jobs = [], []
     for number, (where, dies) in enumerate([("whole", None), ("killed", dies_at), ("killed", None)]):
-        (folder / where).mkdir(exist_ok=True)
+        (folder / where).mkdir(parents=True, exist_ok=True)
         outputs.append(folder / f"output-{number}")
         jobs.append(([str(folder / where), str(STEPS)], dies, str(outputs[-1])))
     done = _python(broker, "-m", "tests.integration.forks", str(EXAMPLES / f"{name}.py"), json.dumps(jobs))

@@ -1,13 +1,8 @@
-"""Loaders in torch's checkpoints: found by its protocol, saved by every rank, loaded on another number of them."""
+"""Loaders in torch's checkpoints: found by its protocol, and gone on with where a StatefulDataLoader loads them."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import streampack
 from streampack.sources import SourceSettings, open_source
 from streampack.typed_tree import convert
-from tests.integration.running import PATIENCE_S, RunningBroker, producing_here, running_broker, write_jsonl
+from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
 
 SAMPLES = 200
 SETTINGS: dict[str, Any] = {
@@ -25,26 +20,6 @@ SETTINGS: dict[str, Any] = {
     "streams": {"text": {}, "more": {}},
     "feeds": {"train": {"streams": ["text"]}, "valid": {"streams": ["more"]}},
 }
-SCRIPT = """
-import json, sys, torch.distributed as dist, torch.distributed.checkpoint as dcp, streampack
-
-folder, resume, count = sys.argv[1], sys.argv[2] == "resume", int(sys.argv[3])
-dist.init_process_group("gloo")
-with streampack.connect(order="dp", verify=True) as loader:
-    if resume:
-        dcp.load({"loader": loader}, checkpoint_id=folder)  # asks for a state before it gives one
-    steps = loader.steps()
-    found = [(step.digest, step.sample_ids.tolist()) for _, step in zip(range(count), steps)]  # takes none too many
-    dcp.save({"loader": loader}, checkpoint_id=folder)
-    if dist.get_rank() == 0:
-        loader.commit(loader.state_dict()["next_step"] - 1)
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (found, loader.state_dict()))
-if dist.get_rank() == 0:
-    print(json.dumps(ranks))
-dist.barrier()
-dist.destroy_process_group()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -55,31 +30,6 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
     source = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
     with running_broker(SETTINGS) as running, producing_here(running.producers, {"text": source}):
         yield running
-
-
-def torchrun(script: Path, ranks: int, broker: RunningBroker, *arguments: str) -> Any:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*command, str(script), *arguments], capture_output=True, text=True, timeout=PATIENCE_S,
-        env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_a_distributed_checkpoint_of_two_ranks_is_gone_on_with_by_one(broker: RunningBroker, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    folder = str(tmp_path / "checkpoint")
-    two = torchrun(tmp_path / "train.py", 2, broker, folder, "begin", "5")
-    (one,) = torchrun(tmp_path / "train.py", 1, broker, folder, "resume", "1000000")
-    assert two[0][1] == two[1][1], "the state is the same on all ranks"
-    assert two[0][1]["next_step"] == 5
-    with streampack.connect(broker.trainers) as loader:
-        golden = [step.digest for step in loader.steps()]
-    assert [digest for digest, _ in two[0][0] + one[0]] == golden
-    samples = [tuple(each) for rank in (*two, one) for _, ids in rank[0] for each in ids]
-    assert len(samples) == len(set(samples)) == SAMPLES
 
 
 def test_a_loader_is_found_by_its_protocol_wherever_it_runs(broker: RunningBroker) -> None:
