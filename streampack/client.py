@@ -192,6 +192,7 @@ class Client:
 
     def commit(self, step: int) -> None:
         """The checkpoint made after ``step``, the last that was trained, is durable: what only older ones need may go.
+        It is all ranks': one that has stored its own part must not say so ahead of the others.
 
         By any one rank. Returns when the broker has noted it. Raises UserError for a step that was not handed out,
         DataStall without an answer.

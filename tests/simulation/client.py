@@ -110,11 +110,16 @@ class ClientProcess(Process):
         message = effect.message
         if isinstance(message, State):
             if self.job.saved(self, message) and self.job.commits and self.world.rng.random() < 0.7:
-                self.asked_at = self.world.clock.now
-                self.job.tells(message.step)
-                self.handle(Ask(Commit(feed=self.job.feed, step=message.step)))
+                self._commit(self.job.durable())
         else:
             self.job.committed(message.step)
+
+    def _commit(self, step: int) -> None:
+        """Say that the checkpoint before ``step`` is durable, if there is one."""
+        if step:
+            self.asked_at = self.world.clock.now
+            self.job.tells(step)
+            self.handle(Ask(Commit(feed=self.job.feed, step=step)))
 
     def again(self, round_: int) -> None:
         """Begin the iteration after ``round_``, once."""

@@ -131,10 +131,7 @@ class Faults:
 
     def _go_back(self, job: Job) -> None:
         world = self.world
-        found = job.can_go_back()
-        if not found:
-            return
-        begin = world.rng.choice(found)
+        begin = world.rng.choice(job.can_go_back())
         old = list(job.clients.values())
         for client in old:
             if client.alive and world.rng.random() < 0.1:

@@ -253,8 +253,20 @@ class Job:
             self.world.note("saved", client.name, state.step, None if taken is None else taken.step)
         return saved
 
+    @property
+    def _slowest(self) -> tuple[int, int]:
+        """What every rank has done: (iteration, steps)."""
+        return min((client.round, client.done) for client in self.clients.values())
+
+    def durable(self) -> int:
+        """The newest checkpoint that every rank has come to, 0 if there is none: a part of one is none, and it is what
+        a launcher may have to go back to once older ones are given up."""
+        if len(self.clients) < self.num_ranks:
+            return 0
+        return max(each.step for each in self.checkpoints if (each.round, each.step) <= self._slowest)
+
     def tells(self, step: int) -> None:
-        """A rank says that its checkpoint is durable."""
+        """A rank says that a checkpoint is durable."""
         self._told.append(step)
 
     def committed(self, step: int) -> None:
@@ -264,7 +276,7 @@ class Job:
     def can_go_back(self) -> list[Checkpoint]:
         """Checkpoints that a launcher may start all ranks from: those not later than the slowest rank, and of those
         committed the last few (R7)."""
-        slowest = min((client.round, client.done) for client in self.clients.values())
+        slowest = self._slowest
         oldest, kept = 0, self.world.broker.core.feeds[self.feed].plan.keeps
         if self.case.rules.merge == "arrival" and self._told:
             last = sorted(set(self._told))[-kept:][0]
@@ -273,6 +285,7 @@ class Job:
         if self.case.rules.merge == "schedule":  # any step is as good as one that was saved
             step = self.world.rng.randint(0, slowest[1])
             found.append(Checkpoint(slowest[0], step, self._chain(step) if step else b""))
+        assert found, f"R7: no checkpoint from {oldest} on is one that all ranks have come to, the slowest to {slowest}"
         return found
 
     def go_back(self, begin: Checkpoint) -> None:
@@ -301,9 +314,14 @@ class Job:
             self._seated.clear()
         self._seated[client.mesh.ranks] = client
 
+    def _is_overtaken(self, client: ClientProcess) -> bool:
+        """Has a process that was replaced returned more, before it was known that it was?"""
+        mine = [other for other in self.started.values() if other.mesh.ranks == client.mesh.ranks]
+        return any(not other.in_job and (other.round, other.done) > (client.round, client.done) for other in mine)
+
     def refused(self, client: ClientProcess, broken: Broken) -> None:
         """The rank is still held by one that is gone, or that woke up and took it while this one hung: a launcher tries
-        again, with all ranks where the others have begun with that one. Of what was replaced nobody cares."""
+        again, with all ranks where others have begun or gone on with that one. Of what was replaced nobody cares."""
         client.kill()
         if not client.in_job:
             fenced = client.fenced_by == self.world.broker.epoch
@@ -314,7 +332,8 @@ class Job:
             taken = self._seated.get(client.mesh.ranks) or next(iter(self._seated.values()))
             assert not taken.in_job, f"R5: {client.name} has lost its rank, which none that it replaced has taken"
         lately = self.world.clock.now < max(self.restarted_at, self.world.quiet_at) + RESTART_S
-        assert broken.code in ("rank_taken", "fenced") or (self.life and lately), broken
+        anew = (self.life and lately) or self._is_overtaken(client)
+        assert broken.code in ("rank_taken", "fenced") or anew, broken
         assert broken.code in ("rank_taken", "fenced", "mesh", "step_gone", "round_gone"), broken
         if broken.code in ("rank_taken", "fenced"):
             self.world.clock.after(3.0, self.world.start_client, self, client.mesh, client.state(), self.life, client)

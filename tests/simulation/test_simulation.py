@@ -33,6 +33,11 @@ def test_every_rank_gets_exactly_the_offline_steps_whatever_fails(seeds: range) 
         run(seed)
 
 
+@pytest.mark.parametrize("seed", [801371, 900935])
+def test_a_seed_that_once_failed_passes(seed: int) -> None:
+    run(seed)
+
+
 @pytest.mark.parametrize("number", [*range(FIRST_ARRIVAL), *range(FIRST_READ_BATCH, NUM_CASES)])
 def test_the_cases_are_worth_simulating(number: int) -> None:
     found = reference(number)
