@@ -50,6 +50,7 @@ class _Place:
     lsn: int
     floors: list[int]
     position: int
+    held: int
     snapshot: Snapshot | None
 
     def floor(self, partition: int) -> int:
@@ -155,7 +156,8 @@ class History:
         if not self._places or snapshot.step > self._places[-1].step:
             floors = [seq for seq, _ in snapshot.floors] if self.in_order else []
             position = sum(snapshot.merge.merged_samples)
-            self._places.append(_Place(snapshot.step, lsn, floors, position, snapshot if keep else None))
+            held, at_hand = snapshot.form.num_samples, snapshot if keep else None
+            self._places.append(_Place(snapshot.step, lsn, floors, position, held, at_hand))
             self._at_hand += self._places[-1:] if keep else []
 
     def keep(self, snapshot: Snapshot) -> None:
@@ -186,6 +188,11 @@ class History:
     def last_snapshot(self) -> int:
         """The step of the last one, or 0."""
         return self._places[-1].step if self._places else 0
+
+    @property
+    def in_last_snapshot(self) -> int:
+        """Samples that the last one holds."""
+        return self._places[-1].held if self._places else 0
 
     def forget_snapshots(self, released: int, keeps_log: bool) -> None:
         """Let go of what no rank will ask for: from memory, or wholly where there is no log to read it from."""

@@ -29,8 +29,8 @@ from streampack.core.steps import Step
 from streampack.core.terms import terms_of
 
 SNAPSHOT_WINDOWS = 4
-"""A snapshot is taken when so many windows of samples are in steps since the last, and as many as that one holds: what
-a restart reads again."""
+"""A snapshot is taken when so many windows of samples are in steps since the last, which a restart forms again, and as
+many as that one holds: one for each step of many samples would be most of the log."""
 
 
 class Planner:
@@ -55,8 +55,7 @@ class Planner:
         self.blocked: int | None = None
         """The partition, of the feed's own, whose next sample the merge waits for."""
         self._since_snapshot = 0
-        self._in_snapshot = 0
-        """Samples that the last one holds: one for each step of many samples would be most of the log."""
+        """Samples in steps since the last one that is recorded."""
 
     # Forming steps
 
@@ -133,7 +132,8 @@ class Planner:
         return dropped
 
     def _count(self, steps: list[Step]) -> list[Step]:
-        self._since_snapshot += sum(step.num_samples for step in steps)
+        recorded = self._history.last_snapshot
+        self._since_snapshot += sum(step.num_samples for step in steps if step.number >= recorded)
         return steps
 
     def _stop(self) -> list[Effect]:
@@ -151,15 +151,11 @@ class Planner:
 
     def snapshot(self) -> Snapshot | None:
         """One to begin from here, between two steps; None where the last is near enough, or beyond this place."""
-        if self._since_snapshot < max(SNAPSHOT_WINDOWS * self._rules.window, self._in_snapshot):
+        history = self._history
+        if self._since_snapshot < max(SNAPSHOT_WINDOWS * self._rules.window, history.in_last_snapshot):
             return None
         self._since_snapshot = 0
-        history = self._history
-        if self.former.next_step <= history.last_snapshot:
-            return None
-        held = self.former.held()
-        self._in_snapshot = len(held)
-        floors = self._leases.books.floors(self._feed, held)
+        floors = self._leases.books.floors(self._feed, self.former.held())
         return msgspec.structs.replace(
             snapshot(self._rules, self.admission.merge, self.former, floors), lineage=history.lineage,
             changes=list(history.changes), applied=self.live.applied, skips=list(history.skips),

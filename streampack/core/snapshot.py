@@ -56,6 +56,11 @@ class FormState(Struct, frozen=True):
     counts: list[int]
     keeps: bytes | UnsetType = msgspec.UNSET
 
+    @property
+    def num_samples(self) -> int:
+        """Those held."""
+        return len(self.ages) + sum(self.counts)
+
 
 class Snapshot(Struct, frozen=True):
     """A feed's whole state, under the rules of digest ``rules`` and the first ``applied`` of the ``changes`` to them;

@@ -51,6 +51,8 @@ from tests.core.planned import Data, tokens_of
 from tests.simulation.disk import Disk
 
 RUN = 9
+FORM = b"form"
+"""The link from the packer."""
 
 
 class Live:
@@ -59,8 +61,10 @@ class Live:
 
     def __init__(
         self, rules: Rules, data: Data, seed: int = 0, *, discards: bool = False, quota: int = 64,
-        memory: int | None = None,
+        memory: int | None = None, slow_packer: bool = False,
     ) -> None:  # fmt: skip
+        self.slow_packer = slow_packer
+        """What is chosen comes when nothing else is on its way: by then as much is merged as may be."""
         self.rules, self.data, self.discards, self.quota = rules, data, discards, quota
         partitions = sum(stream.partitions for stream in rules.streams)
         self.memory = 40 * rules.budget * rules.packs + partitions if memory is None else memory
@@ -212,8 +216,8 @@ class Live:
 
     def turn(self) -> None:
         """Something that is on its way arrives, or time goes on."""
-        ready = [link for link in self._links.values() if link]
-        if ready:
+        ready = [link for name, link in self._links.items() if link and not (self.slow_packer and name == FORM)]
+        if ready or (ready := [link for link in self._links.values() if link]):
             deliver, what = self.rng.choice(ready).popleft()
             deliver(what)
             return
@@ -251,7 +255,7 @@ class Live:
             elif isinstance(effect, Append):
                 self.disk.append(effect.record, effect.payload)
             elif isinstance(effect, Form):
-                self._post(b"form", self._handle, Formed(effect.feed, effect.request.choose(), effect.generation))
+                self._post(FORM, self._handle, Formed(effect.feed, effect.request.choose(), effect.generation))
             elif isinstance(effect, Recall):
                 recalls.append(effect)
             elif isinstance(effect, Store):
