@@ -41,7 +41,7 @@ from streampack.core.effects import FromProducer, FromTrainer
 from streampack.core.events import Event, FromBroker, Send, Tick
 from streampack.core.messages import Mesh, Offer
 from streampack.core.producer_session import ProducerSession, Read
-from streampack.formats import Views
+from streampack.formats import Views, real_tokens
 from streampack.slabs import Slabs
 from streampack.typed_tree import convert
 
@@ -240,7 +240,7 @@ class Run:
                 elif isinstance(effect, Deliver):
                     step = self._build(effect.parts, effect.attached, self._mesh, self._slabs)
                     step = self._make(step, effect.attached.rules)
-                    self.tokens += sum(int(pack.cu_seqlens[-1]) for pack in step)
+                    self.tokens += sum(real_tokens(pack) for pack in step)
                     waiting.append(Returned(step.index + 1))
 
 

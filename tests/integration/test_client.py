@@ -22,9 +22,9 @@ from tests.integration.running import PATIENCE_S, RunningBroker, producing_here,
 
 SETTINGS: dict[str, Any] = {
     "tokens": "uint16",
-    "rules": {"budget": 256, "window": {"samples": 16}, "step": {"packs": 2}},
-    "streams": {"text": {"partitions": 2}, "more": {}},
-    "feeds": {"train": {"streams": ["text"]}, "valid": {"streams": ["more"]}},  # with several the producers stay
+    "rules": {"budget": 256, "align": {"sample": 1, "pack": 4}, "window": {"samples": 16}, "step": {"packs": 2}},
+    "streams": {"text": {"partitions": 2}, "more": {}},  # of two feeds: with several the producers stay
+    "feeds": {"train": {"streams": ["text"], "cp_layout": "contiguous"}, "valid": {"streams": ["more"]}},
 }
 
 
@@ -204,6 +204,11 @@ def test_readers_must_be_ranks_of_the_mesh(broker: RunningBroker) -> None:
         broker.trainers, mesh={"tp": 2, "pp": 3}, readers={"tp": [0], "pp": [0]}, format="numpy"
     ) as loader:
         assert sum(pack.num_samples for pack in loader) == 400
+
+
+def test_a_framework_that_shards_packs_itself_is_refused_their_shards(broker: RunningBroker) -> None:
+    with pytest.raises(UserError, match="cp_layout contiguous, expected whole: Megatron's get_batch shards packs"):
+        streampack.connect(broker.trainers, mesh={"cp": 2, "cp_rank": 1}, format="megatron")
 
 
 def test_the_word_that_a_failed_run_leaves_is_no_broker_and_the_next_run_s_is_waited_for(tmp_path: Path) -> None:
