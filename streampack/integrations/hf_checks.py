@@ -2,7 +2,8 @@
 has its accelerator.
 
 Refused is what would train on other steps than the loader's, divide by another denominator, or let samples see each
-other, and what would ask for something that does not happen. Settings that have no effect are left alone.
+other (``hf_isolation``), and what would ask for something that does not happen. Settings that have no effect are left
+alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streampack.errors import MeshError, UserError
+from streampack.integrations import hf_isolation
 
 _OF_DATASETS = ("train_dataset", "eval_dataset", "data_collator")
 _BY_POSITIONS = ("sdpa", "eager", "flex_attention")
@@ -87,6 +89,10 @@ def trainer(made: Any, found: Sequence[Any]) -> None:
     for loader in found:
         _place(loader.mesh, args, made.get_tp_size())
         _positions(loader.rules, getattr(made.model, "config", None))
+    sharded = made.is_fsdp_enabled or made.is_deepspeed_enabled or made.get_tp_size() > 1
+    if not sharded and not all(loader.rules.padded for loader in found):
+        with made.accelerator.autocast():
+            hf_isolation.check(made.model)
 
 
 def _place(mesh: Any, args: Any, tp: int) -> None:

@@ -16,6 +16,8 @@ import torch
 from tokenizers import Tokenizer, models
 from torch.nn.functional import cross_entropy
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -152,6 +154,7 @@ def test_trainers_own_losses_are_those_of_the_samples(tmp_path: Path, sft: bool,
     compare = Compare(1e-5)
     with local(format=format, samples=20) as loader:
         trainer = made(tmp_path, loader, sft=sft, callbacks=[compare], max_grad_norm=0, max_steps=3, learning_rate=1e-3)
+        trainer.model.config.use_cache = True  # as parts of a configuration have it that the Trainer does not know
         trainer.train()
     logged = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["loss"] for line in logged] == pytest.approx(compare.losses, rel=1e-5)
@@ -232,7 +235,7 @@ def test_a_checkpoint_at_the_end_of_a_finite_feed_goes_on_with_the_feed_again(tm
 
 def test_training_again_begins_where_it_began(tmp_path: Path) -> None:
     seen = Seen()
-    with local() as loader:
+    with local(repeat=True) as loader:
         trainer = made(tmp_path, loader, callbacks=[seen], max_steps=3)
         trainer.train()
         trainer.train()
@@ -312,6 +315,56 @@ def test_trainers_that_lose_the_denominator_are_refused(tmp_path: Path, loader: 
         made(tmp_path, loader, model=model)
     with pytest.raises(UserError, match=r"got TrainingArguments for an SFTTrainer, expected trl\.SFTConfig"):
         PackedSFTTrainer(llama(), arguments(tmp_path), loader=loader)
+
+
+def tiny(kind: str, attention: str, **config: Any) -> Any:
+    """A model of that type; names of sizes differ."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "n_embd": 32,
+        "num_key_value_heads": 2, "head_dim": 8, "n_layer": 2, "n_head": 4, "intermediate_size": 32, "ffn_dim": 32,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "word_embed_proj_dim": 32, "max_position_embeddings": BUDGET,
+    }  # fmt: skip
+    known = CONFIG_MAPPING[kind]()
+    given = {name: value for name, value in sizes.items() if hasattr(known, name)}
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**given | config), attn_implementation=attention)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "apart"),
+    [
+        ("llama", "eager", True),
+        ("qwen3_moe", "sdpa", True),
+        ("gemma3_text", "sdpa", True),
+        ("gpt2", "sdpa", True),
+        ("opt", "sdpa", False),
+        ("bloom", "eager", False),
+        ("gpt_oss", "eager", False),
+        ("mamba", "eager", False),
+    ],
+)
+def test_models_in_which_samples_see_each_other_are_refused(
+    tmp_path: Path, loader: Any, kind: str, attention: str, apart: bool
+) -> None:
+    """And those alone: what changes a sample's logits is tried beside it."""
+    model = tiny(kind, attention).eval()
+    positions = torch.tensor([[*range(5), *range(6)]])
+    ids = torch.arange(1, 12)[None]
+    other = torch.cat([ids[:, :5] + 20, ids[:, 5:]], dim=1)
+    with torch.no_grad():
+        one, two = (model(input_ids=x, position_ids=positions, use_cache=False).logits[0, 5:] for x in (ids, other))
+    assert torch.allclose(one, two, atol=1e-6) == apart  # experts get other shapes, and add in another order
+    if apart:
+        made(tmp_path, loader, model=model)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    else:
+        with pytest.raises(UserError, match=f"with attn_implementation='{attention}', in which samples of a pack see"):
+            made(tmp_path, loader, model=model)
+
+
+def test_models_of_padded_rows_may_be_any(tmp_path: Path) -> None:
+    with local(samples=20, padded=True) as rows_of_samples:
+        made(tmp_path, rows_of_samples, model=tiny("opt", "sdpa"), max_steps=1).train()
 
 
 def test_a_rank_that_reads_for_another_is_refused(tmp_path: Path, loader: Any) -> None:

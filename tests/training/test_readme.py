@@ -144,21 +144,27 @@ def test_validation_while_training(broker: RunningBroker) -> None:
 
 
 def test_a_trainer_of_hugging_face(broker: RunningBroker, tmp_path: Path) -> None:
+    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=256,
     )  # fmt: skip
     args = TrainingArguments(
-        str(tmp_path), max_steps=12, eval_strategy="steps", eval_steps=6, save_steps=6, report_to="none",
-        learning_rate=1e-2, disable_tqdm=True, use_cpu=True,
+        str(tmp_path), max_steps=12, eval_strategy="steps", eval_steps=6, save_steps=6, logging_steps=6,
+        learning_rate=1e-2, report_to="none", disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
     given = {"Trainer": Trainer, "model": LlamaForCausalLM(config), "args": args, "checkpoint": None}
-    trainer = run(block("class PackedTrainer"), broker.trainers, **given)["trainer"]
-    early, late = (line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line)
+
+    def logged(name: str) -> list[float]:
+        trainer = run(block("class PackedTrainer"), broker.trainers, **given)["trainer"]
+        return [line[name] for line in trainer.state.log_history if name in line]
+
+    early, late = logged("loss")
     assert late < early
+    given["model"] = LlamaForCausalLM(config)
+    evaluated = logged("eval_loss")
     given["checkpoint"] = str(tmp_path / "checkpoint-6")
-    again = run(block("class PackedTrainer"), broker.trainers, **given)["trainer"]
-    assert [line["eval_loss"] for line in again.state.log_history if "eval_loss" in line] == [early, late]
+    assert logged("eval_loss") == evaluated
 
 
 class Stopped(Exception):
