@@ -79,8 +79,10 @@ def test_every_changed_value_of_a_pack_is_caught() -> None:
         assert re.match(r"[a-z_\-]+: step 3, pack 100", caught(bad)), f"{what}: {caught(bad)}"
 
 
-@pytest.mark.parametrize("format", ["thd", "hf_shifted", "megatron", "bshd", "torchtitan"])
-def test_every_changed_value_of_a_view_is_caught(format: str) -> None:
+@pytest.mark.parametrize(
+    ("format", "rows"), [("thd", 4), ("hf_shifted", 4), ("megatron", 4), ("bshd", 3), ("torchtitan", 1)]
+)
+def test_every_changed_value_of_a_view_is_caught(format: str, rows: int) -> None:
     step, rules = steps_of(PADDED)[0], attached(PADDED).rules
     batch = Views(format, Mesh()).make(step, rules)[0]
     starts = batch.canonical.cu_seqlens_padded[:-2].tolist()
@@ -94,7 +96,7 @@ def test_every_changed_value_of_a_view_is_caught(format: str) -> None:
             bad = type(batch)({**batch, name: other}, batch.canonical, batch.rest, rules)
             assert caught(bad), f"not caught: {name}[{i}]"
             count += 1
-    assert count > (28 if format == "torchtitan" else 4 * 16 - 16)
+    assert count > rows * 16
 
 
 FIELDS = (
