@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 
 from streampack.client import Client, connect
 from streampack.core.messages import Mesh
@@ -41,7 +42,8 @@ class PackedDataModule(LightningDataModule):
     epoch of a finite feed begins at its first step, one of an infinite feed (``limit_train_batches``) goes on.
 
     Raises UserError for the format ``numpy``; when fit begins, for ``accumulate_grad_batches`` that is not the number
-    of packs that a step has on each rank, and for a ``limit_train_batches`` that ends within a step.
+    of packs that a step has on each rank, for a ``limit_train_batches`` that ends within a step, and for callbacks that
+    try things out on it (LearningRateFinder, BatchSizeFinder).
 
     >>> def training_step(self, batch, index):  # doctest: +SKIP
     ...     data = self.trainer.datamodule
@@ -100,6 +102,10 @@ class PackedDataModule(LightningDataModule):
         return self._batches
 
     # What Lightning calls
+
+    def setup(self, stage: str) -> None:
+        """Refuse what would use steps up. Raises UserError."""
+        _check_callbacks(self.trainer)
 
     def train_dataloader(self) -> _Batches:
         """Of the feed: the same loader each time, until the fit is over."""
@@ -241,6 +247,16 @@ class _Batches:
 
     def _count(self) -> int:
         return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.processed)
+
+
+def _check_callbacks(trainer: Any) -> None:
+    """Raise UserError for what trains and then takes the model back: a feed that goes on is not taken back with it."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, LearningRateFinder | BatchSizeFinder):
+            raise UserError(
+                f"got a {type(callback).__name__}, whose trial would use steps up, expected none: run it before, on a "
+                f"loader of its own, such as streampack.local's"
+            )
 
 
 def _accumulated(trainer: Any) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 
 import streampack
 from streampack.errors import UserError
@@ -53,6 +54,7 @@ class Noting(LightningModule):
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(torch.nn.Embedding(257, 4), torch.nn.Linear(4, 257))
         self.noted: list[Any] = []
+        self.lr = 0.1
 
     def summed(self, batch: Any) -> torch.Tensor:
         self.noted.append((batch.step, batch.micro_batch))
@@ -70,7 +72,7 @@ class Noting(LightningModule):
         self.noted.append("update")
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 class InSteps(Noting):
@@ -213,3 +215,8 @@ def test_batches_are_whole_where_lightning_converts_them(broker: RunningBroker, 
 def test_what_would_go_wrong_is_refused(broker: RunningBroker, settings: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
         fit(broker, **settings)
+
+
+def test_a_trial_that_would_use_steps_up_is_refused(broker: RunningBroker, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="got a LearningRateFinder, whose trial would use steps up"):
+        fit(broker, LearningRateFinder(), default_root_dir=tmp_path)
