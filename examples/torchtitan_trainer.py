@@ -35,7 +35,7 @@ alone = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "loca
 os.environ |= alone | os.environ
 Tokenizer(models.WordLevel()).save(f"{folder}/tokenizer.json")  # for torchtitan: the samples are ids already
 llama = model_registry("debugmodel", attn_backend="varlen")
-llama.model.layers = llama.model.layers[:2]
+llama.model.layers = llama.model.layers[:1]
 training = TrainingConfig(seq_len=128, local_batch_size=1, global_batch_size=4, steps=steps, disable_cuda_graphs=True)
 trainer = Trainer.Config(
     model_spec=llama, hf_assets_path=folder, dump_folder=folder, metrics=Lines.Config(log_freq=1),

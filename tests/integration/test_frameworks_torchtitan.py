@@ -4,9 +4,14 @@ dataloader refuses."""
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,7 @@ from streampack.core.rules import Batch, Rules, Warmup
 from streampack.errors import UserError
 from streampack.integrations.torchtitan import StreampackDataLoader, check_rules
 from tests.integration.frameworks import EXAMPLES, RULES, killed_and_resumed_is_the_same, serving
-from tests.integration.running import RunningBroker
+from tests.integration.running import PATIENCE_S, RunningBroker, until
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +42,7 @@ def test_torchtitans_trainer_goes_on_where_it_was_killed(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES), prepend=":")  # it imports another example
     killed_and_resumed_is_the_same("torchtitan_trainer", broker, tmp_path)
+    until(lambda: broker.feed()["committed"] == 3)  # of checkpoints after 4 and 8 updates; the one after 8 was the last
 
 
 def test_the_ranks_have_every_sample_once_a_pass_and_end_together() -> None:
@@ -55,6 +61,45 @@ def test_the_ranks_have_every_sample_once_a_pass_and_end_together() -> None:
                 samples[tuple(ids[a:b].tolist())] += targets[a] != -100
     assert sum(samples.values()) == 3 * 400
     assert len([sample for sample in samples if samples[sample]]) == 45, "texts that differ"
+
+
+def test_each_loader_that_a_validator_builds_begins_at_the_first_step(broker: RunningBroker) -> None:
+    config = replace(StreampackDataLoader.Config(endpoint=broker.trainers), infinite=False)
+    built = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": None, "seq_len": 128, "local_batch_size": 2}
+    first, second = (
+        [inputs["input"].tolist() for inputs, _ in itertools.islice(config.build(**built), 3)] for _ in range(2)
+    )
+    assert first == second
+
+
+TWO_OF_ONE_DP_RANK = """
+import itertools, json, os, sys
+import torch.distributed as dist
+from streampack.integrations.torchtitan import StreampackDataLoader
+
+child = os.fork()
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/meeting", rank=int(child == 0), world_size=2)
+data = StreampackDataLoader.Config().build(dp_world_size=1, dp_rank=0, seq_len=128, local_batch_size=1)
+had = [inputs["input"].tolist() for inputs, _ in itertools.islice(data, 8)]
+both = [None, None]
+dist.all_gather_object(both, (data._loader.mesh.tp_rank, had))
+if child:
+    os.waitpid(child, 0)
+    print(json.dumps(both))
+"""
+
+
+def test_ranks_that_share_a_data_parallel_rank_read_the_same(broker: RunningBroker, tmp_path: Path) -> None:
+    """As those of tensor, context and pipeline parallelism do."""
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_OF_ONE_DP_RANK, str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S,
+        env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout)
+    assert (first[0], second[0]) == (0, 1)
+    assert first[1] == second[1]
+    assert len(first[1]) == 8
 
 
 def test_a_checkpoint_within_a_step_is_refused(broker: RunningBroker) -> None:
