@@ -152,7 +152,7 @@ class PackedTrainerMixin:
         args.ignore_data_skip = True  # the loader's state says where it goes on: nothing is to be read and thrown away
         sft = hf_checks.is_sft(type(self), args)
         data = _stand_ins(args, eval_loader is not None) if sft else {"eval_dataset": eval_loader}
-        super().__init__(model, args, **{**given, **data})  # type: ignore[call-arg]
+        super().__init__(model=model, args=args, **{**given, **data})  # type: ignore[call-arg]
         hf_checks.trainer(self, loaders)
         self.eval_dataset = eval_loader
         self._steps = Steps(loader)

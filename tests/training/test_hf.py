@@ -367,6 +367,18 @@ def test_models_of_padded_rows_may_be_any(tmp_path: Path) -> None:
         made(tmp_path, rows_of_samples, model=tiny("opt", "sdpa"), max_steps=1).train()
 
 
+def test_a_trainer_whose_own_arguments_come_first_is_given_them_by_name(tmp_path: Path, loader: Any) -> None:
+    class Own(Trainer):
+        def __init__(self, settings: str, **given: Any) -> None:
+            super().__init__(**given)
+            self.settings = settings
+
+    class PackedOwn(PackedTrainerMixin, Own):
+        pass
+
+    assert PackedOwn(llama(), arguments(tmp_path), loader=loader, settings="own").settings == "own"
+
+
 def test_a_rank_that_reads_for_another_is_refused(tmp_path: Path, loader: Any) -> None:
     from streampack.integrations import hf_checks
 
