@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -158,6 +159,19 @@ def test_a_loss_that_needs_whole_samples_is_refused_where_ranks_share_them() -> 
     outputs = torch.zeros(len(batch.input_ids))
     with pytest.raises(UserError, match=r"\(cp=2, zigzag\), expected a loss that is a sum over tokens: say token_sum"):
         streampack.packed_loss(torch.sum, outputs, batch, denominator=1)
+
+
+def test_a_pack_that_every_rank_has_whole_is_not_shared() -> None:
+    batch = views_of(replace(TWO, layout="whole"))[0][0]
+    loss = streampack.packed_loss(torch.sum, torch.ones(len(batch.input_ids)), batch, denominator=1)
+    assert loss.item() == 5
+
+
+def test_a_sample_that_other_ranks_hold_is_passed_over() -> None:
+    """A loss would make nan of none of its tokens."""
+    batch = views_of(Case([[[5, 6, 7, 8], [9, 10, 11, 12]]], 1, 8, 2, "contiguous"))[0][0]
+    loss = streampack.packed_loss(torch.mean, torch.ones(4), batch, denominator=1, token_sum=True)
+    assert loss.item() == 1
 
 
 def test_what_cannot_be_cut_or_summed_is_refused_in_a_line() -> None:
