@@ -50,6 +50,5 @@ def _rank(rank: int, ranks: int, folder: str, function: Callable[..., Any], argu
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks)
     torch.save(function(rank, *arguments), Path(folder, str(rank)))
-
     dist.barrier()
     dist.destroy_process_group()
