@@ -6,7 +6,7 @@ packs, and packs of one sample; each view is trained on as its framework would.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -157,16 +157,21 @@ def test_a_step_has_the_loss_and_gradients_of_its_samples_alone(
         assert_as_alone(loader, loss_of, alone)
 
 
-@pytest.mark.parametrize("view", [view for view in VIEWS if view != "padded"])
-@pytest.mark.parametrize("labels", ["derived", "sent"])
-def test_so_it_has_without_masks_and_with_labels_of_its_own(labels: str, view: str) -> None:
-    samples = [{"tokens": sample["tokens"], "row": sample["row"]} for sample in SAMPLES]
-    if labels == "sent":
-        samples = [{**s, "labels": [-100 if t % 5 == 0 else t // 2 for t in s["tokens"]]} for s in samples]
+@pytest.fixture(scope="module")
+def unmasked() -> dict[str, Alone]:
+    derived = [{"tokens": sample["tokens"], "row": sample["row"]} for sample in SAMPLES]
+    sent = [{**sample, "labels": [-100 if t % 5 == 0 else t // 2 for t in sample["tokens"]]} for sample in derived]
+    return {"derived": Alone(derived), "sent": Alone(sent)}
+
+
+@pytest.mark.parametrize(
+    ("labels", "view"), [("derived", view) for view in VIEWS if view != "padded"] + [("sent", "thd"), ("sent", "hf")]
+)
+def test_so_it_has_without_masks_and_with_labels_of_its_own(unmasked: dict[str, Alone], labels: str, view: str) -> None:
+    alone, (format, loss_of) = unmasked[labels], VIEWS[view]
     fields = {"row": FIELDS["row"]} | ({"labels": {}} if labels == "sent" else {})
-    format, loss_of = VIEWS[view]
-    with local(samples, fields, format) as loader:
-        assert_as_alone(loader, loss_of, Alone(samples))
+    with local(alone.samples, fields, format) as loader:
+        assert_as_alone(loader, loss_of, alone)
 
 
 def assert_as_alone(loader: Any, loss_of: Callable[[Tiny, Any, int], Tensor], alone: Alone) -> None:
@@ -202,7 +207,7 @@ def test_the_packs_have_what_could_go_wrong(broker: RunningBroker) -> None:
     assert any(p.num_samples and not p.num_loss_tokens for packs in seen.values() for p in packs)
 
 
-def local(samples: list[dict[str, Any]], fields: dict[str, Any] = FIELDS, format: str = "thd") -> Any:
+def local(samples: Sequence[dict[str, Any]], fields: dict[str, Any] = FIELDS, format: str = "thd") -> Any:
     return streampack.local(
         samples, budget=64, packs=4, align=4, tokens_key="tokens", fields=fields, format=format, verify=True
     )
