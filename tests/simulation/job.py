@@ -68,6 +68,8 @@ class Job:
         """Every rank has returned every step of some iteration."""
         self._told: list[int] = []
         self._kept: list[int] = []
+        self._given_up = 0
+        """Checkpoints before this step were given up in an earlier life, and stay so."""
         self._dealt: dict[tuple[int, int, int], list[tuple[int, list[Id]]]] = {}
         """By step, dp and rank, of each pack its number and its samples."""
         self._shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -276,11 +278,7 @@ class Job:
     def can_go_back(self) -> list[Checkpoint]:
         """Checkpoints that a launcher may start all ranks from: those not later than the slowest rank, and of those
         committed the last few (R7)."""
-        slowest = self._slowest
-        oldest, kept = 0, self.world.broker.core.feeds[self.feed].plan.keeps
-        if self.case.rules.merge == "arrival" and self._told:
-            last = sorted(set(self._told))[-kept:][0]
-            oldest = max(last, min(self._kept) if self._kept else max(self._told))
+        slowest, oldest = self._slowest, self._oldest()
         found = [each for each in self.checkpoints if (each.round, each.step) <= slowest and each.step >= oldest]
         if self.case.rules.merge == "schedule":  # any step is as good as one that was saved
             step = self.world.rng.randint(0, slowest[1])
@@ -288,11 +286,19 @@ class Job:
         assert found, f"R7: no checkpoint from {oldest} on is one that all ranks have come to, the slowest to {slowest}"
         return found
 
+    def _oldest(self) -> int:
+        """The first step that the broker may still have to begin from, by what it was told."""
+        if self.case.rules.merge != "arrival" or not self._told:
+            return self._given_up
+        last = sorted(set(self._told))[-self.world.broker.core.feeds[self.feed].plan.keeps :][0]
+        return max(self._given_up, last, min(self._kept) if self._kept else max(self._told))
+
     def go_back(self, begin: Checkpoint) -> None:
         """All ranks are gone, and new ones are started from ``begin``, perhaps as another mesh."""
         rng, world = self.world.rng, self.world
         self.life += 1
         self.restarted_at = world.clock.now
+        self._given_up = self._oldest()
         self.checkpoints = [each for each in self.checkpoints if (each.round, each.step) <= (begin.round, begin.step)]
         self._told = [step for step in self._told if step <= begin.step]
         self._kept = [step for step in self._kept if step <= begin.step]
