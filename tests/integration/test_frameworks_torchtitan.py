@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
+from streampack import integrations
 from streampack.core.rules import Batch, Rules, Warmup
 from streampack.errors import UserError
-from streampack.integrations.torchtitan import StreampackDataLoader, check_rules
 from tests.integration.frameworks import EXAMPLES, RULES, killed_and_resumed_is_the_same, serving
 from tests.integration.running import PATIENCE_S, RunningBroker, until
 
@@ -33,7 +33,7 @@ def broker() -> Iterator[RunningBroker]:
 
 def loader(broker: RunningBroker, *, dp: int = 1, dp_rank: int = 0, seq_len: int = 128, **kwargs: Any) -> Any:
     """As torchtitan's Trainer builds it."""
-    config = StreampackDataLoader.Config(endpoint=broker.trainers)
+    config = integrations.torchtitan.StreampackDataLoader.Config(endpoint=broker.trainers)
     return config.build(dp_world_size=dp, dp_rank=dp_rank, tokenizer=None, seq_len=seq_len, **kwargs)
 
 
@@ -64,7 +64,7 @@ def test_the_ranks_have_every_sample_once_a_pass_and_end_together() -> None:
 
 
 def test_each_loader_that_a_validator_builds_begins_at_the_first_step(broker: RunningBroker) -> None:
-    config = replace(StreampackDataLoader.Config(endpoint=broker.trainers), infinite=False)
+    config = replace(integrations.torchtitan.StreampackDataLoader.Config(endpoint=broker.trainers), infinite=False)
     built = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": None, "seq_len": 128, "local_batch_size": 2}
     first, second = (
         [inputs["input"].tolist() for inputs, _ in itertools.islice(config.build(**built), 3)] for _ in range(2)
@@ -128,6 +128,7 @@ def test_what_would_train_on_other_updates_is_refused_at_once(broker: RunningBro
 
 
 def test_packs_that_are_no_rows_are_refused() -> None:
+    check_rules = integrations.torchtitan.check_rules
     check_rules(Rules(budget=128, packs=4), 2, seq_len=128, rows=2, snapshot=None)
     with pytest.raises(UserError, match="got steps that are batches"):
         check_rules(Rules(budget=128, batch=Batch(samples=8)), 2, seq_len=128, rows=2, snapshot=None)
