@@ -31,7 +31,7 @@ folder, steps = Path(sys.argv[1]), int(sys.argv[2])
 last = folder / "latest_checkpointed_iteration.txt"
 start = int(last.read_text()) if last.exists() else 0
 shape = {"micro_batch_size": 1, "seq_length": 128}
-args = SimpleNamespace(iteration=start, save=folder, dataloader_save=folder, global_batch_size=4, sft=True, **shape)
+args = SimpleNamespace(iteration=start, save=folder, global_batch_size=4, sft=True, **shape)
 model, optimizer = tiny_model(folder / f"{start}.pt")
 data = RerunDataIterator(datasets_provider(lambda: args)()[0])
 for step in range(start, steps):

@@ -5,17 +5,17 @@ iteration a step where ``global_batch_size`` is its number of packs. Each first 
 stage, since middle ones take the boundaries of samples; ``get_batch`` sends packs to the other tensor ranks and shards
 them for context parallelism, so each context-parallel rank reads whole ones.
 
-Megatron has ``save_state`` called by the ranks that write the loader's state into ``--dataloader-save``, and restores
-nothing. States are equal on all ranks, so one file is enough to go on from, on any mesh. What is durable is said by the
-tracker file that Megatron writes last, also where it saves in the background: the newest iteration that it names is
-committed when the next is saved.
+Megatron has ``save_state`` called by the ranks that write the loader's state into ``dataloader_save``, for which
+``pretrain_gpt.py`` has no option: it is made ``save``. Megatron restores nothing. States are equal on all ranks, so one
+file is enough to go on from, on any mesh. What is durable is said by the tracker file that Megatron writes last, also
+where it saves in the background: the newest iteration that it names is committed when the next is saved.
 
 Knows of Megatron-LM its arguments (``get_args()``) alone; ranks are those of ``megatron.core.parallel_state``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,17 +45,15 @@ def datasets_provider(
 
     def provider(train_val_test_num_samples: Any = None, vp_stage: int | None = None) -> Iterators:
         args = get_args()
-        check_args(args)
+        check_args(args, valid_feed)
+        args.dataloader_save = getattr(args, "dataloader_save", None) or args.save
         if parallel_state.get_tensor_model_parallel_rank():
             return None, None, None
         train = TrainIterator(_connect(endpoint, feed, args, "global_batch_size"), args)
         if valid_feed is None:
             return train, None, None
-        return (
-            train,
-            evaluations(_connect(endpoint, valid_feed, args, "eval_global_batch_size"), args.eval_iters),
-            None,
-        )
+        valid = _connect(endpoint, valid_feed, args, "eval_global_batch_size")
+        return train, evaluations(valid, args.eval_iters), None
 
     provider.is_distributed = True  # type: ignore[attr-defined]
     return provider
@@ -71,7 +69,7 @@ class TrainIterator:
         if args.save and loader.mesh.dp_rank == loader.mesh.cp_rank == 0:
             self._tracker = Path(args.save) / "latest_checkpointed_iteration.txt"
         if args.iteration:
-            loader.load_state_dict(saved_state(args.dataloader_save, args.iteration))
+            loader.load_state_dict(saved_state([args.dataloader_save, getattr(args, "load", None)], args.iteration))
 
     def __iter__(self) -> TrainIterator:
         return self
@@ -106,14 +104,16 @@ class TrainIterator:
         self._loader.close()
 
 
-def saved_state(folder: str, iteration: int) -> dict[str, Any]:
-    """The state that data-parallel rank 0 saved, which is that of all, by any mesh. Raises StateError if it is not
-    there."""
-    found = sorted(Path(folder).glob(f"iter_{iteration:07d}/mp_rank_*/train_dataloader_dprank000.pt"))
+def saved_state(folders: Iterable[Any], iteration: int) -> dict[str, Any]:
+    """The state that data-parallel rank 0 saved, which is that of all, by any mesh: of the first folder that has it,
+    any may be None. Raises StateError if none has it."""
+    name = f"iter_{iteration:07d}/mp_rank_*/train_dataloader_dprank000.pt"
+    given = [Path(folder) for folder in folders if folder is not None]
+    found = [file for folder in given for file in sorted(folder.glob(name))]
     if not found:
         raise StateError(
-            f"{folder}: got no iter_{iteration:07d}/mp_rank_*/train_dataloader_dprank000.pt, expected the loader's "
-            f"state of the checkpoint: set dataloader_save to where it was saved"
+            f"got no {name} in {' or '.join(map(str, given)) or 'any folder'}, expected the loader's state of the "
+            f"checkpoint: copy it there, or begin the data anew with finetune"
         )
     state: dict[str, Any] = torch.load(found[0], weights_only=True)["dataloader_state_dict"]
     return state
@@ -143,16 +143,19 @@ def evaluations(loader: Any, num_steps: int) -> Iterator[Any]:
             yield from step
 
 
-def check_args(args: Any) -> None:
-    """Raises UserError for arguments of Megatron-LM that packs do not go with, whatever they hold."""
+def check_args(args: Any, valid_feed: str | None = None) -> None:
+    """Raises UserError for arguments of Megatron-LM that packs do not go with, whatever they hold, and for evaluations
+    without a feed."""
     wanted = {
         "dataloader_type": ("external", "this provider's iterators are no datasets"),
         "micro_batch_size": (1, "a micro-batch is a pack: make seq_length and the budget larger"),
+        "eval_micro_batch_size": (1, "a micro-batch is a pack"),
         "calculate_per_token_loss": (True, "packs differ in how many labels count, and a mean of means is biased"),
         "virtual_pipeline_model_parallel_size": (None, "each of a rank's stages would read packs of its own"),
         "hybrid_context_parallel": (False, "it makes packs itself"),
         "create_attention_mask_in_dataloader": (False, "packs have boundaries, and no mask to send"),
         "rampup_batch_size": (None, "a step has the same number of packs from the first on"),
+        "step_batch_size_schedule": (None, "a step has the same number of packs from the first on"),
         "full_validation": (False, "how many packs a feed has is not known before its end"),
     }
     for name, (expected, why) in wanted.items():
@@ -164,10 +167,21 @@ def check_args(args: Any) -> None:
             "got neither dataloader_inter_document_masking nor sft, expected one of them: without, get_batch drops the "
             "boundaries of samples, which see each other then"
         )
-    if (args.save or args.iteration) and not args.dataloader_save:
+    cp = getattr(args, "context_parallel_size", 1)
+    if cp > 1 and not getattr(args, "sft", False):
         raise UserError(
-            f"got save={args.save!r} at iteration {args.iteration} and no dataloader_save, expected a folder for the "
-            f"loader's state: the same as save will do"
+            f"got context_parallel_size={cp} without sft, expected both: without, get_batch gives ranks parts of the "
+            f"row, where attention takes them for parts of each sample"
+        )
+    if getattr(args, "mtp_num_layers", None) and getattr(args, "pipeline_model_parallel_layout", None):
+        raise UserError(
+            "got mtp_num_layers and pipeline_model_parallel_layout, expected one of them: a stage in the middle that "
+            "predicts tokens reads none"
+        )
+    if valid_feed is None and getattr(args, "eval_iters", None):
+        raise UserError(
+            f"got eval_iters={args.eval_iters} and no valid_feed, expected what to evaluate on: set eval_iters to 0, "
+            f"or valid_feed of datasets_provider"
         )
 
 

@@ -15,17 +15,11 @@ import torch
 import torch.distributed as dist
 
 import streampack
+from streampack import integrations
 from streampack.core.rules import Align, Batch, Rules, Warmup
 from streampack.errors import StateError, UserError
 from tests.integration.frameworks import EXAMPLES, killed_and_resumed_is_the_same, serving
 from tests.integration.running import RunningBroker, until
-
-with warnings.catch_warnings():  # without a GPU's libraries, it says so
-    warnings.simplefilter("ignore")
-    from megatron.core import parallel_state
-    from megatron.core.rerun_state_machine import RerunDataIterator
-
-    from streampack.integrations.megatron import check_args, check_rules, datasets_provider, evaluations
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +29,15 @@ def broker() -> Iterator[RunningBroker]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Megatron's parallel_state, of one rank."""
+    with warnings.catch_warnings():  # without a GPU's libraries, it says so
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
     meeting = tmp_path_factory.mktemp("gloo") / "rendezvous"
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    yield
+    yield parallel_state
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -49,10 +47,16 @@ def arguments(folder: Path | None = None, **changed: Any) -> SimpleNamespace:
     args = {
         "dataloader_type": "external", "micro_batch_size": 1, "global_batch_size": 4, "seq_length": 128, "iteration": 0,
         "calculate_per_token_loss": True, "dataloader_inter_document_masking": True, "sft": False, "save": folder,
-        "dataloader_save": folder, "eval_iters": 0, "create_attention_mask_in_dataloader": False,
+        "load": None, "eval_iters": 0, "eval_micro_batch_size": 1, "create_attention_mask_in_dataloader": False,
         "virtual_pipeline_model_parallel_size": None, "hybrid_context_parallel": False, "rampup_batch_size": None,
+        "step_batch_size_schedule": None, "context_parallel_size": 1, "mtp_num_layers": None,
+        "pipeline_model_parallel_layout": None,
     }  # fmt: skip
     return SimpleNamespace(**(args | changed))
+
+
+def train_iterator(broker: RunningBroker, args: SimpleNamespace) -> Any:
+    return integrations.megatron.datasets_provider(lambda: args, endpoint=broker.trainers)()[0]
 
 
 def test_a_loop_of_megatron_core_goes_on_where_it_was_killed(
@@ -63,25 +67,27 @@ def test_a_loop_of_megatron_core_goes_on_where_it_was_killed(
     assert whole[-1]["loss"] < 0.9 * whole[0]["loss"]
 
 
-def test_the_first_tensor_rank_of_every_stage_reads(broker: RunningBroker) -> None:
-    provider = datasets_provider(lambda: arguments(), endpoint=broker.trainers)
-    assert provider.is_distributed  # type: ignore[attr-defined]
+def test_the_first_tensor_rank_of_every_stage_reads(broker: RunningBroker, ranks: Any) -> None:
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    provider = integrations.megatron.datasets_provider(lambda: arguments(), endpoint=broker.trainers)
+    assert provider.is_distributed
     try:
-        parallel_state.set_tensor_model_parallel_world_size(2)
-        parallel_state.set_pipeline_model_parallel_world_size(3)
+        ranks.set_tensor_model_parallel_world_size(2)
+        ranks.set_pipeline_model_parallel_world_size(3)
         stages: list[Any] = []
         for stage in range(3):
-            parallel_state.set_pipeline_model_parallel_rank(stage)
-            parallel_state.set_tensor_model_parallel_rank(1)
+            ranks.set_pipeline_model_parallel_rank(stage)
+            ranks.set_tensor_model_parallel_rank(1)
             assert provider([0, 0, 0]) == (None, None, None)
-            parallel_state.set_tensor_model_parallel_rank(0)
+            ranks.set_tensor_model_parallel_rank(0)
             stages.append(provider([0, 0, 0])[0])
         with ThreadPoolExecutor(3) as threads:
             batches = list(threads.map(lambda train: list(islice(RerunDataIterator(train).iterable, 8)), stages))
     finally:
         for part in ("tensor", "pipeline"):
-            getattr(parallel_state, f"set_{part}_model_parallel_world_size")(None)
-            getattr(parallel_state, f"set_{part}_model_parallel_rank")(None)
+            getattr(ranks, f"set_{part}_model_parallel_world_size")(None)
+            getattr(ranks, f"set_{part}_model_parallel_rank")(None)
     for first, middle, last in zip(*batches, strict=True):
         assert "tokens" not in middle
         assert torch.equal(first["tokens"], last["tokens"])
@@ -95,7 +101,8 @@ def test_the_first_tensor_rank_of_every_stage_reads(broker: RunningBroker) -> No
 def test_what_is_durable_is_committed_and_any_mesh_goes_on_from_what_rank_0_saved(
     broker: RunningBroker, tmp_path: Path
 ) -> None:
-    train: Any = datasets_provider(lambda: arguments(tmp_path), endpoint=broker.trainers)()[0]
+    train = train_iterator(broker, args := arguments(tmp_path))
+    assert args.dataloader_save == tmp_path, "where Megatron has save_state's written"
     for iteration in (7, 8, 10):
         while train.save_state()["next_step"] < iteration:
             next(train)
@@ -107,16 +114,25 @@ def test_what_is_durable_is_committed_and_any_mesh_goes_on_from_what_rank_0_save
     until(lambda: broker.status()["feeds"]["train"]["committed"] == 7)
     expected = next(train)
     train.close()
-    train = datasets_provider(lambda: arguments(tmp_path, iteration=10), endpoint=broker.trainers)()[0]
-    assert torch.equal(next(train)["tokens"], expected["tokens"])
+    for elsewhere in (arguments(tmp_path, iteration=10), arguments(tmp_path / "new", load=tmp_path, iteration=10)):
+        train = train_iterator(broker, elsewhere)
+        assert torch.equal(next(train)["tokens"], expected["tokens"])
+        train.close()
+    with pytest.raises(StateError, match=r"got no iter_0000009/mp_rank_\*/train_dataloader_dprank000.pt in .*finetune"):
+        train_iterator(broker, arguments(tmp_path, iteration=9))
+
+
+def test_an_iteration_after_the_end_of_the_feed_is_an_error(broker: RunningBroker) -> None:
+    train, packs = train_iterator(broker, arguments()), []
+    with pytest.raises(UserError, match=r"got the end of the feed after iteration (\d+), expected packs") as caught:
+        packs.extend(train)
+    assert f"after iteration {packs[-1].step + 1}," in str(caught.value)
     train.close()
-    with pytest.raises(StateError, match=r"got no iter_0000009/mp_rank_\*/train_dataloader_dprank000.pt"):
-        datasets_provider(lambda: arguments(tmp_path, iteration=9), endpoint=broker.trainers)()
 
 
 def test_each_evaluation_is_over_the_same_steps() -> None:
     with streampack.local([[i] * 8 for i in range(60)], budget=16, packs=2, format="megatron") as loader:
-        packs = [pack["tokens"].tolist() for pack in islice(evaluations(loader, 3), 18)]
+        packs = [pack["tokens"].tolist() for pack in islice(integrations.megatron.evaluations(loader, 3), 18)]
         assert packs[:6] == packs[6:12] == packs[12:]
         assert len({str(pack) for pack in packs}) == 6
 
@@ -132,21 +148,27 @@ def test_each_evaluation_is_over_the_same_steps() -> None:
         ({"create_attention_mask_in_dataloader": True}, "got create_attention_mask_in_dataloader=True"),
         ({"rampup_batch_size": [1, 1, 8]}, "got rampup_batch_size"),
         ({"dataloader_inter_document_masking": False}, "got neither dataloader_inter_document_masking nor sft"),
-        ({"dataloader_save": None, "save": "here"}, "got save='here' at iteration 0 and no dataloader_save"),
-        ({"dataloader_save": None, "iteration": 4}, "got save=None at iteration 4 and no dataloader_save"),
+        ({"step_batch_size_schedule": "0:4 1M:8"}, "got step_batch_size_schedule='0:4 1M:8', expected None"),
+        ({"eval_micro_batch_size": 2}, "got eval_micro_batch_size=2, expected 1"),
+        ({"eval_iters": 100}, "got eval_iters=100 and no valid_feed, expected what to evaluate on"),
+        ({"context_parallel_size": 2}, "got context_parallel_size=2 without sft, expected both"),
+        ({"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et*3|m|L"}, "got mtp_num_layers and pipeline_model"),
     ],
 )
 def test_arguments_that_packs_do_not_go_with_are_refused(changed: dict[str, Any], message: str) -> None:
+    check_args = integrations.megatron.check_args
     check_args(arguments())
+    check_args(arguments(sft=True, context_parallel_size=2, eval_iters=100, mtp_num_layers=1), valid_feed="valid")
     with pytest.raises(UserError, match=message):
         check_args(arguments(**changed))
 
 
 def test_a_feed_whose_steps_are_no_iterations_is_refused_at_once(broker: RunningBroker) -> None:
+    check_rules = integrations.megatron.check_rules
     with pytest.raises(UserError, match="steps of 4 packs and global_batch_size=8, expected the same"):
-        datasets_provider(lambda: arguments(global_batch_size=8), endpoint=broker.trainers)()
+        train_iterator(broker, arguments(global_batch_size=8))
     with pytest.raises(UserError, match="packs of 128 tokens and seq_length=256, expected the same"):
-        datasets_provider(lambda: arguments(seq_length=256), endpoint=broker.trainers)()
+        train_iterator(broker, arguments(seq_length=256))
     with pytest.raises(UserError, match="got steps that are batches"):
         check_rules(Rules(budget=128, batch=Batch(samples=8)), arguments(), 1)
     with pytest.raises(UserError, match="got a budget that grows"):
