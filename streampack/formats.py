@@ -4,8 +4,8 @@ A view adds nothing to a pack. ``thd`` is the pack with tensors for arrays, ``nu
 take is in ``streampack.views``: ``hf`` (transformers), ``megatron``, ``bshd`` (NeMo AutoModel), ``torchtitan``.
 torch is imported when a view is asked for, never before.
 
-A feed whose rules are ``padded`` has rows for packs: there ``padded`` is the canonical one, its arrays [B, S], and
-``hf`` what a model of transformers takes of padded batches.
+A feed whose rules are ``padded`` has rows for packs: there ``padded`` is the canonical one, its arrays [B, S], ``thd``
+the same, and ``hf`` what a model of transformers takes of padded batches.
 
 A tensor lies in the memory of the pack's array and keeps it alive; only read-only arrays and
 bfloat16 are copied. With a device, a step is copied there on a stream of its own, from pinned
@@ -156,11 +156,12 @@ def _padded(pack: Pack, format: str, rules: Rules, halves: frozenset[str]) -> Vi
 
 
 def _of_rows(pack: dict[str, Any], format: str) -> dict[str, Any]:
-    """What of a padded micro-batch is keys; what a model shifts back is in ``hf`` beside it as ``shift_labels``."""
+    """What of a padded micro-batch is keys, in ``thd`` as in ``padded``; what a model shifts back is in ``hf`` beside it
+    as ``shift_labels``."""
     import torch
 
     names = ["input_ids", "labels", "attention_mask", "position_ids"]
-    if format != "padded" and "labels" in pack:
+    if format.startswith("hf") and "labels" in pack:
         pack["shift_labels"] = pack["labels"]
         pack["labels"] = torch.nn.functional.pad(pack["labels"][:, :-1], (1, 0), value=IGNORE_INDEX)
         names += ["shift_labels"] if format == "hf_shifted" else []
@@ -254,9 +255,9 @@ def _side_stream(device: Any) -> SideStream | None:
 
     try:
         found = torch.empty(0, device=device).device  # with its number: the client's thread has another current one
-    except (RuntimeError, AssertionError) as error:
+        return None if found.type == "cpu" else SideStream(found)
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise UserError(f"got device={device!r}, which torch cannot use ({error}): expected 'cuda' or None") from None
-    return None if found.type == "cpu" else SideStream(found)
 
 
 class SideStream:

@@ -31,7 +31,7 @@ class PackCheck:
         self._batch = batch
         self.what = f"step {self.pack['step']}, pack {self.pack['pack']}"
         self.padded, self.real = (np.asarray(self.pack[k], np.int64) for k in ("cu_seqlens_padded", "cu_seqlens"))
-        self.total = int(self.padded[-1]) if self.padded.size else 0
+        self.total = int(self.padded[-1]) if self.padded.ndim == 1 and self.padded.size else 0
 
     def run(self) -> None:
         """Raises InvariantError."""
@@ -90,7 +90,8 @@ class PackCheck:
         expect(bool((counts <= 1).all()), "sample_ids", f"{self.what}: got sample {twice} more than once")
 
     def _slices(self) -> None:
-        slices = np.asarray(self.pack["slices"], np.int64).reshape(-1, 2)
+        slices = np.asarray(self.pack["slices"], np.int64)
+        equal("slices", f"{self.what}, their shape", slices.shape, (len(slices), 2))
         inside = (slices[:, 0] >= 0) & (slices[:, 0] <= slices[:, 1]) & (slices[:, 1] <= self.total)
         expect(bool(inside.all()), "slices", f"{self.what}: got {slices[~inside].tolist()}, outside 0 to {self.total}")
         pieces = [np.arange(start, stop) for start, stop in slices.tolist()]
@@ -117,7 +118,9 @@ class PackCheck:
         for name in ("input_ids", "labels", "padding_mask", LOSS_MASK):
             if name in pack:
                 equal(name, f"{self.what}, its shape", pack[name].shape, (size,))
-        equal("position_ids", f"{self.what}, its shape", pack["position_ids"].shape[-1:], (size,))
+        derived = self.rules is not None and not self._sent(POSITION_IDS)
+        positions = pack["position_ids"].shape
+        equal("position_ids", f"{self.what}, its shape", positions if derived else positions[-1:], (size,))
         self.agree("padding_mask", pack["padding_mask"], self.padding)
         if self.rules is not None and self.rules.padded and "attention_mask" in pack:  # elsewhere a field's name
             self.agree("attention_mask", pack["attention_mask"], ~self.padding)

@@ -40,13 +40,15 @@ def canonical(batch: Any) -> Checked:
         case "megatron":
             found["input_ids"] = keys.get("tokens")
             _unrow(found, "input_ids", "labels", "position_ids", "cu_seqlens_padded")
+            equal("max_seqlen", "a pack, its shape", keys["max_seqlen"].shape, (1,))
             found["max_seqlen"] = keys["max_seqlen"].item()
             for name in ("cu_seqlens", LOSS_MASK):  # keys that hide the pack's own
                 found.pop(name, None)
                 found |= {name: beside[name]} if name in beside else {}
         case "bshd":
             _unrow(found, "input_ids", "labels", "position_ids")
-            _restart_in_tail(found, rules)
+            if "cu_seqlens_padded" in found:
+                _restart_in_tail(found, rules)
         case "torchtitan":
             found |= {"input_ids": keys["input"], "position_ids": keys["positions"]}
             _unrow(found, "input_ids", "labels", "position_ids")
@@ -85,8 +87,8 @@ def _restart_in_tail(found: dict[str, Any], rules: Rules | None) -> None:
     """Positions that go on in the tail as they are in the pack, in place."""
     begin, end = found["cu_seqlens_padded"][found["num_samples"] :][[0, -1]].tolist()
     supplied = rules is not None and any(field.name == POSITION_IDS for field in rules.fields)
-    if begin < end and begin > 0 and not supplied:
-        places = found["position_ids"].copy()
+    places = found["position_ids"].copy()
+    if 0 < begin < end == len(places) and not supplied:
         places[begin:] -= places[begin - 1] + 1
         found["position_ids"] = places
 
@@ -116,7 +118,7 @@ def check_keys(batch: Any, check: PackCheck) -> None:
         case "megatron":
             equal("cu_seqlens", check.what, keys["cu_seqlens"], keys["cu_seqlens_padded"])
             if "labels" in keys:
-                check.agree("loss_mask", keys["loss_mask"][0], check.pack["labels"] != IGNORE_INDEX)
+                _agree(keys, "loss_mask", check, check.pack["labels"] != IGNORE_INDEX)
         case "bshd":
             _check_bshd(keys, check)
 
@@ -124,11 +126,17 @@ def check_keys(batch: Any, check: PackCheck) -> None:
 def _check_hf(keys: Mapping[str, Any], check: PackCheck) -> None:
     equal("cu_seq_lens_k", check.what, keys["cu_seq_lens_k"], keys["cu_seq_lens_q"])
     equal("max_length_k", check.what, keys["max_length_k"], keys["max_length_q"])
-    check.agree("seq_idx", keys["seq_idx"][0], check.segment)
+    _agree(keys, "seq_idx", check, check.segment)
     if "labels" in keys:
         equal("labels", f"{check.what}, position 0", int(keys["labels"][0, 0]), IGNORE_INDEX)
     if "shift_labels" in keys:
-        check.agree("shift_labels", keys["shift_labels"][0], check.pack["labels"])
+        _agree(keys, "shift_labels", check, check.pack["labels"])
+
+
+def _agree(keys: Mapping[str, Any], name: str, check: PackCheck, expected: Any) -> None:
+    """A key [1, T] has the ``expected`` values [T]."""
+    equal(name, f"{check.what}, its shape", keys[name].shape, (1, len(expected)))
+    check.agree(name, keys[name][0], expected)
 
 
 def _check_bshd(keys: Mapping[str, Any], check: PackCheck) -> None:

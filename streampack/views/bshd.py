@@ -81,10 +81,15 @@ def stack(batches: Sequence[Mapping[str, Any]], multiple: int = 1) -> dict[str, 
     """Several packs' views as one batch, [B, S] and [B, most samples]: what the collater makes of as many.
 
     Rows of padding, whose labels count nowhere, make B a multiple of ``multiple``: AutoModel cuts a batch into as many
-    chunks for its pipeline, and leaves out what is over. Raises UserError for packs of different lengths, or for none.
+    chunks for its pipeline, and leaves out what is over. Raises UserError for packs of different lengths, for none, and
+    for those in another format.
 
     >>> batch = stack(step, multiple=pipeline_micro_batches)  # doctest: +SKIP
     """
+    if multiple < 1:
+        raise UserError(f"got multiple={multiple}, expected 1 or more: the chunks of a pipeline")
+    if not all("seq_lens" in batch for batch in batches):
+        raise UserError("got packs in another format, expected bshd: connect(format='bshd')")
     widths = sorted({batch["input_ids"].shape[-1] for batch in batches})
     if len(widths) != 1:
         raise UserError(f"got packs of {widths} tokens, expected one length: set rules.shape: fixed in broker.yaml")
@@ -118,7 +123,7 @@ def thd_chunks(batch: Mapping[str, Any], num_chunks: int) -> list[dict[str, Any]
 
     Of each ``input_ids``, ``labels``, ``position_ids`` int64 and ``padding_mask`` bool [tokens], ``cu_seqlens`` int32
     [samples + 1], the boundaries of storage, ``max_seqlen`` int32 [] and ``qkv_format``: what AutoModel's models get of
-    a batch. Raises UserError for more chunks than rows.
+    a batch. Three positions a token are [3, 1, tokens]. Raises UserError for more chunks than rows.
     """
     count = len(batch["seq_lens"])
     if not 0 < num_chunks <= count:
@@ -130,6 +135,8 @@ def _thd(batch: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
     names = ("input_ids", "labels", "position_ids")
     rows = rows.to(batch["input_ids"].device)
     found = {name: batch[name].index_select(-2, rows).flatten(-2) for name in names}
+    if batch["position_ids"].ndim > 2:
+        found["position_ids"] = found["position_ids"].unsqueeze(-2)
     real, slots = (torch.cat(strip(batch[name][rows])) for name in ("seq_lens", "seq_lens_padded"))
     ends = slots.cumsum(0)
     place = torch.arange(int(ends[-1]), device=rows.device) - (ends - slots).repeat_interleave(slots)

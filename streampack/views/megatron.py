@@ -55,12 +55,13 @@ def packed_seq_params(batch: Pack | View) -> dict[str, Any]:
 
     All four are one tensor, the boundaries of the whole pack's storage, whatever part of it this rank holds:
     TransformerEngine takes packs for gapless only where both arrays are the same object, and its kernels that know no
-    gaps are the faster ones. What lies in a gap follows its sample's tokens, which do not see it.
+    gaps are the faster ones. What lies in a gap follows its sample's tokens, which do not see it. Raises UserError for
+    a mapping made from a view, which knows no pack.
 
     >>> PackedSeqParams(**packed_seq_params(batch))  # doctest: +SKIP
     """
+    widest = canonical(batch).max_seqlen  # the host's number: asks no device
     found: Any = batch.cu_seqlens_padded
     boundaries = (torch.from_numpy(found) if isinstance(found, np.ndarray) else found).reshape(-1)
-    widest = canonical(batch).max_seqlen  # the host's number: asks no device
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     return {"qkv_format": "thd", **dict.fromkeys(names, boundaries), "max_seqlen_q": widest, "max_seqlen_kv": widest}

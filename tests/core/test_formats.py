@@ -204,6 +204,8 @@ def step_of_numpy() -> Step:
         ({"format": "hf_shifted", "mesh": Mesh(cp=4, cp_rank=1)}, r"got format 'hf_shifted' with cp=4"),
         ({"format": "numpy", "device": "cuda"}, r"got device='cuda' with format numpy, expected none"),
         ({"format": "thd", "device": "toaster"}, r"got device='toaster', which torch cannot use"),
+        ({"format": "thd", "device": "meta"}, r"got device='meta', which torch cannot use"),
+        ({"format": "thd", "device": 1.5}, r"got device=1\.5, which torch cannot use"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:

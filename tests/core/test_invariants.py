@@ -99,6 +99,25 @@ def test_every_changed_value_of_a_view_is_caught(format: str, rows: int) -> None
     assert count > rows * 16
 
 
+@pytest.mark.parametrize("format", ["thd", "hf_shifted", "megatron", "bshd", "torchtitan"])
+def test_every_array_of_another_shape_is_caught(format: str) -> None:
+    step, rules = steps_of(PADDED)[0], attached(PADDED).rules
+    batch = Views(format, Mesh()).make(step, rules)[0]
+    arrays = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    for name, value in arrays.items():
+        others = {"short": value[..., :-1], "none": value[..., :0], "nested": value[None], "flat": value.flatten()}
+        for what, other in others.items():
+            bad = type(batch)({**batch, name: other}, batch.canonical, batch.rest, rules)
+            assert other.shape == value.shape or caught(bad), f"not caught: {name}, {what}"
+
+
+@pytest.mark.parametrize("format", ["hf", "megatron", "bshd", "torchtitan"])
+def test_a_mapping_of_a_views_keys_is_no_pack(format: str) -> None:
+    rules = attached(PADDED).rules
+    keys = dict(Views(format, Mesh()).make(steps_of(PADDED)[0], rules)[0])
+    assert re.match("keys: got a batch without .*slices, expected a pack", caught(keys))
+
+
 FIELDS = (
     Field(name="loss_mask", dtype="bool", align="target"),
     Field(name="advantages", dtype="bfloat16", align="target", pad=-1),

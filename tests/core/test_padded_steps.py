@@ -271,6 +271,8 @@ def test_views_by_row_hold_what_models_of_each_kind_take() -> None:
     formed = Formed(rules_of(8), ROLL)
     pack = first_of(formed)
     own, hf, shifted = (view(pack, name, formed.rules) for name in ("padded", "hf", "hf_shifted"))
+    thd = view(pack, "thd", formed.rules)
+    assert {name: value.tolist() for name, value in thd.items()} == {name: own[name].tolist() for name in own}
     assert list(own) == list(hf) == ["input_ids", "labels", "attention_mask", "position_ids"]
     assert list(shifted) == [*hf, "shift_labels"]
     assert own["attention_mask"].tolist() == [[1, 0, 0, 0], [1, 1, 1, 0]]
