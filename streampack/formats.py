@@ -156,8 +156,8 @@ def _padded(pack: Pack, format: str, rules: Rules, halves: frozenset[str]) -> Vi
 
 
 def _of_rows(pack: dict[str, Any], format: str) -> dict[str, Any]:
-    """What of a padded micro-batch is keys, in ``thd`` as in ``padded``; what a model shifts back is in ``hf`` beside it
-    as ``shift_labels``."""
+    """What of a padded micro-batch is keys, in ``thd`` those of ``padded``; what a model shifts back is in ``hf``
+    beside it as ``shift_labels``."""
     import torch
 
     names = ["input_ids", "labels", "attention_mask", "position_ids"]

@@ -6,28 +6,44 @@ import dataclasses
 import random
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from streampack.core.fields import Field
 from streampack.core.layout import round_up
 from streampack.errors import UserError
+from streampack.formats import View
 from streampack.masks import block_causal_mask
 from streampack.views.bshd import SENTINEL, stack, strip, thd_chunks
 from streampack.views.megatron import packed_seq_params
 from tests.core.test_formats import TWO, seen
 from tests.core.test_packs import Case
 
-with warnings.catch_warnings():  # without a GPU's libraries, both say so
-    warnings.simplefilter("ignore")
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.utils import get_thd_batch_on_this_cp_rank
-    from nemo_automodel.components.datasets.llm.packed_sequence import build_block_causal_additive_mask, pack_dataset
-    from nemo_automodel.components.datasets.utils import packed_sequence_thd_collater
-    from nemo_automodel.components.distributed.thd_utils import process_input_for_thd, split_batch_into_thd_chunks
-
 IGNORED = -100
+
+
+@pytest.fixture(scope="module")
+def automodel() -> SimpleNamespace:
+    """Imported where a test asks for it, as Megatron-Core is: both take seconds, which collecting need not."""
+    with warnings.catch_warnings():  # without a GPU's libraries, both say so
+        warnings.simplefilter("ignore")
+        from nemo_automodel.components.datasets import utils
+        from nemo_automodel.components.datasets.llm import packed_sequence
+        from nemo_automodel.components.distributed import thd_utils
+    return SimpleNamespace(**{**vars(utils), **vars(packed_sequence), **vars(thd_utils)})
+
+
+@pytest.fixture(scope="module")
+def megatron() -> SimpleNamespace:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import packed_seq_params, utils
+    return SimpleNamespace(**{**vars(utils), **vars(packed_seq_params)})
 
 
 def ragged(packs: int, align: int, budget: int = 48) -> Case:
@@ -58,25 +74,29 @@ def equal(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 # NeMo AutoModel
 
 
-def of_automodel(case: Case) -> list[dict[str, Any]]:
+def of_automodel(automodel: SimpleNamespace, case: Case) -> list[dict[str, Any]]:
     """What its own packer and collater make of each pack's samples."""
     found = []
     for pack in case.packs:
         rows = [{"input_ids": each, "labels": [*each[1:], IGNORED]} for each in pack]
         multiple = {"pad_to_multiple_of": case.align} if case.align > 1 else {}
-        packed = pack_dataset(rows, split="train", packed_sequence_size=case.budget, padding_idx=0, **multiple)
+        packed = automodel.pack_dataset(
+            rows, split="train", packed_sequence_size=case.budget, padding_idx=0, **multiple
+        )
         assert len(packed) == 1
         found.append(packed[0])
     return found
 
 
 @pytest.mark.parametrize("align", [1, 4])
-def test_bshd_is_what_automodels_packer_and_collater_make_of_the_samples(align: int) -> None:
+def test_bshd_is_what_automodels_packer_and_collater_make_of_the_samples(
+    automodel: SimpleNamespace, align: int
+) -> None:
     case = ragged(5, align)
-    batches, rows = seen(case, "bshd"), of_automodel(case)
+    batches, rows = seen(case, "bshd"), of_automodel(automodel, case)
     for batch, row in zip(batches, rows, strict=True):
-        equal(batch, packed_sequence_thd_collater([row]))
-    equal(stack(batches), packed_sequence_thd_collater(rows))
+        equal(batch, automodel.packed_sequence_thd_collater([row]))
+    equal(stack(batches), automodel.packed_sequence_thd_collater(rows))
     assert (stack(batches)["seq_lens"] == SENTINEL).any(), "rows have different numbers of samples"
 
 
@@ -91,7 +111,9 @@ def test_automodels_golden_pack() -> None:
 
 @pytest.mark.parametrize("align", [1, 4])
 @pytest.mark.parametrize(("packs", "num_chunks"), [(6, 3), (5, 2), (4, 1)])
-def test_chunks_of_a_pipeline_are_automodels_own_and_lose_no_row(packs: int, num_chunks: int, align: int) -> None:
+def test_chunks_of_a_pipeline_are_automodels_own_and_lose_no_row(
+    automodel: SimpleNamespace, packs: int, num_chunks: int, align: int
+) -> None:
     batch = stack(seen(ragged(packs, align), "bshd"))
     chunks = thd_chunks(batch, num_chunks)
     assert len(chunks) == num_chunks
@@ -100,7 +122,7 @@ def test_chunks_of_a_pipeline_are_automodels_own_and_lose_no_row(packs: int, num
     for chunk in chunks:
         end = begin + len(chunk["input_ids"]) // 48
         rows = {name: value[begin:end] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-        own = process_input_for_thd(rows)
+        own = automodel.process_input_for_thd(rows)
         own["cu_seqlens"] = own.pop("cu_seqlens_padded", own["cu_seqlens"])  # as make_cp_batch_for_te does
         own["max_seqlen"] = own["cu_seqlens"].diff().max()  # real lengths' there, of gaps too here
         equal(chunk, own)
@@ -108,9 +130,23 @@ def test_chunks_of_a_pipeline_are_automodels_own_and_lose_no_row(packs: int, num
     assert begin == packs
 
 
-def test_rows_of_padding_keep_automodels_own_split_from_losing_any() -> None:
+def test_three_positions_a_token_are_chunks_of_automodels_own_shape(automodel: SimpleNamespace) -> None:
+    """M-RoPE: of a batch [3, B, S], of a chunk [3, 1, tokens]."""
+    places = Field(name="position_ids", dtype="int64", shape=(3,), pad=9)
+    batches = seen(replace(ragged(3, 4), fields=(places,)), "bshd")
+    batch = stack(batches, multiple=2)
+    assert batch["position_ids"].shape == (3, 4, 48)
+    (chunk,) = thd_chunks(batch, 1)
+    own = automodel.process_input_for_thd(batch)
+    assert chunk["position_ids"].shape == (3, 1, 4 * 48)
+    assert torch.equal(chunk["position_ids"], own["position_ids"])
+    sent = np.concatenate([each.canonical.position_ids for each in batches], -1)
+    assert chunk["position_ids"][:, 0, : 3 * 48].tolist() == sent.tolist()
+
+
+def test_rows_of_padding_keep_automodels_own_split_from_losing_any(automodel: SimpleNamespace) -> None:
     batches = seen(ragged(5, 4), "bshd")
-    lost, kept = (split_batch_into_thd_chunks(stack(batches, multiple), 2) for multiple in (1, 2))
+    lost, kept = (automodel.split_batch_into_thd_chunks(stack(batches, multiple), 2) for multiple in (1, 2))
     every = stack(batches)["input_ids"].flatten().tolist()
     assert lost["input_ids"].flatten().tolist() == every[: 4 * 48], "the fifth row is nowhere"
     assert kept["input_ids"].flatten().tolist() == [*every, *[0] * 48]
@@ -126,18 +162,18 @@ def test_lengths_without_the_sentinel() -> None:
     assert [row.tolist() for row in strip(batch["seq_lens_padded"])] == [[4, 8], [12]]
 
 
-def test_an_empty_pack_is_a_row_of_padding() -> None:
+def test_an_empty_pack_is_a_row_of_padding(automodel: SimpleNamespace) -> None:
     empty = seen(Case([[]], align=4, budget=8, cp=1), "bshd")[0]
     assert (empty["seq_lens"].tolist(), empty["seq_lens_padded"].tolist()) == ([[0]], [[8]])
-    assert process_input_for_thd(empty)["padding_mask"].all()
+    assert automodel.process_input_for_thd(empty)["padding_mask"].all()
     equal(stack([empty], 2), stack([empty, empty]))
 
 
-def test_the_mask_that_eager_attention_adds_is_automodels_own() -> None:
+def test_the_mask_that_eager_attention_adds_is_automodels_own(automodel: SimpleNamespace) -> None:
     full = Case([[[1, 2, 3], [4, 5, 6, 7, 8]], [[9] * 12]], align=4, budget=12, cp=1)  # its tail is the last sample's
     for batch in seen(full, "bshd"):
         about: dict[str, Any] = {"seq_length": 12, "dtype": torch.bfloat16, "device": torch.device("cpu")}
-        own = build_block_causal_additive_mask(batch["seq_lens_padded"], **about)
+        own = automodel.build_block_causal_additive_mask(batch["seq_lens_padded"], **about)
         assert torch.equal(block_causal_mask(batch, torch.bfloat16), own)
 
 
@@ -147,6 +183,10 @@ def test_rows_and_chunks_that_cannot_be_are_refused() -> None:
         stack([long, short])
     with pytest.raises(UserError, match=r"got packs of \[\] tokens"):
         stack([])
+    with pytest.raises(UserError, match="got multiple=0, expected 1 or more"):
+        stack([long], 0)
+    with pytest.raises(UserError, match=r"got packs in another format, expected bshd: connect\(format='bshd'\)"):
+        stack(seen(TWO, "hf"))
     with pytest.raises(UserError, match="got num_chunks=2 of 1 rows, expected 1 to 1"):
         thd_chunks(long, 2)
 
@@ -155,9 +195,9 @@ def test_rows_and_chunks_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.parametrize("format", ["numpy", "thd", "hf", "megatron", "bshd", "torchtitan"])
-def test_packed_seq_params_are_megatrons_whatever_the_format(format: str) -> None:
+def test_packed_seq_params_are_megatrons_whatever_the_format(megatron: SimpleNamespace, format: str) -> None:
     for batch, bounds, widest in zip(seen(TWO, format), ([0, 4, 8, 12], [0, 4, 12]), (4, 8), strict=True):
-        found = PackedSeqParams(**packed_seq_params(batch))
+        found = megatron.PackedSeqParams(**packed_seq_params(batch))
         arrays = (found.cu_seqlens_q, found.cu_seqlens_kv, found.cu_seqlens_q_padded, found.cu_seqlens_kv_padded)
         for array in arrays:
             assert array is arrays[0], "else TransformerEngine looks for gaps"
@@ -167,12 +207,17 @@ def test_packed_seq_params_are_megatrons_whatever_the_format(format: str) -> Non
         assert all(getattr(found, name) is None for name in unset)
 
 
-def test_megatron_core_takes_a_batch_as_a_loader_gives_it() -> None:
+def test_a_mapping_of_a_views_keys_has_no_packed_seq_params() -> None:
+    with pytest.raises(UserError, match="got a batch that knows no pack"):
+        packed_seq_params(View(dict(seen(TWO, "hf")[0])))
+
+
+def test_megatron_core_takes_a_batch_as_a_loader_gives_it(megatron: SimpleNamespace) -> None:
     """As its trainer does of a packed batch: boundaries out, and the rest cut for the context-parallel rank."""
     for batch in seen(TWO, "megatron"):
         given = dict(batch)
         about = {name: given.pop(name) for name in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")}
-        mine, params = get_thd_batch_on_this_cp_rank(dict(given), **about, cp_size=1, cp_rank=0)
+        mine, params = megatron.get_thd_batch_on_this_cp_rank(dict(given), **about, cp_size=1, cp_rank=0)
         equal(mine, given)
         assert params.max_seqlen_q == packed_seq_params(batch)["max_seqlen_q"]
         assert params.cu_seqlens_q.squeeze(0).tolist() == packed_seq_params(batch)["cu_seqlens_q"].tolist()

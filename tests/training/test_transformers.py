@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import (
-    DataCollatorForSeq2Seq,
-    DataCollatorWithFlattening,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
 
 import streampack
+
+if TYPE_CHECKING:  # seconds, which collecting need not take
+    from transformers import LlamaForCausalLM
 
 VOCABULARY = 97
 IGNORED = -100
@@ -50,6 +44,8 @@ def samples_of(batch: Any, samples: list[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def test_200_packs_are_what_the_flattening_collator_returns() -> None:
+    from transformers import DataCollatorWithFlattening
+
     samples = rows(1100, seed=1)
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     full = padded = 0
@@ -74,6 +70,10 @@ def test_200_packs_are_what_the_flattening_collator_returns() -> None:
 
 def test_padded_rows_are_what_the_padding_collator_returns() -> None:
     """But for labels of first tokens, which no model's loss looks at, and positions, which the collator leaves out."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
+
     samples = rows(60, seed=1, masked=True)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"pad": 0})), pad_token="pad")
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=4)
@@ -91,6 +91,8 @@ def test_padded_rows_are_what_the_padding_collator_returns() -> None:
 
 @pytest.fixture(scope="module", params=["eager", "sdpa"])
 def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
