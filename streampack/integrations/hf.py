@@ -30,10 +30,14 @@ from streampack.packs import Step
 
 
 class StepInputs(dict[str, Any]):
-    """A step as the Trainer's one batch of an update; ``input_ids`` [all tokens of the rank] is what it counts."""
+    """A step as the Trainer's one batch of an update; ``input_ids`` and ``attention_mask`` [all tokens of the rank] are
+    what it counts."""
 
     def __init__(self, step: Step) -> None:
-        super().__init__(input_ids=torch.cat([pack["input_ids"].flatten() for pack in step]))
+        super().__init__(
+            input_ids=torch.cat([pack["input_ids"].flatten() for pack in step]),
+            attention_mask=torch.cat([~pack.padding_mask.flatten() for pack in step]),
+        )
         self.packs = step.packs
 
 
@@ -106,6 +110,7 @@ class LoaderState(TrainerCallback, ExportableState):
                 )
         self.steps = train_dataloader
         train_dataloader.begin(saved)
+        control.should_training_stop |= state.global_step >= state.max_steps  # the Trainer asks behind an update only
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
         """The step counts as trained from here on, so that a checkpoint made before has it again."""
@@ -140,6 +145,7 @@ class PackedTrainerMixin:
 
     args: Any
     accelerator: Any
+    control: Any
     current_gradient_accumulation_steps: int
 
     def __init__(
@@ -155,6 +161,7 @@ class PackedTrainerMixin:
         super().__init__(model=model, args=args, **{**given, **data})  # type: ignore[call-arg]
         hf_checks.trainer(self, loaders)
         self.eval_dataset = eval_loader
+        self._loaders = loaders
         self._steps = Steps(loader)
         self._real = self._slots = 0  # tokens since the last log
         self._evaluated: list[tuple[torch.Tensor, int, int]] = []  # summed loss, loss tokens, samples
@@ -173,7 +180,7 @@ class PackedTrainerMixin:
 
     def get_batch_samples(self, epoch_iterator: Iterator[Step], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The next step, and its denominator over all ranks; of a step without any label 1, for a loss of 0."""
-        step = next(epoch_iterator, None)
+        step = None if self.control.should_training_stop else next(epoch_iterator, None)
         if step is None:
             return [], None
         return [StepInputs(step)], torch.tensor(max(step.num_loss_tokens, 1), device=device)
@@ -215,7 +222,20 @@ class PackedTrainerMixin:
         found = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(found, str):
             found = self.eval_dataset[found]
-        return found if hasattr(found, "steps") else super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+        return self._unprepared(found) if _is_loader(found) else super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """The same for ``predict``."""
+        if _is_loader(test_dataset):
+            return self._unprepared(test_dataset)
+        return super().get_test_dataloader(test_dataset)  # type: ignore[misc]
+
+    def _unprepared(self, loader: Any) -> Any:
+        """As it is; one that this was not made with is checked as those were."""
+        if loader not in self._loaders[1:]:
+            hf_checks.loaders([self._loaders[0], loader])
+            hf_checks.attached(self, [loader])
+        return loader
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """The Trainer's, whose loss is a mean over batches, with the mean over all tokens in its place."""
@@ -245,6 +265,10 @@ class PackedTrainerMixin:
         scale = self.accelerator.num_processes // self.get_tp_size()  # type: ignore[attr-defined] # compute_loss's own
         self._evaluated.append((loss.detach() / scale, inputs.num_loss_tokens, inputs.num_samples))
         return loss.detach(), outputs and outputs["logits"], labels if wants_outputs else None
+
+
+def _is_loader(given: Any) -> bool:
+    return hasattr(given, "steps")
 
 
 def _stand_ins(args: Any, evaluates: bool) -> dict[str, Any]:

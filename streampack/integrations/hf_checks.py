@@ -14,13 +14,14 @@ from typing import Any
 from streampack.errors import MeshError, UserError
 from streampack.integrations import hf_isolation
 
-_OF_DATASETS = ("train_dataset", "eval_dataset", "data_collator")
+_OF_DATASETS = ("train_dataset", "eval_dataset", "data_collator", "formatting_func")
 _BY_POSITIONS = ("sdpa", "eager", "flex_attention")
 """Implementations that find samples by position_ids alone; flash attention is given their boundaries."""
 _EXPECTED: tuple[tuple[str, Any, str], ...] = (
     ("gradient_accumulation_steps", 1, "an update is a step of the loader, whose micro-batches rules.step says"),
     ("auto_find_batch_size", False, "packs have the length that rules.budget says: lower it there"),
     ("train_sampling_strategy", "random", "the broker orders samples: see rules.balance and streams"),
+    ("batch_eval_metrics", False, "the Trainer would not know the last batch: it computes metrics of all at the end"),
     ("use_cache", False, "with a cache the samples of a pack see each other"),
     ("packing", False, "the broker packs"),
     ("padding_free", False, "packs are that already"),
@@ -49,6 +50,10 @@ def arguments(args: Any, given: Mapping[str, Any]) -> None:
     if args is None or not args.max_steps > 0:
         got = "no arguments" if args is None else f"max_steps={args.max_steps}"
         raise UserError(f"got {got}, expected max_steps of at least 1: how long a stream is cannot be known")
+    _settings(args)
+
+
+def _settings(args: Any) -> None:
     for name, expected, do in _EXPECTED:
         value = getattr(args, name, expected)
         if value is not None and value != expected:
@@ -70,6 +75,7 @@ def loaders(found: Sequence[Any]) -> None:
 def trainer(made: Any, found: Sequence[Any]) -> None:
     """The Trainer, with its model and its processes. Raises UserError, MeshError."""
     args = made.args
+    _settings(args)  # accelerator_config may have changed them
     if args.n_gpu > 1:
         raise UserError(f"got {args.n_gpu} GPUs in one process, expected one: start with torchrun, a process for each")
     if made.get_cp_size() > 1 or made.get_sp_size() > 1:
@@ -86,8 +92,13 @@ def trainer(made: Any, found: Sequence[Any]) -> None:
         raise UserError(
             "got average_tokens_across_devices=False, expected True: a step has one denominator, of all ranks"
         )
+    attached(made, found)
+
+
+def attached(made: Any, found: Sequence[Any]) -> None:
+    """Loaders, in the Trainer's processes and for its model. Raises UserError, MeshError."""
     for loader in found:
-        _place(loader.mesh, args, made.get_tp_size())
+        _place(loader.mesh, made.args, made.get_tp_size())
         _positions(loader.rules, getattr(made.model, "config", None))
     sharded = made.is_fsdp_enabled or made.is_deepspeed_enabled or made.get_tp_size() > 1
     if not sharded and not all(loader.rules.padded for loader in found):

@@ -9,6 +9,7 @@ gives exactly that, in any precision.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,11 +24,18 @@ _NOISE = 1e-6
 def check(model: Any) -> None:
     """One short forward and backward pass; gradients of parameters are left alone. Raises UserError.
 
-    A model that does not say which are its input embeddings, as all of transformers' do, is not checked.
+    A model that does not say which are its input embeddings, or gives no logits, as all of transformers' do, is not
+    checked.
     """
     if not hasattr(model, "get_input_embeddings"):
         return
-    first, second = _dependence(model)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()  # no random numbers are drawn, and layers are not checkpointed, as some cannot be here
+    try:
+        first, second = _dependence(model)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
     if not first <= _NOISE * second:
         kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
         raise UserError(
@@ -49,12 +57,21 @@ def _dependence(model: Any) -> tuple[float, float]:
     hook = embedding.register_forward_hook(hold)
     try:
         with torch.enable_grad():
-            logits = model(**_pack(embedding.weight)).logits[0, _FIRST:]
-            (found,) = torch.autograd.grad(logits.float().square().sum(), held[0])
+            logits = _logits(model(**_pack(embedding.weight)))
+            if logits is None:
+                return 0.0, 0.0
+            (found,) = torch.autograd.grad(logits[0, _FIRST:].float().square().sum(), held[0])
     finally:
         hook.remove()
     sizes = found[0].float().abs()
     return float(sizes[:_FIRST].max()), float(sizes[_FIRST:].max())
+
+
+def _logits(outputs: Any) -> torch.Tensor | None:
+    """[1, tokens, ...], by name or as the first of a tuple; None where there are none."""
+    first = outputs[0] if isinstance(outputs, tuple) else None
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else first
+    return found if isinstance(found, torch.Tensor) and found.shape[:2] == (1, _FIRST + _SECOND) else None
 
 
 def _pack(weight: torch.Tensor) -> dict[str, Any]:
