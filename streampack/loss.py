@@ -49,8 +49,9 @@ def packed_loss(
 
     ``loss_fn`` gets what ``per_sample`` cuts of ``outputs`` and of each of ``values`` (labels, advantages, log-probs:
     [T', ...]) and returns one number: the sum of its tokens for a mean over the step's tokens, its own mean for a mean
-    over samples. ``denominator`` is the step's, of all ranks and micro-batches: ``step.num_loss_tokens`` or
-    ``step.num_samples``. So the gradients that a step needs are the *sum* of those of all micro-batches and ranks:
+    over samples. ``denominator`` is the step's, of all ranks and micro-batches: ``step.num_loss_tokens``,
+    ``step.num_samples``, or a sum of weights. So the gradients that a step needs are the *sum* of those of all
+    micro-batches and ranks:
 
     - ``averaged_over=1``: one rank, or gradients that are summed over ranks.
     - ``averaged_over=dp * cp``: DDP and FSDP, which average over their ranks. A framework that divides by the number of
@@ -60,7 +61,7 @@ def packed_loss(
     so by ``token_sum=True``. (A mean over a sample's tokens is one, too, of tokens with a weight: declare it as a
     field.) The loss of an empty pack is 0, with gradients that are 0, so that ranks reduce theirs together.
 
-    Raises UserError for a shared sample without ``token_sum``, and for a loss that is not one number.
+    Raises UserError for a shared sample without ``token_sum``, a denominator below 0, a loss that is not one number.
 
     >>> def loss_fn(logits, labels):
     ...     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -76,11 +77,13 @@ def packed_loss(
         )
     if averaged_over < 1:
         raise UserError(f"got averaged_over={averaged_over}, expected a number of ranks: dp * cp, or 1 for a sum")
+    if not denominator >= 0:
+        raise UserError(f"got denominator={denominator}, expected the step's: step.num_loss_tokens or step.num_samples")
     total = outputs[:0].sum()
     for parts in zip(*(per_sample(value, pack) for value in (outputs, *values)), strict=True):
         if len(parts[0]):
             total = total + _one_number(loss_fn(*parts))
-    return total * (averaged_over / max(denominator, 1))  # no label counts in the step: 0, not 0 / 0
+    return total * (averaged_over / (denominator or 1))  # no label counts in the step: 0, not 0 / 0
 
 
 def reduce_metrics(metrics: Iterable[Mapping[str, Any]]) -> dict[str, torch.Tensor]:

@@ -161,6 +161,11 @@ def test_a_loss_that_needs_whole_samples_is_refused_where_ranks_share_them() -> 
         streampack.packed_loss(torch.sum, outputs, batch, denominator=1)
 
 
+def test_a_denominator_may_be_a_sum_of_weights_below_1() -> None:
+    batch = views_of(Case([[[5, 6, 7], [8]]], 1, 4, 1))[0][0]
+    assert streampack.packed_loss(torch.sum, torch.ones(4), batch, denominator=0.5).item() == 8
+
+
 def test_a_pack_that_every_rank_has_whole_is_not_shared() -> None:
     batch = views_of(replace(TWO, layout="whole"))[0][0]
     loss = streampack.packed_loss(torch.sum, torch.ones(len(batch.input_ids)), batch, denominator=1)
@@ -182,6 +187,9 @@ def test_what_cannot_be_cut_or_summed_is_refused_in_a_line() -> None:
         streampack.packed_loss(lambda one: one, torch.zeros(6), batch, denominator=1)
     with pytest.raises(UserError, match="got averaged_over=0, expected a number of ranks"):
         streampack.packed_loss(torch.sum, torch.zeros(6), batch, denominator=1, averaged_over=0)
+    for wrong in (-1, float("nan")):  # as a forward pack's num_loss_tokens may be
+        with pytest.raises(UserError, match=f"got denominator={wrong}, expected the step's"):
+            streampack.packed_loss(torch.sum, torch.zeros(6), batch, denominator=wrong)
     with pytest.raises(UserError, match=r"knows no pack \(View\), expected one as the loader gave it"):
         streampack.per_sample(torch.zeros(6), View(batch))
 
