@@ -18,7 +18,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -53,6 +53,8 @@ def varlen_attention(
         )
     _check(q, k, v, len(held.padding_mask), window)
     chosen = backend or first_that_takes(q)
+    if chosen not in get_args(Backend):
+        raise UserError(f"got backend={chosen!r}, expected one of: {', '.join(get_args(Backend))}, or None")
     if chosen == "sdpa":
         return one_by_one(q, k, v, held.cu_seqlens_padded, held.max_seqlen, scale, window)
     attend, kernel = (by_flash, _flash_attn()) if chosen == "flash_attn" else (by_torch, _torch())

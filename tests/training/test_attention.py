@@ -158,6 +158,8 @@ def test_what_cannot_be_attended_is_refused_in_a_line() -> None:
         streampack.varlen_attention(q, q, q, batch, window=0)
     with pytest.raises(UserError, match="got backend='flash_attn', which is not installed here"):
         streampack.varlen_attention(q, q, q, batch, backend="flash_attn")
+    with pytest.raises(UserError, match="got backend='flash', expected one of: flash_attn, torch, sdpa, or None"):
+        streampack.varlen_attention(q, q, q, batch, backend="flash")  # type: ignore[arg-type]
     shard = views_of(SHARED)[0][0]
     part = draw(len(shard.input_ids), 2, 0)
     with pytest.raises(UserError, match=r"this rank holds 1/2 \(zigzag\), expected the whole of it: take a ring"):
