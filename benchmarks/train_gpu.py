@@ -34,8 +34,8 @@ from benchmarks.lengths import I64, SHIFTING, STATIONARY, lengths_of
 from benchmarks.report import arguments, head, say
 
 PEAKS = {
-    "B200": 2250.0, "GB200": 2500.0, "H200": 989.0, "GH200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0,
-    "H100": 989.0, "A100": 312.0, "L40S": 362.0, "A10": 125.0, "RTX 4090": 165.0,
+    "GB200": 2500.0, "B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0,
+    "A100": 312.0, "L40S": 362.0, "A10G": 70.0, "A10": 125.0, "RTX 4090": 165.0,
 }  # fmt: skip
 """TFLOP/s of dense bf16 by what the name of a device holds, the first that does; of the makers' data sheets."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.train_gpu import TINY, Llama, main, packed, padded
+from benchmarks.train_gpu import PEAKS, TINY, Llama, main, packed, padded
 
 SAMPLES = [np.arange(1, 1 + length) for length in (40, 7, 33, 1, 20)]
 
@@ -30,6 +30,12 @@ def test_the_ways_train_on_the_same() -> None:
         batches.close()  # type: ignore[attr-defined]
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-9)
     assert found[1][1] == found[0][1] == sorted(map(len, SAMPLES))
+
+
+def test_no_device_has_the_peak_of_another() -> None:
+    """One whose name is a part of another's stands behind it: ``A10`` behind ``A100``."""
+    for name, peak in PEAKS.items():
+        assert next(value for each, value in PEAKS.items() if each in name) == peak
 
 
 def test_flops_are_those_that_torch_counts() -> None:
