@@ -70,6 +70,7 @@ class Job:
         self._kept: list[int] = []
         self._given_up = 0
         """Checkpoints before this step were given up in an earlier life, and stay so."""
+        self._returned_before = 0
         self._dealt: dict[tuple[int, int, int], list[tuple[int, list[Id]]]] = {}
         """By step, dp and rank, of each pack its number and its samples."""
         self._shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -99,8 +100,7 @@ class Job:
             return
         disk = self.world.disk
         if self.reference is None:
-            assert disk is not None
-            self.reference = packed(self.case, disk)
+            self.reference = self._what_is_to_be_served()
             for seen in self._seen.values():
                 for each, shards in seen:
                     self._compare(self.reference, each, shards)
@@ -121,6 +121,23 @@ class Job:
         dropped, left = self.world.broker.core.feeds[self.feed].figures.totals.dropped_samples, len(self.reference.left)
         if self.rounds == 1 and not self.life:  # a broker counts what is cut from where it began
             assert dropped == left if self.world.broker.epoch == FIRST_EPOCH else dropped <= left
+
+    def _what_is_to_be_served(self) -> Reference:
+        if self.reference is not None:
+            return self.reference
+        assert self.world.disk is not None
+        return packed(self.case, self.world.disk)
+
+    @property
+    def read_out(self) -> bool:
+        """Has every rank returned every step, of an iteration before or of this one? It may not know that it was the
+        last: the end may be on its way, to one that hangs or is killed."""
+        return self.through or self._returned() >= len(self._what_is_to_be_served().steps)
+
+    def _returned(self) -> int:
+        """Steps that every rank has returned, now or in an earlier life."""
+        here = len(self.clients) == self.num_ranks
+        return max(self._returned_before, self._slowest[1] if here else 0)
 
     def _check_dealt(self, reference: Reference, step: int, ranks: list[list[tuple[int, list[Id]]]]) -> None:
         """Every pack of a step has a number of its own, every sample is in one, and every rank has as many."""
@@ -298,7 +315,7 @@ class Job:
         rng, world = self.world.rng, self.world
         self.life += 1
         self.restarted_at = world.clock.now
-        self._given_up = self._oldest()
+        self._given_up, self._returned_before = self._oldest(), self._returned()
         self.checkpoints = [each for each in self.checkpoints if (each.round, each.step) <= (begin.round, begin.step)]
         self._told = [step for step in self._told if step <= begin.step]
         self._kept = [step for step in self._kept if step <= begin.step]

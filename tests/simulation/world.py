@@ -237,7 +237,7 @@ class World:
 
     def dismissed(self, producer: ProducerProcess) -> None:
         """A producer was told that it may go: not before every rank has had every step. One is started again."""
-        assert all(job.through for job in self.jobs.values()), "a producer was sent away too early"
+        assert all(job.read_out for job in self.jobs.values()), "a producer was sent away too early"
         self.clock.after(1.0, self.start_producer, producer.streams)
 
     # Weather
