@@ -20,10 +20,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.utilities import rank_zero_warn
 
 from streampack.client import Client, connect
 from streampack.core.messages import Mesh
@@ -110,8 +112,13 @@ class PackedDataModule(LightningDataModule):
     def train_dataloader(self) -> _Batches:
         """Of the feed: the same loader each time, until the fit is over."""
         if self._batches is None:
-            if self._resumed:
-                _back_to_a_step(self.trainer)
+            if self._resumed and self._state:
+                _back_to_a_step(self.trainer, self._state["batches_a_step"])
+            elif self.trainer.ckpt_path is not None:
+                rank_zero_warn(
+                    f"got a checkpoint without a state of {type(self).__qualname__}, expected one that was saved with "
+                    f"it: the feed {self._feed} begins where it would without"
+                )
             self._resumed = False
             self._batches = _Batches(self._loader(self._feed), self.trainer, self._state or {})
         return self._batches
@@ -171,6 +178,8 @@ class _Batches:
         self._loader, self._trainer = loader, trainer
         self._steps: deque[tuple[int, Step]] = deque()  # not over yet, each with the count at its end
         self._fetched: deque[Any] = deque(maxlen=2)  # not yet in use; Lightning fetches one ahead
+        self._source: Iterator[Step] = iter(())
+        self._began = 0  # the count where this iteration began
         self._last: int | None = None  # the last step that is over, in this iteration
         self._saved: int | None = None  # that of a checkpoint that is not committed
         accumulated, limit = _accumulated(trainer), trainer.limit_train_batches
@@ -185,12 +194,17 @@ class _Batches:
                 next(loader.steps(), None)  # so that the next iteration is another, from the first step
 
     def __iter__(self) -> Iterator[Any]:
+        """Lightning begins twice where it fits again: what was fetched and is not used comes again, then."""
         self.commit()
-        steps = self._loader.steps()
+        self._forget()
+        goes_on = self._steps and (self._count() == self._began or not self._loader.rules.finite)
+        again = [step for _, step in self._steps] if goes_on else []
+        if not goes_on:
+            self._source, self._last = self._loader.steps(), None
         self._steps.clear()
         self._fetched.clear()
-        self._last = None
-        return self._iterate(steps, self._count())
+        self._began = self._count()
+        return self._iterate(chain(again, self._source), self._began)
 
     def _iterate(self, steps: Iterator[Step], count: int) -> Iterator[Any]:
         for step in steps:
@@ -232,7 +246,15 @@ class _Batches:
             last = self._steps[0][1].index - 1
         self._saved = self._last
         over = not self._steps and self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        return {"loader": self._loader.state_dict(last), "epoch_is_over": over}
+        batches = _accumulated(self._trainer) or 1
+        return {"loader": self._loader.state_dict(last), "epoch_is_over": over, "batches_a_step": batches}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing beside the module's; but Lightning says of loaders that have none that they cannot be resumed."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``state_dict``."""
 
     def commit(self) -> None:
         """The checkpoint of the last state is written by now."""
@@ -264,12 +286,15 @@ def _accumulated(trainer: Any) -> int | None:
     return int(trainer.accumulate_grad_batches) if trainer.lightning_module.automatic_optimization else None
 
 
-def _back_to_a_step(trainer: Any) -> None:
-    """Lightning's count of batches at a step's first: those of a step that was not over come again; and with other
-    ranks a step has another number of them."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    over = progress.current.processed % (_accumulated(trainer) or 1)
-    progress.increment_by(-over, is_last_batch=progress.is_last_batch)
+def _back_to_a_step(trainer: Any, batches_a_step: int) -> None:
+    """Lightning's count of batches as it is at a step's first: those of a step that was not over come again; and with
+    other ranks a step has another number of them than where it was saved."""
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    steps, over = divmod(progress.current.processed, batches_a_step)
+    change = steps * (_accumulated(trainer) or 1) - progress.current.processed
+    progress.increment_by(change, is_last_batch=progress.is_last_batch)
+    loop._batches_that_stepped -= bool(over)  # the loggers' step: Lightning adds one, for a step that was over
 
 
 def _whole(batch: Any, given: Any) -> Any:
