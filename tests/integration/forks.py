@@ -1,8 +1,9 @@
-"""``python forks.py SCRIPT JOBS``: an example several times, one after another, each in a process of its own.
+"""``python forks.py JOBS``: examples, one after another, each in processes of its own.
 
-JOBS is JSON, a list of [arguments, dies_at, output]: the script's arguments, the step behind whose line it is killed
-(null: it runs to its end), and the file its output goes to. Prints as JSON how each has ended. The processes are forks
-of this one, which has imported what the script imports and done nothing with it: that takes longer than all steps.
+JOBS is JSON, a list of [script, arguments, dies_at, ranks, output]: the step behind whose line it is killed (null: it
+runs to its end), the number of its ranks under what torchrun tells them (null: it is told nothing), and the file that
+their output goes to. Prints as JSON how each has ended. The processes are forks of this one, which has imported what
+the scripts import and done nothing with it: that takes longer than all steps.
 """
 
 from __future__ import annotations
@@ -11,23 +12,40 @@ import ast
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-
-from tests.integration.dying import die_at
+from typing import Any
 
 
 def import_what_it_does(script: str) -> None:
-    """The modules that the script's top level imports."""
+    """The modules that the script's top level imports, and what torch's optimizers import when they are made."""
     tree = ast.parse(Path(script).read_text())
     tree.body = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(tree, script, "exec"), {})
+    import_module("torch._dynamo")
+
+
+def die_at(step: int) -> None:
+    """Have this process killed behind the line of ``step``: by its own hand, since a killer outside might come late."""
+    write = sys.stdout.write
+
+    def written(text: str) -> int:
+        count = write(text)
+        if text.startswith("{") and json.loads(text)["step"] == step:
+            sys.stdout.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return count
+
+    sys.stdout.write = written  # type: ignore[method-assign]
 
 
 def run(script: str, arguments: list[str], dies_at: int | None, output: str) -> None:
     """The script in this process, to its end."""
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     if dies_at is not None:
@@ -36,13 +54,13 @@ def run(script: str, arguments: list[str], dies_at: int | None, output: str) -> 
     runpy.run_path(script, run_name="__main__")
 
 
-def ended(script: str, job: tuple[list[str], int | None, str]) -> int:
-    """How a process that does the job ends: its exit code, or minus the signal."""
+def forked(function: Callable[[], None]) -> int:
+    """The process that calls it, and ends with 0 or 1."""
     if child := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return child
     code = 1
     try:
-        run(script, *job)
+        function()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -51,6 +69,40 @@ def ended(script: str, job: tuple[list[str], int | None, str]) -> int:
         os._exit(code)
 
 
+def ended(script: str, arguments: list[str], dies_at: int | None, ranks: int | None, output: str) -> int:
+    """How the first process of the job ended that failed: with its exit code, or minus its signal. The others are
+    killed then, as torchrun does. 0 where none failed."""
+    said, _store = told(ranks) if ranks else ({}, None)
+
+    def as_rank(rank: int) -> None:
+        os.environ.update(said | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}))
+        run(script, arguments, dies_at, output)
+
+    left = {forked(lambda rank=rank: as_rank(rank)) for rank in range(ranks or 1)}  # type: ignore[misc]
+    failed = 0
+    while left:
+        child, status = os.wait()
+        left.discard(child)
+        code = os.waitstatus_to_exitcode(status)
+        if code and not failed:
+            failed = code
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+    return failed
+
+
+def told(ranks: int) -> tuple[dict[str, str], Any]:
+    """What torchrun tells all ranks, and their store, at a port that is free."""
+    store = import_module("torch.distributed").TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    size = str(ranks)
+    return {
+        "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    }, store  # fmt: skip
+
+
 if __name__ == "__main__":
-    import_what_it_does(sys.argv[1])
-    print(json.dumps([ended(sys.argv[1], job) for job in json.loads(sys.argv[2])]))
+    jobs = json.loads(sys.argv[1])
+    for script in {job[0]: None for job in jobs}:
+        import_what_it_does(script)
+    print(json.dumps([ended(*job) for job in jobs]))

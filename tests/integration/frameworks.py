@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,52 +41,53 @@ def serving(rules: dict[str, Any] | None = None, **settings: Any) -> Iterator[Ru
             yield broker
 
 
-def run(
-    name: str,
-    broker: RunningBroker,
-    folder: Path,
-    steps: int = STEPS,
-    ranks: int | None = None,
-    dies_at: int | None = None,
-) -> list[Line]:
-    """What the example prints, to its end or to where it is killed: right after the line of step ``dies_at``. With a
-    number of ranks under torchrun."""
-    folder.mkdir(exist_ok=True)
-    launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    script = [str(EXAMPLES / f"{name}.py"), str(folder), str(steps)]
-    if dies_at is not None:
-        script = [str(Path(__file__).with_name("dying.py")), str(dies_at), *script]
-    done = _python(broker, *launcher, *script)
-    assert (done.returncode == 0) == (dies_at is None), done.stdout + done.stderr
-    return _lines(done.stdout)
+@dataclass(frozen=True)
+class Run:
+    """An example to its end, or to where it is killed, right after the line of step ``dies_at``; with a number of ranks
+    as under torchrun. Runs in the same folder go on from what those before them have saved."""
+
+    name: str
+    folder: Path
+    dies_at: int | None = None
+    ranks: int | None = None
 
 
-def killed_and_resumed_is_the_same(name: str, broker: RunningBroker, folder: Path, dies_at: int = 6) -> list[Line]:
-    """A run that is killed behind its first checkpoint and started again has, step by step, the lines of one that was
-    not. Gives the lines."""
-    outputs, jobs = [], []
-    for number, (where, dies) in enumerate([("whole", None), ("killed", dies_at), ("killed", None)]):
-        (folder / where).mkdir(parents=True, exist_ok=True)
-        outputs.append(folder / f"output-{number}")
-        jobs.append(([str(folder / where), str(STEPS)], dies, str(outputs[-1])))
-    done = _python(broker, "-m", "tests.integration.forks", str(EXAMPLES / f"{name}.py"), json.dumps(jobs))
-    said = [output.read_text() if output.exists() else "" for output in outputs]
-    assert done.stdout.endswith(f"[0, {-signal.SIGKILL}, 0]\n"), "\n".join([done.stdout, done.stderr, *said])
-    whole, cut, rest = map(_lines, said)
-    assert [line["step"] for line in whole] == list(range(STEPS))
-    assert cut == whole[: dies_at + 1]
-    assert 0 < rest[0]["step"] <= dies_at + 1, "it goes on from a checkpoint"
-    assert rest == whole[rest[0]["step"] :]
-    return whole
-
-
-def _python(broker: RunningBroker, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(broker: RunningBroker, *runs: Run) -> list[list[Line]]:
+    """What each prints, one after another."""
+    outputs = [each.folder / f"output-{number}" for number, each in enumerate(runs)]
+    jobs = []
+    for each, output in zip(runs, outputs, strict=True):
+        each.folder.mkdir(parents=True, exist_ok=True)
+        script, arguments = str(EXAMPLES / f"{each.name}.py"), [str(each.folder), str(STEPS)]
+        jobs.append([script, arguments, each.dies_at, each.ranks, str(output)])
     paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=PATIENCE_S,
-        env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths},
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.forks", json.dumps(jobs)], capture_output=True, text=True,
+        timeout=PATIENCE_S, env=os.environ | {"STREAMPACK_ENDPOINT": broker.trainers, "PYTHONPATH": paths},
     )  # fmt: skip
+    said = [output.read_text() if output.exists() else "" for output in outputs]
+    expected = [0 if each.dies_at is None else -signal.SIGKILL for each in runs]
+    assert done.stdout.endswith(f"{expected}\n"), "\n".join([done.stdout, done.stderr, *said])
+    return [[json.loads(line) for line in each.splitlines() if line.startswith("{")] for each in said]
 
 
-def _lines(said: str) -> list[Line]:
-    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+def killed_and_resumed(name: str, folder: Path, dies_at: int = 6) -> tuple[Run, Run, Run]:
+    """A whole run, one that is killed behind its first checkpoint, and the same one started again."""
+    killed = folder / "killed"
+    return Run(name, folder / "whole"), Run(name, killed, dies_at), Run(name, killed)
+
+
+def check_the_same(whole: list[Line], cut: list[Line], rest: list[Line]) -> None:
+    """A run that is killed and started again has, step by step, the lines of one that was not."""
+    assert [line["step"] for line in whole] == list(range(STEPS))
+    assert 0 < len(cut) < STEPS
+    assert cut == whole[: len(cut)]
+    assert 0 < rest[0]["step"] <= len(cut), "it goes on from a checkpoint"
+    assert rest == whole[rest[0]["step"] :]
+
+
+def killed_and_resumed_is_the_same(name: str, broker: RunningBroker, folder: Path) -> list[Line]:
+    """The lines of a whole run, when it was compared with one that was killed and started again."""
+    whole, cut, rest = run(broker, *killed_and_resumed(name, folder))
+    check_the_same(whole, cut, rest)
+    return whole

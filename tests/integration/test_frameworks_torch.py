@@ -6,17 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.frameworks import STEPS, killed_and_resumed_is_the_same, run, serving
+from tests.integration.frameworks import STEPS, Run, check_the_same, killed_and_resumed, run, serving
 
 
 def test_loops_of_torch_go_on_where_they_were_killed(tmp_path: Path) -> None:
     """All of one broker, since all have one model: what FSDP on two ranks has is compared with plain torch, too."""
+    packs, ranks = tmp_path / "packs", tmp_path / "ranks"
     with serving() as broker:
-        whole = killed_and_resumed_is_the_same("plain_torch", broker, tmp_path / "plain")
-        packs = killed_and_resumed_is_the_same("stateful_dataloader", broker, tmp_path / "packs")
-        two = run("torch_distributed", broker, tmp_path / "ranks", ranks=2, dies_at=6)
-        one = run("torch_distributed", broker, tmp_path / "ranks", ranks=1)
-    assert packs == [{"step": line["step"], "loss": line["loss"]} for line in whole]
+        whole, *plain, cut, rest, two, one = run(
+            broker,
+            *killed_and_resumed("plain_torch", tmp_path / "plain"),
+            Run("stateful_dataloader", packs, dies_at=6),
+            Run("stateful_dataloader", packs),
+            Run("torch_distributed", ranks, dies_at=6, ranks=2),
+            Run("torch_distributed", ranks, ranks=1),
+        )
+    check_the_same(whole, *plain)
+    check_the_same([{"step": line["step"], "loss": line["loss"]} for line in whole], cut, rest)
     assert ([line["step"] for line in two], [line["step"] for line in one]) == (list(range(7)), list(range(4, STEPS)))
     for line in two + one:
         assert line["digest"] == whole[line["step"]]["digest"]
