@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import streampack
 from streampack import integrations
 from streampack.core.rules import Align, Batch, Rules, Warmup
 from streampack.errors import StateError, UserError
+from streampack.sources import SourceSettings, open_source
+from streampack.typed_tree import convert
 from tests.integration.frameworks import EXAMPLES, killed_and_resumed_is_the_same, serving
-from tests.integration.running import RunningBroker, until
+from tests.integration.running import RunningBroker, producing_here, running_broker, until, write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +115,13 @@ def test_what_is_durable_is_committed_and_any_mesh_goes_on_from_what_rank_0_save
     until(lambda: broker.status()["feeds"]["train"]["committed"] == 7)
     expected = next(train)
     train.close()
-    for elsewhere in (arguments(tmp_path, iteration=10), arguments(tmp_path / "new", load=tmp_path, iteration=10)):
+    (new := tmp_path / "new").mkdir()
+    for elsewhere in (arguments(tmp_path, iteration=10), arguments(new, load=tmp_path, iteration=10)):
         train = train_iterator(broker, elsewhere)
+        train.save_state()  # before any step
         assert torch.equal(next(train)["tokens"], expected["tokens"])
+        (Path(elsewhere.save) / "latest_checkpointed_iteration.txt").write_text("10")
+        train.save_state()
         train.close()
     with pytest.raises(StateError, match=r"got no iter_0000009/mp_rank_\*/train_dataloader_dprank000.pt in .*finetune"):
         train_iterator(broker, arguments(tmp_path, iteration=9))
@@ -130,11 +135,29 @@ def test_an_iteration_after_the_end_of_the_feed_is_an_error(broker: RunningBroke
     train.close()
 
 
-def test_each_evaluation_is_over_the_same_steps() -> None:
-    with streampack.local([[i] * 8 for i in range(60)], budget=16, packs=2, format="megatron") as loader:
-        packs = [pack["tokens"].tolist() for pack in islice(integrations.megatron.evaluations(loader, 3), 18)]
+def test_each_evaluation_is_over_the_same_steps_of_the_valid_feed(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "a.jsonl", [{"text": "abc" * (1 + i * 7 % 30) + str(i)} for i in range(128)])
+    source = open_source(convert({"source": "jsonl", "shards": str(file)}, SourceSettings))
+    rules = {"budget": 128, "window": {"samples": 16}, "step": {"packs": 4}}
+    valid_feed = {"streams": ["more"], "rules": {"step": {"packs": 2}}}
+    feeds = {"train": {"streams": ["text"]}, "valid": valid_feed}
+    args = arguments(eval_iters=3, eval_global_batch_size=2)
+    with (
+        running_broker({"rules": rules, "streams": {"text": {}, "more": {}}, "feeds": feeds}) as broker,
+        producing_here(broker.producers, {"text": source, "more": source}),
+    ):
+        provide = integrations.megatron.datasets_provider(lambda: args, endpoint=broker.trainers, valid_feed="valid")
+        train, valid, test = provide()
+        assert test is None
+        assert next(train).num_micro_batches == 4
+        packs = [pack["tokens"].tolist() for pack in islice(valid, 18)]
         assert packs[:6] == packs[6:12] == packs[12:]
         assert len({str(pack) for pack in packs}) == 6
+        train.close()
+        valid.close()
+        args.eval_global_batch_size = 4
+        with pytest.raises(UserError, match="steps of 2 packs and eval_global_batch_size=4, expected the same"):
+            provide()
 
 
 @pytest.mark.parametrize(

@@ -111,8 +111,11 @@ def test_a_checkpoint_within_a_step_is_refused(broker: RunningBroker) -> None:
     next(batches)
     with pytest.raises(UserError, match=r"within step 1, 3 packs before its end.*set training.global_batch_size to 4"):
         data.state_dict()
+    data.load_state_dict(state)
+    assert data.state_dict() == state
     data.close()
     other = loader(broker, local_batch_size=4)
+    other.load_state_dict({})
     other.load_state_dict(state)
     assert other.state_dict() == state
     other.close()
