@@ -214,6 +214,9 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> N
 
 
 def test_transformers_own_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for none in ("", "0", "1"):
+        monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", none)
+        Views("hf", Mesh())
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
     Views("thd", Mesh())
     with pytest.raises(UserError, match=r"PARALLELISM_CONFIG_CP_SIZE=2, expected no context parallelism"):
