@@ -70,12 +70,14 @@ def test_trainers_own_losses_are_those_of_the_samples(tmp_path: Path, sft: bool,
     logged = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["loss"] for line in logged] == pytest.approx(compare.losses, rel=1e-5)
     assert all(0.5 < line["packing_efficiency"] <= 1 for line in logged)
+    assert trainer.current_gradient_accumulation_steps == compare.sizes[-1] > 1  # by which SFT divides auxiliary losses
 
 
 @pytest.mark.parametrize("sft", [False, True])
 def test_an_evaluation_is_by_token_over_the_whole_feed_each_time(tmp_path: Path, sft: bool) -> None:
     with hf.local() as loader, hf.local(hf.rows(20), packs=1) as valid:
         trainer = hf.made(tmp_path, loader, sft=sft, eval_loader=valid, eval_strategy="steps", eval_steps=2)
+        trainer.model.config.use_cache = True
         before, again = trainer.evaluate(), trainer.evaluate()
         with torch.no_grad():
             alone = [row["tokens"] for row in hf.rows(20)]
