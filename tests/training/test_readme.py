@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import streampack
 from streampack.sources import SourceSettings, open_source
@@ -40,6 +39,16 @@ def block(starts: str) -> str:
     """The example that holds a text."""
     (found,) = [code for code in BLOCKS if starts in code]
     return found
+
+
+def tiny_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM  # here: seconds, for every worker that collects
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +121,7 @@ def test_a_training_loop(broker: RunningBroker) -> None:
 
 def test_a_transformers_loop(broker: RunningBroker) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    llama = LlamaForCausalLM(config)
+    llama = tiny_llama()
     before = {name: value.clone() for name, value in llama.state_dict().items()}
     optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-3)
     losses: list[float] = []
@@ -145,15 +150,13 @@ def test_validation_while_training(broker: RunningBroker) -> None:
 
 def test_a_trainer_of_hugging_face(broker: RunningBroker, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
+    from transformers import Trainer, TrainingArguments
+
     args = TrainingArguments(
         str(tmp_path), max_steps=12, eval_strategy="steps", eval_steps=6, save_steps=6, logging_steps=6,
         learning_rate=1e-2, report_to="none", disable_tqdm=True, use_cpu=True,
     )  # fmt: skip
-    given = {"Trainer": Trainer, "model": LlamaForCausalLM(config), "args": args, "checkpoint": None}
+    given = {"Trainer": Trainer, "model": tiny_llama(), "args": args, "checkpoint": None}
 
     def logged(name: str) -> list[float]:
         trainer = run(block("class PackedTrainer"), broker.trainers, **given)["trainer"]
@@ -161,7 +164,7 @@ def test_a_trainer_of_hugging_face(broker: RunningBroker, tmp_path: Path) -> Non
 
     early, late = logged("loss")
     assert late < early
-    given["model"] = LlamaForCausalLM(config)
+    given["model"] = tiny_llama()
     evaluated = logged("eval_loss")
     given["checkpoint"] = str(tmp_path / "checkpoint-6")
     assert logged("eval_loss") == evaluated
@@ -196,11 +199,7 @@ def test_resuming_from_a_checkpoint(broker: RunningBroker) -> None:
 def test_a_loop_of_padded_micro_batches(tmp_path: Path) -> None:
     """Its losses are those of the samples one by one, each over its update's tokens."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    llama, optimizer = LlamaForCausalLM(config), torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    llama, optimizer = tiny_llama(), torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     samples = [list(b"padded") * (1 + i * 7 % 30) for i in range(60)]
     file = write_jsonl(tmp_path / "web.jsonl", [{"tokens": tokens} for tokens in samples])
     source = open_source(convert({"source": "jsonl", "shards": str(file)}, SourceSettings))
