@@ -45,7 +45,8 @@ class PackedDataModule(LightningDataModule):
 
     Raises UserError for the format ``numpy``; when fit begins, for ``accumulate_grad_batches`` that is not the number
     of packs that a step has on each rank, for a ``limit_train_batches`` that ends within a step, and for callbacks that
-    try things out on it (LearningRateFinder, BatchSizeFinder).
+    try things out on it (LearningRateFinder, BatchSizeFinder). Warns of a checkpoint that has no state of this class:
+    Lightning passes over that of a class of another name, and the feed begins anew.
 
     >>> def training_step(self, batch, index):  # doctest: +SKIP
     ...     data = self.trainer.datamodule
