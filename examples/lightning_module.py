@@ -22,7 +22,7 @@ class Model(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Embedding(257, 32), nn.Linear(32, 257)).double()
-        self.total = torch.zeros(1)
+        self.total = torch.zeros(1, dtype=torch.float64)
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         data: PackedDataModule = self.trainer.datamodule

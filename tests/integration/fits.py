@@ -26,6 +26,7 @@ class Noting(LightningModule):
         self.lr = 0.1
 
     def summed(self, batch: Any) -> torch.Tensor:
+        assert len(streampack.per_sample(batch.labels, batch)) == batch.num_samples, "whole, however it was converted"
         self.noted.append((batch.step, batch.micro_batch))
         logits, labels = self.net(batch.input_ids).flatten(0, -2), batch.labels.flatten()
         loss: torch.Tensor = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -60,11 +61,7 @@ class InSteps(Noting):
 
 
 class Validating(Noting):
-    """The same, and notes what it validates on; it cuts batches by sample, as packed losses do."""
-
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        assert len(streampack.per_sample(batch.labels, batch)) == batch.num_samples
-        return super().training_step(batch, index)
+    """The same, and notes what it validates on."""
 
     def validation_step(self, batch: Any, index: int) -> None:
         self.noted.append(batch.sample_ids.tolist())

@@ -64,13 +64,15 @@ def test_a_fit_goes_on_where_it_was_killed_and_on_two_ranks(tmp_path: Path) -> N
         assert broker.feed()["committed"] == 7, "the last that was saved"
     check_the_same(whole, cut, rest)
     assert [(line["step"], line["digest"]) for line in lines] == [(line["step"], line["digest"]) for line in whole[8:]]
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in whole[8:]], rel=1e-6)
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in whole[8:]], rel=1e-9)
 
 
 def test_a_fit_goes_on_wherever_it_was_saved(fits: ModuleType, broker: RunningBroker, tmp_path: Path) -> None:
     """Behind the first pack of a step the step comes again, with all that it adds up."""
     whole = fits.fit(broker)
     assert whole.noted == of(0)
+    in_steps = fits.fit(broker, model=fits.InSteps(), accumulate_grad_batches=1)
+    fits.torch.testing.assert_close(whole.state_dict(), in_steps.state_dict(), rtol=1e-5, atol=1e-6)
     for batch in (1, PACKS * ALL - 2):
         fits.fit(broker, fits.Saving(tmp_path / "saved.ckpt", batch))
         resumed = fits.fit(broker, resume=tmp_path / "saved.ckpt")
@@ -141,16 +143,18 @@ def test_a_checkpoint_without_the_loaders_state_is_said(
 
 
 def test_with_manual_optimization_a_batch_is_a_step(fits: ModuleType, broker: RunningBroker, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"accumulate_grad_batches": 1, "precision": "bf16-mixed"}
+    settings: dict[str, Any] = {"accumulate_grad_batches": 1, "precision": "bf16-true"}
     whole = fits.fit(broker, fits.Saving(tmp_path / "saved.ckpt", 3), model=fits.InSteps(), **settings)
     assert whole.noted == of(0)[: 3 * (PACKS + 1)]
     assert fits.fit(broker, resume=tmp_path / "saved.ckpt", model=fits.InSteps(), **settings).noted == of(3)
 
 
-@pytest.mark.parametrize("format", ["thd", "hf"])
-def test_batches_are_whole_where_lightning_converts_them(fits: ModuleType, broker: RunningBroker, format: str) -> None:
+@pytest.mark.parametrize(("format", "precision"), [("thd", "bf16-true"), ("hf", "bf16-mixed")])
+def test_batches_are_whole_where_lightning_converts_them(
+    fits: ModuleType, broker: RunningBroker, format: str, precision: str
+) -> None:
     model = fits.fit(
-        broker, model=fits.Validating(), format=format, val_feed="valid", precision="bf16-mixed",
+        broker, model=fits.Validating(), format=format, val_feed="valid", precision=precision,
         num_sanity_val_steps=1, val_check_interval=4, limit_train_batches=8,
     )  # fmt: skip
     validated = [each for each in model.noted if isinstance(each, list)]
