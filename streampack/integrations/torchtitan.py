@@ -126,7 +126,7 @@ def check_rules(rules: Rules, dp: int, seq_len: int, rows: int, snapshot: int | 
             f"got packs of {said}, expected all of seq_len={seq_len}: set training.seq_len to rules.budget, no warmup"
         )
     packs = rules.packs // dp
-    if packs % rows or (snapshot is not None and snapshot * rows % packs):
+    if rows < 1 or packs % rows or (snapshot is not None and snapshot * rows % packs):
         every = f" and checkpoints every {snapshot * rows} packs" if snapshot is not None else ""
         raise UserError(
             f"got batches of {rows} packs{every} on each rank, expected them to make whole steps of {packs}: set "

@@ -137,6 +137,9 @@ def test_packs_that_are_no_rows_are_refused() -> None:
         check_rules(Rules(budget=128, batch=Batch(samples=8)), 2, seq_len=128, rows=2, snapshot=None)
     with pytest.raises(UserError, match="got packs of a budget that grows"):
         check_rules(Rules(budget=128, packs=4, warmup=Warmup(init=64, steps=4)), 2, seq_len=128, rows=2, snapshot=None)
+    for rows in (0, -1):
+        with pytest.raises(UserError, match=f"got batches of {rows} packs"):
+            check_rules(Rules(budget=128, packs=4), 2, seq_len=128, rows=rows, snapshot=None)
 
 
 def test_rules_of_the_example() -> None:
