@@ -9,10 +9,11 @@ KERNELS := $(VENV)/.kernels
 PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test soak lint kernels bench clean
+.PHONY: help demo test tools soak lint kernels bench clean
 help:
 	@echo "make demo    the whole service on this machine, on text that is already there"
 	@echo "make test    lint, then every test"
+	@echo "make tools   what the tests run and pip has not: prometheus with promtool, a headless Chromium"
 	@echo "make soak    10 minutes (SOAK_MINUTES): thousands of simulated runs, then real processes killed and stopped,"
 	@echo "             against offline golden runs"
 	@echo "make lint    ruff, mypy, import-linter"
@@ -34,6 +35,9 @@ $(DEV): $(BIN)/python pyproject.toml constraints.txt requirements-frameworks.txt
 demo: $(SERVICE)
 	$(BIN)/streampack demo $(ARGS)
 
+tools: $(BIN)/python
+	@.ci/tools
+
 lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -50,7 +54,8 @@ $(KERNELS): $(DEV) $(wildcard streampack/core/*.py streampack/core/packers/*.py)
 
 # One worker more than CI has cores: tests of real processes wait much of the time. Each takes neighbours, which share
 # what a module has started.
-test: $(DEV)
+test:
+	@$(MAKE) --no-print-directory -j 2 $(DEV) tools
 	@$(MAKE) --no-print-directory -j 2 lint kernels
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
