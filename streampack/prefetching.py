@@ -121,7 +121,9 @@ class Prefetching:
                     if self._changed.wait(timeout=SAY_S if told else TICK_S) or condition():
                         continue
                     if told:
-                        log.warning("%s: waiting for %s", self._mesh, self.session.waiting_for())
+                        about = {"feed": self.session.feed, "rank": self._mesh.rank}
+                        waiting_for = self.session.waiting_for()
+                        log.warning("%s: waiting for %s", self._mesh, waiting_for, extra={"about": about})
                     else:
                         told = True
                         self.tell(Waiting(True))

@@ -174,7 +174,7 @@ class ProducerLoop:
                 self._readers.pop((effect.key, effect.session), None)
                 self._sent.pop((effect.key, effect.session), None)
             elif isinstance(effect, Report):
-                log.log(logging.getLevelName(effect.level.upper()), effect.text)
+                log.log(logging.getLevelName(effect.level.upper()), effect.text, extra={"about": effect.about})
             elif isinstance(effect, Finish):
                 self._finish = effect
 
@@ -257,7 +257,7 @@ class ProducerLoop:
         dropped = f"dropped {where} ({reason}), and counts others like it"
         examples[key] = f"stream {stream!r}: {where if damaged else dropped}"
         if self._on_progress is None:
-            log.warning("%s", examples[key])
+            log.warning("%s", examples[key], extra={"about": {"stream": stream}})
 
     def _waiting_for(self, now: float) -> str:
         if self._reading is None:

@@ -225,7 +225,7 @@ class Pushing:
         if isinstance(effect, Send):
             self._outbox.append(effect)
         elif isinstance(effect, Report):
-            log.log(logging.getLevelName(effect.level.upper()), effect.text)
+            log.log(logging.getLevelName(effect.level.upper()), effect.text, extra={"about": effect.about})
         elif isinstance(effect, Finish) and effect.error:
             self._fail(Rejected(effect.code, effect.error))
 

@@ -296,7 +296,7 @@ class BrokerService:
             if future.set_running_or_notify_cancel():  # else nobody waits any more
                 future.set_result(effect)
         elif isinstance(effect, Report):
-            log.log(logging.getLevelName(effect.level.upper()), effect.text)
+            log.log(logging.getLevelName(effect.level.upper()), effect.text, extra={"about": effect.about})
         else:
             raise InternalError(f"got effect {type(effect).__name__}, which nobody performs")
 

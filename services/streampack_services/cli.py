@@ -123,13 +123,14 @@ def broker(
     """
     from streampack.config_files import read_broker
 
-    logs.set_up(log_level, as_json=log_json)
     settings = read_broker(config)
+    ring = logs.Ring(settings.run)
+    logs.set_up(log_level, as_json=log_json, run=settings.run, ring=ring)
     if http is not None:
         settings = replace(settings, listen=replace(settings.listen, http=http))
     from streampack_services.daemon import serve
 
-    serve(settings, exit_when_finished=exit_when_finished)
+    serve(settings, exit_when_finished=exit_when_finished, ring=ring)
 
 
 @app.command()

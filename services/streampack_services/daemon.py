@@ -20,20 +20,22 @@ from streampack.errors import UserError
 from streampack_services import rendezvous
 from streampack_services.broker import BrokerService
 from streampack_services.http import HttpServer
+from streampack_services.logs import Ring
 from streampack_services.memory_plan import keep_freed_memory
 
 log = logging.getLogger("streampack.broker")
 _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):")
 
 
-def serve(config: BrokerConfig, *, exit_when_finished: bool = False) -> None:
-    """Serve until drained. Raises UserError or ConfigError for what cannot be served."""
+def serve(config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring | None = None) -> None:
+    """Serve until drained; over HTTP also the events of ``ring``. Raises UserError or ConfigError for what cannot be
+    served."""
     keep_freed_memory()
     _allow_connections()
     service = BrokerService(config, exit_when_finished=exit_when_finished)
     with _drained_by_signals(service), _closing(service):
         anybody = config.listen.control == "any"
-        http = HttpServer(config.listen.http, lambda: service.snapshot, service.ask, anybody)
+        http = HttpServer(config.listen.http, lambda: service.snapshot, service.ask, anybody, ring)
         http.start()
         try:
             where = service.endpoints

@@ -24,18 +24,22 @@ from starlette.routing import Route
 from streampack.errors import ConfigError, UserError
 from streampack_services import control
 from streampack_services.control import Asking
+from streampack_services.logs import Ring
 from streampack_services.metrics import registry
 from streampack_services.status import Snapshot
 
 STUCK_AFTER_S = 30.0
 """A loop that has taken no snapshot for so long is stuck."""
-_PATHS = ("/status", "/metrics", "/readyz", "/livez")
+_PATHS = ("/status", "/events", "/metrics", "/readyz", "/livez")
 
 
-def make_app(snapshot: Callable[[], Snapshot], asking: Asking | None = None, anybody: bool = False) -> Starlette:
+def make_app(
+    snapshot: Callable[[], Snapshot], asking: Asking | None = None, anybody: bool = False, ring: Ring | None = None
+) -> Starlette:
     """The application; ``snapshot()`` is the last one taken, and may come from any thread.
 
-    With ``asking`` changes may be asked for, from other hosts too with ``anybody``.
+    With ``asking`` changes may be asked for, from other hosts too with ``anybody``. The last events are those of
+    ``ring``.
     """
     own = registry(snapshot)
 
@@ -65,7 +69,16 @@ def make_app(snapshot: Callable[[], Snapshot], asking: Asking | None = None, any
     def status(_: Request) -> Response:
         return JSONResponse(snapshot())
 
-    handlers = {"/": home, "/metrics": metrics, "/livez": livez, "/readyz": readyz, "/status": status}
+    def events(request: Request) -> Response:
+        since = request.query_params.get("since", "0")
+        if not since.isascii() or not since.isdigit() or len(since) > 18:
+            error = f"since: got {since[:40]!r}, expected the number (seq) of the last event that is known"
+            return JSONResponse({"error": error}, 400)
+        return JSONResponse(ring.since(int(since)) if ring is not None else [])
+
+    handlers = {
+        "/": home, "/metrics": metrics, "/livez": livez, "/readyz": readyz, "/status": status, "/events": events,
+    }  # fmt: skip
     routes = [Route(path, each) for path, each in handlers.items()]
     if asking is not None:
         routes += [Route(path, control.handler(path, asking, anybody), methods=["POST"]) for path in control.BODIES]
@@ -76,8 +89,9 @@ class HttpServer:
     """Serves ``make_app`` on ``host:port`` (port 0: any free one) in a thread; ``url`` says where."""
 
     def __init__(
-        self, address: str, snapshot: Callable[[], Snapshot], asking: Asking | None = None, anybody: bool = False
-    ) -> None:
+        self, address: str, snapshot: Callable[[], Snapshot], asking: Asking | None = None, anybody: bool = False,
+        ring: Ring | None = None,
+    ) -> None:  # fmt: skip
         host, port = parse_address(address)
         self._socket = _listen(host, port, address)
         bound = self._socket.getsockname()[1]
@@ -85,7 +99,7 @@ class HttpServer:
         self.url = f"http://{shown}:{bound}"
         self._server = uvicorn.Server(
             uvicorn.Config(
-                make_app(snapshot, asking, anybody),
+                make_app(snapshot, asking, anybody, ring),
                 log_config=None,
                 log_level="warning",
                 access_log=False,

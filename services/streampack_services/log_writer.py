@@ -287,7 +287,7 @@ class Writer:
 
     def _finish(self) -> None:
         if self._group:
-            log.warning("log %s: closed with %d records for which there was no space", self._folder, len(self._group))
+            log.error("log %s: closed with %d records for which there was no space", self._folder, len(self._group))
         if self._fd >= 0:
             self._try(self._sync_written)
             self._timed(fdatasync, self._fd)

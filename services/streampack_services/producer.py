@@ -10,6 +10,7 @@ dead one was. A process whose parent is gone stops by itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import multiprocessing
 import os
@@ -99,13 +100,18 @@ def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "in
     """Run the processes until all is delivered or SIGTERM. Raises ProcessFailed with the first error of any."""
     sources = open_sources(config)  # what is missing is said once, before anything is started
     overall = Overall({name: source.num_shards for name, source in sources.items()})
-    endpoint = _endpoint(config.broker, timeout_s)
+    endpoint, broker_run = _endpoint(config.broker, timeout_s)
+    if broker_run:
+        logs.set_up(level, as_json=as_json, run=broker_run)
     log.info("%d processes for the broker at %s", config.processes, endpoint)
     context = multiprocessing.get_context("spawn")
 
+    theirs = "warning" if level == "info" else level  # the parent says what they all do
+    set_up_log = functools.partial(logs.set_up, theirs, as_json=as_json, run=broker_run)
+
     def start(name: str) -> tuple[BaseProcess, Connection]:
         near, far = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(config, endpoint, timeout_s, name, far, level, as_json))
+        process = context.Process(target=_work, args=(config, endpoint, timeout_s, name, far, set_up_log))
         process.start()
         far.close()
         return process, near
@@ -128,13 +134,14 @@ def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "in
     log.info("%s: %s", how, summary(overall), extra={"figures": figures(overall)})
 
 
-def _endpoint(broker: str, timeout_s: float) -> str:
+def _endpoint(broker: str, timeout_s: float) -> tuple[str, str]:
+    """The address, and the run's name where it is known."""
     if not broker.startswith("file://"):
-        return broker
+        return broker, ""
     path = Path(broker.removeprefix("file://"))
     if not path.exists():
         log.info("waiting up to %.0f s for the broker's rendezvous file %s", timeout_s, path)
-    return read_rendezvous(path, "producers", timeout_s)
+    return read_rendezvous(path, "producers", timeout_s), read_rendezvous(path, "run", timeout_s)
 
 
 # The parent
@@ -189,7 +196,7 @@ class _Watch:
             for key, text in stream.examples.items():
                 if (name, key) not in self.shown:
                     self.shown.add((name, key))
-                    log.warning("%s", text)
+                    log.warning("%s", text, extra={"about": {"stream": name}})
         worker.said_last = kind != "progress"
         if kind in ("done", "stopped"):
             self.over = self.over or (kind, time.monotonic())
@@ -271,12 +278,11 @@ def _log_progress() -> Callable[[Overall], None]:
 
 
 def _work(
-    config: ProducerConfig, endpoint: str, timeout_s: float, name: str, pipe: Connection, level: logs.Level,
-    as_json: bool,
-) -> None:  # fmt: skip
+    config: ProducerConfig, endpoint: str, timeout_s: float, name: str, pipe: Connection, set_up_log: Callable[[], None]
+) -> None:
     """The body of a process: says how it goes, and at last how it went."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
-    logs.set_up("warning" if level == "info" else level, as_json=as_json)  # the parent says what they all do
+    set_up_log()
     try:
 
         def tell(progress: Progress) -> None:

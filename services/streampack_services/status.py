@@ -195,7 +195,8 @@ class Reporter:
             return
         watch.said, watch.every = now, min(2 * watch.every, SAY_AT_MOST_EVERY_S)
         of = f"feed {feed.name!r}: " if len(self._watches) > 1 else ""
-        log.info("%sno step for %.0f s: %s", of, now - watch.since, describe(*reasons))
+        about = {"about": {"feed": feed.name, "step": feed.readers.formed_upto}}
+        log.info("%sno step for %.0f s: %s", of, now - watch.since, describe(*reasons), extra=about)
 
 
 def waiting_for(feed: Feed) -> tuple[str, str] | None:

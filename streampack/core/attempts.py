@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from streampack.core.effects import SendTrainer
 from streampack.core.events import Effect, Report
-from streampack.core.messages import Attached, Bye, Reject, Wait
+from streampack.core.messages import Attached, Bye, Mesh, Reject, Wait
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 from streampack.core.seats import CLAIM_S, RESTART_S, Reader, clash
@@ -78,7 +78,9 @@ class Attempts(Serving):
         elif self._returned:
             self._unheard = self._returned.others(reader.mesh.ranks)
         self._has_news()
-        took = Report("info", f"reader {reader.where} took rank {reader.mesh} of feed {self._feed!r}")
+        took = reader.report(
+            "info", f"reader {reader.where} took rank {reader.mesh} of feed {self._feed!r}", self._feed
+        )
         return [took, *self._arrive(reader)]
 
     def _settle(self) -> list[Effect]:
@@ -108,8 +110,8 @@ class Attempts(Serving):
     def _leave(self, reader: Reader, why: str) -> list[Effect]:
         self._has_news()
         self._seats.remove(reader)
-        level = "info" if "goodbye" in why else "warning"
-        return [Report(level, f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why}")]
+        text = f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why}"
+        return [reader.report("info" if "goodbye" in why else "warning", text, self._feed)]
 
     # Attempts
 
@@ -143,7 +145,7 @@ class Attempts(Serving):
         text = (
             f"attempt {self._attempt} of feed {self._feed!r} begins at step {step}: all {len(readers)} ranks are ready"
         )
-        effects: list[Effect] = [Report("info", text)]
+        effects: list[Effect] = [Report("info", text, feed=self._feed, attempt=self._attempt, step=step)]
         brought = [reader.snapshot for reader in members if reader.snapshot is not None]
         away = step < self.released_upto or (step > self.formed_upto and self.end is None)
         if away or not all(map(self.is_known, brought)):
@@ -255,12 +257,16 @@ class Attempts(Serving):
 
     def _refuse(self, reader: Reader, code: str, detail: str) -> list[Effect]:
         """Refuse a reader that was let in."""
-        return self._reject(reader.peer, code, detail) + self._leave(reader, "it was refused")
+        left = self._leave(reader, "it was refused")
+        return self._reject(reader.peer, code, detail, reader.mesh, reader.host) + left
 
-    def _reject(self, peer: bytes, code: str, detail: str) -> list[Effect]:
+    def _reject(
+        self, peer: bytes, code: str, detail: str, mesh: Mesh | None = None, host: str | None = None
+    ) -> list[Effect]:
         self.refused += 1
         reject = SendTrainer(peer, self._envelope(Reject(code=code, detail=detail[:2000]), self._attempt))
-        return [Report("warning", f"refused a client: {detail}"), reject]
+        rank = mesh.rank if mesh is not None else None
+        return [Report("warning", f"refused a client: {detail}", feed=self._feed, rank=rank, host=host), reject]
 
 
 def diverged(reader: Reader) -> str:

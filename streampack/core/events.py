@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct
 
 from streampack.core.messages import Envelope
@@ -34,7 +36,27 @@ class Send(Effect, frozen=True):
 
 
 class Report(Effect, frozen=True):
-    """A line for the log, ``level`` as in logging's names."""
+    """A line for the log: ``text`` for people, the others what it is about, for those who search.
 
-    level: str
+    Warning: somebody should look. Error: something is lost, or stops. Said when something has happened that is rare:
+    never once a pack, a step or a chunk.
+    """
+
+    level: Literal["info", "warning", "error"]
     text: str
+    feed: str | None = None
+    stream: str | None = None
+    partition: int | None = None
+    step: int | None = None
+    attempt: int | None = None
+    rank: str | None = None
+    """As ``Mesh.rank``."""
+    producer: str | None = None
+    """host:pid, as the others where a process is named."""
+    host: str | None = None
+
+    @property
+    def about(self) -> dict[str, str | int]:
+        """What is known of what it is about."""
+        found = ((name, getattr(self, name)) for name in self.__struct_fields__[2:])
+        return {name: value for name, value in found if value is not None}

@@ -179,7 +179,7 @@ class Feed:
     def _fail(self, code: str, why: str) -> list[Effect]:
         """Nothing more can be served."""
         self.failed, self._failed_code = why, code
-        return [Report("error", f"feed {self.name!r}: {why}"), *self.readers.fail(code, why)]
+        return [Report("error", f"feed {self.name!r}: {why}", feed=self.name), *self.readers.fail(code, why)]
 
     def _close(self) -> list[Effect]:
         """Everything held is in a step: the pass has ended, or the feed."""
@@ -239,7 +239,7 @@ class Feed:
         if len(held):
             effects.append(Release(held))
         if step or self.figures.totals.steps:
-            effects.append(Report("info", f"feed {self.name!r} goes to step {step}"))
+            effects.append(Report("info", f"feed {self.name!r} goes to step {step}", feed=self.name, step=step))
         if given is not None and (found is None or given.step > found[0] or knows_more):
             return effects + self._adopt(given)
         if found is None or found[2] is not None:
@@ -350,5 +350,6 @@ class Feed:
     def commit(self, step: int) -> list[Effect]:
         """A checkpoint that begins at ``step`` is durable: keep what the last few need."""
         if step > max(self.history.num_steps, self.readers.formed_upto):
-            return [Report("warning", f"feed {self.name!r}: got a commit of step {step}, which was never formed")]
+            text = f"feed {self.name!r}: got a commit of step {step}, which was never formed"
+            return [Report("warning", text, feed=self.name, step=step)]
         return self._checkpoints.commit(step) + self.safe(self._journal.safe_upto)

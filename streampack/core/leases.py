@@ -119,8 +119,11 @@ class Leases(Sharing):
         mine = self.producers.held_by(producer.name)
         if message.failure:
             self._failed |= dict.fromkeys([p for p in mine if not self.intakes[p].ended], message.failure)
-            report = Report("error", f"producer {producer.where}: {message.failure}")
-            return [report, *self._leave(producer, "it failed")]
+            text = f"producer {producer.where}: {message.failure}"
+            return [
+                Report("error", text, producer=producer.where, host=producer.host),
+                *self._leave(producer, "it failed"),
+            ]
         if self._done:
             return self.credits.send(producer.peer, Done())
         if self.credits.drained:
@@ -197,11 +200,16 @@ class Leases(Sharing):
 
     def _expel(self, producer: Producer, code: str, detail: str, p: int) -> list[Effect]:
         """Refuse what a producer sent, and send it away: its leases go to others."""
-        effects = self._refuse(producer.peer, code, detail)
+        stream = self.books.stream_of[p]
+        about = Report(
+            "error", f"refused a producer: {detail}", feed=stream.feed, stream=stream.terms.name,
+            partition=p - stream.first, producer=producer.where, host=producer.host,
+        )  # fmt: skip
+        effects = self._refuse(producer.peer, code, detail, about)
         self._failed[p] = detail
         return effects + self._leave(producer, code)
 
-    def _refuse(self, peer: bytes, code: str, detail: str) -> list[Effect]:
+    def _refuse(self, peer: bytes, code: str, detail: str, report: Report | None = None) -> list[Effect]:
         self.refused += 1
-        effects: list[Effect] = [Report("warning", f"refused a producer: {detail}")]
+        effects: list[Effect] = [report or Report("warning", f"refused a producer: {detail}")]
         return effects + self.credits.send(peer, Reject(code=code, detail=detail[:2000]))

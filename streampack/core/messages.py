@@ -240,6 +240,12 @@ class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def ranks(self) -> tuple[int, int, int, int]:
         return self.dp_rank, self.cp_rank, self.tp_rank, self.pp_rank
 
+    @property
+    def rank(self) -> str:
+        """``dp=3 cp=1``: of the dimensions that this mesh has, dp always."""
+        names = zip(("dp", "cp", "tp", "pp"), self.ranks, self.sizes, strict=True)
+        return " ".join(f"{name}={rank}" for name, rank, size in names if size > 1 or name == "dp")
+
     def __str__(self) -> str:
         names = ("dp", "cp", "tp", "pp")
         return " ".join(f"{n}={r}/{s}" for n, r, s in zip(names, self.ranks, self.sizes, strict=True))

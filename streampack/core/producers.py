@@ -30,6 +30,10 @@ class Producer:
     """By stream; the partition of one that is pushed."""
     heard: float
 
+    @property
+    def host(self) -> str:
+        return self.where.rpartition(":")[0]
+
 
 class Move(NamedTuple):
     """Partition ``p`` goes ``to`` another producer, or to none; ``taken``: its holder still sends it."""

@@ -169,9 +169,9 @@ class Readers(Attempts):
             return self._again(reader, peer, message)
         unfit = refusal(message, self._rules, self._layout)
         if unfit:
-            return self._reject(peer, "mesh", unfit)
+            return self._reject(peer, "mesh", unfit, message.mesh, message.host)
         if message.ready and (gone := self._unfit(message.next_step, message.snapshot)):
-            return self._reject(peer, *gone)
+            return self._reject(peer, *gone, message.mesh, message.host)
         effects = [] if reader is None else self._leave(reader, "it took another rank")
         effects += self.leave(peer, "its peer took another rank")
         reader = Reader(
@@ -179,7 +179,7 @@ class Readers(Attempts):
         )  # fmt: skip
         reader.begin(message, self._now)
         if self._has_diverged(reader):
-            return effects + self._reject(peer, "diverged", diverged(reader))
+            return effects + self._reject(peer, "diverged", diverged(reader), message.mesh, message.host)
         self._seats.add(reader)
         return effects + (self._wait(reader) if self._seats.in_the_way(reader) else self._seat(reader))
 

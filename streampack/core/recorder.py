@@ -72,7 +72,9 @@ class Recorder:
             return []
         history.end = (num_steps, chain)
         ended = FeedEnded(feed=self._feed, lineage=history.lineage, num_steps=num_steps, chain=chain)
-        report = Report("info", f"feed {self._feed!r} has ended after {num_steps} steps")
+        report = Report(
+            "info", f"feed {self._feed!r} has ended after {num_steps} steps", feed=self._feed, step=num_steps
+        )
         return [*self._journal.append(ended), report]
 
     def lineage(self, step: int, why: str, since: int | None = None) -> list[Effect]:
@@ -80,7 +82,8 @@ class Recorder:
         history = self._history
         history.branch(history.lineage + 1, step, since)
         began = LineageBegan(feed=self._feed, lineage=history.lineage, step=step, why=why, since=since)
-        return [*self._journal.append(began), Report("warning", f"feed {self._feed!r}: {why}")]
+        report = Report("warning", f"feed {self._feed!r}: {why}", feed=self._feed, step=step)
+        return [*self._journal.append(began), report]
 
     def change(self, change: RulesChange) -> list[Effect]:
         """A change is asked for, or its position is known."""

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice, product
 from math import prod
+from typing import Literal
 
+from streampack.core.events import Report
 from streampack.core.kept import mesh_refusal
 from streampack.core.messages import Attach, Mesh, ReadBy
 from streampack.core.rules import Rules
@@ -61,6 +63,14 @@ class Reader:
     resend: int = 0
     have_upto: int = 0
     stats: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def host(self) -> str:
+        return self.where.rpartition(":")[0]
+
+    def report(self, level: Literal["info", "warning"], text: str, feed: str) -> Report:
+        """A line for the log that is about it."""
+        return Report(level, text, feed=feed, rank=self.mesh.rank, host=self.host, attempt=self.fence or None)
 
     def begin(self, message: Attach, now: float) -> None:
         """What it says of where it begins."""

@@ -171,11 +171,12 @@ class Sharing:
         restarted = known is not None and known.where != producer.where
         if known is None:
             offers = ", ".join(sorted(producer.offers))
-            effects.append(Report("info", f"producer {producer.where} joined, offering {offers}"))
+            text = f"producer {producer.where} joined, offering {offers}"
+            effects.append(Report("info", text, producer=producer.where, host=producer.host))
         elif restarted:
             self.vanished += 1
             gone = f"producer {producer.where} took over from {known.where}, which is gone"
-            effects.append(Report("warning", gone))
+            effects.append(Report("warning", gone, producer=producer.where, host=producer.host))
         moved, last_words = self._share_out()
         held = [p for p in self.producers.held_by(producer.name) if p not in moved]
         for p in held if restarted else ():  # another process: it knows nothing of what was sent
@@ -189,8 +190,10 @@ class Sharing:
             taken = self._journal.keeps or stream.admission.counts[stream.number].samples
             if not taken and not self.producers.offers(offer):
                 self.books.digests.pop(offer, None)
-        level = "info" if self.ended or "goodbye" in why else "warning"
-        effects: list[Effect] = [Report(level, f"producer {producer.where} left: {why}")]
+        text = f"producer {producer.where} left: {why}"
+        fine = self.ended or "goodbye" in why
+        left = Report("info" if fine else "warning", text, producer=producer.where, host=producer.host)
+        effects: list[Effect] = [left]
         moved, last_words = self._share_out()
         return effects + last_words + [e for p in moved for e in self.credits.lease(p)]
 

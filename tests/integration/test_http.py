@@ -158,6 +158,23 @@ def test_status_agrees_with_metrics(served: RunningBroker) -> None:
     until(lambda: served.status()["taken_at"] > status["taken_at"])
 
 
+def test_the_last_events_say_what_they_are_about(served: RunningBroker) -> None:
+    events = json.loads(served.get("/events"))
+    assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+    assert {event["run"] for event in events} == {"served"}
+    took = next(event for event in events if " took rank " in event["text"])
+    assert (took["level"], took["feed"], took["rank"]) == ("info", "train", "dp=0")
+    joined = next(event for event in events if " joined, offering web" in event["text"])
+    assert joined["producer"].startswith(joined["host"] + ":")
+    began = next(event for event in events if event["text"].startswith("attempt 1 "))
+    assert (began["attempt"], began["step"]) == (1, 0)
+    ended = next(event for event in events if " has ended " in event["text"])
+    assert ended["step"] == served.num_steps
+    assert next(event for event in events if "refused a client: " in event["text"])["level"] == "warning"
+    assert json.loads(served.get(f"/events?since={events[-2]['seq']}"))[0] == events[-1]
+    assert answer(served.http + "/events?since=-1")[0] == 400
+
+
 def test_probes_and_the_page_answer(served: RunningBroker) -> None:
     assert served.get("/livez") == "alive\n"
     assert served.get("/readyz") == "ready\n"
