@@ -53,12 +53,14 @@ class Listen(_Settings, frozen=True, kw_only=True):
     """Where the broker listens: ``tcp://host:port`` (``*`` for a free port) or ``ipc:///path``; http: ``host:port``.
 
     ``control``: who may change a run over HTTP, this machine (``loopback``) or whoever comes that far (``any``).
+    ``token_file``: holds what whoever asks over HTTP must bring; else STREAMPACK_HTTP_TOKEN, if it is there.
     """
 
     producers: str = "tcp://127.0.0.1:7401"
     trainers: str = "tcp://127.0.0.1:7402"
     http: str = "127.0.0.1:7400"
     control: Literal["loopback", "any"] = "loopback"
+    token_file: str | None = None
 
 
 class Window(_Settings, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """The command ``streampack``: parses, calls, and turns errors into one line and an exit code.
 
 Exit codes: 0 good, 1 failed, 2 misuse, 75 try again, 130 interrupted. What a command does is
-elsewhere and imported when it runs, so that ``--help`` is quick. Only this module, ``cli_audit``
-and ``cli_control`` print.
+elsewhere and imported when it runs, so that ``--help`` is quick. Only this module and the other
+``cli_*`` print.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 import streampack
 from streampack.core.rules import PackerName
 from streampack.errors import InternalError, StreampackError
-from streampack_services import cli_audit, cli_control, cli_plan, logs
+from streampack_services import cli_audit, cli_control, cli_keys, cli_plan, logs
 
 app = typer.Typer(
     name="streampack", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -322,3 +322,4 @@ app.command()(cli_audit.replay)
 app.add_typer(cli_audit.ledger, name="ledger")
 app.add_typer(cli_control.settings, name="set")
 app.command()(cli_control.skip)
+app.add_typer(cli_keys.keys, name="keys")

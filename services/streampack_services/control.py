@@ -4,14 +4,13 @@ A body is one JSON object, typed, unknown keys refused. It becomes an event of t
 which answers; nothing is decided here. Answered to this machine alone unless ``listen.control`` says
 ``any``, and never to a page in a browser: those say where they come from (``Origin``).
 
-    curl -d '{"weights": {"code": 0.3}}' http://127.0.0.1:7400/control/weights
+    curl --json '{"weights": {"code": 0.3}}' http://127.0.0.1:7400/control/weights
     {"feed": "train", "step": 1288}
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import re
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -26,6 +25,7 @@ from streampack.config import StreamSettings
 from streampack.core.changes import MAX_WEIGHT, Ask, Restream, Reweigh, Skip, described
 from streampack.core.effects import Answer
 from streampack.core.rules import StreamRules
+from streampack_services.http_guard import is_loopback
 
 MAX_BODY_BYTES = 1 << 16
 ANSWER_S = 10.0
@@ -137,19 +137,10 @@ def _stranger(request: Request, anybody: bool) -> str:
     """Why whoever asks may not; empty if they may."""
     if "origin" in request.headers:
         return "got a request of a web page, expected one of a program: a page must not change a run"
-    host = request.client.host if request.client else ""
-    if anybody or _is_loopback(host):
+    host = request.client.host if request.client else ""  # what a proxy on this machine says of its client, perhaps
+    if anybody or is_loopback(host):
         return ""
     return f"got a request from {host or 'nowhere'}, expected one of the broker's host: see listen.control"
-
-
-def _is_loopback(host: str) -> bool:
-    """An IPv4 address may come as an IPv6 one; what a proxy on this machine says of its client may be anything."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _rules(name: str, settings: StreamSettings) -> StreamRules:

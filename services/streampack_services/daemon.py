@@ -20,6 +20,7 @@ from streampack.errors import UserError
 from streampack_services import rendezvous
 from streampack_services.broker import BrokerService
 from streampack_services.http import HttpServer
+from streampack_services.http_guard import find_token
 from streampack_services.logs import Ring
 from streampack_services.memory_plan import keep_freed_memory
 
@@ -35,7 +36,8 @@ def serve(config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring 
     service = BrokerService(config, exit_when_finished=exit_when_finished)
     with _drained_by_signals(service), _closing(service):
         anybody = config.listen.control == "any"
-        http = HttpServer(config.listen.http, lambda: service.snapshot, service.ask, anybody, ring)
+        token = find_token(config.listen.token_file)
+        http = HttpServer(config.listen.http, lambda: service.snapshot, service.ask, anybody, ring, token)
         http.start()
         try:
             where = service.endpoints

@@ -2,7 +2,8 @@
 
 Runs in a thread of its own beside the broker and only reads, but for what it passes on. ``/livez`` says whether the
 broker's loop still turns and depends on nobody else; ``/readyz`` whether it serves: not while it
-starts, not while it drains. Binds before it starts, so that a taken port is known at once.
+starts, not while it drains. Binds before it starts, so that a taken port is known at once. Who may ask at all is
+``http_guard``'s.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from starlette.routing import Route
 from streampack.errors import ConfigError, UserError
 from streampack_services import control
 from streampack_services.control import Asking
+from streampack_services.http_guard import Guard, is_loopback
 from streampack_services.logs import Ring
 from streampack_services.metrics import registry
 from streampack_services.status import Snapshot
@@ -86,20 +88,21 @@ def make_app(
 
 
 class HttpServer:
-    """Serves ``make_app`` on ``host:port`` (port 0: any free one) in a thread; ``url`` says where."""
+    """Serves ``make_app`` on ``host:port`` (port 0: any free one) in a thread; ``url`` says where. With a ``token``
+    only to those who bring it."""
 
     def __init__(
         self, address: str, snapshot: Callable[[], Snapshot], asking: Asking | None = None, anybody: bool = False,
-        ring: Ring | None = None,
+        ring: Ring | None = None, token: str | None = None,
     ) -> None:  # fmt: skip
         host, port = parse_address(address)
         self._socket = _listen(host, port, address)
-        bound = self._socket.getsockname()[1]
+        bound_to, bound = self._socket.getsockname()[:2]
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{bound}"
         self._server = uvicorn.Server(
             uvicorn.Config(
-                make_app(snapshot, asking, anybody, ring),
+                Guard(make_app(snapshot, asking, anybody, ring), token, is_loopback(bound_to)),
                 log_config=None,
                 log_level="warning",
                 access_log=False,

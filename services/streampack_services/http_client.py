@@ -1,6 +1,7 @@
 """What the command line asks a broker over HTTP: its status, its health, and changes of a run.
 
-Knows addresses and answers; what an answer looks like to a person is for others.
+Knows addresses, answers and the token that a broker may want (STREAMPACK_HTTP_TOKEN, or the file that
+STREAMPACK_HTTP_TOKEN_FILE names); what an answer looks like to a person is for others.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from typing import Any
 
 from streampack.client import read_rendezvous
 from streampack.errors import PeerError, Rejected, Unreachable, UserError
+from streampack_services.http_guard import find_token
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:7400"
+_FROM = "set STREAMPACK_HTTP_TOKEN, or STREAMPACK_HTTP_TOKEN_FILE to a file that holds it"
+_NO_TOKEN = f"got a broker that wants a token, expected none: {_FROM}"
+_OTHER_TOKEN = f"got a broker that wants another token, expected the environment's to be its own: {_FROM}"
 Tree = dict[str, Any]
 
 
@@ -31,13 +36,18 @@ def _base(endpoint: str | None, timeout_s: float) -> str:
 
 
 def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) -> tuple[int, str]:
-    """(HTTP status, text); a ``body`` is posted. Raises Unreachable. Proxies of the environment are not used: a broker
-    is near."""
+    """(HTTP status, text); a ``body`` is posted. Raises Unreachable, or Rejected without the token that is wanted.
+    Proxies of the environment are not used: a broker is near."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(base + path, body, {} if body is None else {"Content-Type": "application/json"})
+    if token := find_token():
+        request.add_unredirected_header("Authorization", f"Bearer {token}")  # nobody can send it on to another host
     try:
-        with opener.open(urllib.request.Request(base + path, body), timeout=timeout_s) as answer:
+        with opener.open(request, timeout=timeout_s) as answer:
             return int(answer.status), answer.read().decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
+        if error.code == 401:
+            raise Rejected("token", f"{base}: {_NO_TOKEN if token is None else _OTHER_TOKEN}") from None
         return error.code, error.read().decode("utf-8", "replace")
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
@@ -65,7 +75,7 @@ def fetch_health(endpoint: str | None, path: str, timeout_s: float) -> tuple[boo
     """(good, what was said)."""
     try:
         code, text = _fetch(_base(endpoint, timeout_s), path, timeout_s)
-    except Unreachable as error:
+    except (Unreachable, Rejected) as error:
         return False, f"streampack: {error}"
     return code == 200, text.strip() or f"got an answer {code}"
 

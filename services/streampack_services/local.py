@@ -37,6 +37,7 @@ from streampack.sources.tokenizers import Tokenizer
 from streampack.typed_tree import convert, parse_size
 from streampack_services.broker import BrokerService
 from streampack_services.http import HttpServer
+from streampack_services.http_guard import find_token
 from streampack_services.in_memory import InMemory
 from streampack_services.memory_plan import plan
 
@@ -284,7 +285,7 @@ def _start(
     start_thread(stack, serve, stop_broker, "streampack-broker")
     url = None
     if http is not None:
-        server = HttpServer(http, lambda: service.snapshot)
+        server = HttpServer(http, lambda: service.snapshot, token=find_token())
         stack.callback(server.close)
         server.start()
         url = server.url

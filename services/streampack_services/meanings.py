@@ -25,6 +25,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "trainers": "where trainers connect",
         "http": "metrics, status and health, and where changes are asked for",
         "control": "who may change a run over http: this machine alone (loopback), or any",
+        "token_file": "holds the token that whoever asks over http must bring",
     },
     "PlannedMesh": {
         "dp": "data-parallel ranks, planned; must divide the packs of a step",

@@ -60,6 +60,7 @@ def post(url: str, path: str, body: Any, **headers: str) -> tuple[int, dict[str,
     host, port = url.removeprefix("http://").rsplit(":", 1)
     connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
     try:
+        headers = {"Content-Type": "application/json"} | headers
         connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), headers)
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read())
