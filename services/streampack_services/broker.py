@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
@@ -116,6 +117,8 @@ class BrokerService:
         self._reporter = Reporter(self)
         self.snapshot: Snapshot = self._reporter.take(self.started)
         """Replaced whole twice a second; any thread may read it, nobody changes it."""
+        self.on_snapshot: Callable[[Snapshot], None] = lambda _: None
+        """Told of each, in the broker's thread."""
 
     def _listen(self) -> tuple[Router, Router]:
         """For producers, and for trainers."""
@@ -179,7 +182,7 @@ class BrokerService:
             self._perform_all(self.core.begin())
             self._handle(Tick(time.monotonic()))
             self.ready = True
-            self.snapshot = self._reporter.take(time.monotonic())
+            self._publish(self._reporter.take(time.monotonic()))
             log.info("ready")
             poller = Poller([self._producers, self._trainers], self._waker)
             while not self._done():
@@ -222,7 +225,8 @@ class BrokerService:
         if now - self._ticked >= TICK_S:
             self._ticked = now
             self._handle(Tick(now))
-            self.snapshot = self._reporter.tick(now) or self.snapshot
+            if (snapshot := self._reporter.tick(now)) is not None:
+                self._publish(snapshot)
         for router, kind in ((self._trainers, FromTrainer), (self._producers, FromProducer)):
             for frames in drain(router, DRAIN_AT_MOST):
                 self._receive(frames, kind)
@@ -240,7 +244,11 @@ class BrokerService:
             self._drain_until = now + self.config.drain_timeout_s
             log.info("draining: serving what is formed, for %.0f s at most", self.config.drain_timeout_s)
             self._handle(Drain())
-            self.snapshot = self._reporter.take(now)
+            self._publish(self._reporter.take(now))
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.on_snapshot(snapshot)
 
     def _receive(self, frames: list[Any], kind: type[FromProducer] | type[FromTrainer]) -> None:
         try:

@@ -26,12 +26,12 @@ from streampack.core.packers.joint import Joint, max_wait
 from streampack.core.rules import Rules
 from streampack.sources import open_tokenizer
 from streampack.transport import check_endpoint
+from streampack_services.amounts import size_text
 from streampack_services.http import parse_address
 from streampack_services.meanings import MEANINGS
 from streampack_services.memory_peak import MEAN_TOKENS, PREFETCH, peak
 from streampack_services.memory_plan import Plan, plan
 from streampack_services.producer import open_sources
-from streampack_services.status_report import size_text
 
 MAX_RANKS = 64
 """Sizes of a mesh up to this are tried."""

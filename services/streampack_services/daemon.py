@@ -23,6 +23,7 @@ from streampack_services.http import HttpServer
 from streampack_services.http_guard import find_token
 from streampack_services.logs import Ring
 from streampack_services.memory_plan import keep_freed_memory
+from streampack_services.systemd import Systemd
 
 log = logging.getLogger("streampack.broker")
 _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):")
@@ -34,6 +35,7 @@ def serve(config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring 
     keep_freed_memory()
     _allow_connections()
     service = BrokerService(config, exit_when_finished=exit_when_finished)
+    service.on_snapshot = Systemd().tell_of_broker
     with _drained_by_signals(service), _closing(service):
         anybody = config.listen.control == "any"
         token = find_token(config.listen.token_file)

@@ -32,6 +32,7 @@ from streampack.producer import ProducerLoop, Progress, StreamProgress
 from streampack.sources import OpenedSource, open_source, open_tokenizer
 from streampack_services import logs
 from streampack_services.progress import Overall, figures, line, summary, table
+from streampack_services.systemd import Systemd
 
 log = logging.getLogger("streampack.producer")
 
@@ -125,6 +126,7 @@ def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "in
                 watch.workers.append(_Worker(f"{run}-{number}", start))
             watch.until_done(asked, show, SAY_S / 10 if on_terminal else SAY_S)
         finally:
+            watch.systemd.tell(stopping=True, status="stopping")
             _stop(watch.workers)
     watch.add_up(time.monotonic())
     if asked():
@@ -154,8 +156,11 @@ class _Watch:
     overall: Overall
     workers: list[_Worker] = field(default_factory=list)
     restarted_at: list[float] = field(default_factory=list)
+    heard: bool = False
+    """A process runs: it may still wait for the broker."""
     shown: set[tuple[str, str]] = field(default_factory=set)
     """Of which rejected samples a line was logged: (stream, reason or error)."""
+    systemd: Systemd = field(default_factory=Systemd)
     over: tuple[str, float] | None = None
     """What the first process that the broker sent away was told, and when."""
 
@@ -170,6 +175,7 @@ class _Watch:
             for pipe in wait(list(open_), timeout=min(every_s, 0.5)):
                 assert isinstance(pipe, Connection)
                 self._hear(open_[pipe], asked)
+            self.systemd.tell(ready=self.heard, status=line(self.overall))
             now = time.monotonic()
             if now - said >= every_s:
                 said = now
@@ -191,6 +197,7 @@ class _Watch:
             return
         if kind == "failed":
             raise ProcessFailed(*rest)
+        self.heard = True
         worker.read, worker.waiting = rest
         for name, stream in worker.read.items():
             for key, text in stream.examples.items():

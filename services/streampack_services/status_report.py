@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from streampack_services.amounts import count_text, counted, duration_text, size_text
 from streampack_services.status import describe
 
 Tree = dict[str, Any]
@@ -16,7 +17,7 @@ Tree = dict[str, Any]
 def show_status(snapshot: Tree) -> None:
     """Print a snapshot."""
     console, memory = _console(), snapshot["memory"]
-    about = f"  {snapshot['state']}  up {_duration(snapshot['uptime_s'])}  streampack {snapshot['version']}"
+    about = f"  {snapshot['state']}  up {duration_text(snapshot['uptime_s'])}  streampack {snapshot['version']}"
     console.print(Text.assemble((snapshot["run"], "bold"), about))
     live, arena = memory["live_tokens"] * memory["token_bytes"], memory["arena_bytes"]
     facts = Table.grid(padding=(0, 2))
@@ -41,38 +42,39 @@ def _show_feed(console: Console, name: str, feed: Tree) -> None:
     if feed["waiting_for"]:
         console.print(describe(**feed["waiting_for"]))
     end = "" if steps["end"] is None else f" of {steps['end']}"
-    packed = f"{_count(feed['totals']['tokens'])} tokens in {_count(feed['totals']['packs'])} packs"
+    packed = f"{count_text(feed['totals']['tokens'])} tokens in {count_text(feed['totals']['packs'])} packs"
     causes = {"alignment", "pack_tail"}  # and others where there are any
     waste = [
-        f"{cause.replace('_', ' ')} {_count(tokens)}"
+        f"{cause.replace('_', ' ')} {count_text(tokens)}"
         for cause, tokens in feed["waste_tokens"].items()
         if tokens or cause in causes
     ]
     cost = f"{figures['cost_max_over_mean']:.3f}" if figures["cost_max_over_mean"] else "-"  # no rank has come yet
     if cost != "-":
         cost += f" by micro-batch, {figures['step_cost_max_over_mean']:.3f} by step"
-    lost = [f"{policy} {_count(tokens)}" for policy, tokens in feed["lost_tokens"].items()]
+    lost = [f"{policy} {count_text(tokens)}" for policy, tokens in feed["lost_tokens"].items()]
     ranks = [
-        f"{when} balancing {_count(each['min'])} to {_count(each['max'])}" for when, each in feed["rank_tokens"].items()
+        f"{when} balancing {count_text(each['min'])} to {count_text(each['max'])}"
+        for when, each in feed["rank_tokens"].items()
     ]
     waits = feed["waits"]
     bound = "" if waits["bound_steps"] is None else f", none waits beyond {waits['bound_steps']}"
-    longest = f"99 of 100 up to {waits['p99_steps']}, all up to {_counted(waits['longest_steps'], 'step')}{bound}"
-    outliers = "" if waits["outliers"] is None else f"; {_counted(waits['outliers'], 'outlier')} there now"
+    longest = f"99 of 100 up to {waits['p99_steps']}, all up to {counted(waits['longest_steps'], 'step')}{bound}"
+    outliers = "" if waits["outliers"] is None else f"; {counted(waits['outliers'], 'outlier')} there now"
     rows = [
         ("steps", f"{steps['formed']} formed{end}, {steps['returned']} returned by every rank"),
-        ("packed", f"{packed}, {_count(feed['tokens_per_s'])} tokens/s"),
+        ("packed", f"{packed}, {count_text(feed['tokens_per_s'])} tokens/s"),
         ("utilisation", f"{_filled(figures)}; with alignment {_filled(feed['padded_figures'])}"),
         ("balance", f"{figures['bin_balance']:.3f} of fill, cost max/mean {cost}"),
         ("rank's tokens", ", ".join(ranks)),
-        ("wasted tokens", f"{', '.join(waste)}, of {_count(feed['delivered_tokens'])} delivered"),
+        ("wasted tokens", f"{', '.join(waste)}, of {count_text(feed['delivered_tokens'])} delivered"),
         ("lost tokens", ", ".join(lost)),
-        ("window", f"{feed['window']['samples']} samples, {_count(feed['window']['tokens'])} tokens"),
+        ("window", f"{feed['window']['samples']} samples, {count_text(feed['window']['tokens'])} tokens"),
         ("waited", f"{longest}{outliers}"),
-        ("held", f"{_count(feed['held_tokens'])} of {_count(feed['held_limit_tokens'])} tokens"),
+        ("held", f"{count_text(feed['held_tokens'])} of {count_text(feed['held_limit_tokens'])} tokens"),
     ]
     if (padded := feed["dynamic_batching"]) is not None:
-        removed = f"{_count(padded['removed_padding_tokens'])}, {padded['removed_padding_ratio']:.2%}"
+        removed = f"{count_text(padded['removed_padding_tokens'])}, {padded['removed_padding_ratio']:.2%}"
         rows.insert(4, ("no padding", f"{removed} of batches as wide as their longest sample"))
     if feed["committed"] is not None:
         rows.insert(1, ("checkpoint", f"step {feed['committed']} is committed"))
@@ -92,11 +94,11 @@ def _streams_table(snapshot: Tree) -> Table:
     for row in snapshot["streams"]:
         rejected = ", ".join(f"{reason} {count}" for reason, count in row["rejected"].items()) or "0"
         table.add_row(
-            row["stream"], row["feed"], f"{row['weight']:g}", _count(row["samples"]), _count(row["tokens"]),
-            str(row["overlong"]), _count(row["lost_tokens"]), rejected,
+            row["stream"], row["feed"], f"{row['weight']:g}", count_text(row["samples"]), count_text(row["tokens"]),
+            str(row["overlong"]), count_text(row["lost_tokens"]), rejected,
             f"{row['ended_partitions']} of {row['partitions']}",
         )  # fmt: skip
-    table.title = _counted(snapshot["producers"], "producer")
+    table.title = counted(snapshot["producers"], "producer")
     return table
 
 
@@ -113,7 +115,7 @@ def _readers_table(feed: Tree) -> Table:
         ahead = max(0, row["have_upto"] - row["done_upto"])
         table.add_row(rank, row["where"], str(row["done_upto"]), str(ahead), starved, p99)
     all_ = "" if feed["all_ranks_attached"] or not feed["readers"] else ", not yet all of their mesh"
-    table.title = f"{_counted(len(feed['readers']), 'rank')}{all_}"
+    table.title = f"{counted(len(feed['readers']), 'rank')}{all_}"
     table.show_header = bool(feed["readers"])
     return table
 
@@ -132,30 +134,3 @@ def _table(first: str, *others: str) -> Table:
 def _console() -> Console:
     """One that prints names as they are: what users write in brackets or between colons means nothing to it."""
     return Console(highlight=False, markup=False, emoji=False)
-
-
-def _counted(number: int, what: str) -> str:
-    """``1 rank``, ``2 ranks``."""
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _count(value: float) -> str:
-    """``12.3M``."""
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.1f}{unit}"
-    return f"{value:.0f}"
-
-
-def size_text(value: float) -> str:
-    """``12.3 MiB``."""
-    for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= size:
-            return f"{value / size:.1f} {unit}"
-    return f"{value:.0f} B"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"

@@ -12,6 +12,8 @@ import signal
 import socket
 import time
 import urllib.error
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,30 @@ def children(daemon: Daemon) -> list[psutil.Process]:
     return [child for child in found if "resource_tracker" not in " ".join(child.cmdline())]
 
 
+@dataclass
+class Manager:
+    """What systemd would hear of the processes that are started here."""
+
+    socket: socket.socket
+    heard: list[str] = field(default_factory=list)
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(text in each for each in self.heard):
+            assert time.monotonic() < deadline, self.heard
+            self.heard.append(self.socket.recv(4096).decode())
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
+    with folder() as path, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
+        own.bind(str(path / "notify"))
+        own.settimeout(PATIENCE_S)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "1000")
+        yield Manager(own)
+
+
 # The broker
 
 
@@ -104,10 +130,16 @@ def test_a_second_signal_ends_the_broker_at_once() -> None:
         assert broker.end() == 0
 
 
-def test_a_broker_without_readers_drains_at_once() -> None:
+def test_a_broker_without_readers_drains_at_once_and_systemd_is_told(manager: Manager) -> None:
     with running_broker(ENDLESS | FOR_EVER) as broker:
+        manager.wait_for("READY=1")
         broker.signal(signal.SIGTERM)
         assert broker.end() == 0
+    manager.wait_for("STOPPING=1\nSTATUS=draining: train step 0, 0 tokens/s")
+    ready, *others = manager.heard
+    assert ready.startswith("READY=1\nSTATUS=serving: train step 0, 0 tokens/s, waiting for ")
+    assert "WATCHDOG=1" in ready
+    assert not any("READY=1" in other for other in others)
 
 
 def test_a_broker_has_more_connections_than_its_shell_lets_it_open() -> None:
@@ -153,16 +185,18 @@ def test_a_broker_ends_by_itself_when_all_is_delivered(tmp_path: Path) -> None:
 # The producers
 
 
-def test_sigterm_ends_every_producer_process(tmp_path: Path) -> None:
+def test_sigterm_ends_every_producer_process(tmp_path: Path, manager: Manager) -> None:
     with running_broker(ENDLESS) as broker:
         config = producer_config(tmp_path, broker.producers, processes=2)
         with running("producer", "produce", "-c", config) as producer:
             until(lambda: broker.status()["producers"] == 2)
             mine = children(producer)
             assert len(mine) == 2
+            manager.wait_for("STATUS=web ")
             producer.signal(signal.SIGTERM)
             assert producer.end() == 0
             assert "stopped: " in producer.said
+            manager.wait_for("STOPPING=1\nSTATUS=stopping")
             until(lambda: broker.status()["producers"] == 0)
             assert not psutil.wait_procs(mine, PATIENCE_S)[1]
 

@@ -1,0 +1,34 @@
+"""Counts, bytes and times as people read them: three digits or so."""
+
+from __future__ import annotations
+
+
+def counted(number: int, what: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def count_text(value: float) -> str:
+    """``9600``, ``12.3M``."""
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if value >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def size_text(value: float) -> str:
+    """``12.3 MiB``."""
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} B"
+
+
+def duration_text(seconds: float) -> str:
+    """``4m09s``, ``3h20m``, ``2d04h``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, more = divmod(hours, 24)
+    if days:
+        return f"{days}d{more:02d}h"
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
