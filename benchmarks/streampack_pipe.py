@@ -156,6 +156,7 @@ def _client(report: Connection, rendezvous: Path, service: Service, seconds: flo
     with streampack.connect(f"file://{rendezvous}", format=service.format, timeout_s=START_TIMEOUT_S) as client:
         packs = iter(client)
         next(packs)
+        kernels.load()
         kernels.wait()  # a trainer's first second, of days
         warm_at = time.perf_counter() + WARM_UP_S
         while time.perf_counter() < warm_at:

@@ -148,6 +148,7 @@ class _Payload:
         """(what every pack has of each token, declared fields), in memory of the slabs."""
         bounds = self._bounds(self.parts)
         size = bounds[-1]
+        kernels.note(size)
         slab = self.slabs.take(25 * size)
         input_ids, labels, position_ids = np.frombuffer(slab, np.int64, 3 * size).reshape(3, size)
         padding_mask = np.frombuffer(slab, np.bool_, size, 24 * size)

@@ -17,7 +17,6 @@ from typing import Any
 
 from streampack import wire
 from streampack.building import build_step
-from streampack.compiled import kernels
 from streampack.core.client_events import Answered, Broken, Deliver, Detach, Ended, Waiting
 from streampack.core.client_session import ClientSession
 from streampack.core.events import Effect, Event, FromBroker, Send, Tick
@@ -87,7 +86,6 @@ class Prefetching:
         self._error: StreampackError | None = None
         self._closing = False
         self._started = time.monotonic()
-        kernels.load()
         dealer = Dealer(endpoint, MAX_MESSAGE_BYTES, linger_ms=500)
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-client", daemon=True)

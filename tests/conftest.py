@@ -1,6 +1,15 @@
-"""One hypothesis profile for all tests: machines are shared, and the first call of a kernel compiles it."""
+"""One hypothesis profile for all tests: machines are shared, and the first call of a kernel compiles it.
+
+And one thread for numpy and for torch, here and in every process that a test starts: numpy's starting of threads that
+nobody uses is half of what its import costs, and tiny models lose much by threads where tests run beside each other.
+"""
+
+import os
 
 from hypothesis import settings
+
+for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[name] = "1"
 
 settings.register_profile("streampack", deadline=None)
 settings.load_profile("streampack")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import multiprocessing
 import os
@@ -309,3 +310,4 @@ def _work(
         last = ("failed", f"{type(error).__name__}: {error}", 1)
     with contextlib.suppress(OSError):
         pipe.send(last)
+    gc.freeze()  # as __main__ does

@@ -121,6 +121,15 @@ def test_without_a_numba_that_works_numpy_builds_the_tensors() -> None:
     assert ran(LOADED, NUMBA_DISABLE_JIT="1") == "None"
 
 
+def test_kernels_are_loaded_once_a_process_has_built_some_tokens() -> None:
+    code = (
+        "from streampack.compiled import LOADED_AFTER, kernels\n"
+        "kernels.note(LOADED_AFTER - 1)\nkernels.wait()\nprint(kernels.derive)\n"
+        "kernels.note(1)\nkernels.wait()\nprint(kernels.derive is not None)"
+    )
+    assert ran(code).split() == ["None", "True"]
+
+
 def test_a_fork_and_the_end_of_the_process_wait_for_the_kernel() -> None:
     """A child that inherits numba half imported would hang where it imports it."""
     code = (
