@@ -202,7 +202,13 @@ class Client:
     def stats(self) -> dict[str, float]:
         """Counts and times so far: ``steps``, ``packs``, ``tokens`` (real ones of this rank's packs), ``wait_s``,
         ``next_p50_ms``, ``next_p99_ms``, ``next_p999_ms`` of a step's wait, ``starved_fraction``: the share of
-        the time since the third step was asked for that was spent waiting, and ``skipped_steps``."""
+        the time since the third step was asked for that was spent waiting, and ``skipped_steps``.
+
+        ``wait_s`` is the sum of ``starved_stream_s`` (samples were missing), ``starved_peers_s`` (ranks had not
+        returned their steps), ``starved_join_s`` (ranks were not there), ``starved_memory_s`` (the arena was full),
+        ``starved_forming_s`` (the packer was at work), ``starved_log_s`` (the disk was) and ``starved_network_s`` (the
+        broker had sent the step, or was not heard). ``trainer_s``: how long the trainer had a step and did not ask for
+        the next; ``step_s``: from one step to the next, mean of the last ones, once there are two."""
         return self._reading.stats()
 
     def close(self) -> None:

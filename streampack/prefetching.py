@@ -164,10 +164,12 @@ class Prefetching:
                 for frames in drain(dealer, 64):
                     self._perform(dealer, self._receive(frames))
                 self._pass_on(dealer)
+                self._figures.waits_for(*self.session.cause)
                 now = time.monotonic()
                 if now - counted >= STATS_S:
                     counted = now
-                    self.session.stats = self._figures.stats(self.session.num_skipped)
+                    self.session.stats = self._figures.counts(self.session.num_skipped)
+                    self.session.starvation = self._figures.starvation()
                 if now - ticked >= TICK_S:
                     ticked = now
                     self._perform(dealer, self.session.handle(Tick(now)))

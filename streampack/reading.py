@@ -12,7 +12,6 @@ import logging
 import operator
 import os
 import socket
-import time
 import uuid
 from collections import deque
 from typing import Any
@@ -125,9 +124,11 @@ class Reading:
         if self._in_use is not None:
             self._prefetching.tell(Returned(self._in_use + 1))
             self._in_use = None
-        began = time.perf_counter()
-        self._prefetching.wait_for(lambda: bool(self._prefetching.ready) or self._prefetching.ended)
-        self._figures.note_wait(time.perf_counter() - began)
+        self._figures.begin_wait()
+        try:
+            self._prefetching.wait_for(lambda: bool(self._prefetching.ready) or self._prefetching.ended)
+        finally:
+            self._figures.end_wait(bool(self._prefetching.ready))
         if not self._prefetching.ready:
             return None
         step = self._views.arrive(self._prefetching.ready.popleft())
@@ -189,7 +190,7 @@ class Reading:
         return self._prefetching.answers.popleft()
 
     def stats(self) -> dict[str, float]:
-        """See ``ReadingFigures.stats``."""
+        """See ``Client.stats``."""
         return self._figures.stats(self._session.num_skipped)
 
     def close(self) -> None:

@@ -98,6 +98,7 @@ class Keeper:
             "durability": self.durability, "bytes": log_.num_bytes, "limit_bytes": self._retain,
             "records": log_.next_lsn, "first_record": log_.first_lsn, "unsafe_records": log_.next_lsn - log_.safe_upto,
             "syncs": log_.syncs, "sync_seconds": log_.sync_seconds, "stalled": log_.stalled or self._full(),
+            "free_bytes": log_.free_bytes,
         }  # fmt: skip
 
     def close(self) -> None:

@@ -111,6 +111,11 @@ class Log:
         return self._writer.num_bytes
 
     @property
+    def free_bytes(self) -> int:
+        """Of the disk that it is on, some seconds ago."""
+        return self._writer.free_bytes
+
+    @property
     def syncs(self) -> int:
         return self._writer.syncs
 

@@ -27,6 +27,8 @@ from streampack_services.segments import PAGE, START, Segment, encode_head, seal
 GROUP_SECONDS = 0.02
 GROUP_BYTES = 1 << 20
 RETRY_SECONDS = 1.0
+LOOK_SECONDS = 5.0
+"""Between two looks at how much space is left."""
 MAX_BUFFERS = 1000
 """Of one system call: the kernel takes 1024."""
 EX_IOERR = 74
@@ -69,7 +71,7 @@ class Writer:
         self._queued_bytes = 0
         self._doomed: deque[Segment] = deque()
         self._closing = self._sleeping = False
-        self._due = self._retry = 0.0
+        self._due = self._retry = self._look_at = 0.0
         self._short = False
         self.unwritten: dict[int, Pending] = {}
         """By lsn, for readers; the appending thread adds."""
@@ -78,9 +80,11 @@ class Writer:
         self.full = ""
         """What the system calls the lack of space that stops writing."""
         self.num_bytes = sum(segment.capacity for segment in segments)
+        self.free_bytes = 0
         self.syncs, self.sync_seconds = 0, 0.0
         if self._segment is not None:
             self._go_on(self._segment)
+        self._look()
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
@@ -117,6 +121,7 @@ class Writer:
     def _turn(self) -> bool:
         """One group; True when it was the last."""
         closing = self._wait()
+        self._look()
         while self._can_unlink():  # first: it may be the space that is lacking
             self._unlink()
         full = self._try(self._write)
@@ -152,7 +157,14 @@ class Writer:
             return self._retry - now
         if self._queue:
             return 0 if self._queued_bytes >= GROUP_BYTES else self._due - now
-        return threading.TIMEOUT_MAX if self._reserved else self._retry - now
+        return self._look_at - now if self._reserved else min(self._retry, self._look_at) - now
+
+    def _look(self) -> None:
+        """How much space there is, now and then: others use the disk, too."""
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_SECONDS
+            space = os.statvfs(self._folder)
+            self.free_bytes = space.f_bavail * space.f_frsize
 
     def _try(self, act: Callable[[], object]) -> str:
         """Why there was no space for it, or nothing. Any other error is raised."""

@@ -22,7 +22,7 @@ from streampack_services.status import Snapshot
 
 Rows = Iterable[tuple[tuple[str, ...], float]]
 """(label values, value) of each series."""
-RANKS = ("dp_rank", "cp_rank", "tp_rank", "pp_rank")
+RANKS = ("dp_rank", "cp_rank", "tp_rank", "pp_rank", "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,28 @@ def _of_waits(key: str) -> Callable[[Snapshot], Rows]:
     return rows
 
 
-def _of_streams(key: str) -> Callable[[Snapshot], Rows]:
-    return lambda snapshot: [((row["stream"],), float(row[key])) for row in snapshot["streams"]]
+def _of_streams(*path: str) -> Callable[[Snapshot], Rows]:
+    """A figure of every stream."""
+    each = _at(*path)
+    return lambda snapshot: [((row["stream"],), value) for row in snapshot["streams"] for _, value in each(row)]
+
+
+def _last_seen(snapshot: Snapshot) -> Rows:
+    for row in snapshot["streams"]:
+        if row["last_seen_s"] is not None:
+            yield (row["stream"],), snapshot["taken_at"] - row["last_seen_s"]
+
+
+def _committed(snapshot: Snapshot) -> Rows:
+    for name, feed in snapshot["feeds"].items():
+        if feed["committed"] is not None:
+            yield (name,), float(feed["committed"])
+
+
+def _steps_left(snapshot: Snapshot) -> Rows:
+    for name, feed in snapshot["feeds"].items():
+        for which, steps in (feed["steps_left"] or {}).items():
+            yield (name, which), float(steps)
 
 
 def _rejected(snapshot: Snapshot) -> Rows:
@@ -142,6 +162,19 @@ def _of_readers(value: Callable[[Snapshot], float | None]) -> Callable[[Snapshot
                     yield (name, *(str(row[rank]) for rank in RANKS)), found
 
     return rows
+
+
+def _starved(snapshot: Snapshot) -> Rows:
+    """By cause, and of the cause ``stream`` by stream: each second of a wait is in one series."""
+    for name, feed in snapshot["feeds"].items():
+        for row in feed["readers"]:
+            rank = (name, *(str(row[rank]) for rank in RANKS))
+            of_streams = row["starved_streams"]
+            for cause, seconds in row["starved_s"].items():
+                unknown = round(max(seconds - sum(of_streams.values()), 0.0), 3) if cause == "stream" else seconds
+                yield (*rank, cause, ""), unknown
+            for stream, seconds in of_streams.items():
+                yield (*rank, "stream", stream), seconds
 
 
 def _stat(key: str, scale: float = 1.0) -> Callable[[Snapshot], Rows]:
@@ -170,6 +203,15 @@ METRICS: tuple[Metric, ...] = (
            _of_streams("overlong"), ("stream",)),
     Metric("lost_tokens", "counter", "Tokens that the over-long policy cut off or dropped.",
            _of_streams("lost_tokens"), ("stream",)),
+    Metric("stream_last_seen_timestamp_seconds", "gauge", "When a producer of the stream was last heard, since 1970.",
+           _last_seen, ("stream",)),
+    Metric("stream_producers", "gauge", "Producers that offer the stream.", _of_streams("producers"), ("stream",)),
+    Metric("stream_granted_tokens", "gauge", "Tokens of the stream that may wait for the merge: its credits.",
+           _of_streams("credits", "granted_tokens"), ("stream",)),
+    Metric("stream_used_tokens", "gauge", "Tokens of the stream that have come and wait for the merge.",
+           _of_streams("credits", "used_tokens"), ("stream",)),
+    Metric("stream_lag_samples", "gauge", "Samples of the stream that may be sent and have not come.",
+           _of_streams("lag", "samples"), ("stream",)),
     Metric("rejected_samples", "counter", "Samples that could not be used and were dropped, by reason.",
            _rejected, ("stream", "reason")),
     # What was formed
@@ -219,6 +261,8 @@ METRICS: tuple[Metric, ...] = (
            _of_feeds("window", "samples"), ("feed",)),
     Metric("window_tokens", "gauge", "Tokens of samples merged and not in a step yet.",
            _of_feeds("window", "tokens"), ("feed",)),
+    Metric("window_oldest_steps", "gauge", "Steps that the oldest sample in the window has waited.",
+           _of_feeds("window", "oldest_steps"), ("feed",)),
     Metric("wait_p99_steps", "gauge", "Steps that 99 of 100 samples waited in the window at most.",
            _of_waits("p99_steps"), ("feed",)),
     Metric("longest_wait_steps", "gauge", "Most steps that a sample has waited in the window.",
@@ -235,6 +279,7 @@ METRICS: tuple[Metric, ...] = (
     # What is on the disk
     Metric("log_bytes", "gauge", "Size of the log's files.", _of_log("bytes")),
     Metric("log_limit_bytes", "gauge", "Most that they may take: retain.bytes.", _of_log("limit_bytes")),
+    Metric("log_disk_free_bytes", "gauge", "Space left on the log's disk.", _of_log("free_bytes")),
     Metric("log_records", "counter", "Records appended over the life of the log.", _of_log("records")),
     Metric("log_unsafe_records", "gauge", "Records that are not as safe yet as durability asks.",
            _of_log("unsafe_records")),
@@ -258,6 +303,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("held_limit_tokens", "gauge", "Most tokens that may be held.", _of_feeds("held_limit_tokens"), ("feed",)),
     Metric("reader_returned_steps", "gauge", "Steps of this iteration that a rank has returned.",
            _of_readers(lambda row: float(row["done_upto"])), ("feed", *RANKS)),
+    Metric("committed_step", "gauge", "Step at which the last checkpoint begins that is known to be durable.",
+           _committed, ("feed",)),
+    Metric("steps_left", "gauge", "Steps left of the pass, estimated: the estimate, and bounds that it should be in.",
+           _steps_left, ("feed", "bound")),
+    Metric("reader_starved_seconds", "counter", "Time that a rank has waited for steps, by cause; of the cause stream, "
+           "by the stream whose samples were missing.", _starved, ("feed", *RANKS, "cause", "stream")),
+    Metric("reader_trainer_seconds", "counter", "Time that a rank's trainer had a step and did not ask for the next.",
+           _of_readers(lambda row: float(row["trainer_s"])), ("feed", *RANKS)),
+    Metric("reader_step_seconds", "gauge", "Time from one step of a rank to the next, mean of the last ones.",
+           _of_readers(lambda row: row["step_s"]), ("feed", *RANKS)),
+    Metric("reader_silent_seconds", "gauge", "Time since a rank was heard.",
+           _of_readers(lambda row: float(row["silent_s"])), ("feed", *RANKS)),
     Metric("reader_starved_ratio", "gauge", "Share of a rank's time spent waiting for data.",
            _stat("starved_fraction"), ("feed", *RANKS)),
     Metric("reader_next_p99_seconds", "gauge", "99th percentile of a rank's wait for a step.",

@@ -22,7 +22,10 @@ from streampack.core.feed import Feed
 from streampack.core.figures import from_moments
 from streampack.core.form import Former
 from streampack.core.padded import PaddedFigures
+from streampack.core.starvation import CAUSES as STARVED_BY
+from streampack.core.starvation import Missing, Starvation
 from streampack.core.waste import CAUSES
+from streampack_services.steps_left import steps_left
 
 if TYPE_CHECKING:
     from streampack_services.broker import BrokerService
@@ -110,12 +113,13 @@ class Reporter:
         }
 
     def _feed(self, now: float, feed: Feed) -> Snapshot:
+        core = self._service.core
         totals, readers = feed.figures.totals, feed.readers
         counted = readers.dealt.padded_totals if feed.rules.padded else totals
         reasons = waiting_for(feed)
         return {
             "state": "ended" if readers.end is not None else "serving",
-            "waiting_for": {"reason": reasons[0], "detail": reasons[1]} if reasons else None,
+            "waiting_for": reasons._asdict() if reasons else None,
             "round": readers.round,
             "steps": {
                 "formed": readers.formed_upto,
@@ -125,6 +129,7 @@ class Reporter:
             "lineage": feed.history.lineage,
             "recorded_steps": feed.history.num_steps,
             "committed": feed.history.commits[-1] if feed.history.commits else None,
+            "steps_left": steps_left(core, feed),
             "totals": asdict(totals) | {"packs": counted.packs, "empty_packs": counted.empty_packs},
             "figures": asdict(from_moments(counted.packs, counted.tokens, counted.square_tokens, feed.rules.budget))
             | {
@@ -144,7 +149,11 @@ class Reporter:
             "tokens_per_s": self._rate(now, feed),
             "readers": self._rows_of(now, feed),
             "all_ranks_attached": readers.joined,
-            "window": {"samples": feed.planner.former.num_samples, "tokens": feed.planner.former.queued_tokens},
+            "window": {
+                "samples": feed.planner.former.num_samples,
+                "tokens": feed.planner.former.queued_tokens,
+                "oldest_steps": feed.planner.former.oldest_age,
+            },
             "waits": _waits(feed.planner.former),
             "held_tokens": feed.memory.held_tokens,
             "held_limit_tokens": feed.plan.merged_tokens,
@@ -199,20 +208,20 @@ class Reporter:
         log.info("%sno step for %.0f s: %s", of, now - watch.since, describe(*reasons), extra=about)
 
 
-def waiting_for(feed: Feed) -> tuple[str, str] | None:
-    """What keeps a feed's next step from being formed or read: (reason, detail); None at the end, while draining."""
+def waiting_for(feed: Feed) -> Missing | None:
+    """What keeps a feed's next step from being formed or read; None at the end, while draining."""
     readers = feed.readers
     if readers.draining:
         return None
     if readers.num_readers and not readers.joined:
-        return "join", f"{readers.num_readers} attached so far, their mesh has more"
+        return Missing("join", f"{readers.num_readers} attached so far, their mesh has more")
     if readers.end is not None:
         left = readers.end.num_steps - readers.released_upto
-        return ("peers", f"{left} last steps are not returned: {readers.slowest}") if left else None
+        return Missing("peers", f"{left} last steps are not returned: {readers.slowest}") if left else None
     return feed.waiting_for()
 
 
-def describe(reason: str, detail: str) -> str:
+def describe(reason: str, detail: str, stream: str | None = None) -> str:
     """``waiting for trainers: no rank is attached``."""
     return f"waiting for {_WAITS.get(reason, reason)}: {detail}"
 
@@ -256,11 +265,26 @@ def _waits(former: Former) -> dict[str, int | None]:
 def _readers(feed: Feed) -> list[Snapshot]:
     """A row a rank; of the figures that a client sends, those that are numbers: JSON has no others."""
     rows: list[Snapshot] = []
+    streams, costs = {stream.name for stream in feed.latest_rules.streams}, feed.readers.dealt.costs_by_rank()
     for row in feed.readers.stats():
-        stats = row["stats"]
+        stats, dp_rank = row["stats"], row["dp_rank"]
         assert isinstance(stats, dict)
-        rows.append(row | {"stats": {key: value for key, value in stats.items() if math.isfinite(value)}})
+        assert isinstance(dp_rank, int)
+        row["stats"] = {key: value for key, value in stats.items() if math.isfinite(value)}
+        row["cost"] = costs[dp_rank] if dp_rank < len(costs) else []
+        rows.append(row | _starved(row.pop("starvation"), streams))
     return rows
+
+
+def _starved(said: Any, streams: set[str]) -> Snapshot:
+    """Why a rank has waited, in seconds since it began: of causes and streams that there are, whatever it says."""
+    said = said if isinstance(said, Starvation) else Starvation()
+    return {
+        "starved_s": {cause: said.causes_s.get(cause, 0.0) for cause in STARVED_BY},
+        "starved_streams": {name: seconds for name, seconds in said.streams_s.items() if name in streams},
+        "trainer_s": said.trainer_s,
+        "step_s": said.step_s,
+    }
 
 
 def _streams(core: Broker, feed: Feed) -> list[Snapshot]:
@@ -268,6 +292,7 @@ def _streams(core: Broker, feed: Feed) -> list[Snapshot]:
     books = core.leases.books
     for stream, counts in zip(feed.latest_rules.streams, feed.planner.admission.counts, strict=False):
         ended = sum(books.intakes[p].ended for p in books.partitions(stream.name))
+        seen, credits = core.leases.seen(stream.name), core.leases.books.credits_of(stream.name)
         rows.append(
             {
                 "stream": stream.name,
@@ -280,6 +305,14 @@ def _streams(core: Broker, feed: Feed) -> list[Snapshot]:
                 "overlong": counts.overlong,
                 "lost_tokens": counts.lost_tokens,
                 "rejected": dict(counts.rejected),
+                "producers": seen.producers,
+                "hosts": seen.hosts,
+                "last_seen_s": seen.last_s,
+                "credits": {"granted_tokens": credits.granted_tokens, "used_tokens": credits.used_tokens},
+                "lag": {
+                    "samples": credits.missing_samples,
+                    "tokens": credits.granted_tokens - credits.used_tokens,
+                },
             }
         )
     return rows

@@ -26,6 +26,7 @@ from streampack.core.samples import SampleTable
 from streampack.core.seats import CLAIM_S, RESTART_S, Reader, clash
 from streampack.core.serving import OUT, Serving
 from streampack.core.snapshot import Snapshot
+from streampack.core.starvation import Missing
 
 NEWS_A_TICK = 16
 """What all that wait are told is worked out anew as ranks come and go, but not for each of thousands."""
@@ -39,7 +40,7 @@ class Attempts(Serving):
 
     def __init__(
         self, run: int, epoch: int, feed: str, rules: Rules, layout: str, table: SampleTable,
-        waiting_for: Callable[[], tuple[str, str]], unfit: Callable[[int, Snapshot | None], tuple[str, str] | None],
+        waiting_for: Callable[[], Missing], unfit: Callable[[int, Snapshot | None], tuple[str, str] | None],
         rewind: Callable[[int, Snapshot | None, bool], list[Effect]],
     ) -> None:  # fmt: skip
         super().__init__(run, epoch, feed, rules, layout, table, waiting_for)
@@ -252,8 +253,8 @@ class Attempts(Serving):
             if len(there) == count:
                 claims = (f"{each.where} asks for rank {each.mesh}, too" for each in self._seats.claims.values())
                 text = f"all ranks are ready: {next(claims, 'it begins')}"
-            self._why[key] = "join", text
-        return self._why[key][1]
+            self._why[key] = Missing("join", text)
+        return self._why[key].detail
 
     def _refuse(self, reader: Reader, code: str, detail: str) -> list[Effect]:
         """Refuse a reader that was let in."""

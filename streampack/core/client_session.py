@@ -45,12 +45,15 @@ from streampack.core.messages import (
 )
 from streampack.core.patience import Patience
 from streampack.core.snapshot import Snapshot
+from streampack.core.starvation import Starvation, cause_of
 
 PING_S = 1.0
 RETRY_S = 2.0
 """After so long without progress, what is missing is asked for again."""
 GONE_S = 5.0
 """A broker that does not answer for so long is said to be silent."""
+SAID_S = 2.5
+"""What it says is so for so long: it repeats it every second."""
 
 
 class _Assembly(Struct):
@@ -81,7 +84,9 @@ class ClientSession:
     attempt: int = 0
     attached: Attached | None = None
     stats: dict[str, float] = field(default_factory=dict)
-    waiting: str = ""
+    starvation: Starvation | None = None
+    wait: Wait | None = None
+    """What the broker says that the next step waits for."""
     reached: bool = False
     """The broker has answered at least once."""
     num_skipped: int = 0
@@ -141,7 +146,15 @@ class ClientSession:
             return "an answer of the broker"
         if self.patience.silent_s > GONE_S:
             return f"the broker, silent for {self.patience.silent_s:.0f} s"
-        return self.waiting or f"step {self._have_upto}"
+        return f"{self.wait.reason}: {self.wait.detail}" if self.wait is not None else f"step {self._have_upto}"
+
+    @property
+    def cause(self) -> tuple[str, str | None]:
+        """The same as one of ``starvation.CAUSES``, and the stream that is missing: what the broker said last, unless
+        it has sent some of the step since, or is not heard."""
+        if self.wait is None or self.patience.silent_s > SAID_S:
+            return "network", None
+        return cause_of(self.wait.reason), self.wait.stream if self.wait.reason == "stream" else None
 
     # Events
 
@@ -164,7 +177,7 @@ class ClientSession:
             self._pinged = now
             ping = ReaderPing(
                 feed=self.feed, reader=self.reader, done_upto=self._done_upto, have_upto=self._have_upto,
-                stats=self.stats,
+                stats=self.stats, starvation=self.starvation,
             )  # fmt: skip
             effects.append(self._send(ping))
         if self.attached is not None and self._wants() and now - self._moved >= RETRY_S:
@@ -200,7 +213,7 @@ class ClientSession:
         if envelope.fence != self.attempt and self.attached is not None:
             return []
         if isinstance(message, Wait):
-            self.waiting = f"{message.reason}: {message.detail}"
+            self.wait = message
             self.patience.told(message.reason == "join", message.detail)
         elif self.attached is None or not self.ready:
             return []
@@ -226,7 +239,7 @@ class ClientSession:
     def _part(self, envelope: Envelope, message: StepPart) -> list[Effect]:
         if message.step < self._have_upto:
             return []
-        self.waiting = ""
+        self.wait = None
         self.patience.told(joining=False)
         self._moved = self._now
         assembly = self._assembling.setdefault(message.step, _Assembly({}))
@@ -306,7 +319,7 @@ class ClientSession:
         return self._send(attach)
 
     def _reattach(self) -> list[Effect]:
-        self.attached = None
+        self.attached = self.wait = None
         self._assembling.clear()
         return [self._attach()]
 

@@ -18,6 +18,7 @@ from streampack.core.samples import I64
 from streampack.core.steps import Packs
 from streampack.core.waste import CAUSES
 
+MOST_SHOWN = 64
 _OF_RANKS = ("min", "max", "mean", "spread")
 
 
@@ -46,6 +47,7 @@ class DealtFigures:
         """Of the ranks' tokens, over all steps: the least, the greatest, and all together."""
         self._after = [0, 0, 0]
         self._ranks = 1
+        self._latest: tuple[I64, I64] | None = None  # costs of the packs of the step that was dealt last, and the deal
 
     def skip(self, packs: Packs) -> None:
         """A step of these packs is passed over."""
@@ -69,7 +71,7 @@ class DealtFigures:
 
     def add(self, costs: I64, tokens: I64, dealt: I64) -> None:
         """A step's packs cost ``costs`` and hold ``tokens``, int64 [packs]; rank r's m-th is ``dealt[m, r]``."""
-        self._ranks = dealt.shape[1]
+        self._ranks, self._latest = dealt.shape[1], (costs, dealt)
         found = np.empty((3, 3), np.int64)
         ratios, rows = loads(costs, tokens, dealt, np.zeros((3, self._ranks), np.int64), found)
         of_costs, after, before = found.tolist()
@@ -82,6 +84,15 @@ class DealtFigures:
         self.steps += 1
         self._before = [old + new for old, new in zip(self._before, before, strict=True)]
         self._after = [old + new for old, new in zip(self._after, after, strict=True)]
+
+    def costs_by_rank(self) -> list[list[float]]:
+        """Of the step that was dealt last, what each data-parallel rank's micro-batches cost, the first ``MOST_SHOWN``
+        of them, over what one costs in the mean: [ranks][micro-batches]. Empty before one was dealt."""
+        if self._latest is None:
+            return []
+        costs = np.take(*self._latest)
+        of_each: list[list[float]] = (costs[:MOST_SHOWN] / max(costs.mean(), 1e-9)).round(3).T.tolist()
+        return of_each
 
     def rank_tokens(self) -> dict[str, dict[str, float]]:
         """Real tokens of a rank's step: ``before`` and ``after`` balancing, the ``min``, ``max``, ``mean`` and

@@ -34,7 +34,10 @@ from streampack.core.records import CheckpointCommitted, FeedFacts, Record, Rule
 from streampack.core.rules import Rules, difference
 from streampack.core.samples import I64, SampleTable
 from streampack.core.snapshot import Snapshot
+from streampack.core.starvation import Missing
 from streampack.core.steps import Step
+
+FORMING = Missing("forming", "the step is being packed")
 
 
 class Feed:
@@ -93,25 +96,26 @@ class Feed:
         """With every change that was asked for."""
         return self.planner.live.latest
 
-    def waiting_for(self) -> tuple[str, str]:
-        """Why the next step is not there: (reason, detail)."""
+    def waiting_for(self) -> Missing:
+        """Why the next step is not there."""
         planner = self.planner
         if self.failed:
-            return "failed", self.failed
+            return Missing("failed", self.failed)
         if waits := self._outbox.waiting_for():
             return waits
         if planner.forming:
-            return "forming", "the step is being packed"
+            return FORMING
         if self._is_ahead:
-            return "peers", self.readers.slowest
+            return Missing("peers", self.readers.slowest)
         if self.memory.room <= 0:
-            return "memory", f"the arena is full: {self.readers.slowest}"
+            return Missing("memory", f"the arena is full: {self.readers.slowest}")
         if planner.blocked is not None and self._journal.full and self.history.in_order:
-            return "log", self._journal.full
+            return Missing("log", self._journal.full)
         if planner.blocked is not None:
             missing = self._books.of_feed(self.name)[planner.blocked]
-            return "stream", f"no sample has come from {self._leases.describe(missing)}"
-        return "forming", "the step is being packed"
+            text = f"no sample has come from {self._leases.describe(missing)}"
+            return Missing("stream", text, self._books.name_of(missing))
+        return FORMING
 
     # Forming steps
 

@@ -209,6 +209,12 @@ class Former:
         return self.waits.longest(self.next_step, self._since)
 
     @property
+    def oldest_age(self) -> int:
+        """Steps that the oldest sample in the window has waited, since this broker first saw it."""
+        seen = self._since[self._since >= 0]
+        return self.next_step - int(seen.min(initial=self.next_step))
+
+    @property
     def num_outliers(self) -> int | None:
         """Samples in the window, as it is now, that wait for others alike; None where none ever does."""
         if not isinstance(self._packer, Joint):

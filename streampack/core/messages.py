@@ -23,6 +23,7 @@ from streampack.core.rules import Rules
 from streampack.core.samples import I64, Keep
 from streampack.core.shapes import check_widths
 from streampack.core.snapshot import Count, Cursor, Snapshot
+from streampack.core.starvation import Starvation
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Text = Annotated[str, Meta(max_length=2000)]
@@ -325,6 +326,7 @@ class ReaderPing(Message, frozen=True, kw_only=True):
     done_upto: Count
     have_upto: Count
     stats: Annotated[dict[Name, float], Meta(max_length=32)] = {}
+    starvation: Starvation | None = None
 
 
 class AskState(Message, frozen=True, kw_only=True):
@@ -429,13 +431,15 @@ class StepPart(Message, frozen=True, kw_only=True):
 
 
 class Wait(Message, frozen=True, kw_only=True):
-    """Step ``step`` is not there yet, and what it waits for, in words."""
+    """Step ``step`` is not there yet, and what it waits for: the cause, in words, and the stream that is missing where
+    that is it. Said at once to who has nothing left, and then every second."""
 
     TYPE: ClassVar[int] = 32
     feed: Name
     step: Count
     reason: Name
     detail: Text
+    stream: Name | None = None
 
 
 class End(Message, frozen=True, kw_only=True):

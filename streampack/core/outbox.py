@@ -8,7 +8,6 @@ that they are good for is that their digests are known.
 from __future__ import annotations
 
 from collections import deque
-from itertools import islice
 
 from streampack.core.effects import Release
 from streampack.core.events import Effect
@@ -17,6 +16,7 @@ from streampack.core.journal import Journal
 from streampack.core.leases import Leases
 from streampack.core.readers import Readers
 from streampack.core.samples import I64
+from streampack.core.starvation import Missing
 from streampack.core.steps import Step
 
 Ended = tuple[int, bytes]
@@ -52,19 +52,20 @@ class Outbox:
             self._waiting.popleft()
         return effects
 
-    def waiting_for(self) -> tuple[str, str] | None:
-        """Why the first of them is not handed out: (reason, detail); None where there is none."""
+    def waiting_for(self) -> Missing | None:
+        """Why the first of them is not handed out; None where there is none."""
         if not self._waiting:
             return None
         lsn, step = self._waiting[0]
         if lsn >= self._journal.safe_upto:
-            return "log", self._journal.stalled or "the step is being written to the log"
+            return Missing("log", self._journal.stalled or "the step is being written to the log")
         if not isinstance(step, Step):
             return None
         absent = self._leases.books.absent
-        missing = (absent[h][0] for h in step.packs.handles.tolist() if h in absent)
-        of = "".join(f", from {self._leases.describe(p)}" for p in islice(missing, 1))
-        return "stream", f"samples of step {step.number} are read again{of}"
+        again = f"samples of step {step.number} are read again"
+        for p in (absent[h][0] for h in step.packs.handles.tolist() if h in absent):
+            return Missing("stream", f"{again}, from {self._leases.describe(p)}", self._leases.books.name_of(p))
+        return Missing("stream", again)
 
     def let_go(self) -> list[I64]:
         """Forget them; the handles of each step, int64 [n]."""

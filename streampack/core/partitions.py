@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import UNSET
@@ -32,6 +33,14 @@ from streampack.core.terms import StreamTerms, terms_of
 
 DISCARDED = "discarded"
 """Why samples are rejected that were pushed before trainers went back."""
+
+
+class Granted(NamedTuple):
+    """Of a stream: tokens that may wait for the merge, and that do; samples that may be sent and have not come."""
+
+    granted_tokens: int
+    used_tokens: int
+    missing_samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +97,23 @@ class Partitions:
         """The partitions of ``feed``, in the feed's own order."""
         return self._of_feed.setdefault(feed, [])
 
+    def name_of(self, p: int) -> str:
+        """The stream of a partition."""
+        return self.stream_of[p].terms.name
+
     def partitions(self, stream: str) -> range:
         """Those of a stream."""
         first = self.streams[stream].first
         return range(first, first + self.streams[stream].terms.partitions)
+
+    def credits_of(self, stream: str) -> Granted:
+        """What the open partitions of a stream may send, and what of it waits for the merge."""
+        open_ = [each for p in self.partitions(stream) if not (each := self.intakes[p]).ended]
+        return Granted(
+            self._quota_tokens * len(open_),
+            sum(each.kept_tokens - each.merged_tokens for each in open_),
+            sum(max(each.grant_seq - each.expected_seq, 0) for each in open_),
+        )  # fmt: skip
 
     def partition(self, stream: str, partition: int) -> int | None:
         """The number of a partition, if there is one."""

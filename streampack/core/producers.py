@@ -15,6 +15,7 @@ from typing import NamedTuple
 from streampack.core.books import Books
 from streampack.core.messages import Hello, Offer
 
+HOSTS_SHOWN = 32
 CLAIM_S = 3.0
 """One that pushes has lost its partition to another that names it after so long."""
 
@@ -51,6 +52,15 @@ class Claim(NamedTuple):
     silent: tuple[Producer, ...] = ()
 
 
+class Seen(NamedTuple):
+    """Of a stream: the producers that offer it, the first hosts of them by name, and seconds since one was heard, None
+    where none ever was."""
+
+    producers: int
+    hosts: list[str]
+    last_s: float | None
+
+
 class Producers:
     """The producers, and the ``holder`` of every partition in ``books``."""
 
@@ -61,6 +71,7 @@ class Producers:
         self._names: dict[bytes, str] = {}  # by peer
         self._claims: dict[str, float] = {}  # when producers first named a partition that another holds
         self._replaced: set[str] = set()
+        self._left: dict[str, float] = {}  # when one that has gone was last heard, by stream
 
     def __len__(self) -> int:
         return len(self._named)
@@ -95,6 +106,13 @@ class Producers:
         """Does anybody offer it?"""
         return any(stream in producer.offers for producer in self._named.values())
 
+    def seen(self, stream: str, now: float) -> Seen:
+        """Who offers a stream, and when one was heard."""
+        there = [producer for producer in self._named.values() if stream in producer.offers]
+        heard = [*(producer.heard for producer in there), *([self._left[stream]] if stream in self._left else [])]
+        hosts = sorted({producer.host for producer in there})[:HOSTS_SHOWN]
+        return Seen(len(there), hosts, max(now - max(heard), 0.0) if heard else None)
+
     def add(self, hello: Hello, peer: bytes, now: float) -> Producer:
         """A producer says what it offers, for the first time or again."""
         known = self._named.get(hello.producer)
@@ -109,6 +127,7 @@ class Producers:
         """It is gone; nobody holds its partitions."""
         producer = self._named.pop(name)
         self._names.pop(producer.peer, None)
+        self._left |= {stream: max(producer.heard, self._left.get(stream, 0.0)) for stream in producer.offers}
         for p in self.held_by(name):
             self.holder[p] = None
         return producer

@@ -31,6 +31,7 @@ from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 from streampack.core.seats import Reader, refusal
 from streampack.core.snapshot import Snapshot
+from streampack.core.starvation import Missing
 from streampack.core.steps import Step
 
 TELL_S = 1.0
@@ -49,7 +50,7 @@ class Readers(Attempts):
 
     def __init__(
         self, run: int, epoch: int, feed: str, rules: Rules, layout: str, table: SampleTable,
-        waiting_for: Callable[[], tuple[str, str]], unfit: Callable[[int, Snapshot | None], tuple[str, str] | None],
+        waiting_for: Callable[[], Missing], unfit: Callable[[int, Snapshot | None], tuple[str, str] | None],
         rewind: Callable[[int, Snapshot | None, bool], list[Effect]],
         state_of: Callable[[int], State | list[Effect]], commit: Callable[[int], list[Effect]],
     ) -> None:  # fmt: skip

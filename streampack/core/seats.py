@@ -21,6 +21,7 @@ from streampack.core.kept import mesh_refusal
 from streampack.core.messages import Attach, Mesh, ReadBy
 from streampack.core.rules import Rules
 from streampack.core.snapshot import Snapshot
+from streampack.core.starvation import Starvation
 
 CLAIM_S = 3.0
 """A holder not heard of for so long loses its rank to one that claims it; pings come every second."""
@@ -63,6 +64,7 @@ class Reader:
     resend: int = 0
     have_upto: int = 0
     stats: dict[str, float] = field(default_factory=dict)
+    starvation: Starvation | None = None
 
     @property
     def host(self) -> str:

@@ -19,6 +19,7 @@ from streampack.core.progress import Progress
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 from streampack.core.seats import Ranks, Reader, Seats, rank_name
+from streampack.core.starvation import Missing, NextWaits
 from streampack.core.steps import Step
 
 MAX_AHEAD = 64
@@ -33,7 +34,7 @@ class Serving:
 
     def __init__(
         self, run: int, epoch: int, feed: str, rules: Rules, layout: str, table: SampleTable,
-        waiting_for: Callable[[], tuple[str, str]],
+        waiting_for: Callable[[], Missing],
     ) -> None:  # fmt: skip
         self._run, self.epoch, self._feed = run, epoch, feed
         self._rules, self._layout = rules, layout
@@ -43,13 +44,15 @@ class Serving:
         self._chains: dict[int, bytes] = {}
         self._returned = Progress()
         self._unheard: set[Ranks] = set()  # ranks not heard since a process was replaced: it may be a restart of all
-        self._why: dict[str, tuple[str, str]] = {}  # what all that wait are told, worked out once a tick
+        self._why: dict[str, Missing] = {}  # what all that wait are told, worked out once a tick
         self._now = 0.0
         self.released_upto = 0
         """Steps below are returned by every rank and forgotten."""
         self.formed_upto = 0
         self.end: End | None = None
         self.draining = False
+        self.next_waits = NextWaits()
+        """How long ranks have waited for steps, as they say."""
 
     def finish(self, num_steps: int, chain: bytes) -> list[Effect]:
         """No step follows in this round."""
@@ -97,8 +100,10 @@ class Serving:
         for ranks, reader in sorted(self._seats.held.items()):
             row: dict[str, object] = dict(zip(("dp_rank", "cp_rank", "tp_rank", "pp_rank"), ranks, strict=True))
             done = self._returned[ranks] if reader.entered else 0
-            row |= {"where": reader.where, "round": reader.round, "done_upto": done, "have_upto": reader.have_upto}
-            rows.append(row | {"silent_s": round(self._now - reader.heard, 3), "stats": reader.stats})
+            row |= {"where": reader.where, "host": reader.where.rpartition(":")[0], "round": reader.round}
+            row |= {"done_upto": done, "have_upto": reader.have_upto}
+            row |= {"silent_s": round(self._now - reader.heard, 3), "stats": reader.stats}
+            rows.append(row | {"starvation": reader.starvation})
         return rows
 
     def skip(self, first: int, last: int) -> None:
@@ -106,6 +111,7 @@ class Serving:
         self._steps.skip(first, last)
 
     def _keep(self, step: Step, skipped: bool) -> None:
+        self._why.pop("step", None)  # the next one may wait for something else
         self._steps.add(step, skipped)
         self.formed_upto = step.number + 1
 
@@ -129,11 +135,17 @@ class Serving:
             reader.resend = message.resend
             furthest = max(self.formed_upto, self._returned[reader.mesh.ranks])
             reader.sent_upto = max(min(message.start, furthest), self.released_upto)
-        return self._note_done(reader, message.done_upto) + self._serve(reader)
+        effects = self._note_done(reader, message.done_upto)
+        served = self._serve(reader)
+        starves = not served and message.start == message.done_upto  # it has nothing: let it know at once what is amiss
+        return effects + (self._wait_for_step(reader) if starves else served)
 
     def _ping(self, reader: Reader, message: ReaderPing) -> list[Effect]:
         reader.have_upto = max(reader.have_upto, message.have_upto)
         reader.stats = message.stats
+        if message.starvation is not None:
+            self.next_waits.add(reader.starvation, message.starvation)
+            reader.starvation = message.starvation
         return self._note_done(reader, message.done_upto) + self._wait_for_step(reader)
 
     def _note_done(self, reader: Reader, done_upto: int) -> list[Effect]:
@@ -193,8 +205,9 @@ class Serving:
             return self._serve(reader)
         if "step" not in self._why:
             self._why["step"] = self._waiting_for()
-        reason, detail = self._why["step"]
-        return self._send(reader, Wait(feed=self._feed, step=reader.sent_upto, reason=reason, detail=detail[:2000]))
+        reason, detail, stream = self._why["step"]
+        wait = Wait(feed=self._feed, step=reader.sent_upto, reason=reason, detail=detail[:2000], stream=stream)
+        return self._send(reader, wait)
 
     def _envelope(self, message: Message, fence: int) -> Envelope:
         return Envelope(run=self._run, epoch=self.epoch, fence=fence, message=message)

@@ -23,7 +23,7 @@ from streampack.core.messages import (
     Hello,
 )
 from streampack.core.plan import Capacity
-from streampack.core.producers import Producer, Producers
+from streampack.core.producers import Producer, Producers, Seen
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
 from streampack.core.snapshot import Floor
@@ -74,6 +74,10 @@ class Sharing:
     def ended(self) -> bool:
         """Every partition has been taken whole, or closed."""
         return all(intake.ended for intake in self.intakes)
+
+    def seen(self, stream: str) -> Seen:
+        """Who offers a stream, and when one was heard."""
+        return self.producers.seen(stream, self._now)
 
     def describe(self, p: int) -> str:
         """Partition ``p`` and who should send it, for a person."""

@@ -41,6 +41,7 @@ from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 from streampack.core.seats import CLAIM_S, RESTART_S
 from streampack.core.snapshot import FormState, MergeState, Snapshot
+from streampack.core.starvation import Missing
 from streampack.core.steps import Packs, Step
 
 EPOCH, TICK_S = 4, 0.25
@@ -78,7 +79,7 @@ class Desk:
         self.now, self.ahead, self.durable = 0.0, ahead, True
         rules = Rules(budget=16, packs=packs)
         self.readers = Readers(
-            1, EPOCH, "train", rules, "zigzag", SampleTable(), lambda: ("forming", "of samples"),
+            1, EPOCH, "train", rules, "zigzag", SampleTable(), lambda: Missing("forming", "of samples"),
             lambda step, given: None, self._rewind, self._state_of, self._commit,
         )  # fmt: skip
         self.rewinds: list[tuple[int, Snapshot | None]] = []
@@ -200,6 +201,54 @@ def reading(upto: int = 4, dp: int = 2, ahead: int = 6) -> Desk:
     assert desk.readers.released_upto == upto
     desk.wait(1.0)
     return desk
+
+
+# Why a step is not there
+
+
+def asking(start: int, done: int) -> Get:
+    return Get(feed="train", lineage=0, start=start, stop=start + 2, done_upto=done, resend=1)
+
+
+def out_of_steps() -> tuple[Desk, int]:
+    """Ranks that have returned all steps that there are, and how many."""
+    desk = reading()
+    desk.ahead, formed = 0, desk.readers.formed_upto
+    for name in ("a0", "a1"):
+        desk.take(name, formed)
+    desk.said.clear()
+    return desk, formed
+
+
+def test_who_has_nothing_left_hears_at_once_what_is_missing_and_who_has_steps_in_hand_does_not() -> None:
+    desk, upto = out_of_steps()
+    fence = desk.attempt
+    desk.say(b"a0", asking(upto, upto - 1), fence)
+    assert not desk.heard("a0", Wait), "it has the step before"
+    desk.say(b"a0", asking(upto, upto), fence)
+    assert desk.heard("a0", Wait) == [Wait(feed="train", step=upto, reason="forming", detail="of samples")]
+    desk.ahead = 1
+    desk.form()
+    desk.say(b"a1", asking(upto, upto), fence)
+    assert desk.steps("a0") == desk.steps("a1") == [upto]
+    assert not desk.heard("a1", Wait), "what is there is sent, and no more said"
+
+
+def test_the_word_for_a_wait_is_a_new_one_once_a_step_was_formed() -> None:
+    """All that wait are told the same, worked out once, but a step later it may be another stream."""
+    desk, upto = out_of_steps()
+    missing = iter([Missing("stream", "no sample of web", "web"), Missing("stream", "no sample of code", "code")])
+    desk.readers._waiting_for = lambda: next(missing)
+    desk.readers.tick(desk.now)
+    desk.said.clear()
+    for name in ("a0", "a1"):
+        desk.say(name.encode(), asking(upto, upto), desk.attempt)
+        assert desk.heard(name, Wait)[-1].stream == "web"
+    desk.ahead = 1
+    desk.form()
+    desk.ahead = 0
+    desk.say(b"a0", asking(upto + 1, upto + 1), desk.attempt)
+    assert desk.heard("a0", Wait)[-1].stream == "code"
 
 
 # Two processes and one rank

@@ -101,6 +101,10 @@ def pass_time(session: ClientSession, seconds: float, *, heard: Message | None =
     return None
 
 
+def cause_of(session: ClientSession) -> tuple[str, str | None]:
+    return session.cause
+
+
 # Taking a rank, and beginning
 
 
@@ -132,6 +136,27 @@ def test_a_claim_is_repeated_until_it_is_answered_and_says_what_it_waits_for() -
     assert not any(claim.ready for claim in claims)
     session.handle(said(wait("join", "rank dp=0 is held by node1:77"), fence=3))
     assert session.waiting_for() == "join: rank dp=0 is held by node1:77"
+
+
+def test_a_wait_is_for_what_the_broker_says_until_it_has_sent_some_of_the_step_or_is_not_heard() -> None:
+    session = client(ready=True)
+    assert cause_of(session) == ("network", None), "nobody has answered"
+    session.handle(said(attached()))
+    assert cause_of(session) == ("network", None), "asked, and no word yet"
+    session.handle(said(Wait(feed="train", step=0, reason="stream", detail="no sample", stream="web")))
+    assert cause_of(session) == ("stream", "web")
+    session.handle(said(part(0, 0, of=2)))
+    assert cause_of(session) == ("network", None), "it is sent"
+    session.handle(said(Wait(feed="train", step=1, reason="peers", detail="rank dp=1", stream="web")))
+    assert cause_of(session) == ("peers", None)
+    assert pass_time(session, 20, heard=wait("memory")) is None
+    assert cause_of(session) == ("memory", None), "a word every second holds"
+    assert pass_time(session, 4) is None
+    assert cause_of(session) == ("network", None), "the broker has fallen silent"
+    session.handle(said(wait("peers")))
+    assert cause_of(session) == ("peers", None)
+    session.handle(said(Who(), epoch=EPOCH + 1))
+    assert cause_of(session) == ("network", None), "another broker has not said anything yet"
 
 
 def test_a_reader_that_waits_for_the_others_is_heard_every_second() -> None:

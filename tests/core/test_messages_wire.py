@@ -49,7 +49,7 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.IntType():
             return st.integers(kind.ge or 0, 2**62 - 1 if kind.lt is None else kind.lt - 1)
         case inspect.FloatType():
-            return st.floats(allow_nan=False)
+            return st.floats(kind.ge, kind.le, allow_nan=False)
         case inspect.StrType():
             return st.text(min_size=kind.min_length or 0, max_size=min(kind.max_length or 20, 20))
         case inspect.BytesType():

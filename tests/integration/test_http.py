@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -19,11 +20,12 @@ from streampack_services.status import Reporter
 
 import streampack as sp
 from streampack.config import BrokerConfig, Listen, StreamSettings
+from streampack.core.starvation import CAUSES, Starvation
 from tests.integration.running import PATIENCE_S, RunningBroker, running, running_broker, until, write, write_jsonl
 
 BUDGET, PACKS = 256, 4
 LENGTHS = [1 + (7 * i) % 300 for i in range(200)]
-FEED = ("train",)
+FEED, HOST = ("train",), socket.gethostname()
 CUT = [min(length, BUDGET) for length in LENGTHS]
 LOST = {"truncated": 0, "dropped": 0, "policy_lag": 0, "tail": 0, "skipped": 0}
 
@@ -115,7 +117,7 @@ def test_the_figures_are_those_of_the_packs_that_a_reader_got(served: RunningBro
 
 def test_metrics_show_who_is_there_and_what_is_held(served: RunningBroker) -> None:
     found = values(served)
-    rank = ("0", "0", "train", "0", "0")
+    rank = ("0", "0", "train", HOST, "0", "0")
     assert found["readers_connected", FEED] == 1
     assert found["producers_connected", ()] <= 1
     assert found["reader_returned_steps", rank] == found["steps_total", FEED]
@@ -205,20 +207,33 @@ def test_readiness_follows_the_state_and_liveness_the_loop() -> None:
         service.close()
 
 
-def test_figures_of_a_client_that_are_no_numbers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_of_a_client_that_are_no_numbers_or_nobody_knows_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     listen = Listen(producers="tcp://127.0.0.1:*", trainers="tcp://127.0.0.1:*")
     service = BrokerService(BrokerConfig(streams={"web": StreamSettings()}, listen=listen, memory="64MiB"))
     stats = {"starved_fraction": math.nan, "next_p99_ms": math.inf, "steps": 3.0}
     ranks = dict.fromkeys(("dp_rank", "cp_rank", "tp_rank", "pp_rank"), 0)
-    row = {**ranks, "where": "node1", "done_upto": 0, "have_upto": 0, "stats": stats}
+    row = {
+        **ranks,
+        "where": "node1:7",
+        "host": "node1",
+        "done_upto": 0,
+        "have_upto": 0,
+        "silent_s": 0.1,
+        "stats": stats,
+    }
+    said = Starvation(causes_s={"stream": 2.5, "made up": 1.0}, streams_s={"web": 2.5, "made up": 1.0}, trainer_s=0.5)
     server = HttpServer("127.0.0.1:0", lambda: service.snapshot)
     server.start()
     try:
-        monkeypatch.setattr(service.core.feeds["train"].readers, "stats", lambda: [row])
+        monkeypatch.setattr(service.core.feeds["train"].readers, "stats", lambda: [row | {"starvation": said}])
         service.snapshot = Reporter(service).take(time.monotonic())
         code, text = answer(server.url + "/status")
         assert code == 200
-        assert json.loads(text)["feeds"]["train"]["readers"] == [row | {"stats": {"steps": 3.0}}]
+        (found,) = json.loads(text)["feeds"]["train"]["readers"]
+        assert found["stats"] == {"steps": 3.0}
+        assert found["starved_s"] == {cause: 2.5 if cause == "stream" else 0.0 for cause in CAUSES}
+        assert found["starved_streams"] == {"web": 2.5}, "a client that makes streams up makes no series"
+        assert (found["trainer_s"], found["step_s"], found["cost"]) == (0.5, None, [])
         assert answer(server.url + "/metrics")[0] == 200
     finally:
         server.close()
