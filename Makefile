@@ -9,13 +9,14 @@ KERNELS := $(VENV)/.kernels
 PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test tools soak lint kernels bench clean
+.PHONY: help demo test tools soak fuzz lint kernels bench clean
 help:
 	@echo "make demo    the whole service on this machine, on text that is already there"
 	@echo "make test    lint, then every test"
 	@echo "make tools   what the tests run and pip has not: prometheus with promtool, a headless Chromium"
 	@echo "make soak    10 minutes (SOAK_MINUTES): thousands of simulated runs, then real processes killed and stopped,"
 	@echo "             against offline golden runs"
+	@echo "make fuzz    10 minutes (FUZZ_MINUTES): changed inputs for everything that reads what others say"
 	@echo "make lint    ruff, mypy, import-linter"
 	@echo "make bench   the quick benchmarks; fails where a ratio fell below benchmarks/bounds.yaml"
 	@echo "make clean   remove what the targets made"
@@ -62,9 +63,12 @@ test:
 soak: $(DEV)
 	@$(BIN)/python -m tests.soak --minutes $(or $(SOAK_MINUTES),10) $(ARGS)
 
+fuzz: $(DEV)
+	@$(BIN)/python -m tests.fuzz --minutes $(or $(FUZZ_MINUTES),10) $(ARGS)
+
 # Ratios of ours to others' in the same run, held against benchmarks/bounds.yaml.
 bench: $(KERNELS)
 	@$(BIN)/python benchmarks/guard.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .fuzz

@@ -132,7 +132,7 @@ def read_rendezvous(path: Path, side: str, timeout_s: float = 60.0) -> str:
             missing = f"only that of a run which has ended ({found['failed']})"
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise Unreachable(f"{path}: is no rendezvous file of a broker: {error}") from None
         if time.monotonic() > deadline:
             raise Unreachable(

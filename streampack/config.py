@@ -215,10 +215,12 @@ class Retain(_Settings, frozen=True, kw_only=True):
 
 
 class Limits(_Settings, frozen=True, kw_only=True):
-    """Bounds on what is believed of a producer."""
+    """Bounds on what is believed of others: a producer's samples and messages, and how many ``peers`` there are at a
+    time: producers, and readers of a feed."""
 
     sample_tokens: Positive = 262_144
     chunk: str | int = "2MiB"
+    peers: Annotated[int, Meta(ge=1, le=2**18)] = 16_384
 
 
 class BrokerConfig(_Settings, frozen=True, kw_only=True):

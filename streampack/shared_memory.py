@@ -133,7 +133,7 @@ class Mapping:
     """A peer's memory. Raises OSError or ValueError where it cannot be read or is not what ``name`` says."""
 
     def __init__(self, name: Name) -> None:
-        if not 0 < name.num_slots <= 64 or not 0 < name.slot_bytes <= 64 << 20:
+        if not 0 < name.num_slots <= 64 or not 0 < name.slot_bytes <= SLOT_BYTES:  # what is read becomes our memory
             raise ValueError(f"got {name.num_slots} slots of {name.slot_bytes} bytes")
         size = mmap.PAGESIZE + name.num_slots * name.slot_bytes
         path = f"/proc/{name.pid}/fd/{name.fd}"

@@ -41,6 +41,11 @@ HIGH_WATER = 1000
 """Messages: bounds what waits for a peer; credits and prefetching keep queues far below it."""
 MOST_LINKS = 256
 """Peers of this host that memory is shared with; the others' frames go over the socket."""
+MOST_FRAMES = 64
+"""Of a message; what a peer sends more in one is dropped unread, and the message is none then."""
+AT_ONCE = 256
+"""Frames that are dropped, and words about shared memory that are heard, before whoever receives has its turn again:
+a peer may send any number of them."""
 PROBED = 2
 """Links that are looked at whenever one is made: more than are made, so that those of peers that are gone stay few."""
 SAY_S = 2.0
@@ -97,19 +102,45 @@ class _Socket:
         """By peer that knows shared memory, the last one heard last: what is lent to processes of this host; None:
         nothing is."""
         self._known: Known = WeakValueDictionary()
+        self._surplus = False
+        """The last message had too many frames, and more of them are there."""
         _configure(self.raw, max_message_bytes)
 
     def receive(self) -> list[Any] | None:
-        """The frames of one message, as buffers, or None when there is none now."""
-        while True:
+        """The frames of one message, as buffers, or None when there is none now; or later, where a peer floods us.
+
+        Of a message of more than ``MOST_FRAMES`` those and one more, so that nobody takes it for one.
+        """
+        for _ in range(AT_ONCE):
             try:
-                frames = self.raw.recv_multipart(zmq.NOBLOCK, copy=False)
+                if self._surplus and not self._drop_surplus():
+                    return None
+                frames = self._next_frames()
             except zmq.Again:
                 self._tell()
                 return None
             whole = self._resolved(frames) if self._links is not None else frames
             if whole is not None:
                 return whole
+        return None
+
+    def _next_frames(self) -> list[Any]:
+        """The next message's, at most one more than there may be. Raises zmq.Again."""
+        frame = self.raw.recv(zmq.NOBLOCK, copy=False)
+        frames = [frame]
+        while frame.more and len(frames) <= MOST_FRAMES:  # a message comes whole: none of it has to be waited for
+            frame = self.raw.recv(zmq.NOBLOCK, copy=False)
+            frames.append(frame)
+        self._surplus = frame.more
+        return frames
+
+    def _drop_surplus(self) -> bool:
+        """Frames of the message that had too many; whether that was the last of them. Raises zmq.Again."""
+        for _ in range(AT_ONCE):
+            self._surplus = self.raw.recv(zmq.NOBLOCK, copy=False).more
+            if not self._surplus:
+                return True
+        return False
 
     _peer_frames = 0
     """Frames before the message's own, which say whose it is."""

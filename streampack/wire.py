@@ -87,10 +87,11 @@ def decode(frames: Sequence[Any]) -> Envelope:
     """
     if not 2 <= len(frames) <= 2 + MAX_PAYLOAD_FRAMES:
         raise WireError(f"got {len(frames)} frames, expected 2 to {2 + MAX_PAYLOAD_FRAMES}")
-    header, meta = memoryview(frames[0]).cast("B"), memoryview(frames[1]).cast("B")
+    header = bytes(_flat(frames[0])[: HEADER_BYTES + 1])
+    meta: bytes | memoryview = _flat(frames[1])
     payload = tuple(_flat(frame) for frame in frames[2:])
-    if len(header) != HEADER_BYTES or bytes(header[:4]) != MAGIC:
-        raise WireError(f"got {len(header)} bytes that are no header of streampack, expected {HEADER_BYTES}")
+    if len(header) != HEADER_BYTES or header[:4] != MAGIC:
+        raise WireError(f"got {len(_flat(frames[0]))} bytes that are no header of streampack, expected {HEADER_BYTES}")
     if header[4] != VERSION:
         raise WireError(
             f"got protocol version {header[4]}, expected {VERSION}: run one version of streampack everywhere"
@@ -108,6 +109,8 @@ def decode(frames: Sequence[Any]) -> Envelope:
         raise WireError(f"got {meta_bytes} bytes of meta and {payload_bytes} of payload, expected less")
     if max(epoch, fence) >= MAX_FENCE:
         raise WireError(f"got epoch {epoch} and fence {fence}, expected numbers below {MAX_FENCE}")
+    if isinstance(frames[1], memoryview):  # of memory that its sender shares, and may still write to
+        meta = bytes(meta)
     if checksum([meta, *payload]) != crc:
         raise WireError("got a damaged message (crc32c differs)")
     return Envelope(run=run, epoch=epoch, fence=fence, message=_decode(kind, meta), payload=payload)
@@ -119,7 +122,7 @@ def _flat(frame: Any) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def _decode(kind: int, meta: memoryview) -> Message:
+def _decode(kind: int, meta: bytes | memoryview) -> Message:
     decoder = _decoders.get(kind)
     if decoder is None:
         raise WireError(f"got message type {kind}, expected one of {sorted(_decoders)}")

@@ -63,6 +63,8 @@ SAY_S = 5.0
 """Between two warnings of messages that are no message."""
 FAREWELL_S = 3.0
 """What producers have to say goodbye in: one that was not told would wait for ever for a broker that is gone."""
+ASKING = 16
+"""Messages of a trainer that are held before they are heard: one may bring a snapshot."""
 DRAIN_AT_MOST = 64
 """Messages of one socket before the other has its turn."""
 
@@ -125,7 +127,8 @@ class BrokerService:
         largest = max(self.plan.capacity.max_chunk_bytes, 2 << 20)
         producers = Router(self.config.listen.producers, largest, self.plan.arriving)
         try:
-            return producers, Router(self.config.listen.trainers, (1 << 20) + self._largest_snapshot())
+            largest = (1 << 20) + self._largest_snapshot()
+            return producers, Router(self.config.listen.trainers, largest, ASKING)
         except Exception:
             producers.close()
             raise

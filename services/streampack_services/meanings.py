@@ -113,6 +113,7 @@ MEANINGS: dict[str, dict[str, str]] = {
     "Limits": {
         "sample_tokens": "a longer sample is over-long before it is sent",
         "chunk": "bytes of samples in one message at most; and a quarter of a partition's share of memory",
+        "peers": "producers at a time, and readers of a feed, at most",
     },
     "ProducerConfig": {
         "broker": "the producers' endpoint, or file:// and the rendezvous file",

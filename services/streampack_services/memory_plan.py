@@ -78,11 +78,12 @@ def plan(config: BrokerConfig) -> Plan:
             config.feeds[name].cp_layout,
             config.retain.checkpoints,
             config.feeds[name].on_rewind == "discard",
+            config.limits.peers,
         )
         for name, rules in feeds.items()
     )
     chunk = max(least, min(limit, quota * size // 4))
-    longest = Capacity(quota, sample, max(chunk // size, sample) * size)
+    longest = Capacity(quota, sample, max(chunk // size, sample) * size, config.limits.peers)
     return Plan(plans, longest, memory, size, block, chunk, max(4, ARRIVING_BYTES // chunk))
 
 

@@ -62,7 +62,7 @@ def read(path: Path) -> dict[str, Any] | None:
     """What the file says; None where it says nothing."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and "epoch" in found else None
 

@@ -59,6 +59,8 @@ from streampack.core.samples import SampleTable
 
 OfStream = SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded
 MAX_EPOCH = 2**62 - 1
+OUTBID_BY = 2**56
+"""Epochs are nanoseconds: a clock may have been two years ahead, but no peer can use up all that will ever be."""
 
 
 class Broker:
@@ -94,6 +96,7 @@ class Broker:
         self.foreign = 0
         """Messages of another run or broker."""
         self._refused = 0  # clients, before they came to a feed
+        self._highest_epoch = min(epoch + OUTBID_BY, MAX_EPOCH)
 
     def handle(self, event: Event) -> list[Effect]:
         """What to do about an event; never performs it."""
@@ -237,7 +240,8 @@ class Broker:
         if envelope.run != self.run or envelope.epoch <= self.epoch:
             return
         formed = any(feed.next_step for feed in self.feeds.values())
-        if not formed and envelope.epoch < MAX_EPOCH and not self.num_readers and not self.leases.num_producers:
+        believed = envelope.epoch < self._highest_epoch
+        if not formed and believed and not self.num_readers and not self.leases.num_producers:
             self.epoch = self.leases.epoch = envelope.epoch + 1
             for feed in self.feeds.values():
                 feed.readers.epoch = self.epoch

@@ -50,6 +50,8 @@ from streampack.core.starvation import Starvation, cause_of
 PING_S = 1.0
 RETRY_S = 2.0
 """After so long without progress, what is missing is asked for again."""
+MOST_AHEAD = 64
+"""Steps that a broker has ready at most, beyond those returned (``steps_ahead``): others are not kept."""
 GONE_S = 5.0
 """A broker that does not answer for so long is said to be silent."""
 SAID_S = 2.5
@@ -237,7 +239,8 @@ class ClientSession:
         return self._get()
 
     def _part(self, envelope: Envelope, message: StepPart) -> list[Effect]:
-        if message.step < self._have_upto:
+        wanted = self._have_upto <= message.step < self._done_upto + MOST_AHEAD
+        if not wanted or message.part >= max(message.parts, 1):  # had already; or what no broker sends
             return []
         self.wait = None
         self.patience.told(joining=False)

@@ -62,7 +62,7 @@ class Feed:
         )  # fmt: skip
         self.readers = Readers(
             run, epoch, name, rules, plan.layout, table, self.waiting_for, self.unfit, self.rewind, self.state_of,
-            self.commit,
+            self.commit, plan.max_readers,
         )  # fmt: skip
         self.readers.is_known = self.history.knows
         self._outbox = Outbox(self.readers, self.history, journal, leases)

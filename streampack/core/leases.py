@@ -99,6 +99,11 @@ class Leases(Sharing):
             return self.credits.send(peer, FAREWELL)
         if producers.is_replaced(hello.producer):
             return self._refuse(peer, "partition_taken", "got a producer whose partition another has taken since")
+        if len(producers) >= self._max_producers and producers.named(hello.producer) is producers.at(peer) is None:
+            return self._refuse(peer, "too_many", (
+                f"got one producer more than the {self._max_producers} that there may be at a time, expected no more: "
+                f"stop others, or raise limits.peers in broker.yaml"
+            ))  # fmt: skip
         claim = producers.claim(hello, self._now)
         if claim.refusal:
             return self._refuse(peer, "partition_taken", claim.refusal)

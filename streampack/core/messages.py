@@ -27,6 +27,8 @@ from streampack.core.starvation import Starvation
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Text = Annotated[str, Meta(max_length=2000)]
+Host = Annotated[str, Meta(max_length=255)]
+"""As long as a name of one may be: many are remembered."""
 Small = Annotated[int, Meta(ge=0, lt=2**20)]
 OVERLONG = "overlong"
 """Why a producer rejects what is too long even to be sent: counted with the over-long."""
@@ -60,7 +62,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 1
     producer: Name
-    host: Text
+    host: Host
     pid: Count
     offers: Annotated[list[Offer], Meta(max_length=MAX_STREAMS)]
 
@@ -288,7 +290,7 @@ class Attach(Message, frozen=True, kw_only=True):
     TYPE: ClassVar[int] = 20
     feed: Name
     reader: Name
-    host: Text
+    host: Host
     pid: Count
     mesh: Mesh
     next_step: Count

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from streampack.core.packers import joint
 from streampack.core.rules import Rules
 
+MAX_PEERS = 16_384
+
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What producers may send: ``quota_tokens`` of each partition wait for the merge at most, a sample has up to
-    ``max_sample_tokens``, a message up to ``max_chunk_bytes``."""
+    ``max_sample_tokens``, a message up to ``max_chunk_bytes``; ``max_peers`` of them are there at a time."""
 
     quota_tokens: int
     max_sample_tokens: int
     max_chunk_bytes: int
+    max_peers: int = MAX_PEERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class FeedPlan:
     """Committed checkpoints that trainers can go back to."""
     discards: bool = False
     """When they go back, pushed samples that came since are dropped."""
+    max_readers: int = MAX_PEERS
 
 
 def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from streampack.core.books import Books
 from streampack.core.messages import Hello, Offer
 
 HOSTS_SHOWN = 32
+MOST_CLAIMS = 4096
+"""That are remembered, and producers that lost theirs: names cost whoever invents them nothing."""
 CLAIM_S = 3.0
 """One that pushes has lost its partition to another that names it after so long."""
 
@@ -70,8 +72,8 @@ class Producers:
         self._named: dict[str, Producer] = {}
         self._names: dict[bytes, str] = {}  # by peer
         self._claims: dict[str, float] = {}  # when producers first named a partition that another holds
-        self._replaced: set[str] = set()
         self._left: dict[str, float] = {}  # when one that has gone was last heard, by stream
+        self._replaced: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._named)
@@ -146,6 +148,7 @@ class Producers:
             self._claims.pop(hello.producer, None)
             return Claim()
         since = self._claims.setdefault(hello.producer, now)
+        _forget_oldest(self._claims)
         for holder, offer in held:
             if holder.heard > since:
                 self._claims.pop(hello.producer)
@@ -158,7 +161,8 @@ class Producers:
         if len(silent) < len(held):
             return Claim(waits=True)
         self._claims.pop(hello.producer)
-        self._replaced.update(holder.name for holder in silent)
+        self._replaced |= dict.fromkeys(holder.name for holder in silent)
+        _forget_oldest(self._replaced)
         return Claim(silent=silent)
 
     # Sharing out
@@ -179,8 +183,10 @@ class Producers:
 
     def _even_out(self, able: list[str], open_: list[int]) -> list[Move]:
         moves: list[Move] = []
-        load = {name: [p for p in open_ if self.holder[p] == name] for name in able}
-        orphans = [p for p in open_ if self.holder[p] not in load]
+        load: dict[str | None, list[int]] = {name: [] for name in able}
+        orphans = list[int]()
+        for p in open_:
+            load.get(self.holder[p], orphans).append(p)
         while True:
             least = min(able, key=lambda name: len(load[name]))
             most = max(able, key=lambda name: len(load[name]))
@@ -197,6 +203,11 @@ class Producers:
         """Each partition of a pushed stream is the producer's that names it."""
         to = {p: named.get(p - mine.start) for p in mine}
         return [Move(p, name) for p, name in to.items() if name != self.holder[p]]
+
+
+def _forget_oldest(names: dict[str, Any]) -> None:
+    while len(names) > MOST_CLAIMS:
+        del names[next(iter(names))]
 
 
 def refusal(offer: Offer, books: Books) -> tuple[str, str] | None:

@@ -27,6 +27,7 @@ from streampack.core.messages import (
     State,
     Who,
 )
+from streampack.core.plan import MAX_PEERS
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 from streampack.core.seats import Reader, refusal
@@ -36,6 +37,12 @@ from streampack.core.steps import Step
 
 TELL_S = 1.0
 """Readers that wait are told what for this often, and when they ping."""
+MOST_BROUGHT = 4
+"""Snapshots of checkpoints, each of megabytes perhaps, that readers wait with: those of an attempt bring one."""
+TOO_MANY = (
+    f"got a snapshot that differs from those of {MOST_BROUGHT} checkpoints that other readers have brought, expected "
+    f"all ranks to bring the same: load one checkpoint on every rank"
+)
 SILENT_S = 15.0
 """A reader not heard of for so long has lost its rank."""
 
@@ -53,12 +60,13 @@ class Readers(Attempts):
         waiting_for: Callable[[], Missing], unfit: Callable[[int, Snapshot | None], tuple[str, str] | None],
         rewind: Callable[[int, Snapshot | None, bool], list[Effect]],
         state_of: Callable[[int], State | list[Effect]], commit: Callable[[int], list[Effect]],
+        max_readers: int = MAX_PEERS,
     ) -> None:  # fmt: skip
         super().__init__(run, epoch, feed, rules, layout, table, waiting_for, unfit, rewind)
-        self._state_of, self._commit = state_of, commit
+        self._state_of, self._commit, self._max_readers = state_of, commit, max_readers
         self._asked: dict[bytes, int] = {}  # a step whose state a peer waits for
         self._commits: dict[bytes, int] = {}  # what a peer waits to hear that it is committed
-        self._brought: Snapshot | None = None
+        self._brought: list[Snapshot] = []  # of checkpoints, each kept once
         self._told = 0.0
 
     # What the feed adds
@@ -97,7 +105,10 @@ class Readers(Attempts):
         self._now = now
         message = envelope.message
         if isinstance(message, Attach):
-            return self._attach(peer, self._shared(message))
+            shared = self._shared(message)
+            if shared is None:
+                return self._reject(peer, "snapshot", TOO_MANY, message.mesh, message.host)
+            return self._attach(peer, shared)
         if isinstance(message, Bye):
             return self.leave(peer, message.reason or "said goodbye")
         reader = self._seats.at(peer)
@@ -171,6 +182,11 @@ class Readers(Attempts):
         unfit = refusal(message, self._rules, self._layout)
         if unfit:
             return self._reject(peer, "mesh", unfit, message.mesh, message.host)
+        if len(self._seats) >= self._max_readers and reader is None:
+            return self._reject(peer, "too_many", (
+                f"got one reader more than the {self._max_readers} that may read feed {self._feed!r} at a time, "
+                f"expected no more: stop the others, or raise limits.peers in broker.yaml"
+            ), message.mesh, message.host)  # fmt: skip
         if message.ready and (gone := self._unfit(message.next_step, message.snapshot)):
             return self._reject(peer, *gone, message.mesh, message.host)
         effects = [] if reader is None else self._leave(reader, "it took another rank")
@@ -184,12 +200,20 @@ class Readers(Attempts):
         self._seats.add(reader)
         return effects + (self._wait(reader) if self._seats.in_the_way(reader) else self._seat(reader))
 
-    def _shared(self, message: Attach) -> Attach:
-        """All ranks bring the same snapshot: it is kept once."""
-        if message.snapshot is None or message.snapshot != self._brought:
-            self._brought = message.snapshot or self._brought
+    def _shared(self, message: Attach) -> Attach | None:
+        """All ranks bring the same snapshot: it is kept once. None where others have brought ``MOST_BROUGHT`` that
+        differ, and still wait with them."""
+        if message.snapshot is None:
             return message
-        return msgspec.structs.replace(message, snapshot=self._brought)
+        for known in self._brought:
+            if known == message.snapshot:
+                return msgspec.structs.replace(message, snapshot=known)
+        held = {id(reader.snapshot) for reader in self._seats}
+        self._brought = [known for known in self._brought if id(known) in held]
+        if len(self._brought) >= MOST_BROUGHT:
+            return None
+        self._brought.append(message.snapshot)
+        return message
 
     def _again(self, reader: Reader, peer: bytes, message: Attach) -> list[Effect]:
         """Said again, or it is ready now, or for another round; an older copy of what it said changes nothing."""

@@ -36,6 +36,7 @@ class Sharing:
 
     def __init__(self, run: int, epoch: int, capacity: Capacity, journal: Journal) -> None:
         self.quota_tokens, self._journal = capacity.quota_tokens, journal
+        self._max_producers = capacity.max_peers
         self.books = Books(run, capacity.quota_tokens, journal)
         self.producers = Producers(self.books)
         self.credits = Credits(run, epoch, capacity, self.books, self.producers, journal)

@@ -1,0 +1,177 @@
+"""What is remembered of others is bounded: how many they are, what they say of themselves, what they bring."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from streampack import wire
+from streampack.core import producers, readers
+from streampack.core.broker import OUTBID_BY, Broker
+from streampack.core.effects import FromProducer, FromTrainer, SendProducer, SendTrainer
+from streampack.core.events import Effect, Tick
+from streampack.core.messages import Attach, Attached, Bye, Envelope, Hello, Lease, Mesh, Message, Offer, Reject
+from streampack.core.plan import Capacity, FeedPlan, needed_tokens
+from streampack.core.rules import Rules, StreamRules
+from streampack.core.snapshot import Snapshot
+from streampack.errors import WireError
+from tests.core.live import Live
+
+RUN, EPOCH, MOST = 9, 1000, 3
+M = TypeVar("M", bound=Message)
+
+
+class Bench:
+    """A broker that remembers ``MOST`` peers, of a stream that is read, ``a``, and one that is pushed, ``p``."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self.rules = Rules(
+            budget=16, packs=4, window=4, merge="arrival",
+            streams=(StreamRules("a", 1.0, 2), StreamRules("p", 1.0, 1, pushed=True)),
+        )  # fmt: skip
+        plan = FeedPlan("train", self.rules, needed_tokens(self.rules, 32), max_readers=most)
+        self.core = Broker(run=RUN, epoch=EPOCH, feeds=[plan], capacity=Capacity(64, 32, 128, most))
+        self.effects: list[Effect] = self.core.begin()
+
+    def say(
+        self, side: type[FromProducer | FromTrainer], peer: bytes, message: Message, run: int = 0, epoch: int = 0
+    ) -> None:
+        envelope = Envelope(run=run, epoch=epoch, fence=0, message=message)
+        self.effects = self.core.handle(side(peer, envelope))
+
+    def heard(self, peer: bytes, kind: type[M]) -> list[M]:
+        """In answer to what was said last."""
+        sent = [e for e in self.effects if isinstance(e, SendProducer | SendTrainer) and e.peer == peer]
+        return [e.envelope.message for e in sent if isinstance(e.envelope.message, kind)]
+
+
+def hello(name: str, offer: Offer | None = None) -> Hello:
+    return Hello(producer=name, host="h", pid=1, offers=[offer or Offer(stream="a", source_digest="d")])
+
+
+def attach(name: str, rank: int = 0, dp: int = 4, **more: Any) -> Attach:
+    mesh = Mesh(dp=dp, dp_rank=rank)
+    return Attach(**{"feed": "train", "reader": name, "host": "h", "pid": 1, "mesh": mesh, "next_step": 0, **more})
+
+
+def test_producers_beyond_the_limit_are_refused_until_one_has_left() -> None:
+    bench = Bench()
+    for n in range(MOST + 100):
+        bench.say(FromProducer, b"%d" % n, hello(f"producer{n}"))
+    assert bench.core.leases.num_producers == MOST
+    (refused,) = bench.heard(b"%d" % n, Reject)
+    assert refused.code == "too_many"
+    assert f"more than the {MOST} that there may be at a time" in refused.detail
+    bench.say(FromProducer, b"0", hello("producer0"))
+    assert not bench.heard(b"0", Reject), "one that is there may say again that it is"
+    bench.say(FromProducer, b"0", hello("producer of another name"))
+    assert not bench.heard(b"0", Reject), "its peer has one place"
+    assert bench.core.leases.num_producers == MOST
+    bench.say(FromProducer, b"1", Bye(reason="goodbye"))
+    bench.say(FromProducer, b"last", hello("last"))
+    assert not bench.heard(b"last", Reject)
+
+
+def test_readers_beyond_the_limit_are_refused_until_one_has_left() -> None:
+    bench = Bench()
+    for n in range(MOST + 100):
+        bench.say(FromTrainer, b"%d" % n, attach(f"reader{n}", n % 4))
+    assert bench.core.num_readers == MOST
+    (refused,) = bench.heard(b"%d" % n, Reject)
+    assert refused.code == "too_many"
+    assert "raise limits.peers in broker.yaml" in refused.detail
+    bench.say(FromTrainer, b"0", attach("reader0", 0))
+    assert not bench.heard(b"0", Reject)
+    bench.say(FromTrainer, b"1", Bye())
+    bench.say(FromTrainer, b"last", attach("last", 1))
+    assert bench.heard(b"last", Attached)
+
+
+def test_names_that_claim_a_partition_are_forgotten_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(producers, "MOST_CLAIMS", 10)
+    bench, mine = Bench(), Offer(stream="p", source_digest="d", partition=0)
+    bench.say(FromProducer, b"0", hello("holder", mine))
+    assert bench.heard(b"0", Lease)
+    for n in range(100):
+        bench.say(FromProducer, b"x", hello(f"other{n}", mine))
+    assert list(bench.core.leases.producers._claims) == [f"other{n}" for n in range(90, 100)]
+    for n in range(100):  # each in turn takes it over from one that is silent
+        for _ in range(3):
+            now = bench.core._now + producers.CLAIM_S + 1
+            bench.core.handle(Tick(now))
+            bench.say(FromProducer, b"y%d" % n, hello(f"taker{n}", mine))
+        assert bench.core.leases.producers.named(f"taker{n}") is not None
+    assert len(bench.core.leases.producers._replaced) == 10
+
+
+def test_snapshots_that_differ_are_held_for_a_few_readers_at_a_time() -> None:
+    rules = Rules(budget=16, packs=4, window=4, streams=(StreamRules("a", 1.0, 2),))
+    live = Live(rules, {"a": [[5] * 60, [5] * 60]})
+    live.read(3)
+    taken = live.state(3).snapshot
+    assert taken is not None
+    some = [other(taken, n) for n in range(20)]
+    plan = FeedPlan("train", rules, live.memory)
+    broker = Broker(run=RUN, epoch=EPOCH, feeds=[plan], capacity=Capacity(64, 16, 1 << 20))
+    broker.begin()
+    said: dict[bytes, Any] = {}
+    for n, given in enumerate([*some, *some[: readers.MOST_BROUGHT]]):
+        peer = b"%d" % n
+        message = attach(f"reader{n}", n % 3, 4, next_step=3, snapshot=given)  # rank 3 never comes
+        effects = broker.handle(FromTrainer(peer, Envelope(run=0, epoch=0, fence=0, message=message)))
+        said[peer] = [e.envelope.message for e in effects if isinstance(e, SendTrainer)]
+    refused = [n for n, (peer, messages) in enumerate(said.items()) if any(isinstance(m, Reject) for m in messages)]
+    assert refused == list(range(readers.MOST_BROUGHT, 20)), said
+    held = {id(reader.snapshot) for reader in broker.feeds["train"].readers._seats}
+    assert len(held) == readers.MOST_BROUGHT
+
+
+def other(taken: Snapshot, skip: int) -> Snapshot:
+    """One that differs, and is as sound."""
+    return msgspec.structs.replace(taken, skips=[(1000 + skip, 1000 + skip)])
+
+
+def test_what_a_peer_says_of_its_host_is_short() -> None:
+    for message in (hello("p"), attach("r")):
+        fits = msgspec.structs.replace(message, host="h" * 255)
+        wire.decode(wire.encode(Envelope(run=0, epoch=0, fence=0, message=fits)))
+        long = msgspec.structs.replace(message, host="h" * 256)
+        with pytest.raises(WireError, match="<= 255"):
+            wire.decode(wire.encode(Envelope(run=0, epoch=0, fence=0, message=long)))
+
+
+def test_no_peer_can_use_up_the_epochs_that_will_ever_be() -> None:
+    bench = Bench()
+    bench.say(FromTrainer, b"1", attach("r", feed="none"), run=RUN, epoch=wire.MAX_FENCE - 1)
+    assert bench.core.epoch == EPOCH
+    assert bench.core.foreign == 1
+    for n in range(1, 70):
+        bench.say(FromTrainer, b"1", attach("r", feed="none"), run=RUN, epoch=bench.core.epoch + 2**n)
+    assert EPOCH < bench.core.epoch <= EPOCH + OUTBID_BY
+
+
+def test_a_peer_that_invents_reasons_makes_few_labels() -> None:
+    """Each is a label of a metric, and is kept."""
+    counts = Bench().core.feeds["train"].planner.admission.counts[0]
+    from streampack.core.admission import MAX_REASONS, _count_reasons
+
+    for n in range(10_000):
+        _count_reasons(counts, {f"reason{n}": 1})
+    assert len(counts.rejected) == MAX_REASONS + 1
+    assert sum(counts.rejected.values()) == 10_000
+
+
+def test_partitions_are_shared_out_evenly_among_as_many_producers_as_there_may_be() -> None:
+    bench = Bench(most=500)
+    for n in range(500):
+        bench.say(FromProducer, b"%d" % n, hello(f"producer{n}"))
+    holders = [name for name in bench.core.leases.producers.holder if name is not None]
+    assert np.unique(holders).tolist() == ["producer0", "producer1"]
+
+
+def test_a_plan_says_how_many_may_come() -> None:
+    assert {f.name: f.default for f in dataclasses.fields(Capacity)}["max_peers"] == 16_384
