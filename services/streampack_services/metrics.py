@@ -297,6 +297,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("readers_connected", "gauge", "Ranks attached.",
            lambda snapshot: [((name,), float(len(feed["readers"]))) for name, feed in snapshot["feeds"].items()],
            ("feed",)),
+    Metric("readers_expected", "gauge", "Ranks of the trainers' mesh that read.", _of_feeds("num_ranks"), ("feed",)),
     Metric("round", "gauge", "Iteration over the feed that is served, from 0.", _of_feeds("round"), ("feed",)),
     Metric("held_tokens", "gauge", "Tokens merged and not yet returned by all ranks.", _of_feeds("held_tokens"),
            ("feed",)),

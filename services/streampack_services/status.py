@@ -148,6 +148,7 @@ class Reporter:
             "lengths": feed.figures.lengths.rows(),
             "tokens_per_s": self._rate(now, feed),
             "readers": self._rows_of(now, feed),
+            "num_ranks": readers.num_ranks,
             "all_ranks_attached": readers.joined,
             "window": {
                 "samples": feed.planner.former.num_samples,

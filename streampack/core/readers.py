@@ -170,6 +170,11 @@ class Readers(Attempts):
         """Processes that hold or claim a rank."""
         return len(self._seats)
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the mesh that read, whether they are there or not; 0 before the first one came."""
+        return self._seats.num_ranks
+
     # Taking a rank
 
     def _attach(self, peer: bytes, message: Attach) -> list[Effect]:

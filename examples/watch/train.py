@@ -1,0 +1,18 @@
+"""Two ranks that train on nothing, 20 steps a second, for ``README.md``, "Running it": ``python train.py``."""
+
+import threading
+import time
+
+import streampack
+
+
+def train(rank):
+    with streampack.connect("tcp://127.0.0.1:7402", mesh={"dp": 2, "dp_rank": rank}, format="numpy") as loader:
+        for step in loader.steps():
+            time.sleep(0.05)  # a model
+            if rank == 0 and step.index % 100 == 99:
+                loader.commit(step.index)  # a checkpoint
+
+
+for rank in range(2):
+    threading.Thread(target=train, args=(rank,)).start()

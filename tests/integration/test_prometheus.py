@@ -1,0 +1,163 @@
+"""The README's "Running it", typed as it stands, with a real Prometheus: its alert fires and clears, and every
+expression of the dashboard and of the alerts has an answer.
+
+In place of the README's are ports and folders, and times: scraped twice a second, an alert of a minute after seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from streampack_services import dashboard
+
+from tests.integration.programs import program
+from tests.integration.running import PATIENCE_S, folder, until
+
+ROOT = Path(__file__).parents[2]
+WALK = (ROOT / "README.md").read_text().partition("\n## Running it\n")[2].partition("\n## ")[0]
+BLOCKS: list[str] = re.findall(r"^```bash\n(.*?)^```", WALK, re.M | re.S)
+PORTS = ("7400", "7401", "7402", "9090")
+SHOWN = {"$__rate_interval": "10s", "$instance": ".+", "$feed": ".+", "$run": ".+"}
+"""What Grafana would put in place of its variables."""
+
+
+class Walk:
+    """A shell that is told the README's blocks one by one, as its reader would."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.ports = path, dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+        for name in ("examples/watch", "deploy/prometheus"):
+            shutil.copytree(ROOT / name, path / name)
+        for file in (path / "examples/watch").iterdir():
+            file.write_text(self._here(file.read_text()))
+        self._hasten()
+        environ = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        self.out = path / "out"
+        with self.out.open("w") as out:
+            self.shell = subprocess.Popen(
+                ["bash", "-u"], stdin=subprocess.PIPE, stdout=out, stderr=out, text=True, cwd=ROOT, env=environ
+            )
+
+    def _here(self, text: str) -> str:
+        """Ports and folders of this test; files of the checkout are read where they are."""
+        for port, free in self.ports.items():
+            text = text.replace(port, str(free))
+        text = text.replace("/tmp/streampack-watch", str(self.path))
+        return re.sub(r"(?<![\w/])(examples/watch|deploy/prometheus)/", rf"{self.path}/\1/", text)
+
+    def _hasten(self) -> None:
+        config = self.path / "deploy/prometheus/prometheus.yaml"
+        tree = yaml.safe_load(self._here(config.read_text()))
+        tree["global"] = dict.fromkeys(tree["global"], "500ms")
+        config.write_text(yaml.safe_dump(tree))
+        rules = self.path / "deploy/prometheus/alerts.yaml"
+        tree = yaml.safe_load(rules.read_text())
+        (silent,) = [rule for group in tree["groups"] for rule in group["rules"] if rule["alert"] == "StreamSilent"]
+        assert "> 60" in silent["expr"]
+        silent |= {"expr": silent["expr"].replace("> 60", "> 3"), "for": "1s"}
+        rules.write_text(yaml.safe_dump(tree))
+
+    def type(self, block: str) -> None:
+        assert self.shell.stdin is not None
+        self.shell.stdin.write(self._here(block))
+        self.shell.stdin.flush()
+
+    def close(self) -> None:
+        """End what the blocks have started, by the shell that knows it, and wait until it is gone."""
+        assert self.shell.stdin is not None
+        self.type("kill -9 $(jobs -p) 2>/dev/null; wait\n")
+        self.shell.stdin.close()
+        self.shell.wait(PATIENCE_S)
+
+    @property
+    def said(self) -> str:
+        return self.out.read_text()
+
+    def asked(self, expression: str) -> list[Any]:
+        """What Prometheus answers to an expression; nothing while it starts."""
+        query = urllib.parse.urlencode({"query": expression})
+        try:
+            url = f"http://127.0.0.1:{self.ports['9090']}/api/v1/query?{query}"
+            with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+                found: list[Any] = json.load(answer)["data"]["result"]
+                return found
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code != 503:
+                    pytest.fail(f"{expression}: {error.read().decode()}")
+        except urllib.error.URLError:
+            pass
+        return []
+
+    def firing(self) -> list[dict[str, str]]:
+        """The labels of the alerts that fire."""
+        return [each["metric"] for each in self.asked('ALERTS{alertstate="firing"}')]
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def without_figures(text: str) -> set[str]:
+    """The lines of it."""
+    return {re.sub(r"\d[\d. ms]*", "N", line.strip()) for line in text.splitlines()}
+
+
+@pytest.fixture(scope="module")
+def walk() -> Iterator[Walk]:
+    """The broker, both producers, two ranks and Prometheus, as the first block starts them."""
+    program("prometheus"), program("promtool")
+    with folder() as path:
+        found = Walk(path)
+        try:
+            found.type(BLOCKS[0])
+            until(lambda: bool(found.asked("streampack_reader_returned_steps > 0")))
+            yield found
+        finally:
+            found.close()
+
+
+def test_every_expression_of_the_dashboard_and_of_the_alerts_has_an_answer(walk: Walk) -> None:
+    until(lambda: bool(walk.asked("streampack_committed_step")))
+    expressions = [target["expr"] for panel in dashboard.dashboard()["panels"] for target in panel.get("targets", ())]
+    for variable, value in SHOWN.items():
+        expressions = [expression.replace(variable, value) for expression in expressions]
+    assert [each for each in expressions if not walk.asked(each)] == []
+    assert walk.firing() == []
+
+
+def test_a_killed_producer_is_an_alert_until_another_one_comes(walk: Walk) -> None:
+    _, look, woken, again, end = BLOCKS
+    kill, ask = woken.splitlines(keepends=True)
+    walk.type(look)
+    walk.type(kill)
+    until(lambda: bool(walk.firing()))
+    walk.type(ask)
+    until(lambda: '"state": "firing"' in walk.said)
+    (shown,) = re.findall(r'^```\n("annotations".*?)^```', WALK, re.M | re.S)
+    assert without_figures(shown) - without_figures(walk.said) == set()
+    walk.type(again)
+    until(lambda: not walk.firing())
+    walk.type(end)
+    until(lambda: "broker: draining" in walk.said)
+    assert 'streampack_stream_producers{stream="code"} 1.0' in walk.said
+    assert '{cause="stream"} =>' in walk.said
+    assert not re.search("no such job|not found|No such file", walk.said)
