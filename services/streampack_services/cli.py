@@ -21,7 +21,7 @@ from msgspec.structs import replace
 import streampack
 from streampack.core.rules import PackerName
 from streampack.errors import InternalError, StreampackError
-from streampack_services import cli_audit, cli_control, cli_keys, cli_plan, logs
+from streampack_services import cli_audit, cli_control, cli_export, cli_keys, cli_plan, logs
 
 app = typer.Typer(
     name="streampack", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -322,4 +322,5 @@ app.command()(cli_audit.replay)
 app.add_typer(cli_audit.ledger, name="ledger")
 app.add_typer(cli_control.settings, name="set")
 app.command()(cli_control.skip)
+app.command()(cli_export.export)
 app.add_typer(cli_keys.keys, name="keys")

@@ -31,7 +31,7 @@ from tests.integration.running import (
 
 COMMANDS = (
     "broker", "produce", "run", "status", "health", "check", "demo", "plan", "report", "why", "replay", "ledger", "set",
-    "skip",
+    "skip", "export",
 )  # fmt: skip
 BROKER = {
     "run": "shown",

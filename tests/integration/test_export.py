@@ -1,0 +1,116 @@
+"""``streampack export``: what it fills in, what it refuses, and that an installed package has all of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from streampack_services.export import FILES, IMAGE, PLACES, RUN, limit_gib
+
+from streampack.config_files import read_broker
+from tests.integration.running import in_process, the_error, write
+
+ROOT = Path(__file__).parents[2]
+
+
+def exported(what: str, folder: Path, *options: str | Path) -> Path:
+    result = in_process("export", what, folder, *options)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A user's broker.yaml."""
+    return write(
+        tmp_path / "mine.yaml",
+        {"run": "sft-8b", "memory": "16GiB", "listen": {"http": "127.0.0.1:1", "token_file": "mine.token"},
+         "state_dir": "x", "rules": {"budget": 4096}, "streams": {"code": {}}},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("what", [name for name, place in PLACES.items() if "config" in place.options])
+def test_ones_own_configuration_takes_the_examples_place_but_for_where_things_are(
+    what: str, mine: Path, tmp_path: Path
+) -> None:
+    folder = exported(what, tmp_path / "out", "-c", mine)
+    found = {path: read_broker(path) for path in folder.rglob("broker.yaml")}
+    assert found
+    for path, config in found.items():
+        assert (config.run, config.rules.budget, list(config.streams)) == ("sft-8b", 4096, ["code"])
+        assert config.listen.http != "127.0.0.1:1"
+        assert config.listen.token_file == "mine.token", "nobody is let in who was not"
+        assert config.state_dir != "x", path
+    text = "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
+    assert RUN not in text.replace("my-run reads", "")
+    limit = limit_gib(read_broker(mine))
+    assert f"memory: {limit}Gi" in text or what != "k8s"
+    assert f"mem_limit: {limit}g" in text or what != "compose"
+
+
+def test_options_are_filled_in_everywhere(tmp_path: Path) -> None:
+    options = ("--image", "registry:5000/streampack:1.0", "--namespace", "training", "--run", "sft")
+    folder = exported("k8s", tmp_path, *options)
+    text = "".join(path.read_text() for path in folder.rglob("*.yaml"))
+    assert IMAGE not in text
+    assert RUN not in text
+    assert text.count("image: registry:5000/streampack:1.0") == 7
+    assert text.count("namespace: training") == 2
+    assert text.count("run: sft") == 2
+
+
+def test_nothing_is_written_over_unless_it_is_asked_for(tmp_path: Path) -> None:
+    exported("slurm", tmp_path)
+    (tmp_path / "steps.sbatch").write_text("mine")
+    (tmp_path / "run.sbatch").unlink()
+    assert "got a file that is there already" in the_error(in_process("export", "slurm", tmp_path), 2)
+    assert not (tmp_path / "run.sbatch").exists()
+    exported("slurm", tmp_path, "--force")
+    assert (tmp_path / "steps.sbatch").read_text() == (FILES / "slurm/steps.sbatch").read_text()
+
+
+def test_what_is_written_is_listed(tmp_path: Path) -> None:
+    result = in_process("export", "alerts", tmp_path / "new", "--json")
+    said = json.loads(result.stdout)
+    assert set(said) == {"files", "next"}
+    assert sorted(map(Path, said["files"])) == sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    assert "rule_files" in said["next"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("helm",), "expected one of docker, compose, k8s"),
+        (("alerts", "--image", "x"), "--image: means nothing to alerts"),
+        (("k8s", "--run", "a b"), "--run: got 'a b'"),
+        (("slurm", "--config", "none.yaml"), "none.yaml"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    assert said in the_error(in_process("export", words[0], tmp_path / "out", *words[1:]), 2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wheel_has_all_of_it(tmp_path: Path) -> None:
+    """Built of a copy: building leaves folders beside what it builds."""
+    source = tmp_path / "source"
+    source.mkdir()
+    names = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "services", "streampack", "deploy")
+    subprocess.run(["cp", "-R", *(ROOT / name for name in names), source], check=True)
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(installed)
+    there = installed / "streampack_services/deploy"
+    expected = {path.relative_to(FILES) for path in FILES.rglob("*") if path.is_file()}
+    assert {path.relative_to(there) for path in there.rglob("*") if path.is_file()} == expected
+    words = [sys.executable, "-m", "streampack", "export", "docker", str(tmp_path / "out")]
+    subprocess.run(words, cwd=tmp_path, env={"PYTHONPATH": str(installed)}, check=True, capture_output=True)
+    version = wheel.name.split("-")[1]
+    assert f'STREAMPACK="streampack[service]=={version}"' in (tmp_path / "out/Dockerfile").read_text()
