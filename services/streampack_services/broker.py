@@ -52,6 +52,7 @@ from streampack.core.plan import needed_tokens
 from streampack.errors import InternalError, WireError
 from streampack.transport import Poller, Router, Waker, drain
 from streampack_services.arena import Arena
+from streampack_services.flood import Budget
 from streampack_services.keeper import Keeper
 from streampack_services.memory_plan import plan
 from streampack_services.status import Reporter, Snapshot
@@ -101,6 +102,7 @@ class BrokerService:
         self.ready = False
         self.damaged = 0
         self._say_damaged_at = 0.0
+        self._lines = Budget()
         self.unsent = 0
         self.form_seconds = 0.0
         self.tokens_sent = 0
@@ -307,9 +309,16 @@ class BrokerService:
             if future.set_running_or_notify_cancel():  # else nobody waits any more
                 future.set_result(effect)
         elif isinstance(effect, Report):
-            log.log(logging.getLevelName(effect.level.upper()), effect.text, extra={"about": effect.about})
+            self._report(effect)
         else:
             raise InternalError(f"got effect {type(effect).__name__}, which nobody performs")
+
+    def _report(self, report: Report) -> None:
+        if report.level != "error" and not self._lines.lets(time.monotonic()):
+            return
+        if held_back := self._lines.take_held_back():
+            log.warning("peers have caused %d lines more, which are not shown", held_back)
+        log.log(logging.getLevelName(report.level.upper()), report.text, extra={"about": report.about})
 
     def _perform_on_log(self, effect: Append | Recall | Cut) -> None:
         if self.keeper is None:

@@ -26,6 +26,7 @@ from streampack.errors import ConfigError, UserError
 from streampack_services import control
 from streampack_services.control import Asking
 from streampack_services.http_guard import Guard, is_loopback
+from streampack_services.http_limits import Bounded
 from streampack_services.logs import Ring
 from streampack_services.metrics import registry
 from streampack_services.status import Snapshot
@@ -104,7 +105,9 @@ class HttpServer:
             uvicorn.Config(
                 Guard(make_app(snapshot, asking, anybody, ring), token, is_loopback(bound_to)),
                 log_config=None,
-                log_level="warning",
+                log_level="error",  # a warning is of what a client sends: it may send any number
+                http=Bounded,
+                ws="none",
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=1,

@@ -300,7 +300,7 @@ class Attach(Message, frozen=True, kw_only=True):
     ready: bool = True
     lineage: Count = 0
     snapshot: Snapshot | None = None
-    going_on: Annotated[int, Meta(ge=-1)] = -1
+    going_on: Annotated[int, Meta(ge=-1, lt=2**62)] = -1
     variable_lengths: bool = False
 
 

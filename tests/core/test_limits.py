@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import pytest
+from streampack_services import flood
 
 from streampack import wire
 from streampack.core import producers, readers
@@ -175,3 +176,12 @@ def test_partitions_are_shared_out_evenly_among_as_many_producers_as_there_may_b
 
 def test_a_plan_says_how_many_may_come() -> None:
     assert {f.name: f.default for f in dataclasses.fields(Capacity)}["max_peers"] == 16_384
+
+
+def test_lines_that_peers_cause_are_bounded_and_counted() -> None:
+    budget = flood.Budget()
+    assert sum(budget.lets(100.0) for _ in range(100_000)) == flood.MOST
+    assert budget.take_held_back() == 100_000 - flood.MOST
+    assert sum(budget.lets(101.0 + n / 1000) for n in range(10_000)) == pytest.approx(11 * flood.A_SECOND, abs=2)
+    assert budget.take_held_back() > 0
+    assert budget.take_held_back() == 0

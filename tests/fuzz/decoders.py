@@ -17,7 +17,22 @@ from streampack_services import rendezvous, segments
 
 from streampack import checkpoint, client, wire
 from streampack.config_files import read_either
-from streampack.core.messages import ALL, Envelope
+from streampack.core.messages import (
+    ALL,
+    AskState,
+    Bye,
+    Commit,
+    Committed,
+    Done,
+    Envelope,
+    Fenced,
+    Mark,
+    Message,
+    ProducerPing,
+    Reject,
+    Sent,
+    State,
+)
 from streampack.core.rules import Rules
 from streampack.errors import LogDamaged, StateError, StreampackError, Unreachable, WireError
 from streampack.shared_memory import MAGIC, SPEAKS, Known, Link, Slots
@@ -32,8 +47,8 @@ _HERE = Path(_FOLDER.name)
 """For files that a target must have."""
 
 
-def _messages() -> list[Envelope]:
-    """One of each type that is said in a run, and some more."""
+def messages() -> list[Envelope]:
+    """One of each type."""
     said = [envelope for heard in honest().stage.said.values() for envelope in heard]
     found = {type(envelope.message): envelope for envelope in said}
     for given in honest().said:
@@ -43,6 +58,15 @@ def _messages() -> list[Envelope]:
             found.setdefault(
                 kind, Envelope(run=RUN, epoch=7, fence=1, message=message, payload=tuple(given[8]))
             )  # fmt: skip
+    state = honest().stage.core.feeds["train"].state_of(4)
+    others: list[Message] = [
+        Sent(stream="a", partition=0, next_seq=3), Mark(stream="p", partition=0, number=0, seq=3, batch=7),
+        Reject(code="mesh", detail="no"), Done(), AskState(feed="train", step=2), Commit(feed="train", step=2),
+        Committed(feed="train", step=2), Fenced(feed="train", detail="over"), Bye(reason="goodbye"),
+        ProducerPing(producer="x"), *([state] if isinstance(state, State) else []),
+    ]  # fmt: skip
+    for message in others:
+        found.setdefault(type(message), Envelope(run=RUN, epoch=7, fence=1, message=message))
     return list(found.values())
 
 
@@ -54,7 +78,7 @@ def _frames(tree: Any) -> list[bytes]:
 
 
 def _frame_seeds() -> list[bytes]:
-    return [packed([bytes(memoryview(frame)) for frame in wire.encode(envelope)]) for envelope in _messages()]
+    return [packed([bytes(memoryview(frame)) for frame in wire.encode(envelope)]) for envelope in messages()]
 
 
 def _run_frames(data: bytes) -> None:
@@ -71,7 +95,7 @@ def _run_frames(data: bytes) -> None:
 
 def _typed_seeds() -> list[bytes]:
     found = []
-    for envelope in _messages():
+    for envelope in messages():
         header, meta, *payload = (bytes(memoryview(frame)) for frame in wire.encode(envelope))
         found.append(packed([envelope.message.TYPE, unpacked(meta), payload, header[8:32]]))
     return found

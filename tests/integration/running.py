@@ -89,7 +89,8 @@ class RunningBroker(Daemon):
     """``streampack broker`` on free ports, ready; ``settings`` are broker.yaml's."""
 
     num_steps = 0
-    """For a test to note how many it read."""
+    chain = ""
+    """For a test to note how many it read, and their digest."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], *arguments: str) -> None:
         self.rendezvous = folder / "streampack.json"
