@@ -1,4 +1,5 @@
-"""The broker's HTTP side: metrics, probes and status, from its last snapshot; and what is asked of it (``control``).
+"""The broker's HTTP side: the live page (``page``), metrics, probes and status, from its last snapshot; and what is
+asked of it (``control``).
 
 Runs in a thread of its own beside the broker and only reads, but for what it passes on. ``/livez`` says whether the
 broker's loop still turns and depends on nobody else; ``/readyz`` whether it serves: not while it
@@ -13,18 +14,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from html import escape
 
+import msgspec
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from streampack.errors import ConfigError, UserError
-from streampack_services import control
+from streampack_services import control, page
 from streampack_services.control import Asking
+from streampack_services.history import History
 from streampack_services.http_guard import Guard, is_loopback
 from streampack_services.http_limits import Bounded
 from streampack_services.logs import Ring
@@ -33,27 +35,18 @@ from streampack_services.status import Snapshot
 
 STUCK_AFTER_S = 30.0
 """A loop that has taken no snapshot for so long is stuck."""
-_PATHS = ("/status", "/events", "/metrics", "/readyz", "/livez")
 
 
 def make_app(
-    snapshot: Callable[[], Snapshot], asking: Asking | None = None, anybody: bool = False, ring: Ring | None = None
-) -> Starlette:
+    snapshot: Callable[[], Snapshot], history: History, asking: Asking | None = None, anybody: bool = False,
+    ring: Ring | None = None,
+) -> Starlette:  # fmt: skip
     """The application; ``snapshot()`` is the last one taken, and may come from any thread.
 
     With ``asking`` changes may be asked for, from other hosts too with ``anybody``. The last events are those of
     ``ring``.
     """
     own = registry(snapshot)
-
-    def home(_: Request) -> Response:
-        now = snapshot()
-        links = "".join(f'<li><a href="{path}">{path}</a></li>' for path in _PATHS)
-        title = f"streampack: run {escape(now['run'])}, feeds {escape(', '.join(now['feeds']))}"
-        return HTMLResponse(
-            f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>'
-            f"<body><h1>{title}</h1><p>The broker is {escape(now['state'])}.</p><ul>{links}</ul></body></html>\n"
-        )
 
     def metrics(_: Request) -> Response:
         return Response(generate_latest(own), media_type=CONTENT_TYPE_LATEST)
@@ -69,8 +62,14 @@ def make_app(
         now = snapshot()
         return PlainTextResponse("ready\n") if now["ready"] else PlainTextResponse(f"not ready: {now['state']}\n", 503)
 
+    said = (Snapshot(), b"")
+
     def status(_: Request) -> Response:
-        return JSONResponse(snapshot())
+        nonlocal said
+        now = snapshot()
+        if now is not said[0]:  # each snapshot is put into bytes once, however many ask
+            said = now, msgspec.json.encode(now)
+        return Response(said[1], media_type="application/json")
 
     def events(request: Request) -> Response:
         since = request.query_params.get("since", "0")
@@ -79,10 +78,8 @@ def make_app(
             return JSONResponse({"error": error}, 400)
         return JSONResponse(ring.since(int(since)) if ring is not None else [])
 
-    handlers = {
-        "/": home, "/metrics": metrics, "/livez": livez, "/readyz": readyz, "/status": status, "/events": events,
-    }  # fmt: skip
-    routes = [Route(path, each) for path, each in handlers.items()]
+    handlers = {"/metrics": metrics, "/livez": livez, "/readyz": readyz, "/status": status, "/events": events}
+    routes = [Route(path, each) for path, each in handlers.items()] + page.routes(history)
     if asking is not None:
         routes += [Route(path, control.handler(path, asking, anybody), methods=["POST"]) for path in control.BODIES]
     return Starlette(routes=routes)
@@ -101,9 +98,10 @@ class HttpServer:
         bound_to, bound = self._socket.getsockname()[:2]
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{bound}"
+        self._history = History(snapshot)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Guard(make_app(snapshot, asking, anybody, ring), token, is_loopback(bound_to)),
+                Guard(make_app(snapshot, self._history, asking, anybody, ring), token, is_loopback(bound_to)),
                 log_config=None,
                 log_level="error",  # a warning is of what a client sends: it may send any number
                 http=Bounded,
@@ -116,10 +114,12 @@ class HttpServer:
         self._thread = threading.Thread(target=self._serve, name="streampack-http", daemon=True)
 
     def start(self) -> None:
+        self._history.start()
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening; waits a little for answers under way."""
+        self._history.close()
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(timeout=3)

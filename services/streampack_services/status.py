@@ -21,6 +21,7 @@ from streampack.core.broker import Broker
 from streampack.core.feed import Feed
 from streampack.core.figures import from_moments
 from streampack.core.form import Former
+from streampack.core.formed_figures import FILLS
 from streampack.core.padded import PaddedFigures
 from streampack.core.starvation import CAUSES as STARVED_BY
 from streampack.core.starvation import Missing, Starvation
@@ -146,6 +147,7 @@ class Reporter:
             "dealt": {"split_packs": readers.dealt.split_packs, "empty_packs": readers.dealt.empty_packs},
             "dynamic_batching": _padding(readers.dealt.padded) if feed.rules.padded else None,
             "lengths": feed.figures.lengths.rows(),
+            "fills": [(upto / 1000, packs) for upto, packs in zip(FILLS, feed.figures.fills.tolist(), strict=True)],
             "tokens_per_s": self._rate(now, feed),
             "readers": self._rows_of(now, feed),
             "num_ranks": readers.num_ranks,

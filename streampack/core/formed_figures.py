@@ -17,6 +17,9 @@ from streampack.core.waste import CAUSES, waste_of_packs
 
 AT_ONCE = 1 << 14
 """Samples that are counted at once."""
+FILLS = (0, 500, 800, 900, 950, 980, 990, 995, 999, 1000)
+"""Packs are counted by how full of real tokens they are, in thousandths of the budget: each up to one of these, above
+the one before. Finer where packers are."""
 
 
 class FormedFigures:
@@ -26,6 +29,7 @@ class FormedFigures:
         self._rules = rules
         self._totals, self._lengths = Totals(), LengthCounts()
         self._waste: I64 = np.zeros(len(CAUSES), np.int64)
+        self._fills: I64 = np.zeros(len(FILLS), np.int64)
         self._packs: list[Packs] = []
         self._of_samples: list[I32] = []
         self._num_waiting = 0
@@ -56,6 +60,12 @@ class FormedFigures:
         return self._waste
 
     @property
+    def fills(self) -> I64:
+        """Packs by how full they are, int64 [FILLS]."""
+        self._count()
+        return self._fills
+
+    @property
     def lengths(self) -> LengthCounts:
         """How long the samples were."""
         self._count()
@@ -67,5 +77,7 @@ class FormedFigures:
         packs = Packs.joined(self._packs)
         self._totals.add(packs, len(self._packs))
         self._waste = self._waste + waste_of_packs(packs, self._rules)
+        fills = np.searchsorted(FILLS, -(-packs.tokens * 1000 // self._rules.budget))
+        self._fills = self._fills + np.bincount(np.minimum(fills, len(FILLS) - 1), minlength=len(FILLS))
         self._lengths.add(np.concatenate(self._of_samples).astype(np.int64))
         self._packs, self._of_samples, self._num_waiting = [], [], 0

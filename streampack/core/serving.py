@@ -130,6 +130,7 @@ class Serving:
         return self._release()
 
     def _get(self, reader: Reader, message: Get) -> list[Effect]:
+        reader.have_upto = max(reader.have_upto, message.start)
         reader.want_stop = max(reader.want_stop, min(message.stop, message.start + MAX_AHEAD))
         if message.resend > reader.resend:
             reader.resend = message.resend

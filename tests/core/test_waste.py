@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from streampack.core.dealt_figures import DealtFigures
 from streampack.core.figures import Totals
+from streampack.core.formed_figures import FILLS, FormedFigures
 from streampack.core.kept import KeptSteps
 from streampack.core.length_counts import BUCKETS, bucket_of, least_of
 from streampack.core.messages import Mesh
@@ -128,3 +131,22 @@ def test_of_a_hundred_waits_the_99th_and_the_longest_are_told() -> None:
     assert (waits.p99, waits.longest(8, nothing)) == (3, 7)
     assert (waits.longest(8, np.array([-1, 2, 0])), waits.longest(8, np.array([-1]))) == (8, 7)
     assert waits.bound == 300
+
+
+@given(
+    st.lists(st.integers(1, BUDGET), min_size=1, max_size=40), st.sampled_from([None, Batch(samples=7)]),
+    st.integers(1, 4),
+)  # fmt: skip
+def test_every_pack_is_counted_once_by_how_full_it_is(lengths: list[int], batch: Batch | None, counted: int) -> None:
+    """However often someone asks meanwhile."""
+    rules = msgspec.structs.replace(rules_of("fixed"), batch=batch)
+    table, steps = formed(rules, lengths)
+    figures, shares = FormedFigures(rules), []
+    for step in steps:
+        figures.add(step, table.length[step.packs.handles])
+        shares += [pack.num_tokens / rules.budget for pack in step.packs]
+        if step.number % counted == 0:
+            assert figures.fills.sum() == len(shares)
+    limits = [0, *(upto / 1000 for upto in FILLS)]
+    of_each = [sum(low < share <= upto for share in shares) for low, upto in pairwise(limits)]
+    assert figures.fills.tolist() == [shares.count(0), *of_each[1:]]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from streampack_services import control
 from streampack_services.http import HttpServer
+from streampack_services.status import Snapshot
 
 from streampack.core.changes import Ask, Restream, Reweigh, Skip
 from streampack.core.effects import Answer
@@ -37,6 +38,11 @@ class Desk:
         return future
 
 
+def nothing() -> Snapshot:
+    """What a broker without feeds would say."""
+    return {"feeds": {}}
+
+
 @pytest.fixture
 def desk() -> Desk:
     return Desk()
@@ -44,7 +50,7 @@ def desk() -> Desk:
 
 @pytest.fixture
 def url(desk: Desk) -> Iterator[str]:
-    server = HttpServer("127.0.0.1:0", dict, desk.ask)
+    server = HttpServer("127.0.0.1:0", nothing, desk.ask)
     server.start()
     yield server.url
     server.close()
@@ -147,7 +153,7 @@ def test_other_hosts_change_a_run_only_where_that_is_wanted(desk: Desk, anybody:
             here = probe.getsockname()[0]
     except OSError:
         pytest.skip("this machine has no address but its loopback")
-    server = HttpServer("0.0.0.0:0", dict, desk.ask, anybody)
+    server = HttpServer("0.0.0.0:0", nothing, desk.ask, anybody)
     server.start()
     try:
         port = server.url.rsplit(":", 1)[1]

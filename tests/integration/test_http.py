@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import time
 import urllib.error
@@ -181,13 +182,46 @@ def test_probes_and_the_page_answer(served: RunningBroker) -> None:
     assert served.get("/livez") == "alive\n"
     assert served.get("/readyz") == "ready\n"
     page = served.get("/")
-    assert all(f'href="{path}"' in page for path in ("/status", "/metrics", "/readyz", "/livez"))
+    assert all(f'href="{path}"' in page for path in ("/status", "/metrics", "/history", "/readyz", "/livez"))
     assert answer(served.http + "/nothing")[0] == 404
+
+
+def test_files_of_the_page_are_sent_once_and_let_it_ask_nobody_else(served: RunningBroker) -> None:
+    page = served.get("/")
+    paths = re.findall(r'(?:src|href)="(/web/[^"]+)"', page)
+    assert {"/web/main.js", "/web/style.css", "/web/vendor/uPlot.iife.min.js"} <= set(paths)
+    kinds = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "/": "text/html"}
+    for path in ["/", *paths, "/web/heat.js"]:
+        with urllib.request.urlopen(served.http + path, timeout=PATIENCE_S) as got:
+            assert got.headers["content-security-policy"].startswith("default-src 'self'; ")
+            assert got.headers["content-type"].startswith(kinds[path.rpartition(".")[2]])
+            again = urllib.request.Request(served.http + path, headers={"if-none-match": got.headers["etag"]})
+        assert answer(again) == (304, "")
+    for path in ("/web/", "/web/../page.py", "/web/%2e%2e/page.py", "/web//etc/passwd", "/web/nothing.js"):
+        assert answer(served.http + path)[0] == 404, path
+
+
+def test_the_history_has_a_row_a_second_whose_last_agrees_with_the_status(served: RunningBroker) -> None:
+    until(lambda: len(json.loads(served.get("/history"))["feeds"]["train"]) > 1)
+    found, status = json.loads(served.get("/history")), served.status()
+    rows = [dict(zip(found["columns"], row, strict=True)) for row in found["feeds"]["train"]]
+    feed = status["feeds"]["train"]
+    assert rows[-1]["tokens"] == feed["totals"]["tokens"]
+    assert rows[-1]["delivered"] == feed["delivered_tokens"]
+    assert {cause: rows[-1][f"waste_{cause}"] for cause in feed["waste_tokens"]} == feed["waste_tokens"]
+    assert rows[-1]["returned"] == feed["steps"]["returned"]
+    assert rows[-1]["ranks"] == 1
+    assert found["began"] == pytest.approx(status["taken_at"] - status["uptime_s"], abs=0.5)
+    since = rows[0]["second"]
+    later = json.loads(served.get(f"/history?since={since}"))["feeds"]["train"]
+    assert all(row[0] > since for row in later)
+    assert len(later) >= len(rows) - 1
+    assert answer(served.http + "/history?since=now")[0] == 400
 
 
 def test_readiness_follows_the_state_and_liveness_the_loop() -> None:
     listen = Listen(producers="tcp://127.0.0.1:*", trainers="tcp://127.0.0.1:*")
-    config = BrokerConfig(run="<b>&", streams={"web": StreamSettings()}, listen=listen, memory="64MiB")
+    config = BrokerConfig(streams={"web": StreamSettings()}, listen=listen, memory="64MiB")
     service = BrokerService(config)
     server = HttpServer("127.0.0.1:0", lambda: service.snapshot)
     server.start()
@@ -201,7 +235,6 @@ def test_readiness_follows_the_state_and_liveness_the_loop() -> None:
         assert answer(server.url + "/livez") == (200, "alive\n")
         service.snapshot = service.snapshot | {"ready": True, "taken_at": time.time() - 60}
         assert answer(server.url + "/livez")[0] == 503
-        assert "&lt;b&gt;&amp;" in answer(server.url + "/")[1]
     finally:
         server.close()
         service.close()
@@ -240,7 +273,7 @@ def test_figures_of_a_client_that_are_no_numbers_or_nobody_knows_are_left_out(mo
         service.close()
 
 
-def answer(url: str) -> tuple[int, str]:
+def answer(url: str | urllib.request.Request) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(url, timeout=PATIENCE_S) as got:
             return got.status, got.read().decode()

@@ -1,0 +1,53 @@
+// Elements: made, and changed only where they differ, so that what is selected or in focus stays so.
+
+export const byId = (id) => document.getElementById(id);
+
+export function make(tag, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
+}
+
+export function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+export function setAttribute(element, name, value) {
+  if (element.getAttribute(name) !== value) element.setAttribute(name, value);
+}
+
+// As many children as there are items, each made by `create()` and then given to `update(child, item, index)`.
+export function fill(parent, items, create, update) {
+  while (parent.children.length > items.length) parent.lastElementChild.remove();
+  while (parent.children.length < items.length) parent.append(create());
+  items.forEach((item, index) => update(parent.children[index], item, index));
+}
+
+// Rows of a table's body; a cell is a text, or [text, class].
+export function fillTable(table, rows) {
+  fill(table.tBodies[0], rows, () => make("tr"), (line, cells) => {
+    fill(line, cells, () => make("td"), (cell, content) => {
+      const [text, kind] = Array.isArray(content) ? content : [content, ""];
+      setText(cell, text);
+      if (cell.className !== kind) cell.className = kind;
+    });
+  });
+}
+
+// Buttons of which one is pressed: [[value, label], ...]; `chosen(value)` is called with what is pressed next.
+export function fillSwitch(group, choices, value, chosen) {
+  fill(group, choices, () => make("button", { type: "button" }), (button, [key, label]) => {
+    setText(button, label);
+    setAttribute(button, "aria-pressed", String(key === value));
+    button.onclick = () => chosen(key);
+  });
+}
+
+// A colour of the style sheet as a canvas takes it.
+export function colour(name) {
+  const probe = document.body.appendChild(make("i", { hidden: true }));
+  probe.style.color = `var(${name})`;
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
+}

@@ -1,0 +1,176 @@
+// A cell a rank, coloured by a figure of it. A line of cells has some data-parallel ranks, each with all its others
+// (context, tensor, pipeline) side by side. Arrow keys go from cell to cell; who has the focus is told of in words.
+
+import { duration, percent, short } from "./format.js";
+import { byId, fill, make, setAttribute, setText } from "./dom.js";
+
+const AXES = ["dp", "cp", "tp", "pp"];
+const ROOMY = 16; // so few cells have place for their figure
+
+// What cells may show: the figure (null where there is none), how it is written, its scale and what it means.
+// `hot`: which end of the scale is worth looking at.
+export const MEASURES = {
+  wait: {
+    label: "waiting", of: (row) => row.stats.starved_fraction ?? null, say: (v) => percent(v, 2),
+    scale: (all) => [0, Math.max(0.01, ...all)], hot: "high",
+    about: "Share of a rank's time spent waiting for data.",
+  },
+  cost: {
+    label: "cost", of: (row) => (row.cost?.length ? mean(row.cost) : null), parts: (row) => row.cost, say: (v) => v.toFixed(3),
+    scale: (all) => [Math.min(0.9, ...all), Math.max(1.1, ...all)], hot: "high",
+    about: "Cost of each micro-batch of the last step, side by side, over the mean of all: for what is above 1 others wait.",
+  },
+  step: {
+    label: "step time", of: (row) => row.step_s || null, say: duration, scale: (all) => [0, Math.max(1e-3, ...all)],
+    hot: "high", about: "Mean time of a rank's last steps.",
+  },
+  ahead: {
+    label: "ahead", of: (row) => Math.max(0, row.have_upto - row.done_upto), say: (v) => `${short(v)} steps`,
+    scale: (all) => [0, Math.max(1, ...all)], hot: "low", about: "Steps that lie ready at a rank: with none it waits.",
+  },
+};
+
+const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+
+export const nameOf = (row) => AXES.filter((axis) => axis === "dp" || row[`${axis}_rank`] || row.wide?.[axis])
+  .map((axis) => `${axis} ${row[`${axis}_rank`]}`).join(", ");
+
+export class Heat {
+  #place; #scale; #about; #tip = byId("tip"); #shown = []; #columns = 1; #focus = 0; #under = null;
+
+  constructor(place, scale, about) {
+    [this.#place, this.#scale, this.#about] = [place, scale, about];
+    setAttribute(place, "role", "grid");
+    place.addEventListener("keydown", (event) => this.#move(event));
+    place.addEventListener("focusin", (event) => this.#tell(event.target));
+    place.addEventListener("focusout", () => this.#hide());
+    place.addEventListener("pointerover", (event) => this.#tell(event.target));
+    place.addEventListener("pointerleave", () => this.#hide());
+  }
+
+  draw(readers, measure) {
+    const { lines, columns, note } = laidOut(readers);
+    const figure = MEASURES[measure];
+    const all = readers.flatMap((row) => figure.parts?.(row) ?? [figure.of(row)]).filter((value) => value !== null);
+    const [low, high] = figure.scale(all.length ? all : [0]);
+    this.#columns = columns;
+    this.#shown = lines.flatMap((line) => line.cells);
+    this.#place.style.setProperty("--columns", columns);
+    this.#place.classList.toggle("roomy", this.#shown.length <= ROOMY);
+    setAttribute(this.#place, "aria-label", `Ranks by ${figure.label}`);
+    this.#place.style.setProperty("--names", `${Math.max(...lines.map((line) => line.name.length), 4)}ch`);
+    fill(this.#place, lines, () => make("div", { role: "row" }, make("span", { role: "rowheader" })), (element, line) => {
+      setText(element.firstChild, line.name);
+      this.#cells(element, line, figure, low, high);
+    });
+    this.#legend(figure, low, high, all.length, note, readers.length);
+    if (this.#under?.isConnected) this.#tell(this.#under);
+    else this.#hide();
+  }
+
+  #cells(element, line, figure, low, high) {
+    while (element.children.length > line.cells.length + 1) element.lastElementChild.remove();
+    while (element.children.length < line.cells.length + 1) element.append(make("div", { role: "gridcell", className: "cell" }));
+    line.cells.forEach((cell, index) => {
+      const each = element.children[index + 1];
+      const at = line.first + index;
+      each.at = at;
+      each.tabIndex = at === Math.min(this.#focus, this.#shown.length - 1) ? 0 : -1;
+      const value = cell.row ? figure.of(cell.row) : null;
+      each.classList.toggle("absent", !cell.row);
+      each.classList.toggle("unknown", Boolean(cell.row) && value === null);
+      const parts = value === null ? [] : figure.parts?.(cell.row) ?? [value];
+      each.style.background = shade(parts.map((part) => {
+        const heat = (part - low) / (high - low || 1);
+        return figure.hot === "low" ? 1 - heat : heat;
+      }), this.#shown.length <= ROOMY);
+      const said = !cell.row ? "not attached" : value === null ? "not known yet" : figure.say(value);
+      setAttribute(each, "aria-label", `${cell.name}: ${said}`);
+      setText(each, this.#shown.length <= ROOMY ? said : "");
+    });
+  }
+
+  #legend(figure, low, high, known, note, number) {
+    setText(this.#about, number ? `${figure.about} ${note}` : "No rank is attached.");
+    this.#scale.hidden = !known;
+    fill(this.#scale, [figure.say(low), "", figure.say(high)], () => make("span"), (each, text) => setText(each, text));
+    this.#scale.children[1].className = figure.hot === "low" ? "ramp low" : "ramp";
+  }
+
+  #move(event) {
+    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.#columns, ArrowUp: -this.#columns }[event.key];
+    const to = event.key === "Home" ? 0 : event.key === "End" ? this.#shown.length - 1 : this.#focus + by;
+    const cells = this.#place.querySelectorAll(".cell");
+    if (!(to >= 0 && to < cells.length)) return;
+    event.preventDefault();
+    cells[this.#focus].tabIndex = -1;
+    this.#focus = to;
+    cells[to].tabIndex = 0;
+    cells[to].focus();
+  }
+
+  #tell(element) {
+    if (element.at === undefined) return this.#hide();
+    this.#under = element;
+    const cell = this.#shown[element.at];
+    fill(this.#tip, cell.row ? told(cell) : [[cell.name, "not attached"]], () => make("p"), (line, [label, text]) => {
+      fill(line, [label, text], () => make("span"), (each, value) => setText(each, value));
+    });
+    this.#tip.hidden = false;
+    const place = element.getBoundingClientRect();
+    const tip = this.#tip.getBoundingClientRect();
+    const left = Math.min(Math.max(8, place.left + place.width / 2 - tip.width / 2), innerWidth - tip.width - 8);
+    const below = place.bottom + 8 + tip.height < innerHeight;
+    this.#tip.style.left = `${left + scrollX}px`;
+    this.#tip.style.top = `${(below ? place.bottom + 8 : place.top - tip.height - 8) + scrollY}px`;
+  }
+
+  #hide() {
+    this.#under = null;
+    this.#tip.hidden = true;
+  }
+}
+
+// The background of a cell: each of its parts, 0 to 1, from cool to hot; paler where there is text upon it.
+function shade(parts, roomy) {
+  const colours = parts.map((heat) => `color-mix(in oklab, var(--hot) ${(heat * (roomy ? 55 : 100)).toFixed(1)}%, var(${roomy ? "--card" : "--cool"}))`);
+  if (parts.length < 2) return colours[0] ?? "";
+  return `linear-gradient(to right, ${colours.map((each, at) => `${each} ${at * 100 / parts.length}% ${(at + 1) * 100 / parts.length}%`).join(", ")})`;
+}
+
+// What a tip says of a rank.
+function told({ name, row }) {
+  const lines = [[name, row.where], ["returned", `${short(row.done_upto)} steps`]];
+  for (const { label, of, say } of Object.values(MEASURES)) if (of(row) !== null) lines.push([label, say(of(row))]);
+  if (row.cost?.length > 1) lines.push(["by micro-batch", row.cost.slice(0, 8).map((each) => each.toFixed(2)).join(" ")]);
+  if (row.stats.next_p99_ms !== undefined) lines.push(["next() p99", duration(row.stats.next_p99_ms / 1000)]);
+  const waits = Object.entries(row.starved_s ?? {}).filter(([, seconds]) => seconds >= 0.05);
+  for (const [cause, seconds] of waits.sort((a, b) => b[1] - a[1]).slice(0, 3)) lines.push([`for ${cause}`, duration(seconds)]);
+  lines.push(["heard", `${duration(row.silent_s)} ago`]);
+  return lines;
+}
+
+// {lines: [{name, first, cells: [{name, row or null}]}], columns, note}
+function laidOut(readers) {
+  const key = (row) => AXES.slice(1).map((axis) => row[`${axis}_rank`]).join(".");
+  const inner = [...new Map(readers.map((row) => [key(row), row])).entries()].sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
+  const dps = Math.max(0, ...readers.map((row) => row.dp_rank + 1));
+  const known = new Map(readers.map((row) => [`${row.dp_rank}/${key(row)}`, row]));
+  const wide = Object.fromEntries(AXES.map((axis) => [axis, axis === "dp" || inner.some(([, row]) => row[`${axis}_rank`])]));
+  let together = 1;
+  while (together * 2 * inner.length <= Math.sqrt(2 * dps * inner.length)) together *= 2;
+  const lines = [];
+  for (let first = 0; first < dps; first += together) {
+    const last = Math.min(first + together, dps) - 1;
+    const cells = [];
+    for (let dp = first; dp <= last; dp++) {
+      for (const [of, row] of inner) {
+        cells.push({ name: nameOf({ ...row, dp_rank: dp, wide }), row: known.get(`${dp}/${of}`) ?? null });
+      }
+    }
+    lines.push({ name: last > first ? `dp ${first}-${last}` : `dp ${first}`, first: first * inner.length, cells });
+  }
+  const others = AXES.slice(1).filter((axis) => wide[axis]);
+  const note = others.length ? `Of each dp, side by side: ${others.join(", ")}.` : "";
+  return { lines, columns: together * Math.max(1, inner.length), note };
+}

@@ -1,0 +1,86 @@
+// What the broker has noted of each second so far, and what the charts draw of it.
+//
+// Rows are counters and figures of the moment. A rate is a difference over `smooth` seconds: of steps that take long,
+// single seconds say nothing.
+
+import { get } from "./api.js";
+
+const ASK_ANEW_AFTER = 900; // rows of single seconds: the broker thins what lies back, once
+export const RANGES = [[600, "10 min"], [3600, "1 h"], [Infinity, "all"]];
+
+export class History {
+  #feeds = {};
+  #columns = {};
+  #epoch = "";
+  #upto = -1;
+  #added = 0;
+
+  // Fetch what is new.
+  async catchUp() {
+    const whole = this.#upto < 0;
+    const found = await get(`/history?since=${this.#upto}`);
+    if (found.epoch !== this.#epoch && !whole) {
+      this.#upto = -1; // another broker: its seconds are its own, and what was drawn stays beside
+      this.#epoch = found.epoch;
+      this.#added = 0;
+      return this.catchUp();
+    }
+    this.#epoch = found.epoch;
+    found.columns.forEach((name, index) => (this.#columns[name] = index));
+    for (const [feed, rows] of Object.entries(found.feeds)) {
+      if (rows.length) this.#upto = Math.max(this.#upto, rows.at(-1)[0]);
+      for (const row of rows) row[0] += found.began;
+      const known = this.#feeds[feed] ?? [];
+      this.#feeds[feed] = known.filter((row) => !rows.length || row[0] < rows[0][0]).concat(rows);
+      this.#added += rows.length;
+    }
+    if (this.#added > ASK_ANEW_AFTER && !whole) {
+      this.#upto = -1;
+      this.#added = 0;
+    }
+  }
+
+  // {times, smooth, rise(column), of(column)} of the last `range` seconds of a feed.
+  window(feed, range) {
+    const all = this.#feeds[feed] ?? [];
+    const end = all.length ? all.at(-1)[0] : 0;
+    const first = range === Infinity ? 0 : Math.max(0, all.findIndex((row) => row[0] >= end - range));
+    const rows = all.slice(first);
+    const span = rows.length ? end - rows[0][0] : 0;
+    const smooth = Math.max(5, Math.min(range, span) / 60);
+    return new Window(all, first, smooth, this.#columns);
+  }
+}
+
+class Window {
+  #all; #first; #columns; #before = [];
+
+  constructor(all, first, smooth, columns) {
+    this.#all = all;
+    this.#first = first;
+    this.#columns = columns;
+    this.smooth = smooth;
+    this.times = all.slice(first).map((row) => row[0]);
+    let back = 0;
+    for (let at = first; at < all.length; at++) {
+      while (back < at - 1 && all[back + 1][0] <= all[at][0] - smooth) back++;
+      this.#before.push(back < at ? back : -1);
+    }
+  }
+
+  // The moment's figure, by time.
+  of(column) {
+    const at = this.#columns[column];
+    return this.#all.slice(this.#first).map((row) => row[at]);
+  }
+
+  // How much a counter rose in the `smooth` seconds before; null where there was none, or another broker.
+  rise(column) {
+    const at = column === "second" ? 0 : this.#columns[column];
+    return this.#before.map((before, index) => {
+      if (before < 0) return null;
+      const rise = this.#all[this.#first + index][at] - this.#all[before][at];
+      return rise < 0 ? null : rise;
+    });
+  }
+}

@@ -1,0 +1,80 @@
+// The live page: asks the broker once a second and shows what it says. What is drawn over time the broker has noted.
+
+import { Events, get } from "./api.js";
+import { Chart } from "./charts.js";
+import { byId, fillSwitch, setText } from "./dom.js";
+import { clock } from "./format.js";
+import { Heat, MEASURES } from "./heat.js";
+import { History, RANGES } from "./history.js";
+import { CHARTS, drawCharts } from "./views.js";
+import { showEvents, showHead, showHungriest, showNotice, showRoom, showStreams, showTiles } from "./words.js";
+
+const EVERY_MS = 1000;
+const THEMES = ["auto", "dark", "light"];
+
+const history = new History();
+const events = new Events();
+const charts = Object.fromEntries(Object.entries(CHARTS).map(([id, spec]) => [id, new Chart(byId(id), spec)]));
+const heat = new Heat(byId("heat"), byId("scale"), byId("about-ranks"));
+const chosen = { feed: null, range: RANGES[0][0], measure: "wait" };
+let said = null; // the last {status, events}
+let goneSince = 0;
+
+async function turn() {
+  if (!document.hidden) {
+    try {
+      const [status, last] = await Promise.all([get("/status"), events.catchUp(), history.catchUp()]);
+      said = { status, events: last };
+      goneSince = 0;
+    } catch {
+      goneSince ||= Date.now() / 1000;
+    }
+    document.body.classList.toggle("gone", goneSince > 0);
+    show();
+  }
+  setTimeout(turn, EVERY_MS);
+}
+
+function show() {
+  if (said === null) {
+    if (goneSince) showNotice(null, null, clock(goneSince));
+    return;
+  }
+  const { status } = said;
+  const names = Object.keys(status.feeds);
+  if (!names.includes(chosen.feed)) chosen.feed = names[0];
+  const feed = status.feeds[chosen.feed];
+  byId("feeds").hidden = names.length < 2;
+  choice("feeds", names.map((name) => [name, name]), "feed");
+  choice("ranges", RANGES, "range");
+  choice("measures", Object.entries(MEASURES).map(([key, { label }]) => [key, label]), "measure");
+  showHead(status);
+  showNotice(status, feed, goneSince ? clock(goneSince) : "");
+  showTiles(status, feed);
+  drawCharts(charts, history.window(chosen.feed, chosen.range), feed);
+  heat.draw(feed.readers, chosen.measure);
+  showHungriest(feed);
+  showStreams(status.streams.filter((row) => row.feed === chosen.feed), feed);
+  showRoom(status, feed);
+  showEvents(said.events);
+  document.body.dataset.shown = String(Number(document.body.dataset.shown ?? 0) + 1); // for those that watch the page
+}
+
+function choice(id, choices, key) {
+  fillSwitch(byId(id), choices, chosen[key], (value) => {
+    chosen[key] = value;
+    show();
+  });
+}
+
+function theme(next) {
+  document.documentElement.dataset.theme = next;
+  localStorage.setItem("streampack-theme", next);
+  setText(byId("theme"), next === "auto" ? "auto theme" : next);
+  for (const chart of Object.values(charts)) chart.restyle();
+}
+
+byId("theme").onclick = () => theme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme(document.documentElement.dataset.theme));
+theme(THEMES.find((each) => each === localStorage.getItem("streampack-theme")) ?? "auto");
+turn();

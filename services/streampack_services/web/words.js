@@ -1,0 +1,140 @@
+// What the page says in words, figures and tables.
+
+import { byId, fill, fillTable, make, setAttribute, setText } from "./dom.js";
+import { bytes, clock, count, duration, percent, short } from "./format.js";
+import { nameOf } from "./heat.js";
+
+const LAST = 50; // events
+const WAITS = { peers: "trainers", join: "ranks", stream: "samples", memory: "room", forming: "the packer" };
+
+export function showHead(status) {
+  setText(byId("run"), status.run);
+  document.title = `${status.run}: streampack`;
+  const state = byId("state");
+  setText(state, status.ready || status.state === "ended" ? status.state : `${status.state}, not ready`);
+  setAttribute(state, "data-state", status.state);
+  setText(byId("uptime"), `up ${duration(status.uptime_s)}`);
+  setText(byId("version"), `version ${status.version}`);
+}
+
+// What everything waits for, or that the broker is gone since `gone` (empty: it is not).
+export function showNotice(status, feed, gone) {
+  const notice = byId("notice");
+  const waiting = feed?.waiting_for;
+  let [text, kind] = ["Steps are formed and read: nothing waits.", "good"];
+  if (gone) {
+    const last = status ? ` Below are its last figures, of ${clock(status.taken_at)}.` : "";
+    [text, kind] = [`The broker does not answer since ${gone}: asking again every second.${last}`, "bad"];
+  } else if (status.log?.stalled) [text, kind] = [`The log takes no more: ${status.log.stalled}`, "bad"];
+  else if (waiting && ["peers", "memory"].includes(waiting.reason) && feed.all_ranks_attached) {
+    [text, kind] = [`Data is ready and waits for training, as it should: ${waiting.detail}.`, "good"];
+  } else if (waiting) [text, kind] = [`Waiting for ${WAITS[waiting.reason] ?? waiting.reason}: ${waiting.detail}`, "waiting"];
+  else if (status.state === "draining") [text, kind] = ["Draining: what is formed is still served.", "waiting"];
+  else if (feed.state === "ended") [text, kind] = [`The feed has ended after ${count(feed.steps.end)} steps: all were returned.`, "good"];
+  setText(notice, text);
+  setAttribute(notice, "data-kind", kind);
+}
+
+export function showTiles(status, feed) {
+  const waits = feed.readers.map((row) => row.stats.starved_fraction ?? 0);
+  const { formed, returned, end } = feed.steps;
+  const left = feed.steps_left;
+  const steps = [`${count(formed)} formed`];
+  if (end !== null) steps.push(`of ${count(end)}`);
+  else if (left) steps.push(`about ${short(left.estimate)} left`);
+  tiles(byId("tiles"), [
+    ["tokens_per_s", "tokens / s", short(feed.tokens_per_s), `${short(feed.totals.tokens)} in all`],
+    ["utilisation", "utilisation", feed.figures.packs ? percent(feed.figures.utilisation) : "", `${count(feed.totals.packs)} packs of ${count(feed.rules.budget)}`],
+    ["returned", "steps trained", count(returned), steps.join(", ")],
+    ["starved", "hungriest rank waits", waits.length ? percent(Math.max(...waits), 2) : "", "of its time"],
+    ["cost", "cost, max / mean", feed.figures.step_cost_max_over_mean ? feed.figures.step_cost_max_over_mean.toFixed(4) : "", "1: all ranks alike"],
+    ["ranks", "ranks attached", count(feed.readers.length), feed.all_ranks_attached ? "all of the mesh" : "not all yet"],
+    ["producers", "producers", count(status.producers), status.vanished_producers ? `${count(status.vanished_producers)} vanished so far` : "none vanished"],
+    ["committed", "committed", feed.committed === null || feed.committed === undefined ? "" : count(feed.committed), "step of a checkpoint"],
+  ]);
+}
+
+// [[key, label, value, note], ...]
+function tiles(list, rows) {
+  fill(list, rows, () => make("div", {}, make("dt"), make("dd"), make("dd", { className: "note" })), (tile, [key, label, value, note]) => {
+    setAttribute(tile, "data-figure", key);
+    setText(tile.children[0], label);
+    setText(tile.children[1], value || "none yet");
+    tile.children[1].classList.toggle("none", !value);
+    setText(tile.children[2], note);
+  });
+}
+
+export function showHungriest(feed) {
+  const waited = (row) => Object.values(row.starved_s ?? {}).reduce((sum, seconds) => sum + seconds, 0);
+  const rows = feed.readers.filter((row) => waited(row) > 0).sort((a, b) => waited(b) - waited(a)).slice(0, 4);
+  byId("hungriest").hidden = !rows.length;
+  fillTable(byId("hungriest"), rows.map((row) => {
+    const [[cause, seconds]] = Object.entries(row.starved_s).sort((a, b) => b[1] - a[1]);
+    return [nameOf(row), row.host ?? row.where, [duration(waited(row)), "n"], `${forWhat(cause, row)}, ${duration(seconds)}`];
+  }));
+}
+
+function forWhat(cause, row) {
+  const streams = Object.entries(row.starved_streams ?? {}).sort((a, b) => b[1] - a[1]);
+  return cause === "stream" && streams.length ? `stream ${streams[0][0]}` : cause;
+}
+
+export function showStreams(streams, feed) {
+  const all = streams.reduce((sum, row) => sum + row.tokens, 0);
+  fillTable(byId("streams"), streams.map((row) => {
+    const rejected = Object.entries(row.rejected);
+    const number = rejected.reduce((sum, [, some]) => sum + some, 0);
+    return [
+      row.stream, [all ? percent(row.tokens / all, 1) : "", "n"], [count(row.samples), "n"], [count(row.tokens), "n"],
+      [lagOf(row), "n"], [row.last_seen_s === undefined || row.last_seen_s === null ? "" : `${duration(row.last_seen_s)} ago`, "n"],
+      [number ? `${count(number)} (${rejected.map(([reason]) => reason).join(", ")})` : "0", number ? "n bad" : "n"],
+      [`${row.ended_partitions} of ${row.partitions}`, "n"],
+    ];
+  }));
+}
+
+function lagOf(row) {
+  if (row.lag === undefined || row.lag === null) return "";
+  return typeof row.lag === "number" ? short(row.lag) : `${short(row.lag.samples ?? 0)} samples`;
+}
+
+export function showRoom(status, feed) {
+  const { memory, log, messages } = status;
+  const arrays = memory.live_tokens * memory.token_bytes;
+  const rows = [
+    ["arena", `${bytes(arrays)} of ${bytes(memory.arena_bytes)}`, arrays / memory.arena_bytes],
+    ["held for ranks", `${short(feed.held_tokens)} of ${short(feed.held_limit_tokens)} tokens`, feed.held_tokens / feed.held_limit_tokens],
+    ["window", `${count(feed.window.samples)} samples, ${short(feed.window.tokens)} tokens${oldest(feed.window)}`, null],
+    ["waits in the window", feed.waits.p99_steps === null ? "" : `99 of 100 at most ${feed.waits.p99_steps} steps`, null],
+  ];
+  if (log === null) rows.push(["log", "none: there is no state_dir", null]);
+  else {
+    rows.push(["log", `${bytes(log.bytes)} of ${bytes(log.limit_bytes)}, ${count(log.records)} records`, log.bytes / log.limit_bytes]);
+    rows.push(["not safe yet", `${count(log.unsafe_records)} records (durability: ${log.durability})`, null]);
+    if (log.free_bytes !== undefined) rows.push(["disk", `${bytes(log.free_bytes)} free`, null]);
+  }
+  const bad = Object.entries(messages).filter(([, number]) => number).map(([why, number]) => `${count(number)} ${why}`);
+  rows.push(["bad messages", bad.join(", ") || "none", null]);
+  const lost = Object.entries(feed.lost_tokens).filter(([, tokens]) => tokens).map(([why, tokens]) => `${short(tokens)} ${why.replace("_", " ")}`);
+  rows.push(["tokens not trained", lost.join(", ") || "none", null]);
+  fill(byId("room"), rows, () => make("div", {}, make("dt"), make("dd"), make("meter", { max: 1 })), (line, [label, value, share]) => {
+    setText(line.children[0], label);
+    setText(line.children[1], value);
+    line.children[2].hidden = share === null;
+    line.children[2].value = share ?? 0;
+    setAttribute(line.children[2], "aria-label", label);
+  });
+}
+
+const oldest = (window) => (window.oldest_steps ? `, oldest ${window.oldest_steps} steps` : "");
+
+export function showEvents(events) {
+  const last = events.slice(-LAST).reverse();
+  const list = byId("events");
+  fill(list, last.length ? last : [null], () => make("li"), (line, event) => {
+    const parts = event ? [clock(event.time), event.level, event.text] : ["", "", "Nothing was logged yet."];
+    fill(line, parts, () => make("span"), (each, text) => setText(each, text));
+    setAttribute(line, "data-level", event ? parts[1] : "info");
+  });
+}

@@ -1,0 +1,248 @@
+"""The live page in a headless Chromium, of real brokers with producers and ranks: what it shows is what ``/status``
+says, nothing lies over anything else, and all can be read; whether the broker serves, has begun, has ended or is gone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.chromium import Browser, Page
+from tests.integration.many_ranks import many_ranks
+from tests.integration.running import producing_here, until
+from tests.integration.watched import Texts, Watched, large, small, watched
+
+WIDTHS = ((1440, 900), (390, 844))
+CHARTS = ("speed", "waste", "starved", "lengths", "fills")
+MANY = 512
+SEEN = (Path(__file__).parent / "page_seen.js").read_text().strip()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = Browser()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """4 ranks, 2 streams and a log; it has served a while, and says from then on what it has said last."""
+    with small(tmp_path_factory.mktemp("state")) as broker:
+        until(lambda: broker.shown()["feeds"]["train"]["steps"]["returned"] > 30)
+        until(lambda: all(row["stats"]["starved_fraction"] for row in broker.shown()["feeds"]["train"]["readers"]))
+        broker.held = broker.service.snapshot
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser, four: Watched) -> Page:
+    return opened(browser, four)
+
+
+def opened(browser: Browser, broker: Watched) -> Page:
+    """The page, once it has shown something."""
+    page = browser.page(broker.url)
+    page.until("document.body.dataset.shown > 0")
+    return page
+
+
+def tile(page: Page, key: str) -> str:
+    return page.text(f"[data-figure={key}] dd")
+
+
+def shown_again(page: Page) -> None:
+    """What is said from now on is on the page."""
+    page.until(f"document.body.dataset.shown > {page.value('document.body.dataset.shown')} + 1")
+
+
+def check_layout(page: Page) -> None:
+    """No text upon another or beyond the page, and each of a contrast that WCAG 2 (1.4.3) asks for."""
+    for width, height in WIDTHS:
+        page.resize(width, height)
+        shown_again(page)
+        assert page.value("document.documentElement.scrollWidth") <= width
+        for scheme in ("dark", "light"):
+            page.prefer(scheme)
+            texts: list[tuple[str, str, float, float, float, float, float]] = page.value(f"{SEEN}.texts()")
+            assert len(texts) > 50
+            pale = [(words, where, contrast) for words, where, *_, contrast in texts if contrast < 4.5]
+            assert not pale, (scheme, pale)
+        boxes = sorted((box for box in texts), key=lambda box: box[3])
+        for number, (words, where, left, top, right, bottom, _) in enumerate(boxes):
+            for other in boxes[number + 1 :]:
+                if other[3] >= bottom - 1:
+                    break
+                apart = other[2] >= right - 1 or other[4] <= left + 1 or other[5] <= top + 1
+                assert apart, f"at {width}: {words!r} ({where}) and {other[0]!r} ({other[1]}) lie upon one another"
+    page.resize(*WIDTHS[0])
+
+
+def test_a_page_that_is_opened_late_shows_what_was_in_every_chart(page: Page) -> None:
+    assert page.value("[...document.querySelectorAll('.chart.has-data')].map((each) => each.id)") == list(CHARTS)
+    for chart in CHARTS:
+        page.until(f"{SEEN}.drawn('{chart}') > 100")
+        assert page.value(f"document.querySelector('#{chart}').getAttribute('aria-label')")
+
+
+def test_the_page_asks_nobody_else_and_nothing_is_wrong(page: Page, four: Watched) -> None:
+    assert page.problems == []
+    assert {url for url in page.requests if not url.startswith((four.url + "/", "data:"))} == set()
+    blocked = page.value("fetch('https://example.com/').then(() => 'sent', () => 'refused')")
+    assert blocked == "refused", "the page's policy lets it ask others"
+    page.problems.clear()
+
+
+def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
+    now = four.shown()
+    feed = now["feeds"]["train"]
+    assert page.text("#run") == now["run"] == "sft-8b"
+    assert page.text("#state") == now["state"] == "serving"
+    assert now["version"] in page.text("#version")
+    assert tile(page, "returned") == f"{feed['steps']['returned']:,}"
+    assert f"{feed['steps']['formed']:,} formed" in page.text("[data-figure=returned] .note")
+    assert float(tile(page, "utilisation").rstrip("%")) == pytest.approx(100 * feed["figures"]["utilisation"], abs=5e-4)
+    assert f"{feed['totals']['packs']:,} packs" in page.text("[data-figure=utilisation] .note")
+    assert tile(page, "ranks") == "4"
+    assert tile(page, "producers") == str(now["producers"])
+    assert float(tile(page, "cost")) == pytest.approx(feed["figures"]["step_cost_max_over_mean"], abs=5e-5)
+    waits = [row["stats"]["starved_fraction"] for row in feed["readers"]]
+    assert float(tile(page, "starved").rstrip("%")) == pytest.approx(100 * max(waits), abs=5e-3)
+    rate = float(tile(page, "tokens_per_s").replace("k", "e3").replace("M", "e6"))
+    assert rate == pytest.approx(feed["tokens_per_s"], rel=6e-3)
+    assert feed["waiting_for"]["detail"] in page.text("#notice")
+    cells = "[...document.querySelectorAll('#streams tbody tr')].map((row) => [...row.cells].map((c) => c.textContent))"
+    rows = page.value(cells)
+    assert [(row[0], row[2], row[3]) for row in rows] == [
+        (row["stream"], f"{row['samples']:,}", f"{row['tokens']:,}") for row in now["streams"]
+    ]
+    room = page.text("#room")
+    assert f"{now['log']['records']:,} records" in room
+    assert f"{feed['window']['samples']:,} samples" in room
+    packs = f"{sum(number for _, number in feed['fills']):,} packs formed"
+    assert packs in page.text("#about-fills")
+    assert f"{feed['totals']['samples']:,} samples" in page.text("#about-lengths")
+    assert "all 4 ranks are ready" in page.text("#events")
+
+
+def test_4_ranks_have_their_figures_in_their_cells(page: Page, four: Watched) -> None:
+    readers = four.shown()["feeds"]["train"]["readers"]
+    said = [(f"dp {row['dp_rank']}, cp {row['cp_rank']}", row["stats"]["starved_fraction"]) for row in readers]
+    assert len(said) == 4
+    labels = page.value("[...document.querySelectorAll('.cell')].map((cell) => cell.getAttribute('aria-label'))")
+    for label, (name, share) in zip(labels, said, strict=True):
+        assert label.startswith(f"{name}: ")
+        assert float(label.split(": ")[1].rstrip("%")) == pytest.approx(100 * share, abs=5e-3)
+    press(page, "#measures", "ahead")
+    ahead = page.value("[...document.querySelectorAll('.cell')].map((cell) => cell.textContent)")
+    assert all(row["have_upto"] >= row["done_upto"] for row in readers)
+    assert ahead == [f"{row['have_upto'] - row['done_upto']} steps" for row in readers]
+    press(page, "#measures", "waiting")
+
+
+def test_4_ranks_can_be_read_on_every_screen(page: Page) -> None:
+    check_layout(page)
+
+
+def test_the_theme_is_the_systems_or_that_of_the_switch(page: Page) -> None:
+    def background() -> str:
+        found: str = page.value("getComputedStyle(document.body).backgroundColor")
+        return found
+
+    page.prefer("light")
+    light = background()
+    page.prefer("dark")
+    assert (dark := background()) != light
+    for _ in range(2):
+        page.value("document.querySelector('#theme').click()")
+    assert page.text("#theme") == "light"
+    assert background() == light
+    page.value("document.querySelector('#theme').click()")
+    assert page.text("#theme") == "auto theme"
+    assert background() == dark
+
+
+def test_512_ranks_are_cells_that_keys_go_through_and_tell_of(browser: Browser) -> None:
+    with large(MANY) as broker:
+        until(lambda: broker.shown()["feeds"]["train"]["steps"]["returned"] > 1)
+        page = opened(browser, broker)
+        assert page.value("document.querySelectorAll('.cell').length") == MANY
+        assert page.value("document.querySelectorAll('.cell.absent').length") == 0
+        assert page.value("document.querySelectorAll('.cell[tabindex=\"0\"]').length") == 1, "one stop for the tab key"
+        page.value("document.querySelector('.cell[tabindex=\"0\"]').focus()")
+        for key in ("ArrowDown", "ArrowRight"):
+            page.press(key)
+        assert page.value("document.activeElement.getAttribute('aria-label')").startswith("dp 33: ")
+        assert "dp 33" in page.text("#tip")
+        assert "node04:1033" in page.text("#tip")
+        page.press("End")
+        assert page.value("document.activeElement.getAttribute('aria-label')").startswith(f"dp {MANY - 1}: ")
+        assert page.value("document.querySelector('#tip').hidden") is False
+        tip = page.value("document.querySelector('#tip').getBoundingClientRect().toJSON()")
+        assert 0 <= tip["left"] < tip["right"] <= WIDTHS[0][0]
+        assert 0 <= tip["top"] < tip["bottom"] <= WIDTHS[0][1]
+        page.value("document.activeElement.blur()")
+        assert page.value("document.querySelector('#tip').hidden") is True
+        check_layout(page)
+        assert page.problems == []
+        page.close()
+
+
+def test_a_broker_that_is_gone_is_said_to_be_and_shown_again_when_it_is_back(browser: Browser) -> None:
+    """Another one in its place, too: with two feeds, and a name that is no markup."""
+    settings: dict[str, Any] = {"run": "first", "streams": {"web": {}}, "rules": {"budget": 256, "step": {"packs": 2}}}
+    with watched(settings) as broker:
+        page = opened(browser, broker)
+        address = broker.url.removeprefix("http://")
+        assert "No rank is attached." in page.text("#about-ranks")
+        assert page.text("#speed .empty") == "No step was formed yet."
+        assert page.problems == []
+    page.until("document.body.classList.contains('gone')")
+    assert "does not answer since" in page.text("#notice")
+    assert page.text("#run") == "first", "the last figures stay"
+    feeds = {"train": {"streams": ["web"]}, "valid": {"streams": ["val"]}}
+    settings |= {"run": "<b>&amp;", "streams": {"web": {}, "val": {}}, "feeds": feeds}
+    with watched(settings, address) as broker:
+        page.until("!document.body.classList.contains('gone')")
+        assert page.text("#run") == "<b>&amp;"
+        named = page.value("[...document.querySelectorAll('#feeds button')].map((each) => each.textContent)")
+        assert named == list(feeds)
+        assert page.text("#streams tbody tr td") == "web"
+        press(page, "#feeds", "valid")
+        assert page.text("#streams tbody tr td") == "val"
+        check_layout(page)
+    page.close()
+
+
+def test_a_feed_that_has_ended_is_said_to_have(browser: Browser) -> None:
+    settings: dict[str, Any] = {
+        "rules": {"budget": 1024, "step": {"packs": 8}, "overlong": "truncate"}, "streams": {"web": {"partitions": 1}},
+    }  # fmt: skip
+    with (
+        watched(settings) as broker,
+        producing_here(broker.endpoints["producers"], {"web": Texts(300, chunks=1)}),
+        many_ranks(broker.endpoints["trainers"], {"dp": 2}, lambda _: 0.0),
+    ):
+        until(lambda: broker.shown()["state"] == "ended" and broker.shown()["feeds"]["train"]["waiting_for"] is None)
+        page = opened(browser, broker)
+        steps = broker.shown()["feeds"]["train"]["steps"]["end"]
+        assert page.text("#notice") == f"The feed has ended after {steps} steps: all were returned."
+        assert page.text("#state") == "ended"
+        assert page.text("#streams tbody tr td:last-child") == "1 of 1"
+        page.close()
+
+
+def press(page: Page, switch: str, label: str) -> None:
+    """A button of a switch."""
+    buttons = f"[...document.querySelectorAll('{switch} button')]"
+    page.value(f"{buttons}.find((each) => each.textContent === {json.dumps(label)}).click()")
+
+
+def test_pictures_of_the_readme_are_small() -> None:
+    pictures = sorted((Path(__file__).parents[2] / "docs").glob("*.png"))
+    assert len(pictures) >= 2
+    assert all(picture.stat().st_size < 150_000 for picture in pictures)

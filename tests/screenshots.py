@@ -1,0 +1,51 @@
+"""Pictures of the live page, of real brokers with 4 and 512 ranks: ``python -m tests.screenshots DIR``.
+
+Those of the README are ``page-4-ranks-light.png`` and ``page-512-ranks-dark.png``, in ``docs/``.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from PIL import Image
+
+from tests.integration.chromium import Browser
+from tests.integration.watched import Watched, large, small, watched
+
+WINDOWS = {"": (1440, 900), "-phone": (390, 844)}
+
+
+def main(folder: Path, seconds: float = 25) -> None:
+    """Write them all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    browser = Browser()
+    try:
+        with watched({"streams": {"web": {}}, "rules": {"budget": 4096, "step": {"packs": 8}}}) as broker:
+            take(browser, broker, folder, "empty", 2)
+        with tempfile.TemporaryDirectory() as state, small(Path(state)) as broker:
+            take(browser, broker, folder, "4-ranks", seconds)
+        with large(512) as broker:
+            take(browser, broker, folder, "512-ranks", seconds)
+    finally:
+        browser.close()
+
+
+def take(browser: Browser, broker: Watched, folder: Path, name: str, seconds: float) -> None:
+    """Of one broker, in both themes, on both screens, after so many seconds."""
+    time.sleep(seconds)
+    for window, (width, height) in WINDOWS.items():
+        for theme in ("light", "dark"):
+            page = browser.page(broker.url, width, height, dark=theme == "dark")
+            page.until("document.body.dataset.shown > 1")
+            path = folder / f"page-{name}-{theme}{window}.png"
+            page.screenshot(path)
+            Image.open(path).convert("RGB").quantize(192, dither=Image.Dither.NONE).save(path, optimize=True)  # a third
+            print(path, page.problems)
+            page.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(float, sys.argv[2:]))
