@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
+from typing import cast
 
 import zmq
 
@@ -20,10 +21,13 @@ from streampack.core.client_events import Deliver, Detach, Returned
 from streampack.core.client_session import ClientSession
 from streampack.core.events import Effect, FromBroker, Send, Tick
 from streampack.core.messages import Mesh
+from streampack.packs import Step
+from streampack.reading_figures import ReadingFigures
 from streampack.transport import HIGH_WATER
 from tests.integration.running import PATIENCE_S
 
 TICK_S = 0.2
+STATS_S = 1.0
 
 
 @dataclass
@@ -31,16 +35,27 @@ class _Rank:
     session: ClientSession
     socket: zmq.Socket[bytes]
     step_s: float
+    figures: ReadingFigures = field(default_factory=ReadingFigures)
     have: int = 0
-    done: int = 0
-    since: float = field(default_factory=time.monotonic)
-    """When the step that is trained, or the wait for it, began."""
-    trained_s: float = 0.0
-    waited_s: float = 0.0
+    taken: int = 0
+    since: float = 0.0
+    """When the step that is trained was taken."""
 
-    def stats(self) -> dict[str, float]:
-        """Of what a client says those that the page shows."""
-        return {"starved_fraction": self.waited_s / max(self.waited_s + self.trained_s, 1e-9), "steps": self.done}
+    def take(self, now: float) -> None:
+        """The next step, where it is there and none is in use."""
+        if self.taken < self.have and not self.since:
+            self.figures.end_wait(True)
+            self.figures.note_step(cast("Step", ()))  # nobody has built its packs
+            self.taken += 1
+            self.since = now
+
+    def give_back(self, now: float) -> bool:
+        """Whether it has been trained for long enough; the next is waited for from then on."""
+        if not self.since or now - self.since < self.step_s:
+            return False
+        self.since = 0.0
+        self.figures.begin_wait()
+        return True
 
 
 class ManyRanks:
@@ -80,17 +95,25 @@ class ManyRanks:
         assert not self._thread.is_alive()
 
     def _run(self) -> None:
-        ticked = 0.0
+        ticked = counted = 0.0
+        for rank in self.ranks:
+            rank.figures.begin_wait()
         while not self._stop.is_set():
             for socket, _ in self._poller.poll(20):
                 self._receive(self._of[socket])
             now = time.monotonic()
+            if now - counted >= STATS_S:
+                counted = now
+                for rank in self.ranks:
+                    rank.session.stats, rank.session.starvation = rank.figures.counts(0), rank.figures.starvation()
             if now - ticked >= TICK_S:
                 ticked = now
                 for rank in self.ranks:
-                    rank.session.stats = rank.stats()
                     self._perform(rank, rank.session.handle(Tick(now)))
-            self._train(now)
+            for rank in self.ranks:
+                if rank.give_back(now):
+                    self._perform(rank, rank.session.handle(Returned(rank.taken)))
+                rank.take(now)
         for rank in self.ranks:
             self._perform(rank, rank.session.handle(Detach()))
             rank.socket.close()
@@ -109,18 +132,8 @@ class ManyRanks:
             if isinstance(effect, Send):
                 rank.socket.send_multipart(wire.encode(effect.envelope), zmq.NOBLOCK)
             elif isinstance(effect, Deliver):
-                now = time.monotonic()
-                if rank.have == rank.done:
-                    rank.waited_s, rank.since = rank.waited_s + now - rank.since, now
                 rank.have += 1
-
-    def _train(self, now: float) -> None:
-        """Those that are through with a step return it, and begin the next or wait for it."""
-        for rank in self.ranks:
-            if rank.have > rank.done and now - rank.since >= rank.step_s:
-                rank.done += 1
-                rank.trained_s, rank.since = rank.trained_s + now - rank.since, now
-                self._perform(rank, rank.session.handle(Returned(rank.done)))
+        rank.figures.waits_for(*rank.session.cause)
 
 
 @contextmanager

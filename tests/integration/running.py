@@ -20,6 +20,7 @@ from typing import Any
 
 from streampack_services import cli
 
+from streampack.chunks import BatchSource
 from streampack.producer import ProducerLoop
 from streampack.sources import Source
 
@@ -146,7 +147,7 @@ def running(name: str, *arguments: str | Path) -> Iterator[Daemon]:
 
 
 @contextmanager
-def producing_here(endpoint: str, sources: Mapping[str, Source]) -> Iterator[None]:
+def producing_here(endpoint: str, sources: Mapping[str, Source | BatchSource]) -> Iterator[None]:
     """A producer of these sources in a thread of this process, stopped in the end."""
     loop = ProducerLoop(endpoint, sources)
     thread = threading.Thread(target=loop.run)

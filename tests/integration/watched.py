@@ -31,9 +31,6 @@ CHUNK_SAMPLES = 512
 class Texts:
     """Samples as long as texts are, ``chunks`` chunks of each partition, or for ever."""
 
-    num_shards = 64
-    vocab_size = None
-
     def __init__(self, mean_tokens: float, chunks: int | None = None) -> None:
         self.digest = f"texts {mean_tokens}"
         rng = np.random.default_rng(0)

@@ -16,7 +16,7 @@ export const MEASURES = {
     about: "Share of a rank's time spent waiting for data.",
   },
   cost: {
-    label: "cost", of: (row) => (row.cost?.length ? mean(row.cost) : null), parts: (row) => row.cost, say: (v) => v.toFixed(3),
+    label: "cost", of: (row) => (row.cost.length ? mean(row.cost) : null), parts: (row) => row.cost, say: (v) => v.toFixed(3),
     scale: (all) => [Math.min(0.9, ...all), Math.max(1.1, ...all)], hot: "high",
     about: "Cost of each micro-batch of the last step, side by side, over the mean of all: for what is above 1 others wait.",
   },
@@ -32,8 +32,11 @@ export const MEASURES = {
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
-export const nameOf = (row) => AXES.filter((axis) => axis === "dp" || row[`${axis}_rank`] || row.wide?.[axis])
-  .map((axis) => `${axis} ${row[`${axis}_rank`]}`).join(", ");
+// How ranks are called: by the axes on which any of them differ.
+export function namer(readers) {
+  const axes = AXES.filter((axis) => axis === "dp" || readers.some((row) => row[`${axis}_rank`]));
+  return (row) => axes.map((axis) => `${axis} ${row[`${axis}_rank`]}`).join(", ");
+}
 
 export class Heat {
   #place; #scale; #about; #tip = byId("tip"); #shown = []; #columns = 1; #focus = 0; #under = null;
@@ -142,9 +145,9 @@ function shade(parts, roomy) {
 function told({ name, row }) {
   const lines = [[name, row.where], ["returned", `${short(row.done_upto)} steps`]];
   for (const { label, of, say } of Object.values(MEASURES)) if (of(row) !== null) lines.push([label, say(of(row))]);
-  if (row.cost?.length > 1) lines.push(["by micro-batch", row.cost.slice(0, 8).map((each) => each.toFixed(2)).join(" ")]);
+  if (row.cost.length > 1) lines.push(["by micro-batch", row.cost.slice(0, 8).map((each) => each.toFixed(2)).join(" ")]);
   if (row.stats.next_p99_ms !== undefined) lines.push(["next() p99", duration(row.stats.next_p99_ms / 1000)]);
-  const waits = Object.entries(row.starved_s ?? {}).filter(([, seconds]) => seconds >= 0.05);
+  const waits = Object.entries(row.starved_s).filter(([, seconds]) => seconds >= 0.05);
   for (const [cause, seconds] of waits.sort((a, b) => b[1] - a[1]).slice(0, 3)) lines.push([`for ${cause}`, duration(seconds)]);
   lines.push(["heard", `${duration(row.silent_s)} ago`]);
   return lines;
@@ -156,7 +159,7 @@ function laidOut(readers) {
   const inner = [...new Map(readers.map((row) => [key(row), row])).entries()].sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
   const dps = Math.max(0, ...readers.map((row) => row.dp_rank + 1));
   const known = new Map(readers.map((row) => [`${row.dp_rank}/${key(row)}`, row]));
-  const wide = Object.fromEntries(AXES.map((axis) => [axis, axis === "dp" || inner.some(([, row]) => row[`${axis}_rank`])]));
+  const nameOf = namer(readers);
   let together = 1;
   while (together * 2 * inner.length <= Math.sqrt(2 * dps * inner.length)) together *= 2;
   const lines = [];
@@ -165,12 +168,12 @@ function laidOut(readers) {
     const cells = [];
     for (let dp = first; dp <= last; dp++) {
       for (const [of, row] of inner) {
-        cells.push({ name: nameOf({ ...row, dp_rank: dp, wide }), row: known.get(`${dp}/${of}`) ?? null });
+        cells.push({ name: nameOf({ ...row, dp_rank: dp }), row: known.get(`${dp}/${of}`) ?? null });
       }
     }
     lines.push({ name: last > first ? `dp ${first}-${last}` : `dp ${first}`, first: first * inner.length, cells });
   }
-  const others = AXES.slice(1).filter((axis) => wide[axis]);
+  const others = AXES.slice(1).filter((axis) => readers.some((row) => row[`${axis}_rank`]));
   const note = others.length ? `Of each dp, side by side: ${others.join(", ")}.` : "";
   return { lines, columns: together * Math.max(1, inner.length), note };
 }

@@ -54,7 +54,7 @@ function show() {
   drawCharts(charts, history.window(chosen.feed, chosen.range), feed);
   heat.draw(feed.readers, chosen.measure);
   showHungriest(feed);
-  showStreams(status.streams.filter((row) => row.feed === chosen.feed), feed);
+  showStreams(status.streams.filter((row) => row.feed === chosen.feed));
   showRoom(status, feed);
   showEvents(said.events);
   document.body.dataset.shown = String(Number(document.body.dataset.shown ?? 0) + 1); // for those that watch the page

@@ -2,7 +2,7 @@
 
 import { byId, fill, fillTable, make, setAttribute, setText } from "./dom.js";
 import { bytes, clock, count, duration, percent, short } from "./format.js";
-import { nameOf } from "./heat.js";
+import { namer } from "./heat.js";
 
 const LAST = 50; // events
 const WAITS = { peers: "trainers", join: "ranks", stream: "samples", memory: "room", forming: "the packer" };
@@ -50,7 +50,7 @@ export function showTiles(status, feed) {
     ["cost", "cost, max / mean", feed.figures.step_cost_max_over_mean ? feed.figures.step_cost_max_over_mean.toFixed(4) : "", "1: all ranks alike"],
     ["ranks", "ranks attached", count(feed.readers.length), feed.all_ranks_attached ? "all of the mesh" : "not all yet"],
     ["producers", "producers", count(status.producers), status.vanished_producers ? `${count(status.vanished_producers)} vanished so far` : "none vanished"],
-    ["committed", "committed", feed.committed === null || feed.committed === undefined ? "" : count(feed.committed), "step of a checkpoint"],
+    ["committed", "committed", feed.committed === null ? "" : count(feed.committed), "step of a checkpoint"],
   ]);
 }
 
@@ -66,37 +66,35 @@ function tiles(list, rows) {
 }
 
 export function showHungriest(feed) {
-  const waited = (row) => Object.values(row.starved_s ?? {}).reduce((sum, seconds) => sum + seconds, 0);
+  const waited = (row) => Object.values(row.starved_s).reduce((sum, seconds) => sum + seconds, 0);
   const rows = feed.readers.filter((row) => waited(row) > 0).sort((a, b) => waited(b) - waited(a)).slice(0, 4);
+  const nameOf = namer(feed.readers);
   byId("hungriest").hidden = !rows.length;
   fillTable(byId("hungriest"), rows.map((row) => {
     const [[cause, seconds]] = Object.entries(row.starved_s).sort((a, b) => b[1] - a[1]);
-    return [nameOf(row), row.host ?? row.where, [duration(waited(row)), "n"], `${forWhat(cause, row)}, ${duration(seconds)}`];
+    return [nameOf(row), row.host, [duration(waited(row)), "n"], `${forWhat(cause, row)}, ${duration(seconds)}`];
   }));
 }
 
 function forWhat(cause, row) {
-  const streams = Object.entries(row.starved_streams ?? {}).sort((a, b) => b[1] - a[1]);
+  const streams = Object.entries(row.starved_streams).sort((a, b) => b[1] - a[1]);
   return cause === "stream" && streams.length ? `stream ${streams[0][0]}` : cause;
 }
 
-export function showStreams(streams, feed) {
+export function showStreams(streams) {
   const all = streams.reduce((sum, row) => sum + row.tokens, 0);
   fillTable(byId("streams"), streams.map((row) => {
     const rejected = Object.entries(row.rejected);
     const number = rejected.reduce((sum, [, some]) => sum + some, 0);
     return [
       row.stream, [all ? percent(row.tokens / all, 1) : "", "n"], [count(row.samples), "n"], [count(row.tokens), "n"],
-      [lagOf(row), "n"], [row.last_seen_s === undefined || row.last_seen_s === null ? "" : `${duration(row.last_seen_s)} ago`, "n"],
+      [row.credits.granted_tokens ? percent(row.credits.used_tokens / row.credits.granted_tokens, 0) : "", "n"],
+      [`${short(row.lag.samples)} samples`, "n"], [count(row.producers), row.producers ? "n" : "n bad"],
+      [row.last_seen_s === null ? "never" : `${duration(row.last_seen_s)} ago`, "n"],
       [number ? `${count(number)} (${rejected.map(([reason]) => reason).join(", ")})` : "0", number ? "n bad" : "n"],
       [`${row.ended_partitions} of ${row.partitions}`, "n"],
     ];
   }));
-}
-
-function lagOf(row) {
-  if (row.lag === undefined || row.lag === null) return "";
-  return typeof row.lag === "number" ? short(row.lag) : `${short(row.lag.samples ?? 0)} samples`;
 }
 
 export function showRoom(status, feed) {
@@ -112,7 +110,7 @@ export function showRoom(status, feed) {
   else {
     rows.push(["log", `${bytes(log.bytes)} of ${bytes(log.limit_bytes)}, ${count(log.records)} records`, log.bytes / log.limit_bytes]);
     rows.push(["not safe yet", `${count(log.unsafe_records)} records (durability: ${log.durability})`, null]);
-    if (log.free_bytes !== undefined) rows.push(["disk", `${bytes(log.free_bytes)} free`, null]);
+    rows.push(["disk", `${bytes(log.free_bytes)} free`, null]);
   }
   const bad = Object.entries(messages).filter(([, number]) => number).map(([why, number]) => `${count(number)} ${why}`);
   rows.push(["bad messages", bad.join(", ") || "none", null]);
