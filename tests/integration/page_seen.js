@@ -48,7 +48,9 @@
   // How many pixels of a chart are of a colour of its series.
   drawn(id) {
     const canvas = document.querySelector(`#${id} canvas`);
-    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+    copy.drawImage(canvas, 0, 0);
+    const pixels = copy.getImageData(0, 0, canvas.width, canvas.height).data;
     const swatches = [...document.querySelectorAll(`#${id} .legend i`)];
     const colours = swatches.map((each) => getComputedStyle(each).backgroundColor.match(/\d+/g).map(Number));
     let found = 0;
