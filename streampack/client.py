@@ -23,6 +23,7 @@ from streampack.core.patience import Patience
 from streampack.core.rules import Rules
 from streampack.errors import MeshError, StreampackError, Unreachable, UserError
 from streampack.formats import Views
+from streampack.keys import find_key
 from streampack.packs import Step
 from streampack.prefetching import TWICE
 from streampack.ranks import mesh_of
@@ -38,6 +39,7 @@ def connect(
     readers: Mapping[str, Sequence[int]] | None = None,
     format: str | None = None,
     device: Any = None,
+    key_file: str | Path | None = None,
     variable_lengths: bool = False,
     verify: bool = False,
     prefetch: int = 2,
@@ -56,6 +58,8 @@ def connect(
     broadcast. ``format``: ``thd``, the pack as torch tensors (default where torch is installed); ``hf`` or
     ``hf_shifted``, transformers' arguments; ``megatron``, ``bshd`` (NeMo AutoModel), ``torchtitan``: what those take;
     ``numpy``; of a feed of padded micro-batches ``padded``, the default there.
+    ``key_file``: of 'streampack keys new', where the broker asks for a key; by default the environment's
+    STREAMPACK_KEY_FILE.
     ``device``: where its tensors are copied ahead of use. ``variable_lengths``: the stages of a pipeline exchange
     micro-batches of any shape, as padded ones have.
     ``verify``: assert every invariant of every step. ``prefetch``: steps kept ready beyond the one in use.
@@ -67,8 +71,9 @@ def connect(
     first step, once all ranks have come to it; on one that is infinite they go on.
 
     Raises UserError for arguments that cannot be; MeshError if the rules cannot serve this mesh or
-    another holds the rank, Unreachable if nobody answers. What happens later is raised where the next pack or step is
-    asked for: DataStall, Rejected if another process has taken the rank over.
+    another holds the rank, Unreachable if nobody answers, Rejected if the broker does not let this key in. What happens
+    later is raised where the next pack or step is asked for: DataStall, Rejected if another process has taken the rank
+    over.
 
     >>> with connect("tcp://node0:7402", mesh={"dp": 2, "dp_rank": 0}) as loader:  # doctest: +SKIP
     ...     for pack in loader:
@@ -83,9 +88,9 @@ def connect(
     place = mesh_of(mesh, order)
     views = Views(format, place, device, verify)
     introduce_to_torch(Client)
-    patience = Patience(stall_timeout_s, join_timeout_s, timeout_s)
+    patience, key = Patience(stall_timeout_s, join_timeout_s, timeout_s), find_key(key_file)
     at, read_by = _endpoint(endpoint, timeout_s), _readers(readers)
-    return Client(Reading(at, feed, place, read_by, prefetch, patience, views, bool(variable_lengths)))
+    return Client(Reading(at, feed, place, read_by, prefetch, patience, views, bool(variable_lengths), key))
 
 
 def _readers(readers: Mapping[str, Sequence[int]] | None) -> ReadBy:

@@ -53,6 +53,7 @@ class Listen(_Settings, frozen=True, kw_only=True):
     """Where the broker listens: ``tcp://host:port`` (``*`` for a free port) or ``ipc:///path``; http: ``host:port``.
 
     ``control``: who may change a run over HTTP, this machine (``loopback``) or whoever comes that far (``any``).
+    ``keys``: a folder of 'streampack keys new': producers and trainers show theirs, and all they say is encrypted.
     ``token_file``: holds what whoever asks over HTTP must bring; else STREAMPACK_HTTP_TOKEN, if it is there.
     """
 
@@ -60,6 +61,7 @@ class Listen(_Settings, frozen=True, kw_only=True):
     trainers: str = "tcp://127.0.0.1:7402"
     http: str = "127.0.0.1:7400"
     control: Literal["loopback", "any"] = "loopback"
+    keys: str | None = None
     token_file: str | None = None
 
 
@@ -326,9 +328,11 @@ class ProducerStream(SourceSettings, frozen=True, kw_only=True):
 
 
 class ProducerConfig(_Settings, frozen=True, kw_only=True):
-    """producer.yaml. ``broker`` is the producers' endpoint, or ``file://`` and the rendezvous file."""
+    """producer.yaml. ``broker`` is the producers' endpoint, or ``file://`` and the rendezvous file; ``key_file``: the
+    key that it is shown, else that of STREAMPACK_KEY_FILE."""
 
     broker: str = "tcp://127.0.0.1:7401"
+    key_file: str | None = None
     processes: Annotated[int, Meta(ge=1, le=1024)] = 1
     tokenizer: TokenizerSettings = TokenizerSettings()
     streams: Annotated[dict[Name, ProducerStream], Meta(min_length=1)]

@@ -33,6 +33,7 @@ from streampack.errors import (
     WireError,
 )
 from streampack.formats import Views
+from streampack.keys import Key
 from streampack.packs import Step
 from streampack.reading_figures import ReadingFigures
 from streampack.slabs import Slabs
@@ -68,8 +69,9 @@ class Prefetching:
     """
 
     def __init__(
-        self, endpoint: str, session: ClientSession, mesh: Mesh, views: Views, answer_s: float, figures: ReadingFigures
-    ) -> None:
+        self, endpoint: str, session: ClientSession, mesh: Mesh, views: Views, answer_s: float,
+        figures: ReadingFigures, key: Key | None = None,
+    ) -> None:  # fmt: skip
         self.session = session
         self.ready: deque[Step] = deque()
         self.round = 0
@@ -86,7 +88,7 @@ class Prefetching:
         self._error: StreampackError | None = None
         self._closing = False
         self._started = time.monotonic()
-        dealer = Dealer(endpoint, MAX_MESSAGE_BYTES, linger_ms=500)
+        dealer = Dealer(endpoint, MAX_MESSAGE_BYTES, linger_ms=500, key=key)
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-client", daemon=True)
         self._thread.start()
@@ -172,6 +174,7 @@ class Prefetching:
                     self.session.starvation = self._figures.starvation()
                 if now - ticked >= TICK_S:
                     ticked = now
+                    dealer.check()
                     self._perform(dealer, self.session.handle(Tick(now)))
                     self._check_reached(now)
             self._pass_on(dealer)

@@ -25,6 +25,7 @@ from streampack.core.messages import Flow, Lease, Offer
 from streampack.core.producer_session import EndOfPartition, Forget, ProducerSession, Read
 from streampack.core.sending import Chunk, Failed, Finish, Key, Leave, Session
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError
+from streampack.keys import Key as PeerKey
 from streampack.sources import Cursor, Source
 from streampack.sources.records import DAMAGED
 from streampack.transport import Dealer, Poller, Waker, drain
@@ -83,13 +84,14 @@ class ProducerLoop:
     """One producer process: ``run`` until everything is delivered, or ``stop`` is called.
 
     ``sources`` by stream name; ``on_progress`` is called twice a second. ``name``: that of a process that is gone takes
-    over its leases at once; by default one that nobody has. Raises Unreachable if no
+    over its leases at once; by default one that nobody has. ``key``: shown to the broker. Raises Unreachable if no
     broker answers within ``timeout_s``, Rejected if it refuses, and what sources raise.
     """
 
     def __init__(
         self, endpoint: str, sources: Mapping[str, Source | BatchSource], *, timeout_s: float = 60.0,
         on_progress: Callable[[Progress], None] | None = None, pause_s: float = 0.0, name: str = "",
+        key: PeerKey | None = None,
     ) -> None:  # fmt: skip
         self._sources = dict(sources)
         self._by_record = {name: each for name, each in self._sources.items() if not isinstance(each, BatchSource)}
@@ -101,7 +103,7 @@ class ProducerLoop:
             run=0, producer=name or uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), offers=offers
         )
         self._waker = Waker()
-        self._dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500)
+        self._dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500, key=key)
         self._endpoint = endpoint
         self._reads: deque[Read] = deque()
         self._readers: dict[tuple[Key, Session], Iterator[Batch]] = {}
@@ -155,6 +157,7 @@ class ProducerLoop:
             self._perform(self._session.handle(FromBroker(envelope)))
             if isinstance(envelope.message, Flow):
                 self._count((envelope.message.stream, envelope.message.partition))
+        self._dealer.check()
         self._perform(self._session.handle(Tick(time.monotonic())))
         if self._stopping:
             self._perform(self._session.handle(Leave()))

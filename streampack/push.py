@@ -18,6 +18,7 @@ from streampack.client import read_rendezvous
 from streampack.core.push_session import EndBatch
 from streampack.errors import UserError
 from streampack.given import Given, as_mapping, check_declared, chunk_of_group, chunks_of
+from streampack.keys import find_key
 from streampack.pushing import Pushing
 from streampack.typed_tree import parse_size
 
@@ -28,7 +29,8 @@ class Producer:
     ``endpoint``: the broker's producers' address, ``tcp://host:port`` or ``ipc:///path``, or ``file://`` and its
     rendezvous file; by default the environment's STREAMPACK_PRODUCERS. ``partition``: one process pushes to each.
     ``buffer``: how much is kept here, at most, of what the broker has not made safe yet. ``timeout_s``: how long any
-    call may wait.
+    call may wait. ``key_file``: of 'streampack keys new', where the broker asks for a key; by default the environment's
+    STREAMPACK_KEY_FILE.
 
     A sample is a mapping with ``input_ids`` and the fields that the run declares, or the ids alone: arrays, lists, or
     torch tensors on any device; nothing is shifted. It is checked when it is given. Any thread may use it.
@@ -43,12 +45,13 @@ class Producer:
 
     def __init__(
         self, endpoint: str | None = None, *, stream: str, partition: int = 0, buffer: str | int = "64MiB",
-        timeout_s: float = 60.0,
+        timeout_s: float = 60.0, key_file: str | Path | None = None,
     ) -> None:  # fmt: skip
         if not isinstance(partition, int) or not 0 <= partition < 2**20:
             raise UserError(f"got partition={partition!r}, expected a number from 0 on, below the stream's partitions")
         size = parse_size(buffer, "buffer")
-        self._pushing = Pushing(_endpoint(endpoint, timeout_s), stream, partition, size, timeout_s)
+        key = find_key(key_file)
+        self._pushing = Pushing(_endpoint(endpoint, timeout_s), stream, partition, size, timeout_s, key)
         self._close = weakref.finalize(self, self._pushing.abandon)
         self._given = threading.Lock()
         """Held while samples get their numbers, which chunks and groups are made with."""

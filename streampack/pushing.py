@@ -33,6 +33,7 @@ from streampack.errors import (
     UserError,
     WireError,
 )
+from streampack.keys import Key
 from streampack.transport import Dealer, Poller, Waker, drain
 
 log = logging.getLogger("streampack.producer")
@@ -46,7 +47,9 @@ LEAVE_S = 5.0
 class Pushing:
     """The thread, its session, and what they share with the program under one lock."""
 
-    def __init__(self, endpoint: str, stream: str, partition: int, buffer_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self, endpoint: str, stream: str, partition: int, buffer_bytes: int, timeout_s: float, key: Key | None = None
+    ) -> None:
         self._endpoint, self._timeout_s, self._pid = endpoint, timeout_s, os.getpid()
         name = uuid.uuid4()
         self._session = PushSession(
@@ -60,7 +63,7 @@ class Pushing:
         self._closed = self._leaving = False
         self._counts = {"samples": 0, "tokens": 0, "rejected": 0, "batches": 0, "wait_s": 0.0}
         self._waker = Waker()
-        dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500)
+        dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500, key=key)
         self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-push", daemon=True)
         self._waker.wake()  # says hello at once
         self._thread.start()
@@ -199,10 +202,13 @@ class Pushing:
                         self._handle(FromBroker(wire.decode(frames)))
                     except WireError as error:
                         log.warning("dropped a message of the broker: %s", error)
+                dealer.check()
                 self._handle(Tick(time.monotonic()))
                 self._empty(dealer)
             self._handle(Leave())
             self._empty(dealer)
+        except StreampackError as error:
+            self._fail(error)
         except Exception as error:  # a bug of ours must not leave the program waiting for a thread that is gone
             log.exception("the producer's thread failed")
             self._fail(InternalError(f"the producer's thread failed: {error!r}"))

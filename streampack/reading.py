@@ -29,6 +29,7 @@ from streampack.errors import (
     UserError,
 )
 from streampack.formats import Views
+from streampack.keys import Key
 from streampack.packs import Step
 from streampack.prefetching import Prefetching
 from streampack.reading_figures import ReadingFigures
@@ -44,7 +45,7 @@ class Reading:
 
     def __init__(
         self, endpoint: str, feed: str, mesh: Mesh, readers: ReadBy, prefetch: int, patience: Patience, views: Views,
-        variable_lengths: bool = False,
+        variable_lengths: bool = False, key: Key | None = None,
     ) -> None:  # fmt: skip
         self._views = views
         self._session = ClientSession(
@@ -60,7 +61,7 @@ class Reading:
         self._in_use: int | None = None
         self._packs: deque[Any] = deque()  # what is left of step ``_packs_of``, where packs are asked for
         self._packs_of = 0
-        self._prefetching = Prefetching(endpoint, self._session, mesh, views, patience.answer_s, self._figures)
+        self._prefetching = Prefetching(endpoint, self._session, mesh, views, patience.answer_s, self._figures, key)
         try:
             self._prefetching.wait_for(lambda: self._prefetching.attached is not None)
             self._begin_as(views)

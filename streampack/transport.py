@@ -1,32 +1,34 @@
-"""Sockets: the only module that knows ZeroMQ.
+"""Sockets: the only module that knows ZeroMQ, but for ``curve``, which keeps them to those who have keys.
 
 A ``Router`` serves many ``Dealer``s; both are used by one thread, never block, and never promise
 that a message arrives: a full queue, a peer that is gone or a broker that restarts lose messages,
 and the state machines ask again. What they see to is what ZeroMQ leaves open: an address that
 another process serves already (``ipc://`` would be stolen silently), sockets inherited through a
-fork (they would swallow messages), and lingering at exit. On ``ipc://`` large frames go through ``shared_memory``.
+fork (they would swallow messages), and lingering at exit. With keys, whose a message is stands before its peer's id. On
+``ipc://`` large frames go through ``shared_memory``.
 """
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import os
 import re
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TextIO
 from weakref import WeakValueDictionary
 
 import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from streampack import shared_memory
-from streampack.errors import PeerError, UserError
+from streampack import ipc_files, shared_memory
+from streampack.core.rights import KEY_DIGITS
+from streampack.curve import Gate, Watch, show_key
+from streampack.errors import PeerError, Rejected, UserError
+from streampack.keys import Key
 from streampack.shared_memory import FEW_SLOTS, NUM_SLOTS, Known, Link
 
 HEARTBEAT_MS = 5000
@@ -98,6 +100,7 @@ class _Socket:
         self.raw: zmq.Socket[bytes] = self._context.socket(kind)
         self.dropped = 0
         """Messages that could not be sent now, and were not."""
+        self._gate: Gate | None = None
         self._links: OrderedDict[bytes, Link] | None = None
         """By peer that knows shared memory, the last one heard last: what is lent to processes of this host; None:
         nothing is."""
@@ -119,6 +122,8 @@ class _Socket:
             except zmq.Again:
                 self._tell()
                 return None
+            if self._gate is not None and not _by_key(frames):
+                continue
             whole = self._resolved(frames) if self._links is not None else frames
             if whole is not None:
                 return whole
@@ -144,6 +149,8 @@ class _Socket:
 
     _peer_frames = 0
     """Frames before the message's own, which say whose it is."""
+    _key_digits = 0
+    """Of a peer's key, which stands before ZeroMQ's id of it."""
 
     def _resolved(self, frames: list[Any]) -> list[Any] | None:
         """The frames of a message, those that lie in shared memory put in their places; None where it was about that
@@ -190,7 +197,8 @@ class _Socket:
 
     def _raw_send(self, peer: bytes, frames: Sequence[Any]) -> bool:
         try:
-            self.raw.send_multipart([peer, *frames] if self._peer_frames else frames, zmq.NOBLOCK, copy=False)
+            frames = [peer[self._key_digits :], *frames] if self._peer_frames else frames
+            self.raw.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH and self._links is not None and peer in self._links:
                 self._links.pop(peer).close()
@@ -220,30 +228,45 @@ class _Socket:
         """Idempotent; what is still queued is dropped."""
         if os.getpid() == self._pid and not self.raw.closed:
             self.raw.close()
+            if self._gate is not None:
+                self._gate.close()
             self._context.term()
             while self._links:
                 self._links.popitem()[1].close()
 
 
+class Door(NamedTuple):
+    """Who a router is, and whether it lets a peer in: by public key and network address, both as text."""
+
+    secret: str
+    admits: Callable[[str, str], bool]
+
+
 class Router(_Socket):
-    """A bound socket that knows its peers by the opaque ids that ZeroMQ gives them, a frame before each message.
+    """A bound socket that knows its peers by the opaque ids that ZeroMQ gives them, a frame before each message; with
+    a ``door`` each of these begins with the peer's key.
 
     It holds ``arriving`` messages of each peer before they are received; others wait where they were made.
     Raises UserError if the address is taken, saying by whom as far as that can be known.
     """
 
-    def __init__(self, endpoint: str, max_message_bytes: int, arriving: int = HIGH_WATER) -> None:
+    def __init__(
+        self, endpoint: str, max_message_bytes: int, arriving: int = HIGH_WATER, door: Door | None = None
+    ) -> None:
         check_endpoint(endpoint)
         self._lock: TextIO | None = None
         if endpoint.startswith("ipc://"):
-            self._lock = _lock_ipc(Path(endpoint.removeprefix("ipc://")))
+            self._lock = ipc_files.lock(endpoint)
         super().__init__(zmq.ROUTER, max_message_bytes)
         self.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._links = OrderedDict() if self._lock is not None else None
         self.raw.setsockopt(zmq.RCVHWM, arriving)
         self.raw.setsockopt(zmq.BACKLOG, BACKLOG)
+        if door is not None:
+            self._gate, self._key_digits = Gate(self._context, self.raw, *door), KEY_DIGITS
         try:
-            self.raw.bind(endpoint)
+            with ipc_files.for_its_user_alone():
+                self.raw.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
             what = "an address in use" if error.errno == zmq.EADDRINUSE else f"{error.strerror or error}".lower()
@@ -273,14 +296,18 @@ class Router(_Socket):
 
 
 class Dealer(_Socket):
-    """A socket connected to one router; it reconnects for ever, and what it could not send is dropped.
+    """A socket connected to one router, to which it shows its ``key`` if it has one; it reconnects for ever, and what
+    it could not send is dropped.
 
     Raises UserError for an address that nobody can connect to.
     """
 
-    def __init__(self, endpoint: str, max_message_bytes: int, linger_ms: int = 0) -> None:
+    def __init__(self, endpoint: str, max_message_bytes: int, linger_ms: int = 0, key: Key | None = None) -> None:
         check_endpoint(endpoint, connects=True)
         super().__init__(zmq.DEALER, max_message_bytes)
+        self._watch = Watch(self.raw, "" if key is None else key.name)
+        if key is not None:
+            show_key(self.raw, key.secret, key.broker)
         self.raw.setsockopt(zmq.IMMEDIATE, 1)
         self._links = OrderedDict({b"": Link(FEW_SLOTS)}) if endpoint.startswith("ipc://") else None
         self._said_at = -SAY_S
@@ -303,6 +330,16 @@ class Dealer(_Socket):
             self._said_at = time.monotonic()
             self._raw_send(b"", [shared_memory.SPEAKS])
         return self._send(b"", frames)
+
+    def check(self) -> None:
+        """Raises Rejected if the broker does not let this process in; from time to time, as it may never."""
+        if why := self._watch.refusal(self.endpoint):
+            raise Rejected("key", f"{self.endpoint}: {why}")
+
+    def close(self) -> None:
+        if os.getpid() == self._pid and not self.raw.closed:
+            self._watch.close()
+        super().close()
 
 
 class Waker:
@@ -336,13 +373,14 @@ class Waker:
 
 
 class Poller:
-    """Waits on sockets and a waker together."""
+    """Waits on sockets and a waker together, and lets in who may come."""
 
     def __init__(self, sockets: Sequence[_Socket], waker: Waker | None = None) -> None:
         self._poller = zmq.Poller()
         self._waker = waker
-        for sock in sockets:
-            self._poller.register(sock.raw, zmq.POLLIN)
+        self._gates = [sock._gate for sock in sockets if sock._gate is not None]
+        for raw in [sock.raw for sock in sockets] + [gate.raw for gate in self._gates]:
+            self._poller.register(raw, zmq.POLLIN)
         if waker is not None:
             self._poller.register(waker.fileno(), zmq.POLLIN)
 
@@ -351,6 +389,8 @@ class Poller:
         ready = self._poller.poll(max(0, int(timeout_s * 1000)))
         if self._waker is not None and any(source == self._waker.fileno() for source, _ in ready):
             self._waker.clear()
+        for gate in self._gates:
+            gate.answer()
 
 
 def drain(sock: _Socket, at_most: int) -> Iterator[list[Any]]:
@@ -362,21 +402,11 @@ def drain(sock: _Socket, at_most: int) -> Iterator[list[Any]]:
         yield frames
 
 
-def _lock_ipc(path: Path) -> TextIO:
-    """Take the lock beside an ipc socket: binding would silently steal it from its server."""
+def _by_key(frames: list[Any]) -> bool:
+    """Put its peer's key before the id of a message's peer. False where nobody was asked who it is."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = (path.parent / f"{path.name}.lock").open("w")
-    except OSError as error:
-        raise UserError(
-            f"cannot listen on ipc://{path}: {error.strerror}: choose a folder that can be written"
-        ) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise UserError(
-            f"cannot listen on ipc://{path}: got an address that another process serves, expected a free one: "
-            f"stop that process or choose another path"
-        ) from None
-    return lock
+        key = frames[0].get("User-Id").encode()
+    except zmq.ZMQError:
+        return False
+    frames[0] = zmq.Frame(key + frames[0].bytes)
+    return len(key) == KEY_DIGITS

@@ -40,6 +40,11 @@ def read_tree(path: str | Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
+    return parse_tree(text, path)
+
+
+def parse_tree(text: str, path: str | Path) -> Any:
+    """What the text of a YAML file says, unchecked. Raises ConfigError."""
     try:
         tree = msgspec.yaml.decode(text)
         twice = _written_twice(yaml.compose(text, Loader=yaml.SafeLoader))

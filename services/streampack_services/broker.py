@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -41,6 +42,7 @@ from streampack.core.effects import (
     SendShard,
     SendTrainer,
     Store,
+    Withdrawn,
 )
 from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.frames import EDGES, INPUT_IDS
@@ -50,7 +52,8 @@ from streampack.core.merge import merge_of
 from streampack.core.messages import Envelope
 from streampack.core.plan import needed_tokens
 from streampack.errors import InternalError, WireError
-from streampack.transport import Poller, Router, Waker, drain
+from streampack.transport import Door, Poller, Router, Waker, drain
+from streampack_services.allowed import Allowed
 from streampack_services.arena import Arena
 from streampack_services.flood import Budget
 from streampack_services.keeper import Keeper
@@ -82,18 +85,23 @@ class BrokerService:
         self.plan = plan(config)
         capacity = self.plan.capacity
         self._waker = Waker()
+        self._allowed: Allowed | None = None
         self.keeper = Keeper(config, self._waker.wake) if config.state_dir is not None else None
         self.core = Broker(
             run=config.run_id, epoch=time.time_ns(), feeds=self.plan.feeds, capacity=capacity,
             steps_ahead=config.steps_ahead, journal=Journal(self.keeper is not None), run_name=config.run,
         )  # fmt: skip
         try:
+            if config.listen.keys is not None:
+                self._allowed = Allowed(Path(config.listen.keys), self._waker.wake)
             if self.keeper is not None:
                 self.keeper.recover(self.core)
             self._producers, self._trainers = self._listen()
         except BaseException:
             if self.keeper is not None:
                 self.keeper.close()
+            if self._allowed is not None:
+                self._allowed.close()
             self._waker.close()
             raise
         rules = self.plan.rules
@@ -127,10 +135,11 @@ class BrokerService:
     def _listen(self) -> tuple[Router, Router]:
         """For producers, and for trainers."""
         largest = max(self.plan.capacity.max_chunk_bytes, 2 << 20)
-        producers = Router(self.config.listen.producers, largest, self.plan.arriving)
+        door = Door(self._allowed.key.secret, self._allowed.admits) if self._allowed is not None else None
+        producers = Router(self.config.listen.producers, largest, self.plan.arriving, door)
         try:
             largest = (1 << 20) + self._largest_snapshot()
-            return producers, Router(self.config.listen.trainers, largest, ASKING)
+            return producers, Router(self.config.listen.trainers, largest, ASKING, door)
         except Exception:
             producers.close()
             raise
@@ -215,6 +224,8 @@ class BrokerService:
             future.cancel()
         if self.keeper is not None:
             self.keeper.close()
+        if self._allowed is not None:
+            self._allowed.close()
 
     def _done(self) -> bool:
         if self._stop_now or (self._exit_when_finished and self.core.finished):
@@ -240,6 +251,8 @@ class BrokerService:
         while self._formed:
             self._on_formed(self._formed.popleft())
         self._keep_log()
+        for key in self._allowed.changes() if self._allowed is not None else ():
+            self._handle(Withdrawn(key))
         while self._asked:
             change, future = self._asked.popleft()
             self._answers[change.token] = future
@@ -264,7 +277,8 @@ class BrokerService:
                 self._say_damaged_at = time.monotonic() + SAY_S
                 log.warning("dropped a message, of %d so far: %s", self.damaged, error)
             return
-        self._handle(kind(frames[0].bytes, envelope))
+        peer = frames[0].bytes
+        self._handle(kind(peer, envelope, self._allowed.rights(peer) if self._allowed is not None else None))
 
     def _on_formed(self, found: tuple[Formed, float] | BaseException) -> None:
         if isinstance(found, BaseException):

@@ -136,7 +136,7 @@ def open_local(
     http: str | None, client: dict[str, Any],
 ) -> Local:  # fmt: skip
     """``run``: settings of broker.yaml; ``stream``: those of every stream; ``client``: arguments of ``connect``."""
-    for name in ("endpoint", "feed", "mesh"):
+    for name in ("endpoint", "feed", "mesh", "key_file"):
         if name in client:
             raise UserError(f"got {name}, expected none: local is one rank's loader; 'streampack run' serves several")
     inspect.signature(streampack.connect).bind_partial(**client)  # a misspelt one is said before anything starts
@@ -290,7 +290,7 @@ def _start(
         server.start()
         url = server.url
     reader = streampack.connect(
-        service.endpoints["trainers"], feed=next(iter(config.feeds)), mesh=streampack.Mesh(), **client
+        service.endpoints["trainers"], feed=next(iter(config.feeds)), mesh=streampack.Mesh(), key_file="", **client
     )
     stack.callback(reader.close)
     found.append(reader)

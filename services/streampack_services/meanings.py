@@ -25,6 +25,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "trainers": "where trainers connect",
         "http": "metrics, status and health, and where changes are asked for",
         "control": "who may change a run over http: this machine alone (loopback), or any",
+        "keys": "folder of keys: producers and trainers must show theirs, and all is encrypted",
         "token_file": "holds the token that whoever asks over http must bring",
     },
     "PlannedMesh": {
@@ -117,6 +118,7 @@ MEANINGS: dict[str, dict[str, str]] = {
     },
     "ProducerConfig": {
         "broker": "the producers' endpoint, or file:// and the rendezvous file",
+        "key_file": "the key that the broker is shown, where it asks for one",
         "processes": "how many read and tokenize; changes speed, never the steps",
     },
     "SourceSettings": {

@@ -29,6 +29,7 @@ from types import FrameType
 from streampack.client import read_rendezvous
 from streampack.config import ProducerConfig
 from streampack.errors import StreampackError
+from streampack.keys import find_key
 from streampack.producer import ProducerLoop, Progress, StreamProgress
 from streampack.sources import OpenedSource, open_source, open_tokenizer
 from streampack_services import logs
@@ -100,6 +101,7 @@ def open_sources(config: ProducerConfig) -> dict[str, OpenedSource]:
 
 def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "info", as_json: bool = False) -> None:
     """Run the processes until all is delivered or SIGTERM. Raises ProcessFailed with the first error of any."""
+    find_key(config.key_file)
     sources = open_sources(config)  # what is missing is said once, before anything is started
     overall = Overall({name: source.num_shards for name, source in sources.items()})
     endpoint, broker_run = _endpoint(config.broker, timeout_s)
@@ -299,7 +301,8 @@ def _work(
             except OSError:  # nobody is left to tell
                 loop.stop()
 
-        loop = ProducerLoop(endpoint, open_sources(config), timeout_s=timeout_s, on_progress=tell, name=name)
+        loop = ProducerLoop(endpoint, open_sources(config), timeout_s=timeout_s, on_progress=tell, name=name,
+                            key=find_key(config.key_file))  # fmt: skip
         signal.signal(signal.SIGTERM, lambda *_: loop.stop())
         loop.run()
         last: tuple[object, ...] = (loop.over or "left", loop.progress.streams, "")

@@ -23,6 +23,7 @@ from streampack.core.effects import (
     Safe,
     SendTrainer,
     WasCut,
+    Withdrawn,
 )
 from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.feed import Feed
@@ -54,6 +55,7 @@ from streampack.core.records import (
     SamplesRejected,
     SourceAccepted,
 )
+from streampack.core.rights import Rights, forbidden, key_of
 from streampack.core.rings import NOWHERE
 from streampack.core.samples import SampleTable
 
@@ -101,6 +103,8 @@ class Broker:
     def handle(self, event: Event) -> list[Effect]:
         """What to do about an event; never performs it."""
         if isinstance(event, (FromProducer, FromTrainer)):
+            if event.rights is not None and (why := self._forbidden(event, event.rights)):
+                return self._forbid(event, why)
             if isinstance(event.envelope.message, Attach) and 0 < event.envelope.epoch < self.epoch:
                 return self._send(event.peer, Who())  # R5: to an earlier broker; where it begins may be long past
             self._outbid(event.envelope)
@@ -141,11 +145,50 @@ class Broker:
             for feed in self.feeds.values():
                 feed.history.forget_below(event.first_lsn)
             return []
+        if isinstance(event, Withdrawn):
+            return self._withdraw(event.key)
         if isinstance(event, Drain):
             self.draining = True
             effects = self.leases.drain()
             return effects + [e for feed in self.feeds.values() for e in self._moved(feed, feed.readers.drain())]
         return []
+
+    # Rights
+
+    def _forbidden(self, event: FromProducer | FromTrainer, rights: Rights) -> str:
+        """Why the key of a message may not say it; empty if it may."""
+        message = event.envelope.message
+        why = forbidden(rights, message, "trainer" if isinstance(event, FromTrainer) else "producer")
+        known = None
+        if isinstance(message, Attach) and message.feed in self.feeds:
+            known = self.feeds[message.feed].readers.peer_of(message.reader)
+        elif isinstance(message, Hello) and (producer := self.leases.producers.named(message.producer)):
+            known = producer.peer
+        if not why and known is not None and key_of(known) != key_of(event.peer):
+            why = f"got the name of a process of another key from key {rights.name!r}, expected one of its own"
+        return why
+
+    def _forbid(self, event: FromProducer | FromTrainer, why: str) -> list[Effect]:
+        """Say so to whoever is forbidden something, who loses what it holds; nobody else notices."""
+        self._refused += 1
+        report = Report("warning", f"refused a peer: {why}")
+        return [report, *self._away(event.peer, isinstance(event, FromTrainer), Reject(code="forbidden", detail=why))]
+
+    def _withdraw(self, key: bytes) -> list[Effect]:
+        """Whoever came with the key is asked who it is: what it may not do any more is refused then."""
+        producers = [producer.peer for producer in self.leases.producers]
+        trainers = [peer for feed in self.feeds.values() for peer in feed.readers.peers]
+        effects = [e for peer in producers if key_of(peer) == key for e in self._away(peer, False, Who())]
+        return effects + [e for peer in trainers if key_of(peer) == key for e in self._away(peer, True, Who())]
+
+    def _away(self, peer: bytes, is_trainer: bool, word: Message) -> list[Effect]:
+        """Whoever speaks from there holds nothing any more, and is told ``word``."""
+        why = "its key does not allow what it does, or has changed"
+        if not is_trainer:
+            return self.leases.leave(peer, why) + self.leases.credits.send(peer, word)
+        reads = next((feed for feed in self.feeds.values() if feed.readers.knows(peer)), None)
+        effects = [] if reads is None else self._moved(reads, reads.readers.leave(peer, why))
+        return effects + self._send(peer, word)
 
     # The log
 

@@ -15,14 +15,17 @@ from streampack.core.layout import Contents
 from streampack.core.messages import Envelope
 from streampack.core.packers import Choice
 from streampack.core.records import Record
+from streampack.core.rights import Rights
 from streampack.core.samples import I64
 
 
 class FromProducer(Event, frozen=True):
-    """A message of a producer; ``peer`` is what an answer is addressed to."""
+    """A message of a producer; ``peer`` is what an answer is addressed to; ``rights``: those of its key, None where
+    there are no keys."""
 
     peer: bytes
     envelope: Envelope
+    rights: Rights | None = None
 
 
 class FromTrainer(Event, frozen=True):
@@ -30,6 +33,13 @@ class FromTrainer(Event, frozen=True):
 
     peer: bytes
     envelope: Envelope
+    rights: Rights | None = None
+
+
+class Withdrawn(Event, frozen=True):
+    """A key may not do all that it could: whoever came with it must ask again."""
+
+    key: bytes
 
 
 class Formed(Event, frozen=True):

@@ -80,7 +80,7 @@ class Leases(Sharing):
             )
         producer = self.producers.at(peer)
         if isinstance(message, Bye):
-            return self._leave(producer, message.reason or "said goodbye") if producer is not None else []
+            return self.leave(peer, message.reason or "said goodbye")
         if producer is None or envelope.epoch < self.epoch:
             return self.credits.send(peer, Who())
         producer.heard = now
@@ -89,6 +89,11 @@ class Leases(Sharing):
         if isinstance(message, Samples | Eos | Sent | Mark):
             return self._of_partition(producer, envelope, message)
         return self._refuse(peer, "protocol", f"got {type(message).__name__} from a producer")
+
+    def leave(self, peer: bytes, why: str) -> list[Effect]:
+        """A peer has gone, whether or not it was known."""
+        producer = self.producers.at(peer)
+        return [] if producer is None else self._leave(producer, why)
 
     def _hello(self, peer: bytes, hello: Hello) -> list[Effect]:
         producers = self.producers

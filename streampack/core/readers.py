@@ -150,6 +150,16 @@ class Readers(Attempts):
         """Has ``peer`` attached here?"""
         return self._seats.at(peer) is not None
 
+    def peer_of(self, name: str) -> bytes | None:
+        """Where the reader of this name speaks from."""
+        reader = self._seats.named(name)
+        return None if reader is None else reader.peer
+
+    @property
+    def peers(self) -> list[bytes]:
+        """Where those that hold or claim a rank speak from."""
+        return [reader.peer for reader in self._seats]
+
     def tick(self, now: float) -> list[Effect]:
         """Drop readers that fell silent; decide claims; tell those that wait what they wait for."""
         self._now = now

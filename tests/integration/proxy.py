@@ -23,12 +23,14 @@ _TURN_S = 0.05
 @dataclass
 class Weather:
     """Of one direction. ``delay_s`` before each block is passed on; ``bytes_per_s`` at most (0: no bound);
-    ``held``: nothing is passed on; ``damage``: so many of the next large blocks have a bit flipped in their middle."""
+    ``held``: nothing is passed on; ``damage``: so many of the next large blocks have a bit flipped in their middle;
+    ``kept``: a list that what is passed on is added to."""
 
     delay_s: float = 0.0
     bytes_per_s: float = 0.0
     held: bool = False
     damage: int = 0
+    kept: list[bytes] | None = None
 
 
 @dataclass
@@ -118,6 +120,8 @@ class Proxy:
                 if weather.damage and len(block) >= _LARGE:
                     weather.damage -= 1
                     block[len(block) // 2] ^= 1 << weather.damage % 8
+                if weather.kept is not None:
+                    weather.kept.append(bytes(block))
                 sink.settimeout(None)
                 sink.sendall(block)
         except OSError:
