@@ -24,6 +24,8 @@ from streampack import curve
 from streampack.errors import UserError
 from streampack.secret_files import read_secret
 
+KEY_FILE = "STREAMPACK_KEY_FILE"
+"""Of the environment: the key file of whoever names none."""
 HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,99}", re.ASCII)
 
@@ -63,5 +65,5 @@ def load_key(path: str | Path) -> Key:
 def find_key(path: str | Path | None) -> Key | None:
     """The key of ``path``, by default of the file that STREAMPACK_KEY_FILE names; None where that is none, or ``path``
     is empty. Raises UserError."""
-    found = os.environ.get("STREAMPACK_KEY_FILE") if path is None else path
+    found = os.environ.get(KEY_FILE) if path is None else path
     return load_key(found) if found else None

@@ -294,6 +294,7 @@ def demo(
     work_ms: Annotated[
         float, typer.Option("--work-ms", metavar="MS", min=0, help="What a client pretends to compute for a pack.")
     ] = 20.0,
+    keys: Annotated[bool, typer.Option("--keys", help="As on a network: over TCP, with keys, encrypted.")] = False,
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the result alone.")] = False,
 ) -> None:
@@ -310,7 +311,7 @@ def demo(
     module: Any = importlib.import_module("streampack_services.demo")
     options = module.DemoOptions(
         steps=steps, budget=budget, window=window, packer=packer, dp=dp, cp=cp, source=source, work_ms=work_ms,
-        json=as_json, quiet=quiet,
+        json=as_json, quiet=quiet, keys=keys,
     )  # fmt: skip
     raise typer.Exit(module.run_demo(options))
 

@@ -30,6 +30,7 @@ from streampack.config import BrokerConfig
 from streampack.config_check import checked
 from streampack.errors import StreampackError
 from streampack.typed_tree import convert
+from streampack_services.allowed import new_key
 from streampack_services.child import last_line
 from streampack_services.demo_client import RankReport, run_rank
 from streampack_services.demo_text import write_shards
@@ -56,6 +57,7 @@ class DemoOptions:
     work_ms: float
     json: bool
     quiet: bool
+    keys: bool = False
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -93,18 +95,23 @@ def _run(
     expected = expected_samples(source, options.budget, PARTITIONS, SEED)
     steps = -(-sum(length for _, length in expected.values()) // (packs * options.budget))
 
-    rendezvous = folder / "streampack.json"
+    rendezvous, key_file = folder / "streampack.json", ""
+    if options.keys:
+        new_key(folder / "keys", "demo", "trainer", {})
+        key_file = str(folder / "keys" / "broker.key")
     _start(processes, folder, "broker", broker, "broker", "--exit-when-finished")
     with console.status("starting the broker (the first time on a machine it compiles its kernels)"):
         endpoint = _wait_for_broker(rendezvous, processes[0], folder)
     http = read_rendezvous(rendezvous, "http")
     console.print(f"broker with its live figures at {http}/metrics")
-    producer = {"broker": f"file://{rendezvous}", "streams": {"text": source}}
+    producer = {"broker": f"file://{rendezvous}", "key_file": key_file, "streams": {"text": source}}
     for i in range(PRODUCERS):
         _start(processes, folder, f"producer-{i}", producer, "produce")
     with _bar(console) as bar:
         task = bar.add_task("training on nothing", total=steps)
-        reports, seconds = _train(options, endpoint, processes, folder, lambda n: bar.update(task, completed=n))
+        reports, seconds = _train(
+            options, endpoint, key_file, processes, folder, lambda n: bar.update(task, completed=n)
+        )
         bar.update(task, completed=max(report.steps for report in reports))
     console.print()
     found = judged(reports, expected, rules, options.dp, options.cp, seconds)
@@ -115,10 +122,15 @@ def _run(
 
 
 def _broker_tree(options: DemoOptions, folder: Path, packs: int) -> dict[str, Any]:
-    """broker.yaml of the demo."""
+    """broker.yaml of the demo: on sockets of this machine; with keys as on a network, encrypted."""
+    any_port = "tcp://127.0.0.1:*"
     return {
         "run": "demo",
-        "listen": {side: f"ipc://{folder}/{side}" for side in ("producers", "trainers")} | {"http": "127.0.0.1:0"},
+        "listen": {
+            **{side: any_port if options.keys else f"ipc://{folder}/{side}" for side in ("producers", "trainers")},
+            "http": "127.0.0.1:0",
+            "keys": str(folder / "keys") if options.keys else None,
+        },
         "rendezvous": str(folder / "streampack.json"),
         "memory": "1GiB" if options.budget <= 65_536 and options.window <= 4096 else "8GiB",
         "seed": SEED,
@@ -164,8 +176,9 @@ def _wait_for_broker(rendezvous: Path, broker: subprocess.Popen[bytes], folder: 
 
 
 def _train(
-    options: DemoOptions, endpoint: str, daemons: list[subprocess.Popen[bytes]], folder: Path, progress: Any
-) -> tuple[list[RankReport], float]:
+    options: DemoOptions, endpoint: str, key_file: str, daemons: list[subprocess.Popen[bytes]], folder: Path,
+    progress: Any,
+) -> tuple[list[RankReport], float]:  # fmt: skip
     """Run the mesh to its end; each rank's report, and the seconds it took."""
     context = multiprocessing.get_context("spawn")
     ranks, pipes = [], []
@@ -175,7 +188,7 @@ def _train(
             ours, theirs = context.Pipe(duplex=False)
             mesh = Mesh(dp=options.dp, cp=options.cp, dp_rank=dp_rank, cp_rank=cp_rank)
             peers = [links[cp_rank - 1][1]] if cp_rank else [near for near, _ in links]
-            arguments = (endpoint, mesh, options.work_ms, peers, theirs)
+            arguments = (endpoint, key_file, mesh, options.work_ms, peers, theirs)
             rank = context.Process(target=run_rank, args=arguments, daemon=True)
             rank.start()
             theirs.close()

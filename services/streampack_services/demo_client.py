@@ -41,11 +41,13 @@ class RankReport:
     stats: dict[str, float] = field(default_factory=dict)
 
 
-def run_rank(endpoint: str, mesh: Mesh, work_ms: float, peers: list[Connection], report: Connection) -> None:
+def run_rank(
+    endpoint: str, key_file: str, mesh: Mesh, work_ms: float, peers: list[Connection], report: Connection
+) -> None:
     """The process of one rank. ``peers``: to the group's first rank, or from all others."""
     found = RankReport()
     try:
-        with streampack.connect(endpoint, mesh=mesh, format="numpy") as loader:
+        with streampack.connect(endpoint, mesh=mesh, format="numpy", key_file=key_file) as loader:
             _train(loader, mesh, work_ms / 1000, peers, report, found)
     except (StreampackError, AssertionError, EOFError, BrokenPipeError) as error:
         found.error = f"rank {mesh}: {error or type(error).__name__}"

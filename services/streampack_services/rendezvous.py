@@ -19,7 +19,8 @@ from typing import Any
 
 from streampack import wire
 from streampack.core.messages import Envelope, ProducerPing
-from streampack.errors import WireError
+from streampack.errors import Rejected, WireError
+from streampack.keys import Key
 from streampack.transport import Dealer, Poller
 
 
@@ -67,18 +68,21 @@ def read(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "epoch" in found else None
 
 
-def not_believed(found: dict[str, Any], expected_attempt: str) -> str:
+def not_believed(found: dict[str, Any], expected_attempt: str, key: Key | None) -> str:
     """Why this is not this attempt's broker; empty if it is."""
     if "failed" in found:
         return "it is of a run that has ended"
     if found.get("attempt", "") != expected_attempt:
         return f"it is of another attempt, {found.get('attempt')!r}, expected {expected_attempt!r}"
-    return "" if answers(found["producers"], found["epoch"]) else "its broker does not answer"
+    try:
+        return "" if answers(found["producers"], found["epoch"], key) else "its broker does not answer"
+    except Rejected as error:
+        return error.detail
 
 
-def answers(endpoint: str, epoch: int, timeout_s: float = 2.0) -> bool:
-    """Whether the broker of this epoch answers at its producers' address."""
-    dealer = Dealer(endpoint, 1 << 20)
+def answers(endpoint: str, epoch: int, key: Key | None = None, timeout_s: float = 2.0) -> bool:
+    """Whether the broker of this epoch answers at its producers' address. Raises Rejected if it does not let us in."""
+    dealer = Dealer(endpoint, 1 << 20, key=key)
     try:
         poller = Poller([dealer])
         deadline = time.monotonic() + timeout_s
@@ -88,6 +92,7 @@ def answers(endpoint: str, epoch: int, timeout_s: float = 2.0) -> bool:
                 asked = now
                 dealer.send(wire.encode(Envelope(run=0, epoch=0, fence=0, message=ProducerPing(producer="run"))))
             poller.wait(0.1)
+            dealer.check()
             while (frames := dealer.receive()) is not None:
                 with contextlib.suppress(WireError):
                     return wire.decode(frames).epoch == epoch

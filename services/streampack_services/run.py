@@ -3,7 +3,8 @@
 The daemons are the commands ``broker`` and ``produce`` as processes of their own, with the user's files but for the
 addresses: ports that the file does not name are free ones, so that two runs on a machine never meet. On several
 hosts the rendezvous file joins them: rank 0 starts the broker; the others wait for a file whose broker is of this
-attempt and answers, so that an earlier run's is not believed. ``orphans`` sees to it that nothing is left.
+attempt and answers, so that an earlier run's is not believed. Where the broker has keys, whatever runs beside it has
+the broker's own, unless the environment or a producer.yaml names another. ``orphans`` sees to it that nothing is left.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 from streampack.config_files import read_broker, read_producer
 from streampack.errors import ConfigError, StreampackError, Unreachable, UserError
+from streampack.keys import KEY_FILE, find_key
 from streampack.typed_tree import read_tree
 from streampack_services import child, rendezvous
 from streampack_services.orphans import ASKED_BY_CTRL_C, exit_code, guarded
@@ -84,6 +86,16 @@ def attempt(env: Mapping[str, str]) -> str:
     return env.get("STREAMPACK_ATTEMPT") or ".".join(env[name] for name in _ATTEMPT if env.get(name))
 
 
+def with_secrets(listen: Mapping[str, str], env: Mapping[str, str]) -> Mapping[str, str]:
+    """What is started beside a broker that wants keys, or a token, has the broker's own as a rule."""
+    found = dict(env)
+    if "keys" in listen:
+        found.setdefault(KEY_FILE, str((Path(listen["keys"]) / "broker.key").absolute()))
+    if "token_file" in listen and "STREAMPACK_HTTP_TOKEN" not in env:
+        found.setdefault("STREAMPACK_HTTP_TOKEN_FILE", str(Path(listen["token_file"]).absolute()))
+    return found
+
+
 @dataclass(slots=True)
 class _Run:
     options: RunOptions
@@ -101,6 +113,7 @@ class _Run:
         rank, good, why = node_rank(self.options.node_rank, self.env), False, ""
         tree = read_tree(self.options.broker)
         path = Path(tree.get("rendezvous") or self.folder / "streampack.json")
+        self.env = with_secrets(tree.get("listen") or {}, self.env)
         if rank and "rendezvous" not in tree:
             raise ConfigError(
                 f"{self.options.broker}: rendezvous: got none, expected a file on a file system that all hosts share: "
@@ -155,7 +168,7 @@ class _Run:
         while True:
             found = rendezvous.read(path)
             if found is not None:
-                why = rendezvous.not_believed(found, attempt(self.env))
+                why = rendezvous.not_believed(found, attempt(self.env), find_key(self.env.get(KEY_FILE, "")))
                 if not why:
                     return found
             now = time.monotonic()

@@ -15,9 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
+from streampack_services.allowed import new_key
 from streampack_services.rendezvous import answers
 from streampack_services.run import attempt, node_rank
 
+from streampack.secret_files import write_secret
 from tests.integration.running import PATIENCE_S, STREAMPACK, running_broker, the_error, until, write, write_jsonl
 
 BROKER: dict[str, Any] = {
@@ -97,6 +99,17 @@ def test_the_command_gets_every_sample_and_its_exit_code_is_passed_on(files: lis
     lines = done.stderr.splitlines()
     assert "producer | " in done.stderr
     assert all(line.startswith(("broker | ", "producer | ")) for line in lines), "its standard error is the daemons'"
+    assert "WARNING" not in done.stderr
+
+
+def test_a_broker_that_wants_keys_and_a_token_gets_them(files: list[str], tmp_path: Path) -> None:
+    new_key(tmp_path / "keys", "somebody", "trainer", {})
+    write_secret(tmp_path / "token", "a-token-of-some-length")
+    listen = {"keys": str(tmp_path / "keys"), "token_file": str(tmp_path / "token")}
+    write(tmp_path / "broker.yaml", BROKER | {"listen": listen})
+    ask = "from streampack_services.http_client import fetch_status; print(fetch_status(None, 60)['run'])\n"
+    done = run(files, python(ask + COUNT, "0"))
+    assert (done.returncode, done.stdout) == (0, "streampack\n600\n"), done.stderr
     assert "WARNING" not in done.stderr
 
 

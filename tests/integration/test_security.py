@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from streampack_services import allowed
+from streampack_services import allowed, rendezvous
 from streampack_services.allowed import Allowed, new_key
 from streampack_services.broker import BrokerService
 
@@ -172,6 +172,15 @@ def test_who_pushes_is_told_why_too(broker: BrokerService, keys: Path) -> None:
         sp.Producer(broker.endpoints["producers"], stream="web", key_file=keys.parent / "unknown.key")
     with pytest.raises(Rejected, match="from key 'others', expected one of: code"):
         sp.Producer(broker.endpoints["producers"], stream="web", key_file=keys / "others.key")
+
+
+def test_who_looks_for_a_broker_believes_the_one_whose_key_it_has(broker: BrokerService, keys: Path) -> None:
+    found = {**broker.endpoints, "epoch": broker.core.epoch, "attempt": ""}
+    assert not rendezvous.not_believed(found, "", load_key(keys / "broker.key"))
+    assert "its broker does not answer" in rendezvous.not_believed(
+        found | {"epoch": 1}, "", load_key(keys / "broker.key")
+    )
+    assert "lets nobody in without a key" in rendezvous.not_believed(found, "", None)
 
 
 def test_a_broker_that_cannot_show_a_key_is_not_believed(keys: Path, data: str) -> None:
