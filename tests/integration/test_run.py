@@ -270,7 +270,7 @@ def test_a_host_that_finds_no_broker_of_its_attempt_says_why(tmp_path: Path) -> 
         assert answers(found["producers"], found["epoch"])
         write(path, found)
         assert run([*options[:-1], str(PATIENCE_S)], ["true"]).returncode == 0
-    assert not answers(found["producers"], found["epoch"], 0.3)
+    assert not answers(found["producers"], found["epoch"], timeout_s=0.3)
 
 
 def test_another_host_needs_a_rendezvous(files: list[str]) -> None:
