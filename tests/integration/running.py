@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from streampack_services import cli
 from streampack.chunks import BatchSource
 from streampack.producer import ProducerLoop
 from streampack.sources import Source
+from tests.integration.forked import Command
 
 STREAMPACK = (sys.executable, "-m", "streampack")
 PATIENCE_S = 200.0
@@ -30,9 +31,25 @@ PATIENCE_S = 200.0
 _LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) ")
 
 
+def executed(arguments: Sequence[str], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
+    """A command as a user's shell starts it."""
+    return subprocess.Popen([*STREAMPACK, *arguments], stdout=stdout, stderr=stderr)
+
+
+start: Callable[[Sequence[str], int, int], Command | subprocess.Popen[bytes]] = Command
+"""How commands are started; a test that is about the whole of a process has them ``executed``."""
+
+
 def streampack(*arguments: str | Path, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    return subprocess.run([*STREAMPACK, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = start([*map(str, arguments)], out.fileno(), err.fileno())
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        said = (Path(f"/proc/self/fd/{each.fileno()}").read_text() for each in (out, err))
+        return subprocess.CompletedProcess(arguments, code, *said)
 
 
 def in_process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -62,7 +79,7 @@ class Daemon:
     def __init__(self, folder: Path, name: str, *arguments: str | Path) -> None:
         self.log = folder / f"{name}.log"
         with self.log.open("w") as out:
-            self.process = subprocess.Popen([*STREAMPACK, *map(str, arguments)], stdout=out, stderr=out)
+            self.process = start([*map(str, arguments)], out.fileno(), out.fileno())
 
     @property
     def said(self) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 
 import streampack
 from streampack.chunks import Batch
@@ -18,10 +19,17 @@ from streampack.core.intake import MAX_UNMERGED
 from streampack.core.messages import Lease
 from streampack.producer import ProducerLoop
 from streampack.sources import Cursor
+from tests.integration import running
 from tests.integration.running import PATIENCE_S, folder, in_process, running_broker, until
 
 SAMPLES = 1_000_000
 MEAN_TOKENS = 100
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork begins with memory of its parent's."""
+    monkeypatch.setattr(running, "start", running.executed)
 
 
 class Counted:

@@ -1,0 +1,163 @@
+"""``streampack`` as a process of its own, without the second that its imports and kernels take: a fork of one that has
+them, the server, which runs nothing itself.
+
+Each has its own arguments, environment, folder, output, limits and end, as if it had been executed; only the command
+line that ``ps`` shows is the server's. A server serves one process of tests, from its first command on, and ends with
+it. No thread may be in it: a fork would inherit locks that nobody gives back.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from streampack_services.memory_plan import plan
+
+from streampack.__main__ import main
+from streampack.config import BrokerConfig, StreamSettings
+
+_NUMBER = struct.Struct("<i")
+
+
+class Command:
+    """``streampack ARGUMENTS`` that runs, or has ended; its output goes to two file numbers.
+
+    Of ``subprocess.Popen``, what tests use.
+    """
+
+    def __init__(self, arguments: Sequence[str], stdout: int, stderr: int) -> None:
+        self.args = list(arguments)
+        self.returncode: int | None = None
+        self._says, says = os.pipe()
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = {"arguments": self.args, "environment": dict(os.environ), "folder": os.getcwd(), "files": limits}
+        try:
+            socket.send_fds(_server(), [json.dumps(wanted).encode()], [stdout, stderr, says])
+        finally:
+            os.close(says)
+        self.pid = self._heard()
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._says], [], [], 0)[0]:
+            self.returncode = self._heard()
+            os.close(self._says)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not select.select([self._says], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        self.poll()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _heard(self) -> int:
+        """First the process's id, then its exit code."""
+        (number,) = _NUMBER.unpack(os.read(self._says, _NUMBER.size))
+        return int(number)
+
+
+@functools.cache
+def _server() -> socket.socket:
+    """Where commands are asked for."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    words = [sys.executable, "-m", "tests.integration.forked", str(theirs.fileno())]
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(words, cwd=root, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+# The server
+
+
+def serve(requests: socket.socket) -> None:
+    """Until nobody can ask any more. Returns in each fork, too, once it is to be the command."""
+    running: dict[int, tuple[int, int]] = {}
+    """Of each command's pidfd: its id, and where its end is said."""
+    while True:
+        for ready in select.select([requests.fileno(), *running], [], [])[0]:
+            if ready in running:
+                os.close(ready)
+                _say_its_end(*running.pop(ready))
+                continue
+            data, files, _, _ = socket.recv_fds(requests, 1 << 20, 3)
+            if not data:
+                return
+            pid = os.fork()
+            if pid == 0:
+                requests.detach()
+                _become(json.loads(data), *files[:2])
+                return
+            os.write(files[2], _NUMBER.pack(pid))
+            os.close(files[0])
+            os.close(files[1])
+            running[os.pidfd_open(pid)] = pid, files[2]
+
+
+def _say_its_end(pid: int, says: int) -> None:
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(BrokenPipeError):  # nobody waits
+        os.write(says, _NUMBER.pack(os.waitstatus_to_exitcode(status)))
+    os.close(says)
+
+
+def _become(wanted: dict[str, Any], stdout: int, stderr: int) -> None:
+    """Make this process as if it had been executed so."""
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.closerange(3, 1 << 16)
+    os.environ.clear()
+    os.environ.update(wanted["environment"])
+    os.chdir(wanted["folder"])
+    resource.setrlimit(resource.RLIMIT_NOFILE, wanted["files"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path[0] = wanted["folder"]
+    sys.argv = ["streampack", *wanted["arguments"]]
+
+
+def _import_all() -> None:
+    """What commands import, and the kernels of a broker."""
+    for name in ("cli", "producer"):
+        importlib.import_module(f"streampack_services.{name}")
+    service = importlib.import_module("streampack_services.daemon").BrokerService
+    config = BrokerConfig(streams={"any": StreamSettings()}, memory="64MiB")
+    service.warm_up(SimpleNamespace(plan=plan(config)))  # of a service, which would have sockets, all that is needed
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all
+    _import_all()
+    gc.freeze()
+    serve(socket.socket(fileno=int(sys.argv[1])))
+    if sys.argv[0] == "streampack":
+        sys.exit(main())
