@@ -205,6 +205,8 @@ METRICS: tuple[Metric, ...] = (
            _of_streams("lost_tokens"), ("stream",)),
     Metric("stream_last_seen_timestamp_seconds", "gauge", "When a producer of the stream was last heard, since 1970.",
            _last_seen, ("stream",)),
+    Metric("stream_weight", "gauge", "Weight of the stream among those of its feed; 0 where it was taken out.",
+           _of_streams("weight"), ("stream",)),
     Metric("stream_producers", "gauge", "Producers that offer the stream.", _of_streams("producers"), ("stream",)),
     Metric("stream_granted_tokens", "gauge", "Tokens of the stream that may wait for the merge: its credits.",
            _of_streams("credits", "granted_tokens"), ("stream",)),

@@ -157,7 +157,7 @@ def test_a_killed_producer_is_an_alert_until_another_one_comes(walk: Walk) -> No
     walk.type(again)
     until(lambda: not walk.firing())
     walk.type(end)
-    until(lambda: "broker: draining" in walk.said)
+    until(lambda: "broker: draining" in (walk.path / "broker.log").read_text())
     assert 'streampack_stream_producers{stream="code"} 1.0' in walk.said
     assert '{cause="stream"} =>' in walk.said
     assert not re.search("no such job|not found|No such file", walk.said)
