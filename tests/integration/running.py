@@ -31,19 +31,29 @@ PATIENCE_S = 200.0
 _LOG_LINE = re.compile(r"^\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) ")
 
 
-def executed(arguments: Sequence[str], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
-    """A command as a user's shell starts it."""
+def _executed(arguments: Sequence[str], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen([*STREAMPACK, *arguments], stdout=stdout, stderr=stderr)
 
 
-start: Callable[[Sequence[str], int, int], Command | subprocess.Popen[bytes]] = Command
-"""How commands are started; a test that is about the whole of a process has them ``executed``."""
+_start: Callable[[Sequence[str], int, int], Command | subprocess.Popen[bytes]] = Command
+
+
+@contextmanager
+def executed() -> Iterator[None]:
+    """Commands that are started in the block are so as a shell does: a fork begins with memory of its parent's, which
+    counts where a test looks at how much a process has."""
+    global _start
+    before, _start = _start, _executed
+    try:
+        yield
+    finally:
+        _start = before
 
 
 def streampack(*arguments: str | Path, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = start([*map(str, arguments)], out.fileno(), err.fileno())
+        process = _start([*map(str, arguments)], out.fileno(), err.fileno())
         try:
             code = process.wait(timeout_s)
         finally:
@@ -79,7 +89,7 @@ class Daemon:
     def __init__(self, folder: Path, name: str, *arguments: str | Path) -> None:
         self.log = folder / f"{name}.log"
         with self.log.open("w") as out:
-            self.process = start([*map(str, arguments)], out.fileno(), out.fileno())
+            self.process = _start([*map(str, arguments)], out.fileno(), out.fileno())
 
     @property
     def said(self) -> str:

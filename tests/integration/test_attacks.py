@@ -34,6 +34,7 @@ from tests.integration.raw_peer import COMMAND, GREETING, MORE, READY, RawPeer, 
 from tests.integration.running import (
     PATIENCE_S,
     RunningBroker,
+    executed,
     folder,
     producing_here,
     running_broker,
@@ -61,7 +62,7 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
     rows = [{"text": "t" * (1 + i * 7 % 90)} for i in range(200)]
     files = write_jsonl(tmp_path_factory.mktemp("data") / "text.jsonl", rows)
     source = open_source(convert({"source": "jsonl", "shards": str(files)}, SourceSettings))
-    with running_broker(SETTINGS) as running, producing_here(running.producers, {"text": source}):
+    with executed(), running_broker(SETTINGS) as running, producing_here(running.producers, {"text": source}):
         running.chain = steps(running)
         yield running
 

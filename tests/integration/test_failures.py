@@ -63,6 +63,7 @@ from tests.integration.proxy import Proxy
 from tests.integration.running import (
     Daemon,
     RunningBroker,
+    executed,
     folder,
     in_process,
     running,
@@ -361,7 +362,8 @@ def test_a_slow_trainer_leaves_memory_bounded_and_is_named_in_the_status(tmp_pat
     }  # fmt: skip
     streams = {"web": {"source": "jsonl", "shards": str(tmp_path / "web.jsonl")}}
     with folder() as path:
-        broker = RunningBroker(path, settings)
+        with executed():
+            broker = RunningBroker(path, settings)
         tree = {"broker": broker.producers, "processes": 1, "streams": streams}
         try:
             with (
@@ -409,8 +411,7 @@ def read_on(loader: Client) -> None:
 def test_a_wall_clock_that_jumps_changes_nothing(job: Job, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
     wandering = (sys.executable, "-m", "tests.integration.wandering_clock")
     monkeypatch.setattr(running_module, "STREAMPACK", wandering)
-    monkeypatch.setattr(running_module, "start", running_module.executed)
-    with served(job) as broker, connect(broker.trainers) as loader:
+    with executed(), served(job) as broker, connect(broker.trainers) as loader:
         steps = list(loader.steps())
     assert the_golden_ones(golden, steps)
 

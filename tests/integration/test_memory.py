@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-import pytest
 
 import streampack
 from streampack.chunks import Batch
@@ -19,17 +18,10 @@ from streampack.core.intake import MAX_UNMERGED
 from streampack.core.messages import Lease
 from streampack.producer import ProducerLoop
 from streampack.sources import Cursor
-from tests.integration import running
-from tests.integration.running import PATIENCE_S, folder, in_process, running_broker, until
+from tests.integration.running import PATIENCE_S, executed, folder, in_process, running_broker, until
 
 SAMPLES = 1_000_000
 MEAN_TOKENS = 100
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork begins with memory of its parent's."""
-    monkeypatch.setattr(running, "start", running.executed)
 
 
 class Counted:
@@ -66,7 +58,7 @@ def test_a_million_samples_through_slow_clients_leave_the_brokers_memory_alone()
         "streams": {"text": {"partitions": 2}},
     }
     spawn = multiprocessing.get_context("spawn")
-    with running_broker(settings) as broker:
+    with executed(), running_broker(settings) as broker:
         others = [spawn.Process(target=produce, args=(broker.producers,), daemon=True)]
         others += [spawn.Process(target=train, args=(broker.trainers, rank, 0.08), daemon=True) for rank in range(2)]
         for process in others:
@@ -120,7 +112,7 @@ def test_a_broker_at_full_load_takes_the_memory_that_check_says() -> None:
         "streams": {"text": {"partitions": 2, "repeat": True}},
     }
     spawn = multiprocessing.get_context("spawn")
-    with folder() as state, running_broker(settings | {"state_dir": str(state / "log")}) as broker:
+    with folder() as state, executed(), running_broker(settings | {"state_dir": str(state / "log")}) as broker:
         said = json.loads(in_process("check", broker.rendezvous.with_name("broker.yaml"), "--json").stdout)["follows"]
         peak = next(row["value"] for row in said if row["path"] == "process.peak_bytes")
         producers = [spawn.Process(target=produce_endlessly, args=(broker.producers,), daemon=True) for _ in range(2)]
