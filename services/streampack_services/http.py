@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 import msgspec
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -30,7 +29,7 @@ from streampack_services.history import History
 from streampack_services.http_guard import Guard, is_loopback
 from streampack_services.http_limits import Bounded
 from streampack_services.logs import Ring
-from streampack_services.metrics import registry
+from streampack_services.metrics import CONTENT_TYPE, exposition
 from streampack_services.status import Snapshot
 
 STUCK_AFTER_S = 30.0
@@ -46,10 +45,9 @@ def make_app(
     With ``asking`` changes may be asked for, from other hosts too with ``anybody``. The last events are those of
     ``ring``.
     """
-    own = registry(snapshot)
 
     def metrics(_: Request) -> Response:
-        return Response(generate_latest(own), media_type=CONTENT_TYPE_LATEST)
+        return Response(exposition(snapshot()), media_type=CONTENT_TYPE)
 
     def livez(_: Request) -> Response:
         now = snapshot()

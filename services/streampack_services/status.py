@@ -21,10 +21,10 @@ from streampack.core.broker import Broker
 from streampack.core.feed import Feed
 from streampack.core.figures import from_moments
 from streampack.core.form import Former
-from streampack.core.formed_figures import FILLS
+from streampack.core.formed_figures import FILL_BOUNDS, Spread
 from streampack.core.padded import PaddedFigures
 from streampack.core.starvation import CAUSES as STARVED_BY
-from streampack.core.starvation import Missing, Starvation
+from streampack.core.starvation import Missing, NextWaits, Starvation
 from streampack.core.waste import CAUSES
 from streampack_services.steps_left import steps_left
 
@@ -147,7 +147,12 @@ class Reporter:
             "dealt": {"split_packs": readers.dealt.split_packs, "empty_packs": readers.dealt.empty_packs},
             "dynamic_batching": _padding(readers.dealt.padded) if feed.rules.padded else None,
             "lengths": feed.figures.lengths.rows(),
-            "fills": [(upto / 1000, packs) for upto, packs in zip(FILLS, feed.figures.fills.tolist(), strict=True)],
+            "fills": list(zip(FILL_BOUNDS, feed.figures.fill.counts.tolist(), strict=False)),
+            "histograms": {
+                "pack_fill_ratio": _histogram(feed.figures.fill),
+                "pack_samples": _histogram(feed.figures.samples),
+                "next_wait_seconds": _histogram(readers.next_waits),
+            },
             "tokens_per_s": self._rate(now, feed),
             "readers": self._rows_of(now, feed),
             "num_ranks": readers.num_ranks,
@@ -252,6 +257,11 @@ def _padding(figures: PaddedFigures) -> dict[str, float]:
         "removed_padding_tokens": figures.removed_padding_tokens,
         "removed_padding_ratio": figures.removed_padding_ratio,
     }
+
+
+def _histogram(spread: Spread | NextWaits) -> Snapshot:
+    """``counts[i]`` values are at most ``bounds[i]`` and above the bound before, the last above all of them."""
+    return {"bounds": spread.bounds, "counts": list(map(int, spread.counts)), "sum": spread.sum}
 
 
 def _waits(former: Former) -> dict[str, int | None]:

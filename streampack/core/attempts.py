@@ -111,6 +111,7 @@ class Attempts(Serving):
     def _leave(self, reader: Reader, why: str) -> list[Effect]:
         self._has_news()
         self._seats.remove(reader)
+        self._starving.pop(reader.name, None)
         text = f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why}"
         return [reader.report("info" if "goodbye" in why else "warning", text, self._feed)]
 

@@ -134,7 +134,7 @@ class Feed:
                 effects += self._fail("memory", planner.overfull) if planner.overfull else []
                 break
             effects += self._publish(planner.cut())  # the feed has ended, or its next pass begins
-        return effects + self._outbox.hand_out()
+        return effects + self._outbox.hand_out() + self.readers.tell_starving(forming=False)
 
     def formed(self, event: Formed) -> list[Effect]:
         """A packer's choice; one that was asked for before the feed went back is of no use."""

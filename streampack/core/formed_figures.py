@@ -7,6 +7,7 @@ for one step as for dozens.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from streampack.core.figures import Totals
 from streampack.core.length_counts import LengthCounts
@@ -17,9 +18,30 @@ from streampack.core.waste import CAUSES, waste_of_packs
 
 AT_ONCE = 1 << 14
 """Samples that are counted at once."""
-FILLS = (0, 500, 800, 900, 950, 980, 990, 995, 999, 1000)
-"""Packs are counted by how full of real tokens they are, in thousandths of the budget: each up to one of these, above
-the one before. Finer where packers are."""
+FILL_BOUNDS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 1.0)
+"""Of a pack's real tokens over the budget: finer where packers are."""
+SAMPLES_BOUNDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+
+
+class Spread:
+    """How often values were at most each of ``bounds`` and above the one before, and above all: ``counts`` int64
+    [bounds + 1]; and their ``sum``.
+
+    >>> spread = Spread((0.0, 0.5, 1.0))
+    >>> spread.add(np.array([0.0, 0.5, 0.75, 1.0]))
+    >>> spread.counts.tolist(), spread.sum
+    ([1, 1, 2, 0], 2.25)
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts: I64 = np.zeros(len(bounds) + 1, np.int64)
+        self.sum = 0.0
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        """Count values, float64 [n]."""
+        self.counts += np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
+        self.sum += float(values.sum())
 
 
 class FormedFigures:
@@ -29,7 +51,7 @@ class FormedFigures:
         self._rules = rules
         self._totals, self._lengths = Totals(), LengthCounts()
         self._waste: I64 = np.zeros(len(CAUSES), np.int64)
-        self._fills: I64 = np.zeros(len(FILLS), np.int64)
+        self._fill, self._samples = Spread(FILL_BOUNDS), Spread(SAMPLES_BOUNDS)
         self._packs: list[Packs] = []
         self._of_samples: list[I32] = []
         self._num_waiting = 0
@@ -60,10 +82,16 @@ class FormedFigures:
         return self._waste
 
     @property
-    def fills(self) -> I64:
-        """Packs by how full they are, int64 [FILLS]."""
+    def fill(self) -> Spread:
+        """Real tokens of the packs over the budget."""
         self._count()
-        return self._fills
+        return self._fill
+
+    @property
+    def samples(self) -> Spread:
+        """Samples of the packs."""
+        self._count()
+        return self._samples
 
     @property
     def lengths(self) -> LengthCounts:
@@ -77,7 +105,7 @@ class FormedFigures:
         packs = Packs.joined(self._packs)
         self._totals.add(packs, len(self._packs))
         self._waste = self._waste + waste_of_packs(packs, self._rules)
-        fills = np.searchsorted(FILLS, -(-packs.tokens * 1000 // self._rules.budget))
-        self._fills = self._fills + np.bincount(np.minimum(fills, len(FILLS) - 1), minlength=len(FILLS))
+        self._fill.add(packs.tokens / self._rules.budget)
+        self._samples.add(packs.counts.astype(np.float64))
         self._lengths.add(np.concatenate(self._of_samples).astype(np.int64))
         self._packs, self._of_samples, self._num_waiting = [], [], 0

@@ -172,8 +172,8 @@ class Readers(Attempts):
         effects += self._settle()
         if now - self._told >= TELL_S:
             self._told = now
-            effects += [e for reader in self._seats for e in self._wait(reader)]
-        return effects
+            return effects + [e for reader in self._seats for e in self._wait(reader)]
+        return effects + self.tell_starving()
 
     @property
     def num_readers(self) -> int:

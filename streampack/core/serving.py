@@ -45,6 +45,8 @@ class Serving:
         self._returned = Progress()
         self._unheard: set[Ranks] = set()  # ranks not heard since a process was replaced: it may be a restart of all
         self._why: dict[str, Missing] = {}  # what all that wait are told, worked out once a tick
+        self._starving: dict[str, Reader] = {}  # those that have nothing to read, as they said, by their names
+        self._said: tuple[str, str | None] | None = None  # what all of them heard last, if it is the same
         self._now = 0.0
         self.released_upto = 0
         """Steps below are returned by every rank and forgotten."""
@@ -138,8 +140,21 @@ class Serving:
             reader.sent_upto = max(min(message.start, furthest), self.released_upto)
         effects = self._note_done(reader, message.done_upto)
         served = self._serve(reader)
-        starves = not served and message.start == message.done_upto  # it has nothing: let it know at once what is amiss
-        return effects + (self._wait_for_step(reader) if starves else served)
+        if served or message.start > message.done_upto:
+            return effects + served
+        self._starving[reader.name] = reader
+        return effects + self._wait_for_step(reader)
+
+    def tell_starving(self, forming: bool = True) -> list[Effect]:
+        """Tell those that have nothing what they wait for, where that is something else than what they heard last;
+        unless it is ``forming``, of steps that are there in a moment as a rule."""
+        if not self._starving:
+            return []
+        missing = self._waiting_for()
+        if (missing.reason, missing.stream) == self._said or (missing.reason == "forming" and not forming):
+            return []
+        self._why["step"], self._said = missing, (missing.reason, missing.stream)
+        return [e for reader in list(self._starving.values()) if reader.entered for e in self._wait_for_step(reader)]
 
     def _ping(self, reader: Reader, message: ReaderPing) -> list[Effect]:
         reader.have_upto = max(reader.have_upto, message.have_upto)
@@ -190,6 +205,7 @@ class Serving:
     def _send_step(self, reader: Reader, number: int) -> list[Effect]:
         effects: list[Effect] = []
         mesh = reader.mesh
+        self._starving.pop(reader.name, None)
         for plan, packs in self._steps.parts(number, mesh):
             envelope = self._envelope(plan, reader.fence)
             shard = SendShard(reader.peer, envelope, packs, plan.frames, self._layout, mesh.cp, mesh.cp_rank)
@@ -207,6 +223,8 @@ class Serving:
         if "step" not in self._why:
             self._why["step"] = self._waiting_for()
         reason, detail, stream = self._why["step"]
+        if (reason, stream) != self._said:
+            self._said = None
         wait = Wait(feed=self._feed, step=reader.sent_upto, reason=reason, detail=detail[:2000], stream=stream)
         return self._send(reader, wait)
 

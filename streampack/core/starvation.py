@@ -61,16 +61,18 @@ def bucket_of(seconds: float) -> int:
 
 
 class NextWaits:
-    """Of all ranks of a feed together, those that are gone too: ``counts`` by bucket, ``seconds`` in all."""
+    """Of all ranks of a feed together, those that are gone too: ``counts`` by bucket, and the ``sum`` in seconds."""
+
+    bounds = WAIT_BOUNDS_S
 
     def __init__(self) -> None:
         self.counts = [0] * (len(WAIT_BOUNDS_S) + 1)
-        self.seconds = 0.0
+        self.sum = 0.0
 
     def add(self, before: Starvation | None, now: Starvation) -> None:
         """A rank says what it has waited so far; ``before`` is what it said last."""
         before = before or Starvation()
-        self.seconds += max(sum(now.causes_s.values()) - sum(before.causes_s.values()), 0.0)
+        self.sum += max(sum(now.causes_s.values()) - sum(before.causes_s.values()), 0.0)
         old = before.waits + [0] * len(now.waits)
         for n, (upto, was) in enumerate(zip(now.waits[: len(self.counts)], old, strict=False)):
             self.counts[n] += max(upto - was, 0)

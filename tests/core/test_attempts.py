@@ -251,6 +251,44 @@ def test_the_word_for_a_wait_is_a_new_one_once_a_step_was_formed() -> None:
     assert desk.heard("a0", Wait)[-1].stream == "code"
 
 
+def test_those_that_have_nothing_hear_of_it_when_they_wait_for_something_else_and_only_then() -> None:
+    desk, upto = out_of_steps()
+    missing = Missing("forming", "of samples")
+    desk.readers._waiting_for = lambda: missing
+    desk.readers.tick(desk.now)
+    desk.say(b"a0", asking(upto, upto), desk.attempt)
+    desk.say(b"a1", asking(upto, upto - 1), desk.attempt)
+    for now, forming, heard in (
+        (Missing("stream", "no sample of web", "web"), False, "web"),
+        (Missing("stream", "none of web from another", "web"), False, None),
+        (Missing("stream", "no sample of code", "code"), False, "code"),
+        (Missing("forming", "of samples"), False, None),
+        (Missing("forming", "of samples"), True, "forming"),
+        (Missing("stream", "no sample of code", "code"), False, "code"),
+    ):
+        missing = now
+        desk.said.clear()
+        desk.perform(desk.readers.tell_starving(forming))
+        assert [w.stream or w.reason for w in desk.heard("a0", Wait)] == ([] if heard is None else [heard])
+        assert not desk.heard("a1", Wait), "it has a step"
+    desk.ahead = 1
+    desk.form()
+    desk.said.clear()
+    missing = Missing("memory", "the arena is full")
+    desk.perform(desk.readers.tell_starving())
+    assert not desk.said, "it has one again"
+
+
+def test_who_has_left_waits_for_nothing() -> None:
+    desk, upto = out_of_steps()
+    desk.say(b"a0", asking(upto, upto), desk.attempt)
+    desk.say(b"a0", Bye())
+    desk.said.clear()
+    desk.readers._waiting_for = lambda: Missing("log", "full")
+    desk.perform(desk.readers.tell_starving())
+    assert not desk.said
+
+
 # Two processes and one rank
 
 

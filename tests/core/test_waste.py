@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streampack.core.dealt_figures import DealtFigures
 from streampack.core.figures import Totals
-from streampack.core.formed_figures import FILLS, FormedFigures
+from streampack.core.formed_figures import FILL_BOUNDS, SAMPLES_BOUNDS, FormedFigures
 from streampack.core.kept import KeptSteps
 from streampack.core.length_counts import BUCKETS, bucket_of, least_of
 from streampack.core.messages import Mesh
@@ -146,7 +146,11 @@ def test_every_pack_is_counted_once_by_how_full_it_is(lengths: list[int], batch:
         figures.add(step, table.length[step.packs.handles])
         shares += [pack.num_tokens / rules.budget for pack in step.packs]
         if step.number % counted == 0:
-            assert figures.fills.sum() == len(shares)
-    limits = [0, *(upto / 1000 for upto in FILLS)]
-    of_each = [sum(low < share <= upto for share in shares) for low, upto in pairwise(limits)]
-    assert figures.fills.tolist() == [shares.count(0), *of_each[1:]]
+            assert figures.fill.counts.sum() == figures.samples.counts.sum() == len(shares)
+    of_each = [sum(low < share <= upto for share in shares) for low, upto in pairwise(FILL_BOUNDS)]
+    assert figures.fill.counts.tolist() == [shares.count(0), *of_each, 0]
+    assert figures.fill.sum == pytest.approx(sum(shares))
+    held = [len(pack.handles) for step in steps for pack in step.packs]
+    assert figures.samples.sum == sum(held)
+    of_each = [sum(low < count <= upto for count in held) for low, upto in pairwise(SAMPLES_BOUNDS)]
+    assert figures.samples.counts.tolist() == [held.count(0), *of_each, 0]

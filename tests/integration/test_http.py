@@ -6,14 +6,19 @@ import json
 import math
 import re
 import socket
+import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from streampack_services import metrics
 from streampack_services.broker import BrokerService
 from streampack_services.http import HttpServer
 from streampack_services.metrics import METRICS
@@ -21,7 +26,8 @@ from streampack_services.status import Reporter
 
 import streampack as sp
 from streampack.config import BrokerConfig, Listen, StreamSettings
-from streampack.core.starvation import CAUSES, Starvation
+from streampack.core.starvation import CAUSES, WAIT_BOUNDS_S, Starvation
+from tests.integration.programs import program
 from tests.integration.running import PATIENCE_S, RunningBroker, running, running_broker, until, write, write_jsonl
 
 BUDGET, PACKS = 256, 4
@@ -51,7 +57,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningBroker]:
             sp.connect(f"file://{broker.rendezvous}", format="numpy") as loader,
         ):
             broker.num_steps = sum(1 for _ in loader.steps())
-            until(lambda: all(row["stats"].get("steps") for row in broker.feed()["readers"]))
+            waits = broker.num_steps + 1  # the last for the end: what the rank has to say is all there then
+            until(lambda: sum(broker.feed()["histograms"]["next_wait_seconds"]["counts"]) == waits)
             until(lambda: broker.feed()["steps"]["returned"] == broker.feed()["steps"]["end"])
             with pytest.raises(sp.errors.StreampackError, match="expected one of: 'train'"):
                 sp.connect(f"file://{broker.rendezvous}", feed="valid")
@@ -134,8 +141,36 @@ def test_metrics_show_who_is_there_and_what_is_held(served: RunningBroker) -> No
     assert found["bad_messages_total", ("refused",)] == 1, "the client that wanted another feed"
 
 
+def test_histograms_count_every_pack_and_every_wait_once(served: RunningBroker) -> None:
+    found, feed = values(served), served.feed()
+    packs, histograms = found["packs_total", FEED], feed["histograms"]
+    for name, count in (("pack_fill_ratio", packs), ("pack_samples", packs)):
+        assert found[f"{name}_count", FEED] == found[f"{name}_bucket", ("train", "+Inf")] == count
+    assert found["pack_samples_sum", FEED] == len(LENGTHS)
+    assert found["pack_fill_ratio_sum", FEED] * BUDGET == pytest.approx(sum(CUT))
+    assert found["pack_fill_ratio_bucket", ("train", "0.0")] == feed["totals"]["empty_packs"]
+    waits = [found["next_wait_seconds_bucket", ("train", str(bound))] for bound in WAIT_BOUNDS_S]
+    assert waits == sorted(waits)
+    assert found["next_wait_seconds_count", FEED] == sum(histograms["next_wait_seconds"]["counts"])
+
+
+def test_a_rank_s_wait_is_in_one_series_of_each_cause_and_stream(served: RunningBroker) -> None:
+    (row,) = served.feed()["readers"]
+    starved = {
+        (labels[0], labels[-2]): seconds
+        for (name, labels), seconds in values(served).items()
+        if name == "reader_starved_seconds_total"
+    }
+    assert {cause for cause, _ in starved} == set(CAUSES)
+    assert sum(starved.values()) == pytest.approx(row["stats"]["wait_s"], abs=1e-2)
+    assert all(cause == "stream" for cause, stream in starved if stream)
+    assert (row["host"], row["cost"][0]) == (HOST, pytest.approx(1.0, abs=1.0))
+
+
 def test_metrics_keep_prometheus_rules(served: RunningBroker) -> None:
     text = served.get("/metrics")
+    said = subprocess.run([program("promtool"), "check", "metrics"], input=text, capture_output=True, text=True)
+    assert (said.returncode, said.stdout + said.stderr) == (0, "")
     assert "_created" not in text
     names = {(metric.name, metric.kind) for metric in METRICS}
     for family in text_string_to_metric_families(text):
@@ -145,6 +180,21 @@ def test_metrics_keep_prometheus_rules(served: RunningBroker) -> None:
     for metric in METRICS:
         assert f"# TYPE streampack_{metric.name}" in text
         assert not metric.name.endswith(("_total", "_count", "_sum"))
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_any_name_is_read_back_as_it_is(name: str) -> None:
+    """Of the snapshot's streams and hosts, which users and clients choose."""
+    line = f"x{metrics._labels(('stream', 'host'), (name, 'a'))} 1.0\n"
+    if not set(name) & set("\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"):  # what only this client's parser takes for line ends
+        (family,) = text_string_to_metric_families(f"# TYPE x gauge\n{line}")
+        assert family.samples[0].labels == {"stream": name, "host": "a"}
+    assert line.count("\n") == 1
+
+
+def test_the_table_of_metrics_that_is_checked_in_is_that_of_all_of_them() -> None:
+    assert (Path(__file__).parents[2] / "deploy/prometheus/METRICS.md").read_text() == metrics.text()
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
 
 
 def test_status_agrees_with_metrics(served: RunningBroker) -> None:

@@ -1,0 +1,143 @@
+"""Who waits, and for what: a real broker, real sockets, and something that is really too slow."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from streampack_services.broker import BrokerService
+from streampack_services.in_memory import InMemory
+
+import streampack
+from streampack.config import BrokerConfig
+from streampack.core.starvation import CAUSES
+from streampack.sources import Source, SourceSettings, TokenizerSettings, open_tokenizer
+from streampack.typed_tree import convert
+from tests.integration.proxy import Proxy
+from tests.integration.running import PATIENCE_S, producing_here, until
+
+SETTINGS = {
+    "listen": {"producers": "tcp://127.0.0.1:*", "trainers": "tcp://127.0.0.1:*"},
+    "memory": "32MiB",
+    "steps_ahead": 4,
+    "rules": {"budget": 256, "window": {"samples": 8}, "step": {"packs": 2}},
+    "streams": {"web": {"repeat": True, "partitions": 1}, "code": {"repeat": True, "partitions": 1}},
+}
+
+NOBODY: dict[str, Any] = {"starved_s": {}, "starved_streams": {}, "trainer_s": 0.0}
+
+
+@dataclass
+class Served:
+    """A broker in a thread of this process."""
+
+    service: BrokerService
+
+    @property
+    def trainers(self) -> str:
+        return self.service.endpoints["trainers"]
+
+    def producing(self, *streams: str) -> Any:
+        sources = {stream: rows_of(stream) for stream in streams}
+        return producing_here(self.service.endpoints["producers"], sources)
+
+    def row(self, rank: int = 0) -> dict[str, Any]:
+        """What the broker says of a rank, and nothing before it is there."""
+        rows = self.service.snapshot["feeds"]["train"]["readers"]
+        return next((row for row in rows if row["dp_rank"] == rank), NOBODY)
+
+
+def most(starved_s: dict[str, float], cause: str) -> bool:
+    """Was it waited for that, most of all and for a while? As long as that goes on it will have been."""
+    others = sum(seconds for each, seconds in starved_s.items() if each != cause)
+    return starved_s.get(cause, 0.0) > 0.2 + 2 * others
+
+
+def rows_of(stream: str) -> Source:
+    rows = [{"tokens": [ord(stream[0])] * (1 + (7 * i) % 100)} for i in range(50)]
+    return InMemory(rows, SourceSettings(source="python"), open_tokenizer(TokenizerSettings()))
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    service = BrokerService(convert(SETTINGS, BrokerConfig))
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    try:
+        yield Served(service)
+    finally:
+        service.drain()
+        service.drain()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+class Trainer:
+    """A rank in a thread that takes steps as fast as they come until it is to ``hold`` one, and to the end."""
+
+    def __init__(self, endpoint: str, dp: int = 1, rank: int = 0) -> None:
+        self._endpoint, self._mesh = endpoint, {"dp": dp, "dp_rank": rank}
+        self.steps, self.stats = 0, dict[str, float]()
+        self.hold = threading.Event()
+        self._go_on, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Trainer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._go_on.set()
+        self.loader.close()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        self.loader = streampack.connect(self._endpoint, mesh=self._mesh, format="numpy", stall_timeout_s=PATIENCE_S)
+        try:
+            for _ in self.loader.steps():
+                self.steps += 1
+                if self.hold.is_set():
+                    self._go_on.wait(PATIENCE_S)
+                if self._over.is_set():
+                    return
+        except streampack.errors.StreampackError:
+            assert self._over.is_set()
+
+
+def test_a_stream_that_nobody_sends_is_named_and_then_a_broker_that_is_not_heard(served: Served) -> None:
+    with Proxy(served.trainers) as network, served.producing("web"), Trainer(network.endpoint) as trainer:
+        until(lambda: most(served.row()["starved_s"], "stream") and most(served.row()["starved_streams"], "code"))
+        row = served.row()
+        assert set(row["starved_s"]) == set(CAUSES)
+        assert sum(row["starved_streams"].values()) == pytest.approx(row["starved_s"]["stream"])
+        assert served.service.snapshot["feeds"]["train"]["waiting_for"]["stream"] == "code"
+        assert not trainer.steps
+        network.down.held = True
+        until(lambda: by_cause(trainer)["network"] > 0.2)
+        before = by_cause(trainer)
+        until(lambda: by_cause(trainer)["network"] > before["network"] + 0.2)
+        assert by_cause(trainer) == before | {"network": pytest.approx(before["network"], abs=PATIENCE_S)}
+        network.down.held = False
+
+
+def by_cause(trainer: Trainer) -> dict[str, float]:
+    stats = trainer.loader.stats()
+    return {cause: stats[f"starved_{cause}_s"] for cause in CAUSES}
+
+
+def test_a_slow_rank_is_at_its_trainer_and_the_others_wait_for_their_peers(served: Served) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(served.producing("web", "code"))
+        slow = Trainer(served.trainers, 2, 1)
+        slow.hold.set()
+        fast = stack.enter_context(Trainer(served.trainers, 2, 0))
+        stack.enter_context(slow)
+        until(lambda: most(served.row(0)["starved_s"], "peers"))
+        until(lambda: served.row(1)["trainer_s"] > 0.2 + 2 * sum(served.row(1)["starved_s"].values()))
+        assert fast.steps == SETTINGS["steps_ahead"]
