@@ -3,6 +3,7 @@ what is sound; nothing else may be raised."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import struct
@@ -14,6 +15,8 @@ from typing import Any
 import msgspec
 from crc32c import crc32c
 from streampack_services import rendezvous, segments
+from streampack_services.ledger import Ledger
+from streampack_services.log import Entry
 
 from streampack import checkpoint, client, wire
 from streampack.config_files import read_either
@@ -34,7 +37,15 @@ from streampack.core.messages import (
     State,
 )
 from streampack.core.rules import Rules
-from streampack.errors import LogDamaged, StateError, StreampackError, Unreachable, WireError
+from streampack.errors import (
+    LedgerDamaged,
+    LogDamaged,
+    StateError,
+    StreampackError,
+    Unreachable,
+    UserError,
+    WireError,
+)
 from streampack.shared_memory import MAGIC, SPEAKS, Known, Link, Slots
 from tests.fuzz.engine import Target
 from tests.fuzz.forms import JSON, MSGPACK, YAML, packed, unpacked
@@ -194,6 +205,49 @@ def _run_segments(data: bytes) -> None:
         path.unlink()
 
 
+@functools.cache
+def _ledger() -> bytes:
+    """The file of a ledger of that log."""
+    path = _HERE / "whole.sqlite"
+    with Ledger(path) as ledger:
+        ledger.update([Entry(lsn, kind, memoryview(body)) for lsn, (kind, body) in enumerate(_records())])
+    return path.read_bytes()
+
+
+def _ledger_seeds() -> list[bytes]:
+    return [
+        packed([]),
+        packed([[100, b"\1"]]),
+        packed([[4096, bytes(64)], [20_000, b"\xff" * 8]]),
+        packed([[-100, b"x"]]),
+    ]
+
+
+def _run_ledger(data: bytes) -> None:
+    """A ledger's file with some bytes of it written over, opened and asked everything."""
+    tree, whole = unpacked(data), bytearray(_ledger())
+    for patch in tree[:16] if isinstance(tree, list) else []:
+        if isinstance(patch, list) and len(patch) == 2 and isinstance(patch[0], int) and isinstance(patch[1], bytes):
+            place = patch[0] % len(whole)
+            whole[place : place + len(patch[1])] = patch[1]
+    path = _HERE / "some.sqlite"
+    path.write_bytes(whole)
+    try:
+        with Ledger(path) as ledger:
+            ledger.check()
+            for stream in ("a", "b", "p"):
+                ledger.find(stream, 3)
+                list(ledger.rejections(stream))
+                ledger.admitted(stream)
+            steps = list(ledger.steps("train"))
+            assert len(steps) <= 64
+    except (LedgerDamaged, UserError):
+        pass
+    finally:
+        for left in _HERE.glob("some.sqlite*"):
+            left.unlink()
+
+
 # Checkpoints
 
 
@@ -348,6 +402,7 @@ TARGETS = (
     Target("message", MSGPACK, _typed_seeds, _run_typed),
     Target("record", MSGPACK, _record_seeds, _run_record),
     Target("segment", MSGPACK, _segment_seeds, _run_segments),
+    Target("ledger", MSGPACK, _ledger_seeds, _run_ledger),
     Target("state", JSON, _state_seeds, _run_state),
     Target("snapshot", MSGPACK, _snapshot_seeds, _run_snapshot),
     Target("rendezvous", JSON, _rendezvous_seeds, _run_rendezvous),

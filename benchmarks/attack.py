@@ -1,0 +1,255 @@
+"""What a broker and its trainers notice of an attack: the broker's memory, and a rank's wait for steps.
+
+Real processes on loopback: `streampack broker`, `streampack produce`, a rank in this one that takes a step every
+20 ms, and one attacker that does what it can, as fast as it can, at the producers' and the trainers' address in turn:
+
+    endless   frames of which none is the last, over connections that have shaken hands where that is possible
+    knocking  connections that begin a handshake, and break it off or lie in it
+    wrong key (with keys) peers that have a key, but none that is let in
+
+once without keys and once with (`streampack keys new`). Without keys nobody can bound what frames without an end take:
+the attacker stops after ENDLESS_MB of them there. Memory: most of the broker's process in the attack, less that before.
+p99: of next(), in milliseconds; the time before the attack, and the time in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import streampack
+from benchmarks.report import arguments, head, say
+from tests.integration.raw_peer import COMMAND, GREETING, MORE, RawPeer, frame
+
+STEP_S = 0.02
+SETTLED = 100
+"""Steps before anything is measured."""
+ATTACK_S, QUIET_S = 15.0, 10.0
+ENDLESS_MB = 8
+"""Over the wire, where they are taken: 20 times as much of memory."""
+ENDLESS = frame(b"x", MORE) * 20_000
+KINDS = ("endless", "knocking", "wrong key")
+
+
+class Service:
+    """A broker, with keys or without, and a producer, in ``folder``; ``close`` ends both."""
+
+    def __init__(self, folder: Path, keys: bool) -> None:
+        self.folder, self.keys = folder, keys
+        self._running: list[subprocess.Popen[bytes]] = []
+        listen: dict[str, Any] = {
+            "producers": "tcp://127.0.0.1:*",
+            "trainers": "tcp://127.0.0.1:*",
+            "http": "127.0.0.1:0",
+        }
+        if keys:
+            listen["keys"] = str(folder / "keys")
+            for name, role in (("producer", "producer"), ("trainer", "trainer")):
+                self._call("keys", "new", str(folder / "keys"), name, "--role", role)
+        rows = [json.dumps({"tokens": [7] * (1 + row * 7919 % 400)}) for row in range(4000)]
+        (folder / "a.jsonl").write_text("\n".join(rows) + "\n")
+        self._write("broker", {
+            "listen": listen, "rendezvous": str(folder / "where.json"), "memory": "64MiB", "tokens": "uint16",
+            "rules": {"budget": 2048, "window": {"samples": 256}, "step": {"packs": 8}},
+            "streams": {"web": {"repeat": True, "partitions": 2}},
+        })  # fmt: skip
+        self._write("produce", {
+            "broker": f"file://{folder}/where.json",
+            "streams": {"web": {"source": "jsonl", "shards": str(folder / "a.jsonl")}},
+        })  # fmt: skip
+        self.broker = self._start("broker")
+        self._start("produce", STREAMPACK_KEY_FILE=str(folder / "keys" / "producer.key") if keys else "")
+        while not (folder / "where.json").exists():
+            time.sleep(0.05)
+        self.where: dict[str, str] = json.loads((folder / "where.json").read_text())
+
+    @property
+    def resident_bytes(self) -> int:
+        return int(Path(f"/proc/{self.broker.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def _write(self, name: str, tree: dict[str, Any]) -> None:
+        (self.folder / f"{name}.yaml").write_text(json.dumps(tree))
+
+    def _call(self, *arguments: str) -> None:
+        subprocess.run([sys.executable, "-m", "streampack", *arguments], check=True, capture_output=True)
+
+    def _start(self, command: str, **more: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{command}.log").open("ab") as log:
+            environment = os.environ | {name: value for name, value in more.items() if value}
+            arguments = [sys.executable, "-m", "streampack", command, "-c", str(self.folder / f"{command}.yaml")]
+            self._running.append(subprocess.Popen(arguments, stdout=log, stderr=log, env=environment))
+        return self._running[-1]
+
+    def close(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def serving(keys: bool) -> Iterator[Service]:
+    with tempfile.TemporaryDirectory(prefix="sp") as folder:
+        service = Service(Path(folder), keys)
+        try:
+            yield service
+        finally:
+            service.close()
+
+
+class Rank:
+    """Takes a step every ``STEP_S`` in a thread; ``waits`` are those of next(), in seconds, since the last ``take``."""
+
+    def __init__(self, service: Service) -> None:
+        if service.keys:
+            os.environ["STREAMPACK_KEY_FILE"] = str(service.folder / "keys" / "trainer.key")
+        self._loader: Any = streampack.connect(service.where["trainers"], format="numpy", prefetch=4)
+        self.waits: list[float] = []
+        self._over = False
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        steps = self._loader.steps()
+        while not self._over:
+            began = time.perf_counter()
+            next(steps)
+            self.waits.append(time.perf_counter() - began)
+            time.sleep(STEP_S)
+
+    def take(self) -> list[float]:
+        """Waits so far, in seconds; from now on others."""
+        found, self.waits = self.waits, []
+        return found
+
+    def close(self) -> None:
+        self._over = True
+        self._thread.join()
+        self._loader.close()
+
+
+# The attacker
+
+
+def attack(kind: str, where: dict[str, str], keys: bool, seconds: float, done: Any) -> None:
+    """A process: attacks of one kind until the time is up; ``done`` gets their number and their megabytes."""
+    end, number, sent = time.monotonic() + seconds, 0, 0
+    while time.monotonic() < end:
+        address = where[("producers", "trainers")[number % 2]]
+        with contextlib.suppress(OSError):
+            if kind == "endless":
+                sent += _endless(address, keys, end, ENDLESS_MB * 2**20 - sent if not keys else 1 << 40)
+            elif kind == "knocking":
+                sent += _knock(address, number)
+            else:
+                _wrong_key(address)
+        number += 1
+    done.put((number, sent))
+
+
+def _endless(address: str, keys: bool, end: float, most: int) -> int:
+    """Bytes that went out, before the other side closed, the time was up, or there were enough."""
+    with RawPeer(address, shake=not keys, timeout_s=5.0) as peer:
+        if keys:  # it does not get to shake hands: so without
+            peer.send(GREETING)
+        sent = 0
+        while time.monotonic() < end:
+            if sent >= most:
+                time.sleep(0.1)  # holds on to what it has taken
+            elif not peer.send(ENDLESS):
+                break
+            else:
+                sent += len(ENDLESS)
+        return sent
+
+
+def _knock(address: str, number: int) -> int:
+    curve = GREETING.replace(b"NULL\0", b"CURVE")
+    lies = (curve, curve + frame(b"\x05HELLO" + b"\1\0" + bytes(192), COMMAND), curve + ENDLESS[:6000], b"\0" * 64, b"")
+    with RawPeer(address, shake=False, timeout_s=5.0) as peer:
+        lie = lies[number % len(lies)]
+        peer.send(lie)
+        return len(lie)
+
+
+def _wrong_key(address: str) -> None:
+    import zmq
+
+    public, secret = zmq.curve_keypair()
+    context = zmq.Context()
+    for _ in range(8):
+        plain = context.socket(zmq.DEALER)
+        plain.linger = 0
+        plain.curve_publickey, plain.curve_secretkey, plain.curve_serverkey = public, secret, public
+        plain.connect(address)
+    time.sleep(0.05)
+    context.destroy(0)
+
+
+def measured(keys: bool, kind: str, seconds: float, quiet: float) -> dict[str, Any]:
+    """One kind of attack."""
+    context = multiprocessing.get_context("spawn")
+    with serving(keys) as service:
+        rank = Rank(service)
+        while len(rank.waits) < SETTLED:
+            time.sleep(0.05)
+        rank.take()
+        time.sleep(quiet)
+        before, calm, done = service.resident_bytes, rank.take(), context.SimpleQueue()
+        attacker = context.Process(target=attack, args=(kind, service.where, keys, seconds, done))
+        attacker.start()
+        most = before
+        while attacker.is_alive():
+            most = max(most, service.resident_bytes)
+            time.sleep(0.05)
+        under = rank.take()
+        number, sent = done.get()
+        rank.close()
+        return {
+            "keys": keys, "kind": kind, "attacks": number, "sent_mb": round(sent / 2**20, 1),
+            "memory_moved_mb": round((most - before) / 2**20, 1),
+            "next_p99_ms_before": _p99(calm), "next_p99_ms": _p99(under), "next_max_ms": round(1e3 * max(under), 2),
+            "steps": len(under),
+        }  # fmt: skip
+
+
+def _p99(waits: list[float]) -> float:
+    return round(1e3 * float(np.percentile(waits, 99)), 3)
+
+
+def main() -> None:
+    parser = arguments(__doc__, quick="3 s of each attack")
+    parser.add_argument("--keys", choices=("both", "with", "without"), default="both")
+    given = parser.parse_args()
+    report = head("attack")
+    seconds, quiet = (3.0, 2.0) if given.quick else (ATTACK_S, QUIET_S)
+    sides = {"both": (False, True), "with": (True,), "without": (False,)}[given.keys]
+    cases = [(keys, kind) for keys in sides for kind in KINDS if keys or kind != "wrong key"]
+    report["attacks"] = []
+    for keys, kind in cases:
+        found = measured(keys, kind, seconds, quiet)
+        report["attacks"].append(found)
+        print(
+            f"{'with' if keys else 'without'} keys, {kind:>9}: {found['attacks']:6,} attacks, {found['sent_mb']:8} MB; "
+            f"memory {found['memory_moved_mb']:+7.1f} MB; next() p99 {found['next_p99_ms_before']} -> "
+            f"{found['next_p99_ms']} ms, at most {found['next_max_ms']} ms over {found['steps']} steps",
+            flush=True,
+        )
+    say(report, given.json)
+
+
+if __name__ == "__main__":
+    main()
