@@ -51,6 +51,8 @@ def parse_tree(text: str, path: str | Path) -> Any:
     except (msgspec.DecodeError, ValueError, yaml.YAMLError) as error:
         first = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
         raise ConfigError(f"{path}: is not YAML: {first}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deep, expected a few levels of keys") from None
     if twice:
         raise ConfigError(f"{path}: {twice}")
     return {} if tree is None else tree

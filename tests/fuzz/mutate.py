@@ -86,7 +86,8 @@ def _leaf(value: Any, rng: Random) -> Any:
         return not value
     if isinstance(value, int):
         near = value + rng.choice((-8, -2, -1, 1, 2, 8)), value * 2, value // 2, -value
-        return min(max(rng.choice((*near, *rng.sample(NUMBERS, 4))), -(2**63)), 2**64 - 1)
+        far = rng.randrange(1 << rng.choice((8, 16, 24, 62))), *rng.sample(NUMBERS, 4)
+        return min(max(rng.choice((*near, *far)), -(2**63)), 2**64 - 1)
     if isinstance(value, float):
         return rng.choice((0.0, -0.0, -1.0, value * 2, value / 3, 1e300, 1e-300, float("inf"), float("nan")))
     if isinstance(value, str):

@@ -1,6 +1,6 @@
 """A broker under attack by whoever reaches its addresses: it goes on, its memory stays, and others notice nothing.
 
-Without keys, over loopback. What an attack can still do without them is in SECURITY.md.
+Mostly without keys, over loopback. What an attack can still do without them is in SECURITY.md.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from streampack_services.control import MAX_BODY_BYTES
 from streampack_services.http import HttpServer
 
 import streampack as sp
-from streampack import shared_memory, transport, wire
+from streampack import curve, shared_memory, transport, wire
 from streampack.core.messages import Attach, Envelope, Hello, Mesh, Message, Offer, ProducerPing, Samples, Who
 from streampack.errors import WireError
+from streampack.keys import Key
 from streampack.sources import SourceSettings, open_source
 from streampack.transport import Dealer, Poller, Router
 from streampack.typed_tree import convert
@@ -398,3 +399,52 @@ def test_memory_of_more_than_slots_hold_is_not_mapped() -> None:
             shared_memory.Mapping(slots.name)
     finally:
         slots.close()
+
+
+# With keys
+
+
+def test_with_keys_frames_without_end_take_no_memory_and_those_who_have_one_are_heard() -> None:
+    """From peers that shake hands without a key, with a key's words and no key, and with a key that nobody let in."""
+    broker, friend, stranger = (curve.new_secret() for _ in range(3))
+    router = Router(
+        "tcp://127.0.0.1:*", 1 << 20, door=transport.Door(broker, lambda key, _: key == curve.public_of(friend))
+    )
+    keys = [Key(name=name, secret=secret, broker=curve.public_of(broker)) for name, secret in
+            (("friend", friend), ("stranger", stranger))]  # fmt: skip
+    known, unknown = (Dealer(router.endpoint, 1 << 20, key=key) for key in keys)
+    curved = GREETING.replace(b"NULL\0", b"CURVE")
+    over = threading.Event()
+    endless = threading.Thread(target=_endless, args=(router.endpoint, [GREETING + READY, curved], over))
+    try:
+        poller, heard = Poller([router, known]), list[list[bytes]]()
+        before = _resident()
+        endless.start()
+        while len(heard) < 200 or endless.is_alive():
+            known.send([b"%d" % len(heard), b"good"])
+            unknown.send([b"bad"])
+            poller.wait(0.01)
+            while (frames := router.receive()) is not None:
+                heard.append([bytes(each) for each in frames[1:]])
+        assert {frames[-1] for frames in heard} == {b"good"}
+        assert _resident() - before < MOVES
+    finally:
+        over.set()
+        endless.join(PATIENCE_S)
+        for each in (known, unknown, router):
+            each.close()
+
+
+def _endless(endpoint: str, greetings: list[bytes], over: threading.Event) -> None:
+    """64 MB of frames, or what is taken of them, over 40 connections."""
+    frames = frame(b"x" * 50, MORE) * 30_000
+    for number in range(40):
+        if over.is_set():
+            return
+        with RawPeer(endpoint, shake=False) as peer:
+            peer.send(greetings[number % len(greetings)])
+            peer.send(frames)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
