@@ -52,12 +52,10 @@ class History:
         now = self._snapshot()
         with self._lock:
             rows = {name: timeline.since(second) for name, timeline in self._timelines.items()}
-        tree: dict[str, Any] = {
-            "columns": COLUMNS,
-            "epoch": str(now["epoch"]),
-            "began": now["taken_at"] - now["uptime_s"],
-        }
-        return msgspec.json.encode(tree | {"feeds": {name: [list(row) for row in rows[name]] for name in rows}})
+        began = now["taken_at"] - now["uptime_s"]
+        # Row by row: days of them at once would keep the broker's thread from running for as long as that takes.
+        feeds = {name: [msgspec.Raw(msgspec.json.encode(list(row))) for row in rows[name]] for name in rows}
+        return msgspec.json.encode({"columns": COLUMNS, "epoch": str(now["epoch"]), "began": began, "feeds": feeds})
 
     def note(self, now: Snapshot) -> None:
         """Add a row of each feed."""

@@ -53,4 +53,9 @@ class Timeline:
 
     def since(self, second: float) -> list[Row]:
         """The rows after ``second``, the oldest first."""
-        return [row for rows in reversed(self._rows) for row in rows if row[0] > second]
+        found: list[Row] = []
+        for row in (row for rows in self._rows for row in reversed(rows)):
+            if row[0] <= second:
+                break
+            found.append(row)
+        return found[::-1]

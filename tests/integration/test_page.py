@@ -218,6 +218,16 @@ def test_a_broker_that_is_gone_is_said_to_be_and_shown_again_when_it_is_back(bro
     page.close()
 
 
+def test_a_broker_with_a_token_is_shown_to_who_brings_it_once(browser: Browser) -> None:
+    """As the password that the browser asks for, here in the address."""
+    with watched({"run": "secret", "streams": {"web": {}}}, token="correct-horse-battery") as broker:
+        page = browser.page(broker.url.replace("//", "//me:correct-horse-battery@"))
+        page.until("document.body.dataset.shown > 1")
+        assert page.text("#run") == "secret"
+        assert page.problems == []
+        page.close()
+
+
 def test_a_feed_that_has_ended_is_said_to_have(browser: Browser) -> None:
     settings: dict[str, Any] = {
         "rules": {"budget": 1024, "step": {"packs": 8}, "overlong": "truncate"}, "streams": {"web": {"partitions": 1}},

@@ -64,8 +64,9 @@ class Watched:
 
 
 @contextmanager
-def watched(settings: dict[str, Any], http: str = "127.0.0.1:0") -> Iterator[Watched]:
-    """Served at ``http`` until the end; what is logged meanwhile is what ``/events`` says."""
+def watched(settings: dict[str, Any], http: str = "127.0.0.1:0", token: str | None = None) -> Iterator[Watched]:
+    """Served at ``http`` until the end, to those who bring the ``token``; what is logged meanwhile is what ``/events``
+    says."""
     tree = {
         "listen": {"producers": "tcp://127.0.0.1:*", "trainers": "tcp://127.0.0.1:*"}, "memory": "64MiB",
         "limits": {"sample_tokens": 4096, "chunk": "64KiB"}, **settings,
@@ -73,7 +74,7 @@ def watched(settings: dict[str, Any], http: str = "127.0.0.1:0") -> Iterator[Wat
     service = BrokerService(checked(convert(tree, BrokerConfig)))
     ring = Ring(service.config.run)
     found = Watched(service)
-    server = HttpServer(http, found.shown, ring=ring)
+    server = HttpServer(http, found.shown, ring=ring, token=token)
     found.url = server.url
     log = logging.getLogger("streampack")
     before = log.level
