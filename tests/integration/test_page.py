@@ -131,12 +131,13 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
 
 def test_4_ranks_have_their_figures_in_their_cells(page: Page, four: Watched) -> None:
     readers = four.shown()["feeds"]["train"]["readers"]
-    said = [(f"dp {row['dp_rank']}, cp {row['cp_rank']}", row["stats"]["starved_fraction"]) for row in readers]
-    assert len(said) == 4
+    press(page, "#measures", "cost")
+    costs = [(f"dp {row['dp_rank']}, cp {row['cp_rank']}", sum(row["cost"]) / len(row["cost"])) for row in readers]
+    assert len(costs) == 4
     labels = page.value("[...document.querySelectorAll('.cell')].map((cell) => cell.getAttribute('aria-label'))")
-    for label, (name, share) in zip(labels, said, strict=True):
+    for label, (name, cost) in zip(labels, costs, strict=True):
         assert label.startswith(f"{name}: ")
-        assert float(label.split(": ")[1].rstrip("%")) == pytest.approx(100 * share, abs=5e-3)
+        assert float(label.split(": ")[1]) == pytest.approx(cost, abs=6e-4)
     press(page, "#measures", "ahead")
     ahead = page.value("[...document.querySelectorAll('.cell')].map((cell) => cell.textContent)")
     assert all(row["have_upto"] >= row["done_upto"] for row in readers)
@@ -164,6 +165,18 @@ def test_the_theme_is_the_systems_or_that_of_the_switch(page: Page) -> None:
     page.value("document.querySelector('#theme').click()")
     assert page.text("#theme") == "auto theme"
     assert background() == dark
+
+
+def test_a_broker_whose_loop_stands_still_is_said_to_though_it_answers(page: Page, four: Watched) -> None:
+    """The page's clock is put on, for the test not to last as long."""
+    four.stuck = True
+    shown_again(page)
+    page.value("Date.later = Date.now, Date.now = () => Date.later() + 60_000")
+    page.until("document.body.classList.contains('gone')")
+    assert "No word of the broker since" in page.text("#notice")
+    four.stuck = False
+    page.until("!document.body.classList.contains('gone')")
+    page.value("Date.now = Date.later")
 
 
 def test_512_ranks_are_cells_that_keys_go_through_and_tell_of(browser: Browser) -> None:
@@ -202,8 +215,9 @@ def test_a_broker_that_is_gone_is_said_to_be_and_shown_again_when_it_is_back(bro
         assert page.text("#speed .empty") == "No step was formed yet."
         assert page.problems == []
     page.until("document.body.classList.contains('gone')")
-    assert "does not answer since" in page.text("#notice")
+    assert "No word of the broker since" in page.text("#notice")
     assert page.text("#run") == "first", "the last figures stay"
+    assert page.text("#state") == "no answer"
     feeds = {"train": {"streams": ["web"]}, "valid": {"streams": ["val"]}}
     settings |= {"run": "<b>&amp;", "streams": {"web": {}, "val": {}}, "feeds": feeds}
     with watched(settings, address) as broker:

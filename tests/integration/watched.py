@@ -53,10 +53,15 @@ class Watched:
     service: BrokerService
     url: str = ""
     held: Snapshot | None = None
+    stuck: bool = False
+    """No time passes for it, too."""
 
     def shown(self) -> Snapshot:
         """What ``/status`` says."""
-        return self.held or self.service.snapshot
+        now = self.service.snapshot
+        if self.stuck and self.held is not None:
+            return self.held
+        return now if self.held is None else self.held | {key: now[key] for key in ("taken_at", "uptime_s")}
 
     @property
     def endpoints(self) -> dict[str, str]:

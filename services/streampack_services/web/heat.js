@@ -8,17 +8,17 @@ const AXES = ["dp", "cp", "tp", "pp"];
 const ROOMY = 16; // so few cells have place for their figure
 
 // What cells may show: the figure (null where there is none), how it is written, its scale and what it means.
-// `hot`: which end of the scale is worth looking at.
+// `hot`: which end of the scale is worth looking at; what is beyond it looks like its end. 'waiting' is of recent.js.
 export const MEASURES = {
   wait: {
-    label: "waiting", of: (row) => row.stats.starved_fraction ?? null, say: (v) => percent(v, 2),
+    label: "waiting", of: (row) => row.waiting ?? null, say: (v) => percent(v, 2),
     scale: (all) => [0, Math.max(0.01, ...all)], hot: "high",
-    about: "Share of a rank's time spent waiting for data.",
+    about: "Share of a rank's last minute spent waiting for data.",
   },
   cost: {
     label: "cost", of: (row) => (row.cost.length ? mean(row.cost) : null), parts: (row) => row.cost, say: (v) => v.toFixed(3),
-    scale: (all) => [Math.min(0.9, ...all), Math.max(1.1, ...all)], hot: "high",
-    about: "Cost of each micro-batch of the last step, side by side, over the mean of all: for what is above 1 others wait.",
+    scale: (all) => [1, Math.max(1.05, ...all)], hot: "high",
+    about: "Cost of each micro-batch of the last step, side by side, over the mean of all: above 1 others wait.",
   },
   step: {
     label: "step time", of: (row) => row.step_s || null, say: duration, scale: (all) => [0, Math.max(1e-3, ...all)],
@@ -84,7 +84,7 @@ export class Heat {
       each.classList.toggle("unknown", Boolean(cell.row) && value === null);
       const parts = value === null ? [] : figure.parts?.(cell.row) ?? [value];
       each.style.background = shade(parts.map((part) => {
-        const heat = (part - low) / (high - low || 1);
+        const heat = Math.min(1, Math.max(0, (part - low) / (high - low || 1)));
         return figure.hot === "low" ? 1 - heat : heat;
       }), this.#shown.length <= ROOMY);
       const said = !cell.row ? "not attached" : value === null ? "not known yet" : figure.say(value);

@@ -6,26 +6,31 @@ import { byId, fillSwitch, setText } from "./dom.js";
 import { clock } from "./format.js";
 import { Heat, MEASURES } from "./heat.js";
 import { History, RANGES } from "./history.js";
+import { Recent } from "./recent.js";
 import { CHARTS, drawCharts } from "./views.js";
 import { showEvents, showHead, showHungriest, showNotice, showRoom, showStreams, showTiles } from "./words.js";
 
 const EVERY_MS = 1000;
+const STUCK_MS = 10_000; // a broker takes a new look at itself twice a second
 const THEMES = ["auto", "dark", "light"];
 
 const history = new History();
 const events = new Events();
+const recent = {}; // by feed
 const charts = Object.fromEntries(Object.entries(CHARTS).map(([id, spec]) => [id, new Chart(byId(id), spec)]));
 const heat = new Heat(byId("heat"), byId("scale"), byId("about-ranks"));
 const chosen = { feed: null, range: RANGES[0][0], measure: "wait" };
 let said = null; // the last {status, events}
-let goneSince = 0;
+let moved = { second: -1, at: 0 }; // when the broker's uptime was last seen to move
+let goneSince = 0; // seconds of the wall clock
 
 async function turn() {
   if (!document.hidden) {
     try {
       const [status, last] = await Promise.all([get("/status"), events.catchUp(), history.catchUp()]);
       said = { status, events: last };
-      goneSince = 0;
+      if (status.uptime_s !== moved.second) moved = { second: status.uptime_s, at: Date.now() };
+      goneSince = Date.now() - moved.at > STUCK_MS ? moved.at / 1000 : 0;
     } catch {
       goneSince ||= Date.now() / 1000;
     }
@@ -44,11 +49,13 @@ function show() {
   const names = Object.keys(status.feeds);
   if (!names.includes(chosen.feed)) chosen.feed = names[0];
   const feed = status.feeds[chosen.feed];
+  for (const name of names) (recent[name] ??= new Recent()).note(status.uptime_s, status.feeds[name].readers);
+  for (const row of feed.readers) row.waiting = recent[chosen.feed].share(status.uptime_s, row);
   byId("feeds").hidden = names.length < 2;
   choice("feeds", names.map((name) => [name, name]), "feed");
   choice("ranges", RANGES, "range");
   choice("measures", Object.entries(MEASURES).map(([key, { label }]) => [key, label]), "measure");
-  showHead(status);
+  showHead(status, goneSince > 0);
   showNotice(status, feed, goneSince ? clock(goneSince) : "");
   showTiles(status, feed);
   drawCharts(charts, history.window(chosen.feed, chosen.range), feed);

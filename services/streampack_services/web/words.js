@@ -7,12 +7,13 @@ import { namer } from "./heat.js";
 const LAST = 50; // events
 const WAITS = { peers: "trainers", join: "ranks", stream: "samples", memory: "room", forming: "the packer" };
 
-export function showHead(status) {
+export function showHead(status, gone) {
   setText(byId("run"), status.run);
   document.title = `${status.run}: streampack`;
   const state = byId("state");
-  setText(state, status.ready || status.state === "ended" ? status.state : `${status.state}, not ready`);
-  setAttribute(state, "data-state", status.state);
+  const ready = status.ready || status.state === "ended";
+  setText(state, gone ? "no answer" : ready ? status.state : `${status.state}, not ready`);
+  setAttribute(state, "data-state", gone ? "gone" : status.state);
   setText(byId("uptime"), `up ${duration(status.uptime_s)}`);
   setText(byId("version"), `version ${status.version}`);
 }
@@ -24,7 +25,7 @@ export function showNotice(status, feed, gone) {
   let [text, kind] = ["Steps are formed and read: nothing waits.", "good"];
   if (gone) {
     const last = status ? ` Below are its last figures, of ${clock(status.taken_at)}.` : "";
-    [text, kind] = [`The broker does not answer since ${gone}: asking again every second.${last}`, "bad"];
+    [text, kind] = [`No word of the broker since ${gone}: asking again every second.${last}`, "bad"];
   } else if (status.log?.stalled) [text, kind] = [`The log takes no more: ${status.log.stalled}`, "bad"];
   else if (waiting && ["peers", "memory"].includes(waiting.reason) && feed.all_ranks_attached) {
     [text, kind] = [`Data is ready and waits for training, as it should: ${waiting.detail}.`, "good"];

@@ -1,0 +1,30 @@
+// How much of the last minute each rank has waited for data. The broker says what it has waited in all; this page keeps
+// what that was some seconds ago.
+
+const EVERY_S = 5;
+const OVER_S = 60;
+
+export class Recent {
+  #noted = []; // [{second, waited: Map of seconds by rank}], the oldest first
+
+  // `second`: the broker's uptime.
+  note(second, readers) {
+    const last = this.#noted.at(-1)?.second ?? -Infinity;
+    if (second < last) this.#noted = []; // another broker
+    if (second - last < EVERY_S && this.#noted.length) return;
+    this.#noted.push({ second, waited: new Map(readers.map((row) => [nameOf(row), waitedOf(row)])) });
+    while (second - this.#noted[0].second > OVER_S) this.#noted.shift();
+  }
+
+  // The share of the time since, 0 to 1; as the rank itself says of all its time, where it was not there long enough.
+  share(second, row) {
+    const then = this.#noted.find((each) => each.waited.has(nameOf(row)));
+    const seconds = then ? second - then.second : 0;
+    const waited = then ? waitedOf(row) - then.waited.get(nameOf(row)) : -1;
+    if (seconds < EVERY_S || waited < 0) return row.stats.starved_fraction ?? null;
+    return Math.min(1, waited / seconds);
+  }
+}
+
+const nameOf = (row) => `${row.where} ${row.dp_rank}.${row.cp_rank}.${row.tp_rank}.${row.pp_rank}`;
+const waitedOf = (row) => Object.values(row.starved_s).reduce((sum, seconds) => sum + seconds, 0);
