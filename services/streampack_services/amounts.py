@@ -25,7 +25,9 @@ def size_text(value: float) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """``4m09s``, ``3h20m``, ``2d04h``."""
+    """``44s``, ``4m09s``, ``3h20m``, ``2d04h``."""
+    if seconds < 60:
+        return f"{int(seconds)}s"
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, more = divmod(hours, 24)

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 import streampack
 from streampack.core.rules import PackerName
 from streampack.errors import InternalError, StreampackError
-from streampack_services import cli_audit, cli_control, cli_export, cli_keys, cli_plan, logs
+from streampack_services import cli_audit, cli_control, cli_export, cli_keys, cli_plan, cli_watch, logs
 
 app = typer.Typer(
     name="streampack", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -63,15 +63,6 @@ PACKERS: tuple[str, ...] = get_args(PackerName)
 LogLevel = Annotated[logs.Level, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object a line.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait for an answer.")]
-Endpoint = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="ENDPOINT", show_default=False,
-        help="The broker's HTTP address, http://host:port, or file:// and its rendezvous file. "
-        "Default: STREAMPACK_HTTP of the environment, else http://127.0.0.1:7400.",
-    ),
-]  # fmt: skip
 
 
 def _version(wanted: bool) -> None:
@@ -200,44 +191,6 @@ def run(
 
 
 @app.command()
-def status(endpoint: Endpoint = None, as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
-    """Show what a broker does, holds and waits for.
-
-    \b
-    Example:
-        streampack status http://node0:7400
-    """
-    from streampack_services import http_client, status_report
-
-    snapshot = http_client.fetch_status(endpoint, timeout)
-    if as_json:
-        print(json.dumps(snapshot))
-    else:
-        status_report.show_status(snapshot)
-
-
-@app.command()
-def health(
-    endpoint: Endpoint = None,
-    live: Annotated[bool, typer.Option("--live", help="Ask whether it is alive, not whether it is ready.")] = False,
-    timeout: Timeout = 5.0,
-) -> None:
-    """Exit with 0 if a broker is ready, with 1 if not.
-
-    For a container's health check.
-
-    \b
-    Example:
-        streampack health http://127.0.0.1:7400
-    """
-    from streampack_services import http_client
-
-    good, said = http_client.fetch_health(endpoint, "/livez" if live else "/readyz", timeout)
-    print(said, file=sys.stdout if good else sys.stderr)
-    raise typer.Exit(0 if good else 1)
-
-
-@app.command()
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="broker.yaml or producer.yaml.")],
     samples: Annotated[
@@ -316,6 +269,9 @@ def demo(
     raise typer.Exit(module.run_demo(options))
 
 
+app.command()(cli_watch.status)
+app.command()(cli_watch.top)
+app.command()(cli_watch.health)
 app.command()(cli_plan.plan)
 app.command()(cli_plan.report)
 app.command()(cli_audit.why)

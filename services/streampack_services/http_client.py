@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from streampack.client import read_rendezvous
-from streampack.errors import PeerError, Rejected, Unreachable, UserError
+from streampack.errors import PeerError, Rejected, StreampackError, Unreachable, UserError
 from streampack_services.http_guard import find_token
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:7400"
@@ -71,11 +71,28 @@ def fetch_status(endpoint: str | None, timeout_s: float) -> Tree:
     raise PeerError(f"{base}/status: got an answer {code} that is no broker's, expected one: check the address")
 
 
+def fetch_events(endpoint: str | None, since: int, timeout_s: float) -> list[Tree]:
+    """What has happened after event number ``since``, as far as the broker keeps it. Raises Unreachable."""
+    code, text = _fetch(_base(endpoint, timeout_s), f"/events?since={since}", timeout_s)
+    found = json.loads(text) if code == 200 else []
+    return found if isinstance(found, list) else []
+
+
+def fetch_history(endpoint: str | None, since_s: float, timeout_s: float) -> dict[str, list[tuple[float, float]]]:
+    """By feed (uptime, tokens formed) about every second after that uptime. Raises Unreachable."""
+    code, text = _fetch(_base(endpoint, timeout_s), f"/history?since={since_s}", timeout_s)
+    if code != 200:
+        return {}
+    found = json.loads(text)
+    time, tokens = (found["columns"].index(name) for name in ("second", "tokens"))
+    return {name: [(row[time], row[tokens]) for row in rows] for name, rows in found["feeds"].items()}
+
+
 def fetch_health(endpoint: str | None, path: str, timeout_s: float) -> tuple[bool, str]:
-    """(good, what was said)."""
+    """(good, what was said). Whatever keeps it from being asked is no good health."""
     try:
         code, text = _fetch(_base(endpoint, timeout_s), path, timeout_s)
-    except (Unreachable, Rejected) as error:
+    except StreampackError as error:
         return False, f"streampack: {error}"
     return code == 200, text.strip() or f"got an answer {code}"
 

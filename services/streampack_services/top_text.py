@@ -1,0 +1,99 @@
+"""Lines of text for a terminal: cells in columns, bars, sparks. Knows widths and colours, not what it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+Cell = Text | str | tuple[str, str]
+"""A text, or with its style."""
+_EIGHTHS = "▁▂▃▄▅▆▇█"
+_FULL, _EMPTY = "█", "─"
+_PLAIN = str.maketrans("▁▂▃▄▅▆▇█▓▒░─·…→", "_..--==#@+:-.~>")
+GAP = 2
+
+
+def plain(line: Text) -> Text:
+    """The same where a terminal has ASCII alone."""
+    found = Text(line.plain.translate(_PLAIN))
+    found.spans = line.spans
+    return found
+
+
+def printable(line: Text) -> Text:
+    """The same without what would move a terminal's cursor, or worse: texts of peers are shown."""
+    if not line.plain.isprintable():
+        line.plain = "".join(each if each.isprintable() else "?" for each in line.plain)
+    return line
+
+
+def fitted(line: Text, width: int) -> Text:
+    """No wider than that."""
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def row(*cells: Cell) -> Text:
+    """Cells one after the other; what is empty is left out."""
+    return Text("  ").join(text for text in map(_text, cells) if text)
+
+
+def title(name: str, note: str, width: int) -> Text:
+    """``name ─── note``."""
+    note = f" {note}" if note else ""
+    line = _EMPTY * max(width - len(name) - 1 - len(note), 1)
+    return fitted(Text.assemble((name, "bold"), " ", (line + note, "dim")), width)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, left: Sequence[int] = (0,)) -> list[Text]:
+    """A header and rows of as many cells; columns ``left`` are set left, the first is cut where there is not room for
+    all, and then the last columns are left out."""
+    texts = [[_text((name, "dim")) for name in header]] + [[_text(cell) for cell in each] for each in rows]
+    widths = [max(text.cell_len for text in column) for column in zip(*texts, strict=True)]
+    shown = [n for n, wide in enumerate(widths) if n == 0 or any(text[n].plain for text in texts[1:]) or not rows]
+    least = min(widths[0], 12)
+    while len(shown) > 1 and least + sum(widths[n] + GAP for n in shown[1:]) > width:
+        shown.pop()
+    widths[0] = min(widths[0], width - sum(widths[n] + GAP for n in shown[1:]))
+    lines = []
+    for cells in texts:
+        line = Text()
+        for n in shown:
+            cell = fitted(cells[n], widths[n])
+            space = " " * (widths[n] - cell.cell_len)
+            line.append(" " * GAP if n else "")
+            line.append_text(cell + Text(space) if n in left else Text(space) + cell)
+        line.rstrip()
+        lines.append(fitted(line, width))
+    return lines
+
+
+def bar(share: float, width: int, style: str = "cyan") -> Text:
+    """``██████────``: how much of it is full."""
+    full = round(min(max(share, 0.0), 1.0) * width)
+    return Text.assemble((_FULL * full, style), (_EMPTY * (width - full), "dim"))
+
+
+def chart(values: Sequence[float | None], rows: int) -> list[Text]:
+    """``spark`` with ``rows`` lines for the highest."""
+    most = max((value for value in values if value is not None), default=0.0) or 1.0
+    heights = [0 if value is None else round(value / most * 8 * rows) for value in values]
+    lines = []
+    for n in reversed(range(rows)):
+        marks = (min(max(height - 8 * n, 0), 8) for height in heights)
+        lines.append(Text("".join(" " if mark == 0 else _EIGHTHS[mark - 1] for mark in marks), "cyan"))
+    return lines
+
+
+def spark(values: Sequence[float | None]) -> Text:
+    """``▁▃▇█``, from 0 to the highest; a dot where nothing is known."""
+    most = max((value for value in values if value is not None), default=0.0) or 1.0
+    marks = ["·" if value is None else _EIGHTHS[min(int(value / most * 8), 7)] for value in values]
+    return Text.assemble(*((mark, "dim" if mark == "·" else "cyan") for mark in marks))
+
+
+def _text(cell: Cell) -> Text:
+    if isinstance(cell, Text):
+        return cell
+    return Text(cell) if isinstance(cell, str) else Text(*cell)
