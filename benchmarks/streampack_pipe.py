@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from streampack_services.allowed import new_key
 
 import streampack
 from benchmarks.processes import START_TIMEOUT_S, Processes
@@ -30,6 +31,7 @@ from streampack.chunks import Batch
 from streampack.client import read_rendezvous
 from streampack.compiled import kernels
 from streampack.core.messages import Lease
+from streampack.keys import find_key
 from streampack.producer import ProducerLoop
 from streampack.sources import Cursor
 
@@ -50,13 +52,14 @@ class Service:
     scraped: bool = True
     format: str = "numpy"
     work_s: float = 0.0
+    keys: bool = False
 
     def tree(self, traffic: Traffic, folder: str, disk: str) -> dict[str, Any]:
         """broker.yaml."""
         tcp = traffic.transport == "tcp"
         listen = {side: "tcp://127.0.0.1:*" if tcp else f"ipc://{folder}/{side}" for side in ("producers", "trainers")}
         return {
-            "listen": listen | {"http": "127.0.0.1:0"},
+            "listen": listen | {"http": "127.0.0.1:0", "keys": f"{folder}/keys" if self.keys else None},
             "rendezvous": f"{folder}/rendezvous.json",
             "state_dir": f"{disk}/state" if self.log else None,
             "memory": self.memory,
@@ -92,11 +95,15 @@ def run_streampack(seconds: float, traffic: Traffic, service: Service = Service(
     """Run the service and time what its client gets, as ``run_bare_pipe`` does; same errors."""
     with _folders() as (folder, disk), Processes() as processes:
         settings, rendezvous = Path(folder) / "broker.yaml", Path(folder) / "rendezvous.json"
+        key_file = ""
+        if service.keys:
+            new_key(Path(folder) / "keys", "trainers", "trainer", {})
+            key_file = f"{folder}/keys/broker.key"
         settings.write_text(json.dumps(service.tree(traffic, folder, disk)))  # JSON is YAML
         processes.command("broker", broker_command(settings), Path(folder) / "broker.log")
-        client = processes.start("client", _client, rendezvous, service, seconds)
+        client = processes.start("client", _client, rendezvous, service, seconds, key_file)
         for i in range(NUM_PRODUCERS):
-            processes.start(f"producer-{i}", produce, rendezvous, traffic)
+            processes.start(f"producer-{i}", produce, rendezvous, traffic, key_file)
         processes.receive(client, START_TIMEOUT_S)
         with _scraped(rendezvous) if service.scraped else contextlib.nullcontext():
             before = processes.cpu_seconds()
@@ -146,14 +153,16 @@ def _scraped(rendezvous: Path) -> Iterator[None]:
         raise failed[0]
 
 
-def produce(report: Connection, rendezvous: Path, traffic: Traffic) -> None:
+def produce(report: Connection, rendezvous: Path, traffic: Traffic, key_file: str = "") -> None:
     """A producer's process."""
-    source = MemorySource(traffic)
-    ProducerLoop(read_rendezvous(rendezvous, "producers", START_TIMEOUT_S), {"web": source}).run()
+    endpoint = read_rendezvous(rendezvous, "producers", START_TIMEOUT_S)
+    ProducerLoop(endpoint, {"web": MemorySource(traffic)}, key=find_key(key_file)).run()
 
 
-def _client(report: Connection, rendezvous: Path, service: Service, seconds: float) -> None:
-    with streampack.connect(f"file://{rendezvous}", format=service.format, timeout_s=START_TIMEOUT_S) as client:
+def _client(report: Connection, rendezvous: Path, service: Service, seconds: float, key_file: str) -> None:
+    with streampack.connect(
+        f"file://{rendezvous}", format=service.format, timeout_s=START_TIMEOUT_S, key_file=key_file
+    ) as client:
         packs = iter(client)
         next(packs)
         kernels.load()

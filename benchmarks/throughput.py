@@ -45,7 +45,7 @@ BARE_TO_SOCKET = 0.25
 def main() -> None:
     args = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the processes of a run end, too
-    service = Service(packs=args.packs, memory=args.memory, format=args.format)
+    service = Service(packs=args.packs, memory=args.memory, format=args.format, keys=args.keys)
     traffic = Traffic(args.transport or "ipc", args.tokens, args.lengths)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what a start compiles is there at the next, as at a user's
     report = head("throughput", traffic=asdict(traffic), service=asdict(service), seconds=args.seconds)
@@ -186,6 +186,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--packs", type=int, default=Service.packs, help="of a step; default: %(default)s")
     parser.add_argument("--memory", default=Service.memory, help="the broker's; default: %(default)s")
     parser.add_argument("--format", default=Service.format, help="of the client's packs; default: %(default)s")
+    parser.add_argument("--keys", action="store_true", help="streampack's processes show keys: all is encrypted")
     parser.add_argument("--rounds", type=int, metavar="N", help="of each pipe")
     parser.add_argument("--seconds", type=_positive, metavar="S", help="time each run for S seconds instead")
     args = parser.parse_args()

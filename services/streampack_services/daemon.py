@@ -11,16 +11,17 @@ import logging
 import re
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
+from streampack import ipc_files
 from streampack.config import BrokerConfig
 from streampack.errors import UserError
 from streampack_services import rendezvous
 from streampack_services.broker import BrokerService
-from streampack_services.http import HttpServer
-from streampack_services.http_guard import find_token
+from streampack_services.http import HttpServer, parse_address
+from streampack_services.http_guard import find_token, is_loopback
 from streampack_services.logs import Ring
 from streampack_services.memory_plan import keep_freed_memory
 from streampack_services.systemd import Systemd
@@ -45,6 +46,8 @@ def serve(config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring 
             where = service.endpoints
             log.info("run %s: producers %s, trainers %s", config.run, where["producers"], where["trainers"])
             log.info("status, metrics and probes at %s", http.url)
+            for line in exposed(where, config.listen.http, config.listen.keys is not None, token is not None):
+                log.warning("%s", line)
             log.info("loading kernels; the first time on a machine they are compiled, which takes a while")
             service.warm_up()  # before anybody is told to come
             with _rendezvous(service, http.url):
@@ -52,6 +55,26 @@ def serve(config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring 
             log.info("stopped after %d steps", sum(feed.figures.totals.steps for feed in service.core.feeds.values()))
         finally:
             http.close()
+
+
+def exposed(endpoints: Mapping[str, str], http: str, keys: bool, token: bool) -> list[str]:
+    """What others could do at these addresses, and what to set so that they cannot: a line each."""
+    found = []
+    reached = [side for side, url in endpoints.items() if url.startswith("tcp://") and not _LOOPBACK.match(url)]
+    if reached and not keys:
+        found.append(
+            f"whoever reaches the addresses for {' and '.join(reached)} can send samples, or read them: set "
+            f"listen.keys ('streampack keys new'), or let only trusted hosts reach them"
+        )
+    if not token and not is_loopback(parse_address(http)[0].replace("localhost", "127.0.0.1")):
+        found.append(
+            f"whoever reaches {http} can read the run's figures: set listen.token_file ('streampack keys token'), or "
+            f"let only trusted hosts reach it"
+        )
+    replaceable = [url for url in endpoints.values() if ipc_files.anybody_may_replace(url)]
+    if replaceable:
+        found.append(f"other users can write the folder of {replaceable[0]}, and answer in its place: chmod 700 it")
+    return found
 
 
 def _allow_connections() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streampack_services import allowed
 from streampack_services.allowed import Allowed, new_key, read_allowed
+from streampack_services.daemon import exposed
 
 from streampack.core.rights import NO_RIGHTS, Rights
 from streampack.curve import public_of
@@ -216,6 +217,38 @@ def test_a_secret_is_never_written_over(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is there already"):
         write_secret(tmp_path / "s", "second")
     assert (tmp_path / "s").read_text() == "first"
+
+
+HERE = {"producers": "tcp://127.0.0.1:7401", "trainers": "tcp://[::1]:7402"}
+THERE = {"producers": "tcp://127.0.0.1:7401", "trainers": "tcp://0.0.0.0:7402"}
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "http", "keys", "token", "said"),
+    [
+        (HERE, "127.0.0.1:7400", False, False, []),
+        (HERE, "localhost:0", False, False, []),
+        (HERE, "[::1]:0", False, False, []),
+        (THERE, "127.0.0.1:7400", True, False, []),
+        (THERE, "127.0.0.1:7400", False, True, ["the addresses for trainers can send samples, or read them"]),
+        (HERE, "0.0.0.0:7400", True, False, ["whoever reaches 0.0.0.0:7400 can read the run's figures"]),
+        (HERE, "node0:7400", True, True, []),
+        (THERE, "[::]:7400", False, False, ["set listen.keys", "set listen.token_file"]),
+    ],
+)
+def test_a_broker_says_what_others_could_do(
+    endpoints: dict[str, str], http: str, keys: bool, token: bool, said: list[str]
+) -> None:
+    found = exposed(endpoints, http, keys, token)
+    assert len(found) == len(said)
+    assert all(words in line for words, line in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize(("mode", "said"), [(0o700, False), (0o755, False), (0o1777, False), (0o777, True)])
+def test_a_folder_where_others_could_put_a_socket_is_said(tmp_path: Path, mode: int, said: bool) -> None:
+    tmp_path.chmod(mode)
+    found = exposed({"producers": f"ipc://{tmp_path}/socket"}, "127.0.0.1:1", False, False)
+    assert [f"the folder of ipc://{tmp_path}/socket" in line for line in found] == [True] * said
 
 
 def test_a_folder_that_somebody_else_owns_serves_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
