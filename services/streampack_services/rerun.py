@@ -119,10 +119,10 @@ class Rerun:
             return service.core.feeds[self.wanted.feed.name].history.oldest_step
 
     def _broker(self, work: Path) -> BrokerService:
-        sides = endpoints_in(str(work))
+        listen = replace(self.config.listen, keys=None, **endpoints_in(str(work)))
         return BrokerService(
             replace(
-                self.config, listen=replace(self.config.listen, **sides), state_dir=str(work / "state"),
+                self.config, listen=listen, state_dir=str(work / "state"),
                 durability="process", steps_ahead=1, retain=Retain(bytes=1 << 61), rendezvous=None,
             )
         )  # fmt: skip
@@ -150,7 +150,7 @@ class Rerun:
         for dp_rank, cp_rank in product(range(self.mesh["dp"]), range(self.mesh["cp"])):
             client = streampack.connect(
                 endpoint, feed=name, mesh={**self.mesh, "dp_rank": dp_rank, "cp_rank": cp_rank}, format="numpy",
-                readers={"pp": [0]}, prefetch=1, verify=True, variable_lengths=True,
+                readers={"pp": [0]}, prefetch=1, verify=True, variable_lengths=True, key_file="",
             )  # fmt: skip
             stack.callback(client.close)
             self.clients.append(client)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from streampack_services.allowed import new_key
 from streampack_services.broker import BrokerService
 from streampack_services.log import Log, read_entries
 
@@ -84,7 +85,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
-    """Read to its end, by one trainer; the broker was killed, weights were changed, a step was skipped."""
+    """Read to its end, by one trainer, with keys; the broker was killed, weights were changed, a step was skipped."""
     rows = [{"text": "" if i % 50 == 7 else chr(97 + i % 26) * (5 + i * 37 % 300)} for i in range(1200)]
     with folder() as path, ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         (path / "tokenizer_of_replay.py").write_text(TOKENIZER)
@@ -98,21 +99,25 @@ def run() -> Iterator[Run]:
             }
             for begin, name in enumerate(STREAMS)
         }
+        new_key(path / "keys", "trainers", "trainer", {})
+        key_file = str(path / "keys" / "broker.key")
         settings = {
-            "listen": fixed_listen(path), "state_dir": str(path / "state"), "planned_mesh": {"dp": 2, "cp": 2},
+            "listen": {**fixed_listen(path), "keys": str(path / "keys")},
+            "state_dir": str(path / "state"), "planned_mesh": {"dp": 2, "cp": 2},
             "rules": {"budget": 256, "window": {"samples": 32}, "step": {"packs": 8}, "overlong": "split",
                       "poison": "drop"},
             "streams": {"web": {"partitions": 3, "weight": 0.7}, "code": {"partitions": 1, "weight": 0.3}},
         }  # fmt: skip
         broker = RunningBroker(path, settings)
         stack.callback(lambda: broker.kill())
-        config = {"broker": broker.producers, "tokenizer": {"name": "tokenizer_of_replay:encode"}, "streams": streams}
+        config = {"broker": broker.producers, "key_file": key_file}
+        config |= {"tokenizer": {"name": "tokenizer_of_replay:encode"}, "streams": streams}
         producer = write(path / "producer.yaml", config)
         where = ("-c", path / "broker.yaml", "-p", producer)
         found: dict[int, Step] = {}
         with (
             running("producer", "produce", "-c", producer),
-            sp.connect(broker.trainers, format="numpy", prefetch=1) as loader,
+            sp.connect(broker.trainers, format="numpy", prefetch=1, key_file=key_file) as loader,
         ):
             for step in loader.steps():
                 found[step.index] = step
