@@ -21,6 +21,11 @@ STARVED = "sum by (RANK) (rate(streampack_reader_starved_seconds_total{feed}[~])
 RANKS = "sum by (feed) (streampack_readers_connected{feed})"
 
 
+def _quantiles(histogram: str, *quantiles: float) -> dict[str, str]:
+    buckets = f"sum by (feed, le) (rate(streampack_{histogram}_bucket{{feed}}[~]))"
+    return {f"{{{{feed}}}}: {100 * q:g}%": f"histogram_quantile({q}, {buckets})" for q in quantiles}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
     """A question, and what answers it.
@@ -109,59 +114,71 @@ FLOW = Row("Flow by stream", (
 ))  # fmt: skip
 
 PACKING = Row("Waste and packing", (
-    Panel(title="Waste by cause", unit="percentunit", stacked=True, limits=(0.05,),
+    Panel(title="Waste by cause", width=6, unit="percentunit", stacked=True, limits=(0.05,),
           text="Share of the tokens delivered that are nobody's.",
           queries={"{{cause}}": "sum by (cause) (rate(streampack_waste_tokens_total{feed}[~]))"
                                 f" / on () group_left () sum({DELIVERED})"}),
-    Panel(title="Packed and delivered", unit=f"{TOKENS}/s",
+    Panel(title="Packed and delivered", width=6, unit=f"{TOKENS}/s",
           text="Real tokens packed, and tokens delivered with their padding.",
           queries={"{{feed}}: packed": PACKED, "{{feed}}: delivered": DELIVERED}),
-    Panel(title="Utilisation, efficiency, balance", unit="percentunit", least=None,
+    Panel(title="Utilisation, efficiency, balance", width=6, unit="percentunit", least=None,
           text="Since the broker began: real tokens over packs times budget; packs that the tokens alone would need, "
                "over those formed; how alike packs are filled.",
           queries={"{{feed}}: utilisation": "streampack_utilisation_ratio{feed}",
                    "{{feed}}: efficiency": "streampack_packing_efficiency_ratio{feed}",
                    "{{feed}}: balance": "streampack_bin_balance_ratio{feed}"}),
-    Panel(title="Samples in a pack",
-          text="Mean number of samples that share a pack.",
-          queries={"{{feed}}": "sum by (feed) (rate(streampack_packed_samples_total{feed}[~]))"
-                               " / sum by (feed) (rate(streampack_packs_total{feed}[~]))"}),
-    Panel(title="Steps formed", unit="cps",
+    Panel(title="Fill of packs", width=6, unit="percentunit", least=None,
+          text="Real tokens of a pack over the budget: one pack of a hundred, of ten, and of two is filled less.",
+          queries=_quantiles("pack_fill_ratio", 0.01, 0.1, 0.5)),
+    Panel(title="Samples in a pack", width=6,
+          text="Samples that share a pack: one pack of ten, of two, and nine of ten have fewer.",
+          queries=_quantiles("pack_samples", 0.1, 0.5, 0.9)),
+    Panel(title="Steps formed", width=6, unit="cps",
           text="Steps formed a second.",
           queries={"{{feed}}": "sum by (feed) (rate(streampack_steps_total{feed}[~]))"}),
-    Panel(title="Time spent packing", unit="percentunit",
+    Panel(title="Time spent packing", width=6, unit="percentunit",
           text="Share of one core that forms steps. Near 1 the packer is what all wait for.",
           queries={"{{instance}}": "rate(streampack_form_seconds_total{broker}[~])"}),
+    Panel(title="Over-long", width=6, unit=f"{SAMPLES}/s",
+          text="Samples that the over-long policy cut, split or dropped.",
+          queries={"{{stream}}": "sum by (stream) (rate(streampack_overlong_samples_total{broker}[~]))"}),
 ))  # fmt: skip
 
 BALANCE = Row("Balance and ranks", (
-    Panel(title="Starved by cause", unit="percentunit", stacked=True, limits=(0.1,),
+    Panel(title="Starved by cause", width=6, unit="percentunit", stacked=True, limits=(0.1,),
           text="Share of its time that a rank waits for data, by what it waits for; mean over ranks.",
           queries={"{{feed}}: {{cause}}":
                    "sum by (feed, cause) (rate(streampack_reader_starved_seconds_total{feed}[~]))"
                    f" / on (feed) group_left () {RANKS}"}),
-    Panel(title="Starved by stream", unit="percentunit", stacked=True,
+    Panel(title="Starved by stream", width=6, unit="percentunit", stacked=True,
           text="Share of its time that a rank waits for samples of a stream; mean over ranks.",
           queries={"{{feed}}: {{stream}}":
                    'sum by (feed, stream) (rate(streampack_reader_starved_seconds_total{feed,cause="stream"}[~]))'
                    f" / on (feed) group_left () {RANKS}"}),
-    Panel(title="The ten hungriest ranks", unit="percentunit", limits=(0.1,),
+    Panel(title="The ten hungriest ranks", width=6, unit="percentunit", limits=(0.1,),
           text="Share of its time that a rank waits for data, of the ten that wait most.",
           queries={OF_RANK: f"topk(10, {STARVED})"}),
-    Panel(title="Dearest over the mean", decimals=3, least=1.0, limits=(1.1,),
+    Panel(title="Dearest over the mean", width=6, decimals=3, least=1.0, limits=(1.1,),
           text="Cost of the dearest rank of a micro-batch, and of a step, over the mean: 1 where no rank waits for "
                "another's attention. Mean since the broker began.",
           queries={"{{feed}}: micro-batch": "streampack_cost_max_over_mean_ratio{feed}",
                    "{{feed}}: step": "streampack_step_cost_max_over_mean_ratio{feed}"}),
-    Panel(title="The ten slowest waits", unit="s",
+    Panel(title="The ten slowest waits", width=6, unit="s",
           text="99th percentile of a rank's wait for a step, of the ten that wait longest.",
           queries={OF_RANK: "topk(10, streampack_reader_next_p99_seconds{feed})"}),
-    Panel(title="Steps returned",
+    Panel(title="Waits for a step", width=6, unit="s",
+          text="How long ranks wait for a step, all of them: one of two, 99 of 100, and 999 of 1000 wait less.",
+          queries=_quantiles("next_wait_seconds", 0.5, 0.99, 0.999)),
+    Panel(title="Ranks attached", width=6,
+          text="Ranks that are there, and those that the mesh has.",
+          queries={"{{feed}}": "streampack_readers_connected{feed}",
+                   "{{feed}}: mesh": "streampack_readers_expected{feed}"}),
+    Panel(title="Steps returned", width=6,
           text="Steps of this iteration that the first rank has returned, and the last.",
           queries={"{{feed}}: first rank": "max by (feed) (streampack_reader_returned_steps{feed})",
                    "{{feed}}: last rank": "min by (feed) (streampack_reader_returned_steps{feed})"}),
-    Panel(title="Ranks", kind="table", width=24, units=("percentunit", "percentunit", "s", "s", "none", "s"),
-          text="Every rank as it is now, the hungriest first.",
+    Panel(title="Every rank", kind="table", width=24, units=("percentunit", "percentunit", "s", "s", "none", "s"),
+          text="As it is now, the hungriest first.",
           queries={"waits": STARVED,
                    "trains": "sum by (RANK) (rate(streampack_reader_trainer_seconds_total{feed}[~]))",
                    "a step": "max by (RANK) (streampack_reader_step_seconds{feed})",
