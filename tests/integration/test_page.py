@@ -5,6 +5,7 @@ says, nothing lies over anything else, and all can be read; whether the broker s
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from tests.integration.chromium import Browser, Page
 from tests.integration.many_ranks import many_ranks
-from tests.integration.running import producing_here, until
+from tests.integration.running import PATIENCE_S, producing_here, until
 from tests.integration.watched import Texts, Watched, large, small, watched
 
 WIDTHS = ((1440, 900), (390, 844))
@@ -49,6 +50,12 @@ def opened(browser: Browser, broker: Watched) -> Page:
     page = browser.page(broker.url)
     page.until("document.body.dataset.shown > 0")
     return page
+
+
+def fetched(url: str) -> Any:
+    """The JSON there."""
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
+        return json.load(answer)
 
 
 def tile(page: Page, key: str) -> str:
@@ -129,6 +136,79 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
     assert "all 4 ranks are ready" in page.text("#events")
 
 
+def test_what_is_drawn_over_time_follows_from_what_the_broker_noted(page: Page, four: Watched) -> None:
+    """A rate is over the last row that lies as far back as it is smoothed over, or the one before, or the first."""
+    script = """import("/web/history.js").then(async ({ History }) => {
+      const history = new History();
+      await history.catchUp();
+      await history.catchUp(); // what was there is not there twice
+      const drawn = history.window("train", RANGE);
+      return { times: drawn.times, smooth: drawn.smooth, tokens: drawn.rise("tokens"), seconds: drawn.rise("second") };
+    })"""
+    for seconds in ("600", "2", "Infinity"):
+        drawn = page.value(script.replace("RANGE", seconds))
+        found = fetched(four.url + "/history")
+        rows = [(row[0] + found["began"], row[1]) for row in found["feeds"]["train"]]
+        rows = [row for row in rows if row[0] < drawn["times"][-1] + 0.01]  # there may be one more by now
+        first = len(rows) - len(drawn["times"])
+        assert drawn["times"] == pytest.approx([row[0] for row in rows[first:]], abs=0.01)
+        assert drawn["smooth"] == 5
+        for at, (rise, over) in enumerate(zip(drawn["tokens"], drawn["seconds"], strict=True), first):
+            far = [back for back in range(at) if rows[back][0] <= rows[at][0] - 5]
+            before = max(far, default=0)
+            if at == 0:
+                assert rise is None
+            else:
+                assert rise == rows[at][1] - rows[before][1]
+                assert over == pytest.approx(rows[at][0] - rows[before][0], abs=0.01)
+
+
+def test_figures_are_written_as_people_read_them(page: Page) -> None:
+    cases = {
+        "count": {0: "0", 999: "999", 1234567: "1,234,567"},
+        "short": {0: "0", 0.25: "0.25", 7: "7", 999: "999", 999.7: "1k", 1000: "1k", 379_321: "379k", 5.04e6: "5.04M"},
+        "percent": {0: "0%", 1: "100%", 0.99853: "99.853%", 0.5: "50%"},
+        "fewPercent": {0: "0%", 0.00013: "0.013%", 0.2: "20%", 0.054: "5.4%", 1: "100%", 1e-7: "0.00001%"},
+        "bytes": {0: "0 B", 1023: "1,023 B", 1024: "1 KiB", 17.4 * 2**20: "17.4 MiB", 200 * 2**30: "200 GiB"},
+        "duration": {
+            0: "0 s",
+            0.0123: "12.3 ms",
+            5: "5 s",
+            59: "59 s",
+            75: "1 min 15 s",
+            3600: "1 h",
+            90061: "1 d 1 h",
+        },
+    }
+    found = page.value(
+        f"""import("/web/format.js").then((format) => Object.fromEntries(
+        Object.entries({json.dumps(cases)}).map(([name, values]) => [
+          name, Object.fromEntries(Object.keys(values).map((value) => [value, format[name](Number(value))]))])))"""
+    )
+    assert found == json.loads(json.dumps(cases))
+
+
+def test_a_rank_waits_as_much_as_it_did_in_the_last_minute(page: Page) -> None:
+    """Of one that has waited all the time at first, not at all for 90 seconds, and half of the time since."""
+    script = """import("/web/recent.js").then(({ Recent }) => {
+      const recent = new Recent();
+      const shares = [];
+      for (let second = 0; second <= 240; second += 1) {
+        const waited = Math.min(second, 60) + Math.max(0, second - 150) / 2;
+        const row = { where: "node:1", dp_rank: 0, cp_rank: 0, tp_rank: 0, pp_rank: 0, starved_s: { stream: waited },
+                      stats: { starved_fraction: 0.123 } };
+        recent.note(second, [row]);
+        shares.push(recent.share(second, row));
+      }
+      return shares;
+    })"""
+    shares = page.value(script)
+    assert shares[0] == 0.123, "all that is known then is what the rank says itself"
+    assert shares[30] == 1
+    assert shares[149] == 0
+    assert shares[240] == 0.5
+
+
 def test_4_ranks_have_their_figures_in_their_cells(page: Page, four: Watched) -> None:
     readers = four.shown()["feeds"]["train"]["readers"]
     press(page, "#measures", "cost")
@@ -160,10 +240,10 @@ def test_the_theme_is_the_systems_or_that_of_the_switch(page: Page) -> None:
     assert (dark := background()) != light
     for _ in range(2):
         page.value("document.querySelector('#theme').click()")
-    assert page.text("#theme") == "light"
+    assert page.text("#theme") == "theme: light"
     assert background() == light
     page.value("document.querySelector('#theme').click()")
-    assert page.text("#theme") == "auto theme"
+    assert page.text("#theme") == "theme: auto"
     assert background() == dark
 
 

@@ -77,7 +77,7 @@ function choice(id, choices, key) {
 function theme(next) {
   document.documentElement.dataset.theme = next;
   localStorage.setItem("streampack-theme", next);
-  setText(byId("theme"), next === "auto" ? "auto theme" : next);
+  setText(byId("theme"), `theme: ${next}`);
   for (const chart of Object.values(charts)) chart.restyle();
 }
 

@@ -22,7 +22,7 @@ export function showHead(status, gone) {
 export function showNotice(status, feed, gone) {
   const notice = byId("notice");
   const waiting = feed?.waiting_for;
-  let [text, kind] = ["Steps are formed and read: nothing waits.", "good"];
+  let text, kind;
   if (gone) {
     const last = status ? ` Below are its last figures, of ${clock(status.taken_at)}.` : "";
     [text, kind] = [`No word of the broker since ${gone}: asking again every second.${last}`, "bad"];
@@ -30,8 +30,8 @@ export function showNotice(status, feed, gone) {
   else if (waiting && ["peers", "memory"].includes(waiting.reason) && feed.all_ranks_attached) {
     [text, kind] = [`Data is ready and waits for training, as it should: ${waiting.detail}.`, "good"];
   } else if (waiting) [text, kind] = [`Waiting for ${WAITS[waiting.reason] ?? waiting.reason}: ${waiting.detail}`, "waiting"];
-  else if (status.state === "draining") [text, kind] = ["Draining: what is formed is still served.", "waiting"];
-  else if (feed.state === "ended") [text, kind] = [`The feed has ended after ${count(feed.steps.end)} steps: all were returned.`, "good"];
+  else if (feed.steps.end === null) [text, kind] = ["Draining: what is formed is still served.", "waiting"];
+  else [text, kind] = [`The feed has ended after ${count(feed.steps.end)} steps: all were returned.`, "good"];
   setText(notice, text);
   setAttribute(notice, "data-kind", kind);
 }
