@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,3 +149,16 @@ def test_a_key_that_is_withdrawn_holds_nothing_and_may_ask_again() -> None:
     assert not bench.heard(KEYS[2] + b"1", Who)
     assert not bench.say(KEYS[0] + b"1", Envelope(message=hello("p", "a"), **envelope), True)
     assert bench.say(KEYS[1] + b"2", Envelope(message=hello("p", "a"), **envelope), True), "of another key's process"
+
+
+@pytest.mark.parametrize("is_producer", [True, False])
+def test_no_key_takes_the_name_of_another_keys_process(is_producer: bool) -> None:
+    bench = Guarded([Rights("one", "any"), Rights("two", "any"), Rights("three", "any")])
+    envelope: dict[str, Any] = {"run": RUN, "epoch": EPOCH, "fence": 0}
+    mine = hello("p", "a") if is_producer else attach("p", dp=2, dp_rank=0)
+    theirs = hello("p", "b") if is_producer else attach("p", dp=2, dp_rank=1)
+    assert not bench.say(KEYS[0] + b"1", Envelope(message=mine, **envelope), is_producer)
+    before = bench.holders()
+    assert bench.say(KEYS[1] + b"1", Envelope(message=theirs, **envelope), is_producer)
+    assert bench.holders() == before
+    assert not bench.say(KEYS[0] + b"2", Envelope(message=mine, **envelope), is_producer), "its own, connected anew"
