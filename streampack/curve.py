@@ -33,7 +33,9 @@ _AT_ONCE = 256
 """Peers that are asked about before the messages of the others have their turn."""
 _UNCLEAR = 5
 UNCLEAR_S = 2.0
-"""So many handshakes that failed, over so long: a broker that is only starting, or is busy, fails one."""
+QUICK_S = 3.0
+"""So many handshakes that failed, over so long, each quickly: a broker of other keys refuses at once; one that is busy,
+or starts, says nothing until a handshake has taken too long."""
 LOOK_S = 0.2
 """Between two looks at how handshakes went."""
 _GREETING_S = 1.0
@@ -108,8 +110,8 @@ class Watch:
         self._sock, self._key = sock, key
         self._monitor: zmq.Socket[bytes] = sock.get_monitor_socket(_EVENTS)
         self._failed = 0
-        """Handshakes, since one succeeded."""
-        self._failed_at = self._looked_at = 0.0
+        """Handshakes, one soon after the other, since one succeeded."""
+        self._first_at = self._last_at = self._looked_at = 0.0
         self._said = ""
 
     def refusal(self, endpoint: str) -> str:
@@ -117,7 +119,8 @@ class Watch:
         first bytes of a peer that has just failed."""
         if time.monotonic() - self._looked_at < LOOK_S:
             return self._said
-        self._looked_at, failed = time.monotonic(), self._failed
+        now = self._looked_at = time.monotonic()
+        failed = self._failed
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
@@ -128,7 +131,9 @@ class Watch:
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._failed = failed = 0
             else:
-                self._failed_at = self._failed_at if self._failed else time.monotonic()
+                if now - self._last_at > QUICK_S:
+                    self._failed, failed, self._first_at = 0, 0, now
+                self._last_at = now
                 self._failed += 1
         if self._failed > failed and not self._said:
             self._said = self._mismatch(_mechanism(endpoint))
@@ -145,7 +150,7 @@ class Watch:
                 f"got a broker without keys for key {self._key!r}, expected one that can show its own: give it "
                 f"listen.keys, or connect without a key"
             )
-        if theirs == "CURVE" and self._failed >= _UNCLEAR and time.monotonic() - self._failed_at >= UNCLEAR_S:
+        if theirs == "CURVE" and self._failed >= _UNCLEAR and self._last_at - self._first_at >= UNCLEAR_S:
             return (
                 f"got a broker with other keys than those that key {self._key!r} was made with, expected that one: is "
                 f"the address another broker's, or were its keys made anew?"

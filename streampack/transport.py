@@ -33,6 +33,7 @@ from streampack.shared_memory import FEW_SLOTS, NUM_SLOTS, Known, Link
 
 HEARTBEAT_MS = 5000
 HEARTBEAT_TIMEOUT_MS = 15_000
+HANDSHAKE_MS = 5000
 _MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 """How ZeroMQ writes an IPv4 address that it serves through IPv6: hosts without IPv6 cannot connect to it so."""
 CONNECT_MS = 200
@@ -61,7 +62,7 @@ def _configure(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
     sock.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     sock.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    sock.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    sock.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     sock.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
     sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
     sock.setsockopt(zmq.IPV6, 1)

@@ -73,7 +73,10 @@ def new(
     if as_json:
         print(json.dumps({"name": name, "written": list(map(str, written))}))
     else:
-        print(f"wrote {', '.join(map(str, written))}: {folder / name}.key is a secret, for its owner alone")
+        print(f"wrote {', '.join(map(str, written))}")
+        print(f"take {folder / name}.key to who is to be {name}, as STREAMPACK_KEY_FILE or key_file: it is a secret")
+        if len(written) > 2:
+            print(f"and have the broker use the folder: listen: {{keys: {folder}}} in broker.yaml")
 
 
 def _rank(text: str) -> tuple[str, int]:

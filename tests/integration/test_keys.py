@@ -99,7 +99,7 @@ def test_keys_are_made_for_their_users_alone_and_say_what_they_may(tmp_path: Pat
     finally:
         os.umask(before)
     assert made.returncode == 0, made.stderr
-    assert "tokenizers.key is a secret" in made.stdout
+    assert "tokenizers.key to who is to be tokenizers" in made.stdout
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     files = sorted(path.name for path in folder.iterdir())
     assert files == ["allowed.yaml", "broker.key", "rank-3.key", "tokenizers.key"]

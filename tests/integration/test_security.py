@@ -19,7 +19,7 @@ from streampack_services.allowed import Allowed, new_key
 from streampack_services.broker import BrokerService
 
 import streampack as sp
-from streampack import curve
+from streampack import curve, transport
 from streampack.config import BrokerConfig, Listen, RulesSettings, StepSettings, StreamSettings
 from streampack.curve import new_secret
 from streampack.errors import Rejected, StreampackError
@@ -273,6 +273,43 @@ def test_with_nobody_at_the_door_nobody_gets_in(keys: Path) -> None:
             return False
 
         until(refused)
+    finally:
+        dealer.close()
+        server.close()
+        minding.close()
+
+
+def test_a_broker_that_does_not_answer_yet_is_waited_for(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "HANDSHAKE_MS", 250)
+    for name, seconds in (("LOOK_S", 0.02), ("QUICK_S", 0.2), ("UNCLEAR_S", 0.3)):
+        monkeypatch.setattr(curve, name, seconds)
+    minding = Allowed(keys, lambda: None)
+    server = Router("tcp://127.0.0.1:*", 1 << 20, door=Door(minding.key.secret, minding.admits))
+    dealer = Dealer(server.endpoint, 1 << 20, key=load_key(keys / "trainers.key"))
+    failures: list[str] = []
+    real = curve._mechanism
+
+    def noted(endpoint: str) -> str:
+        failures.append(real(endpoint))
+        return failures[-1]
+
+    monkeypatch.setattr(curve, "_mechanism", noted)
+    try:
+
+        def waits() -> bool:
+            dealer.check()
+            return failures.count("CURVE") >= 6
+
+        until(waits)
+        poller = Poller([server])
+
+        def is_let_in() -> bool:
+            dealer.check()
+            dealer.send([b"hello"])
+            poller.wait(0.02)
+            return server.receive() is not None
+
+        until(is_let_in)
     finally:
         dealer.close()
         server.close()
