@@ -131,14 +131,38 @@ def test_every_manifest_is_one_that_kubernetes_knows(kubernetes: Path, sidecar: 
 
 def test_a_kustomization_names_files_that_are_there(kubernetes: Path) -> None:
     files = sorted(kubernetes.rglob("kustomization.yaml"))
-    assert len(files) == 4
+    assert len(files) == 5
+    for name in ("producers", "trainers"):  # as the component says
+        result = in_process("keys", "new", kubernetes / "components/keys/keys", name, "--role", name[:-1])
+        assert result.returncode == 0, result.stderr
     for path in files:
         (tree,) = loaded(path)
         named = [*tree.get("resources", []), *tree.get("components", [])]
         named += [each["path"] for each in tree.get("patches", [])]
-        named += [name for each in tree.get("configMapGenerator", []) for name in each["files"]]
+        made = [*tree.get("configMapGenerator", []), *tree.get("secretGenerator", [])]
+        named += [name for each in made for name in each["files"]]
         assert named
         assert [name for name in named if not (path.parent / name).exists()] == []
+
+
+def test_with_keys_every_process_has_its_own_and_no_other(kubernetes: Path) -> None:
+    import kubernetes_validate
+
+    (component,) = loaded(kubernetes / "components/keys/kustomization.yaml")
+    secrets = {each["name"]: [Path(file).name for file in each["files"]] for each in component["secretGenerator"]}
+    assert secrets["streampack-broker"] == ["broker.key", "allowed.yaml"]
+    for name, secret in (("statefulset", "streampack-broker"), ("producers", "streampack-producers")):
+        (tree,), (patch,) = (loaded(kubernetes / f"{top}/{name}.yaml") for top in ("standalone", "components/keys"))
+        both = merged(tree, patch)
+        kubernetes_validate.validate(both, KUBERNETES, strict=True)
+        pod = both["spec"]["template"]["spec"]
+        volumes = {each["name"]: each for each in pod["volumes"]}
+        assert len(volumes) == len(tree["spec"]["template"]["spec"]["volumes"]) + 1
+        assert volumes["keys"]["secret"] == {"secretName": secret, "defaultMode": 0o400}
+        (container,) = pod["containers"]
+        (mount,) = (each["mountPath"] for each in container["volumeMounts"] if each["name"] == "keys")
+        files = [each["value"] for each in container.get("env", []) if each["name"] == "STREAMPACK_KEY_FILE"]
+        assert files == [f"{mount}/{file}" for file in secrets[secret] if secret != "streampack-broker"]
 
 
 def test_a_job_set_gets_what_a_job_gets(kubernetes: Path) -> None:
