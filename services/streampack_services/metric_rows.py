@@ -35,6 +35,12 @@ def of_feeds(*path: str) -> Callable[[Snapshot], Rows]:
     return lambda snapshot: [((name,), value) for name, feed in snapshot["feeds"].items() for _, value in each(feed)]
 
 
+def ended(snapshot: Snapshot) -> Rows:
+    for name, feed in snapshot["feeds"].items():
+        steps = feed["steps"]
+        yield (name,), float(steps["end"] is not None and steps["returned"] >= steps["end"])
+
+
 def of_log(key: str) -> Callable[[Snapshot], Rows]:
     """A figure of the log, where there is one; of words whether there are any."""
 

@@ -222,7 +222,7 @@ def waiting_for(feed: Feed) -> Missing | None:
     if readers.draining:
         return None
     if readers.num_readers and not readers.joined:
-        return Missing("join", f"{readers.num_readers} attached so far, their mesh has more")
+        return Missing("join", readers.absent or f"all {readers.num_ranks} ranks are there, and some are not ready")
     if readers.end is not None:
         left = readers.end.num_steps - readers.released_upto
         return Missing("peers", f"{left} last steps are not returned: {readers.slowest}") if left else None

@@ -185,6 +185,13 @@ class Readers(Attempts):
         """Ranks of the mesh that read, whether they are there or not; 0 before the first one came."""
         return self._seats.num_ranks
 
+    @property
+    def absent(self) -> str:
+        """The ranks that nobody holds, for a person; empty where there are none."""
+        ranks = [each for each in self._seats.ranks() if each not in self._seats.held]
+        names = self._seats.names_of(ranks, len(ranks))
+        return f"{len(ranks)} of {self.num_ranks} ranks are not there: {names}" if ranks else ""
+
     # Taking a rank
 
     def _attach(self, peer: bytes, message: Attach) -> list[Effect]:

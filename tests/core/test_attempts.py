@@ -220,6 +220,18 @@ def out_of_steps() -> tuple[Desk, int]:
     return desk, formed
 
 
+def test_ranks_that_nobody_holds_are_named_with_where_they_were() -> None:
+    desk = Desk()
+    assert (desk.readers.num_ranks, desk.readers.absent) == (0, "")
+    desk.come("a0")
+    assert (desk.readers.num_ranks, desk.readers.absent) == (2, "1 of 2 ranks are not there: dp=1 cp=0 tp=0 pp=0")
+    desk.come("a1", rank=1)
+    assert desk.readers.absent == ""
+    desk.die("a1")
+    desk.wait(SILENT_S + 2.0)
+    assert desk.readers.absent == "1 of 2 ranks are not there: dp=1 cp=0 tp=0 pp=0, which was at host-of-a1:1"
+
+
 def test_who_has_nothing_left_hears_at_once_what_is_missing_and_who_has_steps_in_hand_does_not() -> None:
     desk, upto = out_of_steps()
     fence = desk.attempt

@@ -126,7 +126,8 @@ def test_the_figures_are_those_of_the_packs_that_a_reader_got(served: RunningBro
 def test_metrics_show_who_is_there_and_what_is_held(served: RunningBroker) -> None:
     found = values(served)
     rank = ("0", "0", "train", HOST, "0", "0")
-    assert found["readers_connected", FEED] == 1
+    assert found["readers_connected", FEED] == found["readers_expected", FEED] == found["ended", FEED] == 1
+    assert found["stream_weight", ("web",)] == 1
     assert found["producers_connected", ()] <= 1
     assert found["reader_returned_steps", rank] == found["steps_total", FEED]
     assert 0 <= found["reader_starved_ratio", rank] <= 1
