@@ -21,13 +21,14 @@ from streampack import wire
 from streampack.checksums import CrcsOf, compiled, plain
 from streampack.chunks import Batch, BatchSource, batches, chunk_of
 from streampack.core.events import Effect, FromBroker, Report, Send, Tick
-from streampack.core.messages import Flow, Lease, Offer
+from streampack.core.messages import Flow, Lease, Offer, SourceSize
 from streampack.core.producer_session import EndOfPartition, Forget, ProducerSession, Read
 from streampack.core.sending import Chunk, Failed, Finish, Key, Leave, Session
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError
 from streampack.keys import Key as PeerKey
 from streampack.sources import Cursor, Source
 from streampack.sources.records import DAMAGED
+from streampack.sources.sharded import ShardedSource
 from streampack.transport import Dealer, Poller, Waker, drain
 
 log = logging.getLogger("streampack.producer")
@@ -223,6 +224,7 @@ class ProducerLoop:
             raise answer
         read, batch, chunk = answer
         stream = read.lease.stream
+        self._note_size(stream)
         if batch is None or chunk is None:
             self._perform(self._session.handle(EndOfPartition((stream, read.lease.partition), read.session)))
             return
@@ -233,6 +235,17 @@ class ProducerLoop:
         stop, samples = first + len(batch.lengths), len(batch.lengths)
         sent.append(_Sent(stop, read.lease, samples, len(batch.tokens), batch.rejected, batch.cursor))
         self._perform(self._session.handle(chunk))
+
+    def _note_size(self, stream: str) -> None:
+        """Shards that were opened meanwhile say more of how much the stream has."""
+        source, known = self._sources[stream], self._session.sizes.get(stream)
+        if not isinstance(source, ShardedSource) or len(source.shard_samples) == (known.opened if known else 0):
+            return
+        counts = list(source.shard_samples.values())
+        self._session.sizes[stream] = SourceSize(
+            shards=source.num_shards, opened=len(counts), samples=sum(counts),
+            squares=float(sum(count * count for count in counts)),
+        )  # fmt: skip
 
     def _count(self, key: Key) -> None:
         """Add what the broker has taken since it last said so: what it has not, somebody will read again."""

@@ -127,6 +127,7 @@ class Leases(Sharing):
 
     def _ping(self, producer: Producer, message: ProducerPing) -> list[Effect]:
         mine = self.producers.held_by(producer.name)
+        producer.sizes = {name: size for name, size in message.sizes.items() if name in producer.offers}
         if message.failure:
             self._failed |= dict.fromkeys([p for p in mine if not self.intakes[p].ended], message.failure)
             text = f"producer {producer.where}: {message.failure}"

@@ -125,12 +125,24 @@ class Mark(Message, frozen=True, kw_only=True):
     batch: Count
 
 
+class SourceSize(Struct, frozen=True, kw_only=True):
+    """What is known of how much a source has: its ``shards``, those that were ``opened``, how many ``samples`` these
+    have, and the sum of the ``squares`` of each one's."""
+
+    shards: Count
+    opened: Annotated[int, Meta(ge=1, lt=2**62)]
+    samples: Count
+    squares: Annotated[float, Meta(ge=0.0, le=1e36)]
+
+
 class ProducerPing(Message, frozen=True, kw_only=True):
-    """Alive, from the main loop; ``failure`` is why this producer must stop, where it must."""
+    """Alive, from the main loop; ``failure`` is why this producer must stop, where it must. ``sizes`` of the streams
+    that it reads."""
 
     TYPE: ClassVar[int] = 4
     producer: Name
     failure: Text = ""
+    sizes: Annotated[dict[Name, SourceSize], Meta(max_length=MAX_STREAMS)] = {}
 
 
 class Bye(Message, frozen=True, kw_only=True):

@@ -9,11 +9,11 @@ out evenly among the producers that offer it; one that is pushed is its who name
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from streampack.core.books import Books
-from streampack.core.messages import Hello, Offer
+from streampack.core.messages import Hello, Offer, SourceSize
 
 HOSTS_SHOWN = 32
 MOST_CLAIMS = 4096
@@ -32,6 +32,8 @@ class Producer:
     offers: dict[str, int | None]
     """By stream; the partition of one that is pushed."""
     heard: float
+    sizes: dict[str, SourceSize] = field(default_factory=dict)
+    """What it knows of the streams' sources, in the shards that it has opened."""
 
     @property
     def host(self) -> str:
@@ -115,13 +117,24 @@ class Producers:
         hosts = sorted({producer.host for producer in there})[:HOSTS_SHOWN]
         return Seen(len(there), hosts, max(now - max(heard), 0.0) if heard else None)
 
+    def size(self, stream: str) -> SourceSize | None:
+        """How much a stream has, as far as those that are there know: each reads other shards."""
+        sizes = [each.sizes[stream] for each in self._named.values() if stream in each.sizes]
+        if not sizes:
+            return None
+        return SourceSize(
+            shards=sizes[0].shards, opened=sum(size.opened for size in sizes),
+            samples=sum(size.samples for size in sizes), squares=sum(size.squares for size in sizes),
+        )  # fmt: skip
+
     def add(self, hello: Hello, peer: bytes, now: float) -> Producer:
         """A producer says what it offers, for the first time or again."""
         known = self._named.get(hello.producer)
         if known is not None:
             self._names.pop(known.peer, None)
         offers = {offer.stream: offer.partition for offer in hello.offers}
-        producer = Producer(hello.producer, peer, f"{hello.host}:{hello.pid}", offers, now)
+        sizes = known.sizes if known is not None else {}
+        producer = Producer(hello.producer, peer, f"{hello.host}:{hello.pid}", offers, now, sizes)
         self._named[producer.name], self._names[peer] = producer, producer.name
         return producer
 

@@ -9,13 +9,13 @@ run: what an older one said is dropped, and what a new one does not know is said
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import Struct, UnsetType
 
 from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
-from streampack.core.messages import Bye, Envelope, Flow, Hello, Message, Offer, ProducerPing
+from streampack.core.messages import Bye, Envelope, Flow, Hello, Message, Offer, ProducerPing, SourceSize
 from streampack.core.samples import Keep
 from streampack.core.snapshot import Cursor
 
@@ -103,6 +103,8 @@ class Sender(ABC):
     host: str
     pid: int
     epoch: int = 0
+    sizes: dict[str, SourceSize] = field(default_factory=dict)
+    """What is known of its streams' sources, for the pings."""
     _now: float = 0.0
     _last_ping: float = -PING_S
     _last_hello: float = -HELLO_S
@@ -171,7 +173,7 @@ class Sender(ABC):
             effects.append(self._hello())
         if now - self._last_ping >= PING_S:
             self._last_ping = now
-            effects += [self._send(ProducerPing(producer=self.producer)), *self._remind_all()]
+            effects += [self._send(ProducerPing(producer=self.producer, sizes=self.sizes)), *self._remind_all()]
         return effects
 
     def _receive(self, envelope: Envelope) -> list[Effect]:

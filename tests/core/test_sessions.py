@@ -1129,6 +1129,9 @@ def _field(name: str, known: dict[type, Any]) -> Any:
         return st.booleans()
     if name in ("rejected", "stats"):
         return st.just({})
+    if name == "sizes":
+        size = {"shards": 2**62 - 1, "opened": 1, "samples": 2**62 - 1, "squares": 1e36}
+        return st.sampled_from([{}, {"a": size, "zz": size}])
     if name == "starvation":
         waits = {"causes_s": {"zz": 1e12, "stream": 2.0}, "streams_s": {"a": 1.0}, "waits": [2**62 - 1] * 64}
         return st.sampled_from([None, {}, waits])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,10 @@ from streampack_services.in_memory import InMemory
 import streampack
 from streampack.config import BrokerConfig
 from streampack.core.starvation import CAUSES
-from streampack.sources import Source, SourceSettings, TokenizerSettings, open_tokenizer
+from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
 from streampack.typed_tree import convert
 from tests.integration.proxy import Proxy
-from tests.integration.running import PATIENCE_S, producing_here, until
+from tests.integration.running import PATIENCE_S, producing_here, until, write_jsonl
 
 SETTINGS = {
     "listen": {"producers": "tcp://127.0.0.1:*", "trainers": "tcp://127.0.0.1:*"},
@@ -45,9 +46,14 @@ class Served:
         sources = {stream: rows_of(stream) for stream in streams}
         return producing_here(self.service.endpoints["producers"], sources)
 
+    @property
+    def feed(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.service.snapshot["feeds"]["train"]
+        return found
+
     def row(self, rank: int = 0) -> dict[str, Any]:
         """What the broker says of a rank, and nothing before it is there."""
-        rows = self.service.snapshot["feeds"]["train"]["readers"]
+        rows = self.feed["readers"]
         return next((row for row in rows if row["dp_rank"] == rank), NOBODY)
 
 
@@ -64,7 +70,13 @@ def rows_of(stream: str) -> Source:
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    service = BrokerService(convert(SETTINGS, BrokerConfig))
+    with serving(SETTINGS) as broker:
+        yield broker
+
+
+@contextmanager
+def serving(settings: dict[str, Any]) -> Iterator[Served]:
+    service = BrokerService(convert(settings, BrokerConfig))
     thread = threading.Thread(target=service.run)
     thread.start()
     try:
@@ -116,7 +128,7 @@ def test_a_stream_that_nobody_sends_is_named_and_then_a_broker_that_is_not_heard
         row = served.row()
         assert set(row["starved_s"]) == set(CAUSES)
         assert sum(row["starved_streams"].values()) == pytest.approx(row["starved_s"]["stream"])
-        assert served.service.snapshot["feeds"]["train"]["waiting_for"]["stream"] == "code"
+        assert served.feed["waiting_for"]["stream"] == "code"
         assert not trainer.steps
         network.down.held = True
         until(lambda: by_cause(trainer)["network"] > 0.2)
@@ -141,3 +153,25 @@ def test_a_slow_rank_is_at_its_trainer_and_the_others_wait_for_their_peers(serve
         until(lambda: most(served.row(0)["starved_s"], "peers"))
         until(lambda: served.row(1)["trainer_s"] > 0.2 + 2 * sum(served.row(1)["starved_s"].values()))
         assert fast.steps == SETTINGS["steps_ahead"]
+
+
+def test_steps_left_are_known_once_producers_know_their_shards_and_at_the_end_there_are_none(tmp_path: Path) -> None:
+    for n in range(4):
+        write_jsonl(tmp_path / f"{n}.jsonl", [{"tokens": [7] * 32} for _ in range(60)])
+    source = open_source(SourceSettings(source="jsonl", shards=str(tmp_path / "*.jsonl")))
+    settings = SETTINGS | {"streams": {"web": {"partitions": 2}}}
+    with serving(settings) as served, producing_here(served.service.endpoints["producers"], {"web": source}):
+        assert served.feed["steps_left"] is None
+        with streampack.connect(served.trainers, format="numpy", stall_timeout_s=PATIENCE_S) as loader:
+            steps = loader.steps()
+            next(steps)
+            until(lambda: is_sure(served.feed["steps_left"]))
+            feed = served.feed
+            whole = 1 + sum(1 for _ in steps)
+            assert feed["steps_left"]["low"] <= whole - feed["steps"]["returned"] <= feed["steps_left"]["high"]
+            assert whole == 4 * 60 * 32 / (2 * 256)
+            until(lambda: served.feed["steps_left"] == {"estimate": 0, "low": 0, "high": 0})
+
+
+def is_sure(left: dict[str, int] | None) -> bool:
+    return left is not None and left["high"] - left["low"] <= 2
