@@ -109,7 +109,7 @@ class _Line(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        text = " ".join(record.getMessage().splitlines())
+        text = printable(" ".join(record.getMessage().splitlines()))
         line = f"{clock} {record.levelname} {_name(record)}: {text}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -123,6 +123,11 @@ class _JsonLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps(as_event(record, self._run), ensure_ascii=False)
+
+
+def printable(text: str) -> str:
+    """The same without what would move a terminal's cursor, or worse: peers' words are shown."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _name(record: logging.LogRecord) -> str:

@@ -213,7 +213,9 @@ class Reporter:
         watch.said, watch.every = now, min(2 * watch.every, SAY_AT_MOST_EVERY_S)
         of = f"feed {feed.name!r}: " if len(self._watches) > 1 else ""
         about = {"about": {"feed": feed.name, "step": feed.readers.formed_upto}}
-        log.info("%sno step for %.0f s: %s", of, now - watch.since, describe(*reasons), extra=about)
+        wanted = feed.readers.joined and reasons[0] in ("stream", "memory", "log")  # all ranks are there, and wait
+        level = logging.WARNING if wanted else logging.INFO
+        log.log(level, "%sno step for %.0f s: %s", of, now - watch.since, describe(*reasons), extra=about)
 
 
 def waiting_for(feed: Feed) -> Missing | None:

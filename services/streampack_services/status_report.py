@@ -1,7 +1,8 @@
-"""What ``streampack status`` shows a person: the snapshot of ``status.py``, laid out."""
+"""What ``streampack status`` shows a person: the snapshot of ``status.py``, laid out. Ranks are as in ``top``."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +11,10 @@ from rich.text import Text
 
 from streampack_services.amounts import count_text, counted, duration_text, size_text
 from streampack_services.status import describe
+from streampack_services.top_ranks import rank_lines
+from streampack_services.top_text import Cell, printable, table, title
+from streampack_services.top_view import SILENT_S, WORDS
+from streampack_services.watched import Feed, Watch
 
 Tree = dict[str, Any]
 
@@ -24,28 +29,39 @@ def show_status(snapshot: Tree) -> None:
     facts.add_row("memory", f"{size_text(live)} of {size_text(arena)}")
     if (log := snapshot["log"]) is not None:
         safe = f", {log['unsafe_records']} records not safe yet" if log["unsafe_records"] else ""
-        facts.add_row("log", f"{size_text(log['bytes'])}, {log['records']} records{safe}")
+        free = f"; disk {size_text(log['free_bytes'])} free"
+        facts.add_row("log", f"{size_text(log['bytes'])}, {log['records']} records{safe}{free}")
         if log["stalled"]:
             facts.add_row("", f"takes no more: {log['stalled']}")
     facts.add_row("bad messages", ", ".join(f"{what} {count}" for what, count in snapshot["messages"].items()))
+    facts.add_row("producers", str(snapshot["producers"]))
     console.print(facts)
-    console.print(_streams_table(snapshot))
-    for name, feed in snapshot["feeds"].items():
-        _show_feed(console, name, feed)
+    watch = Watch()
+    watch.add(snapshot)
+    for feed in watch.view().feeds:
+        _show_feed(console, feed, snapshot["feeds"][feed.name])
+        streams = [row for row in snapshot["streams"] if row["feed"] == feed.name]
+        _print(console, _stream_lines(streams, console.width), rank_lines(feed, "waits", console.width, None))
 
 
-def _show_feed(console: Console, name: str, feed: Tree) -> None:
+def _print(console: Console, *blocks: list[Text]) -> None:
+    for block in blocks:
+        for line in block:
+            console.print(printable(line))
+
+
+def _show_feed(console: Console, view: Feed, feed: Tree) -> None:
     steps, figures = feed["steps"], feed["figures"]
     console.print()
     again = f", iteration {feed['round']}" if feed["round"] else ""
-    console.print(Text.assemble((f"feed {name}", "bold"), f"  {feed['state']}{again}"))
+    console.print(Text.assemble((f"feed {view.name}", "bold"), f"  {feed['state']}{again}"))
     if feed["waiting_for"]:
         console.print(describe(**feed["waiting_for"]))
     end = "" if steps["end"] is None else f" of {steps['end']}"
     packed = f"{count_text(feed['totals']['tokens'])} tokens in {count_text(feed['totals']['packs'])} packs"
     causes = {"alignment", "pack_tail"}  # and others where there are any
     waste = [
-        f"{cause.replace('_', ' ')} {count_text(tokens)}"
+        f"{WORDS.get(cause, cause)} {count_text(tokens)}"
         for cause, tokens in feed["waste_tokens"].items()
         if tokens or cause in causes
     ]
@@ -69,6 +85,7 @@ def _show_feed(console: Console, name: str, feed: Tree) -> None:
         ("rank's tokens", ", ".join(ranks)),
         ("wasted tokens", f"{', '.join(waste)}, of {count_text(feed['delivered_tokens'])} delivered"),
         ("lost tokens", ", ".join(lost)),
+        ("starved by", f"{_starved(view)}; of all ranks' time"),
         ("window", f"{feed['window']['samples']} samples, {count_text(feed['window']['tokens'])} tokens"),
         ("waited", f"{longest}{outliers}"),
         ("held", f"{count_text(feed['held_tokens'])} of {count_text(feed['held_limit_tokens'])} tokens"),
@@ -78,54 +95,57 @@ def _show_feed(console: Console, name: str, feed: Tree) -> None:
         rows.insert(4, ("no padding", f"{removed} of batches as wide as their longest sample"))
     if feed["committed"] is not None:
         rows.insert(1, ("checkpoint", f"step {feed['committed']} is committed"))
+    if (left := feed["steps_left"]) is not None:
+        estimate, low, high = (f"{left[key]:,.0f}" for key in ("estimate", "low", "high"))
+        between = f", between {low} and {high}" if low != high else ""
+        rows.insert(1, ("steps left", f"about {estimate}{between}"))
     facts = Table.grid(padding=(0, 2))
     for row in rows:
         facts.add_row(*row)
     console.print(facts)
-    console.print(_readers_table(feed))
+
+
+def _starved(view: Feed) -> str:
+    """By cause, a stream by its name, the worst first."""
+    shares = {cause: share for cause, share in view.starved.items() if cause != "stream" or not view.starved_streams}
+    shares |= {f"stream {name}": share for name, share in view.starved_streams.items()}
+    worst = sorted(shares.items(), key=lambda each: -each[1])
+    return ", ".join(f"{cause} {share:.2%}" for cause, share in worst) or "nothing"
 
 
 def _filled(figures: Tree) -> str:
     return f"{figures['utilisation']:.2%}, packing efficiency {figures['packing_efficiency']:.2%}"
 
 
-def _streams_table(snapshot: Tree) -> Table:
-    table = _table("stream", "feed", "weight", "samples", "tokens", "over-long", "lost", "rejected", "ended")
-    for row in snapshot["streams"]:
-        rejected = ", ".join(f"{reason} {count}" for reason, count in row["rejected"].items()) or "0"
-        table.add_row(
-            row["stream"], row["feed"], f"{row['weight']:g}", count_text(row["samples"]), count_text(row["tokens"]),
-            str(row["overlong"]), count_text(row["lost_tokens"]), rejected,
-            f"{row['ended_partitions']} of {row['partitions']}",
+def _stream_lines(streams: Sequence[Tree], width: int) -> list[Text]:
+    """A row a stream; what none has is left out."""
+    header = ("", "weight", "samples", "tokens", "buffered", "lag", "heard", "ended", "over-long", "lost", "rejected")
+    rows: list[list[Cell]] = []
+    for row in streams:
+        granted, rejected = row["credits"]["granted_tokens"], sum(row["rejected"].values())
+        rows.append(
+            [
+                row["stream"], f"{row['weight']:g}", count_text(row["samples"]), count_text(row["tokens"]),
+                f"{row['credits']['used_tokens'] / max(granted, 1):.0%}", count_text(row["lag"]["tokens"]),
+                _heard(row["last_seen_s"]), f"{row['ended_partitions']} of {row['partitions']}",
+                str(row["overlong"] or ""), count_text(row["lost_tokens"]) if row["lost_tokens"] else "",
+                str(rejected or ""),
+            ]
         )  # fmt: skip
-    table.title = counted(snapshot["producers"], "producer")
-    return table
-
-
-def _readers_table(feed: Tree) -> Table:
-    table = _table("rank", "where", "returned", "ahead", "starved", "next() p99")
-    dimensions = [
-        name for name in ("dp", "cp", "tp", "pp") if name == "dp" or any(row[f"{name}_rank"] for row in feed["readers"])
+    lines = [title(counted(len(streams), "stream"), "lag: tokens that might wait here, and have not come", width)]
+    lines += table(header, rows, width)
+    reasons = [
+        f"{row['stream']}: rejected {', '.join(f'{reason} {count}' for reason, count in row['rejected'].items())}"
+        for row in streams
+        if row["rejected"]
     ]
-    for row in feed["readers"]:
-        stats = row["stats"]
-        rank = " ".join(f"{name}={row[f'{name}_rank']}" for name in dimensions)
-        starved = f"{stats['starved_fraction']:.1%}" if "starved_fraction" in stats else "-"
-        p99 = f"{stats['next_p99_ms']:.2f} ms" if "next_p99_ms" in stats else "-"
-        ahead = max(0, row["have_upto"] - row["done_upto"])
-        table.add_row(rank, row["where"], str(row["done_upto"]), str(ahead), starved, p99)
-    all_ = "" if feed["all_ranks_attached"] or not feed["readers"] else ", not yet all of their mesh"
-    table.title = f"{counted(len(feed['readers']), 'rank')}{all_}"
-    table.show_header = bool(feed["readers"])
-    return table
+    return lines + [Text(each, overflow="fold") for each in reasons]
 
 
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, title_justify="left", title_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="left" if name == "where" else "right")
-    return table
+def _heard(seconds: float | None) -> Cell:
+    if seconds is None:
+        return "never"
+    return f"{duration_text(seconds)} ago", "bold red" if seconds > SILENT_S else ""
 
 
 # For people

@@ -30,6 +30,9 @@ from streampack_services.top_text import plain
 from streampack_services.top_view import Look, page
 from streampack_services.watched import HISTORY_S, SMOOTH_S, View, Watch
 
+STUCK_AFTER_S = 5.0
+"""A snapshot is taken twice a second."""
+
 
 class Asking:
     """A thread that asks a broker every ``interval_s``; ``view`` and ``trouble`` are what it knows."""
@@ -40,6 +43,7 @@ class Asking:
         self._stopping = threading.Event()
         self.news, self._tell = os.pipe()
         """Readable whenever something is new."""
+        self._taken_at, self._turned = 0.0, time.monotonic()
         self.view: View | None = None
         self.trouble = ""
         self._thread = threading.Thread(target=self._run, name="streampack-top", daemon=True)
@@ -47,13 +51,18 @@ class Asking:
     def ask(self) -> View:
         """Ask once. Raises StreampackError."""
         snapshot = http_client.fetch_status(self._endpoint, self._timeout_s)
+        now = time.monotonic()
+        if snapshot["taken_at"] != self._taken_at:
+            self._taken_at, self._turned = snapshot["taken_at"], now
         epoch, history = snapshot["epoch"], {}
         events = http_client.fetch_events(self._endpoint, self._watch.last_seq(epoch), self._timeout_s)
         if not self._watch.knows(epoch):
             since = snapshot["uptime_s"] - HISTORY_S - SMOOTH_S
             history = http_client.fetch_history(self._endpoint, since, self._timeout_s)
         self._watch.add(snapshot, events, history)
-        self.view, self.trouble = self._watch.view(), ""
+        stuck = now - self._turned
+        self.trouble = f"the broker's loop stands still, for {stuck:.0f} s" if stuck > STUCK_AFTER_S else ""
+        self.view = self._watch.view()
         return self.view
 
     def start(self) -> None:

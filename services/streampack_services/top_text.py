@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
+from streampack_services import logs
+
 Cell = Text | str | tuple[str, str]
 """A text, or with its style."""
 _EIGHTHS = "▁▂▃▄▅▆▇█"
@@ -22,9 +24,8 @@ def plain(line: Text) -> Text:
 
 
 def printable(line: Text) -> Text:
-    """The same without what would move a terminal's cursor, or worse: texts of peers are shown."""
-    if not line.plain.isprintable():
-        line.plain = "".join(each if each.isprintable() else "?" for each in line.plain)
+    """The same without what only a terminal would understand."""
+    line.plain = logs.printable(line.plain)
     return line
 
 

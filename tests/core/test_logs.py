@@ -58,6 +58,18 @@ def test_a_ring_keeps_little_of_a_long_text() -> None:
     assert len(str(ring.since(0)[0]["text"])) < 10_000
 
 
+def test_a_line_for_people_is_one_line_and_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        logs.set_up()
+        logging.getLogger("streampack.broker").warning("producer says: %s", "a\r\n\x1b[2Jb\x07 ü")
+    finally:
+        root.handlers[:], root.level = before
+        logging.captureWarnings(False)
+    assert capsys.readouterr().err.endswith(" WARNING broker: producer says: a ?[2Jb? ü\n")
+
+
 def test_the_line_for_machines_and_the_ring_hold_what_an_event_is_about(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streampack_services import status_report
 from streampack_services.http import HttpServer
 from streampack_services.http_client import fetch_events
 from streampack_services.top_ranks import Measure, rank_lines
@@ -103,9 +104,22 @@ def test_top_for_machines_agrees_with_the_status(served: RunningBroker) -> None:
         status["feeds"]["train"]["totals"]["packs"],
     )
     assert [rank["name"] for rank in feed["ranks"]] == ["dp=0", "dp=1"]
-    assert all(0 <= rank["waits"] <= 1 for rank in feed["ranks"])
+    assert all(rank["waits"] is not None and 0 <= rank["waits"] <= 1 for rank in feed["ranks"]), served.said
     assert sum(feed["waste"].values()) == pytest.approx(1 - feed["utilisation"])
     assert [event["text"] for event in view["events"]] == [event["text"] for event in fetch_events(served.http, 0, 5)]
+
+
+def test_status_fits_a_screen_however_many_ranks_there_are(
+    served: RunningBroker, snapshot: Tree, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = in_process("status", served.http).stdout
+    for text in ("starved by", "of all ranks' time", "buffered", "dp=0", "dp=1"):
+        assert text in shown
+    status_report.show_status(many(snapshot, 512))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 50
+    assert max(map(len, lines)) <= 80
+    assert any(line.split()[:4] == ["dp=0", "cp=3", "100.0%", "peers"] for line in lines)
 
 
 def many(snapshot: Tree, ranks: int) -> Tree:
