@@ -79,6 +79,9 @@ OVERVIEW = Row("Overview", (
     Panel(title="Committed", kind="stat", width=3,
           text="Step at which the last checkpoint begins that trainers call durable.",
           queries={"step": "max(streampack_committed_step{feed})"}),
+    Panel(title="Steps left", kind="stat", width=3,
+          text="Steps left of this pass over the data, estimated; nothing where a stream repeats for ever.",
+          queries={"steps": 'max(streampack_steps_left{feed,bound="estimate"})'}),
 ))  # fmt: skip
 
 FLOW = Row("Flow by stream", (
