@@ -115,6 +115,7 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
     assert float(tile(page, "utilisation").rstrip("%")) == pytest.approx(100 * feed["figures"]["utilisation"], abs=5e-4)
     assert f"{feed['totals']['packs']:,} packs" in page.text("[data-figure=utilisation] .note")
     assert tile(page, "ranks") == "4"
+    assert page.text("[data-figure=ranks] .note") == "of 4 that read"
     assert tile(page, "producers") == str(now["producers"])
     assert float(tile(page, "cost")) == pytest.approx(feed["figures"]["step_cost_max_over_mean"], abs=5e-5)
     waits = [row["stats"]["starved_fraction"] for row in feed["readers"]]
@@ -186,6 +187,23 @@ def test_figures_are_written_as_people_read_them(page: Page) -> None:
           name, Object.fromEntries(Object.keys(values).map((value) => [value, format[name](Number(value))]))])))"""
     )
     assert found == json.loads(json.dumps(cases))
+
+
+def test_the_steps_that_are_left_are_said_with_the_time_that_they_take(page: Page, four: Watched) -> None:
+    script = """Promise.all([import("/web/words.js"), fetch("/status").then((answer) => answer.json())]).then(
+      ([{ showTiles }, status]) => {
+        const feed = status.feeds.train;
+        const readers = feed.readers.map((row, index) => ({ ...row, step_s: 0.5 + index }));
+        return [LEFT].map((steps_left) => {
+          showTiles(status, { ...feed, readers, steps_left });
+          return document.querySelector("[data-figure=returned] .note").textContent;
+        });
+      })"""
+    left = [None, {"estimate": 100, "low": 100, "high": 100}, {"estimate": 2000, "low": 1500, "high": 2500}]
+    formed = f"{four.shown()['feeds']['train']['steps']['formed']:,} formed"
+    assert page.value(script.replace("LEFT", ", ".join(map(json.dumps, left)))) == [
+        formed, f"{formed}, 100 left: 5 min 50 s", f"{formed}, 1.5k to 2.5k left: 1 h 56 min",
+    ]  # fmt: skip
 
 
 def test_a_rank_waits_as_much_as_it_did_in_the_last_minute(page: Page) -> None:

@@ -39,20 +39,26 @@ export function showNotice(status, feed, gone) {
 export function showTiles(status, feed) {
   const waits = feed.readers.map((row) => row.stats.starved_fraction ?? 0);
   const { formed, returned, end } = feed.steps;
-  const left = feed.steps_left;
-  const steps = [`${count(formed)} formed`];
-  if (end !== null) steps.push(`of ${count(end)}`);
-  else if (left) steps.push(`about ${short(left.estimate)} left`);
+  const steps = [`${count(formed)} formed`, ...(end === null ? leftOf(feed) : [`${count(end)} in all`])];
   tiles(byId("tiles"), [
     ["tokens_per_s", "tokens / s", short(feed.tokens_per_s), `${short(feed.totals.tokens)} in all`],
     ["utilisation", "utilisation", feed.figures.packs ? percent(feed.figures.utilisation) : "", `${count(feed.totals.packs)} packs of ${count(feed.rules.budget)}`],
     ["returned", "steps trained", count(returned), steps.join(", ")],
     ["starved", "hungriest rank waits", waits.length ? percent(Math.max(...waits), 2) : "", "of its time"],
     ["cost", "cost, max / mean", feed.figures.step_cost_max_over_mean ? feed.figures.step_cost_max_over_mean.toFixed(4) : "", "1: all ranks alike"],
-    ["ranks", "ranks attached", count(feed.readers.length), feed.all_ranks_attached ? "all of the mesh" : "not all yet"],
+    ["ranks", "ranks attached", count(feed.readers.length), feed.num_ranks ? `of ${count(feed.num_ranks)} that read` : "nobody came yet"],
     ["producers", "producers", count(status.producers), status.vanished_producers ? `${count(status.vanished_producers)} vanished so far` : "none vanished"],
     ["committed", "committed", feed.committed === null ? "" : count(feed.committed), "step of a checkpoint"],
   ]);
+}
+
+// How many steps are left, as far as anybody can know, and how long they take at the pace of the slowest rank.
+function leftOf({ steps_left: left, readers }) {
+  if (!left) return [];
+  const pace = Math.max(0, ...readers.map((row) => row.step_s ?? 0));
+  const time = pace ? `: ${duration(left.estimate * pace)}` : "";
+  const about = left.low === left.high ? short(left.estimate) : `${short(left.low)} to ${short(left.high)}`;
+  return [`${about} left${time}`];
 }
 
 // [[key, label, value, note], ...]
