@@ -18,12 +18,14 @@ nothing and is said: what was allowed before stays so.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -108,11 +110,16 @@ def new_key(folder: Path, name: str, role: str, limits: Mapping[str, Any]) -> li
 
     Raises UserError where the name is taken or wrong, or ``limits`` (``streams``, ``feeds``, ``ranks``) are.
     """
+    tree = {"key": "0" * 64, "role": role, **{key: value for key, value in limits.items() if value}}
+    _check("keys", name, convert(tree, Entry, "keys"))
+    with _alone_in(folder):
+        return _new_key(folder, name, tree)
+
+
+def _new_key(folder: Path, name: str, tree: dict[str, Any]) -> list[Path]:
     secret = new_secret()
     broker_file, file = folder / f"{BROKER}.key", folder / f"{name}.key"
     allowed = read_allowed(folder)
-    tree = {"key": "0" * 64, "role": role, **{key: value for key, value in limits.items() if value}}
-    _check("keys", name, convert(tree, Entry, "keys"))
     if name in allowed or file.exists():
         raise UserError(f"{folder}: got name {name!r}, which has a key, expected another")
     written = [file, folder / ALLOWED]
@@ -128,6 +135,13 @@ def new_key(folder: Path, name: str, role: str, limits: Mapping[str, Any]) -> li
 
 def revoke(folder: Path, name: str) -> None:
     """Shut a key out: its line goes, its file, if it is here, stays. Raises UserError."""
+    if not (folder / ALLOWED).exists():
+        raise UserError(f"{folder}: got no {ALLOWED}, expected a folder of 'streampack keys new'")
+    with _alone_in(folder):
+        _revoke(folder, name)
+
+
+def _revoke(folder: Path, name: str) -> None:
     before = read_allowed(folder)
     if name not in before:
         raise UserError(
@@ -138,6 +152,21 @@ def revoke(folder: Path, name: str) -> None:
     if left != {other: entry for other, entry in before.items() if other != name}:
         raise UserError(f"{folder / ALLOWED}: {name}: got more than a line of it, expected one: take it out by hand")
     _rewrite(folder, lines)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Nobody else adds a key meanwhile; the folder is made for its user alone."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {error.strerror}: choose another folder") from None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(held)
 
 
 def _lines(folder: Path) -> list[str]:

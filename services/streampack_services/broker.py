@@ -158,6 +158,11 @@ class BrokerService:
     def endpoints(self) -> dict[str, str]:
         return {"producers": self._producers.endpoint, "trainers": self._trainers.endpoint}
 
+    @property
+    def strangers(self) -> int:
+        """Peers that were not let in, as their key is not allowed."""
+        return self._allowed.refused if self._allowed is not None else 0
+
     def drain(self) -> None:
         """Stop gently; a second call stops at once. Any thread or signal handler may."""
         if self._drain_asked.is_set():

@@ -161,7 +161,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("log_sync_seconds", "counter", "Time spent in them.", of_log("sync_seconds")),
     # Who is there, and what went out
     Metric("sent_tokens", "counter", "Tokens sent to trainers, padding too.", at("sent_tokens")),
-    Metric("bad_messages", "counter", "Messages damaged, refused, of another run, or that could not be sent.",
+    Metric("bad_messages", "counter", "Messages damaged, refused, of another run, or not sent; peers without a key.",
            by("messages"), ("reason",)),
     Metric("producers_connected", "gauge", "Producers connected.", at("producers")),
     Metric("vanished_producers", "counter", "Producers gone without a goodbye: silent, or started again.",

@@ -108,6 +108,7 @@ class Reporter:
                 "refused": core.refused,
                 "unsent": service.unsent,
                 "foreign": core.foreign,
+                "strangers": service.strangers,
             },
             "form_seconds": service.form_seconds,
             "sent_tokens": service.tokens_sent,

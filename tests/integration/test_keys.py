@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,15 @@ def test_keys_are_made_for_their_users_alone_and_say_what_they_may(tmp_path: Pat
     shown = in_process("keys", "list", folder)
     assert "feed train, dp_rank=3" in shown.stdout
     assert f'"key": "{rank.public}"' in in_process("keys", "list", folder, "--json").stdout
+
+
+def test_keys_that_are_made_at_once_are_all_allowed(tmp_path: Path) -> None:
+    names = [f"rank-{number}" for number in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: new_key(tmp_path / "keys", name, "trainer", {}), names))
+    found = read_allowed(tmp_path / "keys")
+    assert set(found) == set(names)
+    assert all(load_key(tmp_path / "keys" / f"{name}.key").public == found[name].key for name in names)
 
 
 def test_a_key_that_is_revoked_leaves_the_others_as_they_were(tmp_path: Path) -> None:

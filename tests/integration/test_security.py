@@ -148,6 +148,8 @@ def test_a_trainer_that_is_not_let_in_is_told_why(broker: BrokerService, keys: P
         sp.connect(broker.endpoints["trainers"], format="numpy", key_file=keys / key if key else "")
     assert why in str(refused.value)
     assert not broker.core.num_readers
+    if key == "../unknown.key":
+        until(lambda: broker.snapshot["messages"]["strangers"] > 0)
 
 
 @pytest.mark.parametrize(
