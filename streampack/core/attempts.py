@@ -46,6 +46,9 @@ class Attempts(Serving):
         super().__init__(run, epoch, feed, rules, layout, table, waiting_for)
         self._unfit, self._rewind = unfit, rewind
         self._attempt = self._news = 0
+        self._of_all: tuple[list[Reader], float, bool] = ([], 0.0, False)
+        """Of those in the way of the claim that was decided last: when one was heard, and whether one takes part. All
+        that claim ranks of another mesh have the same ones, and there may be thousands of both."""
         self.round = 0
         """The iteration that is served."""
         self.is_known: Callable[[Snapshot], bool] = lambda _: True
@@ -86,6 +89,7 @@ class Attempts(Serving):
 
     def _settle(self) -> list[Effect]:
         """Claims whose rank was given up go through; who finds others alive is refused."""
+        self._of_all = ([], 0.0, False)
         effects = [effect for reader in list(self._seats.claims.values()) for effect in self._decide(reader)]
         entered = [reader for reader in self._seats.held.values() if reader.entered]
         heard = max((reader.heard for reader in entered), default=0.0)
@@ -96,12 +100,15 @@ class Attempts(Serving):
 
     def _decide(self, claim: Reader) -> list[Effect]:
         others = self._seats.in_the_way(claim)
-        heard = max((other.heard for other in others), default=0.0)
+        if self._of_all[0] is not others:
+            heard = max((other.heard for other in others), default=0.0)
+            self._of_all = others, heard, any(other.entered for other in others)
+        _, heard, entered = self._of_all
         if not others or (self._now - heard > CLAIM_S and self._now > claim.since):
             effects = [e for other in others for e in self._leave(other, f"silent for {CLAIM_S:.0f} s, taken over")]
             return effects + self._seat(claim)
         late, foreign = self._is_late(claim), self._seats.is_foreign(claim)
-        restarts = (late or foreign) and any(other.entered for other in others)  # the old ones may be about to die
+        restarts = (late or foreign) and entered  # the old ones may be about to die
         if heard <= claim.since + (RESTART_S if restarts else 0.0):
             return []
         return self._refuse(

@@ -94,6 +94,7 @@ class Seats:
         self._mesh: tuple[Ranks, ReadBy] | None = None
         self._names: dict[str, Reader] = {}
         self._peers: dict[bytes, Reader] = {}
+        self._all_held: list[Reader] | None = None
         self._last: dict[Ranks, Reader] = {}  # who held each rank last, of this mesh
 
     def __len__(self) -> int:
@@ -126,12 +127,15 @@ class Seats:
             del self._peers[reader.peer]
         if self.held.get(reader.mesh.ranks) is reader:
             del self.held[reader.mesh.ranks]
+            self._all_held = None
         reader.holds = reader.entered = False
 
     def in_the_way(self, reader: Reader) -> list[Reader]:
-        """Those that hold what it claims: its rank, or any rank of another mesh."""
+        """Those that hold what it claims: its rank, or any rank of another mesh; these are one list for all who do."""
         if self.is_foreign(reader):
-            return list(self.held.values())
+            if self._all_held is None:
+                self._all_held = list(self.held.values())
+            return self._all_held
         holder = self.held.get(reader.mesh.ranks)
         return [] if holder is None else [holder]
 
@@ -153,7 +157,7 @@ class Seats:
             self._fence(self._last[reader.mesh.ranks], reader)
         del self.claims[reader.name]
         self.held[reader.mesh.ranks] = self._last[reader.mesh.ranks] = reader
-        reader.holds = True
+        reader.holds, self._all_held = True, None
         return other
 
     def _fence(self, last: Reader, by: Reader) -> None:

@@ -185,3 +185,22 @@ def test_lines_that_peers_cause_are_bounded_and_counted() -> None:
     assert sum(budget.lets(101.0 + n / 1000) for n in range(10_000)) == pytest.approx(11 * flood.A_SECOND, abs=2)
     assert budget.take_held_back() > 0
     assert budget.take_held_back() == 0
+
+
+def test_all_that_claim_ranks_of_another_mesh_have_the_same_in_their_way() -> None:
+    """Found once, not for each of thousands of claims whenever time goes on; and anew when a rank comes or goes."""
+    bench = Bench(most=100)
+    seats = bench.core.feeds["train"].readers._seats
+    for rank in range(4):
+        bench.say(FromTrainer, b"%d" % rank, attach(f"held{rank}", rank))
+    for rank in range(2):
+        bench.say(FromTrainer, b"c%d" % rank, attach(f"claim{rank}", rank, dp=2))
+    one, two = seats.claims.values()
+    before = seats.in_the_way(one)
+    assert before is seats.in_the_way(two)
+    assert {reader.name for reader in before} == {f"held{rank}" for rank in range(4)}
+    bench.say(FromTrainer, b"3", Bye())
+    assert {reader.name for reader in seats.in_the_way(two)} == {f"held{rank}" for rank in range(3)}
+    assert len(before) == 4, "whoever goes through it is not disturbed"
+    bench.core.handle(Tick(60.0))
+    assert not seats.claims
