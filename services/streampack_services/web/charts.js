@@ -8,6 +8,7 @@ const HEIGHT = 200;
 const FONT = "11px system-ui, sans-serif";
 const SMALL_FONT = "9px system-ui, sans-serif"; // of bars' names where there is little place
 const NARROW = 400;
+const TIME_WIDTH = 52; // of "14:05:09": one half may lie beside the plot, where other words are
 const cursors = window.uPlot.sync("time");
 
 export class Chart {
@@ -106,7 +107,9 @@ export class Chart {
         values: (_, splits) => splits.map((at) => this.#data.xs[at] ?? ""),
       };
     }
-    return { values: (_, splits, __, ___, step) => splits.map((at) => (step < 60 ? clock(at) : clock(at).slice(0, 5))) };
+    const beside = (plot, at) => Math.min(plot.valToPos(at, "x"), plot.over.clientWidth - plot.valToPos(at, "x")) < TIME_WIDTH / 2;
+    const named = (at, step) => (step < 60 ? clock(at) : clock(at).slice(0, 5));
+    return { values: (plot, splits, _, __, step) => splits.map((at) => (beside(plot, at) ? "" : named(at, step))) };
   }
 
   #line(each, index, number) {
