@@ -4,6 +4,7 @@ And one thread for numpy and for torch, here and in every process that a test st
 nobody uses is half of what its import costs, and tiny models lose much by threads where tests run beside each other.
 """
 
+import gc
 import os
 
 from hypothesis import settings
@@ -13,3 +14,9 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 
 settings.register_profile("streampack", deadline=None)
 settings.load_profile("streampack")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: a collection that walks torch's and numba's objects, too, takes half a second."""
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)

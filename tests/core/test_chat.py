@@ -1,6 +1,7 @@
 """Chats to tokens: the same text and ids as transformers writes, and a mask of exactly the answers."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 from streampack.errors import ConfigError
 from streampack.sources import SourceSettings, TokenizerSettings, open_tokenizer
@@ -190,7 +190,7 @@ def opened(folder: Path, **more: Any) -> Tokenizer:
 
 def theirs(folder: Path, messages: list[Any], **more: Any) -> Any:
     """What transformers makes of a chat."""
-    kind: Any = PreTrainedTokenizerFast
+    kind: Any = import_module("transformers").PreTrainedTokenizerFast
     tokenizer = kind(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<|bos|>", eos_token="<|eos|>")
     tokenizer.chat_template = (folder / "chat_template.jinja").read_text()
     return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **more)

@@ -46,7 +46,7 @@ def files(tmp_path: Path) -> list[str]:
         write_jsonl(tmp_path / f"{number}.jsonl", [{"tokens": [number] * (1 + 31 * i % 97)} for i in range(300)])
     source = {"source": "jsonl", "shards": str(tmp_path / "?.jsonl")}
     broker = write(tmp_path / "broker.yaml", BROKER)
-    producer = write(tmp_path / "producer.yaml", {"processes": 2, "streams": {"web": source}})
+    producer = write(tmp_path / "producer.yaml", {"processes": 1, "streams": {"web": source}})
     return ["-c", str(broker), "-p", str(producer)]
 
 
@@ -92,10 +92,9 @@ def all_gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, PATIENCE_S)[1]
 
 
-@pytest.mark.parametrize("code", [0, 7])
-def test_the_command_gets_every_sample_and_its_exit_code_is_passed_on(files: list[str], code: int) -> None:
-    done = run(files, python(COUNT, str(code)))
-    assert (done.returncode, done.stdout) == (code, "600\n"), done.stderr
+def test_the_command_gets_every_sample_and_its_exit_code_is_passed_on(files: list[str]) -> None:
+    done = run(files, python(COUNT, "7"))
+    assert (done.returncode, done.stdout) == (7, "600\n"), done.stderr
     lines = done.stderr.splitlines()
     assert "producer | " in done.stderr
     assert all(line.startswith(("broker | ", "producer | ")) for line in lines), "its standard error is the daemons'"

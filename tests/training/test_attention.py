@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from inspect import Signature, signature
 from typing import Any
 
@@ -9,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses import FakeTensorMode
-from torch.nn.attention.varlen import varlen_attn
 
 import streampack
 from streampack.attention import by_flash, by_torch, first_that_takes, one_by_one
@@ -95,10 +94,23 @@ def flash_attn_2_8(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any,
                    return_attn_probs: bool = False, block_table: Any = None) -> None: ...  # fmt: skip
 
 
+def torch_here() -> Any:
+    """The one of the torch that is installed: two seconds to import, for these tests alone."""
+    return import_module("torch.nn.attention.varlen").varlen_attn
+
+
+def no_values() -> Any:
+    return import_module("torch._subclasses").FakeTensorMode()
+
+
+def signature_of(like: Any) -> Signature:
+    return signature(torch_here() if like is torch_here else like)
+
+
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("heads", [2, 4])
-@pytest.mark.parametrize("like", [torch_2_10, torch_2_11, varlen_attn, flash_attn_2_8], ids=lambda like: like.__name__)
+@pytest.mark.parametrize("like", [torch_2_10, torch_2_11, torch_here, flash_attn_2_8], ids=lambda like: like.__name__)
 def test_each_version_of_a_kernel_is_told_to_compute_the_same(
     like: Any, heads: int, scale: float | None, window: int | None
 ) -> None:
@@ -106,7 +118,7 @@ def test_each_version_of_a_kernel_is_told_to_compute_the_same(
     q, k, v = (draw(12, count, seed) for seed, count in enumerate((heads, 2, 2)))
     given = q, k, v, batch.cu_seqlens_padded, batch.max_seqlen, scale, window
     by = by_flash if like is flash_attn_2_8 else by_torch
-    kernel = computes(signature(like))
+    kernel = computes(signature_of(like))
     if like is torch_2_10 and window is not None:
         with pytest.raises(UserError, match=r"got window=\d with torch .*, expected 2\.11 or later, or flash-attn"):
             by(kernel, *given)
@@ -116,11 +128,11 @@ def test_each_version_of_a_kernel_is_told_to_compute_the_same(
 
 
 @pytest.mark.parametrize("format", ["thd", "hf", "megatron"])
-@pytest.mark.parametrize(("backend", "like"), [("torch", varlen_attn), ("flash_attn", flash_attn_2_8)])
+@pytest.mark.parametrize(("backend", "like"), [("torch", torch_here), ("flash_attn", flash_attn_2_8)])
 def test_kernels_get_the_padded_boundaries_of_every_format(
     backend: Any, like: Any, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"streampack.attention._{backend}", lambda: computes(signature(like)))
+    monkeypatch.setattr(f"streampack.attention._{backend}", lambda: computes(signature_of(like)))
     for batch in views_of(TWO, format)[0]:
         q, k, v = (draw(12, count, seed) for seed, count in enumerate((4, 2, 2)))
         expected = streampack.varlen_attention(q, k, v, batch, backend="sdpa")
@@ -130,7 +142,7 @@ def test_kernels_get_the_padded_boundaries_of_every_format(
 
 def test_the_first_kernel_that_takes_the_tensors_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def of(size: int = 64, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> str:
-        with FakeTensorMode():  # no GPU: tensors of one, that hold nothing
+        with no_values():  # no GPU: tensors of one, that hold nothing
             return first_that_takes(torch.empty(12, 4, size, dtype=dtype, device=device))
 
     assert of() == of(dtype=torch.float16) == of(size=256) == "torch"
@@ -141,10 +153,10 @@ def test_the_first_kernel_that_takes_the_tensors_is_taken(monkeypatch: pytest.Mo
 
 def test_the_installed_torch_takes_what_its_kernel_is_told() -> None:
     """Its own code and checks, with tensors that have shapes and no values."""
-    with FakeTensorMode():
+    with no_values():
         q, k = torch.empty(12, 4, 8, dtype=torch.bfloat16), torch.empty(12, 2, 8, dtype=torch.bfloat16)
         bounds = torch.empty(4, dtype=torch.int32)
-        assert by_torch(varlen_attn, q, k, k, bounds, 4, 0.3, 3).shape == (12, 4, 8)
+        assert by_torch(torch_here(), q, k, k, bounds, 4, 0.3, 3).shape == (12, 4, 8)
 
 
 def test_what_cannot_be_attended_is_refused_in_a_line() -> None:
