@@ -5,12 +5,14 @@ crash, and so is an input that takes ``HANG_S``. What was reached is lines of th
 interpreter's own trace; an input that reached a new one is kept and changed further. Kernels that are compiled, and
 libraries in C, have no lines: of them only what they raise is seen, and what they do to memory.
 
-Memory is that of the process, once a second. It must not grow: a line is laid through the samples after the first third
-of the time, in which caches fill, and what it rises by over the rest is held to ``MAX_GROWTH``.
+Memory is that of the process, every two seconds, without what nothing refers to. It must not grow: a line is laid
+through the samples after the first third of the time, in which caches fill, and what it rises by over the rest is held
+to ``MAX_GROWTH``.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import signal
 import statistics
@@ -30,6 +32,7 @@ from tests.fuzz.mutate import mutated, mutated_bytes
 HANG_S = 10.0
 MAX_GROWTH = 24 << 20
 """Bytes by which the process may grow in the last two thirds of a run."""
+SAMPLE_S = 2.0
 TRACED = 0.3
 """Of the inputs: the trace takes four times as long as what it follows."""
 MOST_KEPT = 4000
@@ -147,8 +150,9 @@ class Fuzzer:
         began = time.monotonic()
         told = sampled = 0.0
         while (now := time.monotonic() - began) < seconds:
-            if now - sampled >= 1.0:
+            if now - sampled >= SAMPLE_S:
                 sampled = now
+                gc.collect()
                 self.memory.append((now, resident_bytes()))
             if now - told >= every_s:
                 told = now
