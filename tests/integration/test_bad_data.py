@@ -136,10 +136,10 @@ def test_with_drop_it_is_one_line_and_a_counter_and_nothing_else_is_lost(case: s
             assert producer.end() == 0
         finally:
             producer.kill()
-        until(lambda: f'reason="{reason}",stream="web"' in broker.get("/metrics"))
+        until(lambda: f'stream="web",reason="{reason}"' in broker.get("/metrics"))
         assert found == sorted(tuple(tokens_of(n)) for n in range(FILES * EACH) if n not in lost)
         metrics = broker.get("/metrics")
-        assert f'streampack_rejected_samples_total{{reason="{reason}",stream="web"}} 1' in metrics
+        assert f'streampack_rejected_samples_total{{stream="web",reason="{reason}"}} 1' in metrics
         lines = [line for line in producer.said.splitlines() if " WARNING " in line]
         assert len(lines) == 1, producer.said
         assert said in lines[0]

@@ -240,7 +240,7 @@ def test_bad_samples_that_may_be_dropped_are_counted(tmp_path: Path) -> None:
         until(lambda: 'streampack_received_samples_total{stream="web"} 5.0' in broker.get("/metrics"))
         metrics = broker.get("/metrics")
         for reason in ("empty", "ragged", "dtype"):
-            assert f'streampack_rejected_samples_total{{reason="{reason}",stream="web"}} 1.0' in metrics
+            assert f'streampack_rejected_samples_total{{stream="web",reason="{reason}"}} 1.0' in metrics
         assert 'streampack_received_tokens_total{stream="web"} 4.0' in metrics
 
 
