@@ -36,8 +36,8 @@ log = logging.getLogger("streampack.broker")
 Snapshot = dict[str, Any]
 _WAITS = {"peers": "trainers", "join": "ranks", "stream": "samples", "memory": "room", "forming": "the packer"}
 EVERY_S = 0.5
-ROW_S = 0.001
-"""A rank's row costs 5 us: what is said of ranks is as many times older, so that it is half a percent of the time."""
+ROW_S = 0.002
+"""A rank's row costs 10 us: what is said of ranks is as many times older, so that it is half a percent of the time."""
 RATE_OVER_S = 5.0
 SAY_AFTER_S = 5.0
 SAY_BUSY_AFTER_S = 60.0

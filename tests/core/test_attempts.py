@@ -291,6 +291,24 @@ def test_those_that_have_nothing_hear_of_it_when_they_wait_for_something_else_an
     assert not desk.said, "it has one again"
 
 
+def test_the_same_stream_is_named_again_after_each_step_that_was_waited_for() -> None:
+    """A step that is being packed when it is asked for may want the next chunk of the stream that the last one did."""
+    desk, upto = out_of_steps()
+    desk.ahead = 0
+    for step in range(upto, upto + 3):
+        missing = Missing("forming", "of samples")
+        desk.readers._waiting_for = lambda: missing  # noqa: B023
+        desk.said.clear()
+        desk.say(b"a0", asking(step, step), desk.attempt)
+        missing = Missing("stream", "no sample of web", "web")
+        desk.perform(desk.readers.tell_starving(forming=False))
+        assert [w.stream or w.reason for w in desk.heard("a0", Wait)] == ["forming", "web"]
+        desk.say(b"a1", asking(step, step), desk.attempt)
+        desk.ahead = 1
+        desk.form()
+        desk.ahead = 0
+
+
 def test_who_has_left_waits_for_nothing() -> None:
     desk, upto = out_of_steps()
     desk.say(b"a0", asking(upto, upto), desk.attempt)
@@ -299,6 +317,7 @@ def test_who_has_left_waits_for_nothing() -> None:
     desk.readers._waiting_for = lambda: Missing("log", "full")
     desk.perform(desk.readers.tell_starving())
     assert not desk.said
+    assert not desk.readers._starving, "nor is it kept for ever"
 
 
 # Two processes and one rank

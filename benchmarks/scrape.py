@@ -1,0 +1,94 @@
+"""What watching costs a broker of many ranks: a scrape, the rows of its ranks, and ``/status``, in CPU time.
+
+The ranks are made up, with figures in every field, beside a broker that serves nobody. ``/metrics`` and ``/status`` are
+made by the HTTP thread when they are asked for; the rows by the broker's own, at most every 2 ms times the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from streampack_services import status
+from streampack_services.broker import BrokerService
+from streampack_services.metrics import METRICS, exposition
+
+from benchmarks.report import arguments, head, say
+from streampack.config import BrokerConfig
+from streampack.core.feed import Feed
+from streampack.core.messages import Mesh, ReadBy
+from streampack.core.seats import Reader
+from streampack.core.starvation import CAUSES, WAIT_BOUNDS_S, Starvation
+from streampack.reading_figures import ReadingFigures
+from streampack.typed_tree import convert
+
+STREAMS = ("web", "code", "math")
+MICRO_BATCHES = 8
+
+
+def seat(feed: Feed, ranks: int) -> None:
+    """Ranks that have something to say of everything."""
+    costs = np.random.default_rng(1).integers(1, 100, ranks * MICRO_BATCHES)
+    feed.readers.dealt.add(costs, costs, np.arange(len(costs)).reshape(-1, ranks))
+    for rank in range(ranks):
+        mesh, where = Mesh(dp=ranks, dp_rank=rank), f"node{rank // 8:03d}.cluster:{1000 + rank}"
+        reader = Reader(f"r{rank}", b"%d" % rank, where, mesh, ReadBy(), 0.0, 0.0, holds=True)
+        reader.stats = ReadingFigures().counts(0)
+        reader.starvation = Starvation(
+            causes_s=dict.fromkeys(CAUSES, rank + 0.123456), streams_s=dict.fromkeys(STREAMS, rank + 0.041),
+            waits=[5] * (len(WAIT_BOUNDS_S) + 1), trainer_s=100.5, step_s=0.51,
+        )  # fmt: skip
+        feed.readers._seats.held[mesh.ranks] = reader
+
+
+def milliseconds(work: Callable[[], object], times: int) -> float:
+    """CPU time of one, mean, after a first."""
+    work()
+    began = time.process_time()
+    for _ in range(times):
+        work()
+    return (time.process_time() - began) / times * 1000
+
+
+def main() -> None:
+    parser = arguments(__doc__, "fewer repetitions")
+    parser.add_argument("--ranks", type=int, default=512)
+    given = parser.parse_args()
+    report = head("scrape", ranks=given.ranks)
+    tree = {
+        "listen": {"producers": "tcp://127.0.0.1:*", "trainers": "tcp://127.0.0.1:*"},
+        "memory": "1GiB",
+        "rules": {"budget": 1024, "step": {"packs": given.ranks * MICRO_BATCHES}},
+        "streams": {name: {} for name in STREAMS},
+    }
+    service = BrokerService(convert(tree, BrokerConfig))
+    try:
+        feed, times = service.core.feeds["train"], 3 if given.quick else 20
+        seat(feed, given.ranks)
+        snapshot = status.Reporter(service).take(time.monotonic())
+        text = exposition(snapshot)
+        report |= {
+            "series": sum(not line.startswith(b"#") for line in text.splitlines()),
+            "metrics": len(METRICS),
+            "metrics_bytes": len(text),
+            "metrics_ms": round(milliseconds(lambda: exposition(snapshot), times), 2),
+            "status_bytes": len(json.dumps(snapshot)),
+            "status_ms": round(milliseconds(lambda: json.dumps(snapshot), times), 2),
+            "rows_ms": round(milliseconds(lambda: status._readers(feed), times), 2),
+        }
+    finally:
+        service.close()
+    for name in ("series", "metrics_bytes", "metrics_ms", "status_bytes", "status_ms", "rows_ms"):
+        print(f"{name:14} {report[name]:>12,}")
+    say(report, given.json)
+
+
+if __name__ == "__main__":
+    main()
