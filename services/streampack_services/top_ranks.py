@@ -19,7 +19,7 @@ _SHADES = ("·", "░", "▒", "▓", "█")
 _COLOURS = ("green", "green", "yellow", "dark_orange", "red")
 _BOUNDS: dict[Measure, tuple[float, ...]] = {"waits": (0.01, 0.05, 0.15, 0.40), "cost": (0.95, 1.02, 1.05, 1.15)}
 """Between the shades."""
-_TITLES = {"waits": "share of the time lately that each waits", "cost": "cost of the last step, 1 is the mean"}
+_TITLES = {"waits": "share of its time that each waits", "cost": "cost of the last step, 1 is the mean"}
 _WORST = 8
 
 
@@ -30,7 +30,7 @@ def rank_lines(feed: Feed, measure: Measure, width: int, room: int | None) -> li
     if not ranks:
         return [title(name, "", width)]
     if len(ranks) <= MOST_ROWS and (room is None or len(ranks) + 2 <= room):
-        return [title(name, "waits: share of the time lately", width), *_table(ranks, width)]
+        return [title(name, "waits: share of its time", width), *_table(ranks, width)]
     head = title(name, _TITLES[measure], width)
     left = None if room is None else room - 1
     worst = _worst(feed, measure, width)[: _WORST if left is None else max(min(_WORST, left // 2), 1)]

@@ -188,7 +188,7 @@ def _shares(feed: Feed, width: int) -> list[Text]:
     wasted = {WORDS.get(cause, cause): share for cause, share in feed.waste.items() if share}
     lines = []
     for name, note, shares in (
-        ("starved by", "share of all ranks' time lately", starved), ("wasted by", "share of what was delivered", wasted)
+        ("starved by", "share of all ranks' time", starved), ("wasted by", "share of what was delivered", wasted)
     ):  # fmt: skip
         rows: list[list[Cell]] = [
             [cause, f"{share:.2%}", bar(share, max(width - 30, 10), "magenta")]

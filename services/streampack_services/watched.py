@@ -243,11 +243,16 @@ class _Waited:
 
 def _same_ranks(now: Tree, then: Tree) -> Iterable[tuple[Tree, Tree]]:
     """Each rank's row and, if it was the same process and has said anything since, that of before."""
-    before = {row["where"]: row for row in then.get("readers", ())}
+    before = {_process(row): row for row in then.get("readers", ())}
     for row in now["readers"]:
-        old = before.get(row["where"], {})
+        old = before.get(_process(row), {})
         has_news = any(row[key] != old.get(key) for key in ("starved_s", "trainer_s"))
         yield row, old if has_news else {}
+
+
+def _process(row: Tree) -> tuple[Any, ...]:
+    """What it is known by; one process may be several ranks, in threads."""
+    return (row["where"], *(row[f"{name}_rank"] for name in DIMENSIONS))
 
 
 def _less(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:

@@ -209,6 +209,17 @@ def test_waits_are_those_of_the_last_seconds_and_of_the_same_process(snapshot: T
     assert feed.starved_streams == {"web": pytest.approx(6 / 40)}
 
 
+def test_ranks_of_one_process_are_told_apart(snapshot: Tree) -> None:
+    """As threads they have one pid; looked at once, and again."""
+    first = {"where": "node0:1", "starved_s": dict.fromkeys(CAUSES, 0.0) | {"stream": 4.0}, "trainer_s": 6.0}
+    other = first | {"starved_s": dict.fromkeys(CAUSES, 0.0) | {"stream": 3.0}, "trainer_s": 7.0}
+    before = later(many(snapshot, 2), 0, r0=first, r1=other)
+    assert [rank.waits for rank in view_of(before).feeds[0].ranks] == [pytest.approx(0.4), pytest.approx(0.3)]
+    news = {"starved_s": dict.fromkeys(CAUSES, 0.0) | {"stream": 5.0}, "trainer_s": 15.0}
+    after = later(before, 10, r0=news, r1=news)
+    assert [rank.waits for rank in view_of(before, after).feeds[0].ranks] == [pytest.approx(0.1), pytest.approx(0.2)]
+
+
 def test_the_rank_that_others_wait_for_is_named(snapshot: Tree) -> None:
     peers = {"starved_s": dict.fromkeys(CAUSES, 0.0) | {"peers": 5.0}}
     (feed,) = view_of(later(many(snapshot, 3), 0, r0=peers, r2=peers)).feeds
