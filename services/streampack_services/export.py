@@ -24,7 +24,7 @@ import streampack
 from streampack.config import BrokerConfig
 from streampack.config_files import read_broker, read_producer
 from streampack.errors import UserError
-from streampack.typed_tree import read_tree
+from streampack.typed_tree import parse_tree, read_tree
 from streampack_services.memory_peak import peak
 from streampack_services.memory_plan import plan
 
@@ -33,7 +33,16 @@ FILES = Path(__file__).parent / "deploy"
 COMPILING_BYTES = 200 << 20
 """More than its peak a broker takes while it compiles its kernels: 350 MiB in all, measured, before anything else."""
 _WHERE = {"broker.yaml": ("listen", "rendezvous", "state_dir"), "producer.yaml": ("broker",)}
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*")
+_WORDS = {
+    "image": (r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "letters, digits and . _ - / : @"),
+    "run": (
+        r"[A-Za-z0-9][A-Za-z0-9._-]*",
+        "letters, digits and . _ -: units, jobs and folders have the name of the run",
+    ),
+    "namespace": (r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", "small letters, digits and -"),
+    "prefix": (r"(/[A-Za-z0-9._-]+)+/?", "a whole path of letters, digits and . _ - as /opt/streampack"),
+}
+"""What may be filled in: it comes to stand in YAML, in units and in scripts, and is quoted in none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +108,12 @@ def export(name: str, folder: Path, options: Options, *, force: bool = False) ->
     place = PLACES.get(name)
     if place is None:
         raise UserError(f"got {name!r}, expected one of {', '.join(PLACES)}")
-    _check(name, place, options)
-    if options.config is not None and options.run is None:
+    if options.config is not None and options.run is None and "run" in place.options:
         options = replace(options, run=read_broker(options.config).run)
+    _check(name, place, options)
     image = _image_of(folder / ("docker" if name == "compose" else ""))
     words = _words(options) | image.words
-    files = {folder / path: _filled(text, words) for path, text in _files(place, options)}
+    files = {folder / path: text for path, text in _files(place, options, words)}
     there = [str(path) for path in files if path.exists()]
     if there and not force:
         raise UserError(f"{there[0]}: got a file that is there already, expected none: another folder, or --force")
@@ -123,17 +132,18 @@ def _check(name: str, place: Place, options: Options) -> None:
         if value is not None and key not in place.options:
             known = ", ".join(f"--{each}" for each in place.options) or "no option"
             raise UserError(f"--{key}: means nothing to {name}, expected {known}")
-        if isinstance(value, str) and not _WORD.fullmatch(value.removeprefix("/")):
-            raise UserError(f"--{key}: got {value!r}, expected letters, digits and . _ - / : @")
+        pattern, expected = _WORDS.get(key, ("", ""))
+        if isinstance(value, str) and not re.fullmatch(pattern, value):
+            raise UserError(f"--{key}: got {value!r}, expected {expected}")
 
 
-def _files(place: Place, options: Options) -> Iterator[tuple[Path, str]]:
+def _files(place: Place, options: Options, words: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
     for part in place.parts:
         found = FILES / part
         for path in sorted(found.rglob("*")) if found.is_dir() else [found]:
             if path.is_file():
                 base = FILES / place.top
-                yield path.relative_to(base if path.is_relative_to(base) else FILES), _configured(path, options)
+                yield path.relative_to(base if path.is_relative_to(base) else FILES), _configured(path, options, words)
     if place.top == "kubernetes":
         monitoring = Path("components/monitoring")
         yield monitoring / "prometheus-rule.yaml", _rule((FILES / "prometheus/alerts.yaml").read_text())
@@ -147,15 +157,16 @@ def _rule(alerts: str) -> str:
     return yaml.safe_dump(head | name, sort_keys=False) + "spec:\n" + textwrap.indent(alerts, "  ")
 
 
-def _configured(path: Path, options: Options) -> str:
-    """The text of a file; of a configuration the user's own, at this place."""
+def _configured(path: Path, options: Options, words: Mapping[str, str]) -> str:
+    """The text of a file, filled in; of a configuration the user's own, of which no word is replaced, at this place."""
+    text = _filled(path.read_text(), words)
     read, given = {
         "broker.yaml": (read_broker, options.config), "producer.yaml": (read_producer, options.produce),
     }.get(path.name, (None, None))  # fmt: skip
     if read is None or given is None:
-        return path.read_text()
+        return text
     read(given)
-    own = {key: value for key, value in read_tree(path).items() if key in _WHERE[path.name]}
+    own = {key: value for key, value in parse_tree(text, path).items() if key in _WHERE[path.name]}
     tree = {key: value for key, value in read_tree(given).items() if key == "listen" or key not in _WHERE[path.name]}
     tree |= own | ({"listen": tree.get("listen", {}) | own["listen"]} if "listen" in own else {})  # its token, its keys
     if path.name == "broker.yaml" and options.run is not None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from streampack_services.export import FILES, IMAGE, PLACES, RUN, limit_gib
 
-from streampack.config_files import read_broker
+from streampack.config_files import read_broker, read_producer
 from tests.integration.running import in_process, the_error, write
 
 ROOT = Path(__file__).parents[2]
+FILLED = {"image": "other:1", "namespace": "other", "prefix": "/other", "run": "other"}
 
 
 def exported(what: str, folder: Path, *options: str | Path) -> Path:
@@ -28,7 +29,7 @@ def mine(tmp_path: Path) -> Path:
     """A user's broker.yaml."""
     return write(
         tmp_path / "mine.yaml",
-        {"run": "sft-8b", "memory": "16GiB", "listen": {"http": "127.0.0.1:1", "token_file": "mine.token"},
+        {"run": "sft-8b", "memory": "3GiB", "listen": {"http": "127.0.0.1:1", "token_file": "mine.token"},
          "state_dir": "x", "rules": {"budget": 4096}, "streams": {"code": {}}},
     )  # fmt: skip
 
@@ -50,6 +51,21 @@ def test_ones_own_configuration_takes_the_examples_place_but_for_where_things_ar
     limit = limit_gib(read_broker(mine))
     assert f"memory: {limit}Gi" in text or what != "k8s"
     assert f"mem_limit: {limit}g" in text or what != "compose"
+
+
+@pytest.mark.parametrize("what", ["k8s", "compose", "systemd", "slurm"])
+def test_of_ones_own_files_no_word_is_taken_for_one_to_fill_in(what: str, mine: Path, tmp_path: Path) -> None:
+    """``memory: 3GiB`` holds what stands for a container's memory, paths and callables may hold the other words."""
+    path = f"/opt/streampack/{RUN}/namespace: default/{IMAGE}"
+    streams = {"code": {"source": "text", "shards": path}}
+    producer = write(tmp_path / "producers.yaml", {"broker": "tcp://x:1", "streams": streams})
+    options = [f"--{name}={value}" for name, value in FILLED.items() if name in PLACES[what].options]
+    folder = exported(what, tmp_path / "out", "-c", mine, "-p", producer, *options)
+    found = {name: list(folder.rglob(name)) for name in ("broker.yaml", "producer.yaml")}
+    assert all(found.values())
+    assert {read_broker(path).memory for path in found["broker.yaml"]} == {"3GiB"}
+    assert {read_broker(path).run for path in found["broker.yaml"]} == {"other"}
+    assert {str(read_producer(path).streams["code"].shards) for path in found["producer.yaml"]} == {path}
 
 
 def test_options_are_filled_in_everywhere(tmp_path: Path) -> None:
@@ -87,11 +103,21 @@ def test_what_is_written_is_listed(tmp_path: Path) -> None:
         (("helm",), "expected one of docker, compose, k8s"),
         (("alerts", "--image", "x"), "--image: means nothing to alerts"),
         (("k8s", "--run", "a b"), "--run: got 'a b'"),
+        (("systemd", "--run", "a/../b"), "--run: got 'a/../b'"),
+        (("k8s", "--namespace", "Training"), "--namespace: got 'Training'"),
+        (("slurm", "--prefix", "venv"), "--prefix: got 'venv', expected a whole path"),
         (("slurm", "--config", "none.yaml"), "none.yaml"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
     assert said in the_error(in_process("export", words[0], tmp_path / "out", *words[1:]), 2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_name_of_a_run_that_no_unit_and_no_job_can_have_is_refused(tmp_path: Path) -> None:
+    config = write(tmp_path / "mine.yaml", {"run": "sft\nrm -rf x", "streams": {"code": {}}})
+    error = the_error(in_process("export", "slurm", tmp_path / "out", "-c", config), 2)
+    assert "--run: got 'sft\\nrm -rf x', expected letters" in error
     assert not (tmp_path / "out").exists()
 
 
