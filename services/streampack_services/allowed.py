@@ -135,10 +135,15 @@ def _new_key(folder: Path, name: str, tree: dict[str, Any]) -> list[Path]:
 
 def revoke(folder: Path, name: str) -> None:
     """Shut a key out: its line goes, its file, if it is here, stays. Raises UserError."""
-    if not (folder / ALLOWED).exists():
-        raise UserError(f"{folder}: got no {ALLOWED}, expected a folder of 'streampack keys new'")
+    must_be_there(folder)
     with _alone_in(folder):
         _revoke(folder, name)
+
+
+def must_be_there(folder: Path) -> None:
+    """Raises UserError for a folder that has no keys: a name that was mistyped is no broker that lets nobody in."""
+    if not (folder / ALLOWED).exists():
+        raise UserError(f"{folder}: got no {ALLOWED}, expected a folder of 'streampack keys new'")
 
 
 def _revoke(folder: Path, name: str) -> None:

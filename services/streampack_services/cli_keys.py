@@ -96,6 +96,7 @@ def list_(folder: Folder, as_json: AsJson = False) -> None:
     """
     from streampack_services import allowed
 
+    allowed.must_be_there(folder)
     rows = [
         {"name": name, "role": entry.role, "streams": list(entry.streams), "feeds": list(entry.feeds),
          "ranks": entry.ranks, "key": entry.key}

@@ -37,7 +37,7 @@ _WORDS = {
     "image": (r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "letters, digits and . _ - / : @"),
     "run": (
         r"[A-Za-z0-9][A-Za-z0-9._-]*",
-        "letters, digits and . _ -: units, jobs and folders have the name of the run",
+        "letters, digits and . _ -: units and jobs are named after it",
     ),
     "namespace": (r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", "small letters, digits and -"),
     "prefix": (r"(/[A-Za-z0-9._-]+)+/?", "a whole path of letters, digits and . _ - as /opt/streampack"),

@@ -143,6 +143,13 @@ def test_a_key_that_is_revoked_leaves_the_others_as_they_were(tmp_path: Path) ->
     assert "expected one of: b, a.b" in again.stderr
 
 
+@pytest.mark.parametrize("words", [("list",), ("list", "--json"), ("revoke", "a")])
+def test_a_folder_that_has_no_keys_is_not_one_that_lets_nobody_in(words: tuple[str, ...], tmp_path: Path) -> None:
+    refused = in_process("keys", words[0], tmp_path / "kyes", *words[1:])
+    assert refused.returncode == 2
+    assert "kyes: got no allowed.yaml, expected a folder of" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
