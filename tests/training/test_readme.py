@@ -1,7 +1,7 @@
-"""The README's examples, run as they stand: real broker, real producer, tiny models on the CPU.
+"""The examples of the README and of ``docs/``, run as they stand: real broker, real producer, tiny models on the CPU.
 
-Names that an example takes from its reader (a model, an optimizer) are given here; the endpoint alone
-is put in place of the README's. A block that is new in the README needs its test: see the last one.
+Names that an example takes from its reader (a model, an optimizer) are given here; the endpoint alone is put in place
+of the page's. A block that is new in them needs its test: see ``test_every_example_has_its_test``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from streampack.typed_tree import convert
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
 from tests.integration.small_broker import SmallBroker
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-BLOCKS: list[str] = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = {path: path.read_text() for top in (".", "docs", "deploy") for path in sorted((ROOT / top).glob("*.md"))}
+EXAMPLES = [text for path, text in PAGES.items() if path.name == "README.md" or path.parent.name == "docs"]
+BLOCKS: list[str] = [block for text in EXAMPLES for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)]
 VOCABULARY, SAMPLES, VALID = 257, 400, 30
 SETTINGS: dict[str, Any] = {
     "tokens": "uint16",
@@ -350,10 +353,32 @@ def test_every_example_has_its_test() -> None:
     assert sorted(BLOCKS) == sorted(block(starts) for starts in tested)
 
 
+def anchors(text: str) -> set[str]:
+    """Of the headings of a page, as GitHub makes them."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", prose, re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_of_a_page_leads_somewhere() -> None:
+    links = [
+        (path, *re.fullmatch(r"([^#]*)#?(.*)", link).groups())  # type: ignore[union-attr]
+        for path, text in PAGES.items()
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text)
+    ]
+    assert len(links) > 15
+    dead = [
+        f"{path.name}: {to}#{anchor}"
+        for path, to, anchor in links
+        if not (path.parent / to).exists()
+        or (anchor and anchor not in anchors(PAGES[(path.parent / to).resolve() if to else path]))
+    ]
+    assert dead == []
+
+
 def test_the_map_of_the_code_has_every_module() -> None:
     where_to_look = README[README.index("## Where to look") :]
-    root = Path(__file__).parents[2]
-    paths = [path for top in ("streampack", "services") for path in (root / top).rglob("*.py")]
+    paths = [path for top in ("streampack", "services") for path in (ROOT / top).rglob("*.py")]
     modules = [path for path in paths if path.name != "__init__.py" and "build" not in path.parts]
     assert len(modules) > 50
     assert [path for path in modules if not re.search(rf"\b{path.stem}(\.py)?`", where_to_look)] == []
@@ -363,6 +388,5 @@ def test_every_failure_that_is_promised_has_tests_that_are_there() -> None:
     promised = README[README.index("| what fails |") : README.index("What is **not** promised")]
     named = re.findall(r"`((?:\w+/)?test_\w+)`", promised)
     assert len(named) > 20
-    tests = Path(__file__).parents[1]
-    there = {f"{path.parent.name}/{path.stem}" for path in tests.rglob("test_*.py")}
+    there = {f"{path.parent.name}/{path.stem}" for path in (ROOT / "tests").rglob("test_*.py")}
     assert {name if "/" in name else f"integration/{name}" for name in named} <= there
