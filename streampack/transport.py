@@ -10,6 +10,7 @@ fork (they would swallow messages), and lingering at exit. With keys, whose a me
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import re
@@ -258,6 +259,7 @@ class Router(_Socket):
         self._lock: TextIO | None = None
         if endpoint.startswith("ipc://"):
             self._lock = ipc_files.lock(endpoint)
+        _begin_ids_anywhere()
         super().__init__(zmq.ROUTER, max_message_bytes)
         self.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._links = OrderedDict() if self._lock is not None else None
@@ -401,6 +403,15 @@ def drain(sock: _Socket, at_most: int) -> Iterator[list[Any]]:
         if frames is None:
             return
         yield frames
+
+
+def _begin_ids_anywhere() -> None:
+    """Have the next router give ids to its peers that nobody can foretell.
+
+    ZeroMQ counts them from a ``rand()`` that it never seeds. A peer may choose its own id, and where one has chosen that
+    which is given next, ZeroMQ ends the process.
+    """
+    ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))
 
 
 def _by_key(frames: list[Any]) -> bool:

@@ -6,6 +6,7 @@ Mostly without keys, over loopback. What an attack can still do without them is 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import random
@@ -141,6 +142,22 @@ def test_handshakes_that_break_off_or_lie_end_the_connection(broker: RunningBrok
             with RawPeer(broker.producers, shake=False) as peer:
                 peer.send(lie)
                 assert peer.is_closed(), lie
+
+
+def test_nobody_can_foretell_the_ids_that_peers_are_given() -> None:
+    """ZeroMQ ends a process that gives one to a peer which another has chosen for its own."""
+    given = set()
+    for _ in range(2):
+        ctypes.CDLL(None).srand(1)  # as every process begins
+        router = Router("tcp://127.0.0.1:*", 1 << 20)
+        try:
+            with RawPeer(router.endpoint) as peer:
+                assert peer.send(frame(b"hello"))
+                assert router.raw.poll(1000 * PATIENCE_S)
+                given.add(router.raw.recv_multipart()[0])
+        finally:
+            router.close()
+    assert len(given) == 2
 
 
 def test_frames_without_end_are_forgotten_with_their_connection(broker: RunningBroker) -> None:
