@@ -31,7 +31,7 @@ def lock(endpoint: str) -> TextIO:
                 f"cannot listen on {endpoint}: got a folder of user {owner}, who could answer in our place, expected "
                 f"one of this user: choose another"
             )
-        file = (path.parent / f"{path.name}.lock").open("w")
+        file = open(path.parent / f"{path.name}.lock", "w", opener=_own)  # noqa: SIM115
     except OSError as error:
         raise UserError(f"cannot listen on {endpoint}: {error.strerror}: choose a folder that can be written") from None
     try:
@@ -43,6 +43,11 @@ def lock(endpoint: str) -> TextIO:
             f"stop that process or choose another path"
         ) from None
     return file
+
+
+def _own(path: str, flags: int) -> int:
+    """A file that others can neither lock nor have put a link in the place of: it is emptied."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ def read_trusted(path: str | Path) -> str:
 
 def _read(path: str | Path, what: str, refused: int) -> str:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_at_once) as file:
             found = os.fstat(file.fileno())  # of what is read, whatever the path means a moment later
             if wrong := _exposed(found, refused):
                 raise UserError(f"{path}: got {what} that {wrong}: chown it, chmod 600, and think of it as known")
@@ -42,6 +42,11 @@ def _read(path: str | Path, what: str, refused: int) -> str:
     except UnicodeDecodeError:
         pass
     raise UserError(f"{path}: got {len(data)} bytes that are no short text, expected {what}")
+
+
+def _at_once(path: str, flags: int) -> int:
+    """A pipe is opened, too, and refused then: nobody may ever write to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _exposed(found: os.stat_result, refused: int) -> str:

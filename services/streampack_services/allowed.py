@@ -12,8 +12,8 @@
     trainers: {key: c07a..., role: trainer, feeds: [train]}
     rank-3: {key: 9ad2..., role: trainer, feeds: [train], ranks: {dp: 3}}
 
-The file is looked at every second and read again where it has changed. One that cannot be read, or is wrong, changes
-nothing and is said: what was allowed before stays so.
+The file is looked at twice a second, and read again where it has changed and stands still: half of it may be a list,
+too. One that cannot be read, or is empty, or wrong, changes nothing and is said: what was allowed before stays so.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ from streampack.typed_tree import convert, parse_tree
 
 log = logging.getLogger("streampack.broker")
 
-LOOK_S = 1.0
+LOOK_S = 0.5
 BROKER = "broker"
 ALLOWED = "allowed.yaml"
 _HEAD = "# Who may come to this broker, a line a key: 'streampack keys new' adds one, 'keys revoke' takes one away."
 
 
 class Entry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A line of allowed.yaml: a public key, and what it may do."""
+    """A line of allowed.yaml: a public key, and what it may do. Without limits all of its role; an empty one, which
+    could mean nothing as well, is refused."""
 
     key: Annotated[str, Meta(pattern=f"^{HEX.pattern}$")]
     role: Side
-    streams: tuple[Name, ...] = ()
-    feeds: tuple[Name, ...] = ()
-    ranks: dict[Name, Small] = {}
+    streams: Annotated[tuple[Name, ...], Meta(min_length=1)] = ()
+    feeds: Annotated[tuple[Name, ...], Meta(min_length=1)] = ()
+    ranks: Annotated[dict[Name, Small], Meta(min_length=1)] = {}
 
 
 def read_allowed(folder: Path) -> dict[str, Entry]:
@@ -224,7 +225,7 @@ class Allowed:
         self.key = load_key(path)
         if self.key.public != self.key.broker:
             raise UserError(f"{path}: got the key of a peer, expected the broker's own")
-        self._seen = self._look()
+        self._seen = self._moving = self._look()
         self._rights = rights_of(read_allowed(folder), self.key)
         self._changed: deque[bytes] = deque()
         self.refused = 0
@@ -271,14 +272,15 @@ class Allowed:
             self.look()
 
     def look(self) -> None:
-        """Read allowed.yaml again if it has changed."""
-        seen = self._look()
-        if seen == self._seen:
+        """Read allowed.yaml again if it has changed, and has not since the last look."""
+        seen, last = self._look(), self._moving
+        self._moving = seen
+        if seen == self._seen or seen != last:
             return
         self._seen = seen
         try:
-            if not seen:
-                raise UserError(f"{self._folder / ALLOWED}: is gone")
+            if not seen or not seen[-1]:
+                raise UserError(f"{self._folder / ALLOWED}: is {'empty' if seen else 'gone'}")
             now = rights_of(read_allowed(self._folder), self.key)
         except Exception as error:  # a thread that ended would let in for ever whoever is revoked later
             log.error("%s; what was allowed before stays so", error, exc_info=not isinstance(error, StreampackError))

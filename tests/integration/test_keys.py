@@ -91,6 +91,14 @@ def test_a_secret_that_others_could_read_is_none(
     assert BOB not in str(refused.value)
 
 
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(UserError, match="is no plain file"):
+        load_key(tmp_path / "pipe")
+    with pytest.raises(UserError, match="Is a directory"):
+        load_key(tmp_path)
+
+
 def test_keys_are_made_for_their_users_alone_and_say_what_they_may(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     before = os.umask(0)
@@ -197,8 +205,12 @@ def test_a_broker_sees_who_may_come_while_it_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["half: {key: ", "a: {role: trainer}", "a: {key: 00, role: trainer}", "- a", "1: 2", None, "mode"]
-)
+    "damage",
+    [
+        "", "half: {key: ", "a: {role: trainer}", "a: {key: 00, role: trainer}", "- a", "1: 2", None, "mode",
+        f"a: {{key: {BOB_PUBLIC}, role: trainer, feeds: []}}", f"a: {{key: {BOB_PUBLIC}, role: producer, streams: []}}",
+    ],
+)  # fmt: skip
 def test_a_list_that_cannot_be_read_changes_nothing(
     tmp_path: Path, damage: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,6 +227,26 @@ def test_a_list_that_cannot_be_read_changes_nothing(
         until(lambda: "what was allowed before stays so" in caplog.text)
         assert minding.admits(load_key(tmp_path / "a.key").public, "here")
         assert not minding.changes()
+    finally:
+        minding.close()
+
+
+def test_a_list_that_is_being_written_shuts_nobody_out(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        new_key(tmp_path, name, "trainer", {})
+    file, whole = tmp_path / "allowed.yaml", (tmp_path / "allowed.yaml").read_text()
+    minding = watched(tmp_path)
+    try:
+        minding._over.set()  # looks are ours
+        minding._thread.join()
+        for end in range(len(whole)):
+            file.write_text(whole[:end])
+            minding.look()
+            assert minding.num_keys == 2
+        file.write_text(whole[: whole.index("b:")])
+        minding.look()
+        minding.look()
+        assert minding.num_keys == 1
     finally:
         minding.close()
 
