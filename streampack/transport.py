@@ -408,8 +408,8 @@ def drain(sock: _Socket, at_most: int) -> Iterator[list[Any]]:
 def _begin_ids_anywhere() -> None:
     """Have the next router give ids to its peers that nobody can foretell.
 
-    ZeroMQ counts them from a ``rand()`` that it never seeds. A peer may choose its own id, and where one has chosen that
-    which is given next, ZeroMQ ends the process.
+    ZeroMQ counts them from a ``rand()`` that it never seeds. A peer may choose its own id, and where one has chosen
+    that which is given next, ZeroMQ ends the process.
     """
     ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))
 

@@ -153,7 +153,7 @@ def test_nobody_can_foretell_the_ids_that_peers_are_given() -> None:
         try:
             with RawPeer(router.endpoint) as peer:
                 assert peer.send(frame(b"hello"))
-                assert router.raw.poll(1000 * PATIENCE_S)
+                assert router.raw.poll(int(1000 * PATIENCE_S))
                 given.add(router.raw.recv_multipart()[0])
         finally:
             router.close()
