@@ -50,6 +50,15 @@ def test_each_state_is_said_once_and_a_status_now_and_then(
     assert heard(manager) == [["STATUS=step 3"], ["STOPPING=1", "STATUS=draining"]]
 
 
+def test_a_broker_is_ready_once_it_serves_and_none_that_is_told_to_stop_is_waited_for(manager: socket.socket) -> None:
+    systemd = Systemd(env())
+    systemd.tell_of_broker({"state": "starting", "ready": False, "feeds": {}})
+    systemd.tell_of_broker({"state": "serving", "ready": True, "feeds": {}})
+    assert heard(manager) == [["STATUS=starting:"], ["READY=1", "STATUS=serving:"]]
+    Systemd(env()).tell_of_broker({"state": "draining", "ready": False, "feeds": {}})
+    assert heard(manager) == [["READY=1", "STOPPING=1", "STATUS=draining:"]]
+
+
 def test_a_watchdog_is_fed_twice_as_often_as_it_must_be(
     manager: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

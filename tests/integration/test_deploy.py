@@ -317,6 +317,24 @@ def test_a_broker_has_the_memory_that_it_takes_and_the_time_to_drain() -> None:
         assert memory >= limit_gib(config), name
 
 
+def test_every_place_waits_five_minutes_for_kernels_to_compile(pods: dict[str, Tree]) -> None:
+    waits = [
+        probe["periodSeconds"] * probe["failureThreshold"]
+        for pod in pods.values()
+        for each in containers(pod)
+        if (probe := each.get("startupProbe"))
+    ]
+    assert len(waits) == 2, "a sidecar, a StatefulSet"
+    units = [(FILES / f"systemd/streampack-{name}@.service").read_text() for name in ("broker", "producer")]
+    waits += [int(found) for unit in units for found in re.findall(r"^TimeoutStartSec=(\d+)$", unit, re.M)]
+    waits += map(int, re.findall(r"--start-period=(\d+)s", (FILES / "docker/Dockerfile").read_text()))
+    assert len(waits) == 5
+    assert min(waits) >= 300
+    for name, words in commands():
+        command, options = parse(words)
+        assert command != "produce" or options["timeout"] >= 300 or name == "compose.yaml", name  # there it is healthy
+
+
 def test_compose_is_what_its_schema_allows_and_mounts_what_is_there() -> None:
     import jsonschema
 

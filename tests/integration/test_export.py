@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from streampack_services.export import FILES, IMAGE, PLACES, RUN, limit_gib
+from streampack_services.memory_peak import peak
+from streampack_services.memory_plan import plan
 
 from streampack.config_files import read_broker, read_producer
 from tests.integration.running import in_process, the_error, write
@@ -77,6 +79,14 @@ def test_options_are_filled_in_everywhere(tmp_path: Path) -> None:
     assert text.count("image: registry:5000/streampack:1.0") == 7
     assert text.count("namespace: training") == 2
     assert text.count("run: sft") == 2
+
+
+def test_a_container_may_take_a_brokers_peak_and_what_compiling_takes(tmp_path: Path) -> None:
+    for mib in range(1024, 2049, 64):
+        path = write(tmp_path / "broker.yaml", {"memory": f"{mib}MiB", "streams": {"code": {}}})
+        config = read_broker(path)
+        most = peak(config, plan(config), mean_tokens=None).total
+        assert 200 << 20 <= (limit_gib(config) << 30) - most < (1 << 30) + (200 << 20)
 
 
 def test_nothing_is_written_over_unless_it_is_asked_for(tmp_path: Path) -> None:
