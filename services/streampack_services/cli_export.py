@@ -48,15 +48,17 @@ def export(
 
     \b
     Example:
-        streampack export k8s DIR -c broker.yaml --image streampack:1.0
+        streampack export k8s DIR -c broker.yaml -p producer.yaml --image streampack:1.0
     """
     from streampack_services import export as exporting
 
     options = exporting.Options(image, run, namespace, prefix, config, produce)
-    files, then = exporting.export(what, folder, options, force=force)
+    files, then, warnings = exporting.export(what, folder, options, force=force)
     if as_json:
-        print(json.dumps({"files": [str(path) for path in files], "next": then}))
+        print(json.dumps({"files": [str(path) for path in files], "next": then, "warnings": warnings}))
         return
     for path in files:
         print(path)
+    for warning in warnings:
+        print(f"but: {warning}")
     print(f"next: {then}")

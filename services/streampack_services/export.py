@@ -21,14 +21,14 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 import streampack
-from streampack.config import BrokerConfig
+from streampack.config import BrokerConfig, ProducerConfig
 from streampack.config_files import read_broker, read_producer
 from streampack.errors import UserError
 from streampack.typed_tree import parse_tree, read_tree
 from streampack_services.memory_peak import peak
 from streampack_services.memory_plan import plan
 
-IMAGE, RUN = "streampack:latest", "my-run"
+IMAGE, RUN, EXAMPLE_STREAM = "streampack:latest", "my-run", "web"
 FILES = Path(__file__).parent / "deploy"
 COMPILING_BYTES = 200 << 20
 """More than its peak a broker takes while it compiles its kernels: 350 MiB in all, measured, before anything else."""
@@ -56,6 +56,8 @@ class Place:
     then: str
     top: str
     options: tuple[str, ...] = ()
+    relative: bool = False
+    """Whether it runs in the folder that it is written to, or in one of the user's."""
 
 
 _RUN = ("run", "config", "produce")
@@ -77,7 +79,9 @@ PLACES: dict[str, Place] = {
         "copy *.service to /etc/systemd/system, *.yaml to /etc/streampack/{run}, and systemctl enable --now "
         "streampack-broker@{run}", "systemd", ("prefix", *_RUN),
     ),
-    "slurm": Place(("slurm",), "cd {dir} && sbatch run.sbatch torchrun train.py", "slurm", ("prefix", *_RUN)),
+    "slurm": Place(
+        ("slurm",), "cd {dir} && sbatch run.sbatch torchrun train.py", "slurm", ("prefix", *_RUN), relative=True
+    ),
     "dashboards": Place(
         ("grafana",),
         "mount provisioning at /etc/grafana/provisioning and dashboards at /var/lib/grafana/dashboards, with "
@@ -102,9 +106,17 @@ class Options:
     produce: Path | None = None
 
 
-def export(name: str, folder: Path, options: Options, *, force: bool = False) -> tuple[list[Path], str]:
-    """The files written, and what to do next. Raises UserError, having written none; ConfigError for a configuration
-    that cannot be."""
+class Exported(NamedTuple):
+    """The files written, what to do next, and what of them will not work there: a line each."""
+
+    files: list[Path]
+    next: str
+    warnings: list[str]
+
+
+def export(name: str, folder: Path, options: Options, *, force: bool = False) -> Exported:
+    """Write the files of a place. Raises UserError, having written none; ConfigError for a configuration that cannot
+    be."""
     place = PLACES.get(name)
     if place is None:
         raise UserError(f"got {name!r}, expected one of {', '.join(PLACES)}")
@@ -124,7 +136,7 @@ def export(name: str, folder: Path, options: Options, *, force: bool = False) ->
         except OSError as error:
             raise UserError(f"{path}: cannot be written: {error.strerror}: choose another folder") from None
     said = {"dir": folder, "context": image.context, "run": options.run or RUN, "image": options.image or IMAGE}
-    return list(files), place.then.format(**said)
+    return Exported(list(files), place.then.format(**said), list(_warnings(place, options)))
 
 
 def _check(name: str, place: Place, options: Options) -> None:
@@ -135,6 +147,34 @@ def _check(name: str, place: Place, options: Options) -> None:
         pattern, expected = _WORDS.get(key, ("", ""))
         if isinstance(value, str) and not re.fullmatch(pattern, value):
             raise UserError(f"--{key}: got {value!r}, expected {expected}")
+
+
+def _warnings(place: Place, options: Options) -> Iterator[str]:
+    """Streams that the broker does not know; files that producers would look for in a folder of their place."""
+    streams = set(read_broker(options.config).streams) if options.config is not None else {EXAMPLE_STREAM}
+    producer = read_producer(options.produce) if options.produce is not None else None
+    sent = {EXAMPLE_STREAM} if producer is None else set(producer.streams)
+    if "produce" in place.options and not sent <= streams:
+        whose = "that of an example" if producer is None else str(options.produce)
+        names = ", ".join(sorted(streams))
+        yield f"producer.yaml is {whose}: its streams are {', '.join(sorted(sent))}, and broker.yaml's are {names}"
+    if producer is not None and not place.relative:
+        for key, path in _paths(producer):
+            if not path.startswith("/") and "://" not in path:
+                yield f"{options.produce}: {key} is {path}: write the whole path that it has there"
+
+
+def _paths(config: ProducerConfig) -> Iterator[tuple[str, str]]:
+    """What producers read, by the key that names it."""
+    tokenizers = {"tokenizer": config.tokenizer}
+    for name, stream in config.streams.items():
+        if stream.tokenizer is not None:
+            tokenizers[f"streams.{name}.tokenizer"] = stream.tokenizer
+        if stream.source != "python":
+            shards = [stream.shards] if isinstance(stream.shards, str) else stream.shards or []
+            yield from ((f"streams.{name}.shards", path) for path in shards)
+            yield from ((f"streams.{name}.path", path) for path in (stream.path,) if path)
+    yield from ((f"{key}.file", each.file) for key, each in tokenizers.items() if each.file)
 
 
 def _files(place: Place, options: Options, words: Mapping[str, str]) -> Iterator[tuple[Path, str]]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from streampack_services.export import FILES, IMAGE, PLACES, RUN, limit_gib
@@ -70,6 +71,29 @@ def test_of_ones_own_files_no_word_is_taken_for_one_to_fill_in(what: str, mine: 
     assert {str(read_producer(path).streams["code"].shards) for path in found["producer.yaml"]} == {path}
 
 
+def test_what_will_not_work_there_is_said(mine: Path, tmp_path: Path) -> None:
+    text: dict[str, Any] = {"source": "text", "shards": ["/data/a", "data/*.txt"]}
+    rows: dict[str, Any] = {"source": "jsonl", "path": "s3://x/y", "tokenizer": {"file": "/models/m"}}
+    near = write(tmp_path / "near.yaml", {"tokenizer": {"file": "models/m"}, "streams": {"code": text}})
+    far = write(tmp_path / "far.yaml", {"streams": {"code": rows}})
+
+    def warned(what: str, *options: str | Path) -> list[str]:
+        said = in_process("export", what, tmp_path / "x", "--json", "--force", *options).stdout
+        return list(json.loads(said)["warnings"])
+
+    assert warned("k8s") == []
+    of_example = "producer.yaml is that of an example: its streams are web, and broker.yaml's are code"
+    assert warned("k8s", "-c", mine) == [of_example]
+    assert warned("slurm", "-p", near) == [f"producer.yaml is {near}: its streams are code, and broker.yaml's are web"]
+    assert warned("k8s", "-c", mine, "-p", near) == [
+        f"{near}: streams.code.shards is data/*.txt: write the whole path that it has there",
+        f"{near}: tokenizer.file is models/m: write the whole path that it has there",
+    ]
+    assert warned("slurm", "-c", mine, "-p", near) == [], "it runs in a folder of the user's"
+    assert warned("systemd", "-c", mine, "-p", far) == []
+    assert f"but: {of_example}" in in_process("export", "slurm", tmp_path / "y", "-c", mine).stdout
+
+
 def test_options_are_filled_in_everywhere(tmp_path: Path) -> None:
     options = ("--image", "registry:5000/streampack:1.0", "--namespace", "training", "--run", "sft")
     folder = exported("k8s", tmp_path, *options)
@@ -102,7 +126,8 @@ def test_nothing_is_written_over_unless_it_is_asked_for(tmp_path: Path) -> None:
 def test_what_is_written_is_listed(tmp_path: Path) -> None:
     result = in_process("export", "alerts", tmp_path / "new", "--json")
     said = json.loads(result.stdout)
-    assert set(said) == {"files", "next"}
+    assert set(said) == {"files", "next", "warnings"}
+    assert said["warnings"] == []
     assert sorted(map(Path, said["files"])) == sorted(path for path in tmp_path.rglob("*") if path.is_file())
     assert "rule_files" in said["next"]
 
