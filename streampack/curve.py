@@ -17,12 +17,14 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from streampack.core.rights import KEY_DIGITS
 from streampack.errors import UserError
 
 _ZAP_ENFORCE_DOMAIN = 93
@@ -68,19 +70,23 @@ def show_key(sock: zmq.Socket[bytes], secret: str, server: str) -> None:
     sock.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(secret))
 
 
-class Gate:
-    """Asked about every peer of ``sock``, which is to be bound later; ``admits(key, address)`` decides."""
+class Door(NamedTuple):
+    """Who a router is, and whether it lets a peer in: by public key and network address, both as text."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], sock: zmq.Socket[bytes], secret: str,
-        admits: Callable[[str, str], bool],
-    ) -> None:  # fmt: skip
-        self._admits = admits
+    secret: str
+    admits: Callable[[str, str], bool]
+
+
+class Gate:
+    """Asked about every peer of ``sock``, which is to be bound later."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], sock: zmq.Socket[bytes], door: Door) -> None:
+        self._admits = door.admits
         self.raw: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.raw.setsockopt(zmq.LINGER, 0)
         self.raw.bind(_ZAP)
         sock.setsockopt(zmq.CURVE_SERVER, 1)
-        sock.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(secret))
+        sock.setsockopt(zmq.CURVE_SECRETKEY, bytes.fromhex(door.secret))
         sock.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
         sock.setsockopt(_ZAP_ENFORCE_DOMAIN, 1)
 
@@ -101,6 +107,16 @@ class Gate:
     def close(self) -> None:
         """Nobody is let in any more."""
         self.raw.close()
+
+
+def by_key(frames: list[Any]) -> bool:
+    """Put its peer's key before the id of a message's peer. False where nobody was asked who it is."""
+    try:
+        key = frames[0].get("User-Id").encode()
+    except zmq.ZMQError:
+        return False
+    frames[0] = zmq.Frame(key + frames[0].bytes)
+    return len(key) == KEY_DIGITS
 
 
 class Watch:

@@ -37,7 +37,8 @@ from streampack.keys import Key
 from streampack.packs import Step
 from streampack.reading_figures import ReadingFigures
 from streampack.slabs import Slabs
-from streampack.transport import Dealer, Poller, Waker, drain
+from streampack.transport import Dealer, Poller, drain
+from streampack.waker import Waker
 
 log = logging.getLogger("streampack.client")
 

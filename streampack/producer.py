@@ -29,7 +29,8 @@ from streampack.keys import Key as PeerKey
 from streampack.sources import Cursor, Source
 from streampack.sources.records import DAMAGED
 from streampack.sources.sharded import ShardedSource
-from streampack.transport import Dealer, Poller, Waker, drain
+from streampack.transport import Dealer, Poller, drain
+from streampack.waker import Waker
 
 log = logging.getLogger("streampack.producer")
 

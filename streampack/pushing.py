@@ -34,7 +34,8 @@ from streampack.errors import (
     WireError,
 )
 from streampack.keys import Key
-from streampack.transport import Dealer, Poller, Waker, drain
+from streampack.transport import Dealer, Poller, drain
+from streampack.waker import Waker
 
 log = logging.getLogger("streampack.producer")
 

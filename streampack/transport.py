@@ -5,21 +5,17 @@ that a message arrives: a full queue, a peer that is gone or a broker that resta
 and the state machines ask again. What they see to is what ZeroMQ leaves open: an address that
 another process serves already (``ipc://`` would be stolen silently), sockets inherited through a
 fork (they would swallow messages), and lingering at exit. With keys, whose a message is stands before its peer's id. On
-``ipc://`` large frames go through ``shared_memory``.
+``ipc://`` large frames go through shared memory (``links``).
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import re
-import socket
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TextIO
-from weakref import WeakValueDictionary
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
 
 import numpy as np
 import zmq
@@ -27,10 +23,13 @@ from numpy.typing import NDArray
 
 from streampack import ipc_files, shared_memory
 from streampack.core.rights import KEY_DIGITS
-from streampack.curve import Gate, Watch, show_key
+from streampack.curve import Door, Gate, Watch, by_key, show_key
+from streampack.endpoints import check_endpoint
 from streampack.errors import PeerError, Rejected, UserError
 from streampack.keys import Key
-from streampack.shared_memory import FEW_SLOTS, NUM_SLOTS, Known, Link
+from streampack.links import Links
+from streampack.shared_memory import FEW_SLOTS, NUM_SLOTS
+from streampack.waker import Waker
 
 HEARTBEAT_MS = 5000
 HEARTBEAT_TIMEOUT_MS = 15_000
@@ -43,15 +42,11 @@ BACKLOG = 4096
 """Peers that connect at the same moment; of more each tries again after some time."""
 HIGH_WATER = 1000
 """Messages: bounds what waits for a peer; credits and prefetching keep queues far below it."""
-MOST_LINKS = 256
-"""Peers of this host that memory is shared with; the others' frames go over the socket."""
 MOST_FRAMES = 64
 """Of a message; what a peer sends more in one is dropped unread, and the message is none then."""
 AT_ONCE = 256
 """Frames that are dropped, and words about shared memory that are heard, before whoever receives has its turn again:
 a peer may send any number of them."""
-PROBED = 2
-"""Links that are looked at whenever one is made: more than are made, so that those of peers that are gone stay few."""
 SAY_S = 2.0
 """Between two words of a dealer that it knows shared memory: a router that was started again knows it no more."""
 
@@ -69,30 +64,6 @@ def _configure(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
     sock.setsockopt(zmq.IPV6, 1)
 
 
-def check_endpoint(endpoint: str, *, connects: bool = False) -> None:
-    """Raises UserError for an endpoint that is not ``tcp://host:port`` or ``ipc://path`` of 100 bytes at most.
-
-    Only a socket that binds may leave the host (``*``) or the port (``*``, 0) open; for one that ``connects``, both
-    must be known.
-    """
-    kind, _, rest = endpoint.partition("://")
-    if kind == "tcp":
-        host, _, port = rest.rpartition(":")
-        known = port.isascii() and port.isdigit() and int(port) < 65536
-        if host and host.isprintable() and " " not in host and (known or port == "*"):
-            if connects and (host == "*" or not known or int(port) == 0):
-                raise UserError(
-                    f"got endpoint {endpoint!r} to connect to, expected a host and the port that the broker listens "
-                    f"on: take the address from its log or rendezvous file"
-                )
-            return
-    elif kind == "ipc" and rest:
-        if len(rest.encode()) <= 100:
-            return
-        raise UserError(f"got an ipc path of {len(rest.encode())} bytes, expected at most 100: take a shorter folder")
-    raise UserError(f"got endpoint {endpoint!r}, expected tcp://host:port or ipc:///path/of/a/socket")
-
-
 class _Socket:
     """What Router and Dealer share; made, used and closed by one thread of one process."""
 
@@ -103,10 +74,8 @@ class _Socket:
         self.dropped = 0
         """Messages that could not be sent now, and were not."""
         self._gate: Gate | None = None
-        self._links: OrderedDict[bytes, Link] | None = None
-        """By peer that knows shared memory, the last one heard last: what is lent to processes of this host; None:
-        nothing is."""
-        self._known: Known = WeakValueDictionary()
+        self._links: Links | None = None
+        """None: not with processes of this host."""
         self._surplus = False
         """The last message had too many frames, and more of them are there."""
         _configure(self.raw, max_message_bytes)
@@ -122,13 +91,17 @@ class _Socket:
                     return None
                 frames = self._next_frames()
             except zmq.Again:
-                self._tell()
+                if self._links is not None:
+                    self._links.tell()
                 return None
-            if self._gate is not None and not _by_key(frames):
+            if self._gate is not None and not by_key(frames):
                 continue
-            whole = self._resolved(frames) if self._links is not None else frames
+            if self._links is None:
+                return frames
+            at = self._peer_frames
+            whole = self._links.received(frames[0].bytes if at else b"", frames[at:])
             if whole is not None:
-                return whole
+                return [*frames[:at], *whole]
         return None
 
     def _next_frames(self) -> list[Any]:
@@ -154,73 +127,21 @@ class _Socket:
     _key_digits = 0
     """Of a peer's key, which stands before ZeroMQ's id of it."""
 
-    def _resolved(self, frames: list[Any]) -> list[Any] | None:
-        """The frames of a message, those that lie in shared memory put in their places; None where it was about that
-        memory, or is lost."""
-        at = self._peer_frames
-        head = frames[at].buffer if len(frames) > at else memoryview(b"")
-        if head[: len(shared_memory.MAGIC)] != shared_memory.MAGIC:
-            return frames
-        peer = frames[0].bytes if at else b""
-        link = self._link(peer)
-        if link is None:
-            whole, answer = None, shared_memory.refusal(head)
-        else:
-            whole, answer = link.incoming(head, frames[at + 1 :], self._known)
-            answer = answer or link.news()
-        if answer is not None:
-            self._raw_send(peer, [answer])
-        return [*frames[:at], *whole] if whole is not None else None
-
-    def _link(self, peer: bytes) -> Link | None:
-        """Of a peer that has said that it knows shared memory; None where there are as many already as may be."""
-        assert self._links is not None
-        if peer not in self._links:
-            self._forget_gone()
-            if len(self._links) >= MOST_LINKS:
-                return None
-            self._links[peer] = Link(NUM_SLOTS)
-        self._links.move_to_end(peer)
-        return self._links[peer]
-
-    def _forget_gone(self) -> None:
-        """Nothing says that a peer is gone but a message to it; one that was heard lately need not be asked."""
-        assert self._links is not None
-        for peer in list(itertools.islice(self._links, PROBED)):
-            self._raw_send(peer, [shared_memory.SPEAKS])
-            if peer in self._links:
-                self._links.move_to_end(peer)
-
-    def _tell(self) -> None:
-        """Say what has come free here: where nothing has come, as it costs by how many peers there are."""
-        for peer, link in list(self._links.items()) if self._links else ():
-            if (news := link.news()) is not None:
-                self._raw_send(peer, [news])
-
     def _raw_send(self, peer: bytes, frames: Sequence[Any]) -> bool:
         try:
             frames = [peer[self._key_digits :], *frames] if self._peer_frames else frames
             self.raw.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH and self._links is not None and peer in self._links:
-                self._links.pop(peer).close()
+            if error.errno == zmq.EHOSTUNREACH and self._links is not None:
+                self._links.forget(peer)
             return False
         return True
 
     def _send(self, peer: bytes, frames: Sequence[Any]) -> bool:
         self._check_pid()
-        taken: list[int] = []
-        link = self._links.get(peer) if self._links else None
-        if link is not None:
-            if (question := link.question(frames, time.monotonic())) is not None:
-                self._raw_send(peer, [question])
-            frames, taken = link.outgoing(frames)
-        if self._raw_send(peer, frames):
-            return True
-        self.dropped += 1
-        if link is not None:
-            link.give_back(taken)
-        return False
+        sent = self._raw_send(peer, frames) if self._links is None else self._links.send(peer, frames)
+        self.dropped += not sent
+        return sent
 
     def _check_pid(self) -> None:
         if os.getpid() != self._pid:
@@ -233,15 +154,8 @@ class _Socket:
             if self._gate is not None:
                 self._gate.close()
             self._context.term()
-            while self._links:
-                self._links.popitem()[1].close()
-
-
-class Door(NamedTuple):
-    """Who a router is, and whether it lets a peer in: by public key and network address, both as text."""
-
-    secret: str
-    admits: Callable[[str, str], bool]
+            if self._links is not None:
+                self._links.close()
 
 
 class Router(_Socket):
@@ -262,11 +176,11 @@ class Router(_Socket):
         _begin_ids_anywhere()
         super().__init__(zmq.ROUTER, max_message_bytes)
         self.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._links = OrderedDict() if self._lock is not None else None
+        self._links = Links(self._raw_send, NUM_SLOTS) if self._lock is not None else None
         self.raw.setsockopt(zmq.RCVHWM, arriving)
         self.raw.setsockopt(zmq.BACKLOG, BACKLOG)
         if door is not None:
-            self._gate, self._key_digits = Gate(self._context, self.raw, *door), KEY_DIGITS
+            self._gate, self._key_digits = Gate(self._context, self.raw, door), KEY_DIGITS
         try:
             with ipc_files.for_its_user_alone():
                 self.raw.bind(endpoint)
@@ -284,8 +198,7 @@ class Router(_Socket):
     def room(self, peer: bytes, num_bytes: int) -> NDArray[np.uint8] | None:
         """Memory that the peer can read, uint8 [num_bytes], for a frame of the next message to it: one that lies there
         is not copied any more. None where there is none."""
-        link = self._links.get(peer) if self._links else None
-        return link.room(num_bytes) if link is not None else None
+        return self._links.room(peer, num_bytes) if self._links is not None else None
 
     def send(self, peer: bytes, frames: Sequence[Any]) -> bool:
         """Queue a message for a peer; False if it was dropped instead."""
@@ -312,7 +225,7 @@ class Dealer(_Socket):
         if key is not None:
             show_key(self.raw, key.secret, key.broker)
         self.raw.setsockopt(zmq.IMMEDIATE, 1)
-        self._links = OrderedDict({b"": Link(FEW_SLOTS)}) if endpoint.startswith("ipc://") else None
+        self._links = Links(self._raw_send, FEW_SLOTS, [b""]) if endpoint.startswith("ipc://") else None
         self._said_at = -SAY_S
         self.raw.setsockopt(zmq.LINGER, linger_ms)
         try:
@@ -343,36 +256,6 @@ class Dealer(_Socket):
         if os.getpid() == self._pid and not self.raw.closed:
             self._watch.close()
         super().close()
-
-
-class Waker:
-    """Wakes a poll from another thread; ``wake`` may be called by any."""
-
-    def __init__(self) -> None:
-        self._near, self._far = socket.socketpair()
-        self._near.setblocking(False)
-        self._far.setblocking(False)
-
-    def fileno(self) -> int:
-        return self._near.fileno()
-
-    def wake(self) -> None:
-        try:
-            self._far.send(b"\0")
-        except (BlockingIOError, OSError):
-            return  # a full pipe wakes as well; a closed one has nobody to wake
-
-    def clear(self) -> None:
-        """Forget all wakes so far."""
-        try:
-            while self._near.recv(4096):
-                continue
-        except BlockingIOError:
-            return
-
-    def close(self) -> None:
-        self._near.close()
-        self._far.close()
 
 
 class Poller:
@@ -412,13 +295,3 @@ def _begin_ids_anywhere() -> None:
     that which is given next, ZeroMQ ends the process.
     """
     ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))
-
-
-def _by_key(frames: list[Any]) -> bool:
-    """Put its peer's key before the id of a message's peer. False where nobody was asked who it is."""
-    try:
-        key = frames[0].get("User-Id").encode()
-    except zmq.ZMQError:
-        return False
-    frames[0] = zmq.Frame(key + frames[0].bytes)
-    return len(key) == KEY_DIGITS

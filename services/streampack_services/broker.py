@@ -51,8 +51,10 @@ from streampack.core.layout import Contents
 from streampack.core.merge import merge_of
 from streampack.core.messages import Envelope
 from streampack.core.plan import needed_tokens
+from streampack.curve import Door
 from streampack.errors import InternalError, WireError
-from streampack.transport import Door, Poller, Router, Waker, drain
+from streampack.transport import Poller, Router, drain
+from streampack.waker import Waker
 from streampack_services.allowed import Allowed
 from streampack_services.arena import Arena
 from streampack_services.flood import Budget

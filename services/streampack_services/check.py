@@ -24,8 +24,8 @@ from streampack.core.kept import mesh_refusal
 from streampack.core.messages import Mesh
 from streampack.core.packers.joint import Joint, max_wait
 from streampack.core.rules import Rules
+from streampack.endpoints import check_endpoint
 from streampack.sources import open_tokenizer
-from streampack.transport import check_endpoint
 from streampack_services.amounts import size_text
 from streampack_services.http import parse_address
 from streampack_services.meanings import MEANINGS

@@ -21,14 +21,14 @@ from streampack_services.broker import BrokerService
 import streampack as sp
 from streampack import curve, transport
 from streampack.config import BrokerConfig, Listen, RulesSettings, StepSettings, StreamSettings
-from streampack.curve import new_secret
+from streampack.curve import Door, new_secret
 from streampack.errors import Rejected, StreampackError
 from streampack.keys import Key, load_key
 from streampack.producer import ProducerLoop
 from streampack.secret_files import write_secret
 from streampack.sources import SourceSettings, open_source
 from streampack.sources.bytes_tokenizer import BytesTokenizer
-from streampack.transport import Dealer, Door, Poller, Router, drain
+from streampack.transport import Dealer, Poller, Router, drain
 from tests.integration.proxy import Proxy
 from tests.integration.running import PATIENCE_S, folder, until, write_jsonl
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import zmq
 
-from streampack import shared_memory, transport
+from streampack import links, shared_memory
 from streampack.shared_memory import FEW_SLOTS, NUM_SLOTS, SLOT_BYTES, SPEAKS, Link
 from streampack.transport import Dealer, Poller, Router
 
@@ -44,9 +44,13 @@ def until(condition: Callable[[], Any], *sockets: Any) -> Any:
     return found
 
 
+def links_of(sock: Router | Dealer) -> links.Links:
+    assert sock._links is not None
+    return sock._links
+
+
 def link_of(dealer: Dealer) -> Link:
-    assert dealer._links is not None
-    return dealer._links[b""]
+    return links_of(dealer)._by_peer[b""]
 
 
 def lend_both_ways(router: Router, dealer: Dealer) -> bytes:
@@ -124,7 +128,7 @@ def test_large_frames_of_another_process_are_lent_and_given_back(
         lent += isinstance(body, memoryview) and bytes(how) == b"lent"
         del body
     assert lent > 2 * FEW_SLOTS  # one that finds no slot free is sent
-    assert len(router._known) == 1
+    assert len(links_of(router)._known) == 1
     router.send(peer.bytes, [b"done"])
     process.join(PATIENCE_S)
     assert process.exitcode == 0
@@ -183,14 +187,15 @@ def test_what_was_shared_with_peers_that_are_gone_is_given_up(router: Router, en
         peer = lend_both_ways(router, dealer)
         dealer.close()
         until(functools.partial(is_gone, router, peer))
-        left.append((len(router._links or ()), len(router._known), num_memory_files()))
+        ours = links_of(router)
+        left.append((len(ours._by_peer), len(ours._known), num_memory_files()))
     assert left[1:] == left[:1] * 4
 
 
 def test_of_many_peers_the_first_are_lent_memory_and_the_others_are_sent_all(
     router: Router, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "MOST_LINKS", 1)
+    monkeypatch.setattr(links, "MOST_LINKS", 1)
     first, second = Dealer(endpoint, 1 << 24), Dealer(endpoint, 1 << 24)
     lend_both_ways(router, first)
     for _ in range(3):
@@ -225,7 +230,7 @@ def test_what_cannot_be_mapped_is_sent(router: Router, endpoint: str, monkeypatc
         _, body = until(router.receive, router, dealer)
         assert bytes(memoryview(body)) == b"\2" * SLOT_BYTES
         until(lambda: dealer.receive() or link_of(dealer).refused, dealer)
-    assert not router._known
+    assert not links_of(router)._known
     dealer.close()
 
 
