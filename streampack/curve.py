@@ -100,7 +100,7 @@ class Gate:
             version, request, _, address, _, mechanism, *credentials = [*asked, *([b""] * 6)][: max(7, len(asked))]
             key = credentials[0].hex()
             good = (version, mechanism, len(key)) == (b"1.0", b"CURVE", 64)
-            good = good and self._admits(key, address.decode(errors="replace"))
+            good = good and self._admits(key, address.decode(errors="replace").removeprefix("::ffff:"))
             said = [b"200", b"", key.encode(), b""] if good else [b"400", b"not allowed", b"", b""]
             self.raw.send_multipart([b"1.0", request, *said])
 
