@@ -152,9 +152,12 @@ def of_readers(value: Callable[[Snapshot], float | None]) -> Callable[[Snapshot]
 
 
 def starved(snapshot: Snapshot) -> Rows:
-    """By cause, and of the cause ``stream`` by stream: each second of a wait is in one series."""
+    """By cause, and of the cause ``stream`` by stream: each second of a wait is in one series.
+
+    A rank that has said nothing yet has none, as it may have waited for hours under the broker before: a count that
+    falls to nothing and comes back is taken for as many hours anew."""
     for name, feed in snapshot["feeds"].items():
-        for row in feed["readers"]:
+        for row in filter(has_spoken, feed["readers"]):
             rank = (name, *(str(row[rank]) for rank in RANKS))
             of_streams = row["starved_streams"]
             for cause, seconds in row["starved_s"].items():
@@ -162,6 +165,15 @@ def starved(snapshot: Snapshot) -> Rows:
                 yield (*rank, cause, ""), unknown
             for stream, seconds in of_streams.items():
                 yield (*rank, "stream", stream), seconds
+
+
+def has_spoken(row: dict[str, Any]) -> bool:
+    """Has a rank said what it has waited for, since it took its place?"""
+    return bool(row["stats"])
+
+
+def trainer_seconds(row: dict[str, Any]) -> float | None:
+    return float(row["trainer_s"]) if has_spoken(row) else None
 
 
 def stat(key: str, scale: float = 1.0) -> Callable[[Snapshot], Rows]:

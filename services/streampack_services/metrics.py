@@ -41,6 +41,7 @@ from streampack_services.metric_rows import (
     starved,
     stat,
     steps_left,
+    trainer_seconds,
     waste,
 )
 from streampack_services.status import Snapshot
@@ -186,7 +187,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("next_wait_seconds", "histogram", "How long all ranks have waited for each step.",
            histograms("next_wait_seconds"), ("feed",)),
     Metric("reader_trainer_seconds", "counter", "Time that a rank's trainer had a step and did not ask for the next.",
-           of_readers(lambda row: float(row["trainer_s"])), ("feed", *RANKS)),
+           of_readers(trainer_seconds), ("feed", *RANKS)),
     Metric("reader_step_seconds", "gauge", "Time from one step of a rank to the next, mean of the last ones.",
            of_readers(lambda row: row["step_s"]), ("feed", *RANKS)),
     Metric("reader_silent_seconds", "gauge", "Time since a rank was heard.",

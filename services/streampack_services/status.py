@@ -157,7 +157,7 @@ class Reporter:
             "tokens_per_s": self._rate(now, feed),
             "readers": self._rows_of(now, feed),
             "num_ranks": readers.num_ranks,
-            "all_ranks_attached": readers.joined,
+            "all_ranks_attached": readers.all_there,
             "window": {
                 "samples": feed.planner.former.num_samples,
                 "tokens": feed.planner.former.queued_tokens,
@@ -209,12 +209,14 @@ class Reporter:
         if reasons is None or now - watch.said < watch.every:
             return
         ready_s = all_still_s if reasons[0] in ("peers", "memory") else SAY_BUSY_AFTER_S
-        if ready_s < (SAY_BUSY_AFTER_S if feed.readers.joined else SAY_AFTER_S):  # as it should while another is read
+        if ready_s < (
+            SAY_BUSY_AFTER_S if feed.readers.all_there else SAY_AFTER_S
+        ):  # as it should while another is read
             return
         watch.said, watch.every = now, min(2 * watch.every, SAY_AT_MOST_EVERY_S)
         of = f"feed {feed.name!r}: " if len(self._watches) > 1 else ""
         about = {"about": {"feed": feed.name, "step": feed.readers.formed_upto}}
-        wanted = feed.readers.joined and reasons[0] in ("stream", "memory", "log")  # all ranks are there, and wait
+        wanted = feed.readers.all_there and reasons[0] in ("stream", "memory", "log")  # all ranks are there, and wait
         level = logging.WARNING if wanted else logging.INFO
         log.log(level, "%sno step for %.0f s: %s", of, now - watch.since, describe(*reasons), extra=about)
 
@@ -234,6 +236,8 @@ def waiting_for(feed: Feed) -> Missing | None:
 
 def describe(reason: str, detail: str, stream: str | None = None) -> str:
     """``waiting for trainers: no rank is attached``."""
+    if reason == "failed":
+        return detail
     return f"waiting for {_WAITS.get(reason, reason)}: {detail}"
 
 

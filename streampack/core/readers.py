@@ -213,9 +213,12 @@ class Readers(Attempts):
             return self._reject(peer, *gone, message.mesh, message.host)
         effects = [] if reader is None else self._leave(reader, "it took another rank")
         effects += self.leave(peer, "its peer took another rank")
+        before = reader or self._seats.held_last(message.reader, message.mesh.ranks)
         reader = Reader(
             message.reader, peer, f"{message.host}:{message.pid}", message.mesh, message.readers, self._now, self._now
         )  # fmt: skip
+        if before is not None:  # its counts go on: they are of its whole life
+            reader.stats, reader.starvation = before.stats, before.starvation
         reader.begin(message, self._now)
         if self._has_diverged(reader):
             return effects + self._reject(peer, "diverged", diverged(reader), message.mesh, message.host)

@@ -114,6 +114,11 @@ class Seats:
         """A process that was not known claims its rank."""
         self._names[reader.name] = self._peers[reader.peer] = self.claims[reader.name] = reader
 
+    def held_last(self, name: str, ranks: Ranks) -> Reader | None:
+        """What a process was that held this rank last, and has left it."""
+        last = self._last.get(ranks)
+        return last if last is not None and last.name == name else None
+
     def move(self, reader: Reader, peer: bytes) -> None:
         """It speaks over another connection now."""
         self._peers.pop(reader.peer, None)

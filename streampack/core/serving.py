@@ -85,6 +85,11 @@ class Serving:
         return bool(self._returned) and bool(self._seats.held)
 
     @property
+    def all_there(self) -> bool:
+        """An attempt is served, and no rank has left it."""
+        return self.joined and len(self._seats.held) == self._seats.num_ranks
+
+    @property
     def slowest(self) -> str:
         """The rank that has returned the fewest steps, for a person."""
         held = self._seats.held

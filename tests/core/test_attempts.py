@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from streampack.core.attempts import NEWS_A_TICK
 from streampack.core.effects import Release, SendShard, SendTrainer
@@ -41,7 +42,7 @@ from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 from streampack.core.seats import CLAIM_S, RESTART_S
 from streampack.core.snapshot import FormState, MergeState, Snapshot
-from streampack.core.starvation import Missing
+from streampack.core.starvation import Missing, Starvation
 from streampack.core.steps import Packs, Step
 
 EPOCH, TICK_S = 4, 0.25
@@ -414,6 +415,37 @@ def test_a_silent_process_that_nobody_replaced_takes_its_rank_again() -> None:
     assert not desk.heard("a0", Fenced)
     desk.take("a0", 6, 4)
     assert desk.steps("a0")[-2:] == [4, 5]
+
+
+def test_ranks_are_all_there_while_none_has_left() -> None:
+    desk = Desk()
+    desk.come("a0")
+    assert not desk.readers.all_there
+    desk.come("a1", rank=1)
+    assert desk.readers.all_there
+    desk.say(b"a1", Bye())
+    assert not desk.readers.all_there
+    assert desk.readers.joined, "what is formed is still served"
+    desk.come("b1", rank=1)
+    assert desk.readers.all_there
+
+
+def test_what_a_process_has_waited_goes_on_where_it_comes_back_to_its_rank() -> None:
+    """Its counts are of its whole life: none falls to nothing, and none of them is counted again."""
+    desk = reading()
+    said = Starvation(causes_s={"stream": 40.0}, waits=[3])
+    desk.say(b"a0", structs.replace(ping("a0"), starvation=said, stats={"steps": 7.0}))
+    desk.die("a0")
+    desk.wait(SILENT_S + 1)
+    desk.come("a0", 4)
+    row = next(row for row in desk.readers.stats() if row["dp_rank"] == 0)
+    assert (row["starvation"], row["stats"]) == (said, {"steps": 7.0})
+    desk.say(b"a0", structs.replace(ping("a0"), starvation=Starvation(causes_s={"stream": 41.0}, waits=[4])))
+    assert (desk.readers.next_waits.sum, desk.readers.next_waits.counts[0]) == (41.0, 4)
+    desk.die("a0")
+    desk.wait(SILENT_S + 1)
+    desk.come("other", 4)
+    assert next(row["starvation"] for row in desk.readers.stats() if row["dp_rank"] == 0) is None
 
 
 def test_a_process_that_said_goodbye_leaves_its_rank_to_the_next_at_once() -> None:
