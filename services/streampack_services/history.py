@@ -15,8 +15,9 @@ import msgspec
 
 from streampack.core.starvation import CAUSES as STARVED_BY
 from streampack.core.waste import CAUSES
+from streampack_services.metric_rows import RANKS, has_spoken
 from streampack_services.status import Snapshot
-from streampack_services.timeline import Row, Timeline
+from streampack_services.timeline import TIERS, Row, Timeline
 
 EVERY_S = 1.0
 COLUMNS = (
@@ -24,8 +25,10 @@ COLUMNS = (
     *(f"starved_{cause}" for cause in STARVED_BY), "window", "held", "live",
 )  # fmt: skip
 """Of a row. ``tokens``, ``delivered`` (wasted ones too), ``waste_*``: tokens formed since the start; ``formed``,
-``returned``: steps; ``starved_*``: seconds that all ranks attached have waited, added up, by cause; ``window``,
-``held`` (of the feed), ``live`` (of all feeds): tokens now."""
+``returned``: steps; ``starved_*``: seconds that ranks have waited here, added up, by cause; ``window``, ``held`` (of
+the feed), ``live`` (of all feeds): tokens now."""
+MOST_ROWS = sum(tier.rows for tier in TIERS)
+"""Of an answer: 1 MB."""
 
 
 class History:
@@ -34,6 +37,7 @@ class History:
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
         self._timelines: dict[str, Timeline] = {}
+        self._starved: dict[str, Starved] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streampack-history", daemon=True)
@@ -47,11 +51,15 @@ class History:
         if self._thread.is_alive():
             self._thread.join()
 
-    def since(self, second: float) -> bytes:
-        """JSON: ``columns``, ``epoch`` and ``began`` of the broker, and by feed the rows after ``second``."""
+    def since(self, second: float, feed: str | None = None) -> bytes | None:
+        """JSON: ``columns``, ``epoch`` and ``began`` of the broker, and by feed the rows after ``second``: those of one
+        ``feed``, or the last ones of each, all together no more than one has. None where there is no such feed."""
         now = self._snapshot()
+        if feed is not None and feed not in now["feeds"]:
+            return None
         with self._lock:
-            rows = {name: timeline.since(second) for name, timeline in self._timelines.items()}
+            wanted = {name: each for name, each in self._timelines.items() if feed in (None, name)}
+            rows = {name: timeline.since(second)[-(MOST_ROWS // len(wanted)) :] for name, timeline in wanted.items()}
         began = now["taken_at"] - now["uptime_s"]
         # Row by row: days of them at once would keep the broker's thread from running for as long as that takes.
         feeds = {name: [msgspec.Raw(msgspec.json.encode(list(row))) for row in rows[name]] for name in rows}
@@ -60,7 +68,8 @@ class History:
     def note(self, now: Snapshot) -> None:
         """Add a row of each feed."""
         for name, feed in now["feeds"].items():
-            row = row_of(now, feed)
+            starved = self._starved.setdefault(name, Starved()).add(now["uptime_s"], feed["readers"])
+            row = row_of(now, feed, starved)
             with self._lock:
                 self._timelines.setdefault(name, Timeline()).add(row)
 
@@ -69,12 +78,33 @@ class History:
             self.note(self._snapshot())
 
 
-def row_of(now: Snapshot, feed: dict[str, Any]) -> Row:
+class Starved:
+    """What the ranks of a feed have waited here, added up by cause: it never falls when one of them leaves, and what
+    one that comes has waited elsewhere is no part of it."""
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(STARVED_BY, 0.0)
+        self._ranks: dict[tuple[str, ...], tuple[float, dict[str, float] | None]] = {}
+        """By process and rank: when it was first there, and what it has said last."""
+
+    def add(self, second: float, readers: list[dict[str, Any]]) -> dict[str, float]:
+        """The sums by now. Of what a rank says first, no more counts than the time that it was there."""
+        before, self._ranks = self._ranks, {}
+        for row in readers:
+            who = (row["where"], *(str(row[rank]) for rank in RANKS))
+            came, last = before.get(who, (second, None))
+            said = row["starved_s"] if has_spoken(row) else None
+            self._ranks[who] = came, said or last
+            if said is None:
+                continue
+            share = 1.0 if last is not None else min(1.0, (second - came) / max(sum(said.values()), 1e-9))
+            for cause, seconds in said.items():
+                self._sums[cause] += share * max(seconds - (last or {}).get(cause, 0.0), 0.0)
+        return dict(self._sums)
+
+
+def row_of(now: Snapshot, feed: dict[str, Any], starved: dict[str, float]) -> Row:
     """The ``COLUMNS`` of a feed of a snapshot."""
-    starved = dict.fromkeys(STARVED_BY, 0.0)
-    for reader in feed["readers"]:
-        for cause, seconds in reader["starved_s"].items():
-            starved[cause] += seconds
     return (
         now["uptime_s"], feed["totals"]["tokens"], feed["delivered_tokens"],
         *(feed["waste_tokens"][cause] for cause in CAUSES),

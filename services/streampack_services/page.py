@@ -32,7 +32,11 @@ def routes(history: History) -> list[Route]:
             second = float(request.query_params.get("since", "-1"))
         except ValueError as error:
             return PlainTextResponse(f"since: {error}: expected seconds of the broker's uptime\n", 400)
-        return Response(history.since(second), media_type="application/json", headers={"cache-control": "no-store"})
+        feed = request.query_params.get("feed")
+        found = history.since(second, feed)
+        if found is None:
+            return PlainTextResponse(f"feed: got {str(feed)[:100]!r}, expected one of those that /status has\n", 404)
+        return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
 
     files = [_route(path, file) for path, file in _files(resources.files("streampack_services") / "web", "/web/")]
     index = next(Route("/", each.endpoint) for each in files if each.path == "/web/index.html")

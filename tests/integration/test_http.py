@@ -267,7 +267,9 @@ def test_the_history_has_a_row_a_second_whose_last_agrees_with_the_status(served
     later = json.loads(served.get(f"/history?since={since}"))["feeds"]["train"]
     assert all(row[0] > since for row in later)
     assert len(later) >= len(rows) - 1
+    assert list(json.loads(served.get("/history?feed=train"))["feeds"]) == ["train"]
     assert answer(served.http + "/history?since=now")[0] == 400
+    assert answer(served.http + "/history?feed=nobody's")[0] == 404
 
 
 def test_readiness_follows_the_state_and_liveness_the_loop() -> None:
@@ -309,16 +311,20 @@ def test_figures_of_a_client_that_are_no_numbers_or_nobody_knows_are_left_out(mo
     server = HttpServer("127.0.0.1:0", lambda: service.snapshot)
     server.start()
     try:
-        monkeypatch.setattr(service.core.feeds["train"].readers, "stats", lambda: [row | {"starvation": said}])
+        silent = row | {"dp_rank": 1, "stats": {}, "starvation": None}
+        rows = [row | {"starvation": said}, silent]
+        monkeypatch.setattr(service.core.feeds["train"].readers, "stats", lambda: rows)
         service.snapshot = Reporter(service).take(time.monotonic())
         code, text = answer(server.url + "/status")
         assert code == 200
-        (found,) = json.loads(text)["feeds"]["train"]["readers"]
+        found, _ = json.loads(text)["feeds"]["train"]["readers"]
         assert found["stats"] == {"steps": 3.0}
         assert found["starved_s"] == {cause: 2.5 if cause == "stream" else 0.0 for cause in CAUSES}
         assert found["starved_streams"] == {"web": 2.5}, "a client that makes streams up makes no series"
         assert (found["trainer_s"], found["step_s"], found["cost"]) == (0.5, None, [])
-        assert answer(server.url + "/metrics")[0] == 200
+        lines = [line for line in answer(server.url + "/metrics")[1].splitlines() if "trainer_seconds_total{" in line]
+        assert len(lines) == 1, "counts of a rank that has said nothing yet are not 0: they may be of hours"
+        assert 'dp_rank="0"' in lines[0]
     finally:
         server.close()
         service.close()

@@ -140,10 +140,10 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
 def test_what_is_drawn_over_time_follows_from_what_the_broker_noted(page: Page, four: Watched) -> None:
     """A rate is over the last row that lies as far back as it is smoothed over, or the one before, or the first."""
     script = """import("/web/history.js").then(async ({ History }) => {
-      const history = new History();
+      const history = new History("train");
       await history.catchUp();
       await history.catchUp(); // what was there is not there twice
-      const drawn = history.window("train", RANGE);
+      const drawn = history.window(RANGE);
       return { times: drawn.times, smooth: drawn.smooth, tokens: drawn.rise("tokens"), seconds: drawn.rise("second") };
     })"""
     for seconds in ("600", "2", "Infinity"):
@@ -245,6 +245,39 @@ def test_4_ranks_have_their_figures_in_their_cells(page: Page, four: Watched) ->
 
 def test_4_ranks_can_be_read_on_every_screen(page: Page) -> None:
     check_layout(page)
+
+
+def test_the_line_above_says_what_lasts_and_not_what_changes_with_every_step(page: Page) -> None:
+    """Seconds of a busy pipeline, then of one whose stream is slow, of a rank that hangs and of one that has left."""
+    script = """import("/web/notice.js").then(({ Waits, noticeOf }) => {
+      const waits = new Waits();
+      const said = [];
+      let second = 100;
+      const pass = (seconds, reason, detail, more = {}) => {
+        for (let at = 0; at < seconds; at++) {
+          const now = { waiting_for: { reason, detail: detail(at), stream: null }, all_ranks_attached: true, ...more };
+          waits.note(second++, now);
+          said.push(noticeOf({ log: null, state: "serving" }, now, waits).join("|"));
+        }
+        return [...new Set(said.splice(0))];
+      };
+      return [
+        pass(1, "stream", () => "none"),
+        [...Array(9).keys()].flatMap((n) => pass(2, ["peers", "forming", "memory"][n % 3], (at) => `rank ${n} ${at}`)),
+        pass(20, "stream", () => "no sample of web"),
+        pass(40, "peers", () => "rank 3"),
+        pass(6, "peers", () => "rank 3 left", { all_ranks_attached: false }),
+        pass(1, "failed", () => "no disk"),
+      ];
+    })"""
+    first, busy, slow, hanging, left, failed = page.value(script)
+    calm = "Steps are packed and read, as they should be.|good"
+    assert first == ["Waiting for samples: none|waiting"], "how long it has been so is not known"
+    assert set(busy) == {calm}
+    assert slow == [calm, "Waiting for samples: no sample of web|waiting"]
+    assert hanging == [calm, "Data is ready and waits for training: rank 3.|good"]
+    assert left[-1] == "Waiting for trainers: rank 3 left|waiting"
+    assert failed == ["no disk|bad"]
 
 
 def test_the_theme_is_the_systems_or_that_of_the_switch(page: Page) -> None:

@@ -15,11 +15,16 @@ export async function get(path) {
 export class Events {
   #known = [];
 
+  // Another broker has others.
+  forget() {
+    this.#known = [];
+  }
+
   async catchUp() {
     const last = this.#known.at(-1)?.seq ?? 0;
     const found = await get(`/events?since=${last}`);
     if (!found.length) return this.#known;
-    this.#known = found[0].seq === last + 1 ? this.#known.concat(found).slice(-KEPT) : found; // else it is another broker
+    this.#known = found[0].seq === last + 1 ? this.#known.concat(found).slice(-KEPT) : found; // else some are lost
     return this.#known;
   }
 }

@@ -1,4 +1,4 @@
-// What the broker has noted of each second so far, and what the charts draw of it.
+// What the broker has noted of each second of a feed so far, and what the charts draw of it.
 //
 // Rows are counters and figures of the moment. A rate is a difference over `smooth` seconds: of steps that take long,
 // single seconds say nothing.
@@ -9,16 +9,20 @@ const ASK_ANEW_AFTER = 900; // rows of single seconds: the broker thins what lie
 export const RANGES = [[600, "10 min"], [3600, "1 h"], [Infinity, "all"]];
 
 export class History {
-  #feeds = {};
+  #feed; #rows = [];
   #columns = {};
   #epoch = "";
   #upto = -1;
   #added = 0;
 
+  constructor(feed) {
+    this.#feed = feed;
+  }
+
   // Fetch what is new.
   async catchUp() {
     const whole = this.#upto < 0;
-    const found = await get(`/history?since=${this.#upto}`);
+    const found = await get(`/history?since=${this.#upto}&feed=${encodeURIComponent(this.#feed)}`);
     if (found.epoch !== this.#epoch && !whole) {
       this.#upto = -1; // another broker: its seconds are its own, and what was drawn stays beside
       this.#epoch = found.epoch;
@@ -27,22 +31,21 @@ export class History {
     }
     this.#epoch = found.epoch;
     found.columns.forEach((name, index) => (this.#columns[name] = index));
-    for (const [feed, rows] of Object.entries(found.feeds)) {
-      if (rows.length) this.#upto = Math.max(this.#upto, rows.at(-1)[0]);
-      for (const row of rows) row[0] += found.began;
-      const known = this.#feeds[feed] ?? [];
-      this.#feeds[feed] = known.filter((row) => !rows.length || row[0] < rows[0][0]).concat(rows);
-      this.#added += rows.length;
-    }
+    const rows = found.feeds[this.#feed] ?? [];
+    if (!rows.length) return;
+    this.#upto = rows.at(-1)[0];
+    for (const row of rows) row[0] += found.began;
+    this.#rows = this.#rows.filter((row) => row[0] < rows[0][0]).concat(rows);
+    this.#added += rows.length;
     if (this.#added > ASK_ANEW_AFTER && !whole) {
       this.#upto = -1;
       this.#added = 0;
     }
   }
 
-  // {times, smooth, rise(column), of(column)} of the last `range` seconds of a feed.
-  window(feed, range) {
-    const all = this.#feeds[feed] ?? [];
+  // {times, smooth, rise(column), of(column)} of the last `range` seconds.
+  window(range) {
+    const all = this.#rows;
     const end = all.length ? all.at(-1)[0] : 0;
     const first = range === Infinity ? 0 : Math.max(0, all.findIndex((row) => row[0] >= end - range));
     const rows = all.slice(first);

@@ -6,6 +6,7 @@ import { byId, fillSwitch, setText } from "./dom.js";
 import { clock } from "./format.js";
 import { Heat, MEASURES } from "./heat.js";
 import { History, RANGES } from "./history.js";
+import { gone, noticeOf, Waits } from "./notice.js";
 import { Recent } from "./recent.js";
 import { CHARTS, drawCharts } from "./views.js";
 import { showEvents, showHead, showHungriest, showNotice, showRoom, showStreams, showTiles } from "./words.js";
@@ -14,9 +15,10 @@ const EVERY_MS = 1000;
 const STUCK_MS = 10_000; // a broker takes a new look at itself twice a second
 const THEMES = ["auto", "dark", "light"];
 
-const history = new History();
+const histories = {}; // by feed
 const events = new Events();
 const recent = {}; // by feed
+const waits = {}; // by feed
 const charts = Object.fromEntries(Object.entries(CHARTS).map(([id, spec]) => [id, new Chart(byId(id), spec)]));
 const heat = new Heat(byId("heat"), byId("scale"), byId("about-ranks"));
 const chosen = { feed: null, range: RANGES[0][0], measure: "wait" };
@@ -25,40 +27,54 @@ let moved = { second: -1, at: 0 }; // when the broker's uptime was last seen to 
 let goneSince = 0; // seconds of the wall clock
 
 async function turn() {
-  if (!document.hidden) {
-    try {
-      const [status, last] = await Promise.all([get("/status"), events.catchUp(), history.catchUp()]);
-      said = { status, events: last };
-      if (status.uptime_s !== moved.second) moved = { second: status.uptime_s, at: Date.now() };
-      goneSince = Date.now() - moved.at > STUCK_MS ? moved.at / 1000 : 0;
-    } catch {
-      goneSince ||= Date.now() / 1000;
+  try {
+    if (!document.hidden) {
+      await ask();
+      show();
     }
-    document.body.classList.toggle("gone", goneSince > 0);
-    show();
+  } finally {
+    setTimeout(turn, EVERY_MS);
   }
-  setTimeout(turn, EVERY_MS);
 }
+
+async function ask() {
+  try {
+    const status = await get("/status");
+    if (status.epoch !== said?.status.epoch) events.forget();
+    if (!(chosen.feed in status.feeds)) [chosen.feed] = Object.keys(status.feeds);
+    const [last] = await Promise.all([events.catchUp(), historyOf(chosen.feed).catchUp()]);
+    said = { status, events: last };
+    if (status.uptime_s !== moved.second) moved = { second: status.uptime_s, at: Date.now() };
+    goneSince = Date.now() - moved.at > STUCK_MS ? moved.at / 1000 : 0;
+  } catch {
+    goneSince ||= Date.now() / 1000;
+  }
+  document.body.classList.toggle("gone", goneSince > 0);
+}
+
+const historyOf = (feed) => (histories[feed] ??= new History(feed));
 
 function show() {
   if (said === null) {
-    if (goneSince) showNotice(null, null, clock(goneSince));
+    if (goneSince) showNotice(gone(null, clock(goneSince)));
     return;
   }
   const { status } = said;
   const names = Object.keys(status.feeds);
-  if (!names.includes(chosen.feed)) chosen.feed = names[0];
   const feed = status.feeds[chosen.feed];
-  for (const name of names) (recent[name] ??= new Recent()).note(status.uptime_s, status.feeds[name].readers);
+  for (const name of names) {
+    (recent[name] ??= new Recent()).note(status.uptime_s, status.feeds[name].readers);
+    (waits[name] ??= new Waits()).note(status.uptime_s, status.feeds[name]);
+  }
   for (const row of feed.readers) row.waiting = recent[chosen.feed].share(status.uptime_s, row);
   byId("feeds").hidden = names.length < 2;
   choice("feeds", names.map((name) => [name, name]), "feed");
   choice("ranges", RANGES, "range");
   choice("measures", Object.entries(MEASURES).map(([key, { label }]) => [key, label]), "measure");
   showHead(status, goneSince > 0);
-  showNotice(status, feed, goneSince ? clock(goneSince) : "");
+  showNotice(goneSince ? gone(status, clock(goneSince)) : noticeOf(status, feed, waits[chosen.feed]));
   showTiles(status, feed);
-  drawCharts(charts, history.window(chosen.feed, chosen.range), feed);
+  drawCharts(charts, historyOf(chosen.feed).window(chosen.range), feed);
   heat.draw(feed.readers, chosen.measure);
   showHungriest(feed);
   showStreams(status.streams.filter((row) => row.feed === chosen.feed));
@@ -71,6 +87,7 @@ function choice(id, choices, key) {
   fillSwitch(byId(id), choices, chosen[key], (value) => {
     chosen[key] = value;
     show();
+    if (key === "feed") historyOf(value).catchUp().then(show, () => {}); // else the next turn has it
   });
 }
 

@@ -12,7 +12,8 @@ export class Recent {
     const last = this.#noted.at(-1)?.second ?? -Infinity;
     if (second < last) this.#noted = []; // another broker
     if (second - last < EVERY_S && this.#noted.length) return;
-    this.#noted.push({ second, waited: new Map(readers.map((row) => [nameOf(row), waitedOf(row)])) });
+    const spoken = readers.filter((row) => Object.keys(row.stats).length); // the others' seconds are not known yet
+    this.#noted.push({ second, waited: new Map(spoken.map((row) => [nameOf(row), waitedOf(row)])) });
     while (second - this.#noted[0].second > OVER_S) this.#noted.shift();
   }
 

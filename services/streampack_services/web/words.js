@@ -5,7 +5,6 @@ import { bytes, clock, count, duration, percent, short } from "./format.js";
 import { namer } from "./heat.js";
 
 const LAST = 50; // events
-const WAITS = { peers: "trainers", join: "ranks", stream: "samples", memory: "room", forming: "the packer" };
 
 export function showHead(status, gone) {
   setText(byId("run"), status.run);
@@ -18,22 +17,9 @@ export function showHead(status, gone) {
   setText(byId("version"), `version ${status.version}`);
 }
 
-// What everything waits for, or that the broker is gone since `gone` (empty: it is not).
-export function showNotice(status, feed, gone) {
-  const notice = byId("notice");
-  const waiting = feed?.waiting_for;
-  let text, kind;
-  if (gone) {
-    const last = status ? ` Below are its last figures, of ${clock(status.taken_at)}.` : "";
-    [text, kind] = [`No word of the broker since ${gone}: asking again every second.${last}`, "bad"];
-  } else if (status.log?.stalled) [text, kind] = [`The log takes no more: ${status.log.stalled}`, "bad"];
-  else if (waiting && ["peers", "memory"].includes(waiting.reason) && feed.all_ranks_attached) {
-    [text, kind] = [`Data is ready and waits for training, as it should: ${waiting.detail}.`, "good"];
-  } else if (waiting) [text, kind] = [`Waiting for ${WAITS[waiting.reason] ?? waiting.reason}: ${waiting.detail}`, "waiting"];
-  else if (feed.steps.end === null) [text, kind] = ["Draining: what is formed is still served.", "waiting"];
-  else [text, kind] = [`The feed has ended after ${count(feed.steps.end)} steps: all were returned.`, "good"];
-  setText(notice, text);
-  setAttribute(notice, "data-kind", kind);
+export function showNotice([text, kind]) {
+  setText(byId("notice"), text);
+  setAttribute(byId("notice"), "data-kind", kind);
 }
 
 export function showTiles(status, feed) {
