@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,8 @@ Snapshot = dict[str, Any]
 _WAITS = {"peers": "trainers", "join": "ranks", "stream": "samples", "memory": "room", "forming": "the packer"}
 EVERY_S = 0.5
 ROW_S = 0.002
-"""A rank's row costs 10 us: what is said of ranks is as many times older, so that it is half a percent of the time."""
+"""A rank's or a stream's row costs 10 us: what is said of them is as many times older, so that it is half a percent of
+the time each."""
 RATE_OVER_S = 5.0
 SAY_AFTER_S = 5.0
 SAY_BUSY_AFTER_S = 60.0
@@ -63,7 +65,7 @@ class Reporter:
         self._taken = 0.0
         self._rates: dict[str, deque[tuple[float, int]]] = {name: deque() for name in service.core.feeds}
         self._watches = {name: _Watch() for name in service.core.feeds}
-        self._rows: dict[str, tuple[float, list[Snapshot]]] = {name: (0.0, []) for name in service.core.feeds}
+        self._rows: dict[tuple[str, str], tuple[float, list[Snapshot]]] = {}
         self._fixed: Snapshot = {
             "version": streampack.__version__,
             "run": service.config.run,
@@ -92,7 +94,7 @@ class Reporter:
             "state": self._state(),
             "ready": service.ready,
             "feeds": {name: self._feed(now, feed) for name, feed in core.feeds.items()},
-            "streams": [row for feed in core.feeds.values() for row in _streams(core, feed)],
+            "streams": [row for feed in core.feeds.values() for row in self._rows_of(now, feed, "streams", _streams)],
             "producers": core.leases.num_producers,
             "vanished_producers": core.leases.vanished,
             "memory": {
@@ -155,7 +157,7 @@ class Reporter:
                 "next_wait_seconds": _histogram(readers.next_waits),
             },
             "tokens_per_s": self._rate(now, feed),
-            "readers": self._rows_of(now, feed),
+            "readers": self._rows_of(now, feed, "readers", _readers),
             "num_ranks": readers.num_ranks,
             "all_ranks_attached": readers.all_there,
             "window": {
@@ -169,11 +171,13 @@ class Reporter:
             "rules": self._rules[feed.name],
         }
 
-    def _rows_of(self, now: float, feed: Feed) -> list[Snapshot]:
-        """A row a rank; those of thousands are some seconds old at times."""
-        taken, rows = self._rows[feed.name]
+    def _rows_of(
+        self, now: float, feed: Feed, what: str, rows_of: Callable[[Broker, Feed], list[Snapshot]]
+    ) -> list[Snapshot]:
+        """A row a rank, or a stream; those of thousands are some seconds old at times."""
+        taken, rows = self._rows.get((feed.name, what), (-math.inf, []))
         if now - taken >= len(rows) * ROW_S:
-            taken, rows = self._rows[feed.name] = now, _readers(feed)
+            taken, rows = self._rows[feed.name, what] = now, rows_of(self._service.core, feed)
         return rows
 
     def _state(self) -> str:
@@ -282,7 +286,7 @@ def _waits(former: Former) -> dict[str, int | None]:
     }
 
 
-def _readers(feed: Feed) -> list[Snapshot]:
+def _readers(_: Broker, feed: Feed) -> list[Snapshot]:
     """A row a rank; of the figures that a client sends, those that are numbers: JSON has no others."""
     rows: list[Snapshot] = []
     streams, costs = {stream.name for stream in feed.latest_rules.streams}, feed.readers.dealt.costs_by_rank()

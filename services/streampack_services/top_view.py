@@ -214,7 +214,11 @@ def _storage(view: View) -> Text:
 
 
 def _streams(view: View, streams: Sequence[Stream], width: int, room: int | None) -> list[Text]:
-    note = counted(view.producers, "producer")
+    """Where there is no room for all, those that are not heard come first."""
+    note, every = counted(view.producers, "producer"), len(streams)
+    if room is not None and every + 2 > room:
+        streams = sorted(streams, key=lambda stream: not _is_silent(stream))[: max(room - 3, 1)]
+        note = f"{every - len(streams)} more, {note}"
     rows: list[list[Cell]] = [
         [
             stream.name, f"{stream.weight:g}", count_text(stream.tokens),
@@ -226,11 +230,7 @@ def _streams(view: View, streams: Sequence[Stream], width: int, room: int | None
         for stream in streams
     ]  # fmt: skip
     header = ("", "weight", "tokens", "tokens/s", "buffered", "lag", "heard", "rejected", "hosts")
-    if room is not None and len(rows) + 2 > room:
-        more = len(rows) - max(room - 3, 1)
-        rows = rows[: len(rows) - more]
-        note = f"{more} more, {note}"
-    return [title(counted(len(streams), "stream"), note, width), *table(header, rows, width, left=(0, 8))]
+    return [title(counted(every, "stream"), note, width), *table(header, rows, width, left=(0, 8))]
 
 
 def _seen(stream: Stream) -> Cell:
@@ -238,9 +238,13 @@ def _seen(stream: Stream) -> Cell:
         return "ended"
     if stream.last_seen_s is None:
         return "never", "yellow"
-    if stream.last_seen_s <= SILENT_S:
+    if not _is_silent(stream):
         return f"{stream.last_seen_s:.0f} s ago"
     return f"{duration_text(stream.last_seen_s)} ago", "bold red"
+
+
+def _is_silent(stream: Stream) -> bool:
+    return not stream.ended and (stream.last_seen_s is None or stream.last_seen_s > SILENT_S)
 
 
 def _events(view: View, width: int, room: int | None) -> list[Text]:

@@ -418,16 +418,14 @@ def test_a_silent_process_that_nobody_replaced_takes_its_rank_again() -> None:
 
 
 def test_ranks_are_all_there_while_none_has_left() -> None:
-    desk = Desk()
-    desk.come("a0")
-    assert not desk.readers.all_there
-    desk.come("a1", rank=1)
-    assert desk.readers.all_there
-    desk.say(b"a1", Bye())
-    assert not desk.readers.all_there
-    assert desk.readers.joined, "what is formed is still served"
-    desk.come("b1", rank=1)
-    assert desk.readers.all_there
+    desk, seen = Desk(), []
+    for name, rank, message in (("a0", 0, None), ("a1", 1, None), ("a1", 1, Bye()), ("b1", 1, None)):
+        if message is None:
+            desk.come(name, rank=rank)
+        else:
+            desk.say(name.encode(), message)
+        seen.append((desk.readers.all_there, desk.readers.joined))
+    assert seen == [(False, False), (True, True), (False, True), (True, True)], "what is formed is still served"
 
 
 def test_what_a_process_has_waited_goes_on_where_it_comes_back_to_its_rank() -> None:

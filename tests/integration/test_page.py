@@ -206,6 +206,20 @@ def test_the_steps_that_are_left_are_said_with_the_time_that_they_take(page: Pag
     ]  # fmt: skip
 
 
+def test_of_thousands_of_streams_those_that_are_not_heard_are_shown(page: Page, four: Watched) -> None:
+    script = """Promise.all([import("/web/words.js"), fetch("/status").then((answer) => answer.json())]).then(
+      ([{ showStreams }, { streams }]) => {
+        const named = (n) => ({ ...streams[0], stream: `s${n}`, last_seen_s: n % 1000 ? 1 : null });
+        const rows = [...Array(3000).keys()].map(named);
+        showStreams(rows);
+        return [...document.querySelectorAll("#streams tbody tr")].map((row) => row.cells[0].textContent);
+      })"""
+    assert page.value(script) == ["s0", "s1000", "s2000", *(f"s{n}" for n in range(1, 98))]
+    assert "100 of 3,000" in page.text("#about-streams")
+    shown_again(page)
+    assert page.text("#about-streams") == ""
+
+
 def test_a_rank_waits_as_much_as_it_did_in_the_last_minute(page: Page) -> None:
     """Of one that has waited all the time at first, not at all for 90 seconds, and half of the time since."""
     script = """import("/web/recent.js").then(({ Recent }) => {
@@ -337,7 +351,7 @@ def test_512_ranks_are_cells_that_keys_go_through_and_tell_of(browser: Browser) 
 
 
 def test_a_broker_that_is_gone_is_said_to_be_and_shown_again_when_it_is_back(browser: Browser) -> None:
-    """Another one in its place, too: with two feeds, and a name that is no markup."""
+    """Another one in its place, too: with two feeds, and names that are no markup, no property and long."""
     settings: dict[str, Any] = {"run": "first", "streams": {"web": {}}, "rules": {"budget": 256, "step": {"packs": 2}}}
     with watched(settings) as broker:
         page = opened(browser, broker)
@@ -349,16 +363,19 @@ def test_a_broker_that_is_gone_is_said_to_be_and_shown_again_when_it_is_back(bro
     assert "No word of the broker since" in page.text("#notice")
     assert page.text("#run") == "first", "the last figures stay"
     assert page.text("#state") == "no answer"
-    feeds = {"train": {"streams": ["web"]}, "valid": {"streams": ["val"]}}
-    settings |= {"run": "<b>&amp;", "streams": {"web": {}, "val": {}}, "feeds": feeds}
+    name = "<script>alert(1)</script>/" + "filtered-by-quality-" * 8
+    feeds: dict[str, Any] = {"train": {"streams": ["web"]}, "__proto__": {"streams": [name]}}
+    settings |= {"run": "<b>&amp;", "streams": {"web": {}, name: {}}, "feeds": feeds}
     with watched(settings, address) as broker:
         page.until("!document.body.classList.contains('gone')")
         assert page.text("#run") == "<b>&amp;"
         named = page.value("[...document.querySelectorAll('#feeds button')].map((each) => each.textContent)")
         assert named == list(feeds)
         assert page.text("#streams tbody tr td") == "web"
-        press(page, "#feeds", "valid")
-        assert page.text("#streams tbody tr td") == "val"
+        press(page, "#feeds", "__proto__")
+        assert page.text("#streams tbody tr td") == name
+        shown_again(page)
+        assert page.text("#state") == "serving"
         check_layout(page)
     page.close()
 

@@ -15,10 +15,8 @@ const EVERY_MS = 1000;
 const STUCK_MS = 10_000; // a broker takes a new look at itself twice a second
 const THEMES = ["auto", "dark", "light"];
 
-const histories = {}; // by feed
+const [histories, recent, waits] = [0, 1, 2].map(() => Object.create(null)); // by feed, whatever it is called
 const events = new Events();
-const recent = {}; // by feed
-const waits = {}; // by feed
 const charts = Object.fromEntries(Object.entries(CHARTS).map(([id, spec]) => [id, new Chart(byId(id), spec)]));
 const heat = new Heat(byId("heat"), byId("scale"), byId("about-ranks"));
 const chosen = { feed: null, range: RANGES[0][0], measure: "wait" };

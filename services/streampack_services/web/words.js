@@ -5,6 +5,8 @@ import { bytes, clock, count, duration, percent, short } from "./format.js";
 import { namer } from "./heat.js";
 
 const LAST = 50; // events
+const MOST = 100; // streams
+const SILENT_S = 10;
 
 export function showHead(status, gone) {
   setText(byId("run"), status.run);
@@ -76,7 +78,9 @@ function forWhat(cause, row) {
 
 export function showStreams(streams) {
   const all = streams.reduce((sum, row) => sum + row.tokens, 0);
-  fillTable(byId("streams"), streams.map((row) => {
+  const shown = streams.length > MOST ? [...streams].sort((a, b) => isSilent(b) - isSilent(a)).slice(0, MOST) : streams;
+  setText(byId("about-streams"), shown === streams ? "" : `${count(MOST)} of ${count(streams.length)}, those that are not heard first; all are in /status.`);
+  fillTable(byId("streams"), shown.map((row) => {
     const rejected = Object.entries(row.rejected);
     const number = rejected.reduce((sum, [, some]) => sum + some, 0);
     return [
@@ -89,6 +93,8 @@ export function showStreams(streams) {
     ];
   }));
 }
+
+const isSilent = (row) => row.ended_partitions < row.partitions && (row.last_seen_s ?? Infinity) > SILENT_S;
 
 export function showRoom(status, feed) {
   const { memory, log, messages } = status;
