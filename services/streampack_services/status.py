@@ -94,7 +94,7 @@ class Reporter:
             "state": self._state(),
             "ready": service.ready,
             "feeds": {name: self._feed(now, feed) for name, feed in core.feeds.items()},
-            "streams": [row for feed in core.feeds.values() for row in self._rows_of(now, feed, "streams", _streams)],
+            "streams": [row for feed in core.feeds.values() for row in self._streams_of(now, feed)],
             "producers": core.leases.num_producers,
             "vanished_producers": core.leases.vanished,
             "memory": {
@@ -157,7 +157,7 @@ class Reporter:
                 "next_wait_seconds": _histogram(readers.next_waits),
             },
             "tokens_per_s": self._rate(now, feed),
-            "readers": self._rows_of(now, feed, "readers", _readers),
+            "readers": self._rows_of(now, (feed.name, "readers"), lambda: _readers(feed)),
             "num_ranks": readers.num_ranks,
             "all_ranks_attached": readers.all_there,
             "window": {
@@ -171,13 +171,14 @@ class Reporter:
             "rules": self._rules[feed.name],
         }
 
-    def _rows_of(
-        self, now: float, feed: Feed, what: str, rows_of: Callable[[Broker, Feed], list[Snapshot]]
-    ) -> list[Snapshot]:
-        """A row a rank, or a stream; those of thousands are some seconds old at times."""
-        taken, rows = self._rows.get((feed.name, what), (-math.inf, []))
+    def _streams_of(self, now: float, feed: Feed) -> list[Snapshot]:
+        return self._rows_of(now, (feed.name, "streams"), lambda: _streams(self._service.core, feed))
+
+    def _rows_of(self, now: float, what: tuple[str, str], make: Callable[[], list[Snapshot]]) -> list[Snapshot]:
+        """A row a rank, or a stream, of a feed; those of thousands are some seconds old at times."""
+        taken, rows = self._rows.get(what, (-math.inf, []))
         if now - taken >= len(rows) * ROW_S:
-            taken, rows = self._rows[feed.name, what] = now, rows_of(self._service.core, feed)
+            taken, rows = self._rows[what] = now, make()
         return rows
 
     def _state(self) -> str:
@@ -286,7 +287,7 @@ def _waits(former: Former) -> dict[str, int | None]:
     }
 
 
-def _readers(_: Broker, feed: Feed) -> list[Snapshot]:
+def _readers(feed: Feed) -> list[Snapshot]:
     """A row a rank; of the figures that a client sends, those that are numbers: JSON has no others."""
     rows: list[Snapshot] = []
     streams, costs = {stream.name for stream in feed.latest_rules.streams}, feed.readers.dealt.costs_by_rank()
