@@ -141,7 +141,8 @@ def _become(wanted: dict[str, Any], stdout: int, stderr: int) -> None:
     os.chdir(wanted["folder"])
     resource.setrlimit(resource.RLIMIT_NOFILE, wanted["files"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.path[0] = wanted["folder"]
+    given = wanted["environment"].get("PYTHONPATH", "")
+    sys.path[:1] = [wanted["folder"], *filter(None, given.split(os.pathsep))]
     sys.argv = ["streampack", *wanted["arguments"]]
 
 
