@@ -16,6 +16,7 @@ TOKENS, SAMPLES = "si:tok", "si:smp"
 """Grafana's way to say 1.2 Mtok."""
 
 PACKED = "sum by (feed) (rate(streampack_packed_tokens_total{feed}[~]))"
+WASTED = "sum by (feed) (rate(streampack_waste_tokens_total{feed}[~]))"
 DELIVERED = "sum by (feed) (rate(streampack_delivered_tokens_total{feed}[~]))"
 STARVED = "sum by (RANK) (rate(streampack_reader_starved_seconds_total{feed}[~]))"
 RANKS = "sum by (feed) (streampack_readers_connected{feed})"
@@ -69,7 +70,7 @@ OVERVIEW = Row("Overview", (
           queries={"packed": f"sum({PACKED})"}),
     Panel(title="Utilisation", kind="stat", width=3, unit="percentunit", decimals=2, limits=(0.9, 0.95), falling=True,
           text="Real tokens over all tokens delivered, lately.",
-          queries={"real": f"sum({PACKED}) / sum({DELIVERED})"}),
+          queries={"real": f"1 - sum({WASTED}) / sum({DELIVERED})"}),
     Panel(title="Starved", kind="stat", width=3, unit="percentunit", decimals=2, limits=(0.05, 0.1),
           text="Share of its time that the hungriest rank waits for data.",
           queries={"starved": f"max({STARVED})"}),

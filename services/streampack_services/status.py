@@ -143,8 +143,8 @@ class Reporter:
             "padded_figures": asdict(
                 from_moments(counted.packs, counted.slot_tokens, counted.square_slot_tokens, feed.rules.budget)
             ),
-            "waste_tokens": (waste := dict(zip(CAUSES, feed.waste.tolist(), strict=True))),
-            "delivered_tokens": totals.tokens + sum(waste.values()),
+            "waste_tokens": dict(zip(CAUSES, feed.waste.tolist(), strict=True)),
+            "delivered_tokens": feed.delivered_tokens,
             "lost_tokens": _lost(feed),
             "rank_tokens": readers.dealt.rank_tokens(),
             "dealt": {"split_packs": readers.dealt.split_packs, "empty_packs": readers.dealt.empty_packs},

@@ -31,8 +31,10 @@ class DealtFigures:
         """Cost of the dearest pack over the mean, over ranks at each micro-batch index; mean over what was dealt."""
         self.step_cost_max_over_mean = 0.0
         """Cost of the dearest rank of a step over the mean; likewise."""
-        self.more_waste: I64 = np.zeros(len(CAUSES), np.int64)
-        """What steps waste as they were first dealt, less what they waste as they were formed, int64 [CAUSES]."""
+        self.waste: I64 = np.zeros(len(CAUSES), np.int64)
+        """Where a mesh has a say: tokens that are nobody's, as steps were first dealt, int64 [CAUSES]."""
+        self.delivered_tokens = 0
+        """Likewise: real ones and those."""
         self.split_packs = self.empty_packs = 0
         """Of batches: packs more than were formed, split off for the mesh, and the empty ones that it needed beside; as
         steps were first dealt."""
@@ -52,6 +54,11 @@ class DealtFigures:
     def skip(self, packs: Packs) -> None:
         """A step of these packs is passed over."""
         self.skipped_tokens += int(packs.tokens.sum())
+
+    def deliver(self, tokens: I64, waste: I64) -> None:
+        """A step is first dealt as packs of ``tokens``, int64 [packs], which waste ``waste``, int64 [CAUSES]."""
+        self.waste += waste
+        self.delivered_tokens += int(tokens.sum() + waste.sum())
 
     def add_padded(self, step: PaddedFigures, held: I64, tokens: I64, slots: I64) -> None:
         """A step is first dealt as padded micro-batches of ``held`` samples of ``tokens`` tokens, ``slots`` when

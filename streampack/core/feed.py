@@ -36,6 +36,7 @@ from streampack.core.samples import I64, SampleTable
 from streampack.core.snapshot import Snapshot
 from streampack.core.starvation import Missing
 from streampack.core.steps import Step
+from streampack.core.waste import depends_on_mesh
 
 FORMING = Missing("forming", "the step is being packed")
 
@@ -88,8 +89,15 @@ class Feed:
 
     @property
     def waste(self) -> I64:
-        """Tokens of the packs formed that are nobody's, as they were dealt, int64 [waste.CAUSES]."""
-        return self.figures.waste + self.readers.dealt.more_waste
+        """Tokens of the packs delivered that are nobody's, int64 [waste.CAUSES]."""
+        return self.figures.waste + self.readers.dealt.waste
+
+    @property
+    def delivered_tokens(self) -> int:
+        """Tokens of the packs delivered: real ones and ``waste``."""
+        if depends_on_mesh(self.plan.rules):
+            return self.readers.dealt.delivered_tokens
+        return self.figures.totals.tokens + int(self.figures.waste.sum())
 
     @property
     def latest_rules(self) -> Rules:

@@ -14,7 +14,7 @@ from streampack.core.length_counts import LengthCounts
 from streampack.core.rules import Rules
 from streampack.core.samples import I32, I64
 from streampack.core.steps import Packs, Step
-from streampack.core.waste import CAUSES, waste_of_packs
+from streampack.core.waste import CAUSES, depends_on_mesh, waste_of_packs
 
 AT_ONCE = 1 << 14
 """Samples that are counted at once."""
@@ -77,7 +77,7 @@ class FormedFigures:
 
     @property
     def waste(self) -> I64:
-        """Tokens of the packs that are nobody's, as they were formed, int64 [waste.CAUSES]."""
+        """Tokens of the packs that are nobody's, where no mesh has a say, int64 [waste.CAUSES]."""
         self._count()
         return self._waste
 
@@ -104,7 +104,8 @@ class FormedFigures:
             return
         packs = Packs.joined(self._packs)
         self._totals.add(packs, len(self._packs))
-        self._waste = self._waste + waste_of_packs(packs, self._rules)
+        if not depends_on_mesh(self._rules):
+            self._waste = self._waste + waste_of_packs(packs, self._rules)
         self._fill.add(packs.tokens / self._rules.budget)
         self._samples.add(packs.counts.astype(np.float64))
         self._lengths.add(np.concatenate(self._of_samples).astype(np.int64))

@@ -22,7 +22,7 @@ from streampack.core.messages import Mesh, StepPart
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, PACK, SampleTable
 from streampack.core.steps import Packs, Step
-from streampack.core.waste import waste_of, waste_of_packs, waste_of_rows
+from streampack.core.waste import depends_on_mesh, waste_of, waste_of_rows
 
 PART_BYTES = 2 << 20
 """Payload of one message, about: large steps travel as several."""
@@ -171,10 +171,8 @@ class KeptSteps:
         dealt = deal_step(rules, packs.costs, mesh.dp)
         widths = rules.step_widths(packs.slots, mesh.pp)
         self.figures.add(packs.costs, packs.tokens, dealt)
-        if is_first and (packs is not formed or rules.shape != "fixed"):
-            self.figures.more_waste += waste_of(packs.tokens, packs.slots, widths, rules) - waste_of_packs(
-                formed, rules
-            )
+        if is_first and depends_on_mesh(rules):
+            self.figures.deliver(packs.tokens, waste_of(packs.tokens, packs.slots, widths, rules))
         return self._in_order(packs, dealt, widths, np.full(count, rules.align.sample), mesh)
 
     def _deal_padded(self, kept: _Kept, mesh: Mesh) -> _Dealt:
@@ -186,8 +184,8 @@ class KeptSteps:
         if is_first:
             held = np.diff(packs.bounds)
             self.figures.add_padded(found.figures, held, packs.tokens, packs.slots)
-            self.figures.more_waste += waste_of_rows(packs.tokens, packs.slots, held, found.rows, found.widths)
-            self.figures.more_waste -= waste_of_packs(formed, rules)
+            wasted = waste_of_rows(packs.tokens, packs.slots, held, found.rows, found.widths)
+            self.figures.deliver(packs.tokens, wasted)
         return self._in_order(packs, dealt, widths, found.widths, mesh)
 
     def _in_order(self, packs: Packs | Portions, dealt: I64, widths: I64, aligns: I64, mesh: Mesh) -> _Dealt:

@@ -6,7 +6,8 @@
 - ``pipeline``: from there to the longest pack of the step, where stages exchange one shape;
 - ``empty_pack``: packs without a sample, and padded rows without one.
 
-A step counts as FORM made it, each pack with a length of its own, until it is dealt; then as it was dealt first.
+A step counts once, so that what is counted only grows: where a mesh has a say (``depends_on_mesh``), as it is first
+dealt; else as FORM made it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from streampack.core.samples import I64
 from streampack.core.steps import Packs
 
 CAUSES = ("alignment", "pack_tail", "shape", "pipeline", "empty_pack")
+
+
+def depends_on_mesh(rules: Rules) -> bool:
+    """May a mesh split packs, or make them longer?"""
+    return rules.batch is not None or rules.shape != "fixed"
 
 
 def waste_of(tokens: I64, slots: I64, widths: I64, rules: Rules) -> I64:

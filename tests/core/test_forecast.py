@@ -13,13 +13,14 @@ from streampack_services.lengths import StreamLengths, Workload, of_lengths
 
 from streampack import pack_lengths
 from streampack.core.figures import Totals
+from streampack.core.formed_figures import FormedFigures
 from streampack.core.kept import KeptSteps
 from streampack.core.messages import Mesh
 from streampack.core.packers import PACKERS
 from streampack.core.rules import Align, Balance, Batch, Overlong, Rules, StreamRules, Warmup
 from streampack.core.samples import I64
 from streampack.core.shapes import Shape
-from streampack.core.waste import CAUSES, waste_of_packs
+from streampack.core.waste import CAUSES
 from streampack.errors import UserError
 from tests.core.test_shapes import BUDGET, SHAPES, formed
 from tests.core.test_shapes import rules_of as rules_of_shape
@@ -157,19 +158,19 @@ def test_what_is_forecast_of_a_pass_is_what_a_broker_counts(
     rules = msgspec.structs.replace(rules_of_shape(shape), batch=batch, balance=balance, warmup=warmup)
     got = predicted(np.array(lengths), rules, dp, pp=pp)
     table, steps = formed(rules, lengths)
-    kept, totals, waste = KeptSteps("train", rules, "zigzag", table), Totals(), np.zeros(len(CAUSES))
+    kept, totals, of_formed = KeptSteps("train", rules, "zigzag", table), Totals(), FormedFigures(rules)
     micro, delivered = [], 0
     for step in steps:
         kept.add(step)
         totals.add(step.packs)
-        waste = waste + waste_of_packs(step.packs, rules)
+        of_formed.add(step, table.length[step.packs.handles])
         for rank in range(dp):
             parts = [part for part, _ in kept.parts(step.number, Mesh(dp=dp, dp_rank=rank, pp=pp))]
             delivered += sum(int(part.widths(rules).sum()) for part in parts)
         micro.append(parts[0].micro_batches)
     figures = kept.figures
     assert got.steps == len(steps)
-    assert got.waste == pytest.approx(dict(zip(CAUSES, (waste + figures.more_waste) / delivered, strict=True)))
+    assert got.waste == pytest.approx(dict(zip(CAUSES, (of_formed.waste + figures.waste) / delivered, strict=True)))
     assert got.filled == pytest.approx(sum(lengths) / delivered)
     assert got.utilisation == pytest.approx(totals.tokens / (totals.packs * BUDGET))
     assert got.cost_max_over_mean == pytest.approx(figures.cost_max_over_mean)

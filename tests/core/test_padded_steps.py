@@ -178,12 +178,9 @@ def test_the_causes_of_waste_and_the_real_tokens_are_all_that_is_computed(drawn:
     steps = formed.ranks(0, dp, pp=pp).values()
     figures, real = formed.kept.figures, sum(formed.lengths)
     computed = sum(int(pack.cu_seqlens_padded[-1]) for step in steps for pack in step)
-    formed_waste = sum(
-        -(-length // formed.rules.align.pack) * formed.rules.align.pack - length for length in formed.lengths
-    )
-    waste = dict(zip(CAUSES, figures.more_waste.tolist(), strict=True))
+    waste = dict(zip(CAUSES, figures.waste.tolist(), strict=True))
     assert (figures.padded.valid_tokens, figures.padded.actual_tokens) == (real, computed)
-    assert real + formed_waste + sum(waste.values()) == computed
+    assert real + sum(waste.values()) == figures.delivered_tokens == computed
     empty_rows = sum(
         int(pack.cu_seqlens_padded[-1] - pack.cu_seqlens_padded[pack.num_samples]) for step in steps for pack in step
     )
