@@ -317,7 +317,7 @@ class ClientSession:
             feed=self.feed, reader=self.reader, host=self.host, pid=self.pid, mesh=self.mesh,
             next_step=self._done_upto, chain=self._chains[self._done_upto], round=self.round, readers=self.readers,
             ready=self.ready, lineage=self.lineage, snapshot=self.snapshot, going_on=self._going_on,
-            variable_lengths=self.variable_lengths,
+            variable_lengths=self.variable_lengths, starvation=self.starvation,
         )  # fmt: skip
         return self._send(attach)
 

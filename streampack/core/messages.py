@@ -296,7 +296,7 @@ class Attach(Message, frozen=True, kw_only=True):
     not ``ready`` takes its rank and says later where it begins. From a checkpoint: its ``lineage`` and ``snapshot``,
     for a broker that has neither. ``going_on`` is the lineage in which it was let in since it said so: it goes on
     with another broker, and has not gone back; -1 if it never was. ``variable_lengths``: a pipeline's stages take
-    micro-batches of any shape.
+    micro-batches of any shape. ``starvation``: what it has waited for before, at another broker or this one.
     """
 
     TYPE: ClassVar[int] = 20
@@ -314,6 +314,7 @@ class Attach(Message, frozen=True, kw_only=True):
     snapshot: Snapshot | None = None
     going_on: Annotated[int, Meta(ge=-1, lt=2**62)] = -1
     variable_lengths: bool = False
+    starvation: Starvation | None = None
 
 
 class Get(Message, frozen=True, kw_only=True):

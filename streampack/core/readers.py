@@ -122,6 +122,8 @@ class Readers(Attempts):
         if (envelope.epoch, envelope.fence) != (self.epoch, reader.fence):
             return self._answer(reader)
         reader.heard = now
+        if isinstance(message, ReaderPing):
+            self._note_figures(reader, message)
         if not reader.entered:
             return self._wait_for_ready(reader) if isinstance(message, Get) else []
         if isinstance(message, Get):
@@ -217,7 +219,8 @@ class Readers(Attempts):
         reader = Reader(
             message.reader, peer, f"{message.host}:{message.pid}", message.mesh, message.readers, self._now, self._now
         )  # fmt: skip
-        if before is not None:  # its counts go on: they are of its whole life
+        reader.starvation = message.starvation  # of its whole life, much of it at another broker perhaps
+        if before is not None:  # its counts go on
             reader.stats, reader.starvation = before.stats, before.starvation
         reader.begin(message, self._now)
         if self._has_diverged(reader):

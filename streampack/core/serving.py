@@ -163,11 +163,14 @@ class Serving:
 
     def _ping(self, reader: Reader, message: ReaderPing) -> list[Effect]:
         reader.have_upto = max(reader.have_upto, message.have_upto)
+        return self._note_done(reader, message.done_upto) + self._wait_for_step(reader)
+
+    def _note_figures(self, reader: Reader, message: ReaderPing) -> None:
+        """Of one that waits for others to join, too."""
         reader.stats = message.stats
         if message.starvation is not None:
             self.next_waits.add(reader.starvation, message.starvation)
             reader.starvation = message.starvation
-        return self._note_done(reader, message.done_upto) + self._wait_for_step(reader)
 
     def _note_done(self, reader: Reader, done_upto: int) -> list[Effect]:
         done_upto = min(done_upto, reader.sent_upto)

@@ -180,17 +180,17 @@ class Desk:
 
 def attach(
     name: str, step: int = 0, *, dp: int = 2, rank: int = 0, ready: bool = True, round_: int = 0,
-    chain: bytes | None = None, readers: ReadBy | None = None, snapshot: Snapshot | None = None,
+    chain: bytes | None = None, readers: ReadBy | None = None, snapshot: Snapshot | None = None, **more: Any,
 ) -> Attach:  # fmt: skip
     chain = (chain_of(step) if step else b"") if chain is None else chain
     return Attach(
         feed="train", reader=name, host=f"host-of-{name}", pid=1, mesh=Mesh(dp=dp, dp_rank=rank), next_step=step,
-        chain=chain, round=round_, readers=readers or ReadBy(), ready=ready, snapshot=snapshot,
+        chain=chain, round=round_, readers=readers or ReadBy(), ready=ready, snapshot=snapshot, **more,
     )  # fmt: skip
 
 
-def ping(name: str, done: int = 0) -> ReaderPing:
-    return ReaderPing(feed="train", reader=name, done_upto=done, have_upto=done)
+def ping(name: str, done: int = 0, **more: Any) -> ReaderPing:
+    return ReaderPing(feed="train", reader=name, done_upto=done, have_upto=done, **more)
 
 
 def reading(upto: int = 4, dp: int = 2, ahead: int = 6) -> Desk:

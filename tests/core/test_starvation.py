@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streampack.core.readers import SILENT_S
 from streampack.core.starvation import CAUSES, WAIT_BOUNDS_S, NextWaits, Starvation, bucket_of, cause_of
 from streampack.reading_figures import ReadingFigures
+from tests.core.test_attempts import Desk, ping
 
 # What a client adds up
 
@@ -118,6 +120,34 @@ def test_waits_of_all_ranks_only_grow_and_count_each_once(lives: list[list[tuple
         counts, seconds = counts + mine, seconds + waited
     assert total.counts == counts.tolist()
     assert total.sum == pytest.approx(seconds)
+
+
+def test_a_rank_that_goes_on_elsewhere_brings_what_it_has_waited_and_no_wait_is_counted_twice() -> None:
+    """A sum that began at nothing again would be, once it is there, a wait of hours within a second."""
+    desk, before = Desk(), Starvation(causes_s={"peers": 3600.0}, waits=[0, 7])
+    peer = desk.come("a0", dp=1, starvation=before)
+    assert said_of(desk) == before
+    desk.say(peer, ping("a0", starvation=Starvation(causes_s={"peers": 3601.5}, waits=[0, 8])))
+    assert (desk.readers.next_waits.sum, desk.readers.next_waits.counts[1]) == (1.5, 1)
+    desk.die("a0")
+    desk.wait(SILENT_S + 1)
+    assert not desk.readers.stats()
+    now = Starvation(causes_s={"peers": 3602.0, "network": 20.0}, waits=[0, 8])
+    desk.say(desk.come("a0", dp=1, starvation=now), ping("a0", starvation=now))
+    assert said_of(desk) == now
+    assert (desk.readers.next_waits.sum, desk.readers.next_waits.counts[1]) == (22.0, 1)
+
+
+def test_a_rank_that_waits_for_others_says_so_before_they_are_there() -> None:
+    desk, said = Desk(), Starvation(causes_s={"join": 60.0})
+    desk.say(desk.come("a0", dp=2), ping("a0", starvation=said))
+    assert said_of(desk) == said
+    assert desk.readers.next_waits.sum == 60.0
+
+
+def said_of(desk: Desk) -> object:
+    (row,) = desk.readers.stats()
+    return row["starvation"]
 
 
 def test_a_cause_that_only_a_later_broker_knows_is_the_brokers_work() -> None:

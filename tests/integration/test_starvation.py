@@ -143,12 +143,13 @@ def by_cause(trainer: Trainer) -> dict[str, float]:
     return {cause: stats[f"starved_{cause}_s"] for cause in CAUSES}
 
 
-def test_a_slow_rank_is_at_its_trainer_and_the_others_wait_for_their_peers(served: Served) -> None:
+def test_a_rank_that_is_not_there_is_waited_for_and_one_that_is_slow_is_at_its_trainer(served: Served) -> None:
     with ExitStack() as stack:
         stack.enter_context(served.producing("web", "code"))
         slow = Trainer(served.trainers, 2, 1)
         slow.hold.set()
         fast = stack.enter_context(Trainer(served.trainers, 2, 0))
+        until(lambda: most(served.row(0)["starved_s"], "join"))
         stack.enter_context(slow)
         until(lambda: most(served.row(0)["starved_s"], "peers"))
         until(lambda: served.row(1)["trainer_s"] > 0.2 + 2 * sum(served.row(1)["starved_s"].values()))
