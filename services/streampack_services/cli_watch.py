@@ -33,7 +33,8 @@ def status(endpoint: Endpoint = None, as_json: AsJson = False, timeout: Timeout 
     if as_json:
         print(json.dumps(snapshot))
     else:
-        status_report.show_status(snapshot)
+        with http_client.understood(snapshot):
+            status_report.show_status(snapshot)
 
 
 def top(

@@ -6,13 +6,16 @@ STREAMPACK_HTTP_TOKEN_FILE names); what an answer looks like to a person is for 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import streampack
 from streampack.client import read_rendezvous
 from streampack.errors import PeerError, Rejected, StreampackError, Unreachable, UserError
 from streampack_services.http_guard import find_token
@@ -69,6 +72,20 @@ def fetch_status(endpoint: str | None, timeout_s: float) -> Tree:
     except ValueError:
         pass
     raise PeerError(f"{base}/status: got an answer {code} that is no broker's, expected one: check the address")
+
+
+@contextlib.contextmanager
+def understood(snapshot: Tree) -> Iterator[None]:
+    """What is done with a snapshot: a broker of another version may say less. Raises PeerError for that."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError) as error:
+        if (version := snapshot.get("version")) == streampack.__version__:
+            raise
+        raise PeerError(
+            f"got a broker of streampack {version}, which does not say what this one shows ({error!r}), expected "
+            f"{streampack.__version__}: take the command of the broker's version, or --json"
+        ) from None
 
 
 def fetch_events(endpoint: str | None, since: int, timeout_s: float) -> list[Tree]:

@@ -111,7 +111,9 @@ class _Line(logging.Formatter):
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         text = printable(" ".join(record.getMessage().splitlines()))
         line = f"{clock} {record.levelname} {_name(record)}: {text}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        if not record.exc_info:
+            return line
+        return "\n".join([line, *map(printable, self.formatException(record.exc_info).splitlines())])
 
 
 class _JsonLine(logging.Formatter):

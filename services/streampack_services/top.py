@@ -17,7 +17,7 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -46,6 +46,7 @@ class Asking:
         self._taken_at, self._turned = 0.0, time.monotonic()
         self.view: View | None = None
         self.trouble = ""
+        self.bug: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="streampack-top", daemon=True)
 
     def ask(self) -> View:
@@ -59,10 +60,11 @@ class Asking:
         if not self._watch.knows(epoch):
             since = snapshot["uptime_s"] - HISTORY_S - SMOOTH_S
             history = http_client.fetch_history(self._endpoint, since, self._timeout_s)
-        self._watch.add(snapshot, events, history)
+        with http_client.understood(snapshot):
+            self._watch.add(snapshot, events, history)
+            self.view = self._watch.view()
         stuck = now - self._turned
         self.trouble = f"the broker's loop stands still, for {stuck:.0f} s" if stuck > STUCK_AFTER_S else ""
-        self.view = self._watch.view()
         return self.view
 
     def start(self) -> None:
@@ -78,6 +80,8 @@ class Asking:
                 self.ask()
             except StreampackError as error:
                 self.trouble = " ".join(str(error).split())
+            except Exception as error:  # of ours: who shows says so, instead of what was once
+                self.bug = error
             os.write(self._tell, b"n")
 
 
@@ -143,7 +147,9 @@ class _Screen:
         resized, tell = os.pipe()
         with (
             _keys_at_once(self._look.keys),
-            _on_resize(lambda: os.write(tell, b"r")),
+            _on(signal.SIGWINCH, lambda *_: os.write(tell, b"r")),
+            _on(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)),  # the terminal as it was before
+            _on(signal.SIGHUP, lambda *_: sys.exit(128 + signal.SIGHUP)),
             Live(console=self._console, screen=True, auto_refresh=False) as live,
         ):
             keyboard = [sys.stdin.fileno()] if self._look.keys else []
@@ -168,6 +174,8 @@ class _Screen:
 
     def _drawn(self) -> Group:
         assert self._asking.view is not None
+        if self._asking.bug is not None:
+            raise self._asking.bug
         look = replace(self._look, trouble=self._asking.trouble)
         return _lines(self._console, self._asking.view, look, self._console.height)
 
@@ -187,9 +195,9 @@ def _keys_at_once(wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _on_resize(tell: Any) -> Iterator[None]:
-    before = signal.signal(signal.SIGWINCH, lambda *_: tell())
+def _on(number: signal.Signals, handler: Callable[..., object]) -> Iterator[None]:
+    before = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGWINCH, before)
+        signal.signal(number, before)

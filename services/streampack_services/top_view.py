@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from streampack_services.amounts import count_text, counted, duration_text, size_text
-from streampack_services.top_ranks import Measure, rank_lines
+from streampack_services.top_ranks import MOST_ROWS, Measure, rank_lines
 from streampack_services.top_text import Cell, bar, chart, fitted, printable, row, spark, table, title
 from streampack_services.watched import HISTORY_S, Feed, Stream, View, rates_of
 
@@ -63,7 +63,7 @@ def page(view: View, look: Look, width: int, height: int | None = None) -> list[
     feed = view.feeds[look.feed % len(view.feeds)]
     streams = [stream for stream in view.streams if stream.feed == feed.name]
     head = _head(view, feed, look, width)
-    foot = [_keys(view, look, width)] if look.keys else []
+    foot = [_keys(view, feed, look)] if look.keys else []
     room = None if height is None else max(height - len(head) - len(foot), 0)
     wide = (width - GAP) * 11 // 20 if width >= WIDE else width
     narrow = width - wide - GAP if width >= WIDE else width
@@ -131,10 +131,11 @@ def _head(view: View, feed: Feed, look: Look, width: int) -> list[Text]:
     return [first, second, third]
 
 
-def _keys(view: View, look: Look, width: int) -> Text:
+def _keys(view: View, feed: Feed, look: Look) -> Text:
     other = "waits" if look.measure == "cost" else "cost"
     feeds = "f another feed" if len(view.feeds) > 1 else ""
-    return Text("  ".join(each for each in ("q quit", feeds, f"c ranks by {other}") if each), style="dim")
+    ranks = f"c ranks by {other}" if len(feed.ranks) > MOST_ROWS else ""  # a table has both
+    return Text("  ".join(each for each in ("q quit", feeds, ranks) if each), style="dim")
 
 
 # The blocks

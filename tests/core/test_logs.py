@@ -16,6 +16,8 @@ from streampack_services.logs import Ring
 from streampack.core.events import Report
 from streampack.core.messages import Mesh
 
+LEVELS: tuple[logs.Level, ...] = ("debug", "info", "warning", "error")
+
 
 def record(text: str, level: int = logging.INFO, **about: object) -> logging.LogRecord:
     found = logging.LogRecord("streampack.broker", level, __file__, 1, text, (), None)
@@ -68,6 +70,31 @@ def test_a_line_for_people_is_one_line_and_moves_no_cursor(capsys: pytest.Captur
         root.handlers[:], root.level = before
         logging.captureWarnings(False)
     assert capsys.readouterr().err.endswith(" WARNING broker: producer says: a ?[2Jb? ü\n")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_below_the_level_is_not_shown_and_the_ring_has_all_but_details(
+    level: logs.Level, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traceback moves no cursor either."""
+    root, ring = logging.getLogger(), Ring()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    monkeypatch.setattr(root, "level", root.level)
+    logs.set_up(level, ring=ring)
+    try:
+        for each in LEVELS:
+            logging.getLogger("streampack.broker").log(logging.getLevelName(each.upper()), "%s!", each)
+        try:
+            raise ValueError("\x1b[2J")
+        except ValueError:
+            logging.getLogger("streampack.broker").exception("failed")
+    finally:
+        logging.captureWarnings(False)
+    said = capsys.readouterr().err
+    shown = [word.removesuffix("!") for line in said.splitlines() for word in line.split() if word.endswith("!")]
+    assert shown == list(LEVELS[LEVELS.index(level) :])
+    assert [event["level"] for event in ring.since(0)] == ["info", "warning", "error", "error"]
+    assert said.endswith("ValueError: ?[2J\n")
 
 
 def test_the_line_for_machines_and_the_ring_hold_what_an_event_is_about(

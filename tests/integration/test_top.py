@@ -7,6 +7,7 @@ import copy
 import fcntl
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -19,14 +20,17 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from streampack_services import status_report
+from rich.console import Console
+from streampack_services import status_report, top
 from streampack_services.http import HttpServer
 from streampack_services.http_client import fetch_events
+from streampack_services.top import Asking, _Screen
 from streampack_services.top_ranks import Measure, rank_lines
 from streampack_services.top_view import Look, page
 from streampack_services.watched import HISTORY_S, View, Watch, rates_of
 
 import streampack as sp
+from streampack.errors import PeerError
 from streampack.sources import SourceSettings, open_source
 from tests.integration.running import (
     PATIENCE_S,
@@ -256,16 +260,16 @@ def test_a_steady_flow_is_a_level_line_as_far_back_as_it_is_known(
 
 
 class Terminal:
-    """A terminal of 80 by 24 that a command runs on; what it wrote."""
+    """A terminal of 80 by 24 without colours that a command runs on; what it wrote."""
 
     def __init__(self, *arguments: str) -> None:
         self._ours, theirs = os.openpty()
         self.resize(24, 80)
         words = [*STREAMPACK, *arguments]
-        env = {**os.environ, "TERM": "xterm-256color"}
+        env = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1"}
         self.process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
         os.close(theirs)
-        self.said = ""
+        self.said = self.written = ""
 
     def resize(self, lines: int, columns: int) -> None:
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
@@ -275,7 +279,17 @@ class Terminal:
         self.said, deadline = "", time.monotonic() + PATIENCE_S
         while text not in self.said:
             assert time.monotonic() < deadline, self.said[-5000:]
-            self.said += os.read(self._ours, 1 << 16).decode(errors="replace")
+            self._read()
+
+    def _read(self) -> bool:
+        found = os.read(self._ours, 1 << 16).decode(errors="replace")
+        self.said += found
+        self.written += found
+        return bool(found)
+
+    def echoes(self) -> bool:
+        """Is what is typed shown, as before?"""
+        return bool(termios.tcgetattr(self._ours)[3] & termios.ECHO)
 
     def press(self, key: str) -> None:
         os.write(self._ours, key.encode())
@@ -283,7 +297,7 @@ class Terminal:
     def end(self) -> int:
         """Its exit code; who does not read what it writes holds it up."""
         with contextlib.suppress(OSError):
-            while os.read(self._ours, 1 << 16):
+            while self._read():
                 pass
         return self.process.wait(PATIENCE_S)
 
@@ -295,6 +309,7 @@ class Terminal:
 
 
 def test_on_a_terminal_top_follows_its_size_its_keys_and_a_broker_that_goes_and_comes(snapshot: Tree) -> None:
+    snapshot = many(snapshot, 20)
     server = HttpServer("127.0.0.1:0", lambda: snapshot)
     server.start()
     address = server.url.removeprefix("http://")
@@ -311,11 +326,47 @@ def test_on_a_terminal_top_follows_its_size_its_keys_and_a_broker_that_goes_and_
         server = HttpServer(address, lambda: later(snapshot, 1) | {"run": "again"})
         server.start()
         terminal.wait_for("again")
-        terminal.press("q")
-        assert terminal.end() == 0
+        terminal.process.terminate()
+        assert terminal.end() == 128 + signal.SIGTERM
+        assert "\x1b[?1049l" in terminal.said, "it leaves the terminal as it was"
+        assert terminal.echoes()
+        assert set(re.findall(r"\x1b\[([0-9;]*)m", terminal.written)) <= {"", "0", "1", "2", "1;2"}, "NO_COLOR"
     finally:
         server.close()
         terminal.close()
+
+
+def test_q_ends_it_and_a_table_of_ranks_has_no_key_of_its_own(snapshot: Tree) -> None:
+    view = view_of(snapshot)
+    screen = _Screen(Console(), Asking(None, 1.0, 1.0))
+    assert screen._press(b"fc\t")
+    assert not screen._press(b"fq")
+    assert page(view, Look(keys=True), 80, 24)[-1].plain == "q quit"
+    assert page(view_of(many(snapshot, 17)), Look(keys=True), 80, 24)[-1].plain == "q quit  c ranks by cost"
+
+
+def test_a_loop_that_stands_still_and_a_broker_of_another_version_are_said(
+    snapshot: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top, "STUCK_AFTER_S", 0.0)
+    said = [snapshot]
+    server = HttpServer("127.0.0.1:0", lambda: said[-1])
+    server.start()
+    try:
+        asking = Asking(server.url, 1.0, PATIENCE_S)
+        asking.ask()
+        asking.ask()
+        assert "the broker's loop stands still, for 0 s" in asking.trouble
+        assert "stands still" in page(asking.ask(), Look(trouble=asking.trouble), 80, 24)[2].plain
+        said.append(later(snapshot, 1))
+        asking.ask()
+        assert not asking.trouble
+        said.append(later(snapshot, 2) | {"version": "9.9", "memory": {}})
+        with pytest.raises(PeerError, match=r"got a broker of streampack 9\.9, .* expected"):
+            asking.ask()
+        assert "got a broker of streampack 9.9" in the_error(in_process("status", server.url), 1)
+    finally:
+        server.close()
 
 
 # Health
