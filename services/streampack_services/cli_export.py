@@ -48,7 +48,7 @@ def export(
 
     \b
     Example:
-        streampack export k8s DIR -c broker.yaml -p producer.yaml --image streampack:1.0
+        streampack export k8s DIR -c broker.yaml --image streampack:1.0
     """
     from streampack_services import export as exporting
 
