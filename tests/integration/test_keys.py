@@ -15,6 +15,7 @@ from streampack_services import allowed
 from streampack_services.allowed import Allowed, new_key, read_allowed
 from streampack_services.daemon import exposed
 
+from streampack import ipc_files
 from streampack.core.rights import NO_RIGHTS, Rights
 from streampack.curve import public_of
 from streampack.errors import UserError
@@ -185,6 +186,13 @@ def watched(folder: Path) -> Allowed:
     return Allowed(folder, lambda: None)
 
 
+def looked_after_by_us(folder: Path) -> Allowed:
+    """Its thread has ended."""
+    minding = watched(folder)
+    minding.close()
+    return minding
+
+
 def test_a_broker_sees_who_may_come_while_it_runs(tmp_path: Path) -> None:
     new_key(tmp_path, "a", "trainer", {})
     a = load_key(tmp_path / "a.key").public
@@ -215,40 +223,34 @@ def test_a_list_that_cannot_be_read_changes_nothing(
     tmp_path: Path, damage: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     new_key(tmp_path, "a", "trainer", {})
-    minding = watched(tmp_path)
-    try:
-        file = tmp_path / "allowed.yaml"
-        if damage is None:
-            file.unlink()
-        elif damage == "mode":
-            file.chmod(0o666)
-        else:
-            file.write_text(damage)
-        until(lambda: "what was allowed before stays so" in caplog.text)
-        assert minding.admits(load_key(tmp_path / "a.key").public, "here")
-        assert not minding.changes()
-    finally:
-        minding.close()
+    minding = looked_after_by_us(tmp_path)
+    file = tmp_path / "allowed.yaml"
+    if damage is None:
+        file.unlink()
+    elif damage == "mode":
+        file.chmod(0o666)
+    else:
+        file.write_text(damage)
+    minding.look()
+    minding.look()
+    assert "what was allowed before stays so" in caplog.text
+    assert minding.admits(load_key(tmp_path / "a.key").public, "here")
+    assert not minding.changes()
 
 
 def test_a_list_that_is_being_written_shuts_nobody_out(tmp_path: Path) -> None:
     for name in ("a", "b"):
         new_key(tmp_path, name, "trainer", {})
     file, whole = tmp_path / "allowed.yaml", (tmp_path / "allowed.yaml").read_text()
-    minding = watched(tmp_path)
-    try:
-        minding._over.set()  # looks are ours
-        minding._thread.join()
-        for end in range(len(whole)):
-            file.write_text(whole[:end])
-            minding.look()
-            assert minding.num_keys == 2
-        file.write_text(whole[: whole.index("b:")])
+    minding = looked_after_by_us(tmp_path)
+    for end in range(len(whole)):
+        file.write_text(whole[:end])
         minding.look()
-        minding.look()
-        assert minding.num_keys == 1
-    finally:
-        minding.close()
+        assert minding.num_keys == 2
+    file.write_text(whole[: whole.index("b:")])
+    minding.look()
+    minding.look()
+    assert minding.num_keys == 1
 
 
 @pytest.mark.parametrize("key", ["none", "a peer's"])
@@ -301,8 +303,6 @@ def test_a_folder_where_others_could_put_a_socket_is_said(tmp_path: Path, mode: 
 
 
 def test_a_folder_that_somebody_else_owns_serves_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from streampack import ipc_files
-
     real = os.stat(tmp_path)
     found: list[Any] = list(real)
     found[stat.ST_UID] = 4242
@@ -310,3 +310,13 @@ def test_a_folder_that_somebody_else_owns_serves_no_socket(tmp_path: Path, monke
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(UserError, match="got a folder of user 4242, who could answer in our place"):
         ipc_files.lock(f"ipc://{tmp_path}/socket")
+
+
+def test_the_lock_of_an_address_is_its_users_alone_and_no_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "linked.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="cannot listen on"):
+        ipc_files.lock(f"ipc://{tmp_path}/linked")
+    assert (tmp_path / "precious").read_text() == "kept"
+    with ipc_files.lock(f"ipc://{tmp_path}/socket"):
+        assert stat.S_IMODE((tmp_path / "socket.lock").stat().st_mode) == 0o600
