@@ -177,6 +177,16 @@ def test_of_many_ranks_the_worst_is_named_on_every_screen(snapshot: Tree, size: 
     assert any(line.split()[:3] == ["dp=1", "cp=1", "2.000"] for line in dear)
 
 
+def test_of_more_streams_than_lines_those_that_are_not_heard_are_shown(snapshot: Tree) -> None:
+    row = snapshot["streams"][0] | {"last_seen_s": 1.0, "ended_partitions": 0}
+    rows = [row | {"stream": f"s{n}"} for n in range(1000)]
+    rows[900] |= {"last_seen_s": 60.0}
+    rows[950] |= {"last_seen_s": None}
+    shown = "\n".join(line.plain for line in page(view_of(snapshot | {"streams": rows}), Look(), 160, 40))
+    assert "1000 streams" in shown
+    assert all(name in shown for name in ("s900 ", "s950 ", "s0 "))
+
+
 @pytest.mark.parametrize("ranks", [17, 64, 100, 512])
 def test_a_map_has_a_cell_for_each_rank_and_marks_the_one_that_waits(snapshot: Tree, ranks: int) -> None:
     (feed,) = view_of(many(snapshot, ranks)).feeds
