@@ -173,7 +173,8 @@ class Router(_Socket):
         self._lock: TextIO | None = None
         if endpoint.startswith("ipc://"):
             self._lock = ipc_files.lock(endpoint)
-        _begin_ids_anywhere()
+        if self._lock is None:  # else its peers are its own user's, and so may be the process: a trainer's
+            _begin_ids_anywhere()
         super().__init__(zmq.ROUTER, max_message_bytes)
         self.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._links = Links(self._raw_send, NUM_SLOTS) if self._lock is not None else None
