@@ -39,6 +39,7 @@ from streampack.core.patience import Patience
 from streampack.core.resume import snapshot
 from streampack.core.rules import Rules, StreamRules
 from streampack.core.samples import SampleTable
+from streampack.core.starvation import Starvation
 
 RUN, EPOCH = 9, 4
 RULES = Rules(streams=(StreamRules("a"),))
@@ -222,8 +223,9 @@ def test_a_client_attaches_in_place_to_a_new_broker_with_what_it_has() -> None:
     session.handle(said(attached()))
     session.handle(said(part(0)))
     session.handle(Returned(1))
+    session.starvation = Starvation(causes_s={"peers": 3600.0})
     (again,) = sent(session.handle(said(Who(), epoch=EPOCH + 1)), Attach)
-    assert (again.next_step, again.chain) == (1, b"chain1")
+    assert (again.next_step, again.chain, again.starvation) == (1, b"chain1", session.starvation)
     assert not session.handle(said(part(1))), "a step of the old broker"
 
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from streampack_services import metrics
+from streampack_services import metric_rows, metrics
 from streampack_services.broker import BrokerService
 from streampack_services.http import HttpServer
 from streampack_services.metrics import METRICS
@@ -191,6 +191,15 @@ def test_any_name_is_read_back_as_it_is(name: str) -> None:
         (family,) = text_string_to_metric_families(f"# TYPE x gauge\n{line}")
         assert family.samples[0].labels == {"stream": name, "host": "a"}
     assert line.count("\n") == 1
+
+
+def test_when_a_stream_was_heard_and_whether_a_feed_has_ended_by_hand() -> None:
+    """What the alerts go by: a stream that nobody ever sent has no time, one that is read has not ended."""
+    streams = [{"stream": "web", "last_seen_s": 40.0}, {"stream": "code", "last_seen_s": None}]
+    assert list(metric_rows.last_seen({"taken_at": 100.0, "streams": streams})) == [(("web",), 60.0)]
+    places = {"new": (0, None), "last": (4, 5), "over": (5, 5)}
+    feeds = {name: {"steps": {"returned": done, "end": end}} for name, (done, end) in places.items()}
+    assert dict(metric_rows.ended({"feeds": feeds})) == {("new",): 0.0, ("last",): 0.0, ("over",): 1.0}
 
 
 def test_the_table_of_metrics_that_is_checked_in_is_that_of_all_of_them() -> None:
