@@ -181,24 +181,27 @@ class Watch:
 
 def _mechanism(endpoint: str) -> str:
     """How a ZeroMQ peer wants to know who we are, ``NULL`` or ``CURVE``; empty if it does not say."""
-    near: tuple[str, int] | str
-    if endpoint.startswith("ipc://"):
-        kind, near = socket.AF_UNIX, endpoint.removeprefix("ipc://")
-    else:
-        found = urlsplit(endpoint)
-        kind, near = socket.AF_INET, (found.hostname or "", found.port or 0)
     said = b""
     try:
-        if isinstance(near, str):
-            sock = socket.socket(kind)
-            sock.settimeout(_GREETING_S)
-            sock.connect(near)
-        else:
-            sock = socket.create_connection(near, _GREETING_S)
-        with sock:
+        with _connected(endpoint) as sock:
             sock.sendall(_GREETING)
             while len(said) < 32 and (more := sock.recv(64)):
                 said += more
     except OSError:
         pass
     return said[12:32].rstrip(b"\0").decode("ascii", "replace") if len(said) >= 32 else ""
+
+
+def _connected(endpoint: str) -> socket.socket:
+    """A plain connection. Raises OSError."""
+    if not endpoint.startswith("ipc://"):
+        found = urlsplit(endpoint)
+        return socket.create_connection((found.hostname or "", found.port or 0), _GREETING_S)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(_GREETING_S)
+        sock.connect(endpoint.removeprefix("ipc://"))
+    except OSError:
+        sock.close()  # a broker that is away leaves the address, or not
+        raise
+    return sock

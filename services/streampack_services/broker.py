@@ -65,6 +65,8 @@ from streampack_services.status import Reporter, Snapshot
 log = logging.getLogger("streampack.broker")
 
 TICK_S = 0.2
+TURN_AT_MOST_S = 1.0
+"""Between two ticks of a process that runs; what is longer is none of its peers' silence."""
 SAY_S = 5.0
 """Between two warnings of messages that are no message."""
 FAREWELL_S = 3.0
@@ -201,7 +203,8 @@ class BrokerService:
             self.warm_up()
             self._packing.start()
             self._perform_all(self.core.begin())
-            self._handle(Tick(time.monotonic()))
+            self._ticked = time.monotonic()
+            self._handle(Tick(self._clock))
             self.ready = True
             self._publish(self._reporter.take(time.monotonic()))
             log.info("ready")
@@ -242,12 +245,16 @@ class BrokerService:
         return not self.core.num_readers or time.monotonic() > self._drain_until
 
     _ticked = 0.0
+    _clock = 0.0
+    """Seconds that this process was there for, which is the time that the broker's core has: one that was stopped, or
+    whose machine slept, has heard nobody meanwhile, and drops nobody for it."""
 
     def _turn(self) -> None:
         now = time.monotonic()
         if now - self._ticked >= TICK_S:
+            self._clock += min(now - self._ticked, TURN_AT_MOST_S)
             self._ticked = now
-            self._handle(Tick(now))
+            self._handle(Tick(self._clock))
             if (snapshot := self._reporter.tick(now)) is not None:
                 self._publish(snapshot)
         for router, kind in ((self._trainers, FromTrainer), (self._producers, FromProducer)):

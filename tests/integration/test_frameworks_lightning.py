@@ -30,6 +30,7 @@ SETTINGS: dict[str, Any] = {
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The `srun` command is available"),  # a machine that has Slurm
 ]
 
 

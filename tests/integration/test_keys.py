@@ -15,7 +15,7 @@ from streampack_services import allowed
 from streampack_services.allowed import Allowed, new_key, read_allowed
 from streampack_services.daemon import exposed
 
-from streampack import ipc_files
+from streampack import curve, ipc_files
 from streampack.core.rights import NO_RIGHTS, Rights
 from streampack.curve import public_of
 from streampack.errors import UserError
@@ -320,3 +320,9 @@ def test_the_lock_of_an_address_is_its_users_alone_and_no_link(tmp_path: Path) -
     assert (tmp_path / "precious").read_text() == "kept"
     with ipc_files.lock(f"ipc://{tmp_path}/socket"):
         assert stat.S_IMODE((tmp_path / "socket.lock").stat().st_mode) == 0o600
+
+
+def test_a_broker_that_is_gone_says_nothing_and_leaves_no_socket_open(tmp_path: Path) -> None:
+    """One that is left open is a ResourceWarning, and so a failure."""
+    assert curve._mechanism(f"ipc://{tmp_path}/gone") == ""
+    assert curve._mechanism("tcp://127.0.0.1:1") == ""
