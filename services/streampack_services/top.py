@@ -97,6 +97,12 @@ def top(endpoint: str | None, *, interval_s: float, timeout_s: float, once: bool
             _print(console, asking)
         else:
             asking.start()
+            for name in (
+                "COLUMNS",
+                "LINES",
+            ):  # what a shell or readline has said once: the terminal may have grown since
+                os.environ.pop(name, None)
+            console = Console(highlight=False, markup=False, emoji=False)
             try:
                 _Screen(console, asking).show()
             finally:

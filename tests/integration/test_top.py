@@ -276,7 +276,7 @@ class Terminal:
         self._ours, theirs = os.openpty()
         self.resize(24, 80)
         words = [*STREAMPACK, *arguments]
-        env = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1"}
+        env = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1", "COLUMNS": "80", "LINES": "24"}
         self.process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
         os.close(theirs)
         self.said = self.written = ""
