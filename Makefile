@@ -59,12 +59,12 @@ $(KERNELS): $(DEV) $(wildcard streampack/core/*.py streampack/core/packers/*.py)
 	@$(BIN)/python -m pytest -k "twin_agree or twin_forms or token_by_token"
 	@touch $@
 
-# One worker more than CI has cores: tests of real processes wait much of the time. Each takes neighbours, which share
-# what a module has started.
+# Twice as many workers as CI has cores: tests of real processes, pages and alerts wait much of the time. Each takes
+# neighbours, which share what a module has started.
 test:
 	@$(MAKE) --no-print-directory -j 2 $(DEV) tools
 	@$(MAKE) --no-print-directory -j 2 lint kernels
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 
 soak: $(DEV)
 	@$(BIN)/python -m tests.soak --minutes $(or $(SOAK_MINUTES),10) $(ARGS)

@@ -67,12 +67,18 @@ def shown_again(page: Page) -> None:
     page.until(f"document.body.dataset.shown > {page.value('document.body.dataset.shown')} + 1")
 
 
+WIDER = """(width) => document.documentElement.scrollWidth <= width ? [] : [...document.querySelectorAll("body *")]
+    .filter((each) => each.getBoundingClientRect().right > width)
+    .map((each) => `${each.tagName} ${each.id} ${each.className} ${each.textContent.slice(0, 80)}`)"""
+"""What reaches beyond a page that is wider than its window."""
+
+
 def check_layout(page: Page) -> None:
     """No text upon another or beyond the page, and each of a contrast that WCAG 2 (1.4.3) asks for."""
     for width, height in WIDTHS:
         page.resize(width, height)
         shown_again(page)
-        assert page.value("document.documentElement.scrollWidth") <= width
+        assert page.value(f"({WIDER})({width})") == []
         for scheme in ("dark", "light"):
             page.prefer(scheme)
             texts: list[tuple[str, str, float, float, float, float, float]] = page.value(f"{SEEN}.texts()")
@@ -259,6 +265,18 @@ def test_4_ranks_have_their_figures_in_their_cells(page: Page, four: Watched) ->
 
 def test_4_ranks_can_be_read_on_every_screen(page: Page) -> None:
     check_layout(page)
+
+
+def test_hosts_and_streams_of_any_name_fit_beside_what_was_waited(page: Page) -> None:
+    page.resize(390, 844)
+    script = f"""import("/web/words.js").then(({{ showHungriest }}) => {{
+      const name = "a-name-of-many-parts.";
+      showHungriest({{ readers: [{{ dp_rank: 0, cp_rank: 0, tp_rank: 0, pp_rank: 0, host: name.repeat(3),
+                                   starved_s: {{ stream: 8191 }}, starved_streams: {{ [name.repeat(4)]: 8191 }} }}] }});
+      return ({WIDER})(390);
+    }})"""
+    assert page.value(script) == []
+    assert "a-name-of-many-parts" in page.text("#hungriest")
 
 
 def test_the_line_above_says_what_lasts_and_not_what_changes_with_every_step(page: Page) -> None:
