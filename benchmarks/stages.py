@@ -41,7 +41,7 @@ from streampack.core.effects import FromProducer, FromTrainer
 from streampack.core.events import Event, FromBroker, Send, Tick
 from streampack.core.messages import Mesh, Offer
 from streampack.core.producer_session import ProducerSession, Read
-from streampack.formats import Views, real_tokens
+from streampack.formats import Views
 from streampack.slabs import Slabs
 from streampack.typed_tree import convert
 
@@ -199,8 +199,9 @@ class Run:
         self._got = {who: meter.timed(f"{who}: decode", wire.decode) for who in ("producer", "broker", "client")}
         wire.encode = meter.timed("broker: encode", _original_encode)  # which the service finds there
         self._handle = meter.timed("client: session", self._client.handle)
-        self._build = meter.timed("client: build packs", build_step)
-        self._make = meter.timed("client: views", self._views.make)
+        self._build = meter.timed("client: check a step", build_step)
+        self._make = meter.timed("client: check a step", self._views.make)
+        self._next = meter.timed("client: make packs", next)
 
     def until(self, tokens: float) -> None:
         """Go on until the client has had so many."""
@@ -240,7 +241,12 @@ class Run:
                 elif isinstance(effect, Deliver):
                     step = self._build(effect.parts, effect.attached, self._mesh, self._slabs)
                     step = self._make(step, effect.attached.rules)
-                    self.tokens += sum(real_tokens(pack) for pack in step)
+                    groups = step.packs.groups()
+                    while (group := self._next(groups, None)) is not None:
+                        last = group[-1]  # which a trainer has while the next ones are made
+                        del group
+                    del last
+                    self.tokens += step.num_tokens
                     waiting.append(Returned(step.index + 1))
 
 

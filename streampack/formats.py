@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from streampack.core.samples import IGNORE_INDEX
 from streampack.errors import UserError
 from streampack.format_checks import check_feed, check_mesh
 from streampack.invariants import check_step, follows
+from streampack.making import Packs
 from streampack.packs import Pack, Step
 from streampack.slabs import Slabs
 
@@ -130,7 +130,7 @@ def view(pack: Pack, format: str, rules: Rules) -> View:
 
 
 def views(columns: Columns, packs: Sequence[Pack], format: str, rules: Rules, slabs: Slabs) -> list[View]:
-    """The packs of a message in ``format``, as ``view`` gives each; what packs do not have in memory of ``slabs``."""
+    """Some packs of a message in ``format``, as ``view`` gives each; what packs do not have in memory of ``slabs``."""
     from streampack import tensors
     from streampack.views import form
 
@@ -224,17 +224,14 @@ class Views:
         check_feed(self.format, self._mesh, rules, layout)
 
     def make(self, step: Step, rules: Rules) -> Step:
-        """``step`` with views for packs, verified where asked. Raises InvariantError."""
+        """``step`` with views for packs, verified where asked, and on the device. Raises InvariantError."""
         packs, regrouping = step.packs, step.regrouping
-        if self.format != "numpy":
-            bounds = pairwise([0, *accumulate(columns.count for columns in step.columns)])
-            messages = zip(step.columns, bounds, strict=True)
-            made = (views(of, packs[slice(*span)], self.format, rules, self._slabs) for of, span in messages)
-            packs = tuple(chain.from_iterable(made))
+        if self.format != "numpy" and isinstance(packs, Packs):
+            packs = packs.shown(partial(views, format=self.format, rules=rules, slabs=self._slabs))
         if regrouping is not None:
             device = None if self._stream is None else self._stream.device
             regrouping = replace(regrouping, show=partial(shown, format=self.format, device=device))
-        step = replace(step, packs=packs, regrouping=regrouping, columns=())
+        step = replace(step, packs=packs, regrouping=regrouping)
         if self._verify:
             check_step(step, self._mesh, rules)
             follows(self._last, step)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from dataclasses import fields as dataclass_fields
@@ -14,7 +14,6 @@ from typing import Any, SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.columns import Columns
 from streampack.core.layout import positions_of
 from streampack.core.samples import I32, I64
 from streampack.errors import UserError
@@ -65,13 +64,13 @@ class Pack(Mapping[str, Any]):
     """Its number in the step, the same on every mesh; but of padded ones micro_batch * dp + dp_rank."""
     slices: I64
     """[k, 2] the parts [start, stop) of the whole pack that this rank holds, in its order."""
-    fields: Mapping[str, NDArray[Any]]
-    """Declared fields by name: [T', ...] by token ([T, ...] where replicated; shifted where they speak of targets),
-    [num_samples, ...] by sample. bfloat16 as float32."""
     layout: str
     """``zigzag``, ``zigzag_pack``, ``contiguous`` or ``whole``."""
     cp: int
     cp_rank: int
+    fields: Mapping[str, NDArray[Any]]
+    """Declared fields by name: [T', ...] by token ([T, ...] where replicated; shifted where they speak of targets),
+    [num_samples, ...] by sample. bfloat16 as float32."""
 
     __eq__ = object.__eq__  # a Mapping's would compare arrays
     __hash__ = object.__hash__
@@ -104,8 +103,10 @@ class Step:
     """One optimizer update's micro-batches for one rank, with the denominators of all ranks."""
 
     index: int
-    packs: tuple[Any, ...]
-    """Packs, or views of them, as ``connect``'s format says."""
+    packs: Sequence[Any]
+    """Packs, or views of them, as ``connect``'s format says; made when they are asked for, and kept."""
+    num_tokens: int
+    """Real tokens of them; of a rank that holds a part of each, too, of all."""
     num_loss_tokens: int
     """Labels that count, over all ranks and micro-batches: divide the summed loss by it."""
     num_samples: int
@@ -115,8 +116,6 @@ class Step:
     """Digest of this step and all before it."""
     regrouping: Regrouping | None = dataclass_field(default=None, repr=False, compare=False)
     """What ``regroup`` knows of it."""
-    columns: tuple[Columns, ...] = dataclass_field(default=(), repr=False, compare=False)
-    """Its packs by message, until its views are made."""
 
     def regroup(self, budget: SupportsIndex, *, min_packs: SupportsIndex = 1) -> ForwardPacks:
         """Forward packs of up to ``budget`` tokens, in the step's format: its samples on this rank, in its order, for
@@ -135,7 +134,8 @@ class Step:
         """
         if self.regrouping is None:
             raise UserError("got a step that no loader has made, expected one of loader.steps()")
-        return self.regrouping.regroup(budget, min_packs)
+        packs = tuple(batch if isinstance(batch, Pack) else batch.canonical for batch in self.packs)
+        return self.regrouping.regroup(packs, budget, min_packs)
 
     @property
     def sample_ids(self) -> I64:

@@ -1,4 +1,4 @@
-"""The client's thread: it owns the socket, keeps a few steps ready and turns them into packs.
+"""The client's thread: it owns the socket, keeps a few steps ready and checks what they hold.
 
 A thin shell around ``core.client_session``. What has come lies here until the trainer's thread takes it: both change it
 under ``changed`` alone. Nothing waits silently: a wait of more than 5 s is logged with what it waits for, and an error
@@ -8,15 +8,15 @@ of the session is raised where the trainer waits. What came for an iteration tha
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from streampack import wire
+from streampack import forks, wire
 from streampack.building import build_step
+from streampack.compiled import kernels
 from streampack.core.client_events import Answered, Broken, Deliver, Detach, Ended, Waiting
 from streampack.core.client_session import ClientSession
 from streampack.core.events import Effect, Event, FromBroker, Send, Tick
@@ -34,6 +34,7 @@ from streampack.errors import (
 )
 from streampack.formats import Views
 from streampack.keys import Key
+from streampack.making import Packs
 from streampack.packs import Step
 from streampack.reading_figures import ReadingFigures
 from streampack.slabs import Slabs
@@ -50,17 +51,6 @@ TWICE = (
     "would read everything again, expected the trainer's own process: connect there and take "
     "DataLoader(loader, batch_size=None, num_workers=0); the client prefetches by itself"
 )
-
-_forks = 0
-"""Between the process that imported this and this one: to ask for the process's number at every pack is dearer."""
-
-
-def _forked() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 class Prefetching:
@@ -82,7 +72,7 @@ class Prefetching:
         self.answers: deque[State | Committed] = deque()
         self._endpoint, self._mesh, self._views, self._answer_s = endpoint, mesh, views, answer_s
         self._figures = figures
-        self._forks = _forks
+        self._forks = forks.passed
         self._slabs = Slabs()
         self._told: deque[Event] = deque()
         self._changed = threading.Condition()
@@ -134,14 +124,14 @@ class Prefetching:
 
     def check_usable(self) -> None:
         """Nothing is handed out in a forked child, or once closed, not even what is ready."""
-        if _forks != self._forks:
+        if forks.passed != self._forks:
             raise PeerError(f"got a client of the parent process after the fork; a process of its own {TWICE}")
         if self._closing:
             raise UserError("the client is closed: connect again")
 
     def close(self) -> None:
         """Give the rank up and end the thread; idempotent."""
-        if _forks != self._forks:
+        if forks.passed != self._forks:
             return
         with self._changed:  # another thread may wait for a step
             self._closing = True
@@ -207,6 +197,8 @@ class Prefetching:
             elif isinstance(effect, Deliver):
                 step = build_step(effect.parts, effect.attached, self._mesh, self._slabs)
                 step = self._views.make(step, effect.attached.rules)
+                if kernels.derive is None and isinstance(step.packs, Packs):
+                    step.packs.make()  # by numpy, which takes ten times as long: not while a trainer waits
                 with self._changed:
                     if self.session.round == self.round:  # the trainer may have begun another by now
                         self.ready.append(step)

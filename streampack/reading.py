@@ -14,6 +14,7 @@ import os
 import socket
 import uuid
 from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from streampack.errors import (
 )
 from streampack.formats import Views
 from streampack.keys import Key
+from streampack.making import Packs
 from streampack.packs import Step
 from streampack.prefetching import Prefetching
 from streampack.reading_figures import ReadingFigures
@@ -59,8 +61,10 @@ class Reading:
         self._upto: int | None = None  # steps before it were handed out whole in this iteration; None: not one
         self._delivered = False
         self._in_use: int | None = None
-        self._packs: deque[Any] = deque()  # what is left of step ``_packs_of``, where packs are asked for
-        self._packs_of = 0
+        # What is left of step ``_packs_of``, where packs are asked for: some that are made, and those after them.
+        self._packs: deque[Any] = deque()
+        self._groups: Iterator[Sequence[Any]] = iter(())
+        self._left = self._packs_of = 0
         self._prefetching = Prefetching(endpoint, self._session, mesh, views, patience.answer_s, self._figures, key)
         try:
             self._prefetching.wait_for(lambda: self._prefetching.attached is not None)
@@ -107,14 +111,17 @@ class Reading:
     def next_pack(self) -> Any:
         """The rank's next pack. Raises StopIteration at the end, on the same step on every rank."""
         self._prefetching.check_usable()
-        if not self._packs:
+        if not self._left:
             step = self._take_step()
             if step is None:
                 raise StopIteration
-            self._packs.extend(step)
-            self._packs_of = step.index
-        pack = self._packs.popleft()
+            self._groups = step.packs.groups() if isinstance(step.packs, Packs) else iter([step.packs])
+            self._left, self._packs_of = len(step), step.index
         if not self._packs:
+            self._packs.extend(next(self._groups))
+        pack = self._packs.popleft()
+        self._left -= 1
+        if not self._left:
             self._upto = max(self._upto or 0, self._packs_of + 1)
         return pack
 
@@ -176,6 +183,7 @@ class Reading:
         self._prefetching.turn_to(place.round)
         self._in_use = None
         self._packs.clear()
+        self._groups, self._left = iter(()), 0
 
     @property
     def _origin(self) -> checkpoint.Origin:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 import numpy as np
 
 from streampack.core.starvation import CAUSES, WAIT_BOUNDS_S, Starvation, bucket_of
-from streampack.formats import real_tokens
 from streampack.packs import Step
 
 _WAITS_KEPT = 4096
@@ -70,7 +69,7 @@ class ReadingFigures:
         """It was handed out."""
         self._counts["steps"] += 1
         self._counts["packs"] += len(step)
-        self._counts["tokens"] += sum(real_tokens(pack) for pack in step)
+        self._counts["tokens"] += step.num_tokens
 
     # What the client's thread says
 

@@ -43,18 +43,17 @@ def as_it_is(pack: Pack, rules: Rules) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Regrouping:
-    """What a step must know to be regrouped: its canonical packs, the run's rules, the stages of the pipeline, and how
-    a pack is shown, with rules of its own length."""
+    """What a step must know to be regrouped: the run's rules, the stages of the pipeline, and how a pack is shown, with
+    rules of its own length."""
 
-    packs: tuple[Pack, ...]
     rules: Rules
     pp: int
     show: Callable[[Pack, Rules], Any] = as_it_is
 
-    def regroup(self, budget: SupportsIndex, min_packs: SupportsIndex) -> ForwardPacks:
-        """See ``Step.regroup``."""
+    def regroup(self, packs: tuple[Pack, ...], budget: SupportsIndex, min_packs: SupportsIndex) -> ForwardPacks:
+        """See ``Step.regroup``; of its canonical packs."""
         budget, min_packs = _number("budget", budget), _number("min_packs", min_packs)
-        rules, first = self.rules, self.packs[0]
+        rules, first = self.rules, packs[0]
         if rules.padded:
             raise UserError(
                 "got a step of padded micro-batches to regroup, expected packs: rows of several lengths have no shape "
@@ -67,41 +66,22 @@ class Regrouping:
             )
         if budget < rules.align.pack:  # on ranks without a sample, too
             raise UserError(f"got budget={budget}, expected at least the {rules.align.pack} of align.pack")
-        counts = _sums([pack.num_samples for pack in self.packs])
-        slots = np.concatenate([np.diff(pack.cu_seqlens_padded)[: pack.num_samples] for pack in self.packs])
+        counts = _sums([pack.num_samples for pack in packs])
+        slots = np.concatenate([np.diff(pack.cu_seqlens_padded)[: pack.num_samples] for pack in packs])
         if budget >= rules.budget:
-            number = -(-len(self.packs) // (budget // rules.budget))
-            of_packs = _shared_out(len(self.packs), max(number, min_packs))
+            number = -(-len(packs) // (budget // rules.budget))
+            of_packs = _shared_out(len(packs), max(number, min_packs))
             bounds, room = counts[of_packs], np.maximum(np.diff(of_packs), 1) * rules.budget
         else:
-            bounds = self._filled(slots, budget // rules.align.pack * rules.align.pack, min_packs)
+            bounds = _filled(packs, slots, budget // rules.align.pack * rules.align.pack, min_packs)
             room = np.full(len(bounds) - 1, budget // rules.align.pack * rules.align.pack)
         ends = _sums(slots)[bounds]
         widths = _widths(np.diff(ends), room, rules, self.pp)
         parts = 1 if first.layout == "whole" else first.cp
-        packs = tuple(_forward_packs(_Cut(self.packs, counts, bounds, ends, widths, parts), rules))
+        found = tuple(_forward_packs(_Cut(packs, counts, bounds, ends, widths, parts), rules))
         own = {width: _rules_of(width, rules) for width in set(widths.tolist())}
-        shown = tuple(self.show(pack, own[width]) for pack, width in zip(packs, widths.tolist(), strict=True))
-        return ForwardPacks(shown, packs, self.packs)
-
-    def _filled(self, slots: I64, room: int, min_packs: int) -> I64:
-        """Where forward packs of up to ``room`` tokens begin among the samples, and their end, int64 [packs + 1]: each
-        takes what fits, in order; empty ones at the end make up ``min_packs``. Raises UserError for a sample that
-        none can hold."""
-        if len(slots) and int(slots.max()) > room:
-            ids = np.concatenate([pack.sample_ids for pack in self.packs])
-            raise UserError(
-                f"got a budget that holds {room} tokens and sample {tuple(ids[slots.argmax()].tolist())} of "
-                f"{int(slots.max())} with padding, expected a budget for every sample"
-            )
-        bounds, held = [0], 0
-        for sample, slot in enumerate(slots.tolist()):
-            if held + slot > room:
-                bounds.append(sample)
-                held = 0
-            held += slot
-        missing = max(min_packs - len(bounds), 0)
-        return np.array([*bounds, *[len(slots)] * (1 + missing)], np.int64)
+        shown = tuple(self.show(pack, own[width]) for pack, width in zip(found, widths.tolist(), strict=True))
+        return ForwardPacks(shown, found, packs)
 
 
 def _number(name: str, given: SupportsIndex) -> int:
@@ -125,6 +105,26 @@ def _shared_out(count: int, parts: int) -> I64:
     [0, 2, 4, 5]
     """
     return _sums([count // parts + (part < count % parts) for part in range(parts)])
+
+
+def _filled(packs: Sequence[Pack], slots: I64, room: int, min_packs: int) -> I64:
+    """Where forward packs of up to ``room`` tokens begin among the samples, and their end, int64 [packs + 1]: each
+    takes what fits, in order; empty ones at the end make up ``min_packs``. Raises UserError for a sample that
+    none can hold."""
+    if len(slots) and int(slots.max()) > room:
+        ids = np.concatenate([pack.sample_ids for pack in packs])
+        raise UserError(
+            f"got a budget that holds {room} tokens and sample {tuple(ids[slots.argmax()].tolist())} of "
+            f"{int(slots.max())} with padding, expected a budget for every sample"
+        )
+    bounds, held = [0], 0
+    for sample, slot in enumerate(slots.tolist()):
+        if held + slot > room:
+            bounds.append(sample)
+            held = 0
+        held += slot
+    missing = max(min_packs - len(bounds), 0)
+    return np.array([*bounds, *[len(slots)] * (1 + missing)], np.int64)
 
 
 def _widths(slots: I64, room: I64, rules: Rules, pp: int) -> I64:

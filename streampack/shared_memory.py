@@ -47,8 +47,9 @@ LEAST_BYTES = 64 << 10
 SLOT_BYTES = 2 << 20
 """What a chunk and a message of packs have at most, unless limits say otherwise; larger ones go over the socket. Of a
 slot that less is written to the rest is no memory."""
-NUM_SLOTS = 32
-"""Of a router for each of its peers: steps that ranks ask for ahead."""
+NUM_SLOTS = 64
+"""Of a router for each of its peers: steps that ranks ask for ahead, which lie there until packs are made of them. As
+many as an answer has bits for; those that are not needed are never touched, and no memory."""
 FEW_SLOTS = 8
 """Of a dealer: what a broker counts on for each producer that is ahead of it (``ARRIVING_BYTES``)."""
 ASK_S = 1.0

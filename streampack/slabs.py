@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 import weakref
 from collections import deque
 from typing import Any
@@ -19,10 +20,11 @@ from streampack.core.layout import round_up
 
 
 class Slabs:
-    """One thread takes them; any may drop the last view."""
+    """Any thread takes them, one at a time, and any may drop the last view."""
 
     def __init__(self) -> None:
         self._returned: deque[mmap.mmap] = deque()
+        self._taking = threading.Lock()
         self._idle: list[mmap.mmap] = []
         """Those that came back first, first."""
 
@@ -36,7 +38,8 @@ class Slabs:
 
         It is a slab of its own until nothing refers to it: arrays made of it (``np.frombuffer``) do.
         """
-        memory = self._fitting(round_up(num_bytes, mmap.PAGESIZE))
+        with self._taking:
+            memory = self._fitting(round_up(num_bytes, mmap.PAGESIZE))
         lent = (ctypes.c_char * num_bytes).from_buffer(memory)  # dies with its last view, unlike the mapping
         weakref.finalize(lent, self._returned.append, memory).atexit = False
         return lent

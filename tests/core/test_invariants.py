@@ -221,7 +221,7 @@ def replace_rules(rules: Any, **changes: Any) -> Any:
 STEP: list[tuple[str, Callable[[Step], Step]]] = [
     ("digest", lambda step: replace(step, digest="x" * 32)),
     ("micro_batch", lambda step: replace(step, packs=step.packs[::-1])),
-    ("micro_batch", lambda step: replace(step, packs=step.packs[:1] * 2)),
+    ("micro_batch", lambda step: replace(step, packs=[step[0], step[0]])),
     ("step", lambda step: replace(step, index=4)),
     ("num_samples", lambda step: replace(step, num_samples=step.num_samples + 1)),
     ("num_loss_tokens", lambda step: replace(step, num_loss_tokens=step.num_loss_tokens - 1)),
@@ -246,7 +246,7 @@ def test_a_chain_that_does_not_follow_is_caught() -> None:
         follows(None, loader_steps[0])
     with pytest.raises(InvariantError, match=r"^chain: step 1: got"):
         follows(loader_steps[0], loader_steps[1])
-    follows(loader_steps[1], loader_steps[0].__class__(5, (), 0, 0, "0" * 32, "0" * 32))  # some were not seen
+    follows(loader_steps[1], loader_steps[0].__class__(5, (), 0, 0, 0, "0" * 32, "0" * 32))  # some were not seen
 
 
 SHARDS: list[tuple[str, Callable[[Pack, Pack], list[Pack]]]] = [

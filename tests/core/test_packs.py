@@ -278,6 +278,15 @@ def reassembled(case: Case, steps: Sequence[Sequence[Pack] | Step], micro_batch:
     return {name: array.tolist() for name, array in whole.items()}
 
 
+def equal(pack: Pack | None, other: Pack) -> bool:
+    """The same in all they have."""
+    assert pack is not None
+    return list(pack) == list(other) and all(
+        np.array_equal(pack[name], value) and np.asarray(pack[name]).dtype == np.asarray(value).dtype
+        for name, value in other.items()
+    )
+
+
 def built(parts: list[Envelope], case: Case, mesh: Mesh) -> Step:
     return build_step(parts, attached(case), mesh, SLABS)
 
