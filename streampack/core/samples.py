@@ -49,7 +49,7 @@ def index_of(seq: int | I64, partition: int, partitions: int) -> int | I64:
 
 
 class SampleTable:
-    """Columns of every sample held, by handle; grows when full, reuses freed handles last-in first-out."""
+    """Columns of every sample held, by handle; grows when full, reuses freed handles first-in first-out."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self.stream: I32 = np.zeros(capacity, np.int32)
@@ -59,8 +59,8 @@ class SampleTable:
         self.loss_tokens: I32 = np.zeros(capacity, np.int32)
         self.crc: U32 = np.zeros(capacity, np.uint32)
         self.keep: NDArray[np.uint8] = np.zeros(capacity, np.uint8)
-        self._free: I64 = np.arange(capacity - 1, -1, -1, dtype=np.int64)
-        self._num_free = capacity
+        self._free: I64 = np.arange(capacity, dtype=np.int64)
+        self._head, self._num_free = 0, capacity
 
     @property
     def capacity(self) -> int:
@@ -71,16 +71,33 @@ class SampleTable:
         return self.capacity - self._num_free
 
     def take(self, count: int) -> I64:
-        """``count`` free handles, int64 [count]."""
+        """``count`` free handles, int64 [count], those that have been free for longest."""
         while self._num_free < count:
             self._grow()
+        found = self._first_free(count)
+        self._head = (self._head + count) % self.capacity
         self._num_free -= count
-        return self._free[self._num_free : self._num_free + count][::-1].copy()
+        return found
 
     def free(self, handles: I64) -> None:
-        """Give handles back; their rows may be overwritten."""
-        self._free[self._num_free : self._num_free + len(handles)] = handles[::-1]
+        """Give handles back; their rows may be overwritten.
+
+        They are taken again in the order of their numbers, so that samples which come together have rows that lie
+        together, whatever the order in which they went: a step's are found in a few cache lines of each column.
+        """
+        at = (self._head + self._num_free) % self.capacity
+        in_order = np.sort(handles)
+        room = self.capacity - at
+        self._free[at : at + len(handles)] = in_order[:room]
+        self._free[: max(len(handles) - room, 0)] = in_order[room:]
         self._num_free += len(handles)
+
+    def _first_free(self, count: int) -> I64:
+        """A copy of the first ``count`` of the ring of free handles."""
+        room = len(self._free) - self._head
+        if count <= room:
+            return self._free[self._head : self._head + count].copy()
+        return np.concatenate([self._free[self._head :], self._free[: count - room]])
 
     def rows(self, handles: I64) -> NDArray[np.void]:
         """Rows of these samples, ``ROW`` [n]."""
@@ -108,7 +125,7 @@ class SampleTable:
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(old, column.dtype)]))
         free = np.zeros(2 * old, np.int64)
-        free[:old] = np.arange(2 * old - 1, old - 1, -1)
-        free[old : old + self._num_free] = self._free[: self._num_free]
-        self._free = free
+        free[: self._num_free] = self._first_free(self._num_free)
+        free[self._num_free : self._num_free + old] = np.arange(old, 2 * old)
+        self._free, self._head = free, 0
         self._num_free += old
