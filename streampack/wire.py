@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from crc32c import crc32c
 
+from streampack.checksums import crc32c
 from streampack.core.fields import MAX_FIELDS
 from streampack.core.messages import ALL, Envelope, Message
 from streampack.core.records import ALL_RECORDS, Record

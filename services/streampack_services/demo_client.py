@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import numpy as np
-from crc32c import crc32c
 
 import streampack
 from streampack import Mesh, Pack, Step, StreampackError
+from streampack.checksums import crc32c
 from streampack.core.samples import I64, IGNORE_INDEX
 
 REPORT_EVERY_S = 0.1

@@ -9,8 +9,8 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
-from crc32c import crc32c
 
+from streampack.checksums import crc32c
 from streampack.core.figures import figures
 from streampack.core.rules import Rules
 from streampack.core.samples import index_of

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from crc32c import crc32c
 from msgspec.structs import replace
 
 from streampack import wire
+from streampack.checksums import crc32c
 from streampack.core.admission import POLICY_LAG
 from streampack.core.messages import OVERLONG
 from streampack.core.records import ChunkAdmitted, Record, SamplesRejected, StepFormed

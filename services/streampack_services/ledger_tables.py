@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from crc32c import crc32c
 
+from streampack.checksums import crc32c
 from streampack.errors import LedgerDamaged, UserError
 
 VERSION = 1

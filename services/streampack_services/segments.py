@@ -37,8 +37,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from crc32c import crc32c
-
+from streampack.checksums import crc32c
 from streampack.errors import LogDamaged
 
 MAGIC = b"spacklog"
