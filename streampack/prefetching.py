@@ -34,7 +34,7 @@ from streampack.errors import (
 )
 from streampack.formats import Views
 from streampack.keys import Key
-from streampack.making import Packs
+from streampack.making import Ahead, Packs
 from streampack.packs import Step
 from streampack.reading_figures import ReadingFigures
 from streampack.slabs import Slabs
@@ -81,6 +81,7 @@ class Prefetching:
         self._started = time.monotonic()
         dealer = Dealer(endpoint, MAX_MESSAGE_BYTES, linger_ms=500, key=key)
         self._waker = Waker()
+        self._ahead = Ahead(self._waker.wake)
         self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-client", daemon=True)
         self._thread.start()
 
@@ -157,6 +158,7 @@ class Prefetching:
                 for frames in drain(dealer, 64):
                     self._perform(dealer, self._receive(frames))
                 self._pass_on(dealer)
+                self._ahead.make()
                 self._figures.waits_for(*self.session.cause)
                 now = time.monotonic()
                 if now - counted >= STATS_S:
@@ -197,8 +199,8 @@ class Prefetching:
             elif isinstance(effect, Deliver):
                 step = build_step(effect.parts, effect.attached, self._mesh, self._slabs)
                 step = self._views.make(step, effect.attached.rules)
-                if kernels.derive is None and isinstance(step.packs, Packs):
-                    step.packs.make()  # by numpy, which takes ten times as long: not while a trainer waits
+                if isinstance(step.packs, Packs):
+                    self._prepare(step.packs)
                 with self._changed:
                     if self.session.round == self.round:  # the trainer may have begun another by now
                         self.ready.append(step)
@@ -217,6 +219,14 @@ class Prefetching:
             with self._changed:
                 self.attached = self.session.attached
                 self._changed.notify_all()
+
+    def _prepare(self, packs: Packs) -> None:
+        """Make what the trainer should not have to make."""
+        packs.ahead = self._ahead
+        if kernels.derive is None:  # numpy takes ten times as long
+            packs.make()
+        elif self._ahead.slow:
+            packs.make_group(0)
 
     def _check_reached(self, now: float) -> None:
         if not self.session.reached and now - self._started > self._answer_s:

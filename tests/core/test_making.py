@@ -4,6 +4,7 @@ import copy
 import multiprocessing
 import pickle
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import streampack
 from streampack import making
 from streampack.building import build_step
 from streampack.core.messages import Mesh
@@ -133,3 +135,59 @@ def test_a_forked_child_has_those_that_were_made() -> None:
     assert "before the fork, expected made ones" in said.get()
     child.join()
     assert np.array_equal(step[3].input_ids[:5], [4] * 5), "the parent goes on"
+
+
+def test_what_a_slow_trainer_asks_for_next_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the thread that is woken; a trainer that is fast would only wait for it, and makes it itself."""
+    now, woken = [100.0], list[float]()
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    ahead = making.Ahead(lambda: woken.append(now[0]))
+    packs: Any = step_of(MANY).packs
+    packs.ahead = ahead
+    groups = packs.groups()
+    made_by, who, make = list[str](), "trainer", packs._make
+
+    def by_whom(number: int) -> Any:
+        made_by.append(who)
+        return make(number)
+
+    monkeypatch.setattr(packs, "_make", by_whom)
+
+    def step_in(passed_s: float) -> None:
+        nonlocal who
+        now[0] += passed_s
+        who = "trainer"
+        next(groups)
+        who = "client"
+        ahead.make()
+
+    step_in(1.0)  # the first: nothing was known of its pace but that it has not asked for long
+    assert (made_by, woken) == (["trainer", "client"], [101.0])
+    step_in(0.5)
+    assert made_by == ["trainer", "client", "client"], "it found the second made, and the third is"
+    step_in(0.001)
+    step_in(0.001)
+    assert made_by == ["trainer", "client", "client", "trainer"]
+    assert not ahead.slow
+    step_in(0.5)
+    assert made_by[4:] == ["trainer", "client"]
+    packs.make_group(0)
+    assert len(made_by) == 6, "what was handed out is not made again"
+    while next(groups, None) is not None:
+        ahead.make()
+    assert len(made_by) == len(packs)
+
+
+def test_steps_of_a_slow_trainer_come_with_their_first_packs_made() -> None:
+    """And all of them where there is no kernel: a client as a trainer has it, in threads."""
+    texts = [f"text number {number} " * 3 for number in range(40)]
+    with streampack.local(texts, budget=64, packs=8, format="numpy", repeat=True) as loader:
+        steps = loader.steps()
+        first = next(steps)
+        for expected in (1, 2):
+            time.sleep(0.3)
+            step = next(steps)
+            assert step.index == first.index + expected
+            made: Any = step.packs
+            assert made._made[0] is not None
+            assert len(list(step)) == 8
