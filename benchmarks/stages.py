@@ -42,6 +42,7 @@ from streampack.core.events import Event, FromBroker, Send, Tick
 from streampack.core.messages import Mesh, Offer
 from streampack.core.producer_session import ProducerSession, Read
 from streampack.formats import Views
+from streampack.making import Packs
 from streampack.slabs import Slabs
 from streampack.typed_tree import convert
 
@@ -201,7 +202,7 @@ class Run:
         self._handle = meter.timed("client: session", self._client.handle)
         self._build = meter.timed("client: check a step", build_step)
         self._make = meter.timed("client: check a step", self._views.make)
-        self._next = meter.timed("client: make packs", next)
+        self._take = meter.timed("client: make packs", Packs.take)
 
     def until(self, tokens: float) -> None:
         """Go on until the client has had so many."""
@@ -241,10 +242,9 @@ class Run:
                 elif isinstance(effect, Deliver):
                     step = self._build(effect.parts, effect.attached, self._mesh, self._slabs)
                     step = self._make(step, effect.attached.rules)
-                    groups = step.packs.groups()
-                    while (group := self._next(groups, None)) is not None:
-                        last = group[-1]  # which a trainer has while the next ones are made
-                        del group
+                    last = None
+                    for number in range(step.packs.num_groups):
+                        last = self._take(step.packs, number)[-1]  # which a trainer has while the next are made
                     del last
                     self.tokens += step.num_tokens
                     waiting.append(Returned(step.index + 1))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.columns import Column, Columns, rebased, rows
+from streampack.columns import Column, Columns, part, rebased, rows
 from streampack.compiled import kernels
 from streampack.core import layout as in_numpy
 from streampack.core.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
@@ -61,11 +61,11 @@ def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs:
             contents.append(_content(message, envelope.payload, attached, mesh, slabs))
         except ValueError as error:
             raise WireError(f"got step {message.step}, which cannot be laid out: {error}") from None
-        count += contents[-1].rest.count
+        count += contents[-1].count
     if first is None or count != first.micro_batches:
         raise WireError(f"got {count} micro-batches, expected {first.micro_batches if first else 'some'}")
     return Step(
-        first.step, Packs(contents), sum(content.num_tokens for content in contents), first.num_loss_tokens,
+        first.step, Packs.of(contents), sum(content.num_tokens for content in contents), first.num_loss_tokens,
         first.num_samples, first.digest.hex(), first.chain.hex(), Regrouping(attached.rules, mesh.pp),
     )  # fmt: skip
 
@@ -75,7 +75,8 @@ class Content:
     """What a message holds, checked and laid out: ``tokens`` as they came, the ``rest`` of what its packs have."""
 
     tokens: _Tokens
-    rest: Columns
+    count: int
+    rest: Mapping[str, Column | list[Any]]
     rows: Sequence[list[Any]]
     """Each of the ``rest`` by pack, in the order of a pack's attributes: those by token are the first, the fields the
     last."""
@@ -85,7 +86,7 @@ class Content:
     def groups(self, num_tokens: int) -> list[tuple[int, int]]:
         """Packs [first, stop) of up to ``num_tokens`` tokens, or one of more, in turn."""
         bounds, found, first = self.tokens.bounds, list[tuple[int, int]](), 0
-        while first < self.rest.count:
+        while first < self.count:
             stop = max(bisect_right(bounds, bounds[first] + num_tokens) - 1, first + 1)
             found.append((first, stop))
             first = stop
@@ -100,8 +101,8 @@ class Content:
         packs = [Pack(*row) for row in zip(*of_tokens, *(each[first:stop] for each in self.rows), own, strict=True)]
         if show is None:
             return packs
-        rest = self.rest.part(first, stop)
-        return show(Columns(rest.count, {**tokens, **rest.attributes}, fields), packs)
+        rest = {name: part(column, first, stop) for name, column in self.rest.items()}
+        return show(Columns(stop - first, {**tokens, **rest}, fields), packs)
 
 
 def _content(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: Mesh, slabs: Slabs) -> Content:
@@ -144,7 +145,7 @@ def _content(part: StepPart, payload: Sequence[Any], attached: Attached, mesh: M
         "cp_rank": [mesh.cp_rank] * num_packs,
     }
     by_pack = [rows(attributes[name]) for name in _REST]
-    return Content(tokens, Columns(num_packs, attributes, {}), by_pack, int(lengths.sum()))
+    return Content(tokens, num_packs, attributes, by_pack, int(lengths.sum()))
 
 
 def _lay_out(lengths: I64, counts: I64, aligns: I64, widths: I64) -> tuple[Layouts, Boundaries, I64]:
@@ -192,7 +193,7 @@ class _Tokens:
         slab = self.slabs.take(25 * size)
         input_ids, labels, position_ids = np.frombuffer(slab, np.int64, 3 * size).reshape(3, size)
         padding_mask = np.frombuffer(slab, np.bool_, size, 24 * size)
-        fields = {field.name: self._field(field, column.part(first, stop)) for field, column in self.fields}
+        fields = {field.name: self._field(field, part(column, first, stop)) for field, column in self.fields}
         sent, supplied = fields.pop(LABELS, None), fields.pop(POSITION_IDS, None)
         tokens: dict[str, Column | list[Any]]
         if self.input_ids is not None:
@@ -222,9 +223,7 @@ class _Tokens:
         return Column(kept, came.bounds)
 
 
-def _tokens(
-    frames: Mapping[str, Any], rules: Rules, laid: Layouts, mine: Slices, parts: int, slabs: Slabs
-) -> _Tokens:  # fmt: skip
+def _tokens(frames: Mapping[str, Any], rules: Rules, laid: Layouts, mine: Slices, parts: int, slabs: Slabs) -> _Tokens:
     """Of a rank that holds 1 / ``parts`` of each pack. Raises ValueError for frames of another size."""
     widths = laid.stop[laid.first_segment[1:] - 1]
     whole, bounds = ([0, *np.cumsum(widths // share).tolist()] for share in (1, parts))

@@ -213,7 +213,8 @@ class Client:
         returned their steps), ``starved_join_s`` (ranks were not there), ``starved_memory_s`` (the arena was full),
         ``starved_forming_s`` (the packer was at work), ``starved_log_s`` (the disk was) and ``starved_network_s`` (the
         broker had sent the step, or was not heard). ``trainer_s``: how long the trainer had a step and did not ask for
-        the next; ``step_s``: from one step to the next, mean of the last ones, once there are two."""
+        the next: its work and, of one that is fast, the making of packs. ``step_s``: from one step to the next, mean of
+        the last ones, once there are two."""
         return self._reading.stats()
 
     def close(self) -> None:

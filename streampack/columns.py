@@ -1,4 +1,4 @@
-"""The packs of one message, attribute by attribute: long arrays that are cut into packs, and into tensors.
+"""Some packs of one message, attribute by attribute: long arrays that are cut into packs, and into tensors.
 
 What is done to a column is done once for many packs: a view of each is all that a pack costs.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +20,6 @@ class Column:
 
     values: NDArray[Any]
     bounds: Sequence[int]
-
-    def part(self, first: int, stop: int) -> Column:
-        """That of packs [first, stop)."""
-        values = self.values[self.bounds[first] : self.bounds[stop]]
-        return Column(values, rebased(self.bounds, first, stop))
 
     def rows(self) -> list[NDArray[Any]]:
         """Each pack's, a view."""
@@ -41,14 +36,6 @@ class Columns:
     count: int
     attributes: Mapping[str, Column | list[Any]]
     fields: Mapping[str, Column | list[Any]]
-
-    def part(self, first: int, stop: int) -> Columns:
-        """Those of packs [first, stop)."""
-        attributes, fields = (
-            {name: v.part(first, stop) if isinstance(v, Column) else v[first:stop] for name, v in held.items()}
-            for held in (self.attributes, self.fields)
-        )
-        return Columns(stop - first, attributes, fields)
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any], fields: Mapping[str, Any]) -> Columns:
@@ -70,6 +57,18 @@ def rebased(bounds: Sequence[int], first: int, stop: int) -> list[int]:
     """
     begin = bounds[first]
     return [bound - begin for bound in bounds[first : stop + 1]]
+
+
+@overload
+def part(column: Column, first: int, stop: int) -> Column: ...
+@overload
+def part(column: Column | list[Any], first: int, stop: int) -> Column | list[Any]: ...
+def part(column: Column | list[Any], first: int, stop: int) -> Column | list[Any]:
+    """That of packs [first, stop)."""
+    if not isinstance(column, Column):
+        return column[first:stop]
+    values = column.values[column.bounds[first] : column.bounds[stop]]
+    return Column(values, rebased(column.bounds, first, stop))
 
 
 def rows(column: Column | list[Any]) -> list[Any]:

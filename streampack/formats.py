@@ -131,15 +131,18 @@ def view(pack: Pack, format: str, rules: Rules) -> View:
 
 def views(columns: Columns, packs: Sequence[Pack], format: str, rules: Rules, slabs: Slabs) -> list[View]:
     """Some packs of a message in ``format``, as ``view`` gives each; what packs do not have in memory of ``slabs``."""
+    import torch
+
     from streampack import tensors
     from streampack.views import form
 
     halves = frozenset(field.name for field in rules.fields if field.dtype == "bfloat16")
-    if rules.padded:
-        return [_padded(pack, format, rules, halves) for pack in packs]
-    keys, rest = form(format, columns, tensors.thd(columns, halves), slabs, rules)
-    found = zip(_by_pack(keys, packs), packs, _by_pack(rest, packs), strict=True)
-    return [View(row, pack, others, rules) for row, pack, others in found]
+    with torch.inference_mode(False):  # who asks for a pack may be in one, and train on the pack later
+        if rules.padded:
+            return [_padded(pack, format, rules, halves) for pack in packs]
+        keys, rest = form(format, columns, tensors.thd(columns, halves), slabs, rules)
+        found = zip(_by_pack(keys, packs), packs, _by_pack(rest, packs), strict=True)
+        return [View(row, pack, others, rules) for row, pack, others in found]
 
 
 def _by_pack(values: Mapping[str, list[Any]], packs: Sequence[Pack]) -> list[dict[str, Any]]:
@@ -194,7 +197,7 @@ def real_tokens(batch: Pack | View) -> int:
 
 
 class Views:
-    """Steps in a format and on a device: made by the client's thread, taken by the trainer's.
+    """Steps in a format and on a device: made by the client's thread or the trainer's, taken by the trainer's.
 
     Raises UserError for a format, a device or a mesh that cannot be.
     """
@@ -226,7 +229,8 @@ class Views:
     def make(self, step: Step, rules: Rules) -> Step:
         """``step`` with views for packs, verified where asked, and on the device. Raises InvariantError."""
         packs, regrouping = step.packs, step.regrouping
-        if self.format != "numpy" and isinstance(packs, Packs):
+        if self.format != "numpy":
+            assert isinstance(packs, Packs), "as build_step has made them"
             packs = packs.shown(partial(views, format=self.format, rules=rules, slabs=self._slabs))
         if regrouping is not None:
             device = None if self._stream is None else self._stream.device

@@ -104,7 +104,8 @@ class Step:
 
     index: int
     packs: Sequence[Any]
-    """Packs, or views of them, as ``connect``'s format says; made when they are asked for, and kept."""
+    """Packs, or views of them, as ``connect``'s format says; made when they are asked for, and kept.
+    Not always a tuple: ``tuple(step)`` is."""
     num_tokens: int
     """Real tokens of them; of a rank that holds a part of each, too, of all."""
     num_loss_tokens: int
@@ -134,7 +135,9 @@ class Step:
         """
         if self.regrouping is None:
             raise UserError("got a step that no loader has made, expected one of loader.steps()")
-        packs = tuple(batch if isinstance(batch, Pack) else batch.canonical for batch in self.packs)
+        from streampack.formats import canonical  # which knows packs
+
+        packs = tuple(canonical(batch) for batch in self.packs)
         return self.regrouping.regroup(packs, budget, min_packs)
 
     @property

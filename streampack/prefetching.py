@@ -178,6 +178,7 @@ class Prefetching:
             log.exception("the client's thread failed")
             self.fail(InternalError(f"the client's thread failed: {error!r}"))
         finally:
+            self._ahead.stop()
             dealer.close()
             self._waker.close()
 
@@ -226,7 +227,7 @@ class Prefetching:
         if kernels.derive is None:  # numpy takes ten times as long
             packs.make()
         elif self._ahead.slow:
-            packs.make_group(0)
+            self._ahead.make_group(packs, 0)
 
     def _check_reached(self, now: float) -> None:
         if not self.session.reached and now - self._started > self._answer_s:

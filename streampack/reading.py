@@ -14,7 +14,6 @@ import os
 import socket
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -61,10 +60,10 @@ class Reading:
         self._upto: int | None = None  # steps before it were handed out whole in this iteration; None: not one
         self._delivered = False
         self._in_use: int | None = None
-        # What is left of step ``_packs_of``, where packs are asked for: some that are made, and those after them.
+        # What is left of step ``_packs_of``, where packs are asked for: some that are made, and groups after them.
         self._packs: deque[Any] = deque()
-        self._groups: Iterator[Sequence[Any]] = iter(())
-        self._left = self._packs_of = 0
+        self._source: Packs | None = None
+        self._group = self._left = self._packs_of = 0
         self._prefetching = Prefetching(endpoint, self._session, mesh, views, patience.answer_s, self._figures, key)
         try:
             self._prefetching.wait_for(lambda: self._prefetching.attached is not None)
@@ -115,13 +114,18 @@ class Reading:
             step = self._take_step()
             if step is None:
                 raise StopIteration
-            self._groups = step.packs.groups() if isinstance(step.packs, Packs) else iter([step.packs])
+            if isinstance(step.packs, Packs):
+                self._source, self._group = step.packs, 0
+            else:
+                self._packs.extend(step.packs)
             self._left, self._packs_of = len(step), step.index
-        if not self._packs:
-            self._packs.extend(next(self._groups))
+        if not self._packs and self._source is not None:
+            self._packs.extend(self._source.take(self._group))
+            self._group += 1  # once it is there: who was interrupted may ask again
         pack = self._packs.popleft()
         self._left -= 1
         if not self._left:
+            self._source = None
             self._upto = max(self._upto or 0, self._packs_of + 1)
         return pack
 
@@ -142,7 +146,7 @@ class Reading:
         step = self._views.arrive(self._prefetching.ready.popleft())
         self._delivered = True
         self._in_use = step.index
-        self._figures.note_step(step)
+        self._figures.note_step(len(step), step.num_tokens)
         return step
 
     # Checkpoints
@@ -183,7 +187,7 @@ class Reading:
         self._prefetching.turn_to(place.round)
         self._in_use = None
         self._packs.clear()
-        self._groups, self._left = iter(()), 0
+        self._source, self._left = None, 0
 
     @property
     def _origin(self) -> checkpoint.Origin:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 import numpy as np
 
 from streampack.core.starvation import CAUSES, WAIT_BOUNDS_S, Starvation, bucket_of
-from streampack.packs import Step
 
 _WAITS_KEPT = 4096
 _STEPS_KEPT = 32
@@ -65,11 +64,11 @@ class ReadingFigures:
             if got:
                 self._handed_out.append(now)
 
-    def note_step(self, step: Step) -> None:
-        """It was handed out."""
+    def note_step(self, num_packs: int, num_tokens: int) -> None:
+        """It was handed out: so many packs, of so many real tokens."""
         self._counts["steps"] += 1
-        self._counts["packs"] += len(step)
-        self._counts["tokens"] += step.num_tokens
+        self._counts["packs"] += num_packs
+        self._counts["tokens"] += num_tokens
 
     # What the client's thread says
 

@@ -1,4 +1,4 @@
-"""The columns of a message as torch tensors: one is made of each, and what its packs get are cuts of it.
+"""Columns of packs as torch tensors: one is made of each, and what its packs get are cuts of it.
 
 A tensor lies in the column's memory and keeps it alive. The cuts are torch's unsafe ones, which share memory and
 nothing else: cut any other way, all packs' labels would count as one tensor's, and to change those of one would fail

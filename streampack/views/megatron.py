@@ -44,7 +44,7 @@ def form(columns: Columns, of_packs: Rows, slabs: Slabs) -> tuple[Rows, Rows]:
         keys["loss_mask"] = cut(torch.from_numpy(counted), labels.bounds, rows=1)
     keys["position_ids"] = [positions.unsqueeze(-2) for positions in of_packs["position_ids"]]
     keys["cu_seqlens"] = keys["cu_seqlens_padded"] = cut(tensor(bounds.values), bounds.bounds, rows=1)
-    widest = torch.tensor(of_packs["max_seqlen"], dtype=torch.int32)
+    widest = torch.from_numpy(np.array(of_packs["max_seqlen"], np.int32))  # whatever the default device
     keys["max_seqlen"] = cut(widest, range(columns.count + 1))
     return keys, rest
 

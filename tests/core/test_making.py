@@ -1,22 +1,26 @@
 """Packs are made a few at a time, when they are asked for: the same ones, once, in memory that is used again."""
 
 import copy
+import gc
 import multiprocessing
 import pickle
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import streampack
 from streampack import making
 from streampack.building import build_step
+from streampack.compiled import kernels
 from streampack.core.messages import Mesh
-from streampack.errors import PeerError
+from streampack.errors import InternalError, PeerError, UserError
 from streampack.formats import View, Views
 from streampack.packs import Pack, Step
 from streampack.slabs import Slabs
@@ -45,7 +49,8 @@ def test_however_many_are_made_at_once_they_are_the_same(case: Case, tokens: int
         patch.setattr(making, "GROUP_TOKENS", tokens)
         apart = step_of(case, sizes)
         assert [len(step.packs) for step in (together, apart)] == [len(case.packs)] * 2
-        in_turn = [pack for group in step_of(case, sizes).packs.groups() for pack in group]  # type: ignore[attr-defined]
+        taken: Any = step_of(case, sizes).packs
+        in_turn = [pack for number in range(taken.num_groups) for pack in taken.take(number)]
         for pack, other, third in zip(together, apart, in_turn, strict=True):
             assert equal(pack, other)
             assert equal(pack, third)
@@ -93,11 +98,10 @@ def test_a_step_is_pickled_and_copied_with_its_packs_made() -> None:
 def test_who_goes_through_them_once_needs_the_memory_of_two_groups() -> None:
     slabs = Slabs()
     packs: Any = step_of(MANY, slabs=slabs).packs
-    groups, places, held = packs.groups(), list[int](), None
-    while (group := next(groups, None)) is not None:
-        held = group[-1]  # as a trainer has the last one while the next are made
+    places, held = list[int](), None
+    for number in range(packs.num_groups):
+        held = packs.take(number)[-1]  # as a trainer has the last one while the next are made
         places.append(held.input_ids.__array_interface__["data"][0])
-        del group
     del held
     assert len(places) == 10
     assert len(set(places)) == 2
@@ -134,17 +138,23 @@ def test_a_forked_child_has_those_that_were_made() -> None:
     child.start()
     assert "before the fork, expected made ones" in said.get()
     child.join()
+    with step.packs._making:  # type: ignore[attr-defined]  # as the client's thread may while the trainer forks
+        child = fork.Process(target=look)
+        child.start()
+    assert "before the fork, expected made ones" in said.get()
+    child.join()
     assert np.array_equal(step[3].input_ids[:5], [4] * 5), "the parent goes on"
 
 
-def test_what_a_slow_trainer_asks_for_next_is_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("taken", [True, False])
+def test_what_a_slow_trainer_asks_for_next_is_made_meanwhile(taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the thread that is woken; a trainer that is fast would only wait for it, and makes it itself."""
     now, woken = [100.0], list[float]()
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     ahead = making.Ahead(lambda: woken.append(now[0]))
     packs: Any = step_of(MANY).packs
     packs.ahead = ahead
-    groups = packs.groups()
+    number = iter(range(packs.num_groups))
     made_by, who, make = list[str](), "trainer", packs._make
 
     def by_whom(number: int) -> Any:
@@ -153,11 +163,14 @@ def test_what_a_slow_trainer_asks_for_next_is_made_meanwhile(monkeypatch: pytest
 
     monkeypatch.setattr(packs, "_make", by_whom)
 
+    def ask() -> None:
+        packs.take(next(number)) if taken else packs[next(number)]
+
     def step_in(passed_s: float) -> None:
         nonlocal who
         now[0] += passed_s
         who = "trainer"
-        next(groups)
+        ask()
         who = "client"
         ahead.make()
 
@@ -173,9 +186,13 @@ def test_what_a_slow_trainer_asks_for_next_is_made_meanwhile(monkeypatch: pytest
     assert made_by[4:] == ["trainer", "client"]
     packs.make_group(0)
     assert len(made_by) == 6, "what was handed out is not made again"
-    while next(groups, None) is not None:
+    for _ in range(5):
+        ask()
         ahead.make()
     assert len(made_by) == len(packs)
+    ahead.stop()
+    ahead.handed_out(packs, 0)
+    assert len(woken) == 3, "nobody is woken who has ended"
 
 
 def test_steps_of_a_slow_trainer_come_with_their_first_packs_made() -> None:
@@ -191,3 +208,69 @@ def test_steps_of_a_slow_trainer_come_with_their_first_packs_made() -> None:
             made: Any = step.packs
             assert made._made[0] is not None
             assert len(list(step)) == 8
+
+
+def test_a_message_is_let_go_with_its_last_pack() -> None:
+    """A step that is kept holds its packs, not the memory of the broker that they came in."""
+    step = step_of(MANY, [4, 6])
+    packs: Any = step.packs
+    came = [weakref.ref(group[0].tokens.input_ids) for group in (packs._groups[0], packs._groups[9])]
+    packs[:4]
+    gc.collect()
+    assert [content() is None for content in came] == [True, False]
+    for number in range(4, 10):
+        packs.take(number)
+    assert [content() is None for content in came] == [True, True]
+    assert [pack.micro_batch for pack in packs[:4]] == [0, 1, 2, 3]
+    with pytest.raises(InternalError, match="group 5 of a step's packs, which was taken"):
+        packs[5]
+
+
+def test_who_is_interrupted_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has missed nothing; nor does a group that could not be made ahead end anything."""
+    texts = [f"text number {number} " * 3 for number in range(40)]
+    with streampack.local(texts, budget=64, packs=8, format="numpy", repeat=True) as loader:
+        whole = [pack.sample_ids.tolist() for pack, _ in zip(loader, range(40), strict=False)]
+    failing, make = [KeyboardInterrupt, MemoryError], making.Packs._make
+
+    def breaks(packs: Any, number: int) -> Any:
+        if failing and threading.current_thread() is threading.main_thread():
+            raise failing.pop()
+        if number == 3 and threading.current_thread() is not threading.main_thread():
+            raise MemoryError("none for what is made ahead")
+        return make(packs, number)
+
+    monkeypatch.setattr(making.Packs, "_make", breaks)
+    monkeypatch.setattr(making, "SLOW_S", 0.0)
+    kernels.load()
+    kernels.wait()
+    found = list[Any]()
+    with streampack.local(texts, budget=64, packs=8, format="numpy", repeat=True) as loader:
+        while len(found) < 40:
+            try:
+                found.append(next(loader).sample_ids.tolist())
+            except (KeyboardInterrupt, MemoryError):
+                continue
+    assert found == whole
+    assert not failing
+
+
+def test_packs_that_are_asked_for_in_inference_mode_may_be_trained_on() -> None:
+    rules, embedding = attached(MANY).rules, torch.nn.Embedding(32, 4)
+    for format in ("thd", "hf", "megatron", "bshd", "torchtitan"):
+        step = Views(format, Mesh()).make(step_of(MANY), rules)
+        with torch.inference_mode(), torch.device("meta"):
+            first = step[0]
+        assert not any(tensor.is_inference() or tensor.is_meta for tensor in first.tensors().values()), format
+        embedding(first.input_ids).sum().backward()
+
+
+def test_they_compare_as_tuples_do() -> None:
+    packs = step_of(MANY).packs
+    whole = tuple(packs)
+    assert packs == whole
+    assert whole == packs
+    assert hash(packs) == hash(whole)
+    assert packs != whole[1:]
+    with pytest.raises(UserError, match=r"take tuple\(step\)"):
+        type(packs)(list(packs))
