@@ -110,8 +110,11 @@ class Packs(Sequence[Any]):
         return cls([(content, *span) for content in contents for span in content.groups(GROUP_TOKENS)])
 
     def shown(self, show: Show) -> Packs:
-        """What ``show`` makes of the same packs, of which none is made yet."""
-        return Packs([group for group in self._groups if group is not None], show)
+        """What ``show`` makes of the same packs, none of which is made yet."""
+        groups = [group for group in self._groups if group is not None]
+        if len(groups) < len(self._groups):
+            raise InternalError("got a step some of whose packs are made, expected one that nobody has looked into")
+        return Packs(groups, show)
 
     @property
     def num_groups(self) -> int:

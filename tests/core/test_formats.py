@@ -46,8 +46,8 @@ def halves(case: Case) -> set[str]:
 
 @given(cases())
 def test_thd_is_the_pack_with_tensors_for_arrays(case: Case) -> None:
-    for step in steps_of(case):
-        for pack, batch in zip(step, Views("thd", Mesh()).make(step, attached(case).rules), strict=True):
+    for step, same in zip(steps_of(case), steps_of(case), strict=True):
+        for pack, batch in zip(same, Views("thd", Mesh()).make(step, attached(case).rules), strict=True):
             assert list(batch) == list(pack)
             for name, value in pack.items():
                 assert batch[name] is getattr(batch, name)
@@ -63,9 +63,9 @@ def test_thd_is_the_pack_with_tensors_for_arrays(case: Case) -> None:
 
 @given(cases().filter(lambda case: case.cp == 1))
 def test_hf_is_what_a_model_shifts_back_to_the_pack(case: Case) -> None:
-    step = steps_of(case)[0]
     for format in ("hf", "hf_shifted"):
-        for pack, batch in zip(step, Views(format, Mesh()).make(step, attached(case).rules), strict=True):
+        shown = Views(format, Mesh()).make(steps_of(case)[0], attached(case).rules)
+        for pack, batch in zip(steps_of(case)[0], shown, strict=True):
             total = len(pack.input_ids)
             extra = ["shift_labels"] if format == "hf_shifted" else []
             assert list(batch) == [*HF_KEYS[:2], *extra, *HF_KEYS[2:]]

@@ -207,7 +207,7 @@ def test_forward_packs_are_of_the_format_of_their_step(case: Case, data: st.Data
     budget = data.draw(budgets(case), "budget")
     plain = step.regroup(budget)
     for format in FORMATS:
-        forward = Views(format, Mesh()).make(step, rules).regroup(budget)
+        forward = Views(format, Mesh()).make(steps_of(case)[0], rules).regroup(budget)
         assert len(forward) == len(plain)
         for pack, found in zip(plain, forward, strict=True):
             if format == "numpy":
