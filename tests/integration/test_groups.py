@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -38,14 +39,17 @@ def work(endpoint: str, worker: int) -> None:
         rollouts.close(end=True)
 
 
-def read(endpoint: str, dp: int, rank: int) -> list[Packs]:
-    """What one rank gets of each step."""
+def read(endpoint: str, dp: int, rank: int, together: Barrier | None = None) -> list[Packs]:
+    """What one rank gets of each step. It stays, as a trainer's ranks do, until all are at ``together``: a broker that
+    is started again waits for all of them."""
     found: list[Packs] = []
     mesh = {"dp": dp, "dp_rank": rank}
     with streampack.connect(endpoint, mesh=mesh, format="numpy", verify=True, stall_timeout_s=PATIENCE_S) as loader:
         for step in loader.steps():
             packs = [(pack, pack.cu_seqlens_padded.tolist()) for pack in step]
             found.append([[int(pack.input_ids[at]) for at in starts[: pack.num_samples]] for pack, starts in packs])
+        if together is not None:
+            together.wait(PATIENCE_S)
     return found
 
 
@@ -60,7 +64,8 @@ def test_no_group_is_torn_though_the_broker_is_killed(step: dict[str, Any]) -> N
             until(lambda: broker.status()["streams"][0]["samples"] > 0)
             broker.kill()
             broker = RunningBroker(path, config)
-            ranks = [pool.submit(read, broker.trainers, 2, rank) for rank in range(2)]
+            together = Barrier(2)
+            ranks = [pool.submit(read, broker.trainers, 2, rank, together) for rank in range(2)]
             for worker in workers:
                 worker.result(PATIENCE_S)
             broker.kill()
