@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 import streampack
-from streampack import checksums, wire
+from streampack import wire
 from streampack.checksums import Column, CrcsOf, compiled, plain
 from streampack.chunks import Batch, chunk_of
 from streampack.core.fields import Field
@@ -42,15 +42,6 @@ def columns(draw: st.DrawFn) -> list[Column]:
         data = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 256, shift + int(bounds[-1]), np.uint8)
         found.append((data[shift:], bounds))
     return found
-
-
-@given(st.integers(0, 9000), st.integers(0, 70), st.integers(0, 9000), st.integers(0, 99))
-def test_a_checksum_is_the_package_s_in_one_part_or_two(size: int, shift: int, cut: int, seed: int) -> None:
-    """At any address and of any length: what is left over of 64 bytes at a time."""
-    data = np.random.default_rng(seed).integers(0, 256, shift + size, np.uint8)[shift:]
-    assert checksums.crc32c(data.data) == crc32c(data.data)
-    assert checksums.crc32c(data[cut:].data, checksums.crc32c(data[:cut].data)) == crc32c(data.data)
-    assert checksums.crc32c(b"123456789") == 0xE3069283, "of every description of CRC-32C"
 
 
 @given(columns())
