@@ -89,7 +89,7 @@ class Reporter:
         """What is so now, as plain values that nobody changes afterwards."""
         service, core, arena = self._service, self._service.core, self._service.arena
         return self._fixed | {
-            "taken_at": time.time(),
+            "taken_at": time.time() - (time.monotonic() - now),  # the same moment, though a turn began with it
             "uptime_s": now - service.started,
             "state": self._state(),
             "ready": service.ready,
