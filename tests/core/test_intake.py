@@ -181,3 +181,14 @@ def test_handles_in_use_are_distinct_and_their_rows_stay(data: st.DataObject, ca
         rows = np.array(list(held), np.int64)
         for column in (table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc):
             assert column[rows].tolist() == list(held.values())
+
+
+def test_handles_are_taken_again_in_the_order_of_their_numbers() -> None:
+    """Those that went first, first: samples that come together have rows that lie together."""
+    table = SampleTable(8)
+    table.take(8)
+    for gone in ([6, 1, 4], [7, 0, 2]):
+        table.free(np.array(gone, np.int64))
+    assert table.take(4).tolist() == [1, 4, 6, 0]
+    table.free(np.array([5, 3], np.int64))
+    assert table.take(5).tolist() == [2, 7, 3, 5, 8], "then those that it grew by"
