@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from streampack.config import StreamSettings
+from streampack.config import Name, StreamSettings
 from streampack.core.changes import MAX_WEIGHT, Ask, Restream, Reweigh, Skip, described
 from streampack.core.effects import Answer
 from streampack.core.rules import StreamRules
@@ -32,20 +32,23 @@ ANSWER_S = 10.0
 """What the broker's loop may take to answer."""
 _STEPS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
+At = Annotated[int, Meta(ge=0, lt=2**62)]
+"""A step, as large as a record can hold: a larger number would end the broker where it is written."""
+
 Asking = Callable[[str, Ask, int | None, str], "Future[Answer]"]
 """(feed or "", what, at_step, note) -> what the broker says to it, from its own thread."""
 
 
 class _Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    feed: str = ""
+    feed: Annotated[str, Meta(max_length=200)] = ""
     note: Annotated[str, Meta(max_length=500)] = ""
 
 
 class WeightsBody(_Body, frozen=True, kw_only=True):
     """Weights by stream; the others keep theirs, 0 removes one."""
 
-    weights: Annotated[dict[str, Annotated[float, Meta(ge=0, le=MAX_WEIGHT)]], Meta(min_length=1)]
-    at_step: Annotated[int, Meta(ge=0)] | None = None
+    weights: Annotated[dict[Name, Annotated[float, Meta(ge=0, le=MAX_WEIGHT)]], Meta(min_length=1)]
+    at_step: At | None = None
 
     def ask(self) -> Ask:
         """What is asked of the broker."""
@@ -55,9 +58,9 @@ class WeightsBody(_Body, frozen=True, kw_only=True):
 class StreamsBody(_Body, frozen=True, kw_only=True):
     """Streams that join, with the settings of broker.yaml, and names of those that leave."""
 
-    add: dict[str, StreamSettings] = {}
-    remove: list[str] = []
-    at_step: Annotated[int, Meta(ge=0)] | None = None
+    add: dict[Name, StreamSettings] = {}
+    remove: list[Name] = []
+    at_step: At | None = None
 
     def ask(self) -> Ask:
         """What is asked of the broker. Raises ValueError if it is nothing."""

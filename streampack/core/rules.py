@@ -22,7 +22,8 @@ from streampack.core.packers.modified_first_fit import Leftovers
 from streampack.core.samples import I64
 from streampack.core.shapes import Shape, check_shape, own_widths, step_widths, width_unit
 
-Positive = Annotated[int, Meta(ge=1)]
+Positive = Annotated[int, Meta(ge=1, lt=2**62)]
+"""A count, as large as every message, record and kernel can hold."""
 Overlong = Literal["error", "drop", "truncate", "split"]
 Poison = Literal["error", "drop"]
 WeightUnit = Literal["tokens", "samples"]

@@ -19,12 +19,22 @@ class Form(NamedTuple):
 
 
 def packed(tree: Any) -> bytes:
-    """A tree as an input in msgpack; what it cannot hold is text."""
+    """A tree as an input in msgpack. Integers beyond 64 bits become the nearest that it holds; other values, text."""
     try:
-        found: bytes = msgpack.packb(tree, default=str)
+        found: bytes = msgpack.packb(_in_64_bits(tree), default=str)
     except (ValueError, OverflowError, RecursionError):
         return b"\xc0"
     return found
+
+
+def _in_64_bits(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _in_64_bits(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_in_64_bits(value) for value in tree]
+    if isinstance(tree, int) and not isinstance(tree, bool):
+        return min(max(tree, -(2**63)), 2**64 - 1)
+    return tree
 
 
 def unpacked(data: bytes) -> Any:
