@@ -132,6 +132,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "fields": "a declared field's name to its key, where they differ",
         "unit": "what of a text is a sample",
         "tokens_key": "where the ids are",
+        "modes": "modes of multimodal Megatron data to read",
         "shuffle": "shards and samples in another order in every pass",
     },
     "TokenizerSettings": {

@@ -14,7 +14,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "parquet": (*_FILES, *_ROW_KEYS),
     "huggingface": (*_FILES, *_ROW_KEYS),
     "text": (*_FILES, "unit"),
-    "megatron": _FILES,
+    "megatron": (*_FILES, "modes"),
     "python": ("path", "shuffle", *_ROW_KEYS),
 }
 """The keys of each format; any other is refused."""
@@ -47,6 +47,7 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     others are keys of the .json member. ``fields``: a declared field's name to the key that holds it, where they
     differ; in tar files it is the member KEY.npy, else a key of the .json member.
     ``unit``: of text; ``line`` by default. Empty lines separate paragraphs, and are no samples.
+    ``modes``: of multimodal Megatron data, which sequences to read by their mode; 0 is text.
     ``shuffle``: false reads shards and samples as they lie, in every pass.
     """
 
@@ -60,6 +61,7 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     completion_key: str | None = None
     fields: dict[str, str] = {}
     unit: Literal["line", "paragraph", "file"] | None = None
+    modes: list[int] | None = None
     shuffle: bool = True
 
 
@@ -75,6 +77,8 @@ def check_settings(settings: SourceSettings) -> None:
         both = "neither" if settings.path is None else "both"
         what = "path" if "shards" not in known else "shards (patterns) or path (one, as it is)"
         raise ConfigError(f"shards, path: got {both}, expected {what}")
+    if settings.modes is not None and not (settings.modes and all(-128 <= mode <= 127 for mode in settings.modes)):
+        raise ConfigError(f"modes: got {settings.modes}, expected a list of modes between -128 and 127, for text [0]")
     named = [key for key in _ROW_KEYS[:4] if getattr(settings, key) is not None]
     if len(named) > 1:
         raise ConfigError(f"{', '.join(named)}: got {'both' if len(named) == 2 else 'all'}, expected at most one")
@@ -85,4 +89,7 @@ def check_settings(settings: SourceSettings) -> None:
 def as_words(settings: SourceSettings) -> dict[str, Any]:
     """What a digest must hold of the settings: all but where the files lie."""
     words: dict[str, Any] = msgspec.to_builtins(settings)
-    return {key: words[key] for key in (*_ROW_KEYS, "unit", "shuffle")}
+    found = {key: words[key] for key in (*_ROW_KEYS, "unit", "shuffle")}
+    if settings.modes is not None:  # left out otherwise: digests of sources without it stay what they were
+        found["modes"] = sorted(set(settings.modes))
+    return found

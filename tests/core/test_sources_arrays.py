@@ -423,13 +423,20 @@ def test_a_file_that_is_cut_between_two_batches_is_named(tmp_path: Path) -> None
 
 
 def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path) -> None:
-    written = write_megatron(tmp_path, [[7, 8], [9]], "<u2")
-    os.truncate(tmp_path / "a.bin", 64 << 30)  # holds nothing but the ids: a hole
+    written = write_megatron(tmp_path, [[7, 8], [9]], "<i8")
+    hole, count = 2**31 - 1, 6  # sequences of zeros that take no room on disk, about 100 GB together
+    sizes, documents = np.array([2, 1, *[hole] * (count - 2)], "<i4"), np.arange(count + 1, dtype="<i8")
+    ends = np.cumsum(sizes, dtype="<i8") * 8
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 5, count, count + 1)
+    columns = sizes, np.append(0, ends[:-1]), documents
+    (tmp_path / "a.idx").write_bytes(head + b"".join(column.tobytes() for column in columns))
+    os.truncate(tmp_path / "a.bin", int(ends[-1]))
     code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_AS, (32 << 30, 32 << 30)); "
+        "import itertools, resource; resource.setrlimit(resource.RLIMIT_AS, (32 << 30, 32 << 30)); "
         "from streampack.sources import SourceSettings, open_source; "
         f"source = open_source(SourceSettings('megatron', path={written.path!r}, shuffle=False)); "
-        "print([record.tokens.tolist() for record in source.read(0, 1, seed=0, passes=1)])"
+        "records = itertools.islice(source.read(0, 1, seed=0, passes=1), 2); "
+        "print([record.tokens.tolist() for record in records])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[[7, 8], [9]]"

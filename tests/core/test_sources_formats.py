@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -491,6 +492,97 @@ def test_an_index_that_cannot_be_is_refused(at: int, value: bytes, expected: str
     raw = (tmp_path / "a.idx").read_bytes()
     (tmp_path / "a.idx").write_bytes(raw[:at] + value + raw[at + len(value) :])
     assert expected in message(SourceSettings("megatron", path=str(tmp_path / "a")))
+
+
+SEQUENCES = [b"abcd", b"", b"efghijkl", b"mn", b"opqrst", b"uv"]
+
+
+def permuted(prefix: Path, order: list[int]) -> None:
+    """The sequences of ``prefix`` in another order in the .idx; the .bin stays."""
+    raw = Path(f"{prefix}.idx").read_bytes()
+    count = len(order)
+    ends = 34 + 4 * count, 34 + 12 * count
+    sizes, pointers = np.frombuffer(raw[34 : ends[0]], "<i4"), np.frombuffer(raw[ends[0] : ends[1]], "<i8")
+    Path(f"{prefix}.idx").write_bytes(raw[:34] + sizes[order].tobytes() + pointers[order].tobytes() + raw[ends[1] :])
+
+
+@given(st.permutations(range(len(SEQUENCES))))
+def test_sequences_may_lie_in_another_order_than_the_index_has(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("permuted")
+    permuted(megatron(folder / "a", SEQUENCES, 8), order)
+    records = read(SourceSettings("megatron", path=str(folder / "a"), shuffle=False))
+    assert [r.tokens.astype("<u2").tobytes() for r in records] == [SEQUENCES[i] for i in order]
+
+
+@given(
+    st.sampled_from([1, 8, 4]), st.booleans(),
+    st.lists(st.tuples(st.integers(0, 600), st.integers(0, 255)), min_size=1, max_size=3),
+)
+def test_a_damaged_index_never_gives_wrong_ids(
+    tmp_path_factory: pytest.TempPathFactory, code: int, moved: bool, changes: list[tuple[int, int]]
+) -> None:
+    sequences = [SEQUENCES[i] * 4 for i in (0, 1, 2, 3, 4, 5, 2, 0)]
+    prefix = megatron(tmp_path_factory.mktemp("damaged") / "a", sequences, code)
+    if moved:
+        permuted(prefix, [3, 1, 0, 2, 7, 6, 5, 4])
+    settings = SourceSettings("megatron", path=str(prefix), shuffle=False)
+    before = [r.tokens.tolist() for r in read(settings)]
+    raw = bytearray(Path(f"{prefix}.idx").read_bytes())
+    begin, end = 34, 34 + 12 * len(sequences)  # sizes and pointers
+    for at, value in changes:
+        raw[begin + at % (end - begin)] = value
+    Path(f"{prefix}.idx").write_bytes(raw)
+    try:
+        after = [r.tokens.tolist() for r in read(settings)]
+    except SourceError as error:
+        assert "cover the file once" in str(error)
+    else:
+        assert sorted(after) == sorted(before), "sequences that swapped places are still the same samples"
+
+
+@pytest.mark.parametrize(("size", "pointer"), [(1, 0), (1, 1)])  # an id is left out; ids of two halves
+def test_a_sequence_that_lost_ids_or_is_not_aligned_is_refused(size: int, pointer: int, tmp_path: Path) -> None:
+    megatron(tmp_path / "a", [b"abcd", b"efghij"], 8)
+    raw = bytearray((tmp_path / "a.idx").read_bytes())
+    raw[34:38], raw[42:50] = struct.pack("<i", size), struct.pack("<q", pointer)
+    (tmp_path / "a.idx").write_bytes(raw)
+    assert f"puts sequence 0 of {size} ids at byte {pointer}, before byte 4" in message(
+        SourceSettings("megatron", path=str(tmp_path / "a"))
+    )
+
+
+def multimodal(prefix: Path, modes: list[int]) -> None:
+    megatron(prefix, SEQUENCES[: len(modes)])
+    with open(f"{prefix}.idx", "ab") as index:
+        index.write(bytes(modes))
+
+
+def test_images_of_multimodal_data_are_not_trained_as_text(tmp_path: Path) -> None:
+    multimodal(tmp_path / "a", [0, 0, 1, 0, 2])
+    settings = SourceSettings("megatron", path=str(tmp_path / "a"), shuffle=False)
+    assert "a.idx is multimodal" in message(settings)
+    assert "for text `modes: [0]`" in message(settings)
+
+    def found(modes: list[int]) -> dict[str, str]:
+        records = read(msgspec.structs.replace(settings, modes=modes))
+        return {r.where: bytes(r.tokens.astype(np.uint8)).decode() for r in records}
+
+    assert found([0]) == {"a.bin:sequence 0": "abcd", "a.bin:sequence 1": "", "a.bin:sequence 3": "mn"}
+    assert list(found([2, 1]).values()) == ["efghijkl", "opqrst"]
+    assert found([7]) == {}
+    assert "modes: got [], expected a list" in message(msgspec.structs.replace(settings, modes=[]))
+
+
+def test_modes_are_part_of_the_digest_and_plain_indices_are_text(tmp_path: Path) -> None:
+    megatron(tmp_path / "a", [b"ab", b"c"])
+    settings = SourceSettings("megatron", path=str(tmp_path / "a"), shuffle=False)
+    text, image, both = (msgspec.structs.replace(settings, modes=modes) for modes in ([0], [1], [1, 0]))
+    assert [r.tokens.tolist() for r in read(text)] == [r.tokens.tolist() for r in read(settings)] == [[97, 98], [99]]
+    assert read(image) == []
+    digests = [open_source(each, PLAIN).digest for each in (settings, text, image, both)]
+    assert len(set(digests)) == 4
 
 
 def test_a_pair_without_its_other_half_is_named(tmp_path: Path) -> None:
