@@ -23,7 +23,33 @@ except ImportError:  # a trainer's machine: nothing hot runs there
 
 
 @njit(nogil=True, cache=True)
+def sift_down(order: I64, size: int, clock: I64) -> None:
+    """Restore the heap ``order[:size]`` after its root's clock has run on or its root was replaced.
+
+    ``order`` int64 [streams] holds streams by (clock, number): the root is the stream whose turn is next.
+    """
+    at = 0
+    moving = order[0]
+    while True:
+        child = 2 * at + 1
+        if child >= size:
+            break
+        if child + 1 < size:
+            left, right = order[child], order[child + 1]
+            if clock[right] < clock[left] or (clock[right] == clock[left] and right < left):
+                child += 1
+        below = order[child]
+        if clock[moving] < clock[below] or (clock[moving] == clock[below] and moving < below):
+            break
+        order[at] = below
+        at = child
+    order[at] = moving
+
+
+@njit(nogil=True, cache=True)
 def merge_take(
+    order: I64,
+    num_ordered: I64,
     now: I64,
     clock: I64,
     stride: I64,
@@ -48,12 +74,13 @@ def merge_take(
 ) -> tuple[int, int]:
     """Take samples in merge order until one is missing or ``max_tokens`` or ``max_samples`` are taken.
 
-    Streams ``s`` own partitions ``first[s]:first[s + 1]``; partition ``p`` holds entries
-    ``head[p]:tail[p]`` of row ``p`` of the rings, modulo their width. ``out`` has room for all. Updates ``clock``,
-    ``turn``, ``live``, ``paused``, ``head`` and the counts by partition in place. An entry of length 0 is a tombstone:
-    it takes its turn and gives nothing. One of length -1 is a barrier: it stays, and a stream all of whose open
-    partitions are at one is paused. Clocks run by tokens, or one for each sample with ``by_sample``;
-    ``now`` int64 [1] is what the clock of the last one taken was before it.
+    ``order[: num_ordered[0]]`` is a heap of the streams that are live and not paused, by (clock, number), so a sample
+    costs the logarithm of their number. Stream ``s`` owns partitions ``first[s]:first[s + 1]``; partition ``p`` holds
+    entries ``head[p]:tail[p]`` of row ``p`` of the rings, modulo their width. ``out`` has room for all. Updates
+    ``order``, ``clock``, ``turn``, ``live``, ``paused``, ``head`` and the counts by partition in place. An entry of
+    length 0 is a tombstone: it takes its turn and gives nothing. An entry of length -1 is a barrier: it stays, and a
+    stream all of whose open partitions are at one is paused. Clocks run by tokens, or one for each sample with
+    ``by_sample``; ``now`` int64 [1] is the clock of the last stream taken from, before its sample.
     Returns (samples taken, partition waited for, or -1, or -2 if a stream of ``stops`` has ended).
     """
     width = ring_handle.shape[1]
@@ -61,12 +88,9 @@ def merge_take(
     tokens = 0
     samples = 0
     while tokens < max_tokens and samples < max_samples:
-        stream = -1
-        for s in range(len(clock)):
-            if live[s] and not paused[s] and (stream < 0 or clock[s] < clock[stream]):
-                stream = s
-        if stream < 0:
+        if num_ordered[0] == 0:
             return taken, -1
+        stream = order[0]
         count = first[stream + 1] - first[stream]
         partition = -1
         for step in range(count):
@@ -81,6 +105,9 @@ def merge_take(
                 return taken, -2
             live[stream] = False
         if partition < 0:
+            num_ordered[0] -= 1
+            order[0] = order[num_ordered[0]]
+            sift_down(order, num_ordered[0], clock)
             continue
         paused[stream] = False
         at = head[partition]
@@ -108,6 +135,7 @@ def merge_take(
         samples += 1
         head[partition] = at + pieces
         turn[stream] = (partition - first[stream] + 1) % count
+        sift_down(order, num_ordered[0], clock)
     return taken, -1
 
 

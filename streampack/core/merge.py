@@ -82,6 +82,8 @@ class Merge(Rings):
         self._now = np.zeros(1, np.int64)
         self._turn = np.zeros(len(weights), np.int64)
         self._live = self._stride > 0
+        self._num_ordered = np.zeros(1, np.int64)
+        self._put_in_order()
         self._out: I64 = np.empty((2, 0), np.int64)  # room for all that waits, which is not touched before it is used
         self._blocked = -1
 
@@ -107,8 +109,8 @@ class Merge(Rings):
         before = self.merged_samples.copy()
         left = max_position - self.position if max_position < NOWHERE else NOWHERE
         count, blocked = merge_take(
-            self._now, self._clock, self._stride, self._first, self._turn, self._live, self._paused, self._stops,
-            self._head, self._tail, self._ended, self._handle, self._length, self._part,
+            self._order, self._num_ordered, self._now, self._clock, self._stride, self._first, self._turn, self._live,
+            self._paused, self._stops, self._head, self._tail, self._ended, self._handle, self._length, self._part,
             self.merged_samples, self.merged_tokens, self._by_sample, max_tokens, left, handles, lengths,
         )  # fmt: skip
         self._stopped, self._stuck, self._blocked = blocked == -2, blocked >= 0, int(blocked)
@@ -141,7 +143,15 @@ class Merge(Rings):
         self._clock, self._turn = clock, np.concatenate([self._turn, np.zeros(more, np.int64)])
         self._paused = np.concatenate([self._paused, np.zeros(more, np.bool_)])
         self._live = np.concatenate([self._live, np.ones(more, np.bool_)]) & (self._stride > 0)
+        self._put_in_order()
         return dropped
+
+    def _put_in_order(self) -> None:
+        """Set up the heap of streams that may give samples; a sorted list is a heap."""
+        active = np.flatnonzero(self._live & ~self._paused)
+        self._order = np.zeros(len(self._live), np.int64)
+        self._order[: len(active)] = active[np.argsort(self._clock[active], kind="stable")]
+        self._num_ordered[0] = len(active)
 
     def _rebase(self) -> None:
         """Clocks count from the last sample's on; those that will not be read again in this pass stand at 0."""
@@ -168,6 +178,7 @@ class Merge(Rings):
         for column, each in zip(columns, values, strict=True):
             column[:] = each
         self._stuck = False
+        self._put_in_order()
         for partition in np.flatnonzero(at_barrier).tolist():
             self.end_pass(partition)  # nobody will send it again: it came with the last sample before it
 
@@ -182,6 +193,7 @@ class Merge(Rings):
         self._clock, self._now[0] = self._start.copy(), 0
         self._turn[:] = 0
         self._paused[:] = False
+        self._put_in_order()
 
 
 AnyMerge = Merge | Arrival

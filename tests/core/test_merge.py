@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streampack.core import kernels as kernels_module
 from streampack.core import merge as merge_module
 from streampack.core.kernels import merge_take
 from streampack.core.merge import STRIDE_ONE, Merge, merge_of, phase, strides
@@ -213,6 +215,145 @@ def test_the_compiled_kernel_and_its_python_twin_agree(run: Run) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merge_module, "merge_take", getattr(merge_take, "py_func", merge_take))
         assert fed_at_once(run) == compiled
+
+
+def scan_take(order: Any, num_ordered: Any, now: Any, clock: Any, *rest: Any) -> tuple[int, int]:
+    """``merge_take`` with the next stream found by a scan of all of them instead of by the heap."""
+    stride, first, turn, live, paused, stops, head, tail, ended, handles, lengths, parts = rest[:12]
+    merged_samples, merged_tokens, by_sample, max_tokens, max_samples, out_handle, out_length = rest[12:]
+    width, taken, tokens, samples = handles.shape[1], 0, 0, 0
+    while tokens < max_tokens and samples < max_samples:
+        active = [s for s in range(len(clock)) if live[s] and not paused[s]]
+        if not active:
+            return taken, -1
+        s = min(active, key=lambda s: (clock[s], s))
+        count = int(first[s + 1] - first[s])
+        turns = [int(first[s] + (turn[s] + step) % count) for step in range(count)]
+        barred = [p for p in turns if head[p] < tail[p] and lengths[p, head[p] % width] == BARRIER]
+        p = next((p for p in turns if p not in barred and (head[p] < tail[p] or not ended[p])), -1)
+        if p < 0:
+            paused[s] = bool(barred)
+            if not barred and stops[s]:
+                return taken, -2
+            live[s] = bool(barred)
+            continue
+        if head[p] == tail[p]:
+            return taken, p
+        now[0], gave, begin = clock[s], 0, head[p]
+        while head[p] == begin or (head[p] < tail[p] and parts[p, head[p] % width] > 0):
+            slot = head[p] % width
+            if lengths[p, slot]:
+                out_handle[taken], out_length[taken] = handles[p, slot], lengths[p, slot]
+                taken, gave = taken + 1, gave + int(lengths[p, slot])
+            head[p] += 1
+        tokens, samples = tokens + gave, samples + 1
+        merged_tokens[p] += gave
+        merged_samples[p] += 1
+        clock[s] += stride[s] * (int(gave > 0) if by_sample else gave)
+        turn[s] = (p - first[s] + 1) % count
+    return taken, -1
+
+
+Act = tuple[str, int, int]
+
+
+@st.composite
+def acts(draw: st.DrawFn) -> tuple[list[int], list[Act], int]:
+    """Partitions of up to 40 streams, what happens to their merge, and a seed for weights and lengths."""
+    partitions = draw(st.lists(st.sampled_from([1, 1, 2, 3]), min_size=1, max_size=40))
+    kinds = ["push", "push", "push", "take", "take", "barrier", "end", "change", "reload"]
+    act = st.tuples(st.sampled_from(kinds), st.integers(0, sum(partitions) - 1), st.integers(1, 400))
+    return partitions, draw(st.lists(act, max_size=60)), draw(st.integers(0, 2**20))
+
+
+def played(partitions: list[int], story: list[Act], seed: int) -> list[Any]:
+    """All that a merge says while a story happens to it: what it gives, and the state that decides the rest."""
+    draw = np.random.default_rng(seed)
+    unit: WeightUnit = "tokens" if seed % 2 else "samples"
+    weights, stops, said = draw.uniform(0.1, 4, len(partitions)).tolist(), [0] if seed % 3 == 0 else [], list[Any]()
+    merge = Merge(weights, partitions, seed, 4, unit, stops)
+    ended, handles = set[int](), 0
+    for p in range(sum(partitions)):
+        merge.push(p, np.arange(8), draw.integers(0, 30, 8), np.zeros(8, np.int64))
+    for kind, p, amount in story:
+        if kind == "push" and p not in ended:
+            count = amount % 9
+            parts = np.where(draw.random(count) < 0.2, 1, 0)
+            parts[:1] = 0
+            merge.push(p, np.arange(handles, handles + count), draw.integers(1, 2000, count), parts)
+            handles += count
+        elif kind == "barrier" and p not in ended:
+            merge.end_pass(p)
+        elif kind == "end":
+            merge.end(p)
+            ended.add(p)
+        elif kind == "change":
+            weights = [
+                weight and weight * scale for weight, scale in zip(weights, draw.uniform(0.5, 2, 99), strict=False)
+            ]
+            if amount > 300 and np.count_nonzero(weights) > 1:
+                s = int(np.searchsorted(np.cumsum(partitions), p, side="right"))
+                weights[s] = 0.0
+                ended.update(range(sum(partitions[:s]), sum(partitions[: s + 1])))
+            if amount % 3 == 0 and merge.may_grow:
+                weights, partitions = [*weights, 1.0], [*partitions, 2]
+            said.append(merge.change(weights, partitions, stops).tolist())
+        elif kind == "reload":
+            state = merge.state()
+            merge = Merge(weights, partitions, seed, 4, unit, stops)
+            merge.load(state)
+            said.append(state)
+        else:
+            for _ in range(2):
+                taken = merge.take(50 * amount, amount if amount % 2 else 2**62)
+                said.append((taken.handles.tolist(), taken.lengths.tolist(), taken.blocked, taken.moved.tolist()))
+                if merge.between_passes:
+                    merge.next_pass()
+    return [*said, merge.state(), merge.drop().tolist()]
+
+
+@given(acts())
+def test_the_heap_gives_the_order_that_a_scan_of_all_streams_gives(case: tuple[list[int], list[Act], int]) -> None:
+    by_heap = played(*case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merge_module, "merge_take", scan_take)
+        assert played(*case) == by_heap
+
+
+class Counted:
+    """An array that counts how often an element is read."""
+
+    def __init__(self, values: Any) -> None:
+        self.values, self.reads = values, 0
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return self.values[at]
+
+    def __setitem__(self, at: Any, value: Any) -> None:
+        self.values[at] = value
+
+
+def clock_reads(num_streams: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """How many clocks are looked at for each sample that is merged."""
+    merge: Any = Merge([1.0 + s % 7 for s in range(num_streams)], [1] * num_streams, 3)
+    for p in range(num_streams):
+        merge.push(p, np.arange(8), np.full(8, 100), np.zeros(8, np.int64))
+    for name in ("merge_take", "sift_down"):
+        kernel = getattr(kernels_module, name)
+        twin = cast("FunctionType", getattr(kernel, "py_func", kernel))
+        monkeypatch.setattr(kernels_module, name, twin)
+    monkeypatch.setattr(merge_module, "merge_take", kernels_module.merge_take)
+    clock = merge._clock = Counted(merge._clock)
+    samples = len(merge.take(num_streams * 200).handles)
+    return clock.reads / samples
+
+
+def test_a_sample_costs_the_logarithm_of_the_number_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert clock_reads(1024, monkeypatch) < 8 * 10
 
 
 def stream_of(lengths: list[int], partitions: int) -> list[list[Sample]]:
