@@ -25,8 +25,8 @@ from streampack.typed_tree import convert
 from tests.integration.running import PATIENCE_S, folder
 
 NUMBERS = st.one_of(
-    st.integers(-2, 9), st.integers(), st.sampled_from([2**k + d for k in (31, 32, 53, 62, 63, 64, 70) for d in (-1, 0)]),
-    st.floats(), st.just(10**400),
+    st.integers(-2, 9), st.integers(), st.floats(), st.just(10**400),
+    st.sampled_from([2**k + d for k in (31, 32, 53, 62, 63, 64, 70) for d in (-1, 0)]),
 )  # fmt: skip
 TEXTS = st.one_of(st.sampled_from(["web", "code", "train", "", "a" * 201, "\ud800", "1-2", "3"]), st.text(max_size=20))
 STEPS = st.tuples(NUMBERS, NUMBERS).map(lambda steps: f"{steps[0]}-{steps[1]}")
