@@ -517,7 +517,8 @@ def test_sequences_may_lie_in_another_order_than_the_index_has(
 
 
 @given(
-    st.sampled_from([1, 8, 4]), st.booleans(),
+    st.sampled_from([1, 8, 4]),
+    st.booleans(),
     st.lists(st.tuples(st.integers(0, 600), st.integers(0, 255)), min_size=1, max_size=3),
 )
 def test_a_damaged_index_never_gives_wrong_ids(
