@@ -89,7 +89,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("packs", "counter", "Packs formed, empty ones too.", of_feeds("totals", "packs"), ("feed",)),
     Metric("packed_samples", "counter", "Samples in the packs formed.", of_feeds("totals", "samples"), ("feed",)),
     Metric("packed_tokens", "counter", "Real tokens in the packs formed.", of_feeds("totals", "tokens"), ("feed",)),
-    Metric("tail_dropped_samples", "counter", "Samples of the last, partial step that policy tail: drop left out.",
+    Metric("tail_dropped_samples", "counter", "Samples that tail: drop left out, once an iteration.",
            of_feeds("totals", "dropped_samples"), ("feed",)),
     Metric("waste_tokens", "counter", "Tokens of the packs delivered that are nobody's, by cause.",
            waste, ("feed", "cause")),

@@ -197,8 +197,10 @@ class Feed:
         """Everything held is in a step: the pass has ended, or the feed."""
         effects: list[Effect] = []
         dropped = self.planner.end_pass()
-        self.figures.drop(self._table.length[dropped])
         if len(dropped):
+            first = self._table.rows(dropped[:1]).tobytes()
+            tail = self.readers.round, self.history.lineage, self.next_step, first
+            self.figures.drop(self._table.length[dropped], tail)
             effects += [*self._recorder.tail(self.next_step, dropped), Release(dropped)]
         if self.planner.ended:
             end = self.next_step, self.planner.former.chain

@@ -20,6 +20,8 @@ AT_ONCE = 1 << 14
 """Samples that are counted at once."""
 FILL_BOUNDS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 1.0)
 """Of a pack's real tokens over the budget: finer where packers are."""
+Tail = tuple[int, int, int, bytes]
+"""What ``tail: drop`` left out: (iteration, lineage, the step that follows, the first sample's row)."""
 SAMPLES_BOUNDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 
@@ -55,6 +57,7 @@ class FormedFigures:
         self._packs: list[Packs] = []
         self._of_samples: list[I32] = []
         self._num_waiting = 0
+        self._tails: set[Tail] = set()
 
     def add(self, step: Step, lengths: I32) -> None:
         """A step was formed, of samples of ``lengths``, int32 [samples]."""
@@ -64,8 +67,14 @@ class FormedFigures:
         if self._num_waiting > AT_ONCE:
             self._count()
 
-    def drop(self, lengths: I32) -> None:
-        """Samples were left over."""
+    def drop(self, lengths: I32, tail: Tail) -> None:
+        """Count samples that ``tail: drop`` left out, of ``lengths``, int32 [samples].
+
+        A feed that goes back forms the same steps again and leaves the same samples out again: they count once.
+        """
+        if tail in self._tails:
+            return
+        self._tails.add(tail)
         self._totals.dropped_samples += len(lengths)
         self._totals.dropped_tokens += int(lengths.sum())
 

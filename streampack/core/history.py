@@ -73,8 +73,9 @@ class History:
     """Steps below are returned by every rank, as far as is known."""
     end: tuple[int, bytes] | None = None
     """(steps, digest of all), once the end is recorded."""
-    tails: set[int] = field(default_factory=set)
-    """Steps before which ``tail: drop`` left something over, as recorded."""
+    tails: set[tuple[int, bytes]] = field(default_factory=set)
+    """What ``tail: drop`` left out, as recorded: (the step that follows, the first sample's row). Passes shorter than a
+    step leave several tails before one step."""
     order: list[ChunkPlace] = field(default_factory=list)
     newest_version: int = -1
     """Of the policies that made the samples in that order; -1 where none is said."""
@@ -283,7 +284,7 @@ class History:
         while self._places and self._places[-1].step > step:
             self._places.pop()
         self.end = None
-        self.tails = {tail for tail in self.tails if tail < step}
+        self.tails = {tail for tail in self.tails if tail[0] < step}
 
     def begin_of(self, step: int) -> int:
         """The record after that of ``step - 1``, be it a snapshot; 0 for the first step."""

@@ -20,7 +20,7 @@ from streampack.core.records import (
     TailDropped,
 )
 from streampack.core.rules import RulesChange
-from streampack.core.samples import I64, SampleTable
+from streampack.core.samples import I64, ROW, SampleTable
 from streampack.core.snapshot import Snapshot
 from streampack.core.steps import Step
 
@@ -59,10 +59,11 @@ class Recorder:
     def tail(self, step: int, dropped: I64) -> list[Effect]:
         """Before ``step`` the samples ``dropped``, int64 [n], were left over."""
         history = self._history
-        if step in history.tails or history.is_gone(step):
-            return []
-        history.tails.add(step)
         rows = self._table.rows(dropped).tobytes()
+        tail = step, rows[: ROW.itemsize]
+        if tail in history.tails or history.is_gone(step):
+            return []
+        history.tails.add(tail)
         return self._journal.append(TailDropped(feed=self._feed, lineage=history.lineage, step=step, rows=rows))
 
     def end(self, num_steps: int, chain: bytes) -> list[Effect]:
@@ -106,7 +107,7 @@ class Recorder:
         elif isinstance(record, FeedEnded):
             history.end = (record.num_steps, record.chain)
         elif isinstance(record, TailDropped):
-            history.tails.add(record.step)
+            history.tails.add((record.step, record.rows[: ROW.itemsize]))
         elif isinstance(record, LineageBegan):
             history.branch(record.lineage, record.step, record.since)
             history.released = min(history.released, record.step)

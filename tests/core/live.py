@@ -61,8 +61,10 @@ class Live:
 
     def __init__(
         self, rules: Rules, data: Data, seed: int = 0, *, discards: bool = False, quota: int = 64,
-        memory: int | None = None, slow_packer: bool = False,
+        memory: int | None = None, slow_packer: bool = False, pass_samples: int | None = None,
     ) -> None:  # fmt: skip
+        self.pass_samples = pass_samples
+        """Samples of each partition's pass; None: all of them."""
         self.slow_packer = slow_packer
         """What is chosen comes when nothing else is on its way: by then as much is merged as may be."""
         self.rules, self.data, self.discards, self.quota = rules, data, discards, quota
@@ -313,6 +315,8 @@ class Live:
         if lease.cursor is not None:
             assert lease.cursor[0] == lease.first_seq, "a cursor that is not where the lease begins"
         stop = min(len(lengths), read.seq + self.rng.randint(1, 6))
+        pass_samples = self.pass_samples or len(lengths)
+        stop = min(stop, (read.seq // pass_samples + 1) * pass_samples)
         while stop > read.seq + 1 and sum(lengths[read.seq : stop]) > self.quota // 2:
             stop -= 1
         if read.seq >= len(lengths):
@@ -326,7 +330,7 @@ class Live:
             crcs_u32=np.array([crc32c(sample) for sample in samples], "<u4").tobytes(),
             loss_tokens_u32=np.maximum(column - 1, 0).astype("<u4").tobytes(), num_samples=len(mine),
             num_bytes=4 * sum(mine), cursor=(stop, 0, 0), rejected={"empty": empty} if empty else {},
-            payload=(b"".join(samples),), pass_ended=stop == len(lengths),
+            payload=(b"".join(samples),), pass_ended=stop % pass_samples == 0,
         ))  # fmt: skip
 
     # The trainer

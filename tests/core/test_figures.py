@@ -6,10 +6,15 @@ import statistics
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack.core.figures import Figures, figures, from_moments
+from streampack.core.records import StepFormed, TailDropped
+from streampack.core.rules import Rules, StreamRules
+from streampack.core.samples import ROW
+from tests.core.live import Live
+from tests.core.planned import Data
 
 
 def test_the_figures_of_a_worked_example() -> None:
@@ -53,3 +58,38 @@ def test_the_figures_follow_their_definitions(sums: list[int]) -> None:
 def test_sums_that_cannot_be_are_refused(sums: list[int], budget: int) -> None:
     with pytest.raises(ValueError, match="expected"):
         figures(np.array(sums), budget)
+
+
+@given(
+    st.integers(0, 999),
+    st.sampled_from([None, 4, 16]),
+    st.lists(st.tuples(st.sampled_from(["read", "back", "kill"]), st.integers(0, 9)), max_size=8),
+)
+@settings(max_examples=40)
+def test_a_sample_that_is_left_over_counts_once_however_often_its_step_is_formed_again(
+    seed: int, pass_samples: int | None, story: list[tuple[str, int]]
+) -> None:
+    """Also of passes that are shorter than a step: several tails lie before one step then."""
+    data: Data = {"web": [[7, 3, 12, 9, 5, 16, 2, 8] * 10]}
+    passes = 80 // (pass_samples or 80)
+    rules = Rules(
+        budget=32, packs=3, window=4, seed=3, tail="drop", between_passes="continue" if passes == 1 else "drain",
+        streams=(StreamRules("web", 1.0, 1, passes=passes),),
+    )  # fmt: skip
+    live, killed = Live(rules, data, seed, pass_samples=pass_samples), False
+    for what, n in story:
+        if what == "read":
+            live.read(live.had + n)
+        elif what == "back":
+            live.go_back(max(live.had - n, 0))
+        else:
+            live.start_broker()
+            killed = True
+    live.finish()
+    records = [record for record in live.records() if isinstance(record, TailDropped)]
+    left = sum(len(record.rows) for record in records) // ROW.itemsize
+    in_steps = sum(record.num_samples for record in live.records() if isinstance(record, StepFormed))
+    assert left
+    assert left + in_steps == 80
+    counted = live.feed.figures.totals.dropped_samples
+    assert counted <= left if killed else counted == left
