@@ -257,10 +257,29 @@ class _Finder:
         at = self._whole.rfind(header, floor, begin) if header else -1
         if at >= 0:
             begin = at + len(header)
+        elif not header:
+            begin = self._after_prompt(number, begin)
         stop = self._stops.search(self._whole, end, ceiling) if self._stops else None
         if stop and not self._whole[end : stop.start()].strip():
             end = stop.end()
         return begin, end
+
+    def _after_prompt(self, number: int, begin: int) -> int:
+        """Where an answer begins whose content is at ``begin``: before white space that no prompt ends with.
+
+        Mistral's templates write ``[/INST]`` and then a space and the answer, without a generation prompt. The model
+        is asked after ``[/INST]``, so the space is its own. A header that the template writes is not.
+        """
+        previous = self._region(number - 1)[0] if number else 0
+        try:
+            prompt = self._template.render(self._raw[:number], self._tools, prompt=True)
+        except TemplateError:
+            return begin
+        first = len(self._whole[:begin].rstrip())
+        for end in range(begin, max(first, previous) - 1, -1):
+            if prompt.endswith(self._whole[previous:end]):
+                return end
+        return begin
 
     def _region(self, number: int) -> Span:
         """The characters that depend on what message ``number`` holds."""

@@ -79,7 +79,8 @@ class FileTokenizer:
         words = (self._json, *map(str, (self.eos_token, settings.bos_token, settings.append_eos)))
         words += tuple(map(str, (settings.allow_special, settings.train_on, settings.date)))
         words += (json.dumps([self._templates, self._variables], sort_keys=True),)
-        self.digest = hashlib.sha256("\0".join(("streampack-tokenizer-file-1", *words)).encode()).hexdigest()
+        version = 2 if self._templates else 1  # 2: white space that the model itself writes is learned
+        self.digest = hashlib.sha256("\0".join((f"streampack-tokenizer-file-{version}", *words)).encode()).hexdigest()
 
     def encode(self, text: str) -> Encoded | str:
         try:

@@ -277,10 +277,31 @@ def test_learned_are_exactly_the_answers_and_their_ends(
     answers = [message["content"] + end for message in messages if message["role"] == "assistant"]
     if name == "thinking":
         answers[-1] = "<think>\n\n</think>\n\n" + answers[-1]
-    got = learned(folders[name], opened_once(folders[name]).encode_chat(messages))
-    if name == "inst":  # it puts a space before an answer, which may be of one token with it
-        got = [text.removeprefix(" ") for text in got]
-    assert got == answers
+    if name == "inst":  # the model is asked after [/INST], so the space before its answer is the model's own
+        answers = [" " + answer for answer in answers]
+    assert learned(folders[name], opened_once(folders[name]).encode_chat(messages)) == answers
+
+
+LOOP = "{%% for m in messages %%}{%% if m.role == 'user' %%}%s{%% else %%}%s{%% endif %%}{%% endfor %%}"
+
+
+@pytest.mark.parametrize(("question", "answer", "expected"), [
+    ("[INST] {{ m.content }}[/INST]", "{{ ' ' + m.content }}</s>", [" one </s>", " two</s>"]),
+    ("[INST] {{ m.content }}[/INST] ", "{{ m.content }}</s>", ["one </s>", "two</s>"]),
+    ("[INST] {{ m.content }}[/INST] ", "{{ ' ' + m.content }}</s>", [" one </s>", " two</s>"]),
+    ("{{ m.content }}", "{{ ' ' + m.content }}</s>", [" one </s>", " two</s>"]),
+    ("{{ m.content }}\n", "Answer:\n {{ m.content }}</s>", ["one </s>", "two</s>"]),
+])  # fmt: skip
+def test_white_space_is_learned_where_no_prompt_ends_with_it(
+    tmp_path: Path, question: str, answer: str, expected: list[str]
+) -> None:
+    library = byte_level()
+    library.pre_tokenizer = pre_tokenizers.Sequence(  # a blank is a token of its own
+        [pre_tokenizers.Split(" ", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    folder = save(tmp_path / "blanks", library, LOOP % (question, answer))
+    messages = chat("some ", "one ", "more  ", "two")
+    assert learned(folder, opened(folder).encode_chat(messages)) == expected
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cn"]), max_size=20)
