@@ -105,7 +105,11 @@ class ProducerLoop:
             run=0, producer=name or uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), offers=offers
         )
         self._waker = Waker()
-        self._dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500, key=key)
+        try:
+            self._dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500, key=key)
+        except BaseException:
+            self._waker.close()
+            raise
         self._endpoint = endpoint
         self._reads: deque[Read] = deque()
         self._readers: dict[tuple[Key, Session], Iterator[Batch]] = {}

@@ -64,7 +64,11 @@ class Pushing:
         self._closed = self._leaving = False
         self._counts = {"samples": 0, "tokens": 0, "rejected": 0, "batches": 0, "wait_s": 0.0}
         self._waker = Waker()
-        dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500, key=key)
+        try:
+            dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500, key=key)
+        except BaseException:
+            self._waker.close()
+            raise
         self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-push", daemon=True)
         self._waker.wake()  # says hello at once
         self._thread.start()

@@ -7,6 +7,7 @@ snapshot that is replaced whole. Nothing is decided here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -52,14 +53,14 @@ from streampack.core.merge import merge_of
 from streampack.core.messages import Envelope
 from streampack.core.plan import needed_tokens
 from streampack.curve import Door
-from streampack.errors import InternalError, WireError
+from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport import Poller, Router, drain
 from streampack.waker import Waker
 from streampack_services.allowed import Allowed
 from streampack_services.arena import Arena
 from streampack_services.flood import Budget
 from streampack_services.keeper import Keeper
-from streampack_services.memory_plan import plan
+from streampack_services.memory_plan import check_machine, plan
 from streampack_services.status import Reporter, Snapshot
 
 log = logging.getLogger("streampack.broker")
@@ -86,30 +87,9 @@ class BrokerService:
 
     def __init__(self, config: BrokerConfig, *, exit_when_finished: bool = False) -> None:
         self.config = config
+        check_machine(config)
         self.plan = plan(config)
         capacity = self.plan.capacity
-        self._waker = Waker()
-        self._allowed: Allowed | None = None
-        self.keeper = Keeper(config, self._waker.wake) if config.state_dir is not None else None
-        self.core = Broker(
-            run=config.run_id, epoch=time.time_ns(), feeds=self.plan.feeds, capacity=capacity,
-            steps_ahead=config.steps_ahead, journal=Journal(self.keeper is not None), run_name=config.run,
-        )  # fmt: skip
-        try:
-            if config.listen.keys is not None:
-                self._allowed = Allowed(Path(config.listen.keys), self._waker.wake)
-            if self.keeper is not None:
-                self.keeper.recover(self.core)
-            self._producers, self._trainers = self._listen()
-        except BaseException:
-            if self.keeper is not None:
-                self.keeper.close()
-            if self._allowed is not None:
-                self._allowed.close()
-            self._waker.close()
-            raise
-        rules = self.plan.rules
-        self.arena = Arena(self.plan.memory_bytes, rules.tokens, self.plan.block_tokens, rules.fields)
         self.started = time.monotonic()
         self.ready = False
         self.damaged = 0
@@ -130,11 +110,43 @@ class BrokerService:
         self._to_form: SimpleQueue[Form | None] = SimpleQueue()
         """None ends the thread that packs."""
         self._packing = threading.Thread(target=self._pack, name="streampack-form", daemon=True)
-        self._reporter = Reporter(self)
-        self.snapshot: Snapshot = self._reporter.take(self.started)
-        """Replaced whole twice a second; any thread may read it, nobody changes it."""
+        self._allowed: Allowed | None = None
+        with contextlib.ExitStack() as opened:  # memory before sockets; what is open is closed if the rest fails
+            self.arena = self._allocate()
+            self._waker = Waker()
+            opened.callback(self._waker.close)
+            self.keeper = Keeper(config, self._waker.wake) if config.state_dir is not None else None
+            if self.keeper is not None:
+                opened.callback(self.keeper.close)
+            self.core = Broker(
+                run=config.run_id, epoch=time.time_ns(), feeds=self.plan.feeds, capacity=capacity,
+                steps_ahead=config.steps_ahead, journal=Journal(self.keeper is not None), run_name=config.run,
+            )  # fmt: skip
+            if config.listen.keys is not None:
+                self._allowed = Allowed(Path(config.listen.keys), self._waker.wake)
+                opened.callback(self._allowed.close)
+            if self.keeper is not None:
+                self.keeper.recover(self.core)
+            self._producers, self._trainers = self._listen()
+            opened.callback(self._producers.close)
+            opened.callback(self._trainers.close)
+            self._reporter = Reporter(self)
+            self.snapshot: Snapshot = self._reporter.take(self.started)
+            """Replaced whole twice a second; any thread may read it, nobody changes it."""
+            opened.pop_all()
         self.on_snapshot: Callable[[Snapshot], None] = lambda _: None
         """Told of each, in the broker's thread."""
+
+    def _allocate(self) -> Arena:
+        """Raises ConfigError where the system does not give the memory."""
+        rules, size = self.plan.rules, self.plan.memory_bytes
+        try:
+            return Arena(size, rules.tokens, self.plan.block_tokens, rules.fields)
+        except MemoryError:
+            raise ConfigError(
+                f"memory: got {self.config.memory}, but the system does not give this process {size >> 20}MiB. Set "
+                f"memory to less, or raise the limit (ulimit -v, vm.overcommit_memory)"
+            ) from None
 
     def _listen(self) -> tuple[Router, Router]:
         """For producers, and for trainers."""

@@ -27,19 +27,19 @@ from streampack.config import BrokerConfig, StreamSettings
 from streampack.config_check import checked
 from streampack.core.messages import Mesh
 from streampack.core.rules import Rules
-from streampack.errors import ConfigError, InternalError, StreampackError, UserError
+from streampack.errors import InternalError, StreampackError, UserError
 from streampack.packs import Step
 from streampack.producer import ProducerLoop
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
 from streampack.sources.callable_tokenizer import CallableTokenizer
 from streampack.sources.settings import check_settings
 from streampack.sources.tokenizers import Tokenizer
-from streampack.typed_tree import convert, parse_size
+from streampack.typed_tree import convert
 from streampack_services.broker import BrokerService
 from streampack_services.http import HttpServer
 from streampack_services.http_guard import find_token
 from streampack_services.in_memory import InMemory
-from streampack_services.memory_plan import plan
+from streampack_services.memory_plan import with_enough_memory
 
 log = logging.getLogger("streampack.local")
 
@@ -151,7 +151,7 @@ def open_local(
         sources[name], streams[name] = open_stream(name, each, stream, tokenizer)
         if name in weights:
             streams[name]["weight"] = weights[name]
-    config = _with_memory(checked(convert({"run": "local", **run, "streams": streams}, BrokerConfig, "local")))
+    config = with_enough_memory(checked(convert({"run": "local", **run, "streams": streams}, BrokerConfig, "local")))
     return Local(lambda stack: _start(stack, config, sources, http, client))
 
 
@@ -245,19 +245,6 @@ def _tokenizer(given: Any) -> Tokenizer:
     if callable(chat := getattr(given, "encode_chat", None)):
         ids_of.encode_chat = chat  # type: ignore[attr-defined]
     return CallableTokenizer(getattr(given, "__qualname__", type(given).__qualname__), ids_of)
-
-
-def _with_memory(config: BrokerConfig) -> BrokerConfig:
-    """The memory asked for, doubled until the rules fit."""
-    while True:
-        try:
-            plan(config)
-            return config
-        except ConfigError as error:
-            size = parse_size(config.memory, "memory")
-            if not str(error).startswith("memory:") or size > 2**40:
-                raise
-            config = replace(config, memory=2 * max(size, 2**20))
 
 
 def _start(

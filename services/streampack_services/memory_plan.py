@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from streampack.config import BrokerConfig
 from streampack.core.plan import Capacity, FeedPlan, needed_tokens, wanted_tokens
@@ -16,6 +19,7 @@ from streampack.core.rules import Rules
 from streampack.errors import ConfigError
 from streampack.typed_tree import parse_size
 from streampack_services.arena import SLACK, arena_tokens
+from streampack_services.machine_memory import machine_memory
 
 LEAST_CHUNK_BYTES = 1 << 20
 """A partition's share of memory holds two chunks of so many bytes, unless ``limits.chunk`` is less; of larger ones, up
@@ -46,28 +50,88 @@ class Plan:
         return self.feeds[0].rules
 
 
-def plan(config: BrokerConfig) -> Plan:
-    """Raises ConfigError where the memory cannot hold what the rules need, with the figure that would."""
+class _Needs(NamedTuple):
+    """What the rules of a configuration need, in tokens but for ``least_chunk`` and ``token_bytes``."""
+
+    feeds: dict[str, Rules]
+    by_feed: dict[str, int]
+    sample: int
+    block: int
+    quota: int
+    partitions: int
+    least_chunk: int
+    token_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The least ``memory``."""
+        live = sum(self.by_feed.values()) + self.partitions * self.quota
+        return int((live * SLACK + 4 * self.block) * self.token_bytes)
+
+    def __str__(self) -> str:
+        windows = " and ".join(_held(rules) for rules in self.feeds.values())
+        return f"{-(-self.num_bytes // 2**20)}MiB for {windows}, and {self.partitions} partitions"
+
+
+def _needs(config: BrokerConfig) -> _Needs:
     feeds = {name: config.plan(name) for name in config.feeds}
-    memory = parse_size(config.memory, "memory")
     size = next(iter(feeds.values())).token_bytes
     budget = max(rules.budget for rules in feeds.values())
-    limit = parse_size(config.limits.chunk, "limits.chunk")
-    least = min(limit, LEAST_CHUNK_BYTES)
+    least = min(parse_size(config.limits.chunk, "limits.chunk"), LEAST_CHUNK_BYTES)
     sample = max(config.limits.sample_tokens, budget + 1)  # what is cut to it is still seen to be over-long
-    block = max(least // size, 8 * budget)  # large beside a stored sample: little is lost where none fits
-    least_quota = 2 * max(least // size, sample)
-    partitions = sum(stream.partitions for rules in feeds.values() for stream in rules.streams)
-    needs = {name: needed_tokens(rules, sample) for name, rules in feeds.items()}
+    return _Needs(
+        feeds=feeds,
+        by_feed={name: needed_tokens(rules, sample) for name, rules in feeds.items()},
+        sample=sample,
+        block=max(least // size, 8 * budget),  # large beside a stored sample: little is lost where none fits
+        quota=2 * max(least // size, sample),
+        partitions=sum(stream.partitions for rules in feeds.values() for stream in rules.streams),
+        least_chunk=least,
+        token_bytes=size,
+    )
+
+
+def check_machine(config: BrokerConfig, memory: int | None = None) -> None:
+    """Raise ConfigError if ``memory`` bytes (by default the configuration's) are more than this machine has."""
+    machine = machine_memory()
+    memory = parse_size(config.memory, "memory") if memory is None else memory
+    if machine is None or memory <= machine.num_bytes:
+        return
+    needs = _needs(config)
+    if needs.num_bytes > machine.num_bytes:
+        raise ConfigError(
+            f"memory: the rules need at least {needs}, but {machine}. Lower rules.budget or rules.window, or use a "
+            f"machine with more memory"
+        )
+    raise ConfigError(
+        f"memory: got {config.memory}, but {machine}. Set memory to less: the rules need at least {needs}"
+    )
+
+
+def with_enough_memory(config: BrokerConfig) -> BrokerConfig:
+    """``config`` with its ``memory`` doubled until the rules fit, at most to what the machine has. Raises ConfigError
+    where that is too little."""
+    memory, least = parse_size(config.memory, "memory"), _needs(config).num_bytes
+    if memory >= least:
+        return config
+    check_machine(config, least)
+    while memory < least:
+        memory = 2 * max(memory, 2**20)
+    machine = machine_memory()
+    return replace(config, memory=memory if machine is None else min(memory, max(machine.num_bytes, least)))
+
+
+def plan(config: BrokerConfig) -> Plan:
+    """Raises ConfigError where the memory cannot hold what the rules need, with the figure that would."""
+    wanted = _needs(config)
+    feeds, needs, partitions, least_quota = wanted.feeds, wanted.by_feed, wanted.partitions, wanted.quota
+    sample, block, size = wanted.sample, wanted.block, wanted.token_bytes
+    memory = parse_size(config.memory, "memory")
+    limit = parse_size(config.limits.chunk, "limits.chunk")
     needed = sum(needs.values())
     capacity = arena_tokens(memory, size, block)
     if capacity < needed + partitions * least_quota:
-        enough = int(((needed + partitions * least_quota) * SLACK + 4 * block) * size)
-        windows = " and ".join(_held(rules) for rules in feeds.values())
-        raise ConfigError(
-            f"memory: got {config.memory}, expected at least {-(-enough // 2**20)}MiB for {windows}, "
-            f"and {partitions} partitions"
-        )
+        raise ConfigError(f"memory: got {config.memory}, expected at least {wanted}")
     quota = max(least_quota, min(capacity // 4, capacity - needed) // partitions)
     spare, wants = capacity - quota * partitions - needed, {n: wanted_tokens(r, sample) for n, r in feeds.items()}
     plans = tuple(
@@ -82,7 +146,7 @@ def plan(config: BrokerConfig) -> Plan:
         )
         for name, rules in feeds.items()
     )
-    chunk = max(least, min(limit, quota * size // 4))
+    chunk = max(wanted.least_chunk, min(limit, quota * size // 4))
     longest = Capacity(quota, sample, max(chunk // size, sample) * size, config.limits.peers)
     return Plan(plans, longest, memory, size, block, chunk, max(4, ARRIVING_BYTES // chunk))
 
