@@ -27,6 +27,7 @@ from streampack.core.sending import Chunk, Key, Session
 from streampack.errors import ConfigError, DamagedFile, SampleError
 from streampack.sources import Cursor, ManySource, Record, Records, Room, Source
 from streampack.sources.records import DAMAGED
+from streampack.sources.rows import NO_MASK
 
 CHUNK_SAMPLES = 4096
 CHUNK_S = 0.5
@@ -55,6 +56,8 @@ class Batch:
     loss_tokens: NDArray[np.uint32] | None = None
     pass_ended: bool = False
     """The last sample is the last of its pass."""
+    unmasked: int = 0
+    """Samples that came without the declared loss mask, and are trained on as a whole."""
 
 
 @runtime_checkable
@@ -113,7 +116,7 @@ def _batches(records: Iterable[Record | Records], terms: _Terms, chunk_s: float,
             if cursor is not None and (pass_ > before or terms.full(gathered, sample, chunk_s)):
                 yield terms.batch(gathered, cursor, pass_ > before)
                 gathered = _Gathered()
-            gathered.add(record, sample, reason)
+            gathered.add(record, sample, reason, terms.lacks_mask(record))
             cursor = record.cursor
         if many:
             terms.leave(room, gathered)
@@ -131,13 +134,19 @@ class _Gathered:
     examples: list[tuple[str, str]] = field(default_factory=list)
     tokens: int = 0
     lost: int = 0
+    unmasked: int = 0
     began: float = field(default_factory=time.monotonic)
 
-    def add(self, record: Record | Records, sample: Values, reason: str | None) -> None:
-        """A record, as what is left of it by the policies; or many, all of which is left."""
+    def add(self, record: Record | Records, sample: Values, reason: str | None, unmasked: bool) -> None:
+        """A record, as what is left of it by the policies; or many, all of which is left.
+
+        ``unmasked``: they came without a declared loss mask.
+        """
         length = len(sample[_TOKENS])
         self.parts.append(sample)
         self.tokens += length
+        if unmasked and not reason:
+            self.unmasked += len(record) if isinstance(record, Records) else 1
         if isinstance(record, Records):
             self.lengths += record.samples.lengths.tolist()
             return
@@ -167,6 +176,7 @@ class _Terms:
         self._dtype = np.dtype(lease.dtype)
         self._largest = int(np.iinfo(self._dtype).max)
         self._masked = any(each.name == LOSS_MASK for each in lease.fields)
+        self._needs_mask = any(each.name == LOSS_MASK and each.default is None for each in lease.fields)
         self._rejected = {
             each.name: np.zeros((int(_by_sample(each)), *each.shape), each.storage) for each in lease.fields
         }
@@ -177,6 +187,11 @@ class _Terms:
         sample_bytes = sum(each.value_bytes for each in lease.fields if _by_sample(each))
         self.most = min(CHUNK_SAMPLES, max(lease.max_chunk_bytes // max(sample_bytes, 1), 1))
         """Samples that it may hold: the frames of their own values are no larger than the tokens'."""
+
+    def lacks_mask(self, record: Record | Records) -> bool:
+        """Whether the run declares a loss mask and no default, and these come without one."""
+        fields = record.samples.fields if isinstance(record, Records) else record.fields
+        return self._needs_mask and LOSS_MASK not in fields
 
     def apart(self, records: Records) -> Iterator[Record | Records]:
         """The same samples; each of which a policy or the lack of a field decides comes alone."""
@@ -207,6 +222,12 @@ class _Terms:
         if isinstance(sample, str):
             if lease.poison == "error" and sample == DAMAGED:
                 raise DamagedFile(f"{record.where}; or set poison: drop to count it and go on with the rest")
+            if lease.poison == "error" and sample == NO_MASK:
+                raise SampleError(
+                    f"{record.where}: got a sample without a loss_mask, but the run declares one: add it, or set "
+                    f"missing_mask: train in producer.yaml to train on the whole of such samples, or poison: drop "
+                    f"(rules.poison, or the stream's) to count it and go on"
+                )
             if lease.poison == "error":
                 raise SampleError(
                     f"{record.where}: got a sample that cannot be used ({sample}), expected a 1-D array of ids within "
@@ -297,6 +318,7 @@ class _Terms:
         return Batch(
             whole(_TOKENS).astype(self._dtype, copy=False), lengths, cursor, gathered.rejected,
             tuple(gathered.examples), gathered.lost, fields, _loss_tokens(lengths, fields), pass_ended,
+            gathered.unmasked,
         )  # fmt: skip
 
 

@@ -60,6 +60,8 @@ class StreamProgress:
     """How many in all; None for ever, or not known yet."""
     examples: dict[str, str] = field(default_factory=dict)
     """A line by reason for the first sample rejected for it, and one by error for every damaged file."""
+    unmasked: int = 0
+    """Samples without the declared loss mask, of which all tokens are trained on."""
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ class _Sent:
     samples: int
     tokens: int
     rejected: dict[str, int]
+    unmasked: int
     cursor: Cursor
 
 
@@ -238,7 +241,7 @@ class ProducerLoop:
         sent = self._sent.setdefault((chunk.key, chunk.session), deque())
         first = sent[-1].stop_seq if sent else read.seq
         stop, samples = first + len(batch.lengths), len(batch.lengths)
-        sent.append(_Sent(stop, read.lease, samples, len(batch.tokens), batch.rejected, batch.cursor))
+        sent.append(_Sent(stop, read.lease, samples, len(batch.tokens), batch.rejected, batch.unmasked, batch.cursor))
         self._perform(self._session.handle(chunk))
 
     def _note_size(self, stream: str) -> None:
@@ -261,6 +264,7 @@ class ProducerLoop:
             lease, progress, source = chunk.lease, self.progress.streams[key[0]], self._by_record.get(key[0])
             progress.samples += chunk.samples
             progress.tokens += chunk.tokens
+            progress.unmasked += chunk.unmasked
             for reason, count in chunk.rejected.items():
                 progress.rejected[reason] = progress.rejected.get(reason, 0) + count
             if source is not None:

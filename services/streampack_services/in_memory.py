@@ -20,7 +20,7 @@ from streampack.sources import Cursor, Record, SourceSettings, Tokenizer
 from streampack.sources.order import sample_order
 from streampack.sources.python import ItemReader
 from streampack.sources.settings import as_words
-from streampack.sources.sharded import vocab_size_of
+from streampack.sources.sharded import mask_words, vocab_size_of
 from streampack.sources.token_ids import NO_TOKENS
 
 
@@ -34,7 +34,8 @@ class InMemory:
         self.vocab_size = vocab_size_of(settings, tokenizer)
         self._once = iter(rows) if isinstance(rows, Iterator) else None
         self._taken = 0
-        words = ("streampack-in-memory-1", type(rows).__qualname__, repr(as_words(settings)), tokenizer.digest)
+        of_settings = as_words(settings) | mask_words(settings, tokenizer)
+        words = ("streampack-in-memory-1", type(rows).__qualname__, repr(of_settings), tokenizer.digest)
         self.digest = hashlib.sha256("\0".join(words).encode()).hexdigest()
 
     def check_passes(self) -> None:

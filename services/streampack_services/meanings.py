@@ -130,6 +130,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "prompt_key": "where the prompt is",
         "completion_key": "where its answer is",
         "fields": "a declared field's name to its key, where they differ",
+        "missing_mask": "samples without their declared loss_mask: train on all of them, or reject",
         "unit": "what of a text is a sample",
         "tokens_key": "where the ids are",
         "modes": "modes of multimodal Megatron data to read",

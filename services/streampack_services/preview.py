@@ -21,7 +21,7 @@ from streampack.sources import Record, Tokenizer, open_tokenizer
 from streampack_services.producer import open_sources
 
 Tree = dict[str, Any]
-_MASK = (Field(name=LOSS_MASK, dtype="uint8", align="target"),)
+_MASK = (Field(name=LOSS_MASK, dtype="uint8", align="target", default=1),)
 
 
 def preview(file: Path, samples: int) -> dict[str, list[Tree]]:

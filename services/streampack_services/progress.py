@@ -76,6 +76,7 @@ def add_up(names: Iterable[str], parts: Iterable[Mapping[str, StreamProgress]]) 
             all_ = total[name]
             all_.samples += one.samples
             all_.tokens += one.tokens
+            all_.unmasked += one.unmasked
             all_.rejected = dict(Counter(all_.rejected) + Counter(one.rejected))
             for partition, shards in one.shards.items():
                 all_.shards[partition] = max(shards, all_.shards.get(partition, 0))
@@ -91,8 +92,8 @@ def line(overall: Overall) -> str:
 
 def summary(overall: Overall) -> str:
     """``1200 samples, 48000 tokens, 3 rejected (json 3); web ...; code ...``, at the end."""
-    rejected = _rejected(overall.rejected)
-    first = f"{overall.samples} samples, {overall.tokens} tokens" + (f", {rejected}" if rejected else "")
+    notes = [f"{overall.samples} samples", f"{overall.tokens} tokens", _rejected(overall.rejected), _unmasked(overall)]
+    first = ", ".join(note for note in notes if note)
     parts = [_stream(overall, name) for name in overall.streams] if len(overall.streams) > 1 else []
     return "; ".join([first, *parts, *_restarts(overall)])
 
@@ -103,6 +104,7 @@ def figures(overall: Overall) -> dict[str, Any]:
         name: {
             "samples": stream.samples, "tokens": stream.tokens, "share": overall.share(name),
             "tokens_per_s": round(overall.tokens_per_s[name], 1), "rejected": stream.rejected,
+            "unmasked": stream.unmasked,
         }
         for name, stream in overall.streams.items()
     }  # fmt: skip
@@ -135,7 +137,7 @@ def table(overall: Overall) -> RenderableType:
             Text(name), bar, "" if share is None else f"{share:.0%}", f"{stream.samples:,}", short(stream.tokens),
             short(overall.tokens_per_s[name]), Text(f"{rejected:,}", style="yellow" if rejected else "dim"),
         )  # fmt: skip
-    notes = [_rejected(overall.rejected), *_restarts(overall), *_waits(overall)]
+    notes = [_rejected(overall.rejected), _unmasked(overall), *_restarts(overall), *_waits(overall)]
     return Group(shown, Text("; ".join(note for note in notes if note), style="dim"))
 
 
@@ -165,6 +167,11 @@ def _rejected(reasons: Mapping[str, int]) -> str:
         return ""
     each = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
     return f"{sum(reasons.values())} rejected ({each})"
+
+
+def _unmasked(overall: Overall) -> str:
+    count = sum(stream.unmasked for stream in overall.streams.values())
+    return f"{count} without the declared loss_mask, trained on as a whole" if count else ""
 
 
 def _restarts(overall: Overall) -> list[str]:

@@ -23,7 +23,7 @@ class BytesTokenizer:
     eos_token: str | None = "<256>"
 
     def __init__(self, *, append_eos: bool = True, train_on: Literal["answers", "all"] = "answers") -> None:
-        self._append_eos, self._train_on = append_eos, train_on
+        self._append_eos, self.train_on = append_eos, train_on
         self.digest = digest_of_words("bytes", str(append_eos), *[train_on] * (train_on != "answers"))
 
     def encode(self, text: str) -> Encoded | str:
@@ -78,7 +78,7 @@ class BytesTokenizer:
                 for raw, end in zip(raws, ends, strict=True)
             ]
         )
-        if self._train_on == "all":
+        if self.train_on == "all":
             return Encoded(ids)
         lengths = [len(raw) + end for raw, end in zip(raws, ends, strict=True)]
         return Encoded(ids, np.repeat(np.array([learned for _, learned, _ in parts], np.uint8), lengths))

@@ -62,7 +62,7 @@ class CallableTokenizer:
         self._decode: Callable[[list[int]], str] | None = getattr(function, "decode", None)
         self.has_chat_template = self._encode_chat is not None
         self.eos_token: str | None = None
-        self._function, self._train_on = function, train_on
+        self._function, self.train_on = function, train_on
         self._rejections = Rejections()
 
     def encode(self, text: str) -> Encoded | str:
@@ -103,7 +103,7 @@ class CallableTokenizer:
         start = int(differs[0]) if differs.size else size
         if start < len(first.tokens) - 2:
             return "pair"
-        if self._train_on == "all":
+        if self.train_on == "all":
             return both
         mask = np.ones(len(both.tokens), np.uint8)
         mask[:start] = 0

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.fields import Field
+from streampack.core.fields import LOSS_MASK, Field
 from streampack.sources.arrays import as_samples, fitting, one_sample
 from streampack.sources.arrow import Rows, is_number, is_plain_list, need_pyarrow
 from streampack.sources.files import join_pieces
@@ -36,6 +36,10 @@ def plan_of(schema: Any, reader: RowReader) -> Plan | None:
     if ids is None or not is_plain_list(schema.field(ids).type, pa):
         return None
     if not pa.types.is_integer(schema.field(ids).type.value_type):
+        return None
+    if reader.fields.needs_mask and not any(
+        field.name == LOSS_MASK and key in schema.names for field, key in reader.fields.keys
+    ):
         return None
     fields = tuple((field, key) for field, key in reader.fields.keys if key in schema.names)
     for field, key in fields:

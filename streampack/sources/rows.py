@@ -41,6 +41,8 @@ _DETECTED = (
     (_PAIR, "prompt", "response"),
 )
 _TOOLS = "tools"
+NO_MASK = f"{LOSS_MASK}: missing"
+"""The reason of a sample that comes without its loss mask."""
 _UNREAD = ("npy", "json", "encoding")
 """Words that stand for a field's value that could not be read."""
 
@@ -51,7 +53,7 @@ class RowReader:
     def __init__(self, settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Field] = ()) -> None:
         self._tokenizer, self._encode = tokenizer, tokenizer.encode
         self._looks = _looks(settings)
-        self.fields = FieldReader(settings, fields)
+        self.fields = FieldReader(settings, fields, rejects_unmasked(settings, tokenizer))
         keys = [key for _, *pair in self._looks for key in pair if key]
         tools = [_TOOLS] if any(kind == _CHAT for kind, *_ in self._looks) else []
         self.sample_keys = tuple(dict.fromkeys(keys))
@@ -87,10 +89,11 @@ class RowReader:
 class FieldReader:
     """What a run declares, found under a source's keys. ``keys``: (field, key) of each.
 
+    ``needs_mask``: a sample without a ``loss_mask`` is rejected, where the run declares one and no default for it.
     Raises ConfigError for a field that the settings map and the run does not declare.
     """
 
-    def __init__(self, settings: SourceSettings, fields: Sequence[Field]) -> None:
+    def __init__(self, settings: SourceSettings, fields: Sequence[Field], reject_unmasked: bool = False) -> None:
         unknown = sorted(set(settings.fields) - {field.name for field in fields})
         if unknown:
             names = ", ".join(field.name for field in fields) or "none"
@@ -99,6 +102,7 @@ class FieldReader:
                 "broker.yaml's fields, or remove it here"
             )
         self.keys = tuple((field, settings.fields.get(field.name, field.name)) for field in fields)
+        self.needs_mask = reject_unmasked and any(each.name == LOSS_MASK and each.default is None for each in fields)
 
     def add(self, encoded: Encoded, row: Mapping[str, Any]) -> Sample | str:
         """The sample with its fields from ``row``, where a value may be a str: why it could not be read."""
@@ -109,6 +113,8 @@ class FieldReader:
         for field, key in self.keys:
             value = mask if field.name == LOSS_MASK and mask is not None else row.get(key)
             if value is None:
+                if field.name == LOSS_MASK and self.needs_mask:
+                    return NO_MASK
                 continue
             array = as_field(value, field, len(tokens))
             if isinstance(array, str):
@@ -117,6 +123,13 @@ class FieldReader:
         if mask is not None:
             found.setdefault(LOSS_MASK, mask)  # not declared: the producer says so
         return Sample(tokens, found or NO_FIELDS)
+
+
+def rejects_unmasked(settings: SourceSettings, tokenizer: Tokenizer) -> bool:
+    """Whether samples without a declared ``loss_mask`` are rejected: see SourceSettings.missing_mask."""
+    if settings.missing_mask is not None:
+        return settings.missing_mask == "reject"
+    return settings.source == "webdataset" and tokenizer.train_on != "all"
 
 
 def ids_of(value: object) -> Tokens | str:

@@ -7,15 +7,16 @@ import msgspec
 from streampack.errors import ConfigError
 
 _ROW_KEYS = ("text_key", "tokens_key", "messages_key", "prompt_key", "completion_key", "fields")
+_OF_ROWS = (*_ROW_KEYS, "missing_mask")
 _FILES = ("shards", "path", "shuffle")
 KEYS: dict[str, tuple[str, ...]] = {
-    "jsonl": (*_FILES, *_ROW_KEYS),
-    "webdataset": (*_FILES, *_ROW_KEYS),
-    "parquet": (*_FILES, *_ROW_KEYS),
-    "huggingface": (*_FILES, *_ROW_KEYS),
+    "jsonl": (*_FILES, *_OF_ROWS),
+    "webdataset": (*_FILES, *_OF_ROWS),
+    "parquet": (*_FILES, *_OF_ROWS),
+    "huggingface": (*_FILES, *_OF_ROWS),
     "text": (*_FILES, "unit"),
     "megatron": (*_FILES, "modes"),
-    "python": ("path", "shuffle", *_ROW_KEYS),
+    "python": ("path", "shuffle", *_OF_ROWS),
 }
 """The keys of each format; any other is refused."""
 
@@ -46,6 +47,9 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``text_key`` and ``tokens_key`` are the extension of a member, ``json/key`` for a key of a .json member; the
     others are keys of the .json member. ``fields``: a declared field's name to the key that holds it, where they
     differ; in tar files it is the member KEY.npy, else a key of the .json member.
+    ``missing_mask``: a sample without the ``loss_mask`` that the run declares is trained on as a whole and counted
+    (``train``), or rejected (``reject``). Tar files reject by default, since a member may be lost; others train, and so
+    do tar files with ``train_on: all``.
     ``unit``: of text; ``line`` by default. Empty lines separate paragraphs, and are no samples.
     ``modes``: of multimodal Megatron data, which sequences to read by their mode; 0 is text.
     ``shuffle``: false reads shards and samples as they lie, in every pass.
@@ -60,6 +64,7 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_key: str | None = None
     completion_key: str | None = None
     fields: dict[str, str] = {}
+    missing_mask: Literal["train", "reject"] | None = None
     unit: Literal["line", "paragraph", "file"] | None = None
     modes: list[int] | None = None
     shuffle: bool = True

@@ -22,6 +22,7 @@ from streampack.sources.arrays import Records, Room
 from streampack.sources.files import File, ShardFile, open_file
 from streampack.sources.order import Cursor, sample_order, shard_order
 from streampack.sources.records import DAMAGED, AnyShard, ArrayShard, Format, OpenShard, Record, Sample, Samples, Shard
+from streampack.sources.rows import rejects_unmasked
 from streampack.sources.settings import SourceSettings, as_words
 from streampack.sources.token_ids import NO_TOKENS
 from streampack.sources.tokenizers import Tokenizer
@@ -68,13 +69,18 @@ def digest_of(
                 "streampack-source-2",
                 settings.source,
                 [(file.name, file.size) for file in files],
-                as_words(settings),
+                as_words(settings) | mask_words(settings, tokenizer),
                 words,
                 tokenizer.digest,
             ],
             order="deterministic",
         )
     ).hexdigest()
+
+
+def mask_words(settings: SourceSettings, tokenizer: Tokenizer) -> dict[str, str]:
+    """The digest's word on samples without a loss mask; none where they are trained on, as they always were."""
+    return {"missing_mask": "reject"} if rejects_unmasked(settings, tokenizer) else {}
 
 
 def vocab_size_of(settings: SourceSettings, tokenizer: Tokenizer) -> int | None:

@@ -50,7 +50,7 @@ class FileTokenizer:
         beside = _Beside(path.parent)
         self._plain = _library(self._json, path)
         self._rejections = Rejections()
-        self._settings = settings
+        self._settings, self.train_on = settings, settings.train_on
         self.name = str(settings.file)
         self.vocab_size: int | None = max(self._plain.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._before, self._after = _around(self._plain)

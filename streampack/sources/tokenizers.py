@@ -61,6 +61,8 @@ class Tokenizer(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
     @property
+    def train_on(self) -> Literal["answers", "all"]: ...
+    @property
     def eos_token(self) -> str | None:
         """What ends a text, for people; None where that is not known."""
 

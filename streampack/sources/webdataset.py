@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from streampack.core.fields import Field
+from streampack.core.fields import LOSS_MASK, Field
 from streampack.errors import ConfigError, DamagedFile
 from streampack.sources.files import ShardFile, find, measure
 from streampack.sources.jsonl import open_row
@@ -133,6 +133,8 @@ class TarShard:
             places = [beside.get(f"{key}.npy".lower(), (0, -1)) for beside in self._beside]
             members = Members(self._file, *np.array(places, np.int64).T[::-1])
             missing = members.sizes[good] < 0
+            if field.name == LOSS_MASK and self._fields.needs_mask and missing.any():
+                return self
             if missing.all() and not any(_JSON in beside for beside in self._beside):
                 continue
             if (

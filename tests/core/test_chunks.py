@@ -1,10 +1,17 @@
 """Records to chunks to the broker's books: fields, their defaults, what is refused, and the labels that count."""
 
+import io
+import json
+import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from crc32c import crc32c
 from hypothesis import given
@@ -23,7 +30,7 @@ from streampack.core.rules import Overlong
 from streampack.core.samples import SampleTable
 from streampack.core.terms import StreamTerms
 from streampack.errors import ConfigError, SampleError
-from streampack.sources import Cursor, Record
+from streampack.sources import Cursor, Record, SourceSettings, TokenizerSettings, open_source, open_tokenizer
 
 MASK = Field(name="loss_mask", dtype="uint8", align="target")
 LABELS = Field(name="labels", dtype="int32", align="target", pad=-100)
@@ -244,3 +251,72 @@ def crc_of(row: tuple[list[int], dict[str, Any]], fields: tuple[Field, ...]) -> 
     arrays: list[NDArray[Any]] = [np.array(row[0], "<i4")]
     arrays += [np.array(row[1][field.name], field.storage) for field in fields]
     return crc32c(b"".join(array.tobytes() for array in arrays))
+
+
+# Samples without their declared loss mask
+
+HELD = {"a": [1, 0, 1], "b": None, "c": [0, 1]}
+"""The loss mask of each sample; b has lost its own."""
+
+
+def npy(ids: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.asarray(ids, np.uint8))
+    return file.getvalue()
+
+
+def write(kind: str, folder: Path) -> SourceSettings:
+    """Samples of 3, 2 and 2 ids, as one file of this kind."""
+    ids = {"a": [5, 6, 7], "b": [5, 6], "c": [7, 8]}
+    rows = [{"tokens": ids[key]} | ({"loss_mask": mask} if mask else {}) for key, mask in HELD.items()]
+    if kind == "jsonl":
+        (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind.startswith("parquet"):
+        names = ["tokens"] if kind == "parquet of no masks" else ["tokens", "loss_mask"]
+        table = {name: pa.array([row.get(name) for row in rows], pa.list_(pa.int32())) for name in names}
+        pq.write_table(pa.table(table), folder / "a.parquet")
+    else:
+        with tarfile.open(folder / "a.tar", "w") as archive:
+            for key, mask in HELD.items():
+                members = [("npy", npy(ids[key])), *([("loss_mask.npy", npy(mask))] if mask else [])]
+                if kind == "tar of json":
+                    members = [
+                        ("json", json.dumps({"tokens": ids[key]} | ({"loss_mask": mask} if mask else {})).encode())
+                    ]
+                elif kind == "tar of no masks":
+                    members = members[:1]
+                for suffix, raw in members:
+                    header = tarfile.TarInfo(f"{key}.{suffix}")
+                    header.size = len(raw)
+                    archive.addfile(header, io.BytesIO(raw))
+    source: Any = "webdataset" if kind.startswith("tar") else kind.partition(" ")[0]
+    return SourceSettings(source, f"{folder}/*", shuffle=False)
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar of json", "jsonl", "parquet", "tar of no masks", "parquet of no masks"])
+@pytest.mark.parametrize("policy", [None, "train", "reject"])
+def test_a_sample_without_its_loss_mask_is_rejected_or_counted(kind: str, policy: Any, tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(write(kind, tmp_path), missing_mask=policy)
+    (batch,) = batches(open_source(settings), lease((MASK,)))
+    lost = 3 if "no masks" in kind else 1
+    if policy == "reject" or (policy is None and kind.startswith("tar")):
+        assert batch.lengths.tolist() == ([0, 0, 0] if lost == 3 else [3, 0, 2])
+        assert (batch.rejected, batch.unmasked) == ({"loss_mask: missing": lost}, 0)
+        with pytest.raises(SampleError, match="got a sample without a loss_mask, but the run declares one: add it, or"):
+            list(batches(open_source(settings), lease((MASK,), poison="error")))
+    else:
+        assert batch.lengths.tolist() == [3, 2, 2]
+        assert (batch.rejected, batch.unmasked) == ({}, lost)
+    (batch,) = batches(open_source(settings), lease((msgspec.structs.replace(MASK, default=1),)))
+    assert (batch.lengths.tolist(), batch.unmasked) == ([3, 2, 2], 0), "the run says what such samples have"
+
+
+def test_the_digest_says_what_becomes_of_samples_without_a_mask(tmp_path: Path) -> None:
+    def digest(kind: str, policy: Any, **more: Any) -> str:
+        settings = msgspec.structs.replace(write(kind, tmp_path), missing_mask=policy)
+        return open_source(settings, open_tokenizer(TokenizerSettings(**more))).digest
+
+    assert digest("tar", None) == digest("tar", "reject") != digest("tar", "train")
+    assert digest("tar", None, train_on="all") == digest("tar", "train", train_on="all")
+    (tmp_path / "a.tar").unlink()
+    assert digest("jsonl", None) == digest("jsonl", "train") != digest("jsonl", "reject")

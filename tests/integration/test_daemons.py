@@ -331,7 +331,18 @@ def test_progress_is_told_by_stream() -> None:
     assert summary(overall()).startswith("45 samples, 1500 tokens, 4 rejected (dtype 2, json 2); web 50% 40 samples")
     assert json.loads(json.dumps(figures(overall())))["streams"]["web"] == {
         "samples": 40, "tokens": 500, "share": 0.5, "tokens_per_s": 50.0, "rejected": {"json": 2, "dtype": 2},
+        "unmasked": 0,
     }  # fmt: skip
+
+
+def test_samples_without_their_declared_mask_are_counted() -> None:
+    found = overall()
+    parts = {"web": StreamProgress(30, 400, unmasked=7), "code [x]": StreamProgress(5, 1000, unmasked=1)}
+    found.update(120.0, [parts, {"web": StreamProgress(10, 90, unmasked=2)}], [], 0)
+    assert summary(found).startswith(
+        "45 samples, 1490 tokens, 10 without the declared loss_mask, trained on as a whole"
+    )
+    assert figures(found)["streams"]["web"]["unmasked"] == 9
 
 
 def test_each_wait_is_told_with_as_many_processes_as_have_it() -> None:
