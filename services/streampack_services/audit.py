@@ -14,9 +14,9 @@ import numpy as np
 
 from streampack.core.dealt import deal_padded, deal_step, packs_of_mesh, split
 from streampack.core.rules import Rules
-from streampack.core.samples import I64
+from streampack.core.samples import I64, ROW
 from streampack.errors import LedgerDamaged, UserError
-from streampack_services.ledger import Ledger, Place
+from streampack_services.ledger import Gap, Ledger, Place
 from streampack_services.run_history import LATEST, NEVER, FeedHistory
 from streampack_services.step_rows import StepRows
 
@@ -78,6 +78,11 @@ def recorded(ledger: Ledger, feed: FeedHistory, step: int) -> StepRows:
     if found is not None:
         return found
     raise_if_damaged(ledger, "steps")
+    if (gap := _gap_of(ledger, feed, step)) is not None:
+        raise UserError(
+            f"got step {step} of feed {feed.name!r}, which is {gap}. The log has lost them, or another "
+            f"state_dir has them: trainers resumed at step {gap.last + 1} from a checkpoint. Ask for another step"
+        )
     end, last = feed.end, ledger.last_step(feed.name, feed.branches[-1].number)
     if end is not None and step >= end.num_steps:
         raise UserError(
@@ -86,6 +91,26 @@ def recorded(ledger: Ledger, feed: FeedHistory, step: int) -> StepRows:
     if step > (feed.branches[-1].step - 1 if last is None else last):
         raise UserError(f"got step {step} of feed {feed.name!r}, which is not formed yet: the last one is {last}")
     raise UserError(f"got step {step} of feed {feed.name!r}, expected a later one: neither log nor ledger has it")
+
+
+def _gap_of(ledger: Ledger, feed: FeedHistory, step: int) -> Gap | None:
+    """The steps that are not recorded here, with ``step`` among them."""
+    return next((gap for gap in ledger.gaps(feed.name) if gap.first <= step <= gap.last), None)
+
+
+def _gap_with(ledger: Ledger, feed: FeedHistory, sample: Tree) -> Gap | None:
+    """The steps that are not recorded here and have a sample that no recorded step has."""
+    stream, index = sample["stream"], sample["index"]
+    for gap in ledger.gaps(feed.name):
+        upto = feed.merged(gap.snapshot).get(stream, [])
+        rows = np.frombuffer(gap.snapshot.form.window + gap.snapshot.form.pending, ROW)
+        waiting = any(
+            feed.stream_name(number, gap.snapshot.step, gap.lsn) == stream
+            for number in rows["stream"][(rows["index"] == index) & (rows["part"] == 0)].tolist()
+        )
+        if sample["partition"] < len(upto) and sample["seq"] < upto[sample["partition"]] and not waiting:
+            return gap
+    return None
 
 
 def raise_if_damaged(ledger: Ledger, *tables: str) -> None:
@@ -197,7 +222,8 @@ def _flat(path: str, tree: Any) -> Tree:
 
 
 def why_sample(ledger: Ledger, name: str) -> Tree:
-    """Where sample ``STREAM:INDEX`` went: ``is`` one of step, rejected, dropped, waiting, none. Raises UserError."""
+    """Where sample ``STREAM:INDEX`` went: ``is`` one of step, rejected, dropped, unrecorded,
+    waiting, none. Raises UserError."""
     stream, _, number = name.rpartition(":")
     if not stream or not number.isascii() or not number.isdigit():
         raise UserError(f"got sample {name!r}, expected STREAM:INDEX, such as web:1234")
@@ -243,6 +269,8 @@ def _verdict(ledger: Ledger, feed: FeedHistory, found: Tree) -> Tree:
     end, total = feed.end, ledger.history.totals.get((stream, found["partition"]), [NEVER])[-1]
     if index in _dropped(feed, stream):
         return {"is": "dropped", "why": "it was left over at the end of a pass, which tail: drop leaves out"}
+    if (gap := _gap_with(ledger, feed, found)) is not None:
+        return {"is": "unrecorded", "why": f"{gap}; the sample is in one of them, or rejected"}
     if seq >= total:
         return {"is": "none", "why": f"partition {found['partition']} of {stream} ended after {total} samples"}
     if end is not None:

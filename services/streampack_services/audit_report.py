@@ -93,6 +93,7 @@ def show_sample(found: Tree) -> None:
         "step": "is in a step",
         "rejected": f"was rejected: {found['why']}",
         "dropped": f"was dropped: {found['why']}",
+        "unrecorded": found["why"],
         "waiting": f"waits: {found['why']}" if not found["why"].startswith("not yet") else found["why"],
         "none": f"is not there: {found['why']}",
     }
@@ -128,6 +129,8 @@ def show_verified(found: Tree) -> None:
         facts.add_row("chain", feed["chain"] or "-")
         if not feed["all_known"]:
             facts.add_row("before", "another log has it: what was lost cannot be told yet")
+        for begin, end in feed["not_recorded"]:
+            facts.add_row("not recorded here", f"steps {begin:,} to {end:,}: trainers resumed after them")
         for lineage in feed["lineages"][1:]:
             facts.add_row(f"lineage {lineage['lineage']}", f"from step {lineage['step']:,}: {lineage['why'] or '-'}")
         for begin, end in feed["skipped"]:
@@ -154,7 +157,9 @@ def _streams_table(streams: Tree) -> Table:
 
 def _show_findings(console: Console, found: Tree) -> None:
     if found["good"]:
-        console.print(Text.assemble(("good", "bold green"), ": every sample is exactly once, digests and chains agree"))
+        whole = not any(feed["not_recorded"] for feed in found["feeds"].values())
+        said = "every sample is exactly once" if whole else "no recorded sample is lost or repeated"
+        console.print(Text.assemble(("good", "bold green"), f": {said}, digests and chains agree"))
         return
     counts = ", ".join(f"{kind} {count:,}" for kind, count in found["findings"].items())
     console.print(Text.assemble(("wrong", "bold red"), f": {counts}"))

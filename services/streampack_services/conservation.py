@@ -27,11 +27,16 @@ class Books:
         """In steps; a split one counts once."""
 
     def begin(self, upto: list[int], held_index: I64, held_part: I64) -> None:
-        """All samples of each partition below its number in ``upto`` are in steps of before, but for those held."""
+        """Count samples that are not in a step so far as in steps that the records do not have.
+
+        Those are all samples of each partition below its number in ``upto``, but for those held.
+        """
         heads = held_index[held_part == 0]
         for partition, stop in enumerate(upto):
             self.mark(np.setdiff1d(self.missing(partition, stop), heads), BEFORE)
         held = set(zip(held_index.tolist(), held_part.tolist(), strict=True))
+        for index, part in self._pieces:
+            held |= set(zip(index.tolist(), part.tolist(), strict=True))
         before = [(each, k) for each, part in held for k in range(1, part) if (each, k) not in held]
         if before:
             index, part = np.array(sorted(set(before)), np.int64).T

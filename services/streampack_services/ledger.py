@@ -31,8 +31,9 @@ from streampack import wire
 from streampack.checksums import crc32c
 from streampack.core.admission import POLICY_LAG
 from streampack.core.messages import OVERLONG
-from streampack.core.records import ChunkAdmitted, Record, SamplesRejected, StepFormed
+from streampack.core.records import ChunkAdmitted, Record, SamplesRejected, SnapshotTaken, StepFormed
 from streampack.core.samples import I64
+from streampack.core.snapshot import Snapshot
 from streampack.core.terms import terms_of
 from streampack_services import step_rows
 from streampack_services.ledger_tables import TABLES, State, Tables
@@ -56,6 +57,20 @@ class Place:
     @property
     def part(self) -> int:
         return int(self.step.rows["part"][self.row])
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Steps ``first`` to ``last`` are not recorded here: the log lost them, or another log has them. Trainers resumed
+    after them, from a checkpoint with ``snapshot``, which record ``lsn`` holds."""
+
+    first: int
+    last: int
+    lsn: int
+    snapshot: Snapshot
+
+    def __str__(self) -> str:
+        return f"not recorded here: steps {self.first} to {self.last}"
 
 
 class Ledger:
@@ -162,11 +177,19 @@ class Ledger:
             case ChunkAdmitted():
                 self._add_chunk(lsn, record)
                 return
-        if self.history.add(lsn, record):
+        if self.history.add(lsn, record, self._is_brought(self.history, lsn, record)):
             self._tables.insert("records", (lsn, kind, bytes(body)))
         for old in self.history.obsolete:
             self._tables.delete("records", "lsn = ?", (old,))
         self.history.obsolete.clear()
+
+    def _is_brought(self, history: History, lsn: int, record: Record) -> bool:
+        """Is this a snapshot of a step whose predecessor was not recorded before it, brought by a checkpoint?"""
+        if not isinstance(record, SnapshotTaken) or not record.snapshot.step:
+            return False
+        feed, before = history.feeds.get(record.feed), record.snapshot.step - 1
+        key = record.feed, before, 0 if feed is None else feed.effective(before), lsn
+        return self._tables.first("lsn", "steps", "feed = ? AND step = ? AND lineage = ? AND lsn < ?", key) is None
 
     def _add_step(self, step: StepRows) -> bool:
         """Enter a step; whether it contradicts one that is here. The same again changes nothing."""
@@ -243,6 +266,27 @@ class Ledger:
         found: int | None = self._tables.first("max(step)", "steps", "feed = ? AND lineage = ?", (feed, lineage))
         return found
 
+    def last_before(self, feed: str, step: int) -> int:
+        """The highest recorded step below ``step`` in the history that counts; -1 if there is none."""
+        stop = step
+        for branch in reversed(self.history.feeds[feed].branches):
+            where = "feed = ? AND lineage = ? AND step >= ? AND step < ?"
+            key = feed, branch.number, branch.step, stop
+            if (found := self._tables.first("max(step)", "steps", where, key)) is not None:
+                return int(found)
+            stop = min(stop, branch.step)
+        return -1
+
+    def gaps(self, feed: str) -> list[Gap]:
+        """Steps that are not recorded here, though trainers had them: they resumed after them from a checkpoint."""
+        of, found = self.history.feeds[feed], list[Gap]()
+        for lsn, snapshot in of.brought:
+            replaced = any(each.lsn > lsn and each.step < snapshot.step for each in of.branches)
+            first = self.last_before(feed, snapshot.step) + 1
+            if not replaced and first < snapshot.step:
+                found.append(Gap(first, snapshot.step - 1, lsn, snapshot))
+        return found
+
     def find(self, stream: str, index: int) -> list[Place]:
         """Where a sample is: all its pieces in all lineages, in the order in which they were recorded."""
         feed, places = self.history.feed_of(stream), list[Place]()
@@ -300,7 +344,8 @@ class Ledger:
     def _read_history(self) -> History:
         history = History()
         for lsn, kind, body in self._tables.rows("records", "1 ORDER BY lsn"):
-            history.add(lsn, wire.decode_record(kind, body)[0])
+            record, _ = wire.decode_record(kind, body)
+            history.add(lsn, record, self._is_brought(history, lsn, record))
         history.obsolete.clear()
         return history
 

@@ -78,6 +78,8 @@ class FeedHistory:
     first_snapshot: tuple[int, Snapshot] | None = None
     snapshots: dict[int, tuple[int, Snapshot]] = field(default_factory=dict)
     """By lineage, the one of the highest step."""
+    brought: list[tuple[int, Snapshot]] = field(default_factory=list)
+    """(record, snapshot) of each snapshot whose preceding step was not recorded: a trainer's checkpoint brought it."""
     contradictions: list[StepFormed] = field(default_factory=list)
     """Steps that were recorded before, in the same lineage, with another digest."""
 
@@ -107,6 +109,14 @@ class FeedHistory:
     def rules_of(self, snapshot: Snapshot) -> Rules:
         """The rules that the merge went by where a snapshot was taken."""
         return snapshot.changes[snapshot.applied - 1].rules if snapshot.applied else self.rules[0].rules
+
+    def merged(self, snapshot: Snapshot) -> dict[str, list[int]]:
+        """Samples merged of each stream's partitions where a snapshot was taken, by stream."""
+        left = list(snapshot.merge.merged_samples)
+        found = {}
+        for stream in self.rules_of(snapshot).streams:
+            found[stream.name], left = left[: stream.partitions], left[stream.partitions :]
+        return found
 
     def stream_name(self, number: int, step: int, lsn: int) -> str:
         """The name of the stream of this number then."""
@@ -147,8 +157,11 @@ class History:
         """The feed that a stream belongs to."""
         return next((feed for feed in self.feeds.values() if stream in feed.streams), None)
 
-    def add(self, lsn: int, record: Record) -> bool:
-        """Take what a record says; whether it says anything new."""
+    def add(self, lsn: int, record: Record, brought: bool = False) -> bool:
+        """Take what a record says; whether it says anything new.
+
+        ``brought``: the record is a snapshot of a step whose predecessor was not recorded before it.
+        """
         match record:
             case Base():
                 return self._base(lsn, record)
@@ -157,7 +170,7 @@ class History:
             case PartitionEnded(stream=stream, partition=partition, total=total):
                 return _once(self.totals.setdefault((stream, partition), []), total)
             case SnapshotTaken(feed=feed):
-                return self._snapshot(lsn, self._feed(feed), record)
+                return self._snapshot(lsn, self._feed(feed), record, brought)
             case RulesChanged(feed=feed, change=change):
                 return self._change(lsn, self._feed(feed), change)
             case LineageBegan(feed=feed):
@@ -220,14 +233,16 @@ class History:
         feed.lineages.append(lineage)
         return True
 
-    def _snapshot(self, lsn: int, feed: FeedHistory, record: SnapshotTaken) -> bool:
+    def _snapshot(self, lsn: int, feed: FeedHistory, record: SnapshotTaken, brought: bool) -> bool:
+        if brought:
+            feed.brought.append((lsn, record.snapshot))
         before = feed.snapshots.get(record.lineage)
         if before is not None and before[1].step >= record.snapshot.step:
-            return False
+            return brought
         feed.snapshots[record.lineage] = lsn, record.snapshot
         if feed.first_snapshot is None:
             feed.first_snapshot = lsn, record.snapshot
-        elif before is not None and before[0] != feed.first_snapshot[0]:
+        elif before is not None and before[0] not in (feed.first_snapshot[0], *(at for at, _ in feed.brought)):
             self.obsolete.append(before[0])
         return True
 

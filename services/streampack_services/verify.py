@@ -87,6 +87,9 @@ class _Feed:
         self._chain: bytes | None = FIRST_CHAIN
         self._known = True
         """What was merged before the first step that is here."""
+        self._gaps = {gap.first: gap for gap in ledger.gaps(feed.name)}
+        self._passed: list[list[int]] = []
+        """First and last of the steps that are not recorded here."""
 
     def check(self) -> Tree:
         rejected = {name: self._mark_rejected(name) for name in self._books}
@@ -100,13 +103,16 @@ class _Feed:
             if self._first is None:
                 self._begin(step.step)
             elif step.step != last + 1:
-                self._missing(last + 1, step.step)
+                last = self._pass_over(last + 1, step.step)
+                if step.step != last + 1:
+                    self._missing(last + 1, step.step)
             self._look_back(step.step)
             if snapshot is not None and snapshot.step <= step.step:
                 self._check_snapshot(snapshot)
                 snapshot = None
             self._take(step)
             last = step.step
+        last = self._pass_over(last + 1, LATEST)
         self._look_back(last + 1)
         if snapshot is not None and snapshot.step == last + 1 and self._first is not None:
             self._check_snapshot(snapshot)
@@ -135,6 +141,8 @@ class _Feed:
         self._chain, self._known = None, False
         if self._ledger.state.first_lsn:
             self._missing(0, first)
+        elif 0 in self._gaps:
+            self._passed.append([0, first - 1])
 
     def _look_back(self, step: int) -> None:
         """Once there is a snapshot, at or before ``step``, what was merged up to it is known."""
@@ -148,6 +156,21 @@ class _Feed:
         waiting = self._by_stream(self._rows_of(snapshot), snapshot.step, lsn)
         for name, upto in self._merged(snapshot).items():
             self._books[name].begin(upto, *waiting.get(name, _NONE))
+
+    def _pass_over(self, first: int, stop: int) -> int:
+        """Pass over steps from ``first`` on that are not recorded here, if they end at or before ``stop``; the last.
+
+        The snapshot with which trainers resumed says what was merged up to there, and what of it was in no step yet.
+        """
+        gap = self._gaps.get(first)
+        if gap is None or gap.last >= stop:
+            return first - 1
+        self._passed.append([gap.first, gap.last])
+        self._chain = gap.snapshot.form.chain
+        waiting = self._by_stream(self._rows_of(gap.snapshot), gap.snapshot.step, gap.lsn)
+        for name, upto in self._merged(gap.snapshot).items():
+            self._books[name].begin(upto, *waiting.get(name, _NONE))
+        return gap.last
 
     def _missing(self, begin: int, end: int) -> None:
         lines = (f"feed {self._feed.name}: step {step} is missing" for step in range(begin, end))
@@ -224,11 +247,7 @@ class _Feed:
 
     def _merged(self, snapshot: Snapshot) -> dict[str, list[int]]:
         """Samples merged of each stream's partitions."""
-        left = list(snapshot.merge.merged_samples)
-        found = {}
-        for stream in self._feed.rules_of(snapshot).streams:
-            found[stream.name], left = left[: stream.partitions], left[stream.partitions :]
-        return {name: upto for name, upto in found.items() if name in self._books}
+        return {name: upto for name, upto in self._feed.merged(snapshot).items() if name in self._books}
 
     def _by_stream(self, rows: NDArray[np.void], step: int, lsn: int) -> dict[str, tuple[I64, I64]]:
         """(index, part) of rows by stream."""
@@ -300,6 +319,7 @@ class _Feed:
             "steps": self._steps,
             "first_step": self._first or 0,
             "all_known": self._known,
+            "not_recorded": self._passed,
             "next_step": last + 1,
             "ended": end is not None,
             "packs": self._packs,

@@ -22,6 +22,7 @@ from streampack.core.records import FeedEnded, Record, RulesChanged, SamplesReje
 from streampack.core.rules import Align, Rules, RulesChange, StreamRules
 from streampack.core.samples import ROW
 from streampack.errors import LedgerDamaged, UserError
+from tests.core.live import Live
 from tests.core.recorded import FEED, Run, doubling, entries, resealed, rows_in, with_rows, without
 
 PACKERS = ("exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative")
@@ -320,6 +321,65 @@ def test_of_a_log_that_does_not_say_what_came_before_that_is_said(ended: Run) ->
     row = next(i for i, each in enumerate(rows_in(last)) if not has_pieces(ended, each))
     with ledger_of([without(last, row) if r is last else r for r in rest]) as ledger:
         assert verify(ledger)["lost"] == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 999), st.sampled_from(PACKERS), st.sampled_from(["pad", "drop"]), st.data())
+def test_steps_whose_records_a_log_lost_are_not_recorded_here_and_no_sample_is_called_lost(
+    seed: int, packer: str, tail: str, data: st.DataObject
+) -> None:
+    """The end of the log went with the power; trainers resumed after it from a checkpoint, as ``taken`` says."""
+    rng = np.random.default_rng(seed)
+    script: Actions = [("feed", p, 6) for _ in range(data.draw(st.integers(3, 8))) for p in (0, 1, 2)]
+    sizes = [rng.integers(0, 150, size).tolist() for size in (70, 60, 50)]
+    run = run_of(rules_of(packer, tail=tail), sizes, [*script, ("snapshot", 0, 1)], finish=data.draw(st.booleans()))
+    run.feed(0, 9)
+    steps = [record for record in run.records if isinstance(record, StepFormed)]
+    (taken,) = run.snapshots
+    assert taken.snapshot.step
+    first = data.draw(st.integers(0, taken.snapshot.step - 1))
+    cut, back = run.records.index(steps[first]), run.records.index(taken)
+    lost = run.records[cut:back]
+    again = [record for record in lost if isinstance(record, SamplesRejected)]  # producers read from the floors on
+    with ledger_of([*run.records[:cut], *run.records[back:], *again]) as ledger:
+        found = verify(ledger)
+        assert found["named"] == []
+        assert found["feeds"][FEED]["not_recorded"] == [[first, taken.snapshot.step - 1]]
+        said = f"not recorded here: steps {first} to {taken.snapshot.step - 1}"
+        for step in (record for record in lost if isinstance(record, StepFormed)):
+            with pytest.raises(UserError, match=said):
+                why_step(ledger, step.step)
+            for stream, index, part in rows_in(step)[["stream", "index", "part"]].tolist():
+                found = why_sample(ledger, f"{'ab'[stream]}:{index}")
+                assert part or said in found["why"] or found["is"] == "step"
+        for step in (record for record in run.records[back:] if isinstance(record, StepFormed)):
+            for stream, index in rows_in(step)[["stream", "index"]].tolist():
+                assert why_sample(ledger, f"{'ab'[stream]}:{index}")["is"] == "step"
+
+
+def test_a_real_broker_whose_trainers_resume_beyond_its_log_leaves_a_gap_that_is_named() -> None:
+    rules = Rules(budget=32, packs=2, window=4, seed=3, streams=(StreamRules("web", 1.0, 1),))
+    live = Live(rules, {"web": [[7, 3, 12, 9, 5, 16, 0, 2, 8] * 30]}, 4)
+    live.read(30)
+    state = live.state(30)
+    assert state.snapshot is not None
+    resumed = state.snapshot.step
+    had = [record for record in live.records() if isinstance(record, StepFormed)]
+    del live.disk.records[live.records().index(had[10]) :]
+    live.start_broker()
+    live.go_back(30, state)
+    live.finish()
+    with ledger_of(live.records()) as ledger:
+        found = verify(ledger)
+        assert (found["named"], found["good"]) == ([], True)
+        feed = found["feeds"]["train"]
+        assert (feed["not_recorded"], feed["ended"]) == ([[10, resumed - 1]], True)
+        with pytest.raises(UserError, match=f"not recorded here: steps 10 to {resumed - 1}"):
+            why_step(ledger, 12)
+        for record in had:
+            expected = "unrecorded" if 10 <= record.step < resumed else "step"
+            for index in rows_in(record)["index"].tolist():
+                assert why_sample(ledger, f"web:{index}")["is"] == expected
 
 
 def test_a_change_of_rules_is_told_at_the_step_where_it_came_into_force() -> None:
