@@ -269,6 +269,8 @@ class ProducerLoop:
                 progress.rejected[reason] = progress.rejected.get(reason, 0) + count
             if source is not None:
                 shards = len(range(lease.partition, source.num_shards, lease.partitions))
+                if isinstance(source, ShardedSource):
+                    shards = len(source.shards_of(lease.partition, lease.partitions))
                 progress.shards[lease.partition] = chunk.cursor.pass_ * shards + chunk.cursor.shard
                 progress.passes = lease.passes
 

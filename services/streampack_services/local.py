@@ -162,6 +162,8 @@ def open_stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any)
         settings |= given
         given = settings.pop("source", None)
     of_broker = {key: settings.pop(key) for key in list(settings) if key in _OF_BROKER}
+    if settings.get("shuffle") is False:  # partitions take turns, so only one keeps the order of the files
+        of_broker.setdefault("partitions", 1)
     if of_broker.get("passes", 1) != 1 and of_broker.get("repeat"):
         of_broker.pop("passes")
     try:

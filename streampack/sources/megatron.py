@@ -98,7 +98,7 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
 
         return open_shard
 
-    return Format(files, ends[-1], reader)
+    return Format(files, ends[-1], reader, pieces=tuple(map(len, runs)))
 
 
 class SequenceShard:

@@ -161,7 +161,7 @@ def _indexed(settings: SourceSettings, tokenizer: Tokenizer, items: Any, words: 
 
         return open_shard
 
-    return Format([], len(runs), reader, (*words, str(length)))
+    return Format([], len(runs), reader, (*words, str(length)), (len(runs),))
 
 
 def _replayed(

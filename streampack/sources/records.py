@@ -140,10 +140,12 @@ OpenShard: TypeAlias = Callable[[int], AbstractContextManager[AnyShard]]
 class Format(NamedTuple):
     """What a format makes of the settings: the files it looked at, and a function from fields to what opens shards.
 
-    ``words``: what the digest must hold beside files and settings.
+    ``words``: what the digest must hold beside files and settings. ``pieces``: where shards are pieces of files, how
+    many each file has, in the order of the shards; () where each shard is a file.
     """
 
     files: list[File]
     num_shards: int
     reader: Callable[[Sequence[Field]], OpenShard]
     words: tuple[str, ...] = ()
+    pieces: tuple[int, ...] = ()

@@ -52,7 +52,8 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     do tar files with ``train_on: all``.
     ``unit``: of text; ``line`` by default. Empty lines separate paragraphs, and are no samples.
     ``modes``: of multimodal Megatron data, which sequences to read by their mode; 0 is text.
-    ``shuffle``: false reads shards and samples as they lie, in every pass.
+    ``shuffle``: false reads files and samples as they lie, in every pass. A stream's partitions take turns, so that
+    several files come in their order only with ``partitions: 1`` in broker.yaml, and one file always does.
     """
 
     source: Literal["webdataset", "jsonl", "parquet", "huggingface", "text", "megatron", "python"]

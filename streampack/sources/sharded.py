@@ -1,6 +1,7 @@
 """Walking shards: passes, partitions, cursors and skipping, the same for every format.
 
-Shard i belongs to partition i mod P. Held in memory: one shard's index and one block of samples.
+Shard i belongs to partition i mod P. Where shards are pieces of files and are not shuffled, it is file i that does, so
+that a partition has its files in their own order. Held in memory: one shard's index and one block of samples.
 
 A shard that is damaged keeps its place: it is one sample that is rejected, for whoever reads to stop at, or to count
 and go on with the others.
@@ -9,7 +10,7 @@ and go on with the others.
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -129,13 +130,26 @@ class ShardedSource:
     """Walks the shards of a format, and the samples of each, in their order."""
 
     def __init__(self, settings: SourceSettings, format_: Format, tokenizer: Tokenizer) -> None:
-        self.digest = digest_of(settings, tokenizer, format_.words, format_.files)
+        in_order = not settings.shuffle and bool(format_.pieces)
+        words = (*format_.words, "whole files") if in_order else format_.words
+        self.digest = digest_of(settings, tokenizer, words, format_.files)
         self.vocab_size = vocab_size_of(settings, tokenizer)
         self.num_files, self.num_shards = len(format_.files), format_.num_shards
         self.shard_samples: dict[int, int] = {}
         """How many samples those shards have that were opened so far, by number."""
         self._reader = format_.reader
         self._shuffle = settings.shuffle
+        self._files: list[range] = []
+        """The shards of each file, where they must stay in its order."""
+        if in_order:
+            ends = [0, *accumulate(format_.pieces)]
+            self._files = [range(begin, end) for begin, end in pairwise(ends)]
+
+    def shards_of(self, partition: int, partitions: int) -> Sequence[int]:
+        """The shards that belong to one of ``partitions``, by number."""
+        if self._files:
+            return list(chain.from_iterable(self._files[partition::partitions]))
+        return range(partition, self.num_shards, partitions)
 
     def read(
         self,
@@ -170,14 +184,14 @@ class ShardedSource:
         """See ManySource.read_many."""
         check_read(partition, partitions, passes, skip)
         start = start or Cursor(0, 0, 0)
-        shards = range(partition, self.num_shards, partitions)
+        shards = self.shards_of(partition, partitions)
         if min(start.pass_, start.shard, start.sample) < 0 or start.shard > len(shards):
             raise SourceError(f"{start}: no such place in {len(shards)} shards; it was made with other files or P")
         by_sample = frozenset(each.name for each in fields if each.axis == "sample")
         return self._walk(self._reader(fields), shards, seed, passes, start, skip, _Wanted(room, by_sample))
 
     def _walk(
-        self, open_shard: OpenShard, shards: range, seed: int, passes: int | None, start: Cursor, skip: int,
+        self, open_shard: OpenShard, shards: Sequence[int], seed: int, passes: int | None, start: Cursor, skip: int,
         wanted: "_Wanted",
     ) -> Iterator[Record | Records]:  # fmt: skip
         pass_, first_shard, first = start.pass_, start.shard, start.sample

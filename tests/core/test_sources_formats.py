@@ -240,6 +240,24 @@ def test_passes_differ_in_their_order_where_items_can_be_sought(
     assert (first == second) == kept
 
 
+@pytest.mark.parametrize("kind", ["megatron", "python object", "python list", "jsonl", "parquet"])
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_files_that_are_not_shuffled_come_in_their_own_order(kind: str, partitions: int, tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(WRITERS[kind](tmp_path), shuffle=False)
+    files = [EVERY] if kind.startswith("python") else [texts_of(count, file) for file, count in enumerate(SIZES)]
+    source = open_source(settings, PLAIN)
+    for partition in range(partitions):
+        found = [text_of(record) for record in source.read(partition, partitions, seed=3, passes=1)]
+        assert found == list(itertools.chain.from_iterable(files[partition::partitions]))
+
+
+def test_the_digest_tells_pieces_in_file_order_from_pieces_dealt_out(tmp_path: Path) -> None:
+    settings = write_megatron(tmp_path)
+    shuffled, in_order = (open_source(msgspec.structs.replace(settings, shuffle=each), PLAIN) for each in (True, False))
+    assert shuffled.digest.startswith("aeeaf94f038bf46b"), "runs that shuffle go on"
+    assert not in_order.digest.startswith("0aadcb083a74359b"), "the digest of when all partitions shared each file"
+
+
 def _halves(items: list[str]) -> tuple[list[str], list[str]]:
     return items[: len(items) // 2], items[len(items) // 2 :]
 

@@ -82,6 +82,13 @@ def test_steps_are_those_of_a_broker_with_the_same_settings(tmp_path: Path) -> N
         assert [step.digest for step in loader.steps()] == expected
 
 
+def test_files_that_are_not_shuffled_are_packed_in_their_order(tmp_path: Path) -> None:
+    for number in range(3):
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"text": text} for text in TEXTS[number * 100 : number * 100 + 100]])
+    with sp.local(str(tmp_path / "*.jsonl"), budget=512, shuffle=False) as loader:
+        assert texts_of(loader) == TEXTS
+
+
 def test_streams_are_mixed_by_their_weights() -> None:
     rows = {"a": [{"ids": [1] * 20}] * 400, "b": {"source": [[2] * 20] * 400, "repeat": True, "weight": 3.0}}
     with sp.local(rows, budget=200, tokens_key="ids", shuffle=False) as loader:
