@@ -6,6 +6,7 @@ nothing of it is damaged.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,9 @@ from streampack.core.dealt import deal_padded, deal_step, packs_of_mesh, split
 from streampack.core.rules import Rules
 from streampack.core.samples import I64, ROW
 from streampack.errors import LedgerDamaged, UserError
+from streampack.sources import OpenedSource
 from streampack_services.ledger import Gap, Ledger, Place
+from streampack_services.origins import NO_SOURCES, origin_of, samples_of
 from streampack_services.run_history import LATEST, NEVER, FeedHistory
 from streampack_services.step_rows import StepRows
 
@@ -221,16 +224,21 @@ def _flat(path: str, tree: Any) -> Tree:
 # A sample
 
 
-def why_sample(ledger: Ledger, name: str) -> Tree:
-    """Where sample ``STREAM:INDEX`` went: ``is`` one of step, rejected, dropped, unrecorded,
+def why_sample(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource] = NO_SOURCES) -> Tree:
+    """Where sample ``STREAM:INDEX`` went, and the file and row that ``sources`` read it from.
+
+    ``is``: one of step, rejected, dropped, unrecorded,
     waiting, none. Raises UserError."""
     stream, _, number = name.rpartition(":")
     if not stream or not number.isascii() or not number.isdigit():
-        raise UserError(f"got sample {name!r}, expected STREAM:INDEX, such as web:1234")
+        raise UserError(f"got sample {name!r}, expected STREAM:INDEX, such as web:1234, or FILE:ROW")
     index, feed = int(number), ledger.history.feed_of(stream)
     if feed is None:
         known = [each for of in ledger.history.feeds.values() for each in of.streams]
-        raise UserError(f"got stream {stream!r}, expected one of: {', '.join(known)}")
+        raise UserError(
+            f"got stream {stream!r}, expected one of: {', '.join(known)}. For a row of a file, name its producer.yaml "
+            f"with -p"
+        )
     partitions = feed.streams[stream].partitions
     places = [_place(feed, place) for place in ledger.find(stream, index)]
     rejection = ledger.rejection(stream, index)
@@ -238,8 +246,20 @@ def why_sample(ledger: Ledger, name: str) -> Tree:
         "run": ledger.state.run, "stream": stream, "index": index, "feed": feed.name,
         "partition": index % partitions, "seq": index // partitions, "places": places,
         "rejected": None if rejection is None else sorted(rejection[1]),
+        "origin": origin_of(feed, stream, index, sources),
     }  # fmt: skip
     return found | _verdict(ledger, feed, found)
+
+
+def why_row(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -> Tree:
+    """``why_sample`` of ``STREAM:INDEX``; of ``FILE:ROW``, as ``samples``, those of each sample that the row is.
+
+    Raises UserError for a row that no source has.
+    """
+    if not sources or ledger.history.feed_of(name.rpartition(":")[0]) is not None:
+        return why_sample(ledger, name, sources)
+    found = [why_sample(ledger, each, sources) for each in samples_of(ledger, name, sources)]
+    return {"row": name, "samples": found}
 
 
 def _place(feed: FeedHistory, place: Place) -> Tree:
@@ -272,7 +292,9 @@ def _verdict(ledger: Ledger, feed: FeedHistory, found: Tree) -> Tree:
     if (gap := _gap_with(ledger, feed, found)) is not None:
         return {"is": "unrecorded", "why": f"{gap}; the sample is in one of them, or rejected"}
     if seq >= total:
-        return {"is": "none", "why": f"partition {found['partition']} of {stream} ended after {total} samples"}
+        partitions, ended = feed.streams[stream].partitions, f"ended after {total} samples"
+        more = f"; the index of its sample n is {partitions} n + {found['partition']}" if partitions > 1 else ""
+        return {"is": "none", "why": f"partition {found['partition']} of {stream} {ended}{more}"}
     if end is not None:
         return {"is": "none", "why": f"feed {feed.name} ended after {end.num_steps} steps without it"}
     furthest = ledger.furthest(stream)

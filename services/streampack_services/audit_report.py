@@ -89,6 +89,8 @@ def show_sample(found: Tree) -> None:
     name = f"{found['stream']}:{found['index']}"
     where = f"  feed {found['feed']}  partition {found['partition']}, its sample {found['seq']}"
     console.print(Text.assemble((name, "bold"), where))
+    if found["origin"]:
+        console.print(f"read from {found['origin']}")
     said = {
         "step": "is in a step",
         "rejected": f"was rejected: {found['why']}",
@@ -112,6 +114,12 @@ def show_sample(found: Tree) -> None:
             f"{place['crc']:08x}", place["digest"][:SHOWN], "skipped" if place["skipped"] else counts,
         )  # fmt: skip
     console.print(table)
+
+
+def show_row(found: Tree) -> None:
+    """Print ``audit.why_row`` of a file's row: each sample that it is, one a pass."""
+    for sample in found["samples"]:
+        show_sample(sample)
 
 
 def show_verified(found: Tree) -> None:

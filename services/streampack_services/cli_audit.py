@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from streampack.errors import UserError
+
+if TYPE_CHECKING:
+    from streampack.sources import OpenedSource
 
 StateDir = Annotated[
     Path | None, typer.Option("--state-dir", metavar="FOLDER", help="The broker's state_dir.", show_default=False)
@@ -32,7 +35,13 @@ def why(
     ] = None,
     sample: Annotated[
         str | None,
-        typer.Option("--sample", metavar="STREAM:INDEX", help="Where did this sample go?", show_default=False),
+        typer.Option("--sample", metavar="STREAM:INDEX", show_default=False,
+                     help="Where did this sample go? Or FILE:ROW, such as train.jsonl:101, with -p."),
+    ] = None,
+    produce: Annotated[
+        list[Path] | None,
+        typer.Option("--produce", "-p", metavar="FILE", show_default=False,
+                     help="producer.yaml, to name the sample's file and row; may be given again."),
     ] = None,
     dp: Annotated[
         int | None,
@@ -57,12 +66,14 @@ def why(
     """Say what was in a step, or where a sample went.
 
     A step: its samples by pack, digests, denominators, what changed at it; with --dp-size and --pp-size, which rank of
-    such a mesh has which packs. A sample: its steps, packs and offsets; or that it was rejected, or is not read yet.
+    such a mesh has which packs. A sample: its steps, packs and offsets; or that it was rejected, or is not read
+    yet. With the producer.yaml: the file and row that it was read from.
 
     \b
     Example:
         streampack why --step 1200 --dp 3 --dp-size 16 -c broker.yaml
         streampack why --sample web:81234 --state-dir shared/sft-8b/state
+        streampack why --sample train.jsonl:101 -c broker.yaml -p producer.yaml
     """
     from streampack_services import audit, audit_report
     from streampack_services.state_dir import open_ledger, state_folder
@@ -81,8 +92,8 @@ def why(
                 found["packs"] = [pack for pack in found["packs"] if pack["dp_rank"] == dp]
             _say(found, as_json, audit_report.show_step)
         elif sample is not None:
-            found = audit.why_sample(opened, sample)
-            _say(found, as_json, audit_report.show_sample)
+            found = audit.why_row(opened, sample, _sources(produce or []))
+            _say(found, as_json, audit_report.show_row if "samples" in found else audit_report.show_sample)
 
 
 def replay(
@@ -183,6 +194,15 @@ def rebuild(state_dir: StateDir = None, config: Config = None, as_json: AsJson =
     folder = state_folder(state_dir, config)
     found = rebuild(folder)
     _say(found, as_json, audit_report.show_rebuilt)
+
+
+def _sources(paths: list[Path]) -> dict[str, OpenedSource]:
+    """The sources of some producer.yaml, by stream."""
+    from streampack.config_files import read_producer
+    from streampack_services.producer import import_from_here, open_sources
+
+    import_from_here()
+    return {name: source for path in paths for name, source in open_sources(read_producer(path)).items()}
 
 
 def _say(found: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:

@@ -190,6 +190,57 @@ class ShardedSource:
         by_sample = frozenset(each.name for each in fields if each.axis == "sample")
         return self._walk(self._reader(fields), shards, seed, passes, start, skip, _Wanted(room, by_sample))
 
+    def where(self, partition: int, partitions: int, *, seed: int, passes: int | None, seq: int) -> str | None:
+        """File and row of sample ``seq`` of a partition, counted over its passes; None if there is no such sample.
+
+        Opens the shards before it for their number of samples, once each, and decodes no sample.
+        """
+        shards, pass_, left = range(partition, self.num_shards, partitions), 0, seq
+        while passes is None or pass_ < passes:
+            before = left
+            for number in self._shards(shards, seed, pass_):
+                if left < (count := self._count(number)):
+                    with _opened(self._reader(()), number) as shard:
+                        return shard.where(int(self._order(shard, number, seed, pass_)[left]))
+                left -= count
+            if left == before:
+                return None  # no shard has any
+            pass_ += 1
+        return None
+
+    def find(
+        self, wanted: Callable[[str], bool], partitions: int, *, seed: int, passes: int | None, upto: int
+    ) -> list[tuple[int, int]]:
+        """(partition, number in it, counted over its passes) of each sample whose file and row are ``wanted``.
+
+        Of the first pass, and of passes that begin at or before sample ``upto`` of the partition. Opens every shard,
+        and decodes no sample.
+        """
+        found = []
+        for number in range(self.num_shards):
+            with _opened(self._reader(()), number) as shard:
+                self.shard_samples[number] = len(shard)
+                rows = [row for row in range(len(shard)) if wanted(shard.where(row))]
+                if not rows:
+                    continue
+                partition = number % partitions
+                shards, pass_, begin = range(partition, self.num_shards, partitions), 0, 0
+                while (passes is None or pass_ < passes) and (begin <= upto or not pass_):
+                    walked, order = self._shards(shards, seed, pass_), self._order(shard, number, seed, pass_)
+                    before = begin + sum(map(self._count, walked[: walked.index(number)]))
+                    found += [(partition, before + int(np.flatnonzero(order == row)[0])) for row in rows]
+                    pass_, begin = pass_ + 1, begin + sum(map(self._count, shards))
+        return found
+
+    def _count(self, number: int) -> int:
+        if number not in self.shard_samples:
+            with _opened(self._reader(()), number) as shard:
+                self.shard_samples[number] = len(shard)
+        return self.shard_samples[number]
+
+    def _shards(self, shards: range, seed: int, pass_: int) -> list[int]:
+        return shard_order(shards, seed=seed, pass_=pass_) if self._shuffle else list(shards)
+
     def _walk(
         self, open_shard: OpenShard, shards: Sequence[int], seed: int, passes: int | None, start: Cursor, skip: int,
         wanted: "_Wanted",
@@ -197,7 +248,7 @@ class ShardedSource:
         pass_, first_shard, first = start.pass_, start.shard, start.sample
         while passes is None or pass_ < passes:
             from_the_beginning, seen = (first_shard, first) == (0, 0), 0
-            order = shard_order(shards, seed=seed, pass_=pass_) if self._shuffle else list(shards)
+            order = self._shards(shards, seed, pass_)
             for place in range(first_shard, len(order)):
                 after = Cursor(pass_, place + 1, 0) if place + 1 < len(order) else Cursor(pass_ + 1, 0, 0)
                 with _opened(open_shard, order[place]) as shard:

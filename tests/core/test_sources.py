@@ -126,6 +126,19 @@ def test_skipping_is_dropping(source: Source, skip: int, seed: int) -> None:
     assert list(map(as_data, source.read(0, 1, seed=seed, passes=3, skip=skip))) == whole[skip:]
 
 
+@given(seed=st.integers(0, 99), partitions=st.integers(1, 5), passes=st.integers(1, 3))
+def test_a_sample_and_its_row_are_found_by_each_other(source: Source, seed: int, partitions: int, passes: int) -> None:
+    assert isinstance(source, sharded.ShardedSource)
+    for partition in range(partitions):
+        records = list(source.read(partition, partitions, seed=seed, passes=passes))
+        for seq, record in enumerate(records):
+            assert source.where(partition, partitions, seed=seed, passes=passes, seq=seq) == record.where
+            found = source.find(record.where.__eq__, partitions, seed=seed, passes=passes, upto=len(records))
+            assert (partition, seq) in found
+            assert len(found) == passes
+        assert source.where(partition, partitions, seed=seed, passes=passes, seq=len(records)) is None
+
+
 def test_skipped_samples_are_not_tokenized(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
     for shard in (jsonl.JsonlShard, webdataset.TarShard):

@@ -141,6 +141,19 @@ def test_a_run_whose_broker_was_killed_is_in_the_ledger_as_the_trainer_got_it() 
             assert [each["offset"] for each in packs[3]["samples"]] == next(
                 pack.cu_seqlens_padded[: pack.num_samples].tolist() for pack in step if pack.pack == 3
             )
+        produce = ("-p", path / "producer.yaml")
+        for line in (1, 101, 600):
+            (found,) = ask("why", "--sample", f"web.jsonl:{line}", *where, *produce)["samples"]
+            assert (found["is"], found["origin"]) == ("step", f"web.jsonl:line {line}")
+            tokens = len(str(rows[2 * (line - 1)]["text"])) + 1
+            assert sum(place["length"] for place in found["places"]) == tokens
+            again = ask("why", "--sample", f"web:{found['index']}", *where, *produce)
+            assert again["origin"] == f"web.jsonl:line {line}"
+        found = ask("why", "--sample", "web:1", *where)
+        assert (found["is"], found["origin"]) == ("none", None)
+        assert "the index of its sample n is 3 n + 1" in found["why"]
+        said = the_error(in_process("why", "--sample", "web.jsonl:601", *where, *produce), 2)
+        assert "got row 'web.jsonl:601', which the sources of web, code do not have" in said
 
 
 def test_a_rank_of_a_mesh_is_shown_its_packs_alone(state_dir: Path) -> None:
