@@ -153,7 +153,7 @@ class _Gathered:
         self.lengths.append(length)
         if reason:
             if reason not in self.rejected or reason == DAMAGED:
-                self.examples.append((reason, record.where))
+                self.examples.append((reason, record.place))
             self.rejected[reason] = self.rejected.get(reason, 0) + 1
         if record.reason is None and reason in (None, OVERLONG):
             self.lost += len(record.tokens) - length
@@ -230,7 +230,7 @@ class _Terms:
                 )
             if lease.poison == "error":
                 raise SampleError(
-                    f"{record.where}: got a sample that cannot be used ({sample}), expected a 1-D array of ids within "
+                    f"{record.place}: got a sample that cannot be used ({sample}), expected a 1-D array of ids within "
                     f"{lease.dtype}, and every declared field: mend it, or set poison: drop "
                     f"(rules.poison, or the stream's) to count it and go on"
                 )

@@ -4,7 +4,7 @@
 
     StreampackError
     ├── UserError              what was asked for cannot be; exit code 2
-    │   ├── ConfigError        a configuration key or value (message holds its path)
+    │   ├── ConfigError        a configuration key or value (message holds its path; also a ValueError)
     │   ├── MeshError          the rules cannot serve this mesh, or a rank is taken
     │   ├── StateError         a checkpoint's state that is of another run, rules or version
     │   └── SampleError        a sample that the policies do not admit (also a ValueError)
@@ -36,8 +36,11 @@ class UserError(StreampackError):
     exit_code = 2
 
 
-class ConfigError(UserError):
-    """A configuration key or value is wrong; the message holds its path in the file."""
+class ConfigError(UserError, ValueError):
+    """A configuration key or value is wrong; the message holds its path in the file.
+
+    Also a ValueError, so that code which validates settings with ``except ValueError`` catches it.
+    """
 
 
 class MeshError(UserError):

@@ -55,7 +55,7 @@ def _sample(record: Record, tokenizer: Tokenizer) -> Tree:
         parts.append({"learned": bool(value), "text": tokenizer.decode(record.tokens[place : place + size])})
         place += size
     return {
-        "where": record.where, "reason": record.reason, "num_tokens": len(mask), "num_learned": sum(map(bool, mask)),
+        "where": record.place, "reason": record.reason, "num_tokens": len(mask), "num_learned": sum(map(bool, mask)),
         "parts": parts,
     }  # fmt: skip
 

@@ -11,6 +11,7 @@ of tar shards, and ``index_lines`` what finds the lines of plain text.
 """
 
 import codecs
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
@@ -20,7 +21,7 @@ import numpy as np
 
 from streampack.core.fields import Field
 from streampack.sources.files import ShardFile, find, measure, refuse_compressed
-from streampack.sources.records import Format, Sample, Shard
+from streampack.sources.records import Because, Format, Sample, Shard
 from streampack.sources.rows import RowReader
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import one_shard_a_file
@@ -28,6 +29,8 @@ from streampack.sources.tokenizers import Tokenizer
 
 _BLOCK_BYTES = 1 << 20
 _NEWLINE, _RETURN = 10, 13
+_AT = re.compile(r"\(byte (\d+)\)")
+_NOT_JSON = re.compile(rb"NaN|Infinity")
 
 
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
@@ -93,7 +96,7 @@ def index_lines(file: ShardFile) -> tuple["array[int]", "array[int]", "array[int
 def open_row(keys: Sequence[str]) -> Callable[[bytes], dict[str, Any] | str]:
     """A function from the bytes of one JSON object to those of ``keys`` that it has, or to a reason.
 
-    Reasons: ``json`` (does not parse, or is no object), ``encoding``.
+    Reasons: ``json`` (does not parse, or is no object; a Because with the parser's words), ``encoding``.
 
     >>> open_row(["text"])(b'{"text": "hi", "id": 7}'), open_row(["text"])(b"[]")
     ({'text': 'hi'}, 'json')
@@ -106,7 +109,19 @@ def open_row(keys: Sequence[str]) -> Callable[[bytes], dict[str, Any] | str]:
             return decode(line)  # type: ignore[return-value]
         except UnicodeDecodeError:
             return "encoding"
-        except (ValueError, RecursionError):
-            return "json"
+        except (ValueError, RecursionError) as error:
+            return Because("json", _why(line, error))
 
     return load
+
+
+def _why(line: bytes, error: Exception) -> str:
+    """What the parser says of a line that is no JSON object."""
+    if not line.strip():
+        return "the line is blank"
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    words = str(error).removeprefix("JSON is malformed: ")
+    at = _AT.search(words)
+    number = _NOT_JSON.match(line, int(at[1])) if at else None
+    return words if number is None else f"{words}: {number[0].decode()} is not JSON"

@@ -21,6 +21,20 @@ DAMAGED = "damaged"
 """The reason of what stands for a file, or the rest of one, that is cut short or damaged; ``where`` is its error."""
 
 
+class Because(str):
+    """A sample's reason with ``why``, a parser's own words, which messages show."""
+
+    __slots__ = ("why",)
+
+    def __new__(cls, reason: str, why: str) -> "Because":
+        """``reason`` as a word that is counted, ``why`` for people."""
+        made = super().__new__(cls, reason)
+        made.why = why
+        return made
+
+    why: str
+
+
 class Sample(NamedTuple):
     """A good one: ``tokens`` [T] int32, T > 0, and its fields by name, [T, ...] or, one a sample, [...]."""
 
@@ -36,7 +50,8 @@ class Record(NamedTuple):
     ``damaged``, the tokenizer's own, or ``NAME: length`` (``dtype``, ``shape``, ``range``, ``ragged``, ``npy``) of a
     field. ``where``: for messages. ``cursor``: the place AFTER this record. ``fields``: what it has beside the tokens,
     by name: [T, ...] or, one a sample, [...]; of the declared dtype, but float32 for bfloat16. A declared field that
-    the sample does not have is not there. ``loss_mask`` is there whenever the tokenizer gave one.
+    the sample does not have is not there. ``loss_mask`` is there whenever the tokenizer gave one. ``why``: of a
+    rejected one, what a parser says of it, if anything.
     """
 
     tokens: Tokens
@@ -44,6 +59,12 @@ class Record(NamedTuple):
     where: str
     cursor: Cursor
     fields: Mapping[str, NDArray[Any]] = NO_FIELDS
+    why: str = ""
+
+    @property
+    def place(self) -> str:
+        """``where``, and ``why`` where there is one: for messages."""
+        return f"{self.where} ({self.why})" if self.why else self.where
 
 
 class Samples(NamedTuple):

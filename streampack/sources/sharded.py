@@ -22,7 +22,18 @@ from streampack.errors import DamagedFile, SourceError, UserError
 from streampack.sources.arrays import Records, Room
 from streampack.sources.files import File, ShardFile, open_file
 from streampack.sources.order import Cursor, sample_order, shard_order
-from streampack.sources.records import DAMAGED, AnyShard, ArrayShard, Format, OpenShard, Record, Sample, Samples, Shard
+from streampack.sources.records import (
+    DAMAGED,
+    AnyShard,
+    ArrayShard,
+    Because,
+    Format,
+    OpenShard,
+    Record,
+    Sample,
+    Samples,
+    Shard,
+)
 from streampack.sources.rows import rejects_unmasked
 from streampack.sources.settings import SourceSettings, as_words
 from streampack.sources.token_ids import NO_TOKENS
@@ -299,7 +310,8 @@ def _loaded(shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor) -
                 got, place_of = DAMAGED, _Damaged(error).where
             cursor = Cursor(pass_, place, done) if done < count else after
             if isinstance(got, str):
-                yield Record(NO_TOKENS, got, place_of(sample), cursor)
+                why = got.why if isinstance(got, Because) else ""
+                yield Record(NO_TOKENS, str(got), place_of(sample), cursor, why=why)
             else:
                 yield Record(got.tokens, None, where(sample), cursor, got.fields)
 

@@ -234,8 +234,9 @@ class _Beside:
         self._config: dict[str, Any] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
             if (folder / name).is_file():
+                text = _read(folder / name)
                 try:
-                    self._config |= json.loads(_read(folder / name))
+                    self._config |= json.loads(text)
                 except (ValueError, TypeError) as error:
                     raise ConfigError(f"tokenizer {folder / name}: is no JSON object: {error}") from error
 

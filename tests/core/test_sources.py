@@ -307,6 +307,29 @@ def test_a_bad_line_has_its_reason_and_its_place(tmp_path: Path, newline: bytes,
     assert_consistent(records)
 
 
+@pytest.mark.parametrize(("line", "why"), [
+    (b'{"text": "torn', "Input data was truncated"),
+    (b"   ", "the line is blank"),
+    (b'{"text": NaN}', "invalid character (byte 9): NaN is not JSON"),
+    (b'{"x": [1, -Infinity], "text": "a"}', "invalid character (byte 11): Infinity is not JSON"),
+    (b'{"text": "a"} {}', "trailing characters (byte 15)"),
+    (b"[1]", "Expected `object`, got `array`"),
+    (b'{"other": ' + b"[" * 100_000, "nested too deep"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["jsonl", "tar"])
+def test_a_bad_line_is_shown_with_the_words_of_the_parser(tmp_path: Path, kind: str, line: bytes, why: str) -> None:
+    if kind == "jsonl":
+        (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line + b"\n")
+        settings = SourceSettings("jsonl", str(tmp_path / "a.jsonl"), shuffle=False)
+    else:
+        write_tar(tmp_path / "a.tar", [("0.json", b'{"text": "good"}'), ("1.json", line)])
+        settings = SourceSettings("webdataset", str(tmp_path / "a.tar"), shuffle=False)
+    good, bad = open_source(settings).read(0, 1, seed=0, passes=1)
+    assert (good.place, bad.reason, bad.why) == (good.where, "json", why)
+    assert type(bad.reason) is str
+    assert bad.place == f"{bad.where} ({why})"
+
+
 def test_shuffled_poison_keeps_the_numbers_of_the_others(tmp_path: Path) -> None:
     good = write_jsonl(tmp_path / "good.jsonl", [{"text": f"{i}"} for i in range(30)])
     rows = good.read_bytes().split(b"\n")

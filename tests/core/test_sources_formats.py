@@ -647,3 +647,4 @@ def test_keys_that_mean_nothing_are_refused(settings: SourceSettings, expected: 
     with pytest.raises(ConfigError) as error:
         open_source(settings)
     assert expected in str(error.value)
+    assert isinstance(error.value, ValueError), "code that validates settings catches it as Python's own"
