@@ -206,7 +206,7 @@ class ShardedSource:
 
         Opens the shards before it for their number of samples, once each, and decodes no sample.
         """
-        shards, pass_, left = range(partition, self.num_shards, partitions), 0, seq
+        shards, pass_, left = self.shards_of(partition, partitions), 0, seq
         while passes is None or pass_ < passes:
             before = left
             for number in self._shards(shards, seed, pass_):
@@ -234,8 +234,8 @@ class ShardedSource:
                 rows = [row for row in range(len(shard)) if wanted(shard.where(row))]
                 if not rows:
                     continue
-                partition = number % partitions
-                shards, pass_, begin = range(partition, self.num_shards, partitions), 0, 0
+                file = next((i for i, pieces in enumerate(self._files) if number in pieces), number)
+                shards, pass_, begin = self.shards_of(partition := file % partitions, partitions), 0, 0
                 while (passes is None or pass_ < passes) and (begin <= upto or not pass_):
                     walked, order = self._shards(shards, seed, pass_), self._order(shard, number, seed, pass_)
                     before = begin + sum(map(self._count, walked[: walked.index(number)]))
@@ -249,7 +249,7 @@ class ShardedSource:
                 self.shard_samples[number] = len(shard)
         return self.shard_samples[number]
 
-    def _shards(self, shards: range, seed: int, pass_: int) -> list[int]:
+    def _shards(self, shards: Sequence[int], seed: int, pass_: int) -> list[int]:
         return shard_order(shards, seed=seed, pass_=pass_) if self._shuffle else list(shards)
 
     def _walk(

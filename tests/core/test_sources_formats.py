@@ -29,6 +29,7 @@ from streampack.sources import (
     open_source,
     open_tokenizer,
 )
+from streampack.sources.sharded import ShardedSource
 
 PLAIN = open_tokenizer(TokenizerSettings(append_eos=False))
 SIZES = (5, 0, 70, 1, 12)  # samples a file; the second has none
@@ -247,8 +248,15 @@ def test_files_that_are_not_shuffled_come_in_their_own_order(kind: str, partitio
     files = [EVERY] if kind.startswith("python") else [texts_of(count, file) for file, count in enumerate(SIZES)]
     source = open_source(settings, PLAIN)
     for partition in range(partitions):
-        found = [text_of(record) for record in source.read(partition, partitions, seed=3, passes=1)]
-        assert found == list(itertools.chain.from_iterable(files[partition::partitions]))
+        records = list(source.read(partition, partitions, seed=3, passes=1))
+        assert [text_of(record) for record in records] == list(
+            itertools.chain.from_iterable(files[partition::partitions])
+        )
+        assert isinstance(source, ShardedSource)
+        for seq in range(0, len(records), 17):
+            where = records[seq].where
+            assert source.where(partition, partitions, seed=3, passes=1, seq=seq) == where
+            assert source.find(where.__eq__, partitions, seed=3, passes=1, upto=9) == [(partition, seq)]
 
 
 def test_the_digest_tells_pieces_in_file_order_from_pieces_dealt_out(tmp_path: Path) -> None:
