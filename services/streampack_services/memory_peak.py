@@ -24,7 +24,7 @@ PROCESS_BYTES = 180 << 20
 PREFETCH = 2
 """Steps that a client asks for beyond the one in use."""
 ROW_BYTES = 150
-"""Of each sample held, beside its tokens: rows of the table and of the arena, rings and windows, each with room to
+"""Of each sample held, beside its tokens: rows of the table and of the arena, queues and windows, each with room to
 grow into."""
 PARTLY_FILLED = 4
 """Blocks: one that is being filled, and some whose last samples wait."""

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from streampack.core.kernels import arrival_take
-from streampack.core.rings import NOWHERE, Rings, Taken
+from streampack.core.queues import BLOCK, NOWHERE, Queues, Taken
 from streampack.core.samples import I64
 from streampack.core.snapshot import MergeState
 
@@ -82,14 +82,14 @@ class Script:
         self.base = base
 
 
-class Arrival(Rings):
+class Arrival(Queues):
     """The merge of streams of ``partitions`` each, numbered through as in ``Merge``, in the order of arrival.
 
-    State is the script, small integers and rings of entries not yet merged.
+    State is the script, small integers and queues of entries not yet merged.
     """
 
-    def __init__(self, partitions: Sequence[int], width: int = 1024, removed: Sequence[int] = ()) -> None:
-        super().__init__(partitions, width, removed)
+    def __init__(self, partitions: Sequence[int], block: int = BLOCK, removed: Sequence[int] = ()) -> None:
+        super().__init__(partitions, block, removed)
         self._script = Script()
         self._passed, self._marks = list[int](), list[int]()
         self._pushed, self._scripted = list[int](), list[int]()
@@ -134,12 +134,13 @@ class Arrival(Rings):
         Where nothing is missing but more is to come, ``blocked`` is the partition that gave the fewest samples
         of those that the pass still waits for.
         """
-        bound, script = int((self._tail - self._head).sum()), self._script
+        queues, script = self._queues, self._script
+        bound = int((queues.tail - queues.head).sum())
         handles, lengths = np.empty(bound, np.int64), np.empty(bound, np.int64)
         before = self.merged_samples.copy()
         count, blocked = arrival_take(
-            script.base, script.stop, script.after, script.current, self._head, self._tail, self._ended,
-            self._handle, self._length, self._part, self.merged_samples, self.merged_tokens,
+            script.base, script.stop, script.after, script.current, queues, self._ended,
+            self.merged_samples, self.merged_tokens,
             max_tokens, max_position - self.position, handles, lengths,
         )  # fmt: skip
         if blocked == -2:
@@ -151,7 +152,7 @@ class Arrival(Rings):
     def change(self, weights: Sequence[float], partitions: Sequence[int], _: Sequence[int] = ()) -> I64:
         """Other streams from here on, as ``Merge.change`` does it; weights matter no more than before."""
         dropped = self._restream(partitions, [s for s, weight in enumerate(weights) if weight == 0])
-        self._extend(len(self._head))
+        self._extend(len(self._ended))
         return dropped
 
     def state(self) -> MergeState:
@@ -160,7 +161,7 @@ class Arrival(Rings):
         ``clock`` and ``live`` are empty, ``turn`` counts the barriers that each partition went over.
         """
         return MergeState(
-            [], self._passed[: len(self._head)], [], self._done.tolist(), self.merged_samples.tolist(),
+            [], self._passed[: len(self._ended)], [], self._done.tolist(), self.merged_samples.tolist(),
             self.merged_tokens.tolist(), self._at_barrier.tolist(), False, self._fresh,
             self._passes,
         )  # fmt: skip
@@ -173,7 +174,7 @@ class Arrival(Rings):
         """
         self._ended[:], self._fresh, self._passes = state.ended, state.fresh, state.passes
         self.merged_samples[:], self.merged_tokens[:] = state.merged_samples, state.merged_tokens
-        count = len(self._head)
+        count = len(self._ended)
         self._passed[:count] = self._marks[:count] = state.turn
         self._pushed[:count] = state.merged_samples
         self._scripted = [max(pair) for pair in zip(self._scripted, self._pushed, strict=True)]

@@ -46,6 +46,7 @@ from streampack.core.messages import (
     Who,
 )
 from streampack.core.plan import Capacity, FeedPlan
+from streampack.core.queues import NOWHERE
 from streampack.core.records import (
     Base,
     BatchMarked,
@@ -56,7 +57,6 @@ from streampack.core.records import (
     SourceAccepted,
 )
 from streampack.core.rights import Rights, forbidden, key_of
-from streampack.core.rings import NOWHERE
 from streampack.core.samples import SampleTable
 
 OfStream = SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded

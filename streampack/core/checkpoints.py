@@ -17,9 +17,9 @@ from streampack.core.history import History
 from streampack.core.journal import Journal
 from streampack.core.merge import merge_of
 from streampack.core.messages import State
+from streampack.core.queues import NOWHERE
 from streampack.core.records import CheckpointCommitted
 from streampack.core.resume import snapshot
-from streampack.core.rings import NOWHERE
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 from streampack.core.steps import FIRST_CHAIN

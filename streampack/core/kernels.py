@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.entries import HANDLE, LENGTH, NO_BLOCK, PART, Entries
 from streampack.core.samples import I64
 
 try:
@@ -20,6 +21,66 @@ except ImportError:  # a trainer's machine: nothing hot runs there
 
     def njit(*_: Any, **__: Any) -> Callable[[Callable[..., Any]], Any]:
         return lambda function: function
+
+
+@njit(nogil=True, cache=True)
+def push_entries(queues: Entries, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
+    """Append entries, int64 [n], to a partition; there is room for them."""
+    size = queues.entry.shape[1]
+    tail = queues.tail[partition]
+    block = queues.last[partition]
+    for i in range(len(handles)):
+        row = (tail + i) & (size - 1)
+        if row == 0:
+            before, block = block, queues.free[0]
+            queues.free[0] = queues.after[block]
+            queues.free[1] -= 1
+            queues.after[block] = NO_BLOCK
+            if queues.first[partition] == NO_BLOCK:
+                queues.first[partition] = block
+            else:
+                queues.after[before] = block
+            queues.last[partition] = block
+        queues.entry[block, row, HANDLE] = handles[i]
+        queues.entry[block, row, LENGTH] = lengths[i]
+        queues.entry[block, row, PART] = parts[i]
+    queues.tail[partition] = tail + len(handles)
+
+
+@njit(nogil=True, cache=True)
+def of_first(queues: Entries, partition: int, column: int) -> Any:
+    """One number, int64, of the first entry of a partition that is not empty."""
+    row = queues.head[partition] & (queues.entry.shape[1] - 1)
+    return np.int64(queues.entry[queues.first[partition], row, column])
+
+
+@njit(nogil=True, cache=True)
+def drop_first(queues: Entries, partition: int) -> None:
+    """Remove the first entry of a partition that is not empty."""
+    queues.head[partition] += 1
+    if queues.head[partition] & (queues.entry.shape[1] - 1) == 0:
+        block = queues.first[partition]
+        queues.first[partition] = queues.after[block]
+        queues.after[block] = queues.free[0]
+        queues.free[0] = block
+        queues.free[1] += 1
+
+
+@njit(nogil=True, cache=True)
+def drop_all(queues: Entries, partition: int, out: I64) -> tuple[int, int]:
+    """Remove all entries of a partition; their handles go to ``out``, but for those of no length.
+
+    Returns how many handles there are, and how many entries had a length below 0.
+    """
+    count = negative = 0
+    while queues.head[partition] < queues.tail[partition]:
+        length = of_first(queues, partition, LENGTH)
+        if length > 0:
+            out[count] = of_first(queues, partition, HANDLE)
+            count += 1
+        negative += length < 0
+        drop_first(queues, partition)
+    return count, negative
 
 
 @njit(nogil=True, cache=True)
@@ -58,12 +119,8 @@ def merge_take(
     live: NDArray[np.bool_],
     paused: NDArray[np.bool_],
     stops: NDArray[np.bool_],
-    head: I64,
-    tail: I64,
+    queues: Entries,
     ended: NDArray[np.bool_],
-    ring_handle: I64,
-    ring_length: I64,
-    ring_part: I64,
     merged_samples: I64,
     merged_tokens: I64,
     by_sample: bool,
@@ -75,15 +132,14 @@ def merge_take(
     """Take samples in merge order until one is missing or ``max_tokens`` or ``max_samples`` are taken.
 
     ``order[: num_ordered[0]]`` is a heap of the streams that are live and not paused, by (clock, number), so a sample
-    costs the logarithm of their number. Stream ``s`` owns partitions ``first[s]:first[s + 1]``; partition ``p`` holds
-    entries ``head[p]:tail[p]`` of row ``p`` of the rings, modulo their width. ``out`` has room for all. Updates
-    ``order``, ``clock``, ``turn``, ``live``, ``paused``, ``head`` and the counts by partition in place. An entry of
-    length 0 is a tombstone: it takes its turn and gives nothing. An entry of length -1 is a barrier: it stays, and a
-    stream all of whose open partitions are at one is paused. Clocks run by tokens, or one for each sample with
-    ``by_sample``; ``now`` int64 [1] is the clock of the last stream taken from, before its sample.
+    costs the logarithm of their number. Stream ``s`` owns partitions ``first[s]:first[s + 1]``, whose entries wait in
+    ``queues``. ``out`` has room for all. Updates ``order``, ``clock``, ``turn``, ``live``, ``paused``, ``queues`` and
+    the counts by partition in place. An entry of length 0 is a tombstone: it takes its turn and gives nothing. An entry
+    of length -1 is a barrier: it stays, and a stream all of whose open partitions are at one is paused. Clocks run by
+    tokens, or one for each sample with ``by_sample``; ``now`` int64 [1] is the clock of the last stream taken from,
+    before its sample.
     Returns (samples taken, partition waited for, or -1, or -2 if a stream of ``stops`` has ended).
     """
-    width = ring_handle.shape[1]
     taken = 0
     tokens = 0
     samples = 0
@@ -95,9 +151,10 @@ def merge_take(
         partition = -1
         for step in range(count):
             p = first[stream] + (turn[stream] + step) % count
-            if head[p] < tail[p] and ring_length[p, head[p] % width] < 0:
+            waits = queues.head[p] < queues.tail[p]
+            if waits and of_first(queues, p, LENGTH) < 0:
                 paused[stream] = True
-            elif head[p] < tail[p] or not ended[p]:
+            elif waits or not ended[p]:
                 partition = p
                 break
         if partition < 0 and not paused[stream]:
@@ -110,30 +167,27 @@ def merge_take(
             sift_down(order, num_ordered[0], clock)
             continue
         paused[stream] = False
-        at = head[partition]
-        if at == tail[partition]:
+        if queues.head[partition] == queues.tail[partition]:
             return taken, partition
-        pieces = 1
-        while at + pieces < tail[partition] and ring_part[partition, (at + pieces) % width] > 0:
-            pieces += 1
-        before = taken
         now[0] = clock[stream]
-        for piece in range(pieces):
-            slot = (at + piece) % width
-            length = ring_length[partition, slot]
+        before = taken
+        whole = False
+        while not whole:
+            length = of_first(queues, partition, LENGTH)
             if length > 0:
-                out_handle[taken] = ring_handle[partition, slot]
+                out_handle[taken] = of_first(queues, partition, HANDLE)
                 out_length[taken] = length
                 taken += 1
                 tokens += length
                 merged_tokens[partition] += length
                 if not by_sample:
                     clock[stream] += stride[stream] * length
+            drop_first(queues, partition)
+            whole = queues.head[partition] == queues.tail[partition] or of_first(queues, partition, PART) == 0
         if by_sample and taken > before:
             clock[stream] += stride[stream]
         merged_samples[partition] += 1
         samples += 1
-        head[partition] = at + pieces
         turn[stream] = (partition - first[stream] + 1) % count
         sift_down(order, num_ordered[0], clock)
     return taken, -1
@@ -145,12 +199,8 @@ def arrival_take(
     stop: I64,
     after: I64,
     current: I64,
-    head: I64,
-    tail: I64,
+    queues: Entries,
     ended: NDArray[np.bool_],
-    ring_handle: I64,
-    ring_length: I64,
-    ring_part: I64,
     merged_samples: I64,
     merged_tokens: I64,
     max_tokens: int,
@@ -161,51 +211,48 @@ def arrival_take(
     """Take samples in the order of a script until one is missing or ``max_tokens`` or ``max_samples`` are taken.
 
     Run ``r`` is in slot ``r - base``: it ends before its partition's sample ``stop``, and ``after`` is that partition's
-    next run, -1 if it has none; ``current`` is each one's first, also of partitions yet to come. Rings and counts are
-    as in ``merge_take``, and ``out`` has room for all entries. Updates ``current``, ``head`` and the counts in place.
+    next run, -1 if it has none; ``current`` is each one's first, also of partitions yet to come. Queues and counts are
+    as in ``merge_take``, and ``out`` has room for all entries. Updates ``current``, ``queues`` and the counts in place.
     A partition at a barrier is passed over, and one that has ended and is empty.
     Returns (samples taken, the partition whose sample is missing, or -1, or -2 at the script's end).
     """
-    width = ring_handle.shape[1]
     taken = 0
     tokens = 0
     left = max_samples
     while tokens < max_tokens and left > 0:
         partition = -1
-        for p in range(len(head)):
+        for p in range(len(queues.head)):
             while current[p] >= 0 and stop[current[p] - base] <= merged_samples[p]:
                 current[p] = after[current[p] - base]
             if current[p] < 0 or (partition >= 0 and current[p] > current[partition]):
                 continue
-            if head[p] == tail[p]:
+            if queues.head[p] == queues.tail[p]:
                 if ended[p]:
                     continue
-            elif ring_length[p, head[p] % width] < 0:
+            elif of_first(queues, p, LENGTH) < 0:
                 continue
             partition = p
         if partition < 0:
             return taken, -2
-        if head[partition] == tail[partition]:
+        if queues.head[partition] == queues.tail[partition]:
             return taken, partition
         count = min(stop[current[partition] - base] - merged_samples[partition], left)
         left -= count
-        at = head[partition]
-        while count > 0 and tokens < max_tokens and at < tail[partition] and ring_length[partition, at % width] >= 0:
-            slot = at % width
+        waits = True
+        while count > 0 and tokens < max_tokens and waits and of_first(queues, partition, LENGTH) >= 0:
             whole = False
             while not whole:
-                length = ring_length[partition, slot]
+                length = of_first(queues, partition, LENGTH)
                 if length > 0:
-                    out_handle[taken] = ring_handle[partition, slot]
+                    out_handle[taken] = of_first(queues, partition, HANDLE)
                     out_length[taken] = length
                     taken += 1
                     tokens += length
                     merged_tokens[partition] += length
-                at += 1
-                slot = at % width
-                whole = at == tail[partition] or ring_part[partition, slot] == 0
+                drop_first(queues, partition)
+                waits = queues.head[partition] < queues.tail[partition]
+                whole = not waits or of_first(queues, partition, PART) == 0
             merged_samples[partition] += 1
             count -= 1
         left += count
-        head[partition] = at
     return taken, -1

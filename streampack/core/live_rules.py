@@ -19,8 +19,8 @@ from streampack.core.history import History
 from streampack.core.leases import Leases
 from streampack.core.merge import change as change_merge
 from streampack.core.merged_memory import MergedMemory
+from streampack.core.queues import NOWHERE
 from streampack.core.recorder import Recorder
-from streampack.core.rings import NOWHERE
 from streampack.core.rules import Rules, RulesChange
 from streampack.core.terms import terms_of
 

@@ -7,7 +7,7 @@ inversely proportional to the weights, so shares hold whatever the lengths, and 
 which producer was faster. A stream that has ended drops out, or, if it is to stop the rest, ends the
 merge when its turn comes; one that is silent stalls the rest, and ``blocked`` names it.
 
-Within a stream its partitions take turns, those that ended being passed over. Entries wait in ``rings``.
+Within a stream its partitions take turns, those that ended being passed over. Entries wait in ``queues``.
 
 Where a pass over the data is to end before the next begins, a stream whose partitions are at their
 barriers pauses; once all have paused the merge gives nothing until ``next_pass``, which begins as the
@@ -29,7 +29,7 @@ import numpy as np
 
 from streampack.core.arrival import Arrival
 from streampack.core.kernels import merge_take
-from streampack.core.rings import NOWHERE, Rings, Taken
+from streampack.core.queues import BLOCK, NOWHERE, Queues, Taken
 from streampack.core.rules import MAX_WEIGHT_RATIO, Rules, WeightUnit
 from streampack.core.samples import I64
 from streampack.core.snapshot import MergeState
@@ -61,19 +61,19 @@ def phase(seed: int, stream: int) -> int:
     return (z ^ (z >> 31)) % PHASES
 
 
-class Merge(Rings):
+class Merge(Queues):
     """The merge of some streams; partitions are numbered through, streams in their order.
 
     ``partitions`` int per stream; ``unit`` is what weights are shares of; ``stops`` are the numbers of streams
     that end the merge with them. ``merged_samples`` and ``merged_tokens`` int64 [partitions] count
-    what was taken. State is small integers and rings of entries not yet merged.
+    what was taken. State is small integers and queues of entries not yet merged.
     """
 
     def __init__(
-        self, weights: list[float], partitions: list[int], seed: int, width: int = 1024,
+        self, weights: list[float], partitions: list[int], seed: int, block: int = BLOCK,
         unit: WeightUnit = "tokens", stops: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        super().__init__(partitions, width, _removed(weights))
+        super().__init__(partitions, block, _removed(weights))
         self._seed, self._by_sample = seed, unit == "samples"
         self._weigh(weights, stops)
         self._clock = self._start.copy()
@@ -103,15 +103,15 @@ class Merge(Rings):
             return Taken(_NOTHING, _NOTHING, self._blocked if self._stuck else None, _NOTHING)
         if self._now[0] > MAX_CLOCK:
             self._rebase()
-        if len(self._out[0]) < self._handle.size:
-            self._out = np.empty((2, self._handle.size), np.int64)
+        if len(self._out[0]) < self._queues.num_entries:
+            self._out = np.empty((2, self._queues.num_entries), np.int64)
         handles, lengths = self._out
         before = self.merged_samples.copy()
         left = max_position - self.position if max_position < NOWHERE else NOWHERE
         count, blocked = merge_take(
             self._order, self._num_ordered, self._now, self._clock, self._stride, self._first, self._turn, self._live,
-            self._paused, self._stops, self._head, self._tail, self._ended, self._handle, self._length, self._part,
-            self.merged_samples, self.merged_tokens, self._by_sample, max_tokens, left, handles, lengths,
+            self._paused, self._stops, self._queues, self._ended, self.merged_samples,
+            self.merged_tokens, self._by_sample, max_tokens, left, handles, lengths,
         )  # fmt: skip
         self._stopped, self._stuck, self._blocked = blocked == -2, blocked >= 0, int(blocked)
         moved = np.flatnonzero(self.merged_samples != before)

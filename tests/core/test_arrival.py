@@ -68,8 +68,8 @@ def books_of(story: list[Event]) -> Books:
 class Feed:
     """A merge that is told a story; a handle is an index into ``names``."""
 
-    def __init__(self, partitions: int, width: int = 1024) -> None:
-        self.merge = Arrival([partitions], width)
+    def __init__(self, partitions: int, block: int = 64) -> None:
+        self.merge = Arrival([partitions], block)
         self.sent = [0] * partitions
         self.names: list[Name] = []
         self.lengths: list[int] = []
@@ -155,7 +155,7 @@ def test_the_order_is_the_script_s_pass_by_pass(data: st.DataObject) -> None:
 @given(st.data())
 def test_the_order_does_not_depend_on_when_or_how_much_is_taken(data: st.DataObject) -> None:
     story = data.draw(stories(3))
-    feed, order = Feed(3, width=data.draw(st.sampled_from([1, 2, 8]), "ring")), books_of(story).order()
+    feed, order = Feed(3, block=data.draw(st.sampled_from([1, 2, 8]), "block")), books_of(story).order()
     for event in story:
         feed.tell(event)
         if data.draw(st.booleans()):
@@ -207,7 +207,7 @@ def test_a_state_taken_anywhere_goes_on_with_the_same_rest(data: st.DataObject) 
     state = feed.merge.state()
     assert isinstance(state, MergeState)
     assert state == feed.merge.state(), "a pure read"
-    resumed = Feed(3, width=data.draw(st.sampled_from([1, 1024])))
+    resumed = Feed(3, block=data.draw(st.sampled_from([1, 64])))
     first = data.draw(st.booleans())
     if first:
         recite(resumed.merge, story[:at])

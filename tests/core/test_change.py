@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streampack.core.arrival import Arrival
 from streampack.core.merge import AnyMerge, Merge, change, merge_of
-from streampack.core.rings import BARRIER, NOWHERE
+from streampack.core.queues import BARRIER, NOWHERE
 from streampack.core.rules import MergeOrder, Rules, StreamRules, WeightUnit
 
 Name = tuple[int, int]
@@ -45,7 +45,7 @@ class World:
     def merge(self) -> AnyMerge:
         first = self.partitions[: len(self.begin)]
         if self.kind == "arrival":
-            return Arrival(first, width=2)
+            return Arrival(first, block=2)
         stops = [s for s in self.stops if s < len(self.begin)]
         return Merge(self.begin, first, self.seed, 2, self.unit, stops)
 

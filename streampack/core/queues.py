@@ -1,9 +1,9 @@
-"""What waits for a merge: a ring of entries for each partition, and how passes and partitions end.
+"""What waits for a merge: a queue of entries for each partition, and how passes and partitions end.
 
 The half of a merge that is the same in whatever order it takes samples. An entry is a piece of a sample, a
 tombstone for a sample that is none (length 0), or a barrier: what follows is of the partition's
 next pass. Nothing of a next pass is taken until every partition that has not ended is at its
-barrier; ``next_pass`` then goes over them. A ring grows only when the over-long policy splits samples.
+barrier; ``next_pass`` then goes over them.
 
 A recorded change of rules holds from a *position*, the number of samples merged before it, over all
 partitions: a place that a run which is played again comes to as well. Streams and partitions keep their
@@ -18,10 +18,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.entries import LENGTH, entries, with_partitions, with_room
+from streampack.core.kernels import drop_all, drop_first, push_entries
 from streampack.core.samples import I64
 
 BARRIER = -1
 """The length of an entry that is the end of a pass."""
+BLOCK = 64
+"""Entries of a block: a partition that waits holds one at least."""
 NOWHERE = 2**62
 """A position that no run comes to."""
 
@@ -37,18 +41,17 @@ class Taken:
     moved: I64
 
 
-class Rings:
-    """Entries that are not merged yet of streams of ``partitions`` each, numbered through: up to ``width`` in each
-    before it has to grow. ``removed`` are the numbers of streams that were taken out.
+class Queues:
+    """Entries that are not merged yet of streams of ``partitions`` each, numbered through, in blocks of ``block``
+    entries. ``removed`` are the numbers of streams that were taken out.
 
     ``merged_samples`` and ``merged_tokens`` int64 [partitions] count what was taken.
     """
 
-    def __init__(self, partitions: Sequence[int], width: int, removed: Sequence[int] = ()) -> None:
+    def __init__(self, partitions: Sequence[int], block: int, removed: Sequence[int] = ()) -> None:
         count = sum(partitions)
         self._first = np.concatenate([[0], np.cumsum(partitions)]).astype(np.int64)
-        self._head = np.zeros(count, np.int64)
-        self._tail = np.zeros(count, np.int64)
+        self._queues = entries(count, block)
         self._ended = np.zeros(count, np.bool_)
         self._num_barriers = 0  # that wait
         self._stuck = False  # the sample that is next is missing, and nothing has come since
@@ -58,9 +61,6 @@ class Rings:
         """Those before this one; one may have been empty."""
         self.merged_samples = np.zeros(count, np.int64)
         self.merged_tokens = np.zeros(count, np.int64)
-        self._handle = np.zeros((count, width), np.int64)
-        self._length = np.zeros((count, width), np.int64)
-        self._part = np.zeros((count, width), np.int64)
         for stream in removed:
             self._ended[self._first[stream] : self._first[stream + 1]] = True
 
@@ -79,7 +79,7 @@ class Rings:
 
     def waiting(self, partition: int) -> int:
         """Entries of a partition not merged yet, barriers among them."""
-        return int(self._tail[partition] - self._head[partition])
+        return int(self._queues.tail[partition] - self._queues.head[partition])
 
     @property
     def position(self) -> int:
@@ -112,14 +112,15 @@ class Rings:
     def next_pass(self) -> None:
         """Go over the barriers that all streams are at; only ``between_passes``."""
         at_barrier = self._at_barrier
-        self._head += at_barrier
+        for partition in np.flatnonzero(at_barrier).tolist():
+            drop_first(self._queues, partition)
         self._num_barriers -= int(at_barrier.sum())
         self._fresh, self._stuck = True, False
         self._passes += 1
 
     def drop(self) -> I64:
         """Forget what waits; handles, int64 [n], of its samples. Nothing is pushed afterwards."""
-        return self._forget(range(len(self._head)))
+        return self._forget(range(len(self._ended)))
 
     def _restream(self, partitions: Sequence[int], removed: Sequence[int]) -> I64:
         """Take out the streams of numbers ``removed``, add those beyond the ones there are; handles of what waited.
@@ -132,62 +133,40 @@ class Rings:
         if len(partitions) > len(known) and not self.may_grow:
             raise ValueError("got a new stream between two passes, expected one once a sample of the next is merged")
         self._first = np.concatenate([[0], np.cumsum(partitions)]).astype(np.int64)
-        for name in ("_head", "_tail", "_ended", "merged_samples", "merged_tokens", "_handle", "_length", "_part"):
+        self._queues = with_partitions(self._queues, sum(partitions))
+        for name in ("_ended", "merged_samples", "merged_tokens"):
             old = getattr(self, name)
-            more = np.zeros((sum(partitions) - len(old), *old.shape[1:]), old.dtype)
-            setattr(self, name, np.concatenate([old, more]))
+            setattr(self, name, np.concatenate([old, np.zeros(sum(partitions) - len(old), old.dtype)]))
         rows = [p for stream in removed for p in range(self._first[stream], self._first[stream + 1])]
         self._ended[rows] = True
         return self._forget(rows)
 
     def _forget(self, rows: Sequence[int]) -> I64:
         """Drop what waits of some partitions; its handles, int64 [n]."""
-        width = self._handle.shape[1]
         waiting = [np.zeros(0, np.int64)]
         for p in rows:
-            slots = np.arange(self._head[p], self._tail[p]) % width
-            waiting.append(self._handle[p, slots][self._length[p, slots] > 0])
-            self._num_barriers -= int(np.count_nonzero(self._length[p, slots] == BARRIER))
-        self._head[rows] = self._tail[rows]
+            found = np.empty(self.waiting(p), np.int64)
+            count, barriers = drop_all(self._queues, p, found)
+            waiting.append(found[:count])
+            self._num_barriers -= barriers
         self._stuck = False
         return np.concatenate(waiting)
 
     @property
     def _done(self) -> NDArray[np.bool_]:
         """By partition: ended, and all of it taken."""
-        found: NDArray[np.bool_] = self._ended & (self._head == self._tail)
+        found: NDArray[np.bool_] = self._ended & (self._queues.head == self._queues.tail)
         return found
 
     @property
     def _at_barrier(self) -> NDArray[np.bool_]:
-        rows = np.arange(len(self._head))
-        lengths = self._length[rows, self._head % self._length.shape[1]]
-        found: NDArray[np.bool_] = (self._head < self._tail) & (lengths == BARRIER)
+        head, tail, first, _, entry, *_ = self._queues
+        found: NDArray[np.bool_] = head < tail
+        waiting = np.flatnonzero(found)
+        found[waiting] = entry[first[waiting], head[waiting] % entry.shape[1], LENGTH] == BARRIER
         return found
 
     def _enter(self, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
-        tail, count = int(self._tail[partition]), len(handles)
-        while tail + count - int(self._head[partition]) > self._handle.shape[1]:
-            self._widen()
-            tail = int(self._tail[partition])
-        width = self._handle.shape[1]
-        start = tail % width
-        before = min(count, width - start)  # as two slices, where the entries go around the ring's end
-        for ring, values in ((self._handle, handles), (self._length, lengths), (self._part, parts)):
-            ring[partition, start : start + before] = values[:before]
-            if before < count:
-                ring[partition, : count - before] = values[before:]
-        self._tail[partition] = tail + count
+        self._queues = with_room(self._queues, partition, len(handles))
+        push_entries(self._queues, partition, handles, lengths, parts)
         self._stuck = False
-
-    def _widen(self) -> None:
-        old = self._handle.shape[1]
-        for name in ("_handle", "_length", "_part"):
-            rows = getattr(self, name)
-            grown = np.zeros((rows.shape[0], 2 * old), np.int64)
-            for p in range(rows.shape[0]):
-                slots = np.arange(self._head[p], self._tail[p]) % old
-                grown[p, : len(slots)] = rows[p, slots]
-            setattr(self, name, grown)
-        self._tail -= self._head
-        self._head[:] = 0
