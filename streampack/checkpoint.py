@@ -1,8 +1,11 @@
 """A loader's state: what a trainer saves with its model, and what a loader goes on from.
 
-Plain JSON, equal on all ranks, with nothing of the mesh: the place (round, step, the digest of all before it), what
-it is a place in (run, feed, rules), and the broker's snapshot, so that one on another host, without the disk of
-this one, can go on from it. Making a state moves nothing; reading one refuses what is not of this run, naming the key.
+Plain JSON with nothing of the mesh: the place (round, step, the digest of all before it), what it is a place in (run,
+feed, rules), and the broker's snapshot, so that a broker on another host, without the disk of this one, can go on from
+it. Making a state has no side effects; reading one refuses what is not of this run and names the key.
+
+The states of all ranks after one step are equal, also where a broker with a log restarts between two ranks' calls. A
+broker without a log takes other snapshots once it has restarted: ``snapshot`` may then differ, and each one is good.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, UnsetType
 
 from streampack import wire
 from streampack.core.client_events import Begin
@@ -34,8 +37,8 @@ class RulesSaid(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoaderState(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``next_step`` is the first that is not wholly returned, ``chain`` the digest of all before it, ``epoch`` the
-    broker's. ``snapshot``: base64 of the nearest one not after it, empty where that is step 0."""
+    """``next_step`` is the first that is not wholly returned, ``chain`` the digest of all before it. ``snapshot``:
+    base64 of the nearest one not after it, empty where that is step 0. ``epoch`` is in states of earlier versions."""
 
     version: int
     run: str
@@ -44,9 +47,9 @@ class LoaderState(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     lineage: Count
     next_step: Count
     chain: Digest
-    epoch: Count
     rules: RulesSaid
     snapshot: str
+    epoch: Count | UnsetType = msgspec.UNSET
 
 
 class Origin(Struct, frozen=True):
@@ -62,13 +65,13 @@ class Origin(Struct, frozen=True):
         return f"{self.run:016x}"
 
 
-def save(origin: Origin, round_: int, state: State, epoch: int) -> dict[str, Any]:
+def save(origin: Origin, round_: int, state: State) -> dict[str, Any]:
     """The state of a loader whose next step is ``state.step``."""
     snapshot = b"" if state.snapshot is None else wire.encode_snapshot(state.snapshot)
     rules = RulesSaid(origin.rules.digest, msgspec.json.encode(origin.rules, order="sorted").decode())
     said = LoaderState(
         version=VERSION, run=origin.name, feed=origin.feed, round=round_, lineage=state.lineage, next_step=state.step,
-        chain=state.chain.hex(), epoch=epoch, rules=rules, snapshot=base64.b64encode(snapshot).decode(),
+        chain=state.chain.hex(), rules=rules, snapshot=base64.b64encode(snapshot).decode(),
     )  # fmt: skip
     plain: dict[str, Any] = msgspec.to_builtins(said)
     return plain

@@ -180,6 +180,7 @@ class Client:
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """Where the loader is, to be saved with the model: plain JSON, equal on all ranks, free of the mesh.
 
+        Where a broker without a ``state_dir`` restarts between two ranks' calls ``snapshot`` may differ; load either.
         A step counts as used once it was handed out whole, so between two steps it is the state after the last one.
         ``step``: the last that was trained, where that is another because steps are fetched ahead. Moves nothing, may
         be called on any rank, at any time; waits for the broker's answer.

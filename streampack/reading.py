@@ -161,12 +161,12 @@ class Reading:
         if next_step > begins:
             found = self._ask(AskState(feed=origin.feed, step=next_step))
             assert isinstance(found, State)
-            return checkpoint.save(origin, self.round, found, self._session.epoch)
+            return checkpoint.save(origin, self.round, found)
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         assert self._prefetching.attached is not None
         start = State(feed=origin.feed, lineage=self._prefetching.attached.lineage, step=0, chain=b"", snapshot=None)
-        return checkpoint.save(origin, self.round, start, self._session.epoch)
+        return checkpoint.save(origin, self.round, start)
 
     def load(self, state: Any) -> None:
         """The next iteration begins where ``state`` says; the one that is on has ended. Raises StateError."""

@@ -156,7 +156,7 @@ class Rerun:
             self.clients.append(client)
             origin = checkpoint.Origin(self.config.run_id, name, client.rules)
             place = State(feed=name, lineage=lineage, step=self.wanted.step, chain=chain, snapshot=None)
-            client.load_state_dict(checkpoint.save(origin, 0, place, 0))
+            client.load_state_dict(checkpoint.save(origin, 0, place))
             if self.failure is not None:
                 raise self.failure
 

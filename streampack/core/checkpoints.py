@@ -43,6 +43,8 @@ class Checkpoints:
         history = self._history
         found = history.nearest(step)
         chain = history.chain_after(step - 1) if step else FIRST_CHAIN
+        if found is not None and found[1] >= self._journal.safe_upto:
+            return []  # a broker that is killed now would take another: ranks' states are equal
         if found is not None and found[2] is None:
             return [Recall(self._feed, found[1], generation)]
         taken = found[2] if found is not None else None

@@ -305,7 +305,8 @@ class Feed:
 
     def safe(self, upto: int) -> list[Effect]:
         """Records below ``upto`` are safe."""
-        return self.readers.committed(self._checkpoints.safe(upto)) + self._outbox.hand_out()
+        committed = self.readers.committed(self._checkpoints.safe(upto))
+        return committed + self.readers.tell_states() + self._outbox.hand_out()
 
     def recover(self, lsn: int, record: Record) -> None:
         """A record of the log, before anything else happens."""

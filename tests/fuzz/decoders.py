@@ -260,7 +260,7 @@ def _state_seeds() -> list[bytes]:
     for step in (0, 4, 8):
         state = honest().stage.core.feeds["train"].state_of(step)
         assert not isinstance(state, list)
-        found.append(json.dumps(checkpoint.save(_origin(), 0, state, 7)).encode())
+        found.append(json.dumps(checkpoint.save(_origin(), 0, state)).encode())
     return found
 
 
