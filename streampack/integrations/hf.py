@@ -9,12 +9,16 @@ would concatenate, drop or repeat packs.
 A checkpoint's ``trainer_state.json`` has the loader's state after the last step that was trained, as callbacks' states
 are kept there (``LoaderState``). It is committed once every rank has written its part.
 
+Training ends where a finite feed does, with a line that says so, unless ``num_train_epochs`` asks for more passes.
+
 What the Trainer would do wrong with packs is refused where it is made: ``hf_checks``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +31,8 @@ from streampack.errors import StateError, UserError
 from streampack.formats import View, real_tokens
 from streampack.integrations import hf_checks
 from streampack.packs import Step
+
+log = logging.getLogger("streampack.hf")
 
 
 class StepInputs(dict[str, Any]):
@@ -42,21 +48,35 @@ class StepInputs(dict[str, Any]):
 
 
 class Steps:
-    """The loader as what a Trainer iterates: steps. It knows which of them were trained."""
+    """The loader as what a Trainer iterates: steps. It knows which of them were trained.
 
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
+    Each iteration is one pass over the feed, of at most ``passes``. ``epochs``: how many ``max_steps`` are.
+    """
+
+    def __init__(self, loader: Any, passes: int, epochs: float) -> None:
+        self.loader, self.passes, self.epochs = loader, passes, epochs
+        self.begun = 0
+        """Passes that were begun."""
+        self.ended = False
+        """The feed ended, and the passes are done."""
+        self.samples = 0
+        """Samples that this rank has trained on since training began."""
         self.step: Step | None = None
         """The one that is trained, or the last that was."""
         self._trained: int | None = None  # the last step whose update was made; None: nothing was handed out
         self._start: dict[str, Any] | None = None  # where the first training began
+        self._restored = False  # the next iteration goes on within a pass
 
     def __iter__(self) -> Iterator[Step]:
-        yield from self._round()
-        if self._trained is None:  # the state that was gone on from is that of a feed's end: as in a run not stopped,
-            yield from self._round()  # what comes next is the feed again
+        restored, self._restored = self._restored, False
+        self.begun += not restored  # a checkpoint is within a pass, or at its end
+        yield from self._pass()
+        if restored and self._trained is None and self.begun < self.passes:
+            self.begun += 1
+            yield from self._pass()
+        self.ended = self.begun >= self.passes
 
-    def _round(self) -> Iterator[Step]:
+    def _pass(self) -> Iterator[Step]:
         self._trained = None
         for step in self.loader.steps():
             if self._trained is None:
@@ -64,13 +84,14 @@ class Steps:
             self.step = step
             yield step
 
-    def begin(self, state: dict[str, Any] | None) -> None:
-        """Training begins: where the state says, or where the first one without a state did."""
+    def begin(self, state: dict[str, Any] | None, begun: int) -> None:
+        """Training begins: where the state says, in pass ``begun``, or where the first one without a state did."""
         again = self._start is not None
         self._start = self._start or self.loader.state_dict()
         if state or again:
             self.loader.load_state_dict(state or self._start)
-        self._trained = None
+        self._trained, self._restored, self.ended = None, state is not None, False
+        self.begun, self.samples = begun if state else 0, 0
 
     def note_trained(self) -> None:
         """The step that was handed out last has made its update."""
@@ -81,6 +102,15 @@ class Steps:
         """The loader's, after the last step that was trained: one handed out since then is to come again."""
         found: dict[str, Any] = self.loader.state_dict(step=self._trained)
         return found
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint holds: the state, and the number of the pass."""
+        return {"saved": self.state(), "passes_begun": self.begun}
+
+    @property
+    def any_trained(self) -> bool:
+        """Whether a step of this pass made an update."""
+        return self._trained is not None
 
     def commit(self) -> None:
         """A checkpoint after the last step that was trained is durable."""
@@ -96,29 +126,39 @@ class LoaderState(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes; on rank 0 alone."""
-        return {"args": {}, "attributes": {"saved": self.steps.state()} if self.steps else {}}
+        return {"args": {}, "attributes": self.steps.saved() if self.steps else {}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
         """Go on where the checkpoint says, if there is one."""
-        saved = None
+        saved, begun = None, 0
         if state.global_step:
-            saved = state.stateful_callbacks.get(LoaderState.__name__, {}).get("attributes", {}).get("saved")
+            attributes = state.stateful_callbacks.get(LoaderState.__name__, {}).get("attributes", {})
+            saved, begun = attributes.get("saved"), attributes.get("passes_begun", 1)
             if saved is None:
                 raise StateError(
                     f"got a checkpoint of {state.global_step} updates without a loader's state, expected one that a "
                     f"PackedTrainerMixin saved: begin without resume_from_checkpoint, from its weights"
                 )
         self.steps = train_dataloader
-        train_dataloader.begin(saved)
+        train_dataloader.begin(saved, begun)
         control.should_training_stop |= state.global_step >= state.max_steps  # the Trainer asks behind an update only
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
         """The step counts as trained from here on, so that a checkpoint made before has it again."""
         train_dataloader.note_trained()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
         """Of a stream of unknown length the Trainer's epoch is the share of ``max_steps``; it would begin at 0 anew."""
-        state.epoch = state.global_step / state.max_steps
+        state.epoch = train_dataloader.epochs * state.global_step / state.max_steps
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
+        """Save and evaluate at the end of the feed, as the Trainer does at ``max_steps``."""
+        if not (train_dataloader.ended and train_dataloader.any_trained) or state.global_step >= state.max_steps:
+            return
+        if args.save_strategy == "steps" and state.global_step % state.save_steps:
+            control.should_save = True
+        if args.eval_strategy == "steps" and state.global_step % state.eval_steps:
+            control.should_evaluate = True
 
     def on_save(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
         """Commit, once all ranks have written what they write."""
@@ -132,8 +172,12 @@ class PackedTrainerMixin:
 
     ``loader`` has ``format="hf"`` or ``"hf_shifted"``; ``eval_loader`` is another of a finite feed, or a dict of them
     by name. Both are the caller's to close. With several processes the mesh is ``{"dp": args.world_size, "dp_rank":
-    args.process_index}``. ``args`` needs ``max_steps`` and leaves ``gradient_accumulation_steps`` at 1: an update is a
-    step, whatever its micro-batches. Settings of the dataset and its DataLoader (batch sizes, workers, columns) have no
+    args.process_index}``. ``args`` leaves ``gradient_accumulation_steps`` at 1: an update is a step, whatever its
+    micro-batches.
+
+    ``args.max_steps`` updates are made, or as many as a finite feed has steps. Where ``steps_per_epoch`` is known, as
+    ``streampack plan`` says it, ``args.num_train_epochs`` may be given in place of ``max_steps``: so many passes over
+    the feed. Settings of the dataset and its DataLoader (batch sizes, workers, columns) have no
     effect. ``eval_loss`` is by token, over the whole feed; logs have ``packing_efficiency``, the share of this rank's
     tokens since the last log that are real.
 
@@ -149,9 +193,14 @@ class PackedTrainerMixin:
     current_gradient_accumulation_steps: int
 
     def __init__(
-        self, model: Any = None, args: Any = None, *, loader: Any, eval_loader: Any = None, **given: Any
-    ) -> None:
-        hf_checks.arguments(args, given)
+        self, model: Any = None, args: Any = None, *, loader: Any, eval_loader: Any = None,
+        steps_per_epoch: int | None = None, **given: Any,
+    ) -> None:  # fmt: skip
+        hf_checks.arguments(args, given, steps_per_epoch)
+        passes, epochs = 1, 1.0
+        if not args.max_steps > 0:
+            passes, epochs = math.ceil(args.num_train_epochs), args.num_train_epochs
+            args.max_steps = math.ceil(epochs * (steps_per_epoch or 1))
         evaluating = eval_loader.values() if isinstance(eval_loader, dict) else [eval_loader]
         loaders = [loader, *(each for each in evaluating if each is not None)]
         hf_checks.loaders(loaders)
@@ -162,7 +211,7 @@ class PackedTrainerMixin:
         hf_checks.trainer(self, loaders)
         self.eval_dataset = eval_loader
         self._loaders = loaders
-        self._steps = Steps(loader)
+        self._steps = Steps(loader, passes, epochs)
         self._real = self._slots = 0  # tokens since the last log
         self._evaluated: list[tuple[torch.Tensor, int, int]] = []  # summed loss, loss tokens, samples
         self.add_callback(LoaderState())  # type: ignore[attr-defined]
@@ -182,8 +231,23 @@ class PackedTrainerMixin:
         """The next step, and its denominator over all ranks; of a step without any label 1, for a loss of 0."""
         step = None if self.control.should_training_stop else next(epoch_iterator, None)
         if step is None:
+            self._end_pass()
             return [], None
         return [StepInputs(step)], torch.tensor(max(step.num_loss_tokens, 1), device=device)
+
+    def _end_pass(self) -> None:
+        """Leave the Trainer's epoch; at the end of the last pass, its training."""
+        self.control.should_epoch_stop = True
+        if not self._steps.ended or self.control.should_training_stop:
+            return
+        self.control.should_training_stop = True
+        state = self.state  # type: ignore[attr-defined]
+        if state.global_step < state.max_steps and state.is_world_process_zero:
+            log.warning(
+                "the feed ended: training stops after %d of max_steps=%d updates; to train on the data again, set "
+                "passes or repeat of its streams in broker.yaml, or num_train_epochs and steps_per_epoch, no max_steps",
+                state.global_step, state.max_steps,
+            )  # fmt: skip
 
     def training_step(self, model: Any, inputs: StepInputs, num_items_in_batch: Any = None) -> torch.Tensor:
         """The loss of a step on this rank, and its gradients, which are reduced over ranks with the last pack."""
@@ -192,6 +256,7 @@ class PackedTrainerMixin:
         for pack in inputs.packs:
             last = pack is inputs.packs[-1]
             self._real += real_tokens(pack)
+            self._steps.samples += int(pack.num_samples)
             self._slots += pack["input_ids"].numel()
             with self._accumulating(model, last):
                 batch = {**pack, "use_cache": False}  # with a cache, sdpa and eager let samples see each other
@@ -209,7 +274,10 @@ class PackedTrainerMixin:
         return found
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """With how full the packs were."""
+        """With how full the packs were, and, at the end, samples a second: the Trainer would count packs."""
+        if "train_samples_per_second" in logs:
+            samples = sum(gather_object([self._steps.samples])) / self.get_tp_size()  # type: ignore[attr-defined]
+            logs["train_samples_per_second"] = round(samples / max(logs["train_runtime"], 1e-9), 3)
         if "loss" in logs and self._slots:
             logs["packing_efficiency"] = self._real / self._slots
             self._real = self._slots = 0

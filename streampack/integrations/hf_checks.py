@@ -42,14 +42,17 @@ def is_sft(kind: type, args: Any) -> bool:
     return bool(names)
 
 
-def arguments(args: Any, given: Mapping[str, Any]) -> None:
+def arguments(args: Any, given: Mapping[str, Any], steps_per_epoch: int | None) -> None:
     """Of the Trainer that is to be made. Raises UserError."""
     for name in _OF_DATASETS:
         if given.get(name) is not None:
             raise UserError(f"got {name} beside a loader, expected none: loader= and eval_loader= give the batches")
-    if args is None or not args.max_steps > 0:
+    if args is None or not (args.max_steps > 0 or (steps_per_epoch or 0) > 0):
         got = "no arguments" if args is None else f"max_steps={args.max_steps}"
-        raise UserError(f"got {got}, expected max_steps of at least 1: how long a stream is cannot be known")
+        raise UserError(
+            f"got {got}, expected max_steps of at least 1, or num_train_epochs together with steps_per_epoch= of the "
+            f"trainer: a loader does not know how long its feed is, 'streampack plan' says it"
+        )
     _settings(args)
 
 

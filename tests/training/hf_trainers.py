@@ -73,7 +73,9 @@ def arguments(folder: Path, kind: Any = TrainingArguments, **given: Any) -> Any:
 def made(folder: Path, loader: Any, *, sft: bool = False, model: Any = None, **given: Any) -> Any:
     """A trainer of a tiny model; what is no argument of trainers is one of TrainingArguments."""
     own: dict[str, Any] = {
-        key: given.pop(key) for key in ("eval_loader", "compute_loss_func", "callbacks") if key in given
+        key: given.pop(key)
+        for key in ("eval_loader", "compute_loss_func", "callbacks", "steps_per_epoch")
+        if key in given
     }
     if sft:
         own["processing_class"] = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))

@@ -110,25 +110,56 @@ def test_feeds_for_evaluation_have_names_and_metrics_their_logits(tmp_path: Path
     ]
 
 
-def trained(folder: Path, max_steps: int, save_steps: int, resume: str | None = None) -> tuple[Any, list[Any]]:
+def trained(
+    folder: Path, max_steps: int, save_steps: int, resume: str | None = None, **more: Any
+) -> tuple[Any, list[Any]]:
     seen = hf.Seen()
     with hf.local(hf.rows(30)) as loader:
         trainer = hf.made(
-            folder, loader, callbacks=[seen], max_steps=max_steps, save_strategy="steps", save_steps=save_steps
+            folder, loader, callbacks=[seen], max_steps=max_steps, save_strategy="steps", save_steps=save_steps, **more
         )
         trainer.train(resume_from_checkpoint=resume and str(folder / resume))
     return seen, trainer.state.log_history
 
 
-def test_a_checkpoint_at_the_end_of_a_finite_feed_goes_on_with_the_feed_again(tmp_path: Path) -> None:
+def feed_of() -> list[str]:
     with hf.local(hf.rows(30)) as loader:
-        feed = [step.digest for step in loader.steps()]
+        return [step.digest for step in loader.steps()]
+
+
+def test_training_stops_where_a_finite_feed_ends_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    feed = feed_of()
     count = len(feed)
-    whole, log = trained(tmp_path, 2 * count + 1, save_steps=count)
-    assert whole.digests == [*feed, *feed, feed[0]]
-    rest, rest_log = trained(tmp_path, 2 * count + 1, save_steps=count, resume=f"checkpoint-{count}")
-    assert rest.digests == [*feed, feed[0]]
-    assert [line for line in rest_log if "loss" in line] == [line for line in log if "loss" in line]
+    seen, _ = trained(tmp_path, 6 * count, save_steps=count - 1)
+    assert seen.digests == feed
+    said = [record.message for record in caplog.records if record.name == "streampack.hf"]
+    assert len(said) == 1
+    assert said[0].startswith(f"the feed ended: training stops after {count} of max_steps={6 * count} updates")
+    assert {path.name for path in tmp_path.iterdir()} == {f"checkpoint-{n}" for n in (count - 1, count)}
+    saved = json.loads((tmp_path / f"checkpoint-{count}" / "trainer_state.json").read_text())
+    assert saved["stateful_callbacks"]["LoaderState"]["attributes"]["saved"]["next_step"] == count
+    for place, rest in ((count - 1, feed[-1:]), (count, [])):
+        assert trained(tmp_path, 6 * count, save_steps=100, resume=f"checkpoint-{place}")[0].digests == rest
+    caplog.clear()
+    assert trained(tmp_path, count, save_steps=100)[0].digests == feed
+    assert not [record for record in caplog.records if record.name == "streampack.hf"], "as many as were asked for"
+
+
+def test_epochs_are_passes_over_a_feed_of_known_length(tmp_path: Path) -> None:
+    feed = feed_of()
+    count = len(feed)
+    more: dict[str, Any] = {"num_train_epochs": 3, "steps_per_epoch": count}
+    whole, log = trained(tmp_path, -1, save_steps=count, **more)
+    assert whole.digests == feed * 3
+    assert log[-1]["epoch"] == 3
+    for epoch in (1, 2):
+        rest, rest_log = trained(tmp_path, -1, save_steps=count, resume=f"checkpoint-{epoch * count}", **more)
+        assert rest.digests == feed * (3 - epoch)
+        assert [line for line in rest_log if "loss" in line] == [line for line in log if "loss" in line]
+    half, _ = trained(tmp_path, -1, save_steps=count + 1, **more)
+    rest, _ = trained(tmp_path, -1, save_steps=count, resume=f"checkpoint-{count + 1}", **more)
+    assert half.digests == feed * 3
+    assert rest.digests == [*feed[1:], *feed]
     assert whole.places[: 2 * count] == [place for k in range(count) for place in (k, k + 1)]
     saved = json.loads((tmp_path / f"checkpoint-{count}" / "trainer_state.json").read_text())
     assert saved["stateful_callbacks"]["LoaderState"]["attributes"]["saved"]["next_step"] == count
@@ -141,6 +172,12 @@ def test_training_again_begins_where_it_began(tmp_path: Path) -> None:
         trainer.train()
         trainer.train()
     assert seen.digests[:3] == seen.digests[3:]
+
+
+def test_samples_a_second_are_of_samples(tmp_path: Path) -> None:
+    with hf.local(hf.rows(30)) as loader:
+        metrics = hf.made(tmp_path, loader, max_steps=100).train().metrics
+    assert metrics["train_samples_per_second"] == pytest.approx(30 / metrics["train_runtime"], rel=0.01)
 
 
 def test_a_run_that_has_ended_trains_no_more(tmp_path: Path) -> None:
