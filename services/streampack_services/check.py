@@ -27,7 +27,7 @@ from streampack.core.rules import Rules
 from streampack.endpoints import check_endpoint
 from streampack.sources import open_tokenizer
 from streampack_services.amounts import size_text
-from streampack_services.http import parse_address
+from streampack_services.http_guard import parse_address
 from streampack_services.meanings import MEANINGS
 from streampack_services.memory_peak import MEAN_TOKENS, PREFETCH, peak
 from streampack_services.memory_plan import Plan, plan

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -15,10 +17,16 @@ Endpoint = Annotated[
     str | None,
     typer.Option(
         "--endpoint", "-e", metavar="URL", show_default=False,
-        help="The broker's HTTP address, or file:// and its rendezvous file. Default: STREAMPACK_HTTP of the "
-        "environment, else http://127.0.0.1:7400.",
+        help="The broker's HTTP address, or file:// and its rendezvous file. Default: that of --config, else "
+        "STREAMPACK_HTTP, else the rendezvous file in STREAMPACK_ENDPOINT, else http://127.0.0.1:7400.",
     ),
 ]  # fmt: skip
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", metavar="FILE", show_default=False,
+                 help="broker.yaml of the run to change: its broker is found, and no other run is changed."),
+]  # fmt: skip
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the change.")]
 Feed = Annotated[
     str | None, typer.Option("--feed", metavar="NAME", help="Needed where there are several.", show_default=False)
 ]
@@ -32,6 +40,9 @@ AtStep = Annotated[
     typer.Option("--at-step", metavar="N", min=0, help="Default: the first that is not formed yet.",
                  show_default=False),
 ]  # fmt: skip
+MANY_STEPS = 1000
+"""A skip of more steps is asked about: a slip of the finger ends the run."""
+FAR_AHEAD = 100_000
 settings = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -52,6 +63,8 @@ def weights(
     feed: Feed = None,
     note: Note = None,
     endpoint: Endpoint = None,
+    config: Config = None,
+    yes: Yes = False,
     as_json: AsJson = False,
     timeout: Timeout = 15.0,
 ) -> None:
@@ -65,9 +78,8 @@ def weights(
         streampack set weights code=0.3 web=0.7 --at-step 5000
     """
     body = {"weights": dict(_share(each) for each in shares), "at_step": at_step}
-    found = _ask("/control/weights", body, feed, note, endpoint, timeout)
-    said = f"feed {found['feed']}: {' '.join(shares)} from step {found['step']} on"
-    print(json.dumps(found) if as_json else said)
+    found = _ask("/control/weights", body, feed, note, _Target(endpoint, config, yes, timeout))
+    _say(found, f"{' '.join(shares)} from step {found['step']} on", as_json)
 
 
 @settings.command()
@@ -85,6 +97,8 @@ def streams(
     feed: Feed = None,
     note: Note = None,
     endpoint: Endpoint = None,
+    config: Config = None,
+    yes: Yes = False,
     as_json: AsJson = False,
     timeout: Timeout = 15.0,
 ) -> None:  # fmt: skip
@@ -100,9 +114,9 @@ def streams(
     if not added and not removed:
         raise UserError("got neither --add nor --remove, expected one")
     body = {"add": added, "remove": removed, "at_step": at_step}
-    found = _ask("/control/streams", body, feed, note, endpoint, timeout)
+    found = _ask("/control/streams", body, feed, note, _Target(endpoint, config, yes, timeout))
     changes = " ".join([*(f"+{name}" for name in added), *(f"-{name}" for name in removed)])
-    print(json.dumps(found) if as_json else f"feed {found['feed']}: {changes} from step {found['step']} on")
+    _say(found, f"{changes} from step {found['step']} on", as_json)
 
 
 def skip(
@@ -110,6 +124,8 @@ def skip(
     feed: Feed = None,
     note: Note = None,
     endpoint: Endpoint = None,
+    config: Config = None,
+    yes: Yes = False,
     as_json: AsJson = False,
     timeout: Timeout = 15.0,
 ) -> None:
@@ -121,9 +137,11 @@ def skip(
     Example:
         streampack skip --steps 120-140
     """
-    found = _ask("/control/skip", {"steps": steps}, feed, note, endpoint, timeout)
-    said = f"steps {steps} are" if "-" in steps else f"step {steps} is"
-    print(json.dumps(found) if as_json else f"feed {found['feed']}: {said} passed over")
+    first, _, last = steps.partition("-")
+    count = int(last) - int(first) + 1 if first.isdecimal() and last.isdecimal() else 1
+    doubt = f"{count} steps are skipped for good, {first} to {last}" if count > MANY_STEPS else ""
+    found = _ask("/control/skip", {"steps": steps}, feed, note, _Target(endpoint, config, yes, timeout), doubt)
+    _say(found, f"{f'steps {steps} are' if last else f'step {steps} is'} passed over", as_json)
 
 
 def _share(text: str) -> tuple[str, float]:
@@ -154,10 +172,48 @@ def _stream(text: str) -> tuple[str, dict[str, Any]]:
     return name, tree
 
 
+class _Target(NamedTuple):
+    """Which broker to ask, and whether ``yes`` was said before the question."""
+
+    endpoint: str | None
+    config: Path | None
+    yes: bool
+    timeout_s: float
+
+
 def _ask(
-    path: str, body: dict[str, Any], feed: str | None, note: str | None, endpoint: str | None, timeout_s: float
+    path: str, body: dict[str, Any], feed: str | None, note: str | None, target: _Target, doubt: str = ""
 ) -> dict[str, Any]:
+    """The broker's answer, and its ``run``. Ask the user first where ``doubt`` says why, where no broker was named, and
+    where later changes would wait for a step that is far ahead."""
     from streampack_services import http_client
 
+    broker = http_client.find_broker(target.endpoint, target.config, target.timeout_s)
+    doubts = [doubt] if doubt else []
+    if not broker.named:
+        doubts.append(f"run {broker.run!r} at {broker.base} was not named by --endpoint, --config or the environment")
+    at_step, formed = body.get("at_step") or 0, _formed(broker.snapshot)
+    if at_step > formed + FAR_AHEAD:
+        doubts.append(f"step {at_step} is {at_step - formed} steps ahead, and later changes wait for it")
+    if doubts and not target.yes:
+        _confirm(doubts, broker.run)
     given = {key: value for key, value in {**body, "feed": feed, "note": note}.items() if value is not None}
-    return http_client.ask_change(endpoint, path, given, timeout_s)
+    return {"run": broker.run, **http_client.ask_change(broker.base, path, given, target.timeout_s)}
+
+
+def _formed(snapshot: dict[str, Any]) -> int:
+    """The furthest step of any feed."""
+    return max((feed.get("steps", {}).get("formed", 0) for feed in snapshot.get("feeds", {}).values()), default=0)
+
+
+def _confirm(doubts: list[str], run: str) -> None:
+    """Raise UserError unless the user agrees."""
+    why = "; ".join(doubts)
+    if not sys.stdin.isatty():
+        raise UserError(f"{why}: pass --yes to change run {run!r} without a question, or name another broker")
+    if not typer.confirm(f"{why}. Change run {run!r}?", err=True):
+        raise UserError("got no for an answer: nothing was changed")
+
+
+def _say(found: dict[str, Any], said: str, as_json: bool) -> None:
+    print(json.dumps(found) if as_json else f"run {found['run']}, feed {found['feed']}: {said}")

@@ -15,7 +15,7 @@ Endpoint = Annotated[
     typer.Argument(
         metavar="ENDPOINT", show_default=False,
         help="The broker's HTTP address, http://host:port, or file:// and its rendezvous file. "
-        "Default: STREAMPACK_HTTP of the environment, else http://127.0.0.1:7400.",
+        "Default: STREAMPACK_HTTP, else the rendezvous file in STREAMPACK_ENDPOINT, else http://127.0.0.1:7400.",
     ),
 ]  # fmt: skip
 

@@ -20,8 +20,8 @@ from streampack.config import BrokerConfig
 from streampack.errors import UserError
 from streampack_services import rendezvous
 from streampack_services.broker import BrokerService
-from streampack_services.http import HttpServer, parse_address
-from streampack_services.http_guard import find_token, is_loopback
+from streampack_services.http import HttpServer
+from streampack_services.http_guard import find_token, is_loopback, parse_address
 from streampack_services.logs import Ring
 from streampack_services.memory_plan import keep_freed_memory
 from streampack_services.systemd import Systemd

@@ -22,11 +22,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from streampack.errors import ConfigError, UserError
+from streampack.errors import UserError
 from streampack_services import control, page
 from streampack_services.control import Asking
 from streampack_services.history import History
-from streampack_services.http_guard import Guard, is_loopback
+from streampack_services.http_guard import Guard, is_loopback, parse_address
 from streampack_services.http_limits import Bounded
 from streampack_services.logs import Ring
 from streampack_services.metrics import CONTENT_TYPE, exposition
@@ -125,15 +125,6 @@ class HttpServer:
 
     def _serve(self) -> None:
         self._server.run(sockets=[self._socket])
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """``("127.0.0.1", 7400)`` of ``127.0.0.1:7400``. Raises ConfigError."""
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"listen.http: got {address!r}, expected host:port such as 127.0.0.1:7400; port 0 is any")
-    return host, int(port)
 
 
 def _listen(host: str, port: int, address: str) -> socket.socket:

@@ -13,12 +13,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import streampack
 from streampack.client import read_rendezvous
+from streampack.config import BrokerConfig
+from streampack.config_files import read_broker
 from streampack.errors import PeerError, Rejected, StreampackError, Unreachable, UserError
-from streampack_services.http_guard import find_token
+from streampack_services.http_guard import find_token, parse_address
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:7400"
 _FROM = "set STREAMPACK_HTTP_TOKEN, or STREAMPACK_HTTP_TOKEN_FILE to a file that holds it"
@@ -28,7 +30,17 @@ Tree = dict[str, Any]
 
 
 def _base(endpoint: str | None, timeout_s: float) -> str:
-    found = endpoint or os.environ.get("STREAMPACK_HTTP") or DEFAULT_ENDPOINT
+    return _named(endpoint, None, timeout_s) or DEFAULT_ENDPOINT
+
+
+def _named(endpoint: str | None, config: BrokerConfig | None, timeout_s: float) -> str | None:
+    """The HTTP address that the user names: ``endpoint``, that of a broker.yaml, STREAMPACK_HTTP, or the rendezvous
+    file that STREAMPACK_ENDPOINT names. None where none of them is there."""
+    trainers = os.environ.get("STREAMPACK_ENDPOINT", "")
+    found = endpoint or (None if config is None else _of_config(config)) or os.environ.get("STREAMPACK_HTTP")
+    found = found or (trainers if trainers.startswith("file://") else None)
+    if found is None:
+        return None
     if found.startswith("file://"):
         found = read_rendezvous(Path(found.removeprefix("file://")), "http", timeout_s)
     if "://" not in found:
@@ -36,6 +48,56 @@ def _base(endpoint: str | None, timeout_s: float) -> str:
     if not found.startswith(("http://", "https://")):
         raise UserError(f"got endpoint {found!r}, expected the broker's HTTP address such as {DEFAULT_ENDPOINT}")
     return found.rstrip("/")
+
+
+def _of_config(config: BrokerConfig) -> str:
+    """Where a broker of this configuration serves HTTP, for this machine. Raises UserError where only a running broker
+    knows it."""
+    if config.rendezvous is not None:
+        return f"file://{config.rendezvous}"
+    host, port = parse_address(config.listen.http)
+    if not port:
+        raise UserError(
+            f"listen.http: got port 0 in {config.listen.http}, which only the broker's log tells: pass --endpoint, or "
+            f"set rendezvous in broker.yaml"
+        )
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Found(NamedTuple):
+    """A running broker: its address, its status, and whether the user ``named`` it."""
+
+    base: str
+    snapshot: Tree
+    named: bool
+
+    @property
+    def run(self) -> str:
+        return str(self.snapshot["run"])
+
+
+def find_broker(endpoint: str | None, config: Path | None, timeout_s: float) -> Found:
+    """The broker whose run a command is to change.
+
+    Raises UserError if STREAMPACK_ENDPOINT names a broker whose HTTP address is not known, Rejected if the broker does
+    not serve the run of ``config``, Unreachable if nobody answers.
+    """
+    settings = None if config is None else read_broker(config)
+    base = _named(endpoint, settings, timeout_s)
+    if base is None and (trainers := os.environ.get("STREAMPACK_ENDPOINT")):
+        raise UserError(
+            f"STREAMPACK_ENDPOINT is {trainers}, which does not say where its broker serves HTTP: pass --endpoint "
+            f"http://HOST:7400 or -c broker.yaml, or set STREAMPACK_HTTP"
+        )
+    found = Found(base or DEFAULT_ENDPOINT, fetch_status(base or DEFAULT_ENDPOINT, timeout_s), base is not None)
+    if settings is not None and found.run != settings.run:
+        raise Rejected(
+            "run",
+            f"{found.base} serves run {found.run!r}, but {config} is of run {settings.run!r}: start its broker, or "
+            f"pass --endpoint",
+        )
+    return found
 
 
 def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) -> tuple[int, str]:
@@ -114,12 +176,11 @@ def fetch_health(endpoint: str | None, path: str, timeout_s: float) -> tuple[boo
     return code == 200, text.strip() or f"got an answer {code}"
 
 
-def ask_change(endpoint: str | None, path: str, body: Tree, timeout_s: float) -> Tree:
-    """What the broker says to a change that is asked for: ``feed`` and ``step``, from which it holds.
+def ask_change(base: str, path: str, body: Tree, timeout_s: float) -> Tree:
+    """What the broker at ``base`` says to a change that is asked for: ``feed`` and ``step``, from which it holds.
 
     Raises UserError for what cannot be, Rejected where it is refused, Unreachable if no answer comes in time.
     """
-    base = _base(endpoint, timeout_s)
     code, text = _fetch(base, path, timeout_s, json.dumps(body).encode())
     try:
         found = json.loads(text)

@@ -23,11 +23,13 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from streampack.errors import UserError
+from streampack.errors import ConfigError, UserError
 from streampack.secret_files import read_secret
 
 LEAST_TOKEN = 16
 """Characters: what nobody guesses over a network."""
+MAX_HEAD_BYTES = 1 << 16
+"""Of a request's target and headers. uvicorn bounds only those that come in several parts."""
 OPEN = ("/livez", "/readyz")
 """Probes bring no token, and name a broker as they like."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
@@ -67,8 +69,9 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI; everything but HTTP is refused by what follows."""
-        asks = scope["type"] == "http" and scope["path"] not in OPEN
-        refusal = self._refusal(scope) if asks else None
+        refusal = None
+        if scope["type"] == "http":
+            refusal = _too_large(scope) or (self._refusal(scope) if scope["path"] not in OPEN else None)
         if refusal is None:
             await self._app(scope, receive, _with_headers(send))
             return
@@ -95,6 +98,14 @@ class Guard:
         return None
 
 
+def _too_large(scope: Scope) -> tuple[int, str, list[tuple[bytes, bytes]]] | None:
+    size = sum(len(name) + len(value) for name, value in scope["headers"])
+    size += len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+    if size <= MAX_HEAD_BYTES:
+        return None
+    return 431, f"got {size} bytes of target and headers, expected at most {MAX_HEAD_BYTES}", []
+
+
 def _brought(authorization: str) -> str:
     """The token of an ``Authorization`` header: the password, where it is a browser's; empty where there is none."""
     kind, _, value = authorization.partition(" ")
@@ -113,6 +124,15 @@ def _is_here(host: str) -> bool:
     name = host.rpartition(":")[0] if re.search(r":\d*\Z", host) and not host.endswith("]") else host
     name = name.removeprefix("[").removesuffix("]").rstrip(".").lower()
     return name == "localhost" or name.endswith(".localhost") or is_loopback(name)
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """``("127.0.0.1", 7400)`` of ``127.0.0.1:7400``. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"listen.http: got {address!r}, expected host:port such as 127.0.0.1:7400; port 0 is any")
+    return host, int(port)
 
 
 def is_loopback(host: str) -> bool:

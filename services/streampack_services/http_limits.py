@@ -2,8 +2,8 @@
 
 A request must be whole, with its body, ``WHOLE_S`` after the connection was made or the answer before it was given,
 or the connection is closed. Of ``MOST_CONNECTIONS`` the one that has been at its request the longest gives way to
-another, so that whoever opens any number of them and says nothing keeps nobody out. Headers are bounded by uvicorn,
-bodies by who reads them.
+another, so that whoever opens any number of them and says nothing keeps nobody out. ``http_guard`` bounds the
+head of a request, whoever reads a body bounds that.
 """
 
 from __future__ import annotations

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
-from streampack_services import control
+from streampack_services import control, http_client
 from streampack_services.http import HttpServer
 from streampack_services.status import Snapshot
 
 from streampack.core.changes import Ask, Restream, Reweigh, Skip
 from streampack.core.effects import Answer
 from streampack.core.rules import StreamRules
-from tests.integration.running import PATIENCE_S, RunningBroker, in_process, running_broker, the_error
+from tests.integration.running import PATIENCE_S, RunningBroker, in_process, running_broker, the_error, write
 
 Asked = tuple[str, Ask, int | None, str]
 
@@ -40,7 +42,7 @@ class Desk:
 
 def nothing() -> Snapshot:
     """What a broker without feeds would say."""
-    return {"feeds": {}}
+    return {"run": "sft", "feeds": {}}
 
 
 @pytest.fixture
@@ -167,16 +169,16 @@ def test_other_hosts_change_a_run_only_where_that_is_wanted(desk: Desk, anybody:
 
 def test_the_commands_say_from_which_step_it_holds(desk: Desk, url: str) -> None:
     shown = in_process("set", "weights", "code=0.3", "a=b=2", "--endpoint", url, "--feed", "train")
-    assert shown.stdout == "feed train: code=0.3 a=b=2 from step 17 on\n", shown.stderr
+    assert shown.stdout == "run sft, feed train: code=0.3 a=b=2 from step 17 on\n", shown.stderr
     shown = in_process("set", "weights", "code=0", "--at-step", "30", "--note", "why", "--json", "-e", url)
-    assert json.loads(shown.stdout) == {"feed": "train", "step": 30}
+    assert json.loads(shown.stdout) == {"run": "sft", "feed": "train", "step": 30}
     shown = in_process("skip", "--steps", "120-140", "-e", url)
-    assert shown.stdout == "feed train: steps 120-140 are passed over\n"
+    assert shown.stdout == "run sft, feed train: steps 120-140 are passed over\n"
     math = "math={weight: 0.2, passes: 2, pushed: true}"
     shown = in_process("set", "streams", "--add", math, "--add", "plain", "--remove", "old", "-e", url)
-    assert shown.stdout == "feed train: +math +plain -old from step 17 on\n", shown.stderr
+    assert shown.stdout == "run sft, feed train: +math +plain -old from step 17 on\n", shown.stderr
     shown = in_process("set", "streams", "--remove", "a", "--at-step", "30", "--feed", "b", "--json", "-e", url)
-    assert json.loads(shown.stdout) == {"feed": "b", "step": 30}
+    assert json.loads(shown.stdout) == {"run": "sft", "feed": "b", "step": 30}
     assert desk.asked == [
         ("train", Reweigh({"code": 0.3, "a=b": 2.0}), None, "weights code=0.3 a=b=2"),
         ("", Reweigh({"code": 0.0}), 30, "why"),
@@ -193,6 +195,68 @@ def test_what_the_commands_are_refused_is_one_line(desk: Desk, url: str) -> None
     desk.refusal = "got stream 'code', expected one of: web"
     assert desk.refusal in the_error(in_process("set", "weights", "code=1", "-e", url), 1)
     assert "expected a broker" in the_error(in_process("skip", "--steps", "1", "-e", "http://127.0.0.1:9"), 75)
+
+
+@pytest.mark.parametrize("how", ["-e", "-c", "STREAMPACK_HTTP", "STREAMPACK_ENDPOINT"])
+def test_a_broker_may_be_named_in_four_ways(
+    desk: Desk, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    found = tmp_path / "found.json"
+    found.write_text(json.dumps({"http": url, "trainers": "tcp://x:1", "epoch": 1}))
+    config = {"run": "sft", "streams": {"a": {}}}
+    words: dict[str, list[str | Path]] = {
+        "-e": ["-e", f"file://{found}"], "-c": ["-c", write(tmp_path / "b.yaml", config | {"rendezvous": str(found)})]
+    }  # fmt: skip
+    if how.startswith("STREAMPACK"):
+        monkeypatch.setenv(how, url if how == "STREAMPACK_HTTP" else f"file://{found}")
+    shown = in_process("skip", "--steps", "120-140", *words.get(how, []))
+    assert shown.stdout == "run sft, feed train: steps 120-140 are passed over\n", shown.stderr
+    written = write(tmp_path / "b.yaml", config | {"listen": {"http": url.removeprefix("http://")}})
+    assert in_process("skip", "--steps", "7", "-c", written).returncode == 0
+
+
+def test_a_run_that_was_not_named_is_not_changed_without_a_question(
+    desk: Desk, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_client, "DEFAULT_ENDPOINT", url)
+    said = the_error(in_process("set", "weights", "code=1"), 2)
+    assert f"run 'sft' at {url} was not named by --endpoint, --config or the environment: pass --yes" in said
+    other = write(tmp_path / "b.yaml", {"run": "other", "streams": {"a": {}}})
+    monkeypatch.setenv("STREAMPACK_ENDPOINT", "tcp://node0:7402")
+    assert "STREAMPACK_ENDPOINT is tcp://node0:7402" in the_error(in_process("set", "weights", "code=1"), 2)
+    assert not desk.asked
+    monkeypatch.delenv("STREAMPACK_ENDPOINT")
+    monkeypatch.setattr(http_client, "_of_config", lambda _: url)
+    said = the_error(in_process("set", "weights", "code=1", "-c", other), 1)
+    assert "serves run 'sft', but" in said
+    assert not desk.asked
+    assert in_process("set", "weights", "code=1", "--yes").returncode == 0
+    assert len(desk.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["skip", "--steps", "200-999999999999999999"], "999999999999999800 steps are skipped for good"),
+        (["set", "weights", "code=1", "--at-step", "999999999999"], "later changes wait for it"),
+    ],
+)
+def test_a_change_that_is_likely_a_slip_is_asked_about(desk: Desk, url: str, words: list[str], said: str) -> None:
+    assert said in the_error(in_process(*words, "-e", url), 2)
+    assert not desk.asked
+    assert in_process(*words, "-e", url, "--yes").returncode == 0
+    assert len(desk.asked) == 1
+
+
+@pytest.mark.parametrize(("answer", "asked"), [("y\n", 1), ("n\n", 0), ("\n", 0)])
+def test_a_user_at_a_terminal_is_asked(
+    desk: Desk, url: str, monkeypatch: pytest.MonkeyPatch, answer: str, asked: int
+) -> None:
+    terminal = io.StringIO(answer)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    in_process("skip", "--steps", "1-5000", "-e", url)
+    assert len(desk.asked) == asked
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import http.client
 import http.server
 import json
 import os
+import socket
 import stat
 import threading
 from collections.abc import Iterator, MutableMapping
@@ -125,6 +126,16 @@ def test_nothing_but_the_token_opens(data: bytes, kind: str, encoded: bool) -> N
     asyncio.run(Guard(app, TOKEN, on_loopback=True)(scope, None, send))  # type: ignore[arg-type]
     assert not reached
     assert said[0] == 401
+
+
+@pytest.mark.parametrize(("path", "size"), [("/livez", 100_000), ("/status", 100_000), ("/status", 65_000)])
+def test_a_request_has_64_kib_of_headers_at_most(open_one: str, path: str, size: int) -> None:
+    """In one part: the server's own bound holds for what comes in several."""
+    host, port = open_one.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
+        head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nX: {'a' * size}\r\nConnection: close\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(20).split()[1] in ((b"431", b"400") if size > 1 << 16 else (b"200",))
 
 
 def test_the_commands_bring_the_token(guarded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
