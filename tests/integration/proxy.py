@@ -42,9 +42,14 @@ class Proxy:
     up: Weather = field(default_factory=Weather)
     """From those that connect to the target."""
     down: Weather = field(default_factory=Weather)
+    held_bytes: int | None = None
+    """What each of its sockets holds of what it received, about; None: as much as the system likes."""
 
     def __enter__(self) -> Proxy:
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.socket()
+        self._hold_little(self._listener)
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen()
         self._listener.settimeout(_TURN_S)
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.connections = 0
@@ -79,6 +84,10 @@ class Proxy:
                     with contextlib.suppress(OSError):
                         sock.shutdown(socket.SHUT_WR)
 
+    def _hold_little(self, sock: socket.socket) -> None:
+        if self.held_bytes is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self.held_bytes)
+
     def _accept(self) -> None:
         while not self._over.is_set():
             try:
@@ -87,9 +96,13 @@ class Proxy:
                 continue
             host, _, port = self.target.removeprefix("tcp://").rpartition(":")
             try:
-                far = socket.create_connection((host, int(port)), 5.0)
+                far = socket.socket()
+                self._hold_little(far)
+                far.settimeout(5.0)
+                far.connect((host, int(port)))
             except OSError:
                 near.close()
+                far.close()
                 continue
             self.connections += 1
             done = threading.Semaphore(0)

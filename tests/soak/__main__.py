@@ -1,10 +1,10 @@
 """``make soak``: seeds of the simulation, then runs of real processes under fire, each against its offline golden run.
 
 The simulation (``simulated``) has a quarter of the time, then runs follow, one after another. A run is a broker, two
-producers and the trainers of one mesh; everything is killed and stopped at random moments (``fire``), started again
-(``run``), and in the end compared (``accounts``): every step that any rank was ever given, and every sample once. The
-last line on stdout is one JSON object; the exit code is 1 if anything was wrong, and the command that repeats it is
-printed. Files of a run that went wrong are kept.
+producers and the trainers of one mesh. Everything is killed and frozen at random moments, over TCP also behind slow
+links (``fire``, ``links``), started again (``run``), and in the end compared (``accounts``): every step that any rank
+was ever given, and every sample once. The last line on stdout is one JSON object; the exit code is 1 if anything was
+wrong, and the command that repeats it is printed. Files of a run that went wrong are kept.
 
     python -m tests.soak --minutes 10 --seed 1    # a soak
     python -m tests.soak --seed 7 --runs 1        # one run of processes
@@ -51,6 +51,8 @@ class Soak:
     runs: int = 0
     kills: Counter[str] = field(default_factory=Counter)
     stops: Counter[str] = field(default_factory=Counter)
+    slowed: Counter[str] = field(default_factory=Counter)
+    longest_stop_s: float = 0.0
     collateral: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -77,6 +79,7 @@ class Soak:
         print(
             f"run {seed}: dp={job.dp} cp={job.cp} {how}: {account.steps} steps, "
             f"{account.compared} compared, {run.fire.kills.total()} kills, {run.fire.stops.total()} stops, "
+            f"{run.fire.slowed.total()} slow links, "
             f"{run.attempts} attempts, {run.seconds:.0f} s; " + ("; ".join(account.wrong[:3]) or "as the golden run"),
             file=sys.stderr, flush=True,
         )  # fmt: skip
@@ -89,6 +92,8 @@ class Soak:
         self.runs += 1
         self.kills += run.fire.kills
         self.stops += run.fire.stops
+        self.slowed += run.fire.slowed
+        self.longest_stop_s = max(self.longest_stop_s, run.fire.longest_stop_s)
         self.collateral += run.collateral
         for name in COUNTS:
             self.counts[name] += getattr(account, name)
@@ -102,7 +107,8 @@ class Soak:
             "ok": not self.wrong, "seed": self.seed, "seconds": round(seconds), "simulated": self.simulated.seeds,
             "simulated_wrong": len(self.simulated.wrong), "runs": self.runs,
             "kills": self.kills.total(), "killed": dict(self.kills), "stops": self.stops.total(),
-            "stopped": dict(self.stops), "ended_by_launcher": self.collateral,
+            "stopped": dict(self.stops), "longest_stop_s": round(self.longest_stop_s, 1),
+            "slow_links": dict(self.slowed), "ended_by_launcher": self.collateral,
             **{name: self.counts[name] for name in COUNTS},
             "broker_recovery_s": _spread(self.recovered_s), "trainer_errors": dict(self.errors),
             "wrong": self.wrong[:20],

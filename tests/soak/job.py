@@ -48,6 +48,11 @@ class Job:
         return [sizes | {"dp_rank": d, "cp_rank": c} for d in range(self.dp) for c in range(self.cp)]
 
     @property
+    def over_tcp(self) -> bool:
+        """Does the broker listen on TCP, not on Unix sockets?"""
+        return str(self.settings["listen"]["trainers"]).startswith("tcp://")
+
+    @property
     def broker_config(self) -> Path:
         return self.folder / "broker.yaml"
 

@@ -89,7 +89,8 @@ def members_of(job: Job, producers: int) -> list[Member]:
     streampack = list(STREAMPACK)
     found = [Member("broker", "broker", job.folder, [*streampack, "broker", "-c", str(job.broker_config)])]
     for number in range(producers):
-        command = [*streampack, "produce", "-c", str(job.producer_config), "--timeout", "300"]
+        config = write(job.folder / f"producer-{number}.yaml", json.loads(job.producer_config.read_text()))
+        command = [*streampack, "produce", "-c", str(config), "--timeout", "300"]
         found.append(Member("producer", f"producer-{number}", job.folder, command))
     for rank in range(len(job.meshes)):
         command = [sys.executable, "-m", "tests.soak.trainer", str(job.folder / f"trainer-{rank}.json")]
@@ -105,10 +106,21 @@ def members_of(job: Job, producers: int) -> list[Member]:
     return found
 
 
-def tell_trainer(job: Job, rank: int, resume: int) -> None:
-    """Write what a rank is started with: ``resume`` is a checkpoint's step, -1 for none, OWN_PLACE."""
+def reach(job: Job, name: str, endpoint: str) -> None:
+    """Have producer or pusher ``name`` reach the broker at ``endpoint``."""
+    if name.startswith("producer"):
+        tree = json.loads(job.producer_config.read_text()) | {"broker": endpoint}
+        write(job.folder / f"{name}.yaml", tree)
+    elif name.startswith("pusher"):
+        path = job.folder / f"{name}.json"
+        write(path, json.loads(path.read_text()) | {"endpoint": endpoint})
+
+
+def tell_trainer(job: Job, rank: int, resume: int, endpoint: str = "") -> None:
+    """Write what a rank is started with: ``resume`` is a checkpoint's step, -1 for none, OWN_PLACE; ``endpoint``: where
+    it reaches the broker, by default where that listens."""
     settings: dict[str, Any] = {
-        "endpoint": job.settings["listen"]["trainers"], "mesh": job.meshes[rank], "folder": str(job.folder),
+        "endpoint": endpoint or job.settings["listen"]["trainers"], "mesh": job.meshes[rank], "folder": str(job.folder),
         "rank": rank, "ranks": len(job.meshes), "every": job.checkpoint_every, "step_s": job.step_s,
         "prefetch": PREFETCH, "resume": resume,
     }  # fmt: skip
@@ -130,4 +142,4 @@ def lines_of(job: Job, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-__all__ = ["OWN_PLACE", "PREFETCH", "Member", "last_checkpoint", "lines_of", "members_of", "tell_trainer"]
+__all__ = ["OWN_PLACE", "PREFETCH", "Member", "last_checkpoint", "lines_of", "members_of", "reach", "tell_trainer"]

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from tests.integration.running import streampack
 from tests.soak.fire import Fire
 from tests.soak.job import Job
-from tests.soak.members import OWN_PLACE, Member, last_checkpoint, members_of, tell_trainer
+from tests.soak.links import Link, links_of
+from tests.soak.members import OWN_PLACE, Member, last_checkpoint, members_of, reach, tell_trainer
 
 TURN_S = 0.02
 FINISH_S = 150.0
@@ -36,15 +37,23 @@ class Run:
     attempts: int = 1
     seconds: float = 0.0
     members: list[Member] = field(default_factory=list)
+    links: dict[str, Link] = field(default_factory=dict)
+    """By the name of the member that reaches the broker over it; none of them but on TCP."""
 
     def go(self) -> None:
         """Raises Unfinished."""
         self.members = members_of(self.job, PRODUCERS)
         self.trainers = [member for member in self.members if member.kind == "trainer"]
+        with links_of(self.job, self.members) as self.links:
+            for name, link in self.links.items():
+                reach(self.job, name, link.proxy.endpoint)
+            self._go()
+
+    def _go(self) -> None:
         burning = self.job.folder / "fire"
         burning.touch()
         for rank in range(len(self.trainers)):
-            tell_trainer(self.job, rank, -1)
+            self._tell_trainer(rank, -1)
         began = time.monotonic()
         self.fire.wait(began + 1.0)
         try:
@@ -53,7 +62,7 @@ class Run:
                 if now > began + self.fire_s:
                     burning.unlink(missing_ok=True)
                 elif now > self.fire.next_at:
-                    self.fire.act(self.members, now)
+                    self.fire.act(self.members, now, list(self.links.values()))
                 self._supervise(now)
                 if now > began + self.fire_s + FINISH_S:
                     raise Unfinished(f"not over {FINISH_S:.0f} s after the last shot")
@@ -70,7 +79,13 @@ class Run:
             not member.alive and member.start_at is None and member.codes[-1:] == [0] for member in self.trainers
         )
 
+    def _tell_trainer(self, rank: int, resume: int) -> None:
+        link = self.links.get(self.trainers[rank].name)
+        tell_trainer(self.job, rank, resume, link.proxy.endpoint if link is not None else "")
+
     def _supervise(self, now: float) -> None:
+        for link in self.links.values():
+            link.look(now)
         for member in self.members:
             if member.start_at is not None and now >= member.start_at:
                 member.start()
@@ -91,7 +106,7 @@ class Run:
         if code == 0:
             return
         if self.job.in_place:
-            tell_trainer(self.job, self.trainers.index(member), OWN_PLACE)
+            self._tell_trainer(self.trainers.index(member), OWN_PLACE)
             member.start_at = now + self.fire.delay()
             return
         for other in self.trainers:
@@ -102,7 +117,7 @@ class Run:
         self.attempts += 1
         resume, start_at = last_checkpoint(self.job), now + self.fire.delay()
         for rank, other in enumerate(self.trainers):
-            tell_trainer(self.job, rank, resume)
+            self._tell_trainer(rank, resume)
             other.start_at = start_at
 
     def _verify(self) -> None:
