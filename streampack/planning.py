@@ -1,28 +1,32 @@
 """``plan_step``: one step's plan with no service, for a program that has a global batch in its hands.
 
-Which samples share a pack, which rank has it and as which micro-batch, the step's denominators, and the way back from
-results to samples. It is the broker's own FORM and DEAL in batch mode, over one list of lengths: no tokens move here,
-so every rank may call it with the same lengths and take its own part, with no communication.
+A plan says which samples share a pack, which rank has the pack and as which micro-batch, the step's denominators, and
+the way back from results to samples. It is a function of the lengths and the arguments: every rank may call it with
+the same lengths and take its own part, with no communication. No tokens move here.
 
-``packed``: a packer fills packs of the budget; the dearest are split in two until there is the same number of
-micro-batches for every rank, and DEAL matches costs by micro-batch. ``padded``: dynamic batching (``core.padded``).
-The samples of a step are those that were given, whatever the mesh: cut a batch of several updates before.
+``packed``: by default packs are formed by cost (``core.balanced``). With a packer or a balance of your own, the packer
+fills packs up to the budget, the dearest are split in two until every rank has as many micro-batches, and DEAL matches
+costs by micro-batch. ``padded``: dynamic batching (``core.padded``). The samples of a step are those that were given,
+whatever the mesh: cut a batch of several updates before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.balanced import MAX_SAMPLES, Bounds, balanced_packs
 from streampack.core.deal import BALANCES, ORDERS, arrange, deal, num_packs, split_dearest
 from streampack.core.figures import Figures, figures
 from streampack.core.packers import pack_lengths, way_back
-from streampack.core.packers.checks import check_numbers, integers
+from streampack.core.packers import packer as named
+from streampack.core.packers.checks import aligned_units, check_numbers, integers
 from streampack.core.padded import PaddedBatches, PaddedFigures, padded_batches
 from streampack.core.rules import Balance
 from streampack.core.samples import I64
@@ -110,7 +114,7 @@ def plan_step(
     min_micro_batches: int = 1,
     order: str = "largest_first",
     packer: str | None = None,
-    balance: str = "deal",
+    balance: str | None = None,
     empty: Literal["pad", "error"] = "pad",
     loss_tokens: Sequence[int] | I64 | None = None,
     hidden_size: int | None = None,
@@ -125,8 +129,11 @@ def plan_step(
     ``budget``: tokens of a pack, or of a rank's micro-batch where padded. ``align``: multiple to which each sample
     (where padded: each micro-batch) is padded, what cp and tp need. ``micro_batch_multiple``: a rank's micro-batches
     are its multiple, by default ``pp``'s. ``order``: ``largest_first``, ``small_at_edges`` (for pipelines), ``packer``.
-    ``packer``: a name that ``pack_lengths`` knows, ``exact_fill`` by default; ``parameters`` are that packer's.
-    ``balance``: ``deal``, ``karmarkar_karp`` or ``none`` (packs in turn). ``loss_tokens``: of each sample, summed up.
+    ``balance``: ``level`` shares samples out so that the step's critical path is short: the cost of the dearest rank's
+    pack at each micro-batch, summed (``packer`` then names what it falls back on). ``deal``, ``karmarkar_karp`` and
+    ``none`` (packs in turn) deal packs as they were formed. The default is ``level``, or ``deal`` where a ``packer`` is
+    given, dp is 1, or there are more than 8,192 samples. ``packer``: a name that ``pack_lengths`` knows, ``exact_fill``
+    by default; ``parameters`` are that packer's. ``loss_tokens``: of each sample, summed up.
     ``empty``: where there are too few samples some micro-batches of some ranks are empty (``pad``), or it is an
     ``error``. A sample of s padded tokens costs a * s + b * s * s, or with a ``hidden_size`` h, 6 * h * s + s * s.
     ``pp`` > 1 and padded needs ``variable_lengths``: a trainer that takes another length with each micro-batch.
@@ -135,7 +142,7 @@ def plan_step(
 
     >>> plan = plan_step([5, 3, 8, 2, 6], budget=8, dp=2)
     >>> plan.packs
-    [[[2], [3]], [[0, 1], [4]]]
+    [[[3, 4], [0]], [[2], [1]]]
     """
     found = integers(lengths)
     check_numbers(budget=budget, dp=dp, align=align, min_micro_batches=min_micro_batches, pp=pp)
@@ -144,10 +151,13 @@ def plan_step(
     check_numbers(0, a=a, b=b)
     if hidden_size is not None:
         check_numbers(hidden_size=hidden_size)
+    if balance is None:
+        balance = "level" if packer is None and dp > 1 and len(found) <= MAX_SAMPLES else "deal"
     _check_names(mode, order, balance, empty)
     num_loss_tokens = None if loss_tokens is None else _sum_of_loss(integers(loss_tokens), len(found))
     balanced = Balance(hidden_size=hidden_size, a=a, b=b)
-    work = balanced.costs(-(-found // align) * align)
+    slots = -(-found // align) * align
+    work = balanced.costs(slots)
     if mode == "padded":
         if packer is not None or parameters:
             raise ConfigError(
@@ -162,10 +172,21 @@ def plan_step(
     else:
         if packer == "karmarkar_karp":  # its costs are in units of the alignment
             parameters = {"a": a * align, "b": b * align * align} | parameters
-        formed = pack_lengths(found, budget, packer or "exact_fill", max(len(found), 1), align, **parameters)
-        packs = split_dearest(formed, work, num_packs(len(formed), dp, multiple, min_micro_batches))
+        aligned_units(found, budget, align)
+        cap = getattr(named(packer or "exact_fill", **parameters), "max_samples_per_pack", None) or max(len(found), 1)
+        count = partial(num_packs, dp=dp, micro_batch_multiple=multiple, min_micro_batches=min_micro_batches)
+
+        def full() -> list[list[int]]:
+            formed = pack_lengths(found, budget, packer or "exact_fill", max(len(found), 1), align, **parameters)
+            return split_dearest(formed, work, count(len(formed)))
+
+        if balance == "level":
+            fewest = max(-(-int(slots.sum()) // budget), -(-len(found) // cap))
+            packs = balanced_packs(work, slots, Bounds(dp, budget, cap), count(fewest), full)
+        else:
+            packs = full()
         costs = _sums(packs, work)
-        dealt = deal(costs, dp, balance)
+        dealt = deal(costs, dp, "none" if balance == "level" else balance)
         shapes = [(1, budget)] * len(dealt)
     if empty == "error" and (none := sum(not pack for pack in packs)):
         raise SampleError(
@@ -184,14 +205,14 @@ def plan_step(
         before=_spread(np.array([part.sum() for part in np.array_split(found, dp)])),
         after=_spread(tokens[rows].sum(axis=0)),
         figures=figures(tokens, budget) if mode == "packed" else None,
-        aligned=figures(_sums(packs, -(-found // align) * align), budget) if mode == "packed" else None,
+        aligned=figures(_sums(packs, slots), budget) if mode == "packed" else None,
         padded=drawn.figures if mode == "padded" else None,
     )
 
 
 def _check_names(mode: str, order: str, balance: str, empty: str) -> None:
     for name, got, known in (
-        ("mode", mode, ("packed", "padded")), ("order", order, ORDERS), ("balance", balance, BALANCES),
+        ("mode", mode, ("packed", "padded")), ("order", order, ORDERS), ("balance", balance, ("level", *BALANCES)),
         ("empty", empty, ("pad", "error")),
     ):  # fmt: skip
         if got not in known:
@@ -217,7 +238,11 @@ def _by_rank(drawn: PaddedBatches, dp: int) -> tuple[list[list[int]], I64, list[
 
 
 def _sums(packs: Sequence[Sequence[int]], values: I64) -> I64:
-    return np.array([values[list(pack)].sum() if pack else 0 for pack in packs], np.int64)
+    sums = np.zeros(len(packs), np.int64)
+    np.add.at(
+        sums, np.repeat(np.arange(len(packs)), [len(pack) for pack in packs]), values[[*chain.from_iterable(packs)]]
+    )
+    return sums
 
 
 def _spread(tokens: I64) -> Spread:

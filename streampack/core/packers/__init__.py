@@ -24,7 +24,7 @@ import numpy as np
 
 from streampack.core.packers.best_fit import BestFitDecreasing
 from streampack.core.packers.buffer_first_fit import BufferFirstFit
-from streampack.core.packers.checks import check_numbers, integers, is_integer
+from streampack.core.packers.checks import aligned_units, check_numbers, integers, is_integer
 from streampack.core.packers.closed import Empty, way_back, with_count
 from streampack.core.packers.concatenative import Concatenative
 from streampack.core.packers.decreasing import FirstFitDecreasing
@@ -125,16 +125,7 @@ def pack_lengths(
         raise ConfigError(f"empty: got {empty!r}, expected 'error' or 'pad'")
     if window is not None:
         check_numbers(window=window)
-    if budget % align:
-        raise ConfigError(f"budget: got {budget}, expected a multiple of align, {align}")
-    units = -(-integers(lengths) // align)
-    wrong = np.flatnonzero((units < 1) | (units > budget // align))
-    if len(wrong):
-        i = int(wrong[0])
-        raise SampleError(
-            f"sample {i}: got {lengths[i]} tokens ({int(units[i]) * align} when aligned to {align}), expected"
-            f" 1 to {budget}, the budget; drop, truncate or split it before packing"
-        )
+    units = aligned_units(lengths, budget, align)
     if window is None:
         window = max(len(units), 1) if isinstance(chosen, Tumbling) else _WINDOW
     choice = chosen.choose(

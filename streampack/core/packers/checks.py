@@ -43,3 +43,23 @@ def integers(lengths: Sequence[int] | I64) -> I64:
             f"got lengths of shape {lengths.shape} and dtype {lengths.dtype}, expected integers of shape [n]"
         )
     return lengths.astype(np.int64)
+
+
+def aligned_units(lengths: Sequence[int] | I64, budget: int, align: int) -> I64:
+    """``lengths`` in units of ``align`` tokens, rounded up: int64 [n].
+
+    Raises ConfigError for a budget that is no multiple of ``align``; SampleError naming a sample whose length is no
+    integer, below 1, or above the budget once rounded up.
+    """
+    check_numbers(budget=budget, align=align)
+    if budget % align:
+        raise ConfigError(f"budget: got {budget}, expected a multiple of align, {align}")
+    units = -(-integers(lengths) // align)
+    wrong = np.flatnonzero((units < 1) | (units > budget // align))
+    if len(wrong):
+        i = int(wrong[0])
+        raise SampleError(
+            f"sample {i}: got {lengths[i]} tokens ({int(units[i]) * align} when aligned to {align}), expected"
+            f" 1 to {budget}, the budget; drop, truncate or split it before packing"
+        )
+    return units
