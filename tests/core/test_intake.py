@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.intake import MAX_UNMERGED, Intake, apply_overlong
-from streampack.core.samples import I64, SampleTable, index_of
+from streampack.core.samples import I64, MANY_HANDLES, SampleTable, index_of
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=20).map(lambda lengths: np.array(lengths, np.int64))
 POLICIES = st.sampled_from(["drop", "truncate", "split"])
@@ -192,3 +192,15 @@ def test_handles_are_taken_again_in_the_order_of_their_numbers() -> None:
     assert table.take(4).tolist() == [1, 4, 6, 0]
     table.free(np.array([5, 3], np.int64))
     assert table.take(5).tolist() == [2, 7, 3, 5, 8], "then those that it grew by"
+
+
+@pytest.mark.parametrize("count", [100, MANY_HANDLES - 1, MANY_HANDLES, 3 * MANY_HANDLES])
+@pytest.mark.parametrize("capacity", [16, 32 * MANY_HANDLES, 200 * MANY_HANDLES])
+def test_many_handles_are_put_in_the_order_that_a_sort_gives(count: int, capacity: int) -> None:
+    table, draw = SampleTable(capacity), np.random.default_rng(count)
+    table.take(4 * count)
+    table.take(table.capacity - len(table))
+    for _ in range(2):
+        gone = draw.permutation(table.capacity)[:count]
+        table.free(gone)
+        assert table.take(count).tolist() == sorted(gone.tolist())
