@@ -40,11 +40,12 @@ def start(
     name: str, command: str, tree: dict[str, Any], *, folder: Path, log_dir: Path | None, env: Mapping[str, str]
 ) -> Child:
     """``streampack COMMAND -c FILE`` with ``tree`` as its file, in ``folder``; its lines go to ``log_dir`` if there is
-    one."""
+    one. The working folder is not before the standard library (``-P``): a user's http.py there would break the daemon.
+    """
     word = name.replace(" ", "-")
     config = folder / f"{word}.yaml"
     config.write_text(json.dumps(tree))  # JSON is YAML
-    words = [sys.executable, "-m", "streampack", command, "-c", str(config)]
+    words = [sys.executable, "-P", "-m", "streampack", command, "-c", str(config)]
     into = (log_dir / f"{word}.log").open("wb") if log_dir else None
     process = subprocess.Popen(
         words, stdin=subprocess.DEVNULL, stdout=into or subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -150,7 +150,7 @@ def _start(
     config = folder / f"{name}.yaml"
     config.write_text(json.dumps(tree))  # JSON is YAML
     with (folder / f"{name}.log").open("wb") as log:
-        words = [sys.executable, "-m", "streampack", command[0], "-c", str(config), *command[1:]]
+        words = [sys.executable, "-P", "-m", "streampack", command[0], "-c", str(config), *command[1:]]
         processes.append(subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
 
 

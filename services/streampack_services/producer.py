@@ -81,11 +81,28 @@ class _Worker:
 
 
 def import_from_here() -> None:
-    """Let a tokenizer be a module of the current folder, as with ``python -m``; spawned processes inherit it."""
+    """Let a tokenizer be a module of the current folder, also in processes that this one spawns.
+
+    The folder comes last in the search path: a user's http.py does not replace the standard library's.
+    """
     with contextlib.suppress(OSError):  # a folder that is gone has no modules
         here = os.getcwd()
-        if not sys.flags.safe_path and here not in sys.path:
-            sys.path.insert(0, here)
+        if here not in sys.path:
+            sys.path.append(here)
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Processes started within do not have the current folder before the standard library."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def open_sources(config: ProducerConfig) -> dict[str, OpenedSource]:
@@ -116,7 +133,8 @@ def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "in
     def start(name: str) -> tuple[BaseProcess, Connection]:
         near, far = context.Pipe(duplex=False)
         process = context.Process(target=_work, args=(config, endpoint, timeout_s, name, far, set_up_log))
-        process.start()
+        with _safe_path():
+            process.start()
         far.close()
         return process, near
 

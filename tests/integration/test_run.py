@@ -117,6 +117,28 @@ def test_two_runs_on_a_machine_do_not_meet(files: list[str]) -> None:
         assert run(files, python(COUNT, "0")).stdout == "600\n"
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_modules_of_the_working_folder_do_not_replace_the_librarys(
+    tmp_path: Path, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer of the folder is found nonetheless."""
+    for name in ("http", "random", "numpy", "multiprocessing"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} of the working folder')\n")
+    (tmp_path / "words.py").write_text("def encode(text):\n    return [len(word) for word in text.split()]\n")
+    write_jsonl(tmp_path / "0.jsonl", [{"text": "one two three"}] * 600)
+    write(tmp_path / "broker.yaml", BROKER)
+    source = {"source": "jsonl", "shards": "0.jsonl", "text_key": "text", "tokenizer": {"name": "words:encode"}}
+    write(tmp_path / "producer.yaml", {"processes": processes, "streams": {"web": source}})
+    monkeypatch.chdir(tmp_path)
+    command = Path(sys.executable).with_name("streampack")
+    count = [sys.executable, "-P", "-c", COUNT, "0"]
+    done = subprocess.run(
+        [command, "run", "-c", "broker.yaml", "-p", "producer.yaml", "--", *count],
+        capture_output=True, text=True, timeout=PATIENCE_S, env=environment(),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "600\n"), done.stderr
+
+
 def test_logs_may_go_to_files(files: list[str], tmp_path: Path) -> None:
     done = run([*files, "--log-dir", str(tmp_path / "logs")], python(COUNT, "0"))
     assert (done.returncode, done.stderr) == (0, "")
