@@ -9,7 +9,8 @@ from streampack.config import BrokerConfig
 from streampack.core.kept import batch_refusal, mesh_refusal
 from streampack.core.messages import Mesh
 from streampack.core.rules import MAX_WEIGHT_RATIO, Rules
-from streampack.errors import ConfigError
+from streampack.endpoints import check_endpoint
+from streampack.errors import ConfigError, UserError
 from streampack.typed_tree import parse_size
 
 _MAX_CHUNK_BYTES = 256 << 20
@@ -21,6 +22,13 @@ _MIN_LOG_BYTES = 256 << 20
 def checked(config: BrokerConfig) -> BrokerConfig:
     """``config`` itself. Raises ConfigError for what one key alone cannot show."""
     _check_feeds(config)
+    for side in ("producers", "trainers"):
+        endpoint = getattr(config.listen, side)
+        try:
+            check_endpoint(endpoint)
+        except UserError as error:
+            meant = "" if "://" in endpoint else f": write tcp://{endpoint}, if that is meant"
+            raise ConfigError(f"listen.{side}: {error}{meant}") from None
     for name, stream in config.streams.items():
         if stream.repeat and stream.passes != 1:
             raise ConfigError(

@@ -78,11 +78,12 @@ def local(
     streams, each one of these or a dict of a stream's settings of broker.yaml and producer.yaml. A list of strings is
     one of files where each ends in a known extension, else of texts.
     ``tokenizer``: ``bytes``, a tokenizer.json or its folder, ``package.module:function``, its settings as a dict, or
-    any callable (or object with ``encode``) from a text to ids. ``fields``: what samples carry beside their tokens, as
-    in broker.yaml; chats need ``{"loss_mask": {}}``. ``packs`` of ``budget`` tokens make a step, or so many
-    ``samples``: packed by themselves, or, ``padded``, in micro-batches of rows of one length. ``weights`` are the
-    streams' shares of the tokens. ``memory`` is raised to what the rest needs. ``http``: ``host:port`` to serve status
-    and metrics on. The others, and their defaults, are those of broker.yaml; ``client``: arguments of ``connect``.
+    any callable (or object with ``encode``) from a text to ids, such as AutoTokenizer gives, which writes chats, too.
+    ``fields``: what samples carry beside their tokens, as in broker.yaml; chats need ``{"loss_mask": {}}``.
+    ``packs`` of ``budget`` tokens make a step, or so many ``samples``: packed by themselves, or, ``padded``, in
+    micro-batches of rows of one length. ``weights`` are the streams' shares of the tokens. ``memory`` is raised to what
+    the rest needs. ``http``: ``host:port`` to serve status and metrics on. The others, and their defaults, are those of
+    broker.yaml; ``client``: arguments of ``connect``.
 
     Iterating again after the end begins again at step 0. Errors of any of its threads (a broken file, a sample that
     is too long) are raised where the packs are taken. Steps are those that a broker with the same settings serves.

@@ -53,8 +53,14 @@ def mesh_of(mesh: Any = None, order: str | None = None, environ: Mapping[str, st
         return mesh
     if hasattr(mesh, "mesh_dim_names"):
         return _of_device_mesh(mesh)
+    if not (mesh is None or isinstance(mesh, Mapping)):
+        raise MeshError(f"mesh: got {mesh!r:.80}, expected sizes and ranks by name: {_WAYS}")
+    given = dict(mesh or {})
+    if unknown := [key for key in given if key not in Mesh.__struct_fields__]:
+        raise MeshError(
+            f"mesh: got the key {unknown[0]!r}, expected sizes dp, cp, tp, pp and ranks dp_rank, cp_rank, ...: {_WAYS}"
+        )
     try:
-        given = dict(mesh or {})
         found = msgspec.convert(given, Mesh)
     except (msgspec.ValidationError, ValueError, TypeError) as error:
         raise MeshError(f"mesh: {error}; expected sizes dp, cp, tp, pp and ranks dp_rank, cp_rank, ...") from None

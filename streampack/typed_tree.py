@@ -98,20 +98,30 @@ def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
     elif wrong := _KIND.fullmatch(what):
         of_key = " in `$" in text
         value = _UNKNOWN_VALUE if of_key else _value_at(tree, _named(path, kind, tree))
-        what = ("a key: " if of_key else "") + _wrong_kind(wrong, value)
+        what = ("a key: " if of_key else "") + _wrong_kind(wrong, value, _EXAMPLES.get(path, ""))
     else:
         what = what[:1].lower() + what[1:]
     place = ".".join(filter(None, (within, path and _named(path, kind, tree))))
     return f"{place}: {what}" if place else what
 
 
-def _wrong_kind(said: re.Match[str], value: Any) -> str:
+_EXAMPLES = {
+    "listen.producers": "tcp://0.0.0.0:7401",
+    "listen.trainers": "tcp://0.0.0.0:7402",
+    "listen.http": "127.0.0.1:7400",
+}
+"""Texts that people write as a number, by path."""
+
+
+def _wrong_kind(said: re.Match[str], value: Any, example: str) -> str:
     """``got '8k', expected a whole number``; ``said`` is msgspec's: type, bound and, if another, type given."""
     expected = " or ".join(_WORDS.get(word, word) for word in said[1].split(" | "))
     if value is _UNKNOWN_VALUE or (said[3] and isinstance(value, dict | list)):
         got = f"got {_WORDS.get(said[3], said[3])}, " if said[3] else ""
     else:
         got = f"got {_IN_YAML[value] if value is None or isinstance(value, bool) else repr(value)[:80]}, "
+    if example:
+        return f"{got}expected text such as {example}"
     quote = ": put it in quotes" if said[1] == "str" and said[3] in ("int", "float", "bool") else ""
     return f"{got}expected {expected}{said[2]}{quote}"
 

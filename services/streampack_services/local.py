@@ -31,7 +31,7 @@ from streampack.errors import InternalError, StreampackError, UserError
 from streampack.packs import Step
 from streampack.producer import ProducerLoop
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
-from streampack.sources.callable_tokenizer import CallableTokenizer
+from streampack.sources.callable_tokenizer import CallableTokenizer, TransformersTokenizer
 from streampack.sources.settings import check_settings
 from streampack.sources.tokenizers import Tokenizer
 from streampack.typed_tree import convert
@@ -139,6 +139,8 @@ def open_local(
     for name in ("endpoint", "feed", "mesh", "key_file"):
         if name in client:
             raise UserError(f"got {name}, expected none: local is one rank's loader; 'streampack run' serves several")
+    if not (http is None or isinstance(http, str)):
+        raise UserError(f"http: got {http!r}, expected text such as '127.0.0.1:7400', or None")
     inspect.signature(streampack.connect).bind_partial(**client)  # a misspelt one is said before anything starts
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         log.warning("WORLD_SIZE is set: each rank's local loader reads all of the data; 'streampack run' shares it out")
@@ -181,6 +183,8 @@ def _source(given: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> Sourc
     """A format's name with its settings, files, or rows in memory."""
     if isinstance(given, str) and ("shards" in settings or "path" in settings):
         return _open(settings | {"source": given}, tokenizer)
+    if isinstance(given, list | tuple) and not given:
+        raise UserError(f"got an empty {type(given).__name__}, expected files, or rows: texts, ids, or dicts of them")
     if _is_files(given):
         files = [os.fspath(each) for each in (given if isinstance(given, list | tuple) else [given])]
         formats = {_format(file) for file in files}
@@ -236,6 +240,8 @@ def _tokenizer(given: Any) -> Tokenizer:
         return open_tokenizer(TokenizerSettings(file=path) if is_file else TokenizerSettings(name=path))
     if isinstance(given, Mapping):
         return open_tokenizer(convert(dict(given), TokenizerSettings, "tokenizer"))
+    if all(hasattr(given, name) for name in ("apply_chat_template", "chat_template", "save_pretrained")):
+        return TransformersTokenizer(given)
     encode = getattr(given, "encode", given)
     if not callable(encode):
         raise UserError(f"tokenizer: got a {type(given).__name__}, expected a name, settings or a callable")

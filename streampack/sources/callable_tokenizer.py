@@ -6,14 +6,19 @@ that sample and is said, but not millions of times.
 
 import importlib
 import logging
+import tempfile
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from streampack.errors import ConfigError
 from streampack.sources.chat import pair_messages
 from streampack.sources.token_ids import Encoded, Tokens, as_encoded, digest_of_words
+
+if TYPE_CHECKING:
+    from streampack.sources.tokenizer_file import FileTokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -119,6 +124,41 @@ class CallableTokenizer:
             return "tokenizer"
 
 
+class TransformersTokenizer(CallableTokenizer):
+    """A fast tokenizer of transformers, such as AutoTokenizer gives: texts by its ``encode``, chats by its template.
+
+    Chats are written by its files, as with ``tokenizer.file``: it is saved to a temporary folder when the first comes.
+    """
+
+    def __init__(self, given: Any) -> None:
+        def encode(text: str) -> object:
+            return given.encode(text)
+
+        template = given.chat_template
+        encode.vocab_size = len(given)  # type: ignore[attr-defined]
+        encode.digest = "" if template is None else digest_of_words(str(template))  # type: ignore[attr-defined]
+        super().__init__(type(given).__qualname__, encode)
+        self._given = given
+        self.has_chat_template = template is not None
+
+    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        return self._of_file.encode_chat(messages, tools)
+
+    def decode(self, tokens: Tokens) -> str:
+        return str(self._given.decode(tokens.tolist()))
+
+    @cached_property
+    def _of_file(self) -> "FileTokenizer":
+        from streampack.sources.tokenizer_file import FileTokenizer
+        from streampack.sources.tokenizers import TokenizerSettings
+
+        if not getattr(self._given, "is_fast", False):
+            raise ConfigError(f"tokenizer: got a slow {self.name} and a chat, expected a fast one: use_fast=True")
+        with tempfile.TemporaryDirectory(prefix="streampack-") as folder:
+            self._given.save_pretrained(folder)
+            return FileTokenizer(TokenizerSettings(file=folder, append_eos=False))
+
+
 def import_path(key: str, path: str) -> Any:
     """What ``package.module:thing`` names. Raises ConfigError for ``key`` where the import fails, in whatever way."""
     module_name, _, attribute = path.partition(":")
@@ -137,7 +177,8 @@ def import_path(key: str, path: str) -> Any:
 def _import(path: str) -> Callable[[str], object]:
     if not all(path.partition(":")):
         raise ConfigError(
-            f"tokenizer name: got {path!r}, expected 'bytes' or 'package.module:function'; a file's key is `file`"
+            f"tokenizer name: got {path!r}, expected 'bytes' or 'package.module:function'. Give a model's "
+            f"tokenizer.json, or its folder, as `file`; streampack.local takes AutoTokenizer.from_pretrained({path!r})"
         )
     found = import_path("tokenizer name", path)
     if not callable(found):

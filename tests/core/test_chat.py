@@ -14,6 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from streampack.errors import ConfigError
 from streampack.sources import SourceSettings, TokenizerSettings, open_tokenizer
+from streampack.sources.callable_tokenizer import TransformersTokenizer
 from streampack.sources.chat import read_messages
 from streampack.sources.rows import RowReader
 from streampack.sources.token_ids import Encoded
@@ -410,6 +411,32 @@ def test_a_pair_of_chats_learns_the_completion_alone(folders: dict[str, Path]) -
     assert isinstance(encoded, Encoded)
     assert isinstance(other, Encoded)
     assert other.tokens.tolist() == encoded.tokens.tolist()
+
+
+@pytest.mark.parametrize("name", ["chatml", "tools", "generation"])
+def test_a_tokenizer_of_transformers_writes_chats_as_its_files_do(folders: dict[str, Path], name: str) -> None:
+    folder = folders[name]
+    kind: Any = import_module("transformers").PreTrainedTokenizerFast
+    given = kind(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<|bos|>", eos_token="<|eos|>")
+    given.chat_template = (folder / "chat_template.jinja").read_text()
+    tokenizer = TransformersTokenizer(given)
+    assert tokenizer.has_chat_template
+    for messages in CHATS:
+        found, expected = tokenizer.encode_chat(messages), opened(folder).encode_chat(messages)
+        assert isinstance(found, Encoded)
+        assert isinstance(expected, Encoded)
+        assert found.tokens.tolist() == expected.tokens.tolist()
+        assert found.loss_mask is not None
+        assert expected.loss_mask is not None
+        assert found.loss_mask.tolist() == expected.loss_mask.tolist()
+    text = tokenizer.encode("a text")
+    assert isinstance(text, Encoded)
+    assert text.tokens.tolist() == given.encode("a text")
+    given.chat_template = None
+    bare = TransformersTokenizer(given)
+    assert bare.digest != tokenizer.digest
+    with pytest.raises(ConfigError, match="got a chat, and no chat template"):
+        bare.encode_chat(CHATS[0])
 
 
 def test_the_date_of_a_template_is_set_or_its_own(folders: dict[str, Path]) -> None:

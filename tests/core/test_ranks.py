@@ -89,6 +89,8 @@ def test_dimensions_of_one_axis_are_combined_in_their_order(size: dict[str, int]
         ({"dq": 2}, None, {}, r"mesh: .*dq.*expected sizes dp, cp, tp, pp and ranks"),
         ({"dp": 2, "dp_rank": 2}, None, {}, r"got dp_rank=2 with dp=2"),
         (7, None, {}, r"mesh: .*expected sizes"),
+        (4, None, {}, r"mesh: got 4, expected sizes and ranks by name: .*mesh=\{\"dp\": 8, \"dp_rank\": rank\}"),
+        ({"data": 2}, None, {}, r"mesh: got the key 'data', expected sizes dp, .*mesh=\{\"dp\": 8"),
     ],
 )
 def test_what_is_missing_or_wrong_is_said(mesh: Any, order: str | None, env: dict[str, str], message: str) -> None:

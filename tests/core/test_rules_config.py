@@ -191,6 +191,12 @@ TWO = "streams: {a: {}, b: {}}\n"
         (WEB + "rules: {budget: 8k}", "rules.budget: got '8k', expected a whole number"),
         (WEB + "rules: {budget: 8.5}", "rules.budget: got 8.5, expected a whole number"),
         (WEB + "memory: true", "memory: got true, expected a whole number or text"),
+        (WEB + "listen: {http: 7400}", "listen.http: got 7400, expected text such as 127.0.0.1:7400"),
+        (
+            WEB + 'listen: {producers: "0.0.0.0:7401"}',
+            "listen.producers: got endpoint '0.0.0.0:7401', expected tcp://host:port or ipc:///path/of/a/socket: write tcp://",
+        ),
+        (WEB + "listen: {trainers: 7402}", "listen.trainers: got 7402, expected text such as tcp://0.0.0.0:7402"),
         (WEB + "run: 5", "run: got 5, expected text: put it in quotes"),
         ("streams: [web]", "streams: got a list, expected a mapping"),
         ("streams: {a: {}, web: null}", "streams.web: got nothing, expected a mapping"),

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import streampack as sp
 from streampack.errors import ConfigError, PeerError, SampleError, SourceError, UserError
@@ -183,6 +185,18 @@ def test_chats_in_memory_are_learned_by_their_answers() -> None:
     assert learned == [*b"yes", 256]
 
 
+def test_chats_are_written_by_a_tokenizer_of_transformers() -> None:
+    library = Tokenizer(models.WordLevel({"<unk>": 0, "ask": 1, "yes": 2, "no": 3, "<end>": 4}, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = import_module("transformers").PreTrainedTokenizerFast(tokenizer_object=library, eos_token="<end>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} <end> {% endfor %}"
+    chat = [{"role": "user", "content": "ask no"}, {"role": "assistant", "content": "yes"}]
+    with sp.local([{"messages": chat}], tokenizer=tokenizer, budget=8, fields={"loss_mask": {}}) as loader:
+        pack = next(loader)
+    assert pack.input_ids[:5].tolist() == [1, 3, 4, 2, 4]
+    assert pack.labels[pack.labels != -100].tolist() == [2, 4]
+
+
 # Errors
 
 
@@ -227,6 +241,9 @@ def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> Non
         ({"source": [[1]], "prefetsch": 3}, TypeError, "prefetsch"),
         ({"source": [[1]], "prefetch": 0}, UserError, "prefetch=0"),
         ({"source": [[1]], "tokenizer": 5}, UserError, "tokenizer: got a int"),
+        ({"source": [[1]], "tokenizer": "gpt2"}, ConfigError, r"takes AutoTokenizer.from_pretrained\('gpt2'\)"),
+        ({"source": []}, UserError, "data: got an empty list, expected files, or rows"),
+        ({"source": [[1]], "http": 7400}, UserError, "http: got 7400, expected text such as '127.0.0.1:7400'"),
     ):
         with pytest.raises(kind, match=said):
             sp.local(**wrong)
