@@ -26,7 +26,7 @@ from streampack.core.producer_session import EndOfPartition, Forget, ProducerSes
 from streampack.core.sending import Chunk, Failed, Finish, Key, Leave, Session
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError
 from streampack.keys import Key as PeerKey
-from streampack.sources import Cursor, Source
+from streampack.sources import Source
 from streampack.sources.records import DAMAGED
 from streampack.sources.sharded import ShardedSource
 from streampack.transport import Dealer, Poller, drain
@@ -54,14 +54,17 @@ class StreamProgress:
     tokens: int = 0
     rejected: dict[str, int] = field(default_factory=dict)
     """Samples, by reason."""
-    shards: dict[int, int] = field(default_factory=dict)
-    """By partition: shards gone through whole, over all passes so far."""
+    done: dict[int, int] = field(default_factory=dict)
+    """By partition: samples gone through, over all passes so far, in this process and in those before it."""
     passes: int | None = None
     """How many in all; None for ever, or not known yet."""
     examples: dict[str, str] = field(default_factory=dict)
     """A line by reason for the first sample rejected for it, and one by error for every damaged file."""
     unmasked: int = 0
     """Samples without the declared loss mask, of which all tokens are trained on."""
+    opened_shards: int = 0
+    opened_samples: int = 0
+    """How many shards this process has opened, and the samples in them."""
 
 
 @dataclass(slots=True)
@@ -82,7 +85,6 @@ class _Sent:
     tokens: int
     rejected: dict[str, int]
     unmasked: int
-    cursor: Cursor
 
 
 class ProducerLoop:
@@ -241,7 +243,7 @@ class ProducerLoop:
         sent = self._sent.setdefault((chunk.key, chunk.session), deque())
         first = sent[-1].stop_seq if sent else read.seq
         stop, samples = first + len(batch.lengths), len(batch.lengths)
-        sent.append(_Sent(stop, read.lease, samples, len(batch.tokens), batch.rejected, batch.unmasked, batch.cursor))
+        sent.append(_Sent(stop, read.lease, samples, len(batch.tokens), batch.rejected, batch.unmasked))
         self._perform(self._session.handle(chunk))
 
     def _note_size(self, stream: str) -> None:
@@ -250,6 +252,8 @@ class ProducerLoop:
         if not isinstance(source, ShardedSource) or len(source.shard_samples) == (known.opened if known else 0):
             return
         counts = list(source.shard_samples.values())
+        progress = self.progress.streams[stream]
+        progress.opened_shards, progress.opened_samples = len(counts), sum(counts)
         self._session.sizes[stream] = SourceSize(
             shards=source.num_shards, opened=len(counts), samples=sum(counts),
             squares=float(sum(count * count for count in counts)),
@@ -268,10 +272,7 @@ class ProducerLoop:
             for reason, count in chunk.rejected.items():
                 progress.rejected[reason] = progress.rejected.get(reason, 0) + count
             if source is not None:
-                shards = len(range(lease.partition, source.num_shards, lease.partitions))
-                if isinstance(source, ShardedSource):
-                    shards = len(source.shards_of(lease.partition, lease.partitions))
-                progress.shards[lease.partition] = chunk.cursor.pass_ * shards + chunk.cursor.shard
+                progress.done[lease.partition] = chunk.stop_seq
                 progress.passes = lease.passes
 
     def _show(self, stream: str, reason: str, where: str) -> None:

@@ -1,8 +1,9 @@
 """How far a producer's processes are, added up: as a table on a terminal, as a line in a log, as figures in JSON.
 
 Samples and tokens are those that the broker has taken: what is read again, since a partition moved to another process,
-counts once (of a process that is killed the last half second may be missing). A share is of the shards, over all
-passes; a stream that repeats has none.
+counts once (of a process that is killed the last half second may be missing). A share is of the samples, over all
+passes: those in the shards that were not opened yet are taken to be as many as in the others. A stream that repeats has
+none, nor one whose samples nobody can count.
 """
 
 from __future__ import annotations
@@ -48,11 +49,18 @@ class Overall:
         self.tokens_per_s = {name: (tokens[name] - before[name]) / seconds for name in tokens}
 
     def share(self, name: str) -> float | None:
-        """0..1 of the stream's shards, over all passes; None for one that repeats."""
-        stream = self.streams[name]
-        if stream.passes is None:
+        """0..1 of the stream's samples, over all passes; None where it repeats, or their number is not known."""
+        stream, of_a_pass = self.streams[name], self.samples_a_pass(name)
+        if not stream.done and not stream.samples:
+            return 0.0
+        if stream.passes is None or of_a_pass is None:
             return None
-        return min(sum(stream.shards.values()) / max(stream.passes * self.num_shards[name], 1), 1.0)
+        return min(sum(stream.done.values()) / max(stream.passes * of_a_pass, 1), 1.0)
+
+    def samples_a_pass(self, name: str) -> float | None:
+        """How many samples a pass has, as far as shards were opened; None where none was."""
+        stream = self.streams[name]
+        return stream.opened_samples / stream.opened_shards * self.num_shards[name] if stream.opened_shards else None
 
     @property
     def samples(self) -> int:
@@ -78,9 +86,11 @@ def add_up(names: Iterable[str], parts: Iterable[Mapping[str, StreamProgress]]) 
             all_.tokens += one.tokens
             all_.unmasked += one.unmasked
             all_.rejected = dict(Counter(all_.rejected) + Counter(one.rejected))
-            for partition, shards in one.shards.items():
-                all_.shards[partition] = max(shards, all_.shards.get(partition, 0))
-            all_.passes = one.passes if one.shards else all_.passes
+            all_.opened_shards += one.opened_shards
+            all_.opened_samples += one.opened_samples
+            for partition, done in one.done.items():
+                all_.done[partition] = max(done, all_.done.get(partition, 0))
+            all_.passes = one.passes if one.done else all_.passes
     return total
 
 
@@ -124,14 +134,12 @@ def table(overall: Overall) -> RenderableType:
 
     shown = Table(box=None, pad_edge=False, header_style="dim")
     shown.add_column("stream", overflow="fold", min_width=8)
-    shown.add_column("shards", no_wrap=True, width=BAR)
+    shown.add_column("done", no_wrap=True, width=BAR)
     for title in ("", "samples", "tokens", "tokens/s", "rejected"):
         shown.add_column(title, justify="right", no_wrap=True)
     for name, stream in overall.streams.items():
         share = overall.share(name)
-        bar = Text(f"pass {_pass(overall, name)}, repeats") if share is None else ProgressBar(1.0, share, width=BAR)
-        if share is None and not stream.shards:
-            bar = Text("not begun", style="dim")
+        bar = Text(_without_end(overall, name)) if share is None else ProgressBar(1.0, share, width=BAR)
         rejected = sum(stream.rejected.values())
         shown.add_row(
             Text(name), bar, "" if share is None else f"{share:.0%}", f"{stream.samples:,}", short(stream.tokens),
@@ -156,10 +164,12 @@ def _stream(overall: Overall, name: str) -> str:
     return f"{name} {where}{stream.samples} samples {stream.tokens} tokens" + (f" {rejected}" if rejected else "")
 
 
-def _pass(overall: Overall, name: str) -> int:
-    """Which pass over a stream that repeats is under way, from 1."""
-    done = sum(overall.streams[name].shards.values())
-    return 1 + done // max(overall.num_shards[name], 1)
+def _without_end(overall: Overall, name: str) -> str:
+    """How far a stream without a share is: which pass is under way, from 1, where it repeats."""
+    stream, of_a_pass = overall.streams[name], overall.samples_a_pass(name)
+    if stream.passes is not None or of_a_pass is None:
+        return "size not known"
+    return f"pass {1 + int(sum(stream.done.values()) / max(of_a_pass, 1))}, repeats"
 
 
 def _rejected(reasons: Mapping[str, int]) -> str:

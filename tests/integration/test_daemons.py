@@ -315,8 +315,11 @@ def overall() -> Overall:
     """Two processes after ten seconds of two finite streams, one of them with a share of rejected samples."""
     found = Overall({"web": 8, "code [x]": 2})
     found.update(100.0, [], ["", ""], 0)
-    web = [StreamProgress(30, 400, {"json": 1}, {0: 3}, 1), StreamProgress(10, 100, {"json": 1, "dtype": 2}, {1: 1}, 1)]
-    code = StreamProgress(5, 1000, {}, {0: 7}, None)
+    web = [
+        StreamProgress(30, 400, {"json": 1}, {0: 30}, 1, opened_shards=3, opened_samples=34),
+        StreamProgress(10, 100, {"json": 1, "dtype": 2}, {1: 10}, 1, opened_shards=1, opened_samples=6),
+    ]
+    code = StreamProgress(5, 1000, {}, {0: 7}, None, opened_shards=1, opened_samples=1)
     waits = "credit: the broker is full"
     found.update(110.0, [{"web": web[0], "code [x]": code}, {"web": web[1]}], [waits, ""], 2)
     return found
@@ -364,7 +367,25 @@ def test_progress_on_a_terminal_fits_and_shows_names_as_they_are(width: int) -> 
         assert text in shown
 
 
-def test_a_share_of_the_shards_is_known_for_every_partition(tmp_path: Path) -> None:
+def test_the_share_is_of_the_samples_within_shards_too() -> None:
+    found = Overall({"web": 1, "list": 1})
+    web = StreamProgress(30, 90, {}, {0: 30}, 2, opened_shards=1, opened_samples=100)
+    unknown = StreamProgress(10, 10, {}, {0: 10}, 1)
+    assert found_at(found, {}) == (0.0, 0.0)
+    assert found_at(found, {"web": web, "list": unknown}) == (0.15, None)
+    assert "web 15% 30 samples" in line(found)
+    assert "list 10 samples" in line(found)
+    again = StreamProgress(170, 900, {}, {0: 200}, 2, opened_shards=1, opened_samples=100)
+    found.update(2.0, [{"web": web}, {"web": again}], [], 1)
+    assert found.share("web") == 1.0, "the process that was started again opened the shard again"
+
+
+def found_at(found: Overall, part: dict[str, StreamProgress]) -> tuple[float | None, ...]:
+    found.update(1.0, [part], [], 0)
+    return found.share("web"), found.share("list")
+
+
+def test_a_share_of_the_samples_is_known_for_every_partition(tmp_path: Path) -> None:
     settings = {"rules": RULES, "streams": {"web": {"partitions": 3, "passes": 2}}}
     with running_broker(settings) as broker, sp.connect(broker.trainers) as loader:
         config = producer_config(tmp_path, broker.producers, processes=2)
