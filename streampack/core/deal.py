@@ -85,18 +85,19 @@ def split_dearest(packs: Sequence[Sequence[int]], costs: I64, count: int) -> lis
     if len(packs) > count:
         raise ValueError(f"got {len(packs)} packs, expected {count} at most: samples would have to move between packs")
     found = [list(pack) for pack in packs]
-    dearest = [(-_cost(pack, costs), number) for number, pack in enumerate(found) if len(pack) > 1]
+    work: list[int] = costs.tolist()
+    dearest = [(-sum(work[i] for i in pack), number) for number, pack in enumerate(found) if len(pack) > 1]
     heapify(dearest)
     while len(found) < count and dearest:
         _, number = heappop(dearest)
         pack = found[number]
-        halves = karmarkar_karp([int(costs[i]) for i in pack], 2)
+        halves = karmarkar_karp([work[i] for i in pack], 2)
         cheap, dear = ([pack[i] for i in half] for half in halves)
         found[number] = dear
         found.append(cheap)
         for place in (number, len(found) - 1):
             if len(found[place]) > 1:
-                heappush(dearest, (-_cost(found[place], costs), place))
+                heappush(dearest, (-sum(work[i] for i in found[place]), place))
     return found + [[] for _ in range(count - len(found))]
 
 
@@ -115,7 +116,3 @@ def arrange(dealt: I64, costs: I64, order: str) -> I64:
     if order == "small_at_edges":
         by_cost = np.concatenate([by_cost[::2][::-1], by_cost[1::2]])
     return dealt[by_cost]
-
-
-def _cost(pack: Sequence[int], costs: I64) -> int:
-    return int(costs[list(pack)].sum())

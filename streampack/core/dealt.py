@@ -46,15 +46,28 @@ def split(bounds: I64, costs: I64, keeps: NDArray[np.uint8], count: int) -> tupl
     ``bounds[i]`` to ``bounds[i + 1]``. A pack is positions int64 [m] in ``costs``. Packs that are added empty are of
     their own number.
     """
-    begins = np.flatnonzero(np.append(0, keeps[:-1]) != PACK)
+    begins = np.flatnonzero(np.append(0, keeps[:-1]) != PACK)  # of the items
+    first = np.searchsorted(begins, bounds)  # items of each pack
+    item_costs = np.add.reduceat(costs, begins)
+    sums = np.append(0, np.cumsum(item_costs))[first]
+    # Only the dearest packs are split: as many as there are packs to add. Ties: the pack that comes first.
+    can = np.flatnonzero(np.diff(first) > 1)
+    dearest = np.sort(can[np.argsort(-np.diff(sums)[can], kind="stable")[: count - len(bounds) + 1]])
+    spans = [range(first[pack], first[pack + 1]) for pack in dearest.tolist()]
+    parts = split_dearest(spans, item_costs, len(dearest) + count - len(bounds) + 1)
+    held = [np.array(part, np.int64) for part in parts]
     sizes = np.diff(begins, append=len(costs))
-    spans = [range(begin, end) for begin, end in pairwise(np.searchsorted(begins, bounds).tolist())]
-    items = split_dearest(spans, np.add.reduceat(costs, begins), count)
-    packs = [samples_of(sizes, np.array(pack, np.int64)) for pack in items]
-    origins = [
-        int(np.searchsorted(bounds, pack[0], "right")) - 1 if len(pack) else number for number, pack in enumerate(packs)
+    taken = samples_of(sizes, np.concatenate(held)) if held else np.zeros(0, np.int64)
+    ends = np.cumsum([sizes[part].sum() for part in held]).astype(np.int64)
+    portions = np.split(taken, ends)[:-1]
+    packs = np.split(np.arange(len(costs)), bounds[1:])[:-1]
+    for number, pack in zip(dearest.tolist(), portions, strict=False):
+        packs[number] = pack
+    packs += portions[len(dearest) :]
+    origins = np.searchsorted(bounds, [pack[0] if len(pack) else 0 for pack in packs], "right") - 1
+    return packs, [
+        int(of) if len(pack) else number for number, (of, pack) in enumerate(zip(origins, packs, strict=True))
     ]
-    return packs, origins
 
 
 @dataclass(frozen=True, slots=True)
