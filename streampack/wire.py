@@ -32,6 +32,7 @@ from streampack.errors import WireError
 
 MAGIC = b"SPK1"
 VERSION = 1
+"""Every version has the same header, and ``Reject`` as message 14, so that a peer of another one can be told why."""
 MAX_PAYLOAD_FRAMES = 2 + MAX_FIELDS
 MAX_META_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
@@ -49,6 +50,16 @@ _snapshot_decoder = msgspec.msgpack.Decoder(Snapshot)
 _SIZES = struct.Struct("<IH")
 
 
+class OtherVersion(WireError):
+    """A message of another protocol version, ``version``."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(
+            f"got protocol version {version}, expected {VERSION}: run one version of streampack everywhere"
+        )
+        self.version = version
+
+
 def checksum(frames: Sequence[Any]) -> int:
     """CRC32C over frames as if they were one."""
     value = 0
@@ -57,8 +68,10 @@ def checksum(frames: Sequence[Any]) -> int:
     return value
 
 
-def encode(envelope: Envelope) -> list[Any]:
+def encode(envelope: Envelope, version: int | None = None) -> list[Any]:
     """Frames of a message: header, meta, then the payload frames themselves, not copied.
+
+    ``version`` is that of a peer that does not speak ours.
 
     Raises WireError for more payload frames than tokens, edges and every field that may be declared.
     """
@@ -73,8 +86,8 @@ def encode(envelope: Envelope) -> list[Any]:
 
         crc = joined(crc32c(meta), envelope.payload_crc, num_bytes)
     head = _HEADER.pack(
-        MAGIC, VERSION, envelope.message.TYPE, len(payload), envelope.run, envelope.epoch, envelope.fence,
-        len(meta), crc, num_bytes, 0,
+        MAGIC, VERSION if version is None else version, envelope.message.TYPE, len(payload), envelope.run,
+        envelope.epoch, envelope.fence, len(meta), crc, num_bytes, 0,
     )  # fmt: skip
     return [head + _CRC.pack(crc32c(head)), meta, *payload]
 
@@ -92,12 +105,10 @@ def decode(frames: Sequence[Any]) -> Envelope:
     payload = tuple(_flat(frame) for frame in frames[2:])
     if len(header) != HEADER_BYTES or header[:4] != MAGIC:
         raise WireError(f"got {len(_flat(frames[0]))} bytes that are no header of streampack, expected {HEADER_BYTES}")
-    if header[4] != VERSION:
-        raise WireError(
-            f"got protocol version {header[4]}, expected {VERSION}: run one version of streampack everywhere"
-        )
     if _CRC.unpack(header[_HEADER.size :])[0] != crc32c(header[: _HEADER.size]):
         raise WireError("got a damaged header (crc32c differs)")
+    if header[4] != VERSION:
+        raise OtherVersion(header[4])
     _, _, kind, num_frames, run, epoch, fence, meta_bytes, crc, payload_bytes, _ = _HEADER.unpack(
         header[: _HEADER.size]
     )

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+import streampack
 from streampack import wire
 from streampack.config import BrokerConfig
 from streampack.core import admission_kernels, deal_kernel, form
@@ -50,7 +51,7 @@ from streampack.core.frames import EDGES, INPUT_IDS
 from streampack.core.journal import Journal
 from streampack.core.layout import Contents
 from streampack.core.merge import merge_of
-from streampack.core.messages import Envelope
+from streampack.core.messages import Envelope, Reject
 from streampack.core.plan import needed_tokens
 from streampack.curve import Door
 from streampack.errors import ConfigError, InternalError, WireError
@@ -95,6 +96,7 @@ class BrokerService:
         self.damaged = 0
         self._say_damaged_at = 0.0
         self._lines = Budget()
+        self._version_answers = Budget()
         self.unsent = 0
         self.form_seconds = 0.0
         self.tokens_sent = 0
@@ -302,9 +304,24 @@ class BrokerService:
             if time.monotonic() >= self._say_damaged_at:  # whoever finds the port may send any number of them
                 self._say_damaged_at = time.monotonic() + SAY_S
                 log.warning("dropped a message, of %d so far: %s", self.damaged, error)
+            if isinstance(error, wire.OtherVersion):
+                self._refuse_version(frames[0].bytes, error.version, kind)
             return
         peer = frames[0].bytes
         self._handle(kind(peer, envelope, self._allowed.rights(peer) if self._allowed is not None else None))
+
+    def _refuse_version(self, peer: bytes, version: int, kind: type[FromProducer] | type[FromTrainer]) -> None:
+        """Tell a peer under its own header, else it waits for an answer until it gives up."""
+        if not self._version_answers.lets(time.monotonic()):
+            return
+        detail = (
+            f"got protocol version {version} from this process, but the broker of streampack {streampack.__version__} "
+            f"speaks {wire.VERSION}: install one version of streampack everywhere"
+        )
+        reject = Reject(code="version", detail=detail)
+        answer = Envelope(run=self.core.run, epoch=self.core.epoch, fence=0, message=reject)
+        router = self._producers if kind is FromProducer else self._trainers
+        self.unsent += not router.send(peer, wire.encode(answer, version))
 
     def _on_formed(self, found: tuple[Formed, float] | BaseException) -> None:
         if isinstance(found, BaseException):

@@ -32,6 +32,7 @@ from streampack.core.messages import (
     Offer,
     ProducerPing,
     ReaderPing,
+    Reject,
     Samples,
     StepPart,
     Who,
@@ -320,6 +321,19 @@ def test_a_field_of_another_type_is_an_error_or_allowed(kind: type[Message], jun
     except WireError:
         return
     msgspec.convert(msgspec.to_builtins(got, builtin_types=(bytes,)), kind, builtin_types=(bytes,))
+
+
+def test_a_message_may_have_the_header_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = Envelope(run=1, epoch=2, fence=3, message=Reject(code="version", detail="because"))
+    frames = wire.encode(sent, version=7)
+    with pytest.raises(wire.OtherVersion) as error:
+        wire.decode(frames)
+    assert error.value.version == 7
+    flipped = [bytes([*frames[0][:4], 6, *frames[0][5:]]), *frames[1:]]
+    with pytest.raises(WireError, match="damaged header"):
+        wire.decode(flipped)
+    monkeypatch.setattr(wire, "VERSION", 7)
+    assert wire.decode(frames).message == sent.message
 
 
 @pytest.mark.parametrize("version", [0, 2, 255])
