@@ -1,15 +1,18 @@
-"""What a broker and its trainers notice of an attack: the broker's memory, and a rank's wait for steps.
+"""Attack a broker, and measure its memory and how long a rank beside the attacker waits for steps.
 
-Real processes on loopback: `streampack broker`, `streampack produce`, a rank in this one that takes a step every
-20 ms, and one attacker that does what it can, as fast as it can, at the producers' and the trainers' address in turn:
+Real processes on loopback: `streampack broker`, `streampack produce`, a rank in this process that takes a step every
+20 ms, and one attacker that repeats one attack as fast as it can, on the producers' and the trainers' port in turn:
 
-    endless   frames of which none is the last, over connections that have shaken hands where that is possible
-    knocking  connections that begin a handshake, and break it off or lie in it
-    wrong key (with keys) peers that have a key, but none that is let in
+    endless    frames that never end their message, over connections that have shaken hands where that is possible
+    knocking   handshakes that are broken off, or that lie
+    wrong key  (with keys) peers whose key is not allowed
+    broken off 3,500 empty messages, 20 heartbeats, 400 empty messages, then a reset: this ended brokers that had a
+               receive high-water mark
+    crowd      100 connections at once, 4,000 messages of one byte each, then a reset
 
-once without keys and once with (`streampack keys new`). Without keys nobody can bound what frames without an end take:
-the attacker stops after ENDLESS_MB of them there. Memory: most of the broker's process in the attack, less that before.
-p99: of next(), in milliseconds; the time before the attack, and the time in it.
+Each runs without keys and with keys (`streampack keys new`). With keys, the attacker of "broken off" and "crowd" has a
+valid key. memory: the most that the broker's process held in the attack, less what it held before. p99: of next(), in
+milliseconds, before and in the attack.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import contextlib
 import json
 import multiprocessing
 import os
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -28,21 +33,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from zmq.utils.monitor import recv_monitor_message
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import streampack
 from benchmarks.report import arguments, head, say
+from streampack.curve import show_key
+from streampack.keys import load_key
+from streampack.unread import Connection
 from tests.integration.raw_peer import COMMAND, GREETING, MORE, RawPeer, frame
 
 STEP_S = 0.02
 SETTLED = 100
 """Steps before anything is measured."""
-ATTACK_S, QUIET_S = 15.0, 10.0
-ENDLESS_MB = 8
-"""Over the wire, where they are taken: 20 times as much of memory."""
+QUIET_S = 10.0
 ENDLESS = frame(b"x", MORE) * 20_000
-KINDS = ("endless", "knocking", "wrong key")
+PING = frame(b"\x04PING\0\0", COMMAND)
+BROKEN_OFF = (3500, 20, 400)
+CROWD, CROWD_MESSAGES = 100, 4000
+KINDS = ("endless", "knocking", "wrong key", "broken off", "crowd")
 
 
 class Service:
@@ -144,36 +154,97 @@ class Rank:
 # The attacker
 
 
-def attack(kind: str, where: dict[str, str], keys: bool, seconds: float, done: Any) -> None:
-    """A process: attacks of one kind until the time is up; ``done`` gets their number and their megabytes."""
+def attack(kind: str, where: dict[str, str], keys: str, seconds: float, done: Any) -> None:
+    """A process: attacks of one kind until the time is up; ``done`` gets their number and their bytes.
+
+    Args:
+        kind: One of ``KINDS``.
+        where: The broker's addresses.
+        keys: The folder of keys; empty for none.
+        seconds: How long.
+        done: A queue.
+    """
     end, number, sent = time.monotonic() + seconds, 0, 0
     while time.monotonic() < end:
-        address = where[("producers", "trainers")[number % 2]]
+        side = ("producers", "trainers")[number % 2]
         with contextlib.suppress(OSError):
             if kind == "endless":
-                sent += _endless(address, keys, end, ENDLESS_MB * 2**20 - sent if not keys else 1 << 40)
+                sent += _endless(where[side], bool(keys), end)
             elif kind == "knocking":
-                sent += _knock(address, number)
+                sent += _knock(where[side], number)
+            elif kind == "wrong key":
+                _wrong_key(where[side])
+            elif keys:
+                sent += _with_key(where[side], f"{keys}/{side[:-1]}.key", 1 if kind == "broken off" else CROWD)
+            elif kind == "broken off":
+                sent += _broken_off(where[side])
             else:
-                _wrong_key(address)
+                sent += _crowd(where[side])
         number += 1
     done.put((number, sent))
 
 
-def _endless(address: str, keys: bool, end: float, most: int) -> int:
-    """Bytes that went out, before the other side closed, the time was up, or there were enough."""
+def _endless(address: str, keys: bool, end: float) -> int:
+    """Bytes that went out before the other side closed, or the time was up."""
     with RawPeer(address, shake=not keys, timeout_s=5.0) as peer:
         if keys:  # it does not get to shake hands: so without
             peer.send(GREETING)
         sent = 0
-        while time.monotonic() < end:
-            if sent >= most:
-                time.sleep(0.1)  # holds on to what it has taken
-            elif not peer.send(ENDLESS):
-                break
-            else:
-                sent += len(ENDLESS)
+        while time.monotonic() < end and peer.send(ENDLESS):
+            sent += len(ENDLESS)
         return sent
+
+
+def _reset(peer: RawPeer) -> None:
+    """Close a connection with a reset."""
+    peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peer.close()
+
+
+def _broken_off(address: str) -> int:
+    first, pings, last = BROKEN_OFF
+    data = frame(b"") * first + PING * pings + frame(b"") * last
+    peer = RawPeer(address, timeout_s=5.0)
+    peer.send(data)
+    _reset(peer)
+    return len(data)
+
+
+def _crowd(address: str) -> int:
+    data, peers = frame(b"x") * CROWD_MESSAGES, list[RawPeer]()
+    try:
+        for _ in range(CROWD):
+            peers.append(RawPeer(address, timeout_s=5.0))
+            peers[-1].send(data)
+    finally:
+        for peer in peers:
+            _reset(peer)
+    return CROWD * len(data)
+
+
+def _with_key(address: str, key_file: str, connections: int) -> int:
+    """The same by holders of a valid key: ZeroMQ's own sockets, with a heartbeat every millisecond."""
+    import zmq
+
+    key, context, held = load_key(Path(key_file)), zmq.Context(), list[tuple[Any, Any]]()
+    context.max_sockets = 4 * CROWD
+    for _ in range(connections):
+        plain = context.socket(zmq.DEALER)
+        plain.linger, plain.sndhwm, plain.heartbeat_ivl, plain.reconnect_ivl = 0, 0, 1, -1
+        show_key(plain, key.secret, key.broker)
+        held.append((plain, plain.get_monitor_socket(zmq.EVENT_CONNECTED)))
+        plain.connect(address)
+    fds = []
+    for plain, monitor in held:
+        for _ in range(CROWD_MESSAGES):
+            plain.send(b"")
+        if monitor.poll(1000):
+            fds.append(int(recv_monitor_message(monitor)["value"]))
+    time.sleep(0.02)
+    for fd in fds:
+        Connection(fd, 0.0).cut()
+    context.destroy(0)
+    return connections * CROWD_MESSAGES * 35
 
 
 def _knock(address: str, number: int) -> int:
@@ -209,13 +280,18 @@ def measured(keys: bool, kind: str, seconds: float, quiet: float) -> dict[str, A
         rank.take()
         time.sleep(quiet)
         before, calm, done = service.resident_bytes, rank.take(), context.SimpleQueue()
-        attacker = context.Process(target=attack, args=(kind, service.where, keys, seconds, done))
+        folder = str(service.folder / "keys") if keys else ""
+        attacker = context.Process(target=attack, args=(kind, service.where, folder, seconds, done))
         attacker.start()
         most = before
-        while attacker.is_alive():
+        while attacker.is_alive() and service.broker.poll() is None:
             most = max(most, service.resident_bytes)
             time.sleep(0.05)
         under = rank.take()
+        if service.broker.poll() is not None:
+            attacker.kill()
+            print(f"{kind}: the broker ended with {service.broker.poll()}", flush=True)
+            os._exit(1)  # the rank's thread would wait for another broker
         number, sent = done.get()
         rank.close()
         return {
@@ -232,12 +308,15 @@ def _p99(waits: list[float]) -> float:
 
 def main() -> None:
     parser = arguments(__doc__, quick="3 s of each attack")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each attack (default 15)")
+    parser.add_argument("--kind", choices=KINDS, help="one attack (default: all)")
     parser.add_argument("--keys", choices=("both", "with", "without"), default="both")
     given = parser.parse_args()
     report = head("attack")
-    seconds, quiet = (3.0, 2.0) if given.quick else (ATTACK_S, QUIET_S)
+    seconds, quiet = (3.0, 2.0) if given.quick else (given.seconds, QUIET_S)
     sides = {"both": (False, True), "with": (True,), "without": (False,)}[given.keys]
-    cases = [(keys, kind) for keys in sides for kind in KINDS if keys or kind != "wrong key"]
+    kinds = [given.kind] if given.kind else KINDS
+    cases = [(keys, kind) for keys in sides for kind in kinds if keys or kind != "wrong key"]
     report["attacks"] = []
     for keys, kind in cases:
         found = measured(keys, kind, seconds, quiet)

@@ -11,6 +11,7 @@ fork (they would swallow messages), and lingering at exit. With keys, whose a me
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import time
@@ -20,6 +21,7 @@ from typing import Any, TextIO
 import numpy as np
 import zmq
 from numpy.typing import NDArray
+from zmq.utils.monitor import recv_monitor_message
 
 from streampack import ipc_files, shared_memory
 from streampack.core.rights import KEY_DIGITS
@@ -29,6 +31,7 @@ from streampack.errors import PeerError, Rejected, UserError
 from streampack.keys import Key
 from streampack.links import Links
 from streampack.shared_memory import FEW_SLOTS, NUM_SLOTS
+from streampack.unread import Connection, CutConnection, Unread, frame_bytes
 from streampack.waker import Waker
 
 HEARTBEAT_MS = 5000
@@ -41,12 +44,14 @@ CONNECT_MS = 200
 BACKLOG = 4096
 """Peers that connect at the same moment; of more each tries again after some time."""
 HIGH_WATER = 1000
-"""Messages: bounds what waits for a peer; credits and prefetching keep queues far below it."""
+"""Messages that wait to be sent to a peer; credits and prefetching keep queues far below it."""
 MOST_FRAMES = 64
 """Of a message; what a peer sends more in one is dropped unread, and the message is none then."""
 AT_ONCE = 256
 """Frames that are dropped, and words about shared memory that are heard, before whoever receives has its turn again:
 a peer may send any number of them."""
+LOOK_S = 0.02
+"""Between two looks at the connections of a router, where nothing else happens."""
 SAY_S = 2.0
 """Between two words of a dealer that it knows shared memory: a router that was started again knows it no more."""
 
@@ -54,7 +59,7 @@ SAY_S = 2.0
 def _configure(sock: zmq.Socket[bytes], max_message_bytes: int) -> None:
     sock.setsockopt(zmq.LINGER, 0)
     sock.setsockopt(zmq.SNDHWM, HIGH_WATER)
-    sock.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    sock.setsockopt(zmq.RCVHWM, 0)  # ``unread`` says why
     sock.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
     sock.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
@@ -78,6 +83,10 @@ class _Socket:
         """None: not with processes of this host."""
         self._surplus = False
         """The last message had too many frames, and more of them are there."""
+        self._unread: Unread | None = None
+        """None: what this socket reads ahead is not bounded."""
+        self._taking: Connection | None = None
+        """Where the last message came from."""
         _configure(self.raw, max_message_bytes)
 
     def receive(self) -> list[Any] | None:
@@ -91,11 +100,15 @@ class _Socket:
                     return None
                 frames = self._next_frames()
             except zmq.Again:
+                if self._unread is not None:
+                    self._unread.drained()
                 if self._links is not None:
                     self._links.tell()
                 return None
-            if self._gate is not None and not by_key(frames):
+            if self._key_digits and not by_key(frames):
                 continue
+            if self._unread is not None:
+                self._count(self._unread, frames)
             if self._links is None:
                 return frames
             at = self._peer_frames
@@ -114,10 +127,22 @@ class _Socket:
         self._surplus = frame.more
         return frames
 
+    def _count(self, unread: Unread, frames: list[Any]) -> None:
+        """Note that a message was taken."""
+        peer = frames[0].bytes
+        self._taking = unread.of(peer) or unread.joined(peer, frames[1].get(zmq.SRCFD))
+        if self._taking is not None:
+            secured = self._key_digits > 0
+            self._taking.messages += 1
+            self._taking.taken += sum(frame_bytes(len(frame), secured) for frame in frames[1:])
+
     def _drop_surplus(self) -> bool:
         """Frames of the message that had too many; whether that was the last of them. Raises zmq.Again."""
         for _ in range(AT_ONCE):
-            self._surplus = self.raw.recv(zmq.NOBLOCK, copy=False).more
+            frame = self.raw.recv(zmq.NOBLOCK, copy=False)
+            if self._taking is not None:
+                self._taking.taken += frame_bytes(len(frame), self._key_digits > 0)
+            self._surplus = frame.more
             if not self._surplus:
                 return True
         return False
@@ -162,15 +187,23 @@ class Router(_Socket):
     """A bound socket that knows its peers by the opaque ids that ZeroMQ gives them, a frame before each message; with
     a ``door`` each of these begins with the peer's key.
 
-    It holds ``arriving`` messages of each peer before they are received; others wait where they were made.
-    Raises UserError if the address is taken, saying by whom as far as that can be known.
+    Args:
+        endpoint: Where to listen, ``tcp://`` or ``ipc://``.
+        max_message_bytes: Bytes of a frame; a connection that sends a larger one ends.
+        door: Which keys are let in; None for all peers, without a key.
+        unread: Bounds what is read ahead of this process; ``ipc://`` has no use for it, as only the same user can
+            connect there.
+
+    Raises:
+        UserError: The address is taken; the message says by whom as far as that can be known.
     """
 
     def __init__(
-        self, endpoint: str, max_message_bytes: int, arriving: int = HIGH_WATER, door: Door | None = None
+        self, endpoint: str, max_message_bytes: int, door: Door | None = None, unread: Unread | None = None
     ) -> None:
         check_endpoint(endpoint)
         self._lock: TextIO | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
         if endpoint.startswith("ipc://"):
             self._lock = ipc_files.lock(endpoint)
         if self._lock is None:  # else its peers are its own user's, and so may be the process: a trainer's
@@ -178,10 +211,12 @@ class Router(_Socket):
         super().__init__(zmq.ROUTER, max_message_bytes)
         self.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._links = Links(self._raw_send, NUM_SLOTS) if self._lock is not None else None
-        self.raw.setsockopt(zmq.RCVHWM, arriving)
         self.raw.setsockopt(zmq.BACKLOG, BACKLOG)
-        if door is not None:
-            self._gate, self._key_digits = Gate(self._context, self.raw, door), KEY_DIGITS
+        if unread is not None and self._lock is None:
+            self._unread, self._monitor = unread, _monitored(self._context, self.raw)
+        if door is not None or self._unread is not None:
+            self._gate = Gate(self._context, self.raw, door)
+        self._key_digits = KEY_DIGITS if door is not None else 0
         try:
             with ipc_files.for_its_user_alone():
                 self.raw.bind(endpoint)
@@ -205,7 +240,40 @@ class Router(_Socket):
         """Queue a message for a peer; False if it was dropped instead."""
         return self._send(peer, frames)
 
+    def admit(self) -> None:
+        """Let peers in that wait for it, and look after the connections of those that are in."""
+        if self._unread is None or self._monitor is None:
+            if self._gate is not None:
+                self._gate.answer()
+            return
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._unread.opened(int(event["value"]))
+            else:
+                self._unread.closed(int(event["value"]))
+        if self._gate is not None and (at_most := self._unread.admissions()):
+            self._unread.admitted(self._gate.answer(at_most))
+        self._unread.check()
+
+    def note_damaged(self, peer: bytes) -> None:
+        """A message of this peer could not be decoded."""
+        if self._unread is not None:
+            self._unread.note_damaged(peer)
+
+    def take_cuts(self) -> list[CutConnection]:
+        """Connections that were cut since this was last asked."""
+        return self._unread.take_cuts() if self._unread is not None else []
+
+    @property
+    def wake_s(self) -> float:
+        """``admit`` wants to be called this often."""
+        return LOOK_S if self._unread is not None and self._unread.connections else math.inf
+
     def close(self) -> None:
+        if os.getpid() == self._pid and self._monitor is not None and not self._monitor.closed:
+            self.raw.disable_monitor()
+            self._monitor.close()
         super().close()
         if self._lock is not None:
             self._lock.close()
@@ -260,24 +328,26 @@ class Dealer(_Socket):
 
 
 class Poller:
-    """Waits on sockets and a waker together, and lets in who may come."""
+    """Waits on sockets and a waker together, and lets new peers of routers in."""
 
     def __init__(self, sockets: Sequence[_Socket], waker: Waker | None = None) -> None:
         self._poller = zmq.Poller()
         self._waker = waker
-        self._gates = [sock._gate for sock in sockets if sock._gate is not None]
-        for raw in [sock.raw for sock in sockets] + [gate.raw for gate in self._gates]:
+        self._routers = [sock for sock in sockets if isinstance(sock, Router)]
+        gates = [sock._gate for sock in sockets if sock._gate is not None]
+        for raw in [sock.raw for sock in sockets] + [gate.raw for gate in gates]:
             self._poller.register(raw, zmq.POLLIN)
         if waker is not None:
             self._poller.register(waker.fileno(), zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
         """Until something came or the time is up; sockets are to be drained after every wait."""
+        timeout_s = min([timeout_s, *(router.wake_s for router in self._routers)])
         ready = self._poller.poll(max(0, int(timeout_s * 1000)))
         if self._waker is not None and any(source == self._waker.fileno() for source, _ in ready):
             self._waker.clear()
-        for gate in self._gates:
-            gate.answer()
+        for router in self._routers:
+            router.admit()
 
 
 def drain(sock: _Socket, at_most: int) -> Iterator[list[Any]]:
@@ -287,6 +357,18 @@ def drain(sock: _Socket, at_most: int) -> Iterator[list[Any]]:
         if frames is None:
             return
         yield frames
+
+
+def _monitored(context: zmq.Context[Any], sock: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """A socket that says which connections ``sock`` accepts, and which end. Its queue has no limit: where it is full,
+    ZeroMQ's thread would wait for us."""
+    address = f"inproc://monitor-{id(sock)}"
+    sock.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+    found: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    found.setsockopt(zmq.RCVHWM, 0)
+    found.setsockopt(zmq.LINGER, 0)
+    found.connect(address)
+    return found
 
 
 def _begin_ids_anywhere() -> None:

@@ -72,10 +72,18 @@ class Arena:
         self._members: list[list[I64]] = [[] for _ in range(num_blocks)]
         self._offset = np.zeros(0, np.int64)
         self._length = np.zeros(0, np.int64)
+        self._token_bytes = token_bytes
         self._block = self._empty.pop()
+        self._touched = 1
+        """Blocks: the lowest numbers are taken first."""
         self._fill = 0
         self.moved_tokens = 0
         """Copied by cleaning, since the start."""
+
+    @property
+    def touched_bytes(self) -> int:
+        """Bytes of the blocks that were ever written to: the operating system gives memory when it is first used."""
+        return self._touched * self._block_tokens * self._token_bytes
 
     @property
     def live_tokens(self) -> int:
@@ -125,6 +133,11 @@ class Arena:
                     data[target * width : (target + length) * width] = source[start * width : (start + length) * width]
             self._enter(handles[at:stop], targets, lengths[at:stop], total)
             at, base = stop, base + total
+
+    def _take_empty(self) -> int:
+        block = self._empty.pop()
+        self._touched = max(self._touched, len(self._live) - len(self._empty))
+        return block
 
     def release(self, handles: I64) -> None:
         """Forget samples, those that were never stored too; a block without any is empty again."""
@@ -196,7 +209,7 @@ class Arena:
             self._fill = 0
             return
         if len(self._empty) > 1:
-            self._block, self._fill = self._empty.pop(), 0
+            self._block, self._fill = self._take_empty(), 0
             return
         live = self._live.astype(np.float64)
         live[self._empty] = np.inf
@@ -222,7 +235,7 @@ class Arena:
         fit = int(np.searchsorted(ends, self._block_tokens - self._fill, "right"))
         self._append(members[:fit])
         if fit < len(members):
-            self._block, self._fill = self._empty.pop(), 0
+            self._block, self._fill = self._take_empty(), 0
             self._append(members[fit:])
         self._live[victim] = 0
         self._forget(victim)

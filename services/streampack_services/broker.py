@@ -56,11 +56,13 @@ from streampack.core.plan import needed_tokens
 from streampack.curve import Door
 from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport import Poller, Router, drain
+from streampack.unread import STRANGERS_BYTES, CutConnection, Unread
 from streampack.waker import Waker
 from streampack_services.allowed import Allowed
 from streampack_services.arena import Arena
 from streampack_services.flood import Budget
 from streampack_services.keeper import Keeper
+from streampack_services.memory_peak import peak
 from streampack_services.memory_plan import check_machine, plan
 from streampack_services.status import Reporter, Snapshot
 
@@ -73,8 +75,8 @@ SAY_S = 5.0
 """Between two warnings of messages that are no message."""
 FAREWELL_S = 3.0
 """What producers have to say goodbye in: one that was not told would wait for ever for a broker that is gone."""
-ASKING = 16
-"""Messages of a trainer that are held before they are heard: one may bring a snapshot."""
+ON_THE_WAY_BYTES = 8 << 20
+"""Bytes that peers have on their way beside their credits: whatever is said again and again."""
 DRAIN_AT_MOST = 64
 """Messages of one socket before the other has its turn."""
 
@@ -93,7 +95,7 @@ class BrokerService:
         capacity = self.plan.capacity
         self.started = time.monotonic()
         self.ready = False
-        self.damaged = 0
+        self.damaged = self.cut = 0
         self._say_damaged_at = 0.0
         self._lines = Budget()
         self._version_answers = Budget()
@@ -132,6 +134,7 @@ class BrokerService:
             self._producers, self._trainers = self._listen()
             opened.callback(self._producers.close)
             opened.callback(self._trainers.close)
+            self._poller = Poller([self._producers, self._trainers], self._waker)
             self._reporter = Reporter(self)
             self.snapshot: Snapshot = self._reporter.take(self.started)
             """Replaced whole twice a second; any thread may read it, nobody changes it."""
@@ -154,13 +157,22 @@ class BrokerService:
         """For producers, and for trainers."""
         largest = max(self.plan.capacity.max_chunk_bytes, 2 << 20)
         door = Door(self._allowed.key.secret, self._allowed.admits) if self._allowed is not None else None
-        producers = Router(self.config.listen.producers, largest, self.plan.arriving, door)
+        capacity, expected = self.plan.capacity, peak(self.config, self.plan)
+        slack = expected.leaving + expected.tables
+        partitions = sum(stream.partitions for feed in self.plan.feeds for stream in feed.rules.streams)
+        credit = capacity.quota_tokens * self.plan.token_bytes * partitions
+        unread = Unread(2 * credit + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._held, slack)
+        producers = Router(self.config.listen.producers, largest, door, unread)
         try:
             largest = (1 << 20) + self._largest_snapshot()
-            return producers, Router(self.config.listen.trainers, largest, ASKING, door)
+            unread = Unread(4 * largest + ON_THE_WAY_BYTES, largest, self._held, slack)
+            return producers, Router(self.config.listen.trainers, largest, door, unread)
         except Exception:
             producers.close()
             raise
+
+    def _held(self) -> int:
+        return self.arena.touched_bytes
 
     def _largest_snapshot(self) -> int:
         """Bytes of what a trainer may bring of its checkpoint: about 48 a sample, and of samples as many as are held
@@ -222,16 +234,13 @@ class BrokerService:
             self.ready = True
             self._publish(self._reporter.take(time.monotonic()))
             log.info("ready")
-            poller = Poller([self._producers, self._trainers], self._waker)
             while not self._done():
-                poller.wait(TICK_S)
-                self._turn()
+                self._turn(TICK_S)
             if not self.core.draining:
                 self._handle(Drain())  # producers that may stay as long as the broker does are told
             until = time.monotonic() + FAREWELL_S
             while self.core.leases.num_producers and time.monotonic() < until and not self._stop_now:
-                poller.wait(TICK_S)
-                self._turn()
+                self._turn(TICK_S)
         finally:
             self.close()
 
@@ -263,7 +272,9 @@ class BrokerService:
     """Seconds that this process was there for, which is the time that the broker's core has: one that was stopped, or
     whose machine slept, has heard nobody meanwhile, and drops nobody for it."""
 
-    def _turn(self) -> None:
+    def _turn(self, timeout_s: float = 0.0) -> None:
+        """Wait for something to come, up to ``timeout_s``, and do what there is to do."""
+        self._poller.wait(timeout_s)
         now = time.monotonic()
         if now - self._ticked >= TICK_S:
             self._clock += min(now - self._ticked, TURN_AT_MOST_S)
@@ -273,9 +284,11 @@ class BrokerService:
                 self._publish(snapshot)
         for router, kind in ((self._trainers, FromTrainer), (self._producers, FromProducer)):
             for frames in drain(router, DRAIN_AT_MOST):
-                self._receive(frames, kind)
+                self._receive(router, frames, kind)
                 while self._formed:
                     self._on_formed(self._formed.popleft())
+            for cut in router.take_cuts():
+                self._note_cut(cut)
         while self._formed:
             self._on_formed(self._formed.popleft())
         self._keep_log()
@@ -296,11 +309,18 @@ class BrokerService:
         self.snapshot = snapshot
         self.on_snapshot(snapshot)
 
-    def _receive(self, frames: list[Any], kind: type[FromProducer] | type[FromTrainer]) -> None:
+    def _note_cut(self, cut: CutConnection) -> None:
+        self.cut += 1
+        name = self._allowed.rights(cut.peer).name if self._allowed is not None and cut.peer else ""
+        of = f", of key {name!r}" if name else ""
+        self._report(Report("warning", f"cut the connection of {cut.address}{of}: {cut.why}"))
+
+    def _receive(self, router: Router, frames: list[Any], kind: type[FromProducer] | type[FromTrainer]) -> None:
         try:
             envelope = wire.decode(frames[1:])
         except WireError as error:
             self.damaged += 1
+            router.note_damaged(frames[0].bytes)
             if time.monotonic() >= self._say_damaged_at:  # whoever finds the port may send any number of them
                 self._say_damaged_at = time.monotonic() + SAY_S
                 log.warning("dropped a message, of %d so far: %s", self.damaged, error)

@@ -11,6 +11,7 @@ import itertools
 import os
 import random
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from streampack_services.control import MAX_BODY_BYTES
 from streampack_services.http import HttpServer
 
 import streampack as sp
-from streampack import curve, shared_memory, transport, wire
+from streampack import curve, shared_memory, transport, unread, wire
 from streampack.core.messages import Attach, Envelope, Hello, Mesh, Message, Offer, ProducerPing, Samples, Who
 from streampack.errors import WireError
 from streampack.keys import Key
@@ -84,14 +85,15 @@ def open_files(broker: RunningBroker) -> int:
 
 
 @contextlib.contextmanager
-def unmoved(broker: RunningBroker) -> Iterator[None]:
-    """In the block an attack: a rank gets the same steps meanwhile and afterwards, and the broker does not grow."""
+def unmoved(broker: RunningBroker, moves: int = MOVES) -> Iterator[None]:
+    """In the block an attack: a rank gets the same steps meanwhile and afterwards, and the broker grows by less than
+    ``moves`` bytes."""
     before = memory(broker)
     yield
     assert steps(broker) == broker.chain
     assert broker.process.poll() is None
     assert broker.get("/livez") == "alive\n"
-    assert memory(broker) - before < MOVES
+    assert memory(broker) - before < moves
 
 
 @contextlib.contextmanager
@@ -164,16 +166,47 @@ def test_nobody_can_foretell_the_ids_that_peers_are_given() -> None:
     assert len(given) == 2
 
 
-def test_frames_without_end_are_forgotten_with_their_connection(broker: RunningBroker) -> None:
-    """While it lasts it costs memory: only keys keep such a peer out. What is over is over."""
+def test_frames_without_end_end_their_connection(broker: RunningBroker) -> None:
     endless = frame(b"x", MORE) * 50_000
-    after = []
-    for _ in range(4):
-        with meanwhile(lambda: steps(broker)), RawPeer(broker.producers) as peer:
-            assert peer.send(endless)
-        assert steps(broker) == broker.chain
-        after.append(memory(broker))
-    assert after[-1] - after[0] < MOVES
+    for address in (broker.producers, broker.trainers):
+        with unmoved(broker, 3 * MOVES), RawPeer(address) as peer, meanwhile(lambda: steps(broker)):
+            sent = 0
+            while peer.send(endless):
+                sent += 1
+                assert sent < 10_000
+
+
+def test_a_connection_that_breaks_off_with_messages_unread_harms_nobody(broker: RunningBroker) -> None:
+    """A reset after messages and heartbeats that were not read yet: it ended brokers with a high-water mark."""
+    ping = frame(b"\x04PING\0\0", COMMAND)
+    with unmoved(broker), meanwhile(lambda: steps(broker)):
+        for number in range(20):
+            peer = RawPeer((broker.producers, broker.trainers)[number % 2])
+            peer.send(frame(b"") * 3500 + ping * 20 + frame(b"") * 400)
+            _reset(peer)
+
+
+def test_a_hundred_connections_that_break_off_at_once_harm_nobody(broker: RunningBroker) -> None:
+    with unmoved(broker, 3 * MOVES), meanwhile(lambda: steps(broker)):
+        for address in (broker.producers, broker.trainers):
+            peers = [RawPeer(address) for _ in range(100)]
+            for peer in peers:
+                peer.send(frame(b"x") * 4000)
+            for peer in peers:
+                _reset(peer)
+
+
+def test_a_peer_whose_messages_cannot_be_decoded_is_cut(broker: RunningBroker) -> None:
+    with unmoved(broker), RawPeer(broker.producers) as peer:
+        assert peer.send(frame(b"garbage") * unread.MAX_DAMAGED)
+        assert peer.is_closed()
+    until(lambda: "messages could not be decoded" in broker.said)
+
+
+def _reset(peer: RawPeer) -> None:
+    """Close a connection with a reset."""
+    peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peer.close()
 
 
 def test_a_message_of_many_frames_is_one_that_is_dropped_and_counted(broker: RunningBroker) -> None:
@@ -302,19 +335,23 @@ def test_damaged_messages_are_counted_and_harm_nobody(broker: RunningBroker) -> 
         stream="text", partition=0, base_seq=0, lengths_u32=bytes(4), crcs_u32=bytes(4), loss_tokens_u32=bytes(4),
         cursor=(0, 0, 0),
     )  # fmt: skip
-    before, sent = broker.status()["messages"]["damaged"], 0
-    with unmoved(broker), contextlib.closing(_plain(broker.producers)) as plain:
-        for message in (hello, chunk, ProducerPing(producer="p"), Who()):
-            frames = [bytes(each) for each in wire.encode(Envelope(run=1, epoch=1, fence=1, message=message))]
-            for number, each in enumerate(frames):
-                for bit in range(0, 8 * len(each), 5):
-                    damaged = bytearray(each)
-                    damaged[bit // 8] ^= 1 << bit % 8
-                    plain.send_multipart([*frames[:number], bytes(damaged), *frames[number + 1 :]])
-                    sent += 1
-        until(lambda: broker.status()["messages"]["damaged"] == before + sent)
+    before, damaged = broker.status()["messages"]["damaged"], list[list[bytes]]()
+    for message in (hello, chunk, ProducerPing(producer="p"), Who()):
+        frames = [bytes(each) for each in wire.encode(Envelope(run=1, epoch=1, fence=1, message=message))]
+        for number, each in enumerate(frames):
+            for bit in range(0, 8 * len(each), 5):
+                changed = bytearray(each)
+                changed[bit // 8] ^= 1 << bit % 8
+                damaged.append([*frames[:number], bytes(changed), *frames[number + 1 :]])
+    with unmoved(broker), contextlib.ExitStack() as held:
+        at_once = unread.MAX_DAMAGED - 1  # of more the connection is cut
+        for start in range(0, len(damaged), at_once):
+            plain = held.enter_context(contextlib.closing(_plain(broker.producers)))
+            for message_frames in damaged[start : start + at_once]:
+                plain.send_multipart(message_frames)
+        until(lambda: broker.status()["messages"]["damaged"] == before + len(damaged))
         metrics = broker.get("/metrics")
-    assert f'streampack_bad_messages_total{{reason="damaged"}} {before + sent}.0' in metrics
+    assert f'streampack_bad_messages_total{{reason="damaged"}} {before + len(damaged)}.0' in metrics
 
 
 # HTTP

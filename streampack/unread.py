@@ -1,0 +1,275 @@
+"""Unread bytes: what ZeroMQ has read from a socket's TCP connections and this process has not taken yet.
+
+ZeroMQ reads ahead of the process. With a receive high-water mark it stops reading a connection, and a connection that
+breaks in that state can abort the whole process (libzmq 4.3.5, ``stream_engine_base.cpp``: ``!_io_error``). So sockets
+have no high-water mark, and this module bounds what is read ahead instead. The kernel counts the bytes of each
+connection that were read (``tcp_info``, tcp(7)); the socket's thread counts those that it takes; the difference is
+unread. A connection whose peer has sent no valid message yet is a *stranger*.
+
+A connection is cut where its peer sends more than a peer of streampack does:
+
+- Strangers have more than ``STRANGERS_BYTES`` unread together: the largest.
+- All connections have more than ``limit`` unread together: the largest.
+- The process's memory grows by more than what is unread and what the owner of the socket holds: the largest. One-byte
+  frames take 20 to 50 times their bytes of memory.
+- ``MAX_DAMAGED`` of its messages could not be decoded.
+
+New connections are let in by ``admissions``: a few, until all that they sent was taken. Knows file descriptors and
+bytes, nothing of messages. Used by the socket's thread alone.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+import termios
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+STRANGERS_BYTES = 256 << 10
+MAX_DAMAGED = 16
+COMMANDS_A_SECOND = 64
+"""Bytes of heartbeats of a connection. ZeroMQ answers them itself, so they are never taken."""
+HANDSHAKE_BYTES = 2048
+LEAST_BLAMED = 64 << 10
+"""A connection with fewer unread bytes is not blamed for the process's memory."""
+MEMORY_SLACK = 32 << 20
+"""Memory may grow by this much more than is known."""
+ADMITTED = 64
+"""Connections that are let in before the socket has to be drained again."""
+ADMIT_S = 1.0
+"""A socket that is never drained lets connections in this often, while memory allows it."""
+SWEEP_S = 0.01
+SWEEPS_SHARE = 0.02
+"""Sweeps take at most this share of the thread's time, unless memory grows."""
+GROWN_BYTES = 8 << 20
+"""Growth of memory after which a sweep does not wait for its time."""
+_BYTES_RECEIVED = 128
+"""Offset of ``tcpi_bytes_received``, uint64, in ``struct tcp_info`` (Linux 4.1 and later)."""
+_SO_COOKIE = 57
+"""Gives a number that no other socket of this host has, uint64 (Linux 4.12 and later); not among Python's names."""
+_UNSPEC = struct.pack("H14x", socket.AF_UNSPEC)
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CutConnection:
+    """A connection that was cut: ``peer`` is empty where it had sent no message."""
+
+    address: str
+    peer: bytes
+    why: str
+
+
+class Connection:
+    """One accepted connection, known by ZeroMQ's file descriptor ``fd``, which only ZeroMQ closes."""
+
+    def __init__(self, fd: int, now: float) -> None:
+        self.fd = fd
+        self.peer = b""
+        self.taken = 0
+        self.unread = 0
+        self.messages = 0
+        self.damaged = 0
+        self._cookie = _cookie_of(fd)
+        self._since = now
+
+    @property
+    def is_stranger(self) -> bool:
+        """Has its peer sent no valid message?"""
+        return self.messages == self.damaged
+
+    def look(self, now: float) -> None:
+        """Find out what is unread."""
+        known = self.taken + HANDSHAKE_BYTES + COMMANDS_A_SECOND * int(now - self._since)
+        self.unread = max(bytes_read(self.fd) - known, 0)
+
+    def cut(self) -> str:
+        """End the connection, and drop what the kernel has received of it.
+
+        Connecting to no address does both (connect(2), ``AF_UNSPEC``); a shutdown would leave ZeroMQ megabytes to read.
+
+        Returns:
+            The peer's address; empty where the connection had ended already.
+        """
+        if not self._cookie or _cookie_of(self.fd) != self._cookie:
+            return ""
+        borrowed = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=self.fd)
+        try:
+            host, port, *_ = borrowed.getpeername()
+        except OSError:
+            return ""
+        finally:
+            borrowed.detach()
+        _libc.connect(self.fd, _UNSPEC, len(_UNSPEC))
+        return f"{str(host).removeprefix('::ffff:')}:{port}"
+
+
+def _option(fd: int, level: int, name: int, size: int) -> bytes:
+    """A socket's option (getsockopt(2)); empty where there is none."""
+    value, length = ctypes.create_string_buffer(size), ctypes.c_uint32(size)
+    if _libc.getsockopt(fd, level, name, value, ctypes.byref(length)):
+        return b""
+    return value.raw[: length.value]
+
+
+def _cookie_of(fd: int) -> bytes:
+    return _option(fd, socket.SOL_SOCKET, _SO_COOKIE, 8)
+
+
+def bytes_read(fd: int) -> int:
+    """Bytes that were read from a TCP connection since it began; 0 where the kernel does not say."""
+    info, waiting = _option(fd, socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED + 8), array.array("i", [0])
+    if len(info) < _BYTES_RECEIVED + 8:
+        return 0
+    try:
+        fcntl.ioctl(fd, termios.FIONREAD, waiting)
+    except OSError:
+        return 0
+    received: int = struct.unpack_from("Q", info, _BYTES_RECEIVED)[0]
+    return received - waiting[0]
+
+
+class Unread:
+    """The TCP connections of one bound socket.
+
+    Args:
+        limit: Bytes that honest peers have on their way at most, all together.
+        strangers: Bytes that honest peers send at most before their first message is taken, all together.
+        held: Gives the bytes of memory that the process itself has taken so far.
+        slack: Bytes of memory that it may take beside them.
+    """
+
+    def __init__(
+        self, limit: int, strangers: int = STRANGERS_BYTES, held: Callable[[], int] = lambda: 0, slack: int = 0
+    ) -> None:
+        self._limit, self._strangers, self._held = limit, strangers, held
+        self._slack = slack + MEMORY_SLACK
+        self._by_fd: dict[int, Connection] = {}
+        self._by_peer: dict[bytes, Connection] = {}
+        self._cuts: list[CutConnection] = []
+        self._drained = True
+        self._memory_over = False
+        self._resident = resident_bytes()
+        self._floor = self._resident - held()
+        """Memory beside ``held`` when nothing was unread."""
+        self._blamed = 0
+        self._look_at = self._sweep_at = self._refilled_at = 0.0
+        self._admissions = ADMITTED
+
+    @property
+    def connections(self) -> Collection[Connection]:
+        """Accepted connections that have not ended."""
+        return self._by_fd.values()
+
+    def opened(self, fd: int) -> None:
+        """A connection was accepted."""
+        self.closed(fd)
+        self._by_fd[fd] = Connection(fd, time.monotonic())
+
+    def closed(self, fd: int) -> None:
+        """A connection has ended."""
+        found = self._by_fd.pop(fd, None)
+        if found is not None:
+            self._by_peer.pop(found.peer, None)
+
+    def of(self, peer: bytes) -> Connection | None:
+        """The connection that this peer's messages come over, if it is known."""
+        return self._by_peer.get(peer)
+
+    def joined(self, peer: bytes, fd: int) -> Connection | None:
+        """The connection of a peer that was not heard before; None where that has ended already."""
+        found = self._by_fd.get(fd)
+        if found is None or found.peer:
+            return None
+        found.peer = peer
+        self._by_peer[peer] = found
+        return found
+
+    def note_damaged(self, peer: bytes) -> None:
+        """A message of this peer could not be decoded."""
+        found = self._by_peer.get(peer)
+        if found is not None:
+            found.damaged += 1
+            if found.damaged == MAX_DAMAGED:
+                self._cut(found, f"{MAX_DAMAGED} of its messages could not be decoded")
+
+    def drained(self) -> None:
+        """ZeroMQ has no message left to hand over."""
+        self._drained = True
+
+    def admissions(self) -> int:
+        """How many connections may be let in now; ``admitted`` says how many were."""
+        now = time.monotonic()
+        if self._drained or (now - self._refilled_at >= ADMIT_S and not self._memory_over):
+            self._drained, self._refilled_at, self._admissions = False, now, ADMITTED
+        return self._admissions
+
+    def admitted(self, count: int) -> None:
+        """So many connections were let in."""
+        self._admissions -= count
+
+    def take_cuts(self) -> list[CutConnection]:
+        """Connections that were cut since this was last asked."""
+        cuts, self._cuts = self._cuts, []
+        return cuts
+
+    def check(self) -> None:
+        """Cut connections that are to blame; cheap, and to be called often."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + SWEEP_S
+        resident = resident_bytes()
+        if now < self._sweep_at and resident < self._resident + GROWN_BYTES:
+            return
+        self._resident = resident
+        self._sweep(now, resident)
+        spent = time.monotonic() - now
+        self._sweep_at = now + max(SWEEP_S, spent / SWEEPS_SHARE)
+
+    def _sweep(self, now: float, resident: int) -> None:
+        for each in self._by_fd.values():
+            each.look(now)
+        by_size = sorted(self._by_fd.values(), key=lambda each: each.unread, reverse=True)
+        of_all = sum(each.unread for each in by_size)
+        of_strangers = sum(each.unread for each in by_size if each.is_stranger)
+        for each in by_size:
+            if each.is_stranger and of_strangers > self._strangers:
+                self._cut(each, f"{each.unread} bytes came, and no message that could be decoded")
+            elif of_all > self._limit:
+                self._cut(each, f"{each.unread} bytes of it wait to be read, more than any peer may send ahead")
+            else:
+                continue
+            of_strangers -= each.unread if each.is_stranger else 0
+            of_all -= each.unread
+        beside, room = resident - self._held(), of_all + self._slack
+        if self._drained and of_all < LEAST_BLAMED:
+            self._floor = beside
+        self._memory_over = beside > self._floor + room
+        blame = self._memory_over and beside > self._blamed + room
+        if blame and by_size and by_size[0].unread >= LEAST_BLAMED:
+            self._blamed = beside
+            self._cut(by_size[0], f"{by_size[0].unread} bytes of it, in tiny frames, take too much memory")
+
+    def _cut(self, connection: Connection, why: str) -> None:
+        if address := connection.cut():
+            self._cuts.append(CutConnection(address, connection.peer, why))
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is resident, in bytes (proc(5), ``statm``)."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * _PAGE
+
+
+def frame_bytes(size: int, secured: bool) -> int:
+    """Bytes of a connection that a frame of ``size`` bytes takes (RFC 37, ZMTP; RFC 26, CurveZMQ)."""
+    size += 33 if secured else 0
+    return size + (2 if size < 256 else 9)
