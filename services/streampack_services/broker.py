@@ -25,7 +25,7 @@ import numpy as np
 import streampack
 from streampack import wire
 from streampack.config import BrokerConfig
-from streampack.core import admission_kernels, deal_kernel, form
+from streampack.core import admission_kernels, deal_kernel, form, merge
 from streampack.core.broker import Broker
 from streampack.core.changes import Ask
 from streampack.core.effects import (
@@ -50,7 +50,6 @@ from streampack.core.events import Effect, Event, Report, Tick
 from streampack.core.frames import EDGES, INPUT_IDS
 from streampack.core.journal import Journal
 from streampack.core.layout import Contents
-from streampack.core.merge import merge_of
 from streampack.core.messages import Envelope, Reject
 from streampack.core.plan import needed_tokens
 from streampack.curve import Door
@@ -210,7 +209,7 @@ class BrokerService:
     def warm_up(self) -> None:
         """Compile or load the kernels, so that the first step is as fast as the others."""
         for feed in self.plan.feeds:
-            merge_of(feed.rules).take(1)
+            merge.warm_up(feed.rules)
             form.warm_up(feed.rules)
         deal_kernel.warm_up()
         admission_kernels.warm_up()

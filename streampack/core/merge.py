@@ -207,6 +207,17 @@ def merge_of(rules: Rules) -> AnyMerge:
     return Merge(weights, partitions, rules.seed, unit=rules.weight_unit, stops=stops)
 
 
+def warm_up(rules: Rules) -> None:
+    """Merge a sample of each partition, over the end of a pass: kernels are compiled, or read from the disk."""
+    merge, one = merge_of(rules), np.ones(1, np.int64)
+    for partition in range(len(merge.merged_samples)):
+        merge.push(partition, one, one, one - 1)
+        merge.end_pass(partition)
+    merge.take(NOWHERE)
+    merge.next_pass()
+    merge.drop()
+
+
 def change(merge: AnyMerge, rules: Rules) -> I64:
     """Go on by other rules from the next sample on; ``Merge.change`` says how, what it raises and returns."""
     return merge.change(*_terms(rules))
