@@ -17,9 +17,9 @@ from typing import Any
 from streampack import forks, wire
 from streampack.building import build_step
 from streampack.compiled import kernels
-from streampack.core.client_events import Answered, Broken, Deliver, Detach, Ended, Waiting
+from streampack.core.client_events import Answered, Broken, Damaged, Deliver, Detach, Ended, Waiting
 from streampack.core.client_session import ClientSession
-from streampack.core.events import Effect, Event, FromBroker, Send, Tick
+from streampack.core.events import Effect, Event, FromBroker, Send, Tick, Unsent
 from streampack.core.messages import Attached, Committed, Mesh, State
 from streampack.errors import (
     DataStall,
@@ -191,12 +191,13 @@ class Prefetching:
             return self.session.handle(FromBroker(wire.decode(frames)))
         except WireError as error:
             log.warning("dropped a message of the broker: %s", error)
-            return []
+            return self.session.handle(Damaged())
 
     def _perform(self, dealer: Dealer, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
-                dealer.send(wire.encode(effect.envelope))
+                if not dealer.send(wire.encode(effect.envelope)):
+                    self.session.handle(Unsent(effect.envelope))
             elif isinstance(effect, Deliver):
                 step = build_step(effect.parts, effect.attached, self._mesh, self._slabs)
                 step = self._views.make(step, effect.attached.rules)

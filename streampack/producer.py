@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from streampack import wire
 from streampack.checksums import CrcsOf, compiled, plain
 from streampack.chunks import Batch, BatchSource, batches, chunk_of
-from streampack.core.events import Effect, FromBroker, Report, Send, Tick
+from streampack.core.events import Effect, FromBroker, Report, Send, Tick, Unsent
 from streampack.core.messages import Flow, Lease, Offer, SourceSize
 from streampack.core.producer_session import EndOfPartition, Forget, ProducerSession, Read
 from streampack.core.sending import Chunk, Failed, Finish, Key, Leave, Session
@@ -181,7 +181,8 @@ class ProducerLoop:
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
-                self._dealer.send(wire.encode(effect.envelope))
+                if not self._dealer.send(wire.encode(effect.envelope)):
+                    self._session.handle(Unsent(effect.envelope))
             elif isinstance(effect, Read):
                 self._reads.append(effect)
             elif isinstance(effect, Forget):

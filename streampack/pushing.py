@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from streampack import wire
-from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
+from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick, Unsent
 from streampack.core.messages import Lease
 from streampack.core.push_buffer import PushBuffer, size_of
 from streampack.core.push_session import End, EndBatch, Push, PushSession
@@ -223,7 +223,9 @@ class Pushing:
 
     def _empty(self, dealer: Dealer) -> None:
         while self._outbox:
-            dealer.send(wire.encode(self._outbox.popleft().envelope))
+            envelope = self._outbox.popleft().envelope
+            if not dealer.send(wire.encode(envelope)):
+                self._handle(Unsent(envelope))
 
     def _handle(self, event: Event) -> None:
         """Tell the session something, and have its messages sent in the order of the events."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import streampack
@@ -38,6 +39,7 @@ from streampack.core.effects import (
     Formed,
     FromProducer,
     FromTrainer,
+    NotSent,
     Recall,
     Release,
     SendProducer,
@@ -371,7 +373,7 @@ class BrokerService:
         elif isinstance(effect, SendShard):
             self._send_shard(effect)
         elif isinstance(effect, SendTrainer):
-            self.unsent += not self._trainers.send(effect.peer, wire.encode(effect.envelope))
+            self._send_trainer(effect.peer, effect.envelope)
         elif isinstance(effect, SendProducer):
             self.unsent += not self._producers.send(effect.peer, wire.encode(effect.envelope))
         elif isinstance(effect, Release):
@@ -413,9 +415,14 @@ class BrokerService:
         whole = Envelope(
             run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message, payload=payload
         )
-        self.unsent += not self._trainers.send(effect.peer, wire.encode(whole))
+        self._send_trainer(effect.peer, whole)
         if INPUT_IDS in effect.frames:
             self.tokens_sent += payload[0].size
+
+    def _send_trainer(self, peer: bytes, envelope: Envelope) -> None:
+        if not self._trainers.send(peer, wire.encode(envelope)):
+            self.unsent += 1
+            self._events.append(NotSent(peer, msgspec.structs.replace(envelope, payload=())))
 
     def _pack(self) -> None:
         """The thread that packs; a queue and a waker, as a pool's futures cost more than what they carry."""

@@ -62,7 +62,7 @@ def peak(config: BrokerConfig, plan: Plan, mean_tokens: int | None = MEAN_TOKENS
         libraries=PROCESS_BYTES,
         arena=plan.memory_bytes if mean_tokens is None else arena,
         arriving=partitions * min(arriving, ahead * plan.token_bytes),
-        leaving=leaving * plan.token_bytes,
+        leaving=min(leaving * plan.token_bytes, plan.leaving_bytes),
         tables=samples * ROW_BYTES,
     )
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from streampack.config import BrokerConfig
+from streampack.core.kept import PART_BYTES
 from streampack.core.plan import Capacity, FeedPlan, needed_tokens, wanted_tokens
 from streampack.core.rules import Rules
 from streampack.errors import ConfigError
@@ -25,6 +26,9 @@ LEAST_CHUNK_BYTES = 1 << 20
 """A partition's share of memory holds two chunks of so many bytes, unless ``limits.chunk`` is less; of larger ones, up
 to that limit, it holds four: a message costs what it costs whatever its size, one that nothing is sent behind costs
 more."""
+LEAVING = 8
+"""One part in so many of ``memory`` may be on its way to readers, and at least ``LEAST_LEAVING`` parts of a step."""
+LEAST_LEAVING = 4
 ARRIVING_BYTES = 8 << 20
 """Of a producer's chunks, before they are taken in: those that a busy broker finds when it turns to them."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -43,6 +47,8 @@ class Plan:
     """Of a producer's message, but for one sample that is longer."""
     arriving: int
     """Chunks of a producer that are held before they are taken in."""
+    leaving_bytes: int
+    """Of steps, sent to readers and not confirmed: beside ``memory``, bounded by a part of it."""
 
     @property
     def rules(self) -> Rules:
@@ -134,6 +140,8 @@ def plan(config: BrokerConfig) -> Plan:
         raise ConfigError(f"memory: got {config.memory}, expected at least {wanted}")
     quota = max(least_quota, min(capacity // 4, capacity - needed) // partitions)
     spare, wants = capacity - quota * partitions - needed, {n: wanted_tokens(r, sample) for n, r in feeds.items()}
+    part = max(PART_BYTES, size * max(rules.budget for rules in feeds.values()))
+    leaving = max(memory // LEAVING, LEAST_LEAVING * part) // len(feeds)
     plans = tuple(
         FeedPlan(
             name,
@@ -143,12 +151,14 @@ def plan(config: BrokerConfig) -> Plan:
             config.retain.checkpoints,
             config.feeds[name].on_rewind == "discard",
             config.limits.peers,
+            leaving,
         )
         for name, rules in feeds.items()
     )
     chunk = max(wanted.least_chunk, min(limit, quota * size // 4))
     longest = Capacity(quota, sample, max(chunk // size, sample) * size, config.limits.peers)
-    return Plan(plans, longest, memory, size, block, chunk, max(4, ARRIVING_BYTES // chunk))
+    arriving = max(4, ARRIVING_BYTES // chunk)
+    return Plan(plans, longest, memory, size, block, chunk, arriving, leaving * len(feeds))
 
 
 def _held(rules: Rules) -> str:

@@ -162,6 +162,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("log_sync_seconds", "counter", "Time spent in them.", of_log("sync_seconds")),
     # Who is there, and what went out
     Metric("sent_tokens", "counter", "Tokens sent to trainers, padding too.", at("sent_tokens")),
+    Metric("queued_bytes", "gauge", "Bytes of steps sent to ranks that have not confirmed them.",
+           of_feeds("queued_bytes"), ("feed",)),
+    Metric("queued_limit_bytes", "gauge", "Most bytes that may be sent to ranks and not confirmed.",
+           of_feeds("queued_limit_bytes"), ("feed",)),
+    Metric("resent_bytes", "counter", "Bytes of steps sent again to ranks, because they were lost.",
+           of_feeds("resent_bytes"), ("feed",)),
     Metric("bad_messages", "counter", "Messages damaged, refused, of another run, or not sent; peers without a key.",
            by("messages"), ("reason",)),
     Metric("producers_connected", "gauge", "Producers connected.", at("producers")),

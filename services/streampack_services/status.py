@@ -158,6 +158,9 @@ class Reporter:
             },
             "tokens_per_s": self._rate(now, feed),
             "readers": self._rows_of(now, (feed.name, "readers"), lambda: _readers(feed)),
+            "queued_bytes": readers.queued_bytes,
+            "queued_limit_bytes": readers.leaving_bytes,
+            "resent_bytes": readers.resent_bytes,
             "num_ranks": readers.num_ranks,
             "all_ranks_attached": readers.all_there,
             "window": {

@@ -20,13 +20,19 @@ from collections.abc import Callable
 
 from streampack.core.effects import SendTrainer
 from streampack.core.events import Effect, Report
-from streampack.core.messages import Attached, Bye, Mesh, Reject, Wait
+from streampack.core.messages import Attached, Bye, Mesh, Probe, Reject, Wait
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 from streampack.core.seats import CLAIM_S, RESTART_S, Reader, clash
-from streampack.core.serving import OUT, Serving
+from streampack.core.serving import ACKS, OUT, RESEND_S, Serving
 from streampack.core.snapshot import Snapshot
 from streampack.core.starvation import Missing
+
+PINGS_A_SECOND = 1000
+"""Of all ranks together: more ranks ping less often."""
+MOST_PING_S = 10.0
+PROBE_S = 1.0
+"""Between two probes of a holder whose rank is claimed."""
 
 NEWS_A_TICK = 16
 """What all that wait are told is worked out anew as ranks come and go, but not for each of thousands."""
@@ -41,9 +47,10 @@ class Attempts(Serving):
     def __init__(
         self, run: int, epoch: int, feed: str, rules: Rules, layout: str, table: SampleTable,
         waiting_for: Callable[[], Missing], unfit: Callable[[int, Snapshot | None], tuple[str, str] | None],
-        rewind: Callable[[int, Snapshot | None, bool], list[Effect]],
+        rewind: Callable[[int, Snapshot | None, bool], list[Effect]], leaving_bytes: int,
     ) -> None:  # fmt: skip
-        super().__init__(run, epoch, feed, rules, layout, table, waiting_for)
+        super().__init__(run, epoch, feed, rules, layout, table, waiting_for, leaving_bytes)
+        self.pings_a_second: float = PINGS_A_SECOND
         self._unfit, self._rewind = unfit, rewind
         self._attempt = self._news = 0
         self._of_all: tuple[list[Reader], float, bool] = ([], 0.0, False)
@@ -72,6 +79,11 @@ class Attempts(Serving):
         """Steps before are formed, or some reader has had them from this broker or another."""
         return max([self.formed_upto, *(reader.first_step for reader in self._seats if reader.ready)])
 
+    @property
+    def ping_s(self) -> float:
+        """Seconds between two pings of a reader: more where there are many."""
+        return min(max(self._seats.num_ranks / self.pings_a_second, 1.0), MOST_PING_S)
+
     # Ranks that are given up, and taken
 
     def _seat(self, reader: Reader) -> list[Effect]:
@@ -90,7 +102,8 @@ class Attempts(Serving):
     def _settle(self) -> list[Effect]:
         """Claims whose rank was given up go through; who finds others alive is refused."""
         self._of_all = ([], 0.0, False)
-        effects = [effect for reader in list(self._seats.claims.values()) for effect in self._decide(reader)]
+        effects = self._probe()
+        effects += [effect for reader in list(self._seats.claims.values()) for effect in self._decide(reader)]
         entered = [reader for reader in self._seats.held.values() if reader.entered]
         heard = max((reader.heard for reader in entered), default=0.0)
         for reader in list(self._seats.held.values()):
@@ -98,14 +111,37 @@ class Attempts(Serving):
                 effects += self._refuse(reader, *self._too_late(reader, entered))
         return effects + (self._begin() if self._seats.all_wait() else [])  # a claim may have held them back
 
+    def _probe(self) -> list[Effect]:
+        """Ask those whose rank is claimed whether they are there: their next ping may be far away."""
+        effects: list[Effect] = []
+        asked = None
+        for claim in self._seats.claims.values():
+            others = self._seats.in_the_way(claim)
+            if others is asked:  # all that claim ranks of another mesh have the same ones
+                continue
+            asked = others
+            for other in others:
+                if self._now >= max(other.heard, other.probed) + PROBE_S:
+                    other.probed = self._now
+                    effects += self._send(other, Probe(feed=self._feed))
+        return effects
+
+    @property
+    def _claim_s(self) -> tuple[float, float]:
+        """A holder loses its rank that was not heard for so long, and not for so long since it was claimed and
+        probed."""
+        more = self.ping_s - 1.0
+        return CLAIM_S + more, min(CLAIM_S, more)
+
     def _decide(self, claim: Reader) -> list[Effect]:
         others = self._seats.in_the_way(claim)
         if self._of_all[0] is not others:
             heard = max((other.heard for other in others), default=0.0)
             self._of_all = others, heard, any(other.entered for other in others)
         _, heard, entered = self._of_all
-        if not others or (self._now - heard > CLAIM_S and self._now > claim.since):
-            effects = [e for other in others for e in self._leave(other, f"silent for {CLAIM_S:.0f} s, taken over")]
+        silent_s, probed_s = self._claim_s
+        if not others or (self._now - heard > silent_s and self._now > claim.since + probed_s):
+            effects = [e for other in others for e in self._leave(other, f"silent for {silent_s:.0f} s, taken over")]
             return effects + self._seat(claim)
         late, foreign = self._is_late(claim), self._seats.is_foreign(claim)
         restarts = (late or foreign) and entered  # the old ones may be about to die
@@ -119,6 +155,7 @@ class Attempts(Serving):
         self._has_news()
         self._seats.remove(reader)
         self._starving.pop(reader.name, None)
+        self._forget_queue(reader)
         text = f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why}"
         return [reader.report("info" if "goodbye" in why else "warning", text, self._feed)]
 
@@ -178,7 +215,9 @@ class Attempts(Serving):
         """A reader takes part in the attempt from its first step on."""
         reader.entered, reader.fence, reader.snapshot = True, self._attempt, None
         self._returned[reader.mesh.ranks] = reader.first_step
-        reader.sent_upto, reader.want_stop, reader.resend = reader.first_step, 0, 0
+        self._forget_queue(reader)
+        reader.sent_upto, reader.sent_part, reader.ever_sent = reader.first_step, 0, (reader.first_step, 0)
+        reader.want_stop, reader.resend, reader.resent_at = 0, 0, -RESEND_S
         return self._send(reader, self._attached(reader))
 
     def _is_late(self, reader: Reader) -> bool:
@@ -208,7 +247,7 @@ class Attempts(Serving):
     def _attached(self, reader: Reader) -> Attached:
         return Attached(
             feed=self._feed, reader=reader.name, lineage=self.lineage, next_step=reader.first_step, rules=self._rules,
-            layout=self._layout, round=reader.round,
+            layout=self._layout, round=reader.round, ping_s=self.ping_s, ack_bytes=self._most_queued // ACKS,
         )  # fmt: skip
 
     # What they are told
@@ -230,7 +269,9 @@ class Attempts(Serving):
         if reader.holds and not reader.ready:
             return []
         detail = self._missing(reader) if reader.holds else self._claimed(reader)
-        wait = Wait(feed=self._feed, step=reader.first_step, reason="join", detail=detail[:2000])
+        wait = Wait(
+            feed=self._feed, step=reader.first_step, reason="join", detail=detail[:2000], ping_s=self.ping_s
+        )  # fmt: skip
         return self._send(reader, wait)
 
     def _has_news(self) -> None:

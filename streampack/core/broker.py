@@ -19,6 +19,7 @@ from streampack.core.effects import (
     Formed,
     FromProducer,
     FromTrainer,
+    NotSent,
     Recalled,
     Safe,
     SendTrainer,
@@ -138,6 +139,10 @@ class Broker:
             for feed in self.feeds.values():
                 effects += self._moved(feed, feed.readers.tick(event.now))
             return effects
+        if isinstance(event, NotSent):
+            for feed in self.feeds.values():
+                feed.readers.not_sent(event.peer, event.envelope)
+            return []
         if isinstance(event, Change):
             return self._change(event)
         if isinstance(event, WasCut):

@@ -30,6 +30,10 @@ class Again(Event, frozen=True):
     """Begin the feed again, at its first step."""
 
 
+class Damaged(Event, frozen=True):
+    """A message of the broker came damaged, and was dropped."""
+
+
 class Waiting(Event, frozen=True):
     """The trainer begins to wait, for a step or an answer, or has what it waited for."""
 

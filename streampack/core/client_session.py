@@ -2,9 +2,14 @@
 
 It attaches, asks for ``prefetch`` steps beyond the one in use, puts the parts of each together,
 and delivers whole steps in order. Everything it says is a state ("steps 7 to 9, I have returned
-7") and is said again until it holds, so nothing depends on a message arriving. It pings from the
+7") and is repeated until it holds, later each time, so nothing depends on a message arriving. It pings from the
 moment it is answered, whatever it wants: a rank that has everything must still notice a new broker,
 and one that waits for the others must not be taken for dead.
+
+The session asks for a part again only when the part is proven lost, never because time has passed: connections keep
+the order of messages, so a part before its turn proves it, and so does a Wait or End that says what was sent before.
+A new connection is a new Attach, which begins again at the first part that is missing. The session confirms parts as
+they arrive, because the broker sends only so many bytes ahead.
 
 It may take its rank first, and ``Begin`` later, at the step that a checkpoint names: until then it is not ready,
 holds nobody up and is sent no steps. ``Begin`` and ``Again`` also begin the next *round*, over a finite feed or where
@@ -20,8 +25,21 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from streampack.core.client_events import Again, Answered, Ask, Begin, Broken, Deliver, Detach, Ended, Returned, Waiting
-from streampack.core.events import Effect, Event, FromBroker, Send, Tick
+from streampack.core.backoff import Backoff, spread
+from streampack.core.client_events import (
+    Again,
+    Answered,
+    Ask,
+    Begin,
+    Broken,
+    Damaged,
+    Deliver,
+    Detach,
+    Ended,
+    Returned,
+    Waiting,
+)
+from streampack.core.events import Effect, Event, FromBroker, Send, Tick, Unsent
 from streampack.core.messages import (
     AskState,
     Attach,
@@ -35,6 +53,7 @@ from streampack.core.messages import (
     Get,
     Mesh,
     Message,
+    Probe,
     ReadBy,
     ReaderPing,
     Reject,
@@ -48,18 +67,27 @@ from streampack.core.snapshot import Snapshot
 from streampack.core.starvation import Starvation, cause_of
 
 PING_S = 1.0
+"""Between pings, until the broker says another interval."""
 RETRY_S = 2.0
-"""After so long without progress, what is missing is asked for again."""
+"""A message without an answer is repeated after so long, then later each time."""
+MOST_RETRY_S = 8.0
 MOST_AHEAD = 64
 """Steps that a broker has ready at most, beyond those returned (``steps_ahead``): others are not kept."""
 GONE_S = 5.0
-"""A broker that does not answer for so long is said to be silent."""
+"""A broker that does not answer for so long is reported as silent; intervals between pings at least."""
 SAID_S = 2.5
-"""What it says is so for so long: it repeats it every second."""
+"""Intervals between pings for which a Wait holds: the broker repeats it in each."""
 
 
 class _Assembly(Struct):
     parts: dict[int, Envelope]
+    upto: int = 0
+    """Every part before is there."""
+
+    def add(self, part: int, envelope: Envelope) -> None:
+        self.parts[part] = envelope
+        while self.upto in self.parts:
+            self.upto += 1
 
 
 @dataclass(slots=True)
@@ -94,23 +122,32 @@ class ClientSession:
     num_skipped: int = 0
     """Steps that were passed over, as the run's record says."""
     _now: float = 0.0
-    _moved: float = 0.0
-    _pinged: float = -PING_S
-    _attaching: float = -RETRY_S
+    _ping_at: float = 0.0
+    _num_pings: int = 0
+    _ping_s: float = PING_S
+    _attached_at: float = -RETRY_S
+    _attach_again: Backoff = field(init=False)
+    _get_again: Backoff = field(init=False)
+    _ask_again: Backoff = field(init=False)
     _have_upto: int = 0
     _done_upto: int = 0
     _going_on: int = -1
     _resend: int = 0
+    _next: tuple[int, int] = (0, 0)
+    """(step, part) that comes next of those that are sent for this ``_resend``."""
+    _unconfirmed_bytes: int = 0
     _assembling: dict[int, _Assembly] = field(default_factory=dict)
     _chains: dict[int, bytes] = field(default_factory=dict)
     _skipped: set[int] = field(default_factory=set)
     _asked: AskState | Commit | None = None
-    _asked_at: float = 0.0
     _num_steps: int | None = None
     _ended: bool = False
     _over: bool = False
 
     def __post_init__(self) -> None:
+        self._attach_again = Backoff(f"{self.reader} attach", RETRY_S, MOST_RETRY_S)
+        self._get_again = Backoff(f"{self.reader} get", RETRY_S, MOST_RETRY_S)
+        self._ask_again = Backoff(f"{self.reader} ask", RETRY_S, MOST_RETRY_S)
         self._have_upto = self._done_upto = self.next_step
         self._chains[self.next_step] = self.chain
 
@@ -133,8 +170,14 @@ class ClientSession:
             self.patience.wants(event.on)
             self._asked = self._asked if event.on else None
             return []
+        if isinstance(event, Unsent):
+            self._unsent(event.envelope.message)
+            return []
+        if isinstance(event, Damaged):
+            return self._ping() if self.reached else []  # the answer shows what is missing
         if isinstance(event, Ask):
             self._asked = event.message
+            self._ask_again.reset()
             self.patience.asks()
             return self._ask()
         if isinstance(event, Detach):
@@ -146,7 +189,7 @@ class ClientSession:
         """What the next step waits for, for a person."""
         if not self.reached:
             return "an answer of the broker"
-        if self.patience.silent_s > GONE_S:
+        if self.patience.silent_s > GONE_S * self._ping_s:
             return f"the broker, silent for {self.patience.silent_s:.0f} s"
         return f"{self.wait.reason}: {self.wait.detail}" if self.wait is not None else f"step {self._have_upto}"
 
@@ -154,7 +197,7 @@ class ClientSession:
     def cause(self) -> tuple[str, str | None]:
         """The same as one of ``starvation.CAUSES``, and the stream that is missing: what the broker said last, unless
         it has sent some of the step since, or is not heard."""
-        if self.wait is None or self.patience.silent_s > SAID_S:
+        if self.wait is None or self.patience.silent_s > SAID_S * self._ping_s:
             return "network", None
         return cause_of(self.wait.reason), self.wait.stream if self.wait.reason == "stream" else None
 
@@ -166,27 +209,38 @@ class ClientSession:
         if self.reached and (why := self.patience.over()):
             return self._break("stall", why)
         effects: list[Effect] = []
-        if self.attached is None and now - self._attaching >= RETRY_S:
+        if self.attached is None and self._attach_again.due(now):
             effects.append(self._attach())
-        if self._asked is not None and now - self._asked_at >= RETRY_S:
+        if self._asked is not None and self._ask_again.due(now):
             effects += self._ask()
         return effects + self._keep_up(now)
 
     def _keep_up(self, now: float) -> list[Effect]:
         """Say that it is alive, and what it still wants."""
         effects: list[Effect] = []
-        if self.reached and now - self._pinged >= PING_S:
-            self._pinged = now
-            ping = ReaderPing(
-                feed=self.feed, reader=self.reader, done_upto=self._done_upto, have_upto=self._have_upto,
-                stats=self.stats, starvation=self.starvation,
-            )  # fmt: skip
-            effects.append(self._send(ping))
-        if self.attached is not None and self._wants() and now - self._moved >= RETRY_S:
-            self._moved = now
-            self._resend += 1
-            effects += self._get()
+        if self.reached and now >= self._ping_at:
+            effects += self._ping()
+        if self.attached is not None and self._wants() and self._get_again.due(now):
+            effects += self._get(repeated=True)
         return effects
+
+    def _ping(self) -> list[Effect]:
+        self._num_pings += 1
+        early = 0.2 * spread(self.reader, self._num_pings) if self._ping_s > PING_S else 0.0  # not all at once
+        self._ping_at = self._now + self._ping_s * (1.0 - early)
+        step, part = self._have
+        ping = ReaderPing(
+            feed=self.feed, reader=self.reader, done_upto=self._done_upto, have_upto=step, part=part,
+            stats=self.stats, starvation=self.starvation,
+        )  # fmt: skip
+        return [self._send(ping)]
+
+    def _unsent(self, message: Message) -> None:
+        """A message that never left this process is tried again soon."""
+        kinds = ((Attach, self._attach_again), (Get, self._get_again), (AskState | Commit, self._ask_again))
+        for kind, again in kinds:
+            if isinstance(message, kind):
+                again.unsent(self._now)
 
     def _receive(self, envelope: Envelope) -> list[Effect]:
         self.run = self.run or envelope.run
@@ -205,11 +259,13 @@ class ClientSession:
         if isinstance(message, Reject):
             return self._break(message.code, message.detail)
         if isinstance(message, Who):
-            return self._reattach() if self._now - self._attaching >= RETRY_S / 4 else []
+            return self._reattach() if self._now - self._attached_at >= RETRY_S / 4 else []
         if isinstance(message, Bye):
             return self._break("stopped", message.reason)
         if isinstance(message, Fenced):
             return self._break("fenced", message.detail)
+        if isinstance(message, Probe):
+            return self._ping()
         if isinstance(message, State | Committed):
             return self._answer(message)
         if envelope.fence != self.attempt and self.attached is not None:
@@ -217,6 +273,10 @@ class ClientSession:
         if isinstance(message, Wait):
             self.wait = message
             self.patience.told(message.reason == "join", message.detail)
+            if message.reason == "join":
+                self._ping_s = message.ping_s
+                return []
+            return self._lost(message.resend, message.step, message.part)
         elif self.attached is None or not self.ready:
             return []
         elif isinstance(message, StepPart):
@@ -234,19 +294,41 @@ class ClientSession:
             return []
         self.attempt, self.attached = attempt, message
         self._going_on = message.lineage if self.ready else -1
-        self._moved = self._now
+        self._ping_s = message.ping_s
+        self._ping_at = min(self._ping_at, self._now + self._ping_s)
+        return self._from_missing()
+
+    def _from_missing(self) -> list[Effect]:
+        """Have everything sent from the first part on that is missing: what was sent of it is lost."""
         self._resend += 1
+        self._next = self._have
         return self._get()
 
+    def _lost(self, resend: int, step: int, part: int = 0) -> list[Effect]:
+        """Every part before part ``part`` of ``step`` was sent for the Get of ``resend``: are some missing?"""
+        if self.attached is None or not self.ready or resend != self._resend:
+            return []
+        self._get_again.answered(self._now)
+        return self._from_missing() if (step, part) > max(self._next, self._have) else []
+
+    @property
+    def _have(self) -> tuple[int, int]:
+        """(step, part) of the first part that is missing."""
+        assembly = self._assembling.get(self._have_upto)
+        return self._have_upto, assembly.upto if assembly is not None else 0
+
     def _part(self, envelope: Envelope, message: StepPart) -> list[Effect]:
-        wanted = self._have_upto <= message.step < self._done_upto + MOST_AHEAD
-        if not wanted or message.part >= max(message.parts, 1):  # had already; or what no broker sends
+        if message.step >= self._done_upto + MOST_AHEAD or message.part >= max(message.parts, 1):
+            return []  # what no broker sends
+        in_turn = self._in_turn(message)
+        if message.step < self._have_upto:
             return []
         self.wait = None
         self.patience.told(joining=False)
-        self._moved = self._now
+        self._get_again.answered(self._now)
+        self._unconfirmed_bytes += sum(len(frame) for frame in envelope.payload)
         assembly = self._assembling.setdefault(message.step, _Assembly({}))
-        assembly.parts[message.part] = envelope
+        assembly.add(message.part, envelope)
         effects: list[Effect] = []
         done_upto = self._done_upto
         while (ready := self._assembling.get(self._have_upto)) is not None:
@@ -264,7 +346,21 @@ class ClientSession:
                 self._skipped.add(first.step)
                 self.num_skipped += 1
         self._returned(done_upto)
-        return effects + (self._get() if self._done_upto > done_upto else []) + self._finished()
+        assert self.attached is not None
+        if not in_turn:
+            effects += self._from_missing()
+        elif self._done_upto > done_upto or self._unconfirmed_bytes >= self.attached.ack_bytes:
+            effects += self._get()
+        return effects + self._finished()
+
+    def _in_turn(self, message: StepPart) -> bool:
+        """False where parts that were sent before this one are missing."""
+        place = message.step, message.part
+        if message.resend != self._resend or place < self._next:
+            return True
+        found, last = place <= max(self._next, self._have), message.part + 1 >= message.parts
+        self._next = (message.step + 1, 0) if last else (message.step, message.part + 1)
+        return found
 
     def _returned(self, upto: int) -> None:
         """Steps before ``upto`` are done with, and those skipped after them."""
@@ -286,7 +382,7 @@ class ClientSession:
 
     def _end(self, message: End) -> list[Effect]:
         self._num_steps = message.num_steps
-        return self._finished()
+        return self._finished() + self._lost(message.resend, message.num_steps)
 
     def _finished(self) -> list[Effect]:
         if self._num_steps is None or self._have_upto < self._num_steps:
@@ -312,7 +408,8 @@ class ClientSession:
         return self.ready and not self._ended and self._have_upto < self._done_upto + self.prefetch + 1
 
     def _attach(self) -> Effect:
-        self._attaching = self._now
+        self._attached_at = self._now
+        self._attach_again.said(self._now)
         attach = Attach(
             feed=self.feed, reader=self.reader, host=self.host, pid=self.pid, mesh=self.mesh,
             next_step=self._done_upto, chain=self._chains[self._done_upto], round=self.round, readers=self.readers,
@@ -324,20 +421,24 @@ class ClientSession:
     def _reattach(self) -> list[Effect]:
         self.attached = self.wait = None
         self._assembling.clear()
+        self._attach_again.reset()
         return [self._attach()]
 
-    def _get(self) -> list[Effect]:
+    def _get(self, repeated: bool = False) -> list[Effect]:
         if self.attached is None or not self.ready:
             return []
+        self._unconfirmed_bytes = 0
+        (self._get_again.said if repeated else self._get_again.answered)(self._now)
+        step, part = self._have
         get = Get(
-            feed=self.feed, lineage=self.attached.lineage, start=self._have_upto,
+            feed=self.feed, lineage=self.attached.lineage, start=step, part=part,
             stop=self._done_upto + self.prefetch + 1, done_upto=self._done_upto, resend=self._resend,
         )  # fmt: skip
         return [self._send(get)]
 
     def _ask(self) -> list[Effect]:
         assert self._asked is not None
-        self._asked_at = self._now
+        self._ask_again.said(self._now)
         return [self._send(self._asked)]
 
     def _break(self, code: str, detail: str) -> list[Effect]:

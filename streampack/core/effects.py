@@ -36,6 +36,13 @@ class FromTrainer(Event, frozen=True):
     rights: Rights | None = None
 
 
+class NotSent(Event, frozen=True):
+    """The router dropped a message for a trainer: the peer is gone, or its queue is full."""
+
+    peer: bytes
+    envelope: Envelope
+
+
 class Withdrawn(Event, frozen=True):
     """A key may not do all that it could: whoever came with it must ask again."""
 

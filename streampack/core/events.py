@@ -35,6 +35,12 @@ class Send(Effect, frozen=True):
     envelope: Envelope
 
 
+class Unsent(Event, frozen=True):
+    """A message for the broker never left this process: there is no connection, or its queue is full."""
+
+    envelope: Envelope
+
+
 class Report(Effect, frozen=True):
     """A line for the log: ``text`` for people, the others what it is about, for those who search.
 

@@ -63,7 +63,7 @@ class Feed:
         )  # fmt: skip
         self.readers = Readers(
             run, epoch, name, rules, plan.layout, table, self.waiting_for, self.unfit, self.rewind, self.state_of,
-            self.commit, plan.max_readers,
+            self.commit, plan.max_readers, plan.leaving_bytes,
         )  # fmt: skip
         self.readers.is_known = self.history.knows
         self._outbox = Outbox(self.readers, self.history, journal, leases)

@@ -76,6 +76,7 @@ class KeptSteps:
     def __init__(self, feed: str, rules: Rules, layout: str, table: SampleTable) -> None:
         self._feed, self._rules, self._layout, self._table = feed, rules, layout, table
         self._steps: dict[int, _Kept] = {}
+        self.part_bytes = PART_BYTES
         self.lineage = 0
         self.figures = DealtFigures()
 
@@ -96,23 +97,31 @@ class KeptSteps:
         """Drop a step; the handles of all its samples, int64 [n]."""
         return self._steps.pop(number).step.packs.handles
 
-    def parts(self, number: int, mesh: Mesh) -> Iterator[tuple[StepPart, Contents]]:
-        """A step's messages for one rank, in order, each with its packs."""
+    def num_bytes(self, packs: Contents, mesh: Mesh) -> int:
+        """Payload of a message with these packs, about: fields of axis ``sample`` are not counted."""
+        shares = 1 if self._layout == "whole" else mesh.cp
+        return int(packs.widths.sum()) // shares * self._rules.token_bytes
+
+    def parts(self, number: int, mesh: Mesh, begin: int = 0, resend: int = 0) -> Iterator[tuple[StepPart, Contents]]:
+        """A step's messages for one rank, in order from number ``begin`` on, each with its packs; from the first on
+        where there are fewer."""
         kept, rules = self._steps[number], self._rules
         if kept.skipped:
-            yield self._passed_over(kept.step), NOTHING
+            yield self._passed_over(kept.step, resend), NOTHING
             return
         step, dealt = kept.step, self._deal(kept, mesh)
         width = rules.budget // (1 if self._layout == "whole" else mesh.cp)
-        most = max(1, PART_BYTES // (width * rules.token_bytes))
+        most = max(1, self.part_bytes // (width * rules.token_bytes))
         frames = frames_for(rules.fields, mesh, self._layout)
-        begin, count = mesh.dp_rank * dealt.each, dealt.each
-        for part, first in enumerate(range(0, count, most)):
-            a, b = begin + first, begin + min(first + most, count)
+        mine, count = mesh.dp_rank * dealt.each, dealt.each
+        parts = -(-count // most)
+        for part in range(begin if begin < parts else 0, parts):
+            first = part * most
+            a, b = mine + first, mine + min(first + most, count)
             c, d = dealt.bounds[a], dealt.bounds[b]
             plan = StepPart(
                 feed=self._feed, lineage=self.lineage, step=step.number,
-                part=part, parts=-(-count // most), first=first,
+                part=part, parts=parts, first=first,
                 micro_batches=count, digest=step.digest, chain=step.chain,
                 num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples, frames=frames,
                 packs_u32=dealt.numbers_u32[4 * a : 4 * b],
@@ -124,16 +133,17 @@ class KeptSteps:
                 parts_u32=dealt.parts_u32[4 * c : 4 * d],
                 widths_u32=dealt.widths_u32[4 * a : 4 * b],
                 rows_u32=dealt.rows_u32[4 * a : 4 * b],
+                resend=resend,
             )  # fmt: skip
             handles, counts, widths, aligns = dealt.contents
             yield plan, Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b])
 
-    def _passed_over(self, step: Step) -> StepPart:
+    def _passed_over(self, step: Step, resend: int) -> StepPart:
         return StepPart(
             feed=self._feed, lineage=self.lineage, step=step.number, part=0, parts=1, first=0, micro_batches=0,
             digest=step.digest, chain=step.chain, num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples,
             frames=[], packs_u32=b"", counts_u32=b"", loss_tokens_u32=b"", lengths_u32=b"", streams_u32=b"",
-            indices_u64=b"", parts_u32=b"",
+            indices_u64=b"", parts_u32=b"", resend=resend,
         )  # fmt: skip
 
     def unfit(self, number: int, mesh: Mesh) -> str:

@@ -30,6 +30,7 @@ Text = Annotated[str, Meta(max_length=2000)]
 Host = Annotated[str, Meta(max_length=255)]
 """As long as a name of one may be: many are remembered."""
 Small = Annotated[int, Meta(ge=0, lt=2**20)]
+PingS = Annotated[float, Meta(ge=0.1, le=60.0)]
 OVERLONG = "overlong"
 """Why a producer rejects what is too long even to be sent: counted with the over-long."""
 WRONG_SIDE = "got an address of the broker, but not the one for this side"
@@ -318,9 +319,11 @@ class Attach(Message, frozen=True, kw_only=True):
 
 
 class Get(Message, frozen=True, kw_only=True):
-    """Steps ``start`` to ``stop`` (exclusive) for my rank; those before ``done_upto`` are returned.
+    """Request steps up to ``stop`` (exclusive); steps before ``done_upto`` are returned.
 
-    A higher ``resend`` says that what was sent from ``start`` on has not arrived.
+    The reader has every part before part ``part`` of step ``start``: the broker may send as many more. A ``resend``
+    higher than before is proof of loss: what was sent from there on has not arrived, and never will. Otherwise a
+    repeated Get changes nothing.
     """
 
     TYPE: ClassVar[int] = 21
@@ -330,16 +333,19 @@ class Get(Message, frozen=True, kw_only=True):
     stop: Count
     done_upto: Count
     resend: Count
+    part: Small = 0
 
 
 class ReaderPing(Message, frozen=True, kw_only=True):
-    """Alive, whether or not anything is wanted; ``stats`` are figures of the client for the metrics."""
+    """Alive, whether or not anything is wanted; ``stats`` are figures of the client for the metrics. The reader has
+    every part before part ``part`` of step ``have_upto``."""
 
     TYPE: ClassVar[int] = 22
     feed: Name
     reader: Name
     done_upto: Count
     have_upto: Count
+    part: Small = 0
     stats: Annotated[dict[Name, float], Meta(max_length=32)] = {}
     starvation: Starvation | None = None
 
@@ -364,7 +370,11 @@ class Commit(Message, frozen=True, kw_only=True):
 
 
 class Attached(Message, frozen=True, kw_only=True):
-    """The rank is yours in iteration ``round``; the fence is the attempt. What a client must know to rebuild packs."""
+    """The rank is yours in iteration ``round``; the fence is the attempt. What a client must know to rebuild packs.
+
+    The reader pings every ``ping_s`` seconds, and says how far it has received whenever ``ack_bytes`` of payload have
+    come.
+    """
 
     TYPE: ClassVar[int] = 30
     feed: Name
@@ -374,6 +384,8 @@ class Attached(Message, frozen=True, kw_only=True):
     rules: Rules
     layout: Name
     round: Count = 0
+    ping_s: PingS = 1.0
+    ack_bytes: Count = 1 << 20
 
 
 class StepPart(Message, frozen=True, kw_only=True):
@@ -387,7 +399,8 @@ class StepPart(Message, frozen=True, kw_only=True):
     [p, T / cp, ...] (or T where replicated), those of axis ``sample`` [sum of counts, ...]. ``widths_u32`` [p]: T of
     each pack; empty where the rules' shape is ``fixed``: all are the budget. ``rows_u32`` [p], where rules are
     ``padded``: tokens of a row of each; a sample has one, and behind them is one of padding at most.
-    ``num_loss_tokens`` and ``num_samples`` are those of the whole step.
+    ``num_loss_tokens`` and ``num_samples`` are those of the whole step. ``resend`` is that of the Get which it answers:
+    parts of one ``resend`` come in order, so one that comes before its turn shows that others are lost.
     """
 
     TYPE: ClassVar[int] = 31
@@ -412,6 +425,7 @@ class StepPart(Message, frozen=True, kw_only=True):
     parts_u32: bytes
     widths_u32: bytes = b""
     rows_u32: bytes = b""
+    resend: Count = 0
 
     def widths(self, rules: Rules) -> I64:
         """T of each pack, int64 [p]. Raises ValueError for what no pack of these rules can be."""
@@ -447,7 +461,12 @@ class StepPart(Message, frozen=True, kw_only=True):
 
 class Wait(Message, frozen=True, kw_only=True):
     """Step ``step`` is not there yet, and what it waits for: the cause, in words, and the stream that is missing where
-    that is it. Said at once to who has nothing left, and then every second."""
+    that is it. Said at once to who has nothing left, and then every ``ping_s``.
+
+    Every part before part ``part`` of ``step`` was sent before, for the Get of this ``resend``: what the reader lacks
+    of them is lost. ``reason`` is "network" where parts are sent that the reader has not confirmed. ``ping_s``, of
+    "join", is that of ``Attached``.
+    """
 
     TYPE: ClassVar[int] = 32
     feed: Name
@@ -455,16 +474,28 @@ class Wait(Message, frozen=True, kw_only=True):
     reason: Name
     detail: Text
     stream: Name | None = None
+    part: Small = 0
+    resend: Count = 0
+    ping_s: PingS = 1.0
 
 
 class End(Message, frozen=True, kw_only=True):
-    """There is no step from ``num_steps`` on; ``chain`` is the digest of the whole run."""
+    """There is no step from ``num_steps`` on; ``chain`` is the digest of the whole run. Every step was sent before, for
+    the Get of this ``resend``."""
 
     TYPE: ClassVar[int] = 33
     feed: Name
     lineage: Count
     num_steps: Count
     chain: bytes
+    resend: Count = 0
+
+
+class Probe(Message, frozen=True, kw_only=True):
+    """Another process asks for this reader's rank: a reader that is alive pings at once."""
+
+    TYPE: ClassVar[int] = 37
+    feed: Name
 
 
 class State(Message, frozen=True, kw_only=True):
@@ -498,6 +529,7 @@ class Fenced(Message, frozen=True, kw_only=True):
 ALL: tuple[type[Message], ...] = (
     Hello, Samples, Eos, Sent, Mark, ProducerPing, Bye, Lease, Flow, Revoke, Who, Reject, Done,
     Attach, Get, ReaderPing, AskState, Commit, Attached, StepPart, Wait, End, State, Committed, Fenced,
+    Probe,
 )  # fmt: skip
 
 

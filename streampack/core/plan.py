@@ -35,6 +35,8 @@ class FeedPlan:
     discards: bool = False
     """When they go back, pushed samples that came since are dropped."""
     max_readers: int = MAX_PEERS
+    leaving_bytes: int = 64 << 20
+    """Payload that may be on its way to all readers together, sent and not confirmed; one part may be beyond it."""
 
 
 def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:

@@ -31,12 +31,13 @@ from streampack.core.plan import MAX_PEERS
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
 from streampack.core.seats import Reader, refusal
+from streampack.core.serving import RESEND_S
 from streampack.core.snapshot import Snapshot
 from streampack.core.starvation import Missing
 from streampack.core.steps import Step
 
 TELL_S = 1.0
-"""Readers that wait are told what for this often, and when they ping."""
+"""Readers that wait are told what for this often, and when they ping; many are told less often."""
 MOST_BROUGHT = 4
 """Snapshots of checkpoints, each of megabytes perhaps, that readers wait with: those of an attempt bring one."""
 TOO_MANY = (
@@ -45,6 +46,8 @@ TOO_MANY = (
 )
 SILENT_S = 15.0
 """A reader not heard of for so long has lost its rank."""
+SILENT_PINGS = 3
+"""Or for so many pings, where that is longer."""
 
 
 class Readers(Attempts):
@@ -60,9 +63,9 @@ class Readers(Attempts):
         waiting_for: Callable[[], Missing], unfit: Callable[[int, Snapshot | None], tuple[str, str] | None],
         rewind: Callable[[int, Snapshot | None, bool], list[Effect]],
         state_of: Callable[[int], State | list[Effect]], commit: Callable[[int], list[Effect]],
-        max_readers: int = MAX_PEERS,
+        max_readers: int = MAX_PEERS, leaving_bytes: int = 64 << 20,
     ) -> None:  # fmt: skip
-        super().__init__(run, epoch, feed, rules, layout, table, waiting_for, unfit, rewind)
+        super().__init__(run, epoch, feed, rules, layout, table, waiting_for, unfit, rewind, leaving_bytes)
         self._state_of, self._commit, self._max_readers = state_of, commit, max_readers
         self._asked: dict[bytes, int] = {}  # a step whose state a peer waits for
         self._commits: dict[bytes, int] = {}  # what a peer waits to hear that it is committed
@@ -168,14 +171,20 @@ class Readers(Attempts):
         self._news = 0
         self._why.clear()
         effects: list[Effect] = []
+        ping_s = self.ping_s
+        silent_s = max(SILENT_S, SILENT_PINGS * ping_s)
         for reader in self._seats:
-            if now - reader.heard > SILENT_S:
-                effects += self._leave(reader, f"silent for {SILENT_S:.0f} s")
-        effects += self._settle()
-        if now - self._told >= TELL_S:
+            if now - reader.heard > silent_s:
+                effects += self._leave(reader, f"silent for {silent_s:.0f} s")
+        effects += self._settle() + self._serve_held_back()  # some that were waited for may have left
+        if now - self._told >= max(TELL_S, ping_s):
             self._told = now
-            return effects + [e for reader in self._seats for e in self._wait(reader)]
+            return effects + [e for reader in self._seats if not self._is_behind(reader) for e in self._wait(reader)]
         return effects + self.tell_starving()
+
+    def _is_behind(self, reader: Reader) -> bool:
+        """Does it wait for bytes that are on their way? It is told of them when it pings."""
+        return bool(reader.queued) and not self.formed_upto <= reader.sent_upto < reader.want_stop
 
     @property
     def num_readers(self) -> int:
@@ -251,6 +260,8 @@ class Readers(Attempts):
         if self._seats.at(peer) is not reader:
             effects += self.leave(peer, "its peer took another rank")
             self._seats.move(reader, peer)
+            self._forget_queue(reader)  # it went with the connection
+            reader.resent_at = -RESEND_S
         reader.heard = self._now
         if not message.ready or (reader.ready and message.round == reader.round):
             return effects + self._answer(reader)

@@ -10,6 +10,7 @@ reader begins.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice, product
@@ -24,7 +25,7 @@ from streampack.core.snapshot import Snapshot
 from streampack.core.starvation import Starvation
 
 CLAIM_S = 3.0
-"""A holder not heard of for so long loses its rank to one that claims it; pings come every second."""
+"""A holder not heard of for so long loses its rank to one that claims it, where pings come every second."""
 RESTART_S = 10.0
 """So long may the trainers of an attempt take to die when others come to begin a new one."""
 MAX_RANKS = 1 << 17
@@ -60,9 +61,20 @@ class Reader:
     fence: int = 0
     """The attempt that it was last told of."""
     sent_upto: int = 0
+    """Steps before are sent, and of this one the parts before ``sent_part``."""
+    sent_part: int = 0
+    ever_sent: tuple[int, int] = (0, 0)
+    """The same of all that was ever sent in this attempt: what is sent below is sent again."""
+    queued: deque[tuple[int, int, int]] = field(default_factory=deque)
+    """(step, part, bytes) of what is sent and not confirmed, in order."""
+    queued_bytes: int = 0
+    unreached: bool = False
+    """A part for it could not be sent: none is, until it is heard again."""
     want_stop: int = 0
     resend: int = 0
+    resent_at: float = -1.0
     have_upto: int = 0
+    probed: float = -1.0
     stats: dict[str, float] = field(default_factory=dict)
     starvation: Starvation | None = None
 

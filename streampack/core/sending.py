@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import Struct, UnsetType
 
-from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
-from streampack.core.messages import Bye, Envelope, Flow, Hello, Message, Offer, ProducerPing, SourceSize
+from streampack.core.backoff import Backoff
+from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick, Unsent
+from streampack.core.messages import Bye, Envelope, Flow, Hello, Lease, Message, Offer, ProducerPing, SourceSize
 from streampack.core.samples import Keep
 from streampack.core.snapshot import Cursor
 
 PING_S = 1.0
 HELLO_S = 1.0
+MOST_HELLO_S = 4.0
+"""A Hello without a lease is repeated after ``HELLO_S``, then later each time, up to this."""
 Key = tuple[str, int]
 """(stream, partition)."""
 Session = tuple[int, int]
@@ -108,12 +111,20 @@ class Sender(ABC):
     _now: float = 0.0
     _last_ping: float = -PING_S
     _last_hello: float = -HELLO_S
+    _hello_next: Backoff = field(init=False)
     _last_heard: float | None = None
     _finished: bool = False
+
+    def __post_init__(self) -> None:
+        self._hello_next = Backoff(self.producer, HELLO_S, MOST_HELLO_S)
 
     def handle(self, event: Event) -> list[Effect]:
         """What to do about an event; never performs it."""
         if self._finished:
+            return []
+        if isinstance(event, Unsent):
+            if isinstance(event.envelope.message, Hello):
+                self._hello_next.unsent(self._now)
             return []
         if isinstance(event, Tick):
             return self._tick(event.now)
@@ -169,7 +180,7 @@ class Sender(ABC):
     def _tick(self, now: float) -> list[Effect]:
         self._now = now
         effects: list[Effect] = []
-        if not self._has_lease and now - self._last_hello >= HELLO_S:
+        if not self._has_lease and self._hello_next.due(now):
             effects.append(self._hello())
         if now - self._last_ping >= PING_S:
             self._last_ping = now
@@ -181,6 +192,8 @@ class Sender(ABC):
         if envelope.run != self.run or envelope.epoch < self.epoch:
             return []
         self._last_heard = self._now
+        if isinstance(envelope.message, Lease):
+            self._hello_next.reset()
         effects: list[Effect] = []
         if envelope.epoch > self.epoch:
             effects += self._forget_sessions()
@@ -191,6 +204,7 @@ class Sender(ABC):
 
     def _hello(self) -> Effect:
         self._last_hello = self._now
+        self._hello_next.said(self._now)
         return self._send(Hello(producer=self.producer, host=self.host, pid=self.pid, offers=self._offered))
 
     def _hello_again(self) -> list[Effect]:

@@ -29,6 +29,7 @@ from streampack.core.messages import (
     Get,
     Mesh,
     Message,
+    Probe,
     ReadBy,
     ReaderPing,
     Reject,
@@ -158,7 +159,7 @@ class Desk:
             self.form()
             if self.now % 1.0 == 0:
                 for name, peer in self.alive.items():
-                    self.say(peer, ping(name))
+                    self.say(peer, ping(name, have=max(self.steps(name), default=-1) + 1))
 
     def heard(self, peer: bytes | str, kind: type[M]) -> list[M]:
         peer = peer.encode() if isinstance(peer, str) else peer
@@ -189,8 +190,8 @@ def attach(
     )  # fmt: skip
 
 
-def ping(name: str, done: int = 0, **more: Any) -> ReaderPing:
-    return ReaderPing(feed="train", reader=name, done_upto=done, have_upto=done, **more)
+def ping(name: str, done: int = 0, have: int = 0, **more: Any) -> ReaderPing:
+    return ReaderPing(feed="train", reader=name, done_upto=done, have_upto=max(have, done), **more)
 
 
 def reading(upto: int = 4, dp: int = 2, ahead: int = 6) -> Desk:
@@ -239,7 +240,7 @@ def test_who_has_nothing_left_hears_at_once_what_is_missing_and_who_has_steps_in
     desk.say(b"a0", asking(upto, upto - 1), fence)
     assert not desk.heard("a0", Wait), "it has the step before"
     desk.say(b"a0", asking(upto, upto), fence)
-    assert desk.heard("a0", Wait) == [Wait(feed="train", step=upto, reason="forming", detail="of samples")]
+    assert desk.heard("a0", Wait) == [Wait(feed="train", step=upto, reason="forming", detail="of samples", resend=1)]
     desk.ahead = 1
     desk.form()
     desk.say(b"a1", asking(upto, upto), fence)
@@ -1000,3 +1001,119 @@ def test_ranks_that_come_by_the_hundred_hear_within_a_tick_who_is_missing() -> N
     desk.wait(1.5)
     missing = f"{NEWS_A_TICK} of {4 * NEWS_A_TICK} ranks are not ready: dp={3 * NEWS_A_TICK} "
     assert all(desk.heard(name, Wait)[-1].detail.startswith(missing) for name in desk.alive)
+
+
+# Bytes on their way
+
+
+PART = 4 * 16 * 4
+"""Bytes of a step for the one rank: 4 packs of 16 tokens."""
+
+
+def wide(dp: int = 1, leaving_bytes: int = 2 * PART) -> Desk:
+    """Ranks whose steps are as large as packs are, of which only so many bytes may be on their way."""
+    desk = Desk(ahead=6)
+    desk.readers.leaving_bytes = leaving_bytes
+    desk.readers._steps.num_bytes = lambda packs, mesh: PART  # type: ignore[method-assign]
+    desk.come_all("a", dp=dp)
+    return desk
+
+
+def confirm(desk: Desk, name: str, upto: int, stop: int = 9, resend: int = 0) -> None:
+    desk.say(name.encode(), Get(feed="train", lineage=0, start=upto, stop=stop, done_upto=0, resend=resend))
+
+
+def test_only_so_many_bytes_are_sent_as_are_not_confirmed() -> None:
+    desk = wide()
+    confirm(desk, "a0", 0)
+    assert desk.steps("a0") == [0, 1]
+    confirm(desk, "a0", 0)
+    desk.wait(30.0)
+    assert desk.steps("a0") == [0, 1, 2, 3, 4, 5], "pings confirm, too"
+    assert desk.readers.resent_bytes == 0
+    desk = wide()
+    confirm(desk, "a0", 0)
+    confirm(desk, "a0", 1)
+    assert desk.steps("a0") == [0, 1, 2]
+    assert desk.readers.queued_bytes == 2 * PART
+
+
+def test_no_number_of_requests_has_anything_sent_twice_without_proof_of_loss() -> None:
+    desk = wide(leaving_bytes=1 << 20)
+    for _ in range(20):
+        confirm(desk, "a0", 0)
+        desk.now += 10.0
+    assert desk.steps("a0") == [0, 1, 2, 3, 4, 5]
+    confirm(desk, "a0", 2, resend=1)
+    assert desk.steps("a0") == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
+    assert desk.readers.resent_bytes == 4 * PART
+    confirm(desk, "a0", 2, resend=2)
+    assert len(desk.steps("a0")) == 10, "one proof a second, where nothing is confirmed in between"
+
+
+def test_ranks_that_share_the_memory_for_what_is_sent_have_their_turns() -> None:
+    """At most one part is on its way to any of them: each is served when the one before has confirmed."""
+    desk = wide(dp=4, leaving_bytes=1)
+    for rank in range(4):
+        confirm(desk, f"a{rank}", 0)
+    assert [desk.steps(f"a{rank}") for rank in range(4)] == [[0], [], [], []]
+    for rank in range(3):
+        confirm(desk, f"a{rank}", 1)
+    assert [desk.steps(f"a{rank}") for rank in range(4)] == [[0], [0], [0], [0]]
+    confirm(desk, "a3", 1)
+    assert [len(desk.steps(f"a{rank}")) for rank in range(4)] == [2, 1, 1, 1]
+    desk.say(b"a0", Bye())
+    desk.perform(desk.readers.tick(desk.now))
+    assert [len(desk.steps(f"a{rank}")) for rank in range(1, 4)] == [2, 1, 1], "one that leaves gives up its turn"
+
+
+def test_a_part_that_the_router_dropped_is_sent_when_the_reader_is_heard_again() -> None:
+    desk = wide(leaving_bytes=1 << 20)
+    confirm(desk, "a0", 0)
+    dropped = next(e for to, e in desk.said if isinstance(e.message, StepPart) and e.message.step == 3)
+    desk.readers.not_sent(b"a0", dropped)
+    assert desk.readers.queued_bytes == 3 * PART
+    desk.ahead = 12
+    desk.form()
+    assert desk.steps("a0") == [0, 1, 2, 3, 4, 5], "not at once: its connection may be gone"
+    confirm(desk, "a0", 3)
+    assert desk.steps("a0") == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8]
+
+
+# Pings of thousands of ranks
+
+
+def test_many_ranks_ping_less_often() -> None:
+    desk = Desk()
+    desk.readers.pings_a_second = 0.2
+    peer, _ = desk.come_all("a")
+    assert desk.heard(peer, Attached)[-1].ping_s == 10.0
+    assert Desk().readers.ping_s == 1.0
+
+
+def test_a_holder_that_pings_every_ten_seconds_is_asked_before_it_loses_its_rank() -> None:
+    desk = Desk()
+    desk.readers.pings_a_second = 0.2
+    desk.come_all("a")
+    for name in ("a0", "a1"):
+        del desk.alive[name]  # no ping for a while: the interval is 10 s
+    desk.wait(9.0)
+    desk.come("b0", 0)
+    for _ in range(20):
+        desk.wait(0.25)
+        if desk.heard("a0", Probe):
+            desk.say(b"a0", ping("a0"))  # as a client does
+    assert not desk.heard("a0", Fenced)
+    assert [refused.code for refused in desk.heard("b0", Reject)] == ["rank_taken"]
+
+
+def test_a_holder_that_is_dead_loses_its_rank_though_pings_are_rare() -> None:
+    desk = Desk()
+    desk.readers.pings_a_second = 0.2
+    desk.come_all("a")
+    desk.wait(2.0)
+    desk.die("a0")
+    desk.come("b0", 0)
+    desk.wait(13.0)
+    assert desk.heard("a0", Probe)
+    assert desk.heard("b0", Attached)

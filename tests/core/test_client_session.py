@@ -5,15 +5,28 @@ No socket, clock or thread: events go in, effects come out.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TypeVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from streampack.core.client_events import Again, Answered, Ask, Begin, Broken, Deliver, Ended, Returned, Waiting
+from streampack.core.client_events import (
+    Again,
+    Answered,
+    Ask,
+    Begin,
+    Broken,
+    Damaged,
+    Deliver,
+    Ended,
+    Returned,
+    Waiting,
+)
 from streampack.core.client_session import ClientSession
-from streampack.core.events import Effect, FromBroker, Send, Tick
+from streampack.core.events import Effect, FromBroker, Send, Tick, Unsent
 from streampack.core.form import Former
 from streampack.core.merge import merge_of
 from streampack.core.messages import (
@@ -28,6 +41,7 @@ from streampack.core.messages import (
     Get,
     Mesh,
     Message,
+    Probe,
     ReaderPing,
     Reject,
     State,
@@ -63,11 +77,14 @@ def attached(round_: int = 0) -> Attached:
     return Attached(feed="train", reader="r", lineage=0, next_step=0, rules=RULES, layout="zigzag", round=round_)
 
 
-def part(step: int, number: int = 0, of: int = 1, *, micro_batches: int = 1, chain: bytes = b"") -> StepPart:
+def part(
+    step: int, number: int = 0, of: int = 1, *, micro_batches: int = 1, chain: bytes = b"", resend: int = 0
+) -> StepPart:
     return StepPart(
         feed="train", lineage=0, step=step, part=number, parts=of, first=0, micro_batches=micro_batches, digest=b"d",
         chain=chain or b"chain%d" % (step + 1), num_loss_tokens=0, num_samples=0, frames=[], packs_u32=b"",
         counts_u32=b"", loss_tokens_u32=b"", lengths_u32=b"", streams_u32=b"", indices_u64=b"", parts_u32=b"",
+        resend=resend,
     )  # fmt: skip
 
 
@@ -132,8 +149,10 @@ def test_a_rank_is_taken_at_once_and_nothing_is_asked_for_before_the_trainer_beg
 
 def test_a_claim_is_repeated_until_it_is_answered_and_says_what_it_waits_for() -> None:
     session = client()
-    claims = [a for now in range(12) for a in sent(session.handle(Tick(now + 0.1)), Attach)]
-    assert len(claims) == 6
+    times = [now / 4 for now in range(200) if (claims := sent(session.handle(Tick(now / 4)), Attach))]
+    waits = [later - before for before, later in pairwise(times)]
+    assert 1.5 <= waits[0] <= 2.75 < waits[1] <= 5.25 < waits[2], "later each time"
+    assert all(6.0 <= wait <= 10.25 for wait in waits[2:])
     assert not any(claim.ready for claim in claims)
     session.handle(said(wait("join", "rank dp=0 is held by node1:77"), fence=3))
     assert session.waiting_for() == "join: rank dp=0 is held by node1:77"
@@ -231,13 +250,90 @@ def test_a_client_attaches_in_place_to_a_new_broker_with_what_it_has() -> None:
 
 def test_a_client_asks_again_and_pings_even_if_it_wants_nothing() -> None:
     session = client(ready=True, prefetch=1)
-    session.handle(said(attached()))
+    (asked,) = sent(session.handle(said(attached())), Get)
     first, second = (sent(session.handle(Tick(now)), Get) for now in (0.5, 3.0))
     assert not first
-    assert second[0].resend == 2
+    assert second == [asked], "the same: that time has passed proves no loss"
     session.handle(said(part(0)))
     session.handle(said(part(1)))
     assert sent(session.handle(Tick(30.0)), ReaderPing)
+
+
+def test_a_part_before_its_turn_proves_that_others_are_lost_once() -> None:
+    session = client(ready=True, prefetch=3)
+    (first,) = sent(session.handle(said(attached())), Get)
+    assert (first.start, first.part, first.resend) == (0, 0, 1)
+    session.handle(said(part(0, 0, of=3, resend=1)))
+    (again,) = sent(session.handle(said(part(0, 2, of=3, resend=1))), Get)
+    assert (again.start, again.part, again.resend) == (0, 1, 2)
+    assert not sent(session.handle(said(part(1, 0, resend=1))), Get), "it was sent before the loss was known"
+    effects = session.handle(said(part(0, 1, of=3, resend=2)))
+    assert delivered(effects) == [0, 1]
+    assert not sent(effects, Get), "nothing is missing any more"
+    assert not sent(session.handle(said(part(0, 2, of=3, resend=2))), Get)
+
+
+@pytest.mark.parametrize("what", ["wait", "end"])
+def test_a_last_part_that_is_lost_is_noticed_by_the_word_that_follows_it(what: str) -> None:
+    session = client(ready=True, prefetch=3)
+    session.handle(said(attached()))
+    session.handle(said(part(0, resend=1)))
+
+    def word(step: int, resend: int) -> Message:
+        if what == "end":
+            return End(feed="train", lineage=0, num_steps=step, chain=b"", resend=resend)
+        return Wait(feed="train", step=step, reason="stream", detail="of a", resend=resend)
+
+    assert not sent(session.handle(said(word(1, 1))), Get), "all that was sent has come"
+    assert not sent(session.handle(said(word(2, 0))), Get), "a word about an earlier request"
+    (again,) = sent(session.handle(said(word(2, 1))), Get)
+    assert (again.start, again.resend) == (1, 2)
+    assert not sent(session.handle(said(word(2, 1))), Get), "it is asked for already"
+
+
+def test_no_time_that_passes_has_anything_sent_again() -> None:
+    session = client(ready=True, prefetch=3)
+    session.handle(said(attached()))
+    gets = [get for now in range(1, 400) for get in sent(session.handle(Tick(now / 4)), Get)]
+    assert len(gets) > 5
+    assert {get.resend for get in gets} == {1}
+
+
+def test_parts_are_confirmed_when_so_many_bytes_have_come_as_the_broker_asks_for() -> None:
+    session = client(ready=True, prefetch=3)
+    session.handle(said(structs.replace(attached(), ack_bytes=100)))
+    gets = []
+    for number in range(8):
+        envelope = said(part(0, number, of=9, resend=1)).envelope
+        gets += sent(session.handle(FromBroker(structs.replace(envelope, payload=(b"x" * 40,)))), Get)
+    assert [(get.start, get.part, get.resend) for get in gets] == [(0, 3, 1), (0, 6, 1)]
+    (ping,) = sent(session.handle(Tick(5.0)), ReaderPing)
+    assert (ping.have_upto, ping.part) == (0, 8)
+
+
+def test_a_damaged_message_is_followed_by_a_ping_whose_answer_shows_what_is_missing() -> None:
+    session = client(ready=True)
+    assert not session.handle(Damaged()), "nobody has answered"
+    session.handle(said(attached()))
+    assert sent(session.handle(Damaged()), ReaderPing)
+
+
+def test_pings_come_as_often_as_the_broker_says_and_at_once_where_it_asks() -> None:
+    session = client(ready=True)
+    session.handle(said(structs.replace(attached(), ping_s=10.0)))
+    pings = [now / 4 for now in range(1, 400) if sent(session.handle(Tick(now / 4)), ReaderPing)]
+    assert 10 <= len(pings) <= 13
+    assert all(7.75 <= later - before <= 10.25 for before, later in pairwise(pings))
+    assert sent(session.handle(said(Probe(feed="train"), fence=0)), ReaderPing)
+
+
+def test_a_message_that_never_left_is_tried_again_soon_however_often_it_was_tried() -> None:
+    session = client()
+    for now in range(100):
+        for effect in session.handle(Tick(now / 4)):
+            assert isinstance(effect, Send)
+            session.handle(Unsent(effect.envelope))
+    assert len([now for now in range(100, 112) if sent(session.handle(Tick(now / 4)), Attach)]) >= 1
 
 
 def test_the_next_iteration_begins_at_step_0_wherever_the_one_before_was_broken_off() -> None:
@@ -379,7 +475,7 @@ def test_a_question_is_repeated_until_its_own_answer_comes(
         asked += sent(session.handle(Tick(float(now))), type(question))
         for other in (state(2), Committed(feed="train", step=4)):
             assert not session.handle(said(other))
-    assert asked == [question] * 5
+    assert asked == [question] * 3
     assert session.handle(said(answer, fence=99)) == [Answered(answer)], "whatever the attempt is by now"
     assert not session.handle(said(answer)), "once"
     assert not sent(session.handle(Tick(20.0)), type(question))

@@ -31,6 +31,7 @@ from streampack.core.messages import (
     Fenced,
     Mark,
     Message,
+    Probe,
     ProducerPing,
     Reject,
     Sent,
@@ -74,7 +75,7 @@ def messages() -> list[Envelope]:
         Sent(stream="a", partition=0, next_seq=3), Mark(stream="p", partition=0, number=0, seq=3, batch=7),
         Reject(code="mesh", detail="no"), Done(), AskState(feed="train", step=2), Commit(feed="train", step=2),
         Committed(feed="train", step=2), Fenced(feed="train", detail="over"), Bye(reason="goodbye"),
-        ProducerPing(producer="x"), *([state] if isinstance(state, State) else []),
+        ProducerPing(producer="x"), Probe(feed="train"), *([state] if isinstance(state, State) else []),
     ]  # fmt: skip
     for message in others:
         found.setdefault(type(message), Envelope(run=RUN, epoch=7, fence=1, message=message))

@@ -20,6 +20,7 @@ from streampack.core.effects import (
     Formed,
     FromProducer,
     FromTrainer,
+    NotSent,
     Recall,
     Recalled,
     Release,
@@ -60,11 +61,17 @@ class BrokerProcess:
     def __init__(self, world: World, epoch: int, disk: Disk | None = None) -> None:
         self.world, self.epoch, self.alive, self.disk = world, epoch, True, disk
         size = np.dtype(world.dtype).itemsize
-        plans = [FeedPlan(job.feed, job.case.rules, merged_tokens(job.case)) for job in world.jobs.values()]
+        plans = [
+            FeedPlan(job.feed, job.case.rules, merged_tokens(job.case), leaving_bytes=world.leaving_bytes)
+            for job in world.jobs.values()
+        ]
         self.core: Broker = Broker(
             run=RUN, epoch=epoch, feeds=plans, capacity=Capacity(QUOTA, MAX_SAMPLE, MAX_SAMPLE * size),
             steps_ahead=world.jobs["train"].case.steps_ahead, journal=Journal(disk is not None), run_name="sim",
         )  # fmt: skip
+        for feed in self.core.feeds.values():
+            feed.readers.pings_a_second = world.pings_a_second
+            feed.readers._steps.part_bytes = world.part_bytes
         partitions = sum(stream.partitions for plan in plans for stream in plan.rules.streams)
         self.live_tokens = sum(plan.merged_tokens for plan in plans) + QUOTA * partitions
         blocks = int(self.live_tokens * SLACK / MAX_SAMPLE) + 4
@@ -147,9 +154,11 @@ class BrokerProcess:
                 run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message,
                 payload=shard,
             )  # fmt: skip
-            world.to_peer(effect.peer, whole)
+            if not world.to_peer(effect.peer, whole):
+                self._events.append(NotSent(effect.peer, effect.envelope))
         elif isinstance(effect, SendProducer | SendTrainer):
-            world.to_peer(effect.peer, effect.envelope)
+            if not world.to_peer(effect.peer, effect.envelope) and isinstance(effect, SendTrainer):
+                self._events.append(NotSent(effect.peer, effect.envelope))
         elif isinstance(effect, Append):
             assert self.disk is not None
             self.checks.appended(len(self.disk.records), effect.record)

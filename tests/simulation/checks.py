@@ -129,9 +129,20 @@ class BrokerChecks:
             waiting += tokens
         for feed in core.feeds.values():
             assert 0 <= feed.memory.held_tokens <= feed.plan.merged_tokens, f"{feed.name} holds more than its share"
+            self._queues(feed.readers)
         held = sum(feed.memory.held_tokens for feed in core.feeds.values())
         absent = sum(int(core.table.length[handle]) for handle in core.leases.books.absent)
         assert process.arena.live_tokens == waiting + held - absent, "the books differ from the arena"
+
+    def _queues(self, readers: Readers) -> None:
+        """Bytes that are sent and not confirmed are within their bounds, but for one part."""
+        for reader in readers._seats:
+            assert reader.queued_bytes == sum(size for _, _, size in reader.queued), "queues are not counted right"
+            most = readers._most_queued + max((size for _, _, size in reader.queued), default=0)
+            assert reader.queued_bytes <= most, f"{reader.queued_bytes} bytes are queued for {reader.name}"
+        largest = max((size for reader in readers._seats for _, _, size in reader.queued), default=0)
+        assert readers.queued_bytes == sum(reader.queued_bytes for reader in readers._seats), "a queue is counted twice"
+        assert readers.queued_bytes <= readers.leaving_bytes + largest, f"{readers.queued_bytes} bytes are queued"
 
     def granted(self, stream: str, partition: int, session: int) -> tuple[int, int]:
         """(samples, bytes) that this broker ever granted to a session."""

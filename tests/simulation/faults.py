@@ -26,9 +26,13 @@ ZOMBIE_S = 17.0
 class Faults:
     """The faults of one run, planned as it begins."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, happen: bool = True) -> None:
         self.world = world
         rng = world.rng
+        self._crashes = 0
+        self._buggify = 0.0
+        if not happen:
+            return
         self._buggify = rng.choice((0.0, 0.0, 0.002, 0.02))
         self._crashes = rng.randint(1, 5)
         """How often the broker may still be killed right after it spoke."""

@@ -136,9 +136,15 @@ class Job:
         return self.through or self._returned() >= len(self._what_is_to_be_served().steps)
 
     def _returned(self) -> int:
-        """Steps that every rank has returned, now or in an earlier life."""
-        here = len(self.clients) == self.num_ranks
-        return max(self._returned_before, self._slowest[1] if here else 0)
+        """Steps that every rank has returned, now or in an earlier life: be it by a process that was replaced, and had
+        woken up before it lost its rank."""
+        if len(self.clients) < self.num_ranks:
+            return self._returned_before
+        best: dict[Ranks, tuple[int, int]] = {}
+        for each in self.started.values():
+            if each.life == self.life:
+                best[each.mesh.ranks] = max(best.get(each.mesh.ranks, (0, 0)), (each.round, each.done))
+        return max(self._returned_before, min(best.values())[1])
 
     def _check_dealt(self, reference: Reference, step: int, ranks: list[list[tuple[int, list[Id]]]]) -> None:
         """Every pack of a step has a number of its own, every sample is in one, and every rank has as many."""
@@ -314,9 +320,9 @@ class Job:
     def go_back(self, begin: Checkpoint) -> None:
         """All ranks are gone, and new ones are started from ``begin``, perhaps as another mesh."""
         rng, world = self.world.rng, self.world
+        self._given_up, self._returned_before = self._oldest(), self._returned()
         self.life += 1
         self.restarted_at = world.clock.now
-        self._given_up, self._returned_before = self._oldest(), self._returned()
         self.checkpoints = [each for each in self.checkpoints if (each.round, each.step) <= (begin.round, begin.step)]
         self._told = [step for step in self._told if step <= begin.step]
         self._kept = [step for step in self._kept if step <= begin.step]

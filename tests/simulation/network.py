@@ -53,6 +53,11 @@ class Network:
     def __init__(self, clock: Clock, rng: random.Random, weather: Weather) -> None:
         self._clock, self._rng, self.weather = clock, rng, weather
         self._last: dict[bytes, float] = {}
+        self._free_at: dict[bytes, float] = {}  # when a slow link has passed on what it was given
+        self.rates: dict[bytes, float] = {}
+        """Bytes a second that a link carries; the others carry any number."""
+        self.waiting: dict[bytes, int] = {}
+        """Bytes that a slow link was given and has not passed on."""
         self.cut: set[bytes] = set()
         """Links that carry nothing."""
 
@@ -64,9 +69,22 @@ class Network:
             return
         if rng.random() < weather.repeated:
             self._clock.after(rng.expovariate(1 / weather.late_s), lambda: arrive(wire.decode(frames)))
-        due = self._clock.now + rng.expovariate(1 / weather.delay_s)
+        due = self._passed_on(link, sum(map(len, frames))) + rng.expovariate(1 / weather.delay_s)
         if rng.random() < weather.reordered:
             due += rng.expovariate(1 / 0.4)
         else:
             due = self._last[link] = max(due, self._last.get(link, 0.0))
         self._clock.after(due - self._clock.now, lambda: arrive(wire.decode(frames)))
+
+    def _passed_on(self, link: bytes, size: int) -> float:
+        """When a link has passed on so many bytes behind all that it was given before."""
+        if link not in self.rates:
+            return self._clock.now
+        begin = max(self._clock.now, self._free_at.get(link, 0.0))
+        end = self._free_at[link] = begin + size / self.rates[link]
+        self.waiting[link] = self.waiting.get(link, 0) + size
+        self._clock.after(end - self._clock.now, self._take_off, link, size)
+        return end
+
+    def _take_off(self, link: bytes, size: int) -> None:
+        self.waiting[link] -= size

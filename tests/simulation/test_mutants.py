@@ -140,9 +140,9 @@ def a_step_is_forgotten_when_the_fastest_rank_returned_it(patch: Patch) -> None:
 def a_step_is_dealt_anew_each_time_it_is_read(patch: Patch) -> None:
     times = count()
 
-    def parts(original: Any, self: KeptSteps, number: int, mesh: Mesh) -> Any:
+    def parts(original: Any, self: KeptSteps, number: int, mesh: Mesh, *more: int) -> Any:
         self._steps[number].dealt = None
-        return original(self, number, mesh)
+        return original(self, number, mesh, *more)
 
     def in_order(original: Any, self: KeptSteps, packs: Any, dealt: Any, *args: Any) -> Any:
         return original(self, packs, np.roll(dealt, next(times)), *args)
@@ -295,6 +295,40 @@ def a_client_takes_a_step_with_parts_missing_before_it(patch: Patch) -> None:
     _wrap(patch, ClientSession, "_part", part)
 
 
+@mutant("loss")
+def what_was_sent_before_a_word_proves_no_loss(patch: Patch) -> None:
+    patch.setattr(ClientSession, "_lost", lambda self, *sent: [])
+
+
+@mutant("loss")
+def a_proof_of_loss_is_not_believed(patch: Patch) -> None:
+    patch.setattr(Readers, "_send_again", lambda self, reader, message: None)
+
+
+@mutant("queues")
+def any_number_of_bytes_is_on_its_way(patch: Patch) -> None:
+    patch.setattr(Readers, "_may_send", lambda self, reader: True)
+
+
+@mutant("queues")
+def what_a_reader_confirms_is_not_heard(patch: Patch) -> None:
+    patch.setattr(Readers, "_confirm", lambda self, reader, step, part: None)
+
+
+@mutant("queues")
+def those_that_wait_for_others_to_confirm_have_no_turn(patch: Patch) -> None:
+    patch.setattr(Readers, "_serve_held_back", lambda self: [])
+
+
+@mutant("queues")
+def what_is_queued_for_a_reader_that_is_gone_counts_for_ever(patch: Patch) -> None:
+    def forget(original: Any, self: Readers, reader: Any) -> None:
+        if reader.name in self._seats._names:
+            original(self, reader)
+
+    _wrap(patch, Readers, "_forget_queue", forget)
+
+
 @mutant("no timer touches FORM")
 def packs_are_formed_of_what_is_there(patch: Patch) -> None:
     def request(original: Any, self: Former, max_steps: int = 1) -> Request | None:
@@ -410,7 +444,7 @@ def ranks_get_other_steps_when_the_record_of_the_first_is_lost(patch: Patch) -> 
     a_step_goes_out_before_its_record_is_safe(patch)
 
 
-mutant("R2", ARRIVAL, first=17)(ranks_get_other_steps_when_the_record_of_the_first_is_lost)
+mutant("R2", ARRIVAL, first=188)(ranks_get_other_steps_when_the_record_of_the_first_is_lost)
 mutant("R2", work_s=SLOW_S)(a_step_goes_out_before_its_record_is_safe)
 
 

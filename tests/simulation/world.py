@@ -41,10 +41,21 @@ class Outcome:
     events: int
 
 
+@dataclass(frozen=True)
+class Slow:
+    """Links to a ``share`` of the trainers that carry ``bytes_per_s``, until the faults are over or ``for_good``."""
+
+    bytes_per_s: float = 0.0
+    share: float = 0.0
+    for_good: bool = False
+
+
 class World:
     """State of one run. ``rng`` decides all that the data does not."""
 
-    def __init__(self, seed: int, case_number: int | None = None, work_s: float | None = None) -> None:
+    def __init__(
+        self, seed: int, case_number: int | None = None, work_s: float | None = None, slow: Slow | None = None
+    ) -> None:
         self.seed, self.rng, self.clock = seed, random.Random(seed), Clock()
         number = seed % NUM_CASES if case_number is None else case_number
         self.jobs = {job.feed: job for job in self._make_jobs(number)}
@@ -53,7 +64,20 @@ class World:
         self.case_of = {name: job.case for job in self.jobs.values() for name in job.case.names}
         self.dtype = self.jobs["train"].case.dtype
         """Of a token, in all feeds."""
-        self.network = Network(self.clock, self.rng, self._weather())
+        self.network = Network(self.clock, self.rng, self._weather() if slow is None else Weather())
+        more = random.Random(f"{seed} and links")  # beside the other, whose seeds mean what they meant
+        self.part_bytes = more.choice((1, 64, 300, 2 << 20))
+        """Of a step's payload in one message, about."""
+        least = (
+            (1, 200) if self.network.weather.delay_s < 0.1 else (1000, 1000)
+        )  # a part at a time to all ranks is slow
+        self.leaving_bytes = more.choice((*least, 1000, 64 << 20))
+        """That may be on their way to all readers of a feed."""
+        self.pings_a_second = more.choice((1000.0, 1000.0, 2.0, 0.5))
+        """Of all ranks of a feed together, before they ping less often than once a second."""
+        self.slow = (
+            slow if slow is not None else Slow(more.choice((0.0, 0.0, 3000.0, 20_000.0)), more.choice((0.3, 1.0)))
+        )
         self.read_s = self.rng.choice((0.005, 0.05))
         self.births = {
             (name, partition): Births(job.case, job.case.names.index(name), partition)
@@ -78,7 +102,7 @@ class World:
         self.lost_disk = False
         """The log may begin at the step of a checkpoint that trainers brought."""
         self.producers: list[ProducerProcess | PusherProcess] = []
-        self.faults = Faults(self)
+        self.faults = Faults(self, slow is None)
         self.broker = BrokerProcess(self, FIRST_EPOCH, self.disk)
         self._start()
         self.clock.after(0.0, self._calm)
@@ -116,6 +140,8 @@ class World:
         self._num_peers += 1
         peer = b"%d" % self._num_peers
         self._peers[peer] = process
+        if self.slow.bytes_per_s and process.kind == "client" and self._num_peers % 10 < 10 * self.slow.share:
+            self.network.rates[b"<" + peer] = self.slow.bytes_per_s
         return peer
 
     def disconnect(self, process: Process) -> None:
@@ -138,7 +164,11 @@ class World:
 
         self.network.carry(b">" + peer, envelope, arrive)
 
-    def to_peer(self, peer: bytes, envelope: Envelope) -> None:
+    def to_peer(self, peer: bytes, envelope: Envelope) -> bool:
+        """Whether there is a connection; a message may be lost on it nevertheless."""
+        if peer not in self._peers:
+            return False
+
         def arrive(arrived: Envelope) -> None:
             process = self._peers.get(peer)
             if process is not None:
@@ -146,6 +176,7 @@ class World:
                 process.handle(FromBroker(arrived))
 
         self.network.carry(b"<" + peer, envelope, arrive)
+        return True
 
     def _check_credit(self, process: Process, envelope: Envelope, message: Samples) -> None:
         """R6: a producer sends no more than the broker that it speaks to ever granted its session."""
@@ -260,6 +291,9 @@ class World:
             self.clock.after(self.quiet_at - self.clock.now, self._calm)
             return
         self.network.weather = Weather(delay_s=self.network.weather.delay_s)
+        if not self.slow.for_good:
+            self.slow = Slow()
+            self.network.rates.clear()
 
     def _stuck(self) -> str:
         waits = [
