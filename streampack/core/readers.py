@@ -215,7 +215,7 @@ class Readers(Attempts):
         unfit = refusal(message, self._rules, self._layout)
         if unfit:
             return self._reject(peer, "mesh", unfit, message.mesh, message.host)
-        if len(self._seats) >= self._max_readers and reader is None:
+        if reader is None and self._is_full(message):
             return self._reject(peer, "too_many", (
                 f"got one reader more than the {self._max_readers} that may read feed {self._feed!r} at a time, "
                 f"expected no more: stop the others, or raise limits.peers in broker.yaml"
@@ -236,6 +236,13 @@ class Readers(Attempts):
             return effects + self._reject(peer, "diverged", diverged(reader), message.mesh, message.host)
         self._seats.add(reader)
         return effects + (self._wait(reader) if self._seats.in_the_way(reader) else self._seat(reader))
+
+    def _is_full(self, message: Attach) -> bool:
+        """May no other process come? One that claims a rank is to replace its holder, and is not one more: as many may
+        claim ranks as may hold them."""
+        seats = self._seats
+        there = seats.claims if seats.in_the_way(message) else seats.held
+        return len(there) >= self._max_readers
 
     def _shared(self, message: Attach) -> Attach | None:
         """All ranks bring the same snapshot: it is kept once. None where others have brought ``MOST_BROUGHT`` that

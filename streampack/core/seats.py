@@ -147,7 +147,7 @@ class Seats:
             self._all_held = None
         reader.holds = reader.entered = False
 
-    def in_the_way(self, reader: Reader) -> list[Reader]:
+    def in_the_way(self, reader: Reader | Attach) -> list[Reader]:
         """Those that hold what it claims: its rank, or any rank of another mesh; these are one list for all who do."""
         if self.is_foreign(reader):
             if self._all_held is None:
@@ -156,7 +156,7 @@ class Seats:
         holder = self.held.get(reader.mesh.ranks)
         return [] if holder is None else [holder]
 
-    def is_foreign(self, reader: Reader) -> bool:
+    def is_foreign(self, reader: Reader | Attach) -> bool:
         """Is it of another mesh, or does it say that other ranks read, than those that hold theirs?"""
         return bool(self.held) and self._mesh != (reader.mesh.sizes, reader.readers)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -1117,3 +1118,34 @@ def test_a_holder_that_is_dead_loses_its_rank_though_pings_are_rare() -> None:
     desk.wait(13.0)
     assert desk.heard("a0", Probe)
     assert desk.heard("b0", Attached)
+
+
+RANKS = 16_384
+
+
+def test_sixteen_thousand_ranks_restart_at_once() -> None:
+    """All are killed, and come again before any is known to be gone."""
+    desk = Desk(ahead=2, packs=RANKS)
+    for n in range(RANKS):
+        desk.perform(desk.readers.receive(b"a%d" % n, said(attach(f"a{n}", dp=RANKS, rank=n)), desk.now))
+    assert desk.attempt == 1
+    assert desk.readers.ping_s == 10.0
+    desk.now += 2.0
+    desk.said.clear()
+    for n in range(RANKS):
+        desk.perform(desk.readers.receive(b"b%d" % n, said(attach(f"b{n}", dp=RANKS, rank=n)), desk.now))
+    kinds = Counter(type(envelope.message) for _, envelope in desk.said)
+    assert kinds == {Wait: RANKS}, "none is refused"
+    desk.said.clear()
+    for _ in range(12):
+        desk.now += 1.0
+        desk.perform(desk.readers.tick(desk.now))
+    kinds = Counter(type(envelope.message) for _, envelope in desk.said)
+    assert kinds[Attached] == RANKS, "each takes its rank"
+    assert not desk.readers._seats.claims
+    assert kinds[Probe] <= 12 * RANKS
+    assert not kinds[Reject]
+
+
+def said(message: Message) -> Envelope:
+    return Envelope(run=0, epoch=0, fence=0, message=message)

@@ -81,15 +81,30 @@ def test_readers_beyond_the_limit_are_refused_until_one_has_left() -> None:
     bench = Bench()
     for n in range(MOST + 100):
         bench.say(FromTrainer, b"%d" % n, attach(f"reader{n}", n % 4))
-    assert bench.core.num_readers == MOST
+    seats = bench.core.feeds["train"].readers._seats
+    assert (len(seats.held), len(seats.claims)) == (MOST, MOST), "who claims a rank is to replace its holder"
     (refused,) = bench.heard(b"%d" % n, Reject)
     assert refused.code == "too_many"
     assert "raise limits.peers in broker.yaml" in refused.detail
     bench.say(FromTrainer, b"0", attach("reader0", 0))
     assert not bench.heard(b"0", Reject)
     bench.say(FromTrainer, b"1", Bye())
-    bench.say(FromTrainer, b"last", attach("last", 1))
+    bench.say(FromTrainer, b"last", attach("last", 3))
     assert bench.heard(b"last", Attached)
+
+
+@pytest.mark.parametrize("dp", [4, 2])
+def test_as_many_ranks_as_there_may_be_restart_at_once(dp: int) -> None:
+    """On the same mesh or another: while the old ones are not known to be dead yet."""
+    bench = Bench(most=4)
+    for n in range(4):
+        bench.say(FromTrainer, b"old%d" % n, attach(f"old{n}", n))
+    for n in range(dp):
+        bench.say(FromTrainer, b"new%d" % n, attach(f"new{n}", n, dp))
+        assert not bench.heard(b"new%d" % n, Reject)
+    bench.core.handle(Tick(1.0))
+    bench.effects = bench.core.handle(Tick(10.0))
+    assert all(bench.heard(b"new%d" % n, Attached) for n in range(dp))
 
 
 def test_names_that_claim_a_partition_are_forgotten_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
