@@ -220,7 +220,9 @@ def _is_files(given: Any) -> bool:
 
 
 def _extension(path: str | os.PathLike[str]) -> str:
-    return os.path.splitext(os.fspath(path).rstrip("}"))[1].lower()
+    name = os.fspath(path).rstrip("}").lower()
+    name = f"{name[:-4]}.tar" if name.endswith(".tgz") else name.removesuffix(".gz").removesuffix(".zst")
+    return os.path.splitext(name)[1]
 
 
 def _format(path: str) -> str:

@@ -15,7 +15,8 @@ Held in memory: one shard's index (about 100 bytes a sample) and one sample, a c
 or one block where the format is read by blocks. Samples are read at their offsets, in files that must keep the size
 they had when opened.
 
-    settings ─▶ files, remote ─▶ jsonl webdataset parquet huggingface text megatron python ─▶ rows ─▶ tokenizers
+    settings ─▶ files, remote, compressed
+                                 ─▶ jsonl webdataset parquet huggingface text megatron python ─▶ rows ─▶ tokenizers
                                  └──────────── sharded: order, cursors ─▶ Record, Record, ...
 
 This package does not know streams, chunks, sockets or policies, and imports neither torch, numba, webdataset nor

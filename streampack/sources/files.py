@@ -199,14 +199,16 @@ class Stream(io.RawIOBase):
         return len(data)
 
 
-_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz", b"BZh": "bzip2"}
+_MAGIC = {b"\xfd7zXZ\x00": "xz", b"BZh": "bzip2"}
 
 
 def refuse_compressed(file: ShardFile, first: bytes) -> None:
-    """SourceError when a file's first bytes say that it is compressed: such a file has no offsets to seek to."""
+    """SourceError when a file's first bytes say that it is compressed in a way that ``compressed`` does not read."""
     for magic, kind in _MAGIC.items():
         if first.startswith(magic):
-            raise SourceError(f"{file.path}: is {kind}-compressed, expected a plain file: decompress it first")
+            raise SourceError(
+                f"{file.path}: is {kind}-compressed, expected a plain, gzip or Zstandard file: decompress it first"
+            )
 
 
 # Names

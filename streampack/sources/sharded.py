@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from streampack.core.fields import Field
 from streampack.errors import DamagedFile, SourceError, UserError
 from streampack.sources.arrays import Records, Room
+from streampack.sources.compressed import plain
 from streampack.sources.files import File, ShardFile, open_file
 from streampack.sources.order import Cursor, sample_order, shard_order
 from streampack.sources.records import (
@@ -46,15 +47,18 @@ _RECORDS_AT_ONCE, _TOKENS_AT_ONCE = 256, 1 << 16
 
 
 def one_shard_a_file(files: list[File], index: Callable[[Sequence[Field]], Callable[[ShardFile], AnyShard]]) -> Format:
-    """The format whose shards are whole files; ``index`` makes a Shard of an open file, for the fields of a run."""
+    """The format whose shards are whole files, perhaps compressed.
+
+    ``index`` makes a Shard of an open file, for the fields of a run.
+    """
 
     def reader(fields: Sequence[Field]) -> OpenShard:
         index_file = index(fields)
 
         @contextlib.contextmanager
         def open_shard(number: int) -> Iterator[AnyShard]:
-            with open_file(files[number]) as file:
-                yield index_file(file)
+            with open_file(files[number]) as file, plain(file) as opened:
+                yield index_file(opened)
 
         return open_shard
 

@@ -1,12 +1,15 @@
 """Every format: any cursor goes on exactly, every record once over any partitions, damage is one clear line."""
 
 import contextlib
+import gzip
 import io
 import itertools
 import json
 import os
 import struct
+import sys
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from backports import zstd
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -465,6 +469,77 @@ def test_damaged_offsets_do_not_end_the_process(tmp_path: Path) -> None:
     assert offsets in raw
     path.write_bytes(raw.replace(offsets, struct.pack("<5i", 0, 3, 6, 9, 2**30)))
     assert "the file is cut short, damaged or no Arrow stream" in message(settings)
+
+
+# Compressed files
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "gz of two members": lambda raw: gzip.compress(raw[:100]) + gzip.compress(raw[100:]),
+    "zst": zstd.compress,
+    "zst of two frames": lambda raw: zstd.compress(raw[:100]) + zstd.compress(raw[100:]),
+}
+
+
+def compress_all(folder: Path, packer: str) -> None:
+    for path in list(folder.iterdir()):
+        path.with_name(f"{path.name}.{packer.partition(' ')[0]}").write_bytes(PACKERS[packer](path.read_bytes()))
+        path.unlink()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "webdataset", "text", "paragraph", "file"])
+@pytest.mark.parametrize("packer", list(PACKERS))
+def test_compressed_files_are_read_in_the_order_of_the_plain_ones(kind: str, packer: str, tmp_path: Path) -> None:
+    settings = WRITERS[kind](tmp_path)
+    expected = list(map(as_data, open_source(settings, PLAIN).read(0, 1, seed=3, passes=2)))
+    compress_all(tmp_path, packer)
+    suffix = packer.partition(" ")[0]
+    settings = msgspec.structs.replace(settings, shards=f"{settings.shards}.{suffix}")
+    source = open_source(settings, PLAIN)
+
+    def named(record: Record) -> tuple[Any, ...]:
+        return (*as_data(record)[:2], record.where.replace(f".{suffix}:", ":"), record.cursor)
+
+    assert list(map(named, source.read(0, 1, seed=3, passes=2))) == expected
+    start = expected[len(expected) // 3][-1]
+    rest = list(map(named, source.read(0, 1, seed=3, passes=2, start=start)))
+    assert rest == expected[len(expected) // 3 + 1 :]
+
+
+@pytest.mark.parametrize("packer", ["gz", "zst"])
+def test_a_compressed_file_that_is_cut_or_damaged_is_never_a_shorter_one(packer: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    text = "".join(json.dumps({"text": f"{i * 7919 % 1000}"}) + "\n" for i in range(300)).encode()
+    whole = PACKERS[packer](text)
+    settings = SourceSettings("jsonl", path=str(path))
+    for size in [*range(4, len(whole), 41), len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        assert "a.jsonl: is cut short or damaged" in message(settings)
+    path.write_bytes(whole + b"garbage")
+    assert "a.jsonl: is cut short or damaged" in message(settings)
+    path.write_bytes(whole)
+    assert len(read(settings)) == 300
+
+
+def test_a_compressed_file_needs_room_for_its_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    settings = SourceSettings("jsonl", path=str(path))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    assert len(read(settings)) == 1
+    assert list(temporary.iterdir()) == [], "nothing is left behind"
+    temporary.rmdir()
+    assert f"cannot be decompressed into {temporary} (No such file" in message(settings)
+
+
+def test_without_the_package_for_zstandard_its_name_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstd.compress(b'{"text": "a"}\n'))
+    for module in ("backports.zstd", "compression.zstd"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert "pip install 'streampack[zstd]'" in message(SourceSettings("jsonl", path=str(path)))
 
 
 # Megatron: golden bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import json
 import os
 import signal
@@ -175,6 +176,14 @@ def test_the_format_is_that_of_the_extension(tmp_path: Path) -> None:
     for name in ("lines.txt", "rows.parquet", "saved"):
         with sp.local(tmp_path / name, budget=16) as loader:
             assert sorted(texts_of(loader)) == ["one", "two"], name
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz"])
+def test_compressed_files_are_known_by_their_extension(tmp_path: Path, name: str) -> None:
+    lines = TEXTS if "txt" in name else [json.dumps({"text": text}) for text in TEXTS]
+    (tmp_path / name).write_bytes(gzip.compress("\n".join(lines).encode()))
+    with sp.local(tmp_path / name, budget=512) as loader:
+        assert sorted(texts_of(loader)) == sorted(TEXTS)
 
 
 def test_chats_in_memory_are_learned_by_their_answers() -> None:
