@@ -274,6 +274,7 @@ class Readers(Attempts):
             return effects + self._answer(reader)
         if gone := self._unfit(message.next_step, message.snapshot):
             return effects + self._refuse(reader, *gone)
+        self._forget_queue(reader)  # out of its attempt, it confirms nothing of that any more
         reader.begin(message, self._now)
         if self._has_diverged(reader):
             return effects + self._refuse(reader, "diverged", diverged(reader))

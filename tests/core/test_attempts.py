@@ -1068,6 +1068,17 @@ def test_ranks_that_share_the_memory_for_what_is_sent_have_their_turns() -> None
     assert [len(desk.steps(f"a{rank}")) for rank in range(1, 4)] == [2, 1, 1], "one that leaves gives up its turn"
 
 
+def test_a_rank_that_asks_for_the_next_round_gives_up_its_turn() -> None:
+    """It confirms nothing of the round before any more, and others wait for that."""
+    desk = wide(dp=2, leaving_bytes=1)
+    confirm(desk, "a0", 0)
+    confirm(desk, "a1", 0)
+    assert (desk.steps("a0"), desk.steps("a1")) == ([0], [])
+    desk.say(b"a0", attach("a0", round_=1))
+    desk.perform(desk.readers.tick(desk.now))
+    assert desk.steps("a1") == [0]
+
+
 def test_a_part_that_the_router_dropped_is_sent_when_the_reader_is_heard_again() -> None:
     desk = wide(leaving_bytes=1 << 20)
     confirm(desk, "a0", 0)
