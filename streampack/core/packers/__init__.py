@@ -27,7 +27,7 @@ from streampack.core.packers.buffer_first_fit import BufferFirstFit
 from streampack.core.packers.checks import aligned_units, check_numbers, integers, is_integer
 from streampack.core.packers.closed import Empty, way_back, with_count
 from streampack.core.packers.concatenative import Concatenative
-from streampack.core.packers.decreasing import FirstFitDecreasing
+from streampack.core.packers.decreasing import FirstFitDecreasing, first_fit_decreasing
 from streampack.core.packers.exact_fill import ExactFill
 from streampack.core.packers.first_fit import FirstFitShuffle
 from streampack.core.packers.joint import Joint
@@ -96,8 +96,9 @@ def pack_lengths(
 
     ``lengths``: integers, any sequence or array of shape [n], in tokens, each rounded up to a multiple
     of ``align`` first. ``budget``: tokens of a pack, a multiple of ``align``. ``window``: samples that a
-    packer looks at together; by default 1024 for those that stream, and all for the others. ``seed`` is for
-    packers that shuffle, and changes nothing for the others. ``parameters`` are those of the packer:
+    packer looks at together. By default ``exact_fill`` looks at all, and never makes more packs than first fit
+    decreasing; so do the packers of closed sets, and the others that stream look at 1024. ``seed`` is for packers that
+    shuffle, and changes nothing for the others. ``parameters`` are those of the packer:
     ``max_samples_per_pack``, ``leftovers``, ``micro_batch_size``. ``sizes``: where items are groups, the samples in
     each, int [n], which ``max_samples_per_pack`` counts.
 
@@ -126,14 +127,21 @@ def pack_lengths(
     if window is not None:
         check_numbers(window=window)
     units = aligned_units(lengths, budget, align)
-    if window is None:
-        window = max(len(units), 1) if isinstance(chosen, Tumbling) else _WINDOW
+    closed = window is None and isinstance(chosen, ExactFill | Tumbling)
+    cap = getattr(chosen, "max_samples_per_pack", None)
+    counts = _sizes(sizes, len(units), cap)
     choice = chosen.choose(
-        units, np.full(len(units), -1, np.int64), budget // align, len(units), True, window=window,
-        sizes=_sizes(sizes, len(units), getattr(chosen, "max_samples_per_pack", None)),
+        units, np.full(len(units), -1, np.int64), budget // align, len(units), True,
+        window=max(len(units), 1) if closed else window or _WINDOW, sizes=counts,
     )  # fmt: skip
     indices, bounds = choice.indices.tolist(), choice.bounds.tolist()
     packs = [indices[start:stop] for start, stop in pairwise(bounds)]
+    if closed and isinstance(chosen, ExactFill) and len(packs) > -(-int(units.sum()) // (budget // align)):
+        falling = first_fit_decreasing(
+            units.tolist(), budget // align, cap, None if counts is None else counts.tolist()
+        )
+        if len(falling) < len(packs):  # exact_fill has used up the short samples before the long ones
+            packs = sorted(map(sorted, falling))
     return with_count(packs, min_packs, pack_count_multiple, empty)
 
 
