@@ -24,8 +24,9 @@ def origin_of(feed: FeedHistory, stream: str, index: int, sources: Mapping[str, 
     if not isinstance(source, ShardedSource):
         return None
     seq, partition = divmod(index, rules.partitions)
+    run = feed.rules_at(LATEST)
     return source.where(
-        partition, rules.partitions, seed=feed.rules_at(LATEST).seed, passes=rules.passes, seq=seq
+        partition, rules.partitions, seed=run.seed, passes=rules.passes, seq=seq, fields=run.fields
     )  # fmt: skip
 
 
@@ -46,9 +47,11 @@ def samples_of(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -
         feed = ledger.history.feed_of(stream)
         if feed is None or not isinstance(source, ShardedSource):
             continue
-        rules, seed = feed.streams[stream], feed.rules_at(LATEST).seed
+        rules, run = feed.streams[stream], feed.rules_at(LATEST)
         upto = ledger.furthest(stream) // rules.partitions
-        places = source.find(wanted, rules.partitions, seed=seed, passes=rules.passes, upto=upto)
+        places = source.find(
+            wanted, rules.partitions, seed=run.seed, passes=rules.passes, upto=upto, fields=run.fields
+        )  # fmt: skip
         indices = sorted(seq * rules.partitions + partition for partition, seq in places)
         found += [f"{stream}:{index}" for index in indices]
     if not found:

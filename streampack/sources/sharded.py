@@ -205,7 +205,9 @@ class ShardedSource:
         by_sample = frozenset(each.name for each in fields if each.axis == "sample")
         return self._walk(self._reader(fields), shards, seed, passes, start, skip, _Wanted(room, by_sample))
 
-    def where(self, partition: int, partitions: int, *, seed: int, passes: int | None, seq: int) -> str | None:
+    def where(
+        self, partition: int, partitions: int, *, seed: int, passes: int | None, seq: int, fields: Sequence[Field] = ()
+    ) -> str | None:
         """File and row of sample ``seq`` of a partition, counted over its passes; None if there is no such sample.
 
         Opens the shards before it for their number of samples, once each, and decodes no sample.
@@ -214,8 +216,8 @@ class ShardedSource:
         while passes is None or pass_ < passes:
             before = left
             for number in self._shards(shards, seed, pass_):
-                if left < (count := self._count(number)):
-                    with _opened(self._reader(()), number) as shard:
+                if left < (count := self._count(number, fields)):
+                    with _opened(self._reader(fields), number) as shard:
                         return shard.where(int(self._order(shard, number, seed, pass_)[left]))
                 left -= count
             if left == before:
@@ -224,7 +226,14 @@ class ShardedSource:
         return None
 
     def find(
-        self, wanted: Callable[[str], bool], partitions: int, *, seed: int, passes: int | None, upto: int
+        self,
+        wanted: Callable[[str], bool],
+        partitions: int,
+        *,
+        seed: int,
+        passes: int | None,
+        upto: int,
+        fields: Sequence[Field] = (),
     ) -> list[tuple[int, int]]:
         """(partition, number in it, counted over its passes) of each sample whose file and row are ``wanted``.
 
@@ -233,7 +242,7 @@ class ShardedSource:
         """
         found = []
         for number in range(self.num_shards):
-            with _opened(self._reader(()), number) as shard:
+            with _opened(self._reader(fields), number) as shard:
                 self.shard_samples[number] = len(shard)
                 rows = [row for row in range(len(shard)) if wanted(shard.where(row))]
                 if not rows:
@@ -242,14 +251,14 @@ class ShardedSource:
                 shards, pass_, begin = self.shards_of(partition := file % partitions, partitions), 0, 0
                 while (passes is None or pass_ < passes) and (begin <= upto or not pass_):
                     walked, order = self._shards(shards, seed, pass_), self._order(shard, number, seed, pass_)
-                    before = begin + sum(map(self._count, walked[: walked.index(number)]))
+                    before = begin + sum(self._count(each, fields) for each in walked[: walked.index(number)])
                     found += [(partition, before + int(np.flatnonzero(order == row)[0])) for row in rows]
-                    pass_, begin = pass_ + 1, begin + sum(map(self._count, shards))
+                    pass_, begin = pass_ + 1, begin + sum(self._count(each, fields) for each in shards)
         return found
 
-    def _count(self, number: int) -> int:
+    def _count(self, number: int, fields: Sequence[Field]) -> int:
         if number not in self.shard_samples:
-            with _opened(self._reader(()), number) as shard:
+            with _opened(self._reader(fields), number) as shard:
                 self.shard_samples[number] = len(shard)
         return self.shard_samples[number]
 

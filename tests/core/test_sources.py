@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streampack.core.fields import Field
 from streampack.errors import ConfigError, SourceError, UserError
 from streampack.sources import (
     Cursor,
@@ -137,6 +138,34 @@ def test_a_sample_and_its_row_are_found_by_each_other(source: Source, seed: int,
             assert (partition, seq) in found
             assert len(found) == passes
         assert source.where(partition, partitions, seed=seed, passes=passes, seq=len(records)) is None
+
+
+def test_rows_are_found_where_a_run_has_fields(tmp_path: Path) -> None:
+    field = Field(name="advantages", dtype="float32")
+    rows = [{"text": f"{i}", "adv": [0.5] * len(f"{i}")} for i in range(20)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    members = [
+        (f"{i}.{suffix}", npy(np.ones(2, dtype)))
+        for i in range(4)
+        for suffix, dtype in (("npy", "u1"), ("adv.npy", "f4"))
+    ]
+    cut = write_tar(tmp_path / "a.tar", members)
+    cut.write_bytes(cut.read_bytes()[:3000])
+    write_tar(tmp_path / "b.tar", members)
+    for settings in (
+        SourceSettings("jsonl", str(tmp_path / "a.jsonl"), fields={"advantages": "adv"}),
+        SourceSettings("webdataset", f"{tmp_path}/*.tar", fields={"advantages": "adv"}),
+    ):
+        for fields in ([field], [field, Field(name="loss_mask", dtype="uint8", align="target")]):
+            source = open_source(settings, PLAIN)
+            assert isinstance(source, sharded.ShardedSource)
+            records = list(source.read(0, 1, seed=3, passes=1, fields=fields))
+            assert len(records) > 5
+            fresh = open_source(settings, PLAIN)
+            assert isinstance(fresh, sharded.ShardedSource)
+            for seq, record in enumerate(records):
+                assert fresh.where(0, 1, seed=3, passes=1, seq=seq, fields=fields) == record.where
+                assert fresh.find(record.where.__eq__, 1, seed=3, passes=1, upto=9, fields=fields) == [(0, seq)]
 
 
 def test_skipped_samples_are_not_tokenized(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
