@@ -72,7 +72,9 @@ class Attempts(Serving):
         self._chains[step] = chain
         self._chains.pop(step - 4096, None)
         astray = [reader for reader in self._seats if reader.ready and self._has_diverged(reader)]
-        return [effect for reader in astray for effect in self._refuse(reader, "diverged", diverged(reader))]
+        return [
+            effect for reader in astray for effect in self._refuse(reader, "diverged", diverged(reader, self._rules))
+        ]
 
     @property
     def known_upto(self) -> int:
@@ -319,9 +321,11 @@ class Attempts(Serving):
         return [Report("warning", f"refused a client: {detail}", feed=self._feed, rank=rank, host=host), reject]
 
 
-def diverged(reader: Reader) -> str:
+def diverged(reader: Reader, rules: Rules) -> str:
     """What a reader hears that had other steps before the one where it begins."""
+    pushed = any(stream.pushed for stream in rules.streams)
+    lost = ", or the log that holds the pushed samples was lost or replaced (state_dir)" if pushed else ""
     return (
         f"the steps before {reader.first_step} are not those that this run serves: the data, the rules or the seed "
-        f"have changed, put them back or start a new run"
+        f"have changed{lost}: put them back or start a new run"
     )

@@ -58,8 +58,16 @@ class Brought:
                 f"trainers went back to and lineage {history.lineage} began: start from an earlier checkpoint"
             )
         if chain is not None and chain != given.form.chain and history.knows(given):
-            return f"got other steps before {given.step} than this run has, expected the same: it is of another run"
+            return (
+                f"got other steps before {given.step} than this run has, expected the same: it is of another "
+                f"run{self._or_lost}"
+            )
         return ""
+
+    @property
+    def _or_lost(self) -> str:
+        pushed = any(stream.pushed for stream in self._rules.streams)
+        return ", or the log that holds the pushed samples was lost or replaced (state_dir)" if pushed else ""
 
     def _other_changes(self, given: Snapshot) -> str:
         """What differs of the changes of the rules that it knows of."""
@@ -90,8 +98,8 @@ class Brought:
             recorded = self._books.intakes[p].recorded_seq
             if self._books.stream_of[p].terms.pushed and merged > recorded:
                 return (
-                    f"got {merged} samples that were pushed, expected at most the {recorded} in the log: give the "
-                    f"broker the state_dir that has them"
+                    f"got {merged} samples that were pushed, but only {recorded} of them are in the log: samples were "
+                    f"lost with a state_dir: put back the one that has them, or start a new run"
                 )
         return ""
 

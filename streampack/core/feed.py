@@ -121,9 +121,20 @@ class Feed:
             return Missing("log", self._journal.full)
         if planner.blocked is not None:
             missing = self._books.of_feed(self.name)[planner.blocked]
-            text = f"no sample has come from {self._leases.describe(missing)}"
+            text = self._lost(missing) or f"no sample has come from {self._leases.describe(missing)}"
             return Missing("stream", text, self._books.name_of(missing))
         return FORMING
+
+    def _lost(self, p: int) -> str:
+        """What the log lacks of the steps before those that trainers read, where it lacks it; or empty."""
+        stream, begins = self._books.stream_of[p], self.readers.released_upto
+        if not stream.terms.pushed or self._books.intakes[p].behind or self.planner.former.next_step >= begins:
+            return ""
+        return (
+            f"samples that were pushed to stream {stream.terms.name!r} are lost: trainers go on from step {begins}, "
+            f"but the log holds only the samples of the steps before {self.planner.former.next_step}: put back the "
+            f"state_dir that has them, or start a new run"
+        )
 
     # Forming steps
 

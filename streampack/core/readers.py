@@ -233,7 +233,7 @@ class Readers(Attempts):
             reader.stats, reader.starvation = before.stats, before.starvation
         reader.begin(message, self._now)
         if self._has_diverged(reader):
-            return effects + self._reject(peer, "diverged", diverged(reader), message.mesh, message.host)
+            return effects + self._reject(peer, "diverged", diverged(reader, self._rules), message.mesh, message.host)
         self._seats.add(reader)
         return effects + (self._wait(reader) if self._seats.in_the_way(reader) else self._seat(reader))
 
@@ -277,7 +277,7 @@ class Readers(Attempts):
         self._forget_queue(reader)  # out of its attempt, it confirms nothing of that any more
         reader.begin(message, self._now)
         if self._has_diverged(reader):
-            return effects + self._refuse(reader, "diverged", diverged(reader))
+            return effects + self._refuse(reader, "diverged", diverged(reader, self._rules))
         return effects + (self._arrive(reader) if reader.holds else self._wait(reader))
 
     def _leave(self, reader: Reader, why: str) -> list[Effect]:
