@@ -25,7 +25,10 @@ from streampack.core.messages import Mesh
 from streampack.core.packers.joint import Joint, max_wait
 from streampack.core.rules import Rules
 from streampack.endpoints import check_endpoint
+from streampack.errors import UserError
+from streampack.keys import find_key, load_key
 from streampack.sources import open_tokenizer
+from streampack_services.allowed import BROKER
 from streampack_services.amounts import size_text
 from streampack_services.http_guard import parse_address
 from streampack_services.meanings import MEANINGS
@@ -60,9 +63,13 @@ def check(file: Path) -> Tree:
         for endpoint in (config.listen.producers, config.listen.trainers):
             check_endpoint(endpoint)
         parse_address(config.listen.http)
+        _check_keys(config.listen.keys)
         resolved: Struct = _resolved_broker(config, found)
         follows = list(_follows(config, found))
     else:
+        if not config.broker.startswith("file://"):
+            check_endpoint(config.broker, connects=True)
+        find_key(config.key_file)
         resolved = _resolved_producer(config)
         follows = list(_follows_producer(config))
     return {
@@ -70,6 +77,16 @@ def check(file: Path) -> Tree:
         "values": msgspec.to_builtins(list(_values(config, resolved, lines))),
         "follows": msgspec.to_builtins(follows),
     }
+
+
+def _check_keys(folder: str | None) -> None:
+    """Raises UserError where the broker would not start for its keys."""
+    if folder is None:
+        return
+    path = Path(folder) / f"{BROKER}.key"
+    if not path.exists():
+        raise UserError(f"listen.keys: {folder}: got no {path.name}, expected one of 'streampack keys new {folder}'")
+    load_key(path)
 
 
 def key_lines(text: str) -> dict[str, int]:

@@ -145,6 +145,23 @@ def test_a_producer_s_files_are_looked_for(tmp_path: Path) -> None:
     assert "a.jsonl.gone: cannot be read" in the_error(in_process("check", path), 1)
 
 
+@pytest.mark.parametrize("broker", ["auto", "localhost:7401", "tcp://localhost", "tcp://localhost:0"])
+def test_an_address_that_no_producer_can_connect_to_is_not_good(tmp_path: Path, broker: str) -> None:
+    shards = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}]))
+    tree = {"broker": broker, "streams": {"web": {"source": "jsonl", "shards": shards}}}
+    said = the_error(in_process("check", write(tmp_path / "p.yaml", tree)), 2)
+    assert f"got endpoint {broker!r}" in said
+    assert in_process("check", write(tmp_path / "p.yaml", tree | {"broker": "file:///x/found.json"})).returncode == 0
+
+
+def test_keys_that_are_not_there_are_not_good(tmp_path: Path) -> None:
+    path = write(tmp_path / "broker.yaml", {"streams": {"web": {}}, "listen": {"keys": str(tmp_path / "keys")}})
+    assert "got no broker.key, expected one of 'streampack keys new" in the_error(in_process("check", path), 2)
+    shards = str(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}]))
+    tree = {"key_file": str(tmp_path / "no.key"), "streams": {"web": {"source": "jsonl", "shards": shards}}}
+    assert "no.key" in the_error(in_process("check", write(tmp_path / "p.yaml", tree)), 2)
+
+
 def test_lines_are_those_of_the_keys() -> None:
     text = "a: 1\nb: &base\n  c: 2\n\n'd e':\n  <<: *base\n  f: {g: 3,\n      h: 4}\n"
     assert key_lines(text) == {"a": 1, "b": 2, "b.c": 3, "d e": 5, "d e.c": 3, "d e.f": 7, "d e.f.g": 7, "d e.f.h": 8}
