@@ -268,9 +268,10 @@ class Attempts(Serving):
     def _wait_to_enter(self, reader: Reader) -> list[Effect]:
         if self.draining:
             return self._send(reader, Bye(reason="the broker is stopping"))
-        if reader.holds and not reader.ready:
+        if reader.holds and not reader.ready and reader.pending is None:
             return []
-        detail = self._missing(reader) if reader.holds else self._claimed(reader)
+        detail = "the checkpoint's snapshot, which one rank sends" if reader.pending is not None else ""
+        detail = detail or self._missing(reader) if reader.holds else self._claimed(reader)
         wait = Wait(
             feed=self._feed, step=reader.first_step, reason="join", detail=detail[:2000], ping_s=self.ping_s
         )  # fmt: skip

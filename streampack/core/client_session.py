@@ -41,9 +41,11 @@ from streampack.core.client_events import (
 )
 from streampack.core.events import Effect, Event, FromBroker, Send, Tick, Unsent
 from streampack.core.messages import (
+    AskSnapshot,
     AskState,
     Attach,
     Attached,
+    Brought,
     Bye,
     Commit,
     Committed,
@@ -126,6 +128,7 @@ class ClientSession:
     _num_pings: int = 0
     _ping_s: float = PING_S
     _attached_at: float = -RETRY_S
+    _digest: bytes = b""
     _attach_again: Backoff = field(init=False)
     _get_again: Backoff = field(init=False)
     _ask_again: Backoff = field(init=False)
@@ -145,6 +148,7 @@ class ClientSession:
     _over: bool = False
 
     def __post_init__(self) -> None:
+        self._digest = b"" if self.snapshot is None else self.snapshot.digest
         self._attach_again = Backoff(f"{self.reader} attach", RETRY_S, MOST_RETRY_S)
         self._get_again = Backoff(f"{self.reader} get", RETRY_S, MOST_RETRY_S)
         self._ask_again = Backoff(f"{self.reader} ask", RETRY_S, MOST_RETRY_S)
@@ -266,6 +270,8 @@ class ClientSession:
             return self._break("fenced", message.detail)
         if isinstance(message, Probe):
             return self._ping()
+        if isinstance(message, AskSnapshot):
+            return self._bring(message)
         if isinstance(message, State | Committed):
             return self._answer(message)
         if envelope.fence != self.attempt and self.attached is not None:
@@ -395,6 +401,7 @@ class ClientSession:
     def _begin(self, place: Begin) -> list[Effect]:
         self.ready, self.round = True, place.round
         self.lineage, self.snapshot = place.lineage, place.snapshot
+        self._digest = b"" if self.snapshot is None else self.snapshot.digest
         self.chain, self._chains = place.chain, {place.next_step: place.chain}
         self._have_upto = self._done_upto = place.next_step
         self._going_on = -1
@@ -413,10 +420,16 @@ class ClientSession:
         attach = Attach(
             feed=self.feed, reader=self.reader, host=self.host, pid=self.pid, mesh=self.mesh,
             next_step=self._done_upto, chain=self._chains[self._done_upto], round=self.round, readers=self.readers,
-            ready=self.ready, lineage=self.lineage, snapshot=self.snapshot, going_on=self._going_on,
+            ready=self.ready, lineage=self.lineage, snapshot_digest=self._digest, going_on=self._going_on,
             variable_lengths=self.variable_lengths, starvation=self.starvation,
         )  # fmt: skip
         return self._send(attach)
+
+    def _bring(self, asked: AskSnapshot) -> list[Effect]:
+        """The snapshot that this reader begins with, if it is the one that the broker asks for."""
+        if self.snapshot is None or asked.digest != self._digest:
+            return []
+        return [self._send(Brought(feed=self.feed, digest=self._digest, snapshot=self.snapshot))]
 
     def _reattach(self) -> list[Effect]:
         self.attached = self.wait = None

@@ -30,6 +30,7 @@ Text = Annotated[str, Meta(max_length=2000)]
 Host = Annotated[str, Meta(max_length=255)]
 """As long as a name of one may be: many are remembered."""
 Small = Annotated[int, Meta(ge=0, lt=2**20)]
+Digest = Annotated[bytes, Meta(max_length=16)]
 PingS = Annotated[float, Meta(ge=0.1, le=60.0)]
 OVERLONG = "overlong"
 """Why a producer rejects what is too long even to be sent: counted with the over-long."""
@@ -294,8 +295,9 @@ class Attach(Message, frozen=True, kw_only=True):
 
     ``round`` counts the iterations of a finite feed, ``readers`` says which ranks of the mesh read at
     all. ``chain`` is the digest of all steps before it, where it knows one; repeated until answered. One that is
-    not ``ready`` takes its rank and says later where it begins. From a checkpoint: its ``lineage`` and ``snapshot``,
-    for a broker that has neither. ``going_on`` is the lineage in which it was let in since it said so: it goes on
+    not ``ready`` takes its rank and says later where it begins. From a checkpoint: its ``lineage``, and the
+    ``snapshot_digest`` of its snapshot, empty where there is none: a broker that needs the snapshot asks one reader of
+    all for it (``AskSnapshot``). ``going_on`` is the lineage in which it was let in since it said so: it goes on
     with another broker, and has not gone back; -1 if it never was. ``variable_lengths``: a pipeline's stages take
     micro-batches of any shape. ``starvation``: what it has waited for before, at another broker or this one.
     """
@@ -312,7 +314,7 @@ class Attach(Message, frozen=True, kw_only=True):
     readers: ReadBy = ReadBy()
     ready: bool = True
     lineage: Count = 0
-    snapshot: Snapshot | None = None
+    snapshot_digest: Digest = b""
     going_on: Annotated[int, Meta(ge=-1, lt=2**62)] = -1
     variable_lengths: bool = False
     starvation: Starvation | None = None
@@ -364,6 +366,15 @@ class Commit(Message, frozen=True, kw_only=True):
     TYPE: ClassVar[int] = 24
     feed: Name
     step: Count
+
+
+class Brought(Message, frozen=True, kw_only=True):
+    """The snapshot of ``digest`` that the broker has asked for: megabytes perhaps, where windows are large."""
+
+    TYPE: ClassVar[int] = 25
+    feed: Name
+    digest: Digest
+    snapshot: Snapshot
 
 
 # Broker -> trainer
@@ -498,6 +509,14 @@ class Probe(Message, frozen=True, kw_only=True):
     feed: Name
 
 
+class AskSnapshot(Message, frozen=True, kw_only=True):
+    """Send the snapshot of ``digest``, with which readers attach: asked of one of them. Answered with ``Brought``."""
+
+    TYPE: ClassVar[int] = 38
+    feed: Name
+    digest: Digest
+
+
 class State(Message, frozen=True, kw_only=True):
     """What decides all steps from ``step`` on: ``snapshot`` is that of the nearest step not after it, None where that
     is step 0. The same for every rank."""
@@ -529,7 +548,7 @@ class Fenced(Message, frozen=True, kw_only=True):
 ALL: tuple[type[Message], ...] = (
     Hello, Samples, Eos, Sent, Mark, ProducerPing, Bye, Lease, Flow, Revoke, Who, Reject, Done,
     Attach, Get, ReaderPing, AskState, Commit, Attached, StepPart, Wait, End, State, Committed, Fenced,
-    Probe,
+    Probe, AskSnapshot, Brought,
 )  # fmt: skip
 
 

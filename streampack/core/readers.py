@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import msgspec
-
 from streampack.core.attempts import Attempts, diverged
 from streampack.core.effects import SendTrainer
 from streampack.core.events import Effect
 from streampack.core.messages import (
+    AskSnapshot,
     AskState,
     Attach,
+    Brought,
     Bye,
     Commit,
     Committed,
@@ -40,6 +40,8 @@ TELL_S = 1.0
 """Readers that wait are told what for this often, and when they ping; many are told less often."""
 MOST_BROUGHT = 4
 """Snapshots of checkpoints, each of megabytes perhaps, that readers wait with: those of an attempt bring one."""
+ASK_S = 2.0
+"""One that was asked for its snapshot and attaches again after so long is asked again."""
 TOO_MANY = (
     f"got a snapshot that differs from those of {MOST_BROUGHT} checkpoints that other readers have brought, expected "
     f"all ranks to bring the same: load one checkpoint on every rank"
@@ -69,7 +71,8 @@ class Readers(Attempts):
         self._state_of, self._commit, self._max_readers = state_of, commit, max_readers
         self._asked: dict[bytes, int] = {}  # a step whose state a peer waits for
         self._commits: dict[bytes, int] = {}  # what a peer waits to hear that it is committed
-        self._brought: list[Snapshot] = []  # of checkpoints, each kept once
+        self._brought: dict[bytes, Snapshot] = {}  # of checkpoints, each kept once, by digest
+        self._asked_for: dict[bytes, tuple[bytes, float]] = {}  # of which peer a snapshot was asked, and when
         self._told = 0.0
 
     # What the feed adds
@@ -108,14 +111,13 @@ class Readers(Attempts):
         self._now = now
         message = envelope.message
         if isinstance(message, Attach):
-            shared = self._shared(message)
-            if shared is None:
-                return self._reject(peer, "snapshot", TOO_MANY, message.mesh, message.host)
-            return self._attach(peer, shared)
+            return self._attach(peer, message)
         if isinstance(message, Bye):
             return self.leave(peer, message.reason or "said goodbye")
         reader = self._seats.at(peer)
         assert reader is not None
+        if isinstance(message, Brought):
+            return self._bring(reader, message)
         if isinstance(message, AskState):
             self._asked[peer] = message.step
             return self._tell_state(reader)
@@ -220,7 +222,10 @@ class Readers(Attempts):
                 f"got one reader more than the {self._max_readers} that may read feed {self._feed!r} at a time, "
                 f"expected no more: stop the others, or raise limits.peers in broker.yaml"
             ), message.mesh, message.host)  # fmt: skip
-        if message.ready and (gone := self._unfit(message.next_step, message.snapshot)):
+        waits, snapshot = self._awaits(message), self._brought.get(message.snapshot_digest)
+        if waits and self._too_many(message.snapshot_digest):
+            return self._reject(peer, "snapshot", TOO_MANY, message.mesh, message.host)
+        if message.ready and not waits and (gone := self._unfit(message.next_step, snapshot)):
             return self._reject(peer, *gone, message.mesh, message.host)
         effects = [] if reader is None else self._leave(reader, "it took another rank")
         effects += self.leave(peer, "its peer took another rank")
@@ -231,10 +236,11 @@ class Readers(Attempts):
         reader.starvation = message.starvation  # of its whole life, much of it at another broker perhaps
         if before is not None:  # its counts go on
             reader.stats, reader.starvation = before.stats, before.starvation
-        reader.begin(message, self._now)
-        if self._has_diverged(reader):
+        reader.begin(message, self._now, snapshot, waits)
+        if not waits and self._has_diverged(reader):
             return effects + self._reject(peer, "diverged", diverged(reader, self._rules), message.mesh, message.host)
         self._seats.add(reader)
+        effects += self._ask_for_snapshot(reader)
         return effects + (self._wait(reader) if self._seats.in_the_way(reader) else self._seat(reader))
 
     def _is_full(self, message: Attach) -> bool:
@@ -244,20 +250,46 @@ class Readers(Attempts):
         there = seats.claims if seats.in_the_way(message) else seats.held
         return len(there) >= self._max_readers
 
-    def _shared(self, message: Attach) -> Attach | None:
-        """All ranks bring the same snapshot: it is kept once. None where others have brought ``MOST_BROUGHT`` that
-        differ, and still wait with them."""
-        if message.snapshot is None:
-            return message
-        for known in self._brought:
-            if known == message.snapshot:
-                return msgspec.structs.replace(message, snapshot=known)
+    def _awaits(self, message: Attach) -> bool:
+        """Is the snapshot not here that a reader begins with?"""
+        return message.ready and message.snapshot_digest not in (b"", *self._brought)
+
+    def _too_many(self, digest: bytes) -> bool:
+        """Do readers wait with ``MOST_BROUGHT`` other snapshots? Those that nobody waits with are forgotten."""
         held = {id(reader.snapshot) for reader in self._seats}
-        self._brought = [known for known in self._brought if id(known) in held]
-        if len(self._brought) >= MOST_BROUGHT:
-            return None
-        self._brought.append(message.snapshot)
-        return message
+        self._brought = {known: snapshot for known, snapshot in self._brought.items() if id(snapshot) in held}
+        pending = {reader.pending.snapshot_digest for reader in self._seats if reader.pending is not None}
+        self._asked_for = {known: asked for known, asked in self._asked_for.items() if known in pending}
+        return len({*self._brought, *pending} - {digest}) >= MOST_BROUGHT
+
+    def _ask_for_snapshot(self, reader: Reader) -> list[Effect]:
+        """Ask for the snapshot that a reader waits with: this reader, unless another of its peers was asked."""
+        if reader.pending is None:
+            return []
+        digest = reader.pending.snapshot_digest
+        peer, when = self._asked_for.get(digest, (reader.peer, -ASK_S))
+        # One that was asked and attaches again later has sent nothing: connections keep the order of messages.
+        late = peer == reader.peer and self._now >= when + ASK_S
+        asked = self._seats.at(peer)
+        if not late and asked is not None and asked.pending is not None:
+            return []
+        self._asked_for[digest] = reader.peer, self._now
+        return self._send(reader, AskSnapshot(feed=self._feed, digest=digest))
+
+    def _bring(self, reader: Reader, message: Brought) -> list[Effect]:
+        """A snapshot has come: those that waited with it are ready now."""
+        reader.heard = self._now
+        if message.digest not in self._asked_for:
+            return []
+        if message.snapshot.digest != message.digest:
+            return self._refuse(reader, "snapshot", "got a snapshot of another digest than it attached with")
+        del self._asked_for[message.digest]
+        self._brought[message.digest] = message.snapshot
+        effects: list[Effect] = []
+        for each in self._seats:
+            if each.pending is not None and each.pending.snapshot_digest == message.digest:
+                effects += self._again(each, each.peer, each.pending)
+        return effects
 
     def _again(self, reader: Reader, peer: bytes, message: Attach) -> list[Effect]:
         """Said again, or it is ready now, or for another round; an older copy of what it said changes nothing."""
@@ -272,10 +304,19 @@ class Readers(Attempts):
         reader.heard = self._now
         if not message.ready or (reader.ready and message.round == reader.round):
             return effects + self._answer(reader)
-        if gone := self._unfit(message.next_step, message.snapshot):
+        if self._awaits(message):
+            before = reader.pending
+            if before is None or (before.round, before.snapshot_digest) != (message.round, message.snapshot_digest):
+                if self._too_many(message.snapshot_digest):
+                    return effects + self._refuse(reader, "snapshot", TOO_MANY)
+                self._forget_queue(reader)
+                reader.begin(message, self._now, None, waits=True)
+            return effects + self._ask_for_snapshot(reader) + self._wait(reader)
+        snapshot = self._brought.get(message.snapshot_digest)
+        if gone := self._unfit(message.next_step, snapshot):
             return effects + self._refuse(reader, *gone)
         self._forget_queue(reader)  # out of its attempt, it confirms nothing of that any more
-        reader.begin(message, self._now)
+        reader.begin(message, self._now, snapshot, waits=False)
         if self._has_diverged(reader):
             return effects + self._refuse(reader, "diverged", diverged(reader, self._rules))
         return effects + (self._arrive(reader) if reader.holds else self._wait(reader))

@@ -53,6 +53,9 @@ class Reader:
     chain: bytes = b""
     """Digest of the steps before ``first_step``, as the reader knows them; empty if it does not."""
     snapshot: Snapshot | None = None
+    """Of the checkpoint that it begins with."""
+    pending: Attach | None = None
+    """It has said where it begins, and the snapshot that it names is not here yet: it is not ready until then."""
     going_on: int = -1
     holds: bool = False
     """Its rank is its own."""
@@ -86,10 +89,11 @@ class Reader:
         """A line for the log that is about it."""
         return Report(level, text, feed=feed, rank=self.mesh.rank, host=self.host, attempt=self.fence or None)
 
-    def begin(self, message: Attach, now: float) -> None:
-        """What it says of where it begins."""
-        self.ready, self.round, self.first_step = message.ready, message.round, message.next_step
-        self.chain, self.snapshot, self.going_on = message.chain, message.snapshot, message.going_on
+    def begin(self, message: Attach, now: float, snapshot: Snapshot | None, waits: bool) -> None:
+        """What it says of where it begins; with the snapshot that it names, unless it ``waits`` for that."""
+        self.ready, self.round, self.first_step = message.ready and not waits, message.round, message.next_step
+        self.chain, self.snapshot, self.going_on = message.chain, snapshot, message.going_on
+        self.pending = message if waits else None
         self.since, self.entered = now, False
 
 

@@ -19,9 +19,11 @@ from streampack.core.attempts import NEWS_A_TICK
 from streampack.core.effects import Release, SendShard, SendTrainer
 from streampack.core.events import Effect, Report
 from streampack.core.messages import (
+    AskSnapshot,
     AskState,
     Attach,
     Attached,
+    Brought,
     Bye,
     Commit,
     Committed,
@@ -75,11 +77,17 @@ def snapshot_at(step: int) -> Snapshot:
     return Snapshot("", merge, FormState(step, b"", False, b"", [], b"", []))
 
 
+SNAPSHOTS: dict[bytes, Snapshot] = {}
+"""Of checkpoints that processes attach with."""
+
+
 class Desk:
     """Readers of a feed that forms ``ahead`` steps beyond what all ranks have returned, and what they were told."""
 
     def __init__(self, ahead: int = 6, packs: int = 4) -> None:
         self.now, self.ahead, self.durable = 0.0, ahead, True
+        self.brings = True
+        """Processes that are asked for their snapshot send it."""
         rules = Rules(budget=16, packs=packs)
         self.readers = Readers(
             1, EPOCH, "train", rules, "zigzag", SampleTable(), lambda: Missing("forming", "of samples"),
@@ -124,7 +132,12 @@ class Desk:
             self.said.append((peer, Envelope(run=1, epoch=EPOCH, fence=0, message=Who())))  # as the broker does
             return
         fence = self.fence(peer) if fence is None else fence
+        known = len(self.said)
         self.perform(self.readers.receive(peer, Envelope(run=1, epoch=epoch, fence=fence, message=message), self.now))
+        for to, envelope in self.said[known:]:
+            if isinstance(asked := envelope.message, AskSnapshot) and self.brings:
+                given = Brought(feed="train", digest=asked.digest, snapshot=SNAPSHOTS[asked.digest])
+                self.say(to, given)
         self.form()
 
     def fence(self, peer: bytes) -> int:
@@ -185,9 +198,12 @@ def attach(
     chain: bytes | None = None, readers: ReadBy | None = None, snapshot: Snapshot | None = None, **more: Any,
 ) -> Attach:  # fmt: skip
     chain = (chain_of(step) if step else b"") if chain is None else chain
+    if snapshot is not None:
+        SNAPSHOTS[snapshot.digest] = snapshot
     return Attach(
         feed="train", reader=name, host=f"host-of-{name}", pid=1, mesh=Mesh(dp=dp, dp_rank=rank), next_step=step,
-        chain=chain, round=round_, readers=readers or ReadBy(), ready=ready, snapshot=snapshot, **more,
+        chain=chain, round=round_, readers=readers or ReadBy(), ready=ready,
+        snapshot_digest=snapshot.digest if snapshot is not None else b"", **more,
     )  # fmt: skip
 
 
@@ -1160,3 +1176,69 @@ def test_sixteen_thousand_ranks_restart_at_once() -> None:
 
 def said(message: Message) -> Envelope:
     return Envelope(run=0, epoch=0, fence=0, message=message)
+
+
+# Snapshots
+
+
+def asked(desk: Desk) -> list[bytes]:
+    """Who was asked for a snapshot."""
+    return [to for to, envelope in desk.said if isinstance(envelope.message, AskSnapshot)]
+
+
+def brought(taken: Snapshot) -> Brought:
+    return Brought(feed="train", digest=taken.digest, snapshot=taken)
+
+
+def test_one_rank_of_all_is_asked_for_the_snapshot_that_they_begin_with() -> None:
+    desk, taken = Desk(), snapshot_at(19)
+    desk.brings = False
+    desk.come_all("b", 20, dp=4, snapshot=taken)
+    assert asked(desk) == [b"b0"]
+    desk.wait(20.0)
+    desk.come("b1", 20, dp=4, rank=1, snapshot=taken)
+    assert asked(desk) == [b"b0"], "only a rank that has sent nothing is asked again"
+    assert desk.attempt == 0
+    assert "snapshot" in desk.heard("b1", Wait)[-1].detail
+    desk.say(b"b0", brought(taken))
+    assert (desk.attempt, desk.rewinds) == (1, [(20, taken)])
+    assert all(desk.heard(f"b{rank}", Attached)[-1].next_step == 20 for rank in range(4))
+
+
+def test_a_rank_that_attaches_again_without_its_snapshot_is_asked_again_and_another_where_it_is_gone() -> None:
+    desk, taken = Desk(), snapshot_at(19)
+    desk.brings = False
+    desk.come_all("b", 20, snapshot=taken)
+    desk.come("b0", 20, snapshot=taken)
+    assert asked(desk) == [b"b0"], "its answer may be on its way"
+    desk.wait(3.0)
+    desk.come("b0", 20, snapshot=taken)
+    assert asked(desk) == [b"b0", b"b0"]
+    desk.say(b"b0", Bye())
+    desk.come("b1", 20, rank=1, snapshot=taken)
+    assert asked(desk) == [b"b0", b"b0", b"b1"]
+    desk.say(b"b1", brought(taken))
+    desk.come("c0", 20, snapshot=taken)
+    assert desk.rewinds == [(20, taken)]
+
+
+def test_a_snapshot_that_is_not_the_one_that_was_asked_for_is_refused() -> None:
+    desk, taken = Desk(), snapshot_at(19)
+    desk.brings = False
+    desk.come_all("b", 20, snapshot=taken)
+    desk.say(b"b1", brought(snapshot_at(18)))
+    assert not desk.heard("b1", Reject), "nobody has asked for that"
+    desk.say(b"b0", Brought(feed="train", digest=taken.digest, snapshot=snapshot_at(18)))
+    assert [refused.code for refused in desk.heard("b0", Reject)] == ["snapshot"]
+    assert not desk.rewinds
+
+
+def test_a_rank_that_is_not_ready_until_its_snapshot_is_there_begins_no_attempt_at_an_earlier_place() -> None:
+    desk, taken = Desk(), snapshot_at(19)
+    desk.brings = False
+    desk.come("b0")
+    desk.say(b"b0", attach("b0", 20, round_=1, snapshot=taken))
+    desk.come("b1", 20, rank=1, round_=1, snapshot=taken)
+    assert desk.attempt == 0
+    desk.say(b"b0", brought(taken))
+    assert (desk.attempt, desk.rewinds) == (1, [(20, taken)])

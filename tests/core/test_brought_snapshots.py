@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
+from streampack import wire
 from streampack.core.broker import Broker
 from streampack.core.brought import problem
 from streampack.core.changes import Restream
@@ -18,7 +19,7 @@ from streampack.core.effects import Change, FromTrainer, SendTrainer
 from streampack.core.events import Tick
 from streampack.core.form import Former
 from streampack.core.merge import merge_of
-from streampack.core.messages import Attach, Attached, Envelope, Mesh, Reject
+from streampack.core.messages import AskSnapshot, Attach, Attached, Brought, Envelope, Mesh, Reject
 from streampack.core.plan import Capacity, FeedPlan
 from streampack.core.resume import snapshot
 from streampack.core.rules import Align, Rules, RulesChange, StreamRules
@@ -60,16 +61,28 @@ GOOD = taken()
 NUM_HELD = len(GOOD.form.ages) + sum(GOOD.form.counts)
 
 
+GIVEN: dict[bytes, Snapshot] = {}
+
+
 def attach(given: Snapshot | None, step: int, chain: bytes = b"") -> FromTrainer:
     message = Attach(
-        feed="train", reader="reader", host="h", pid=1, mesh=Mesh(), next_step=step, chain=chain, snapshot=given
+        feed="train", reader="reader", host="h", pid=1, mesh=Mesh(), next_step=step, chain=chain,
+        snapshot_digest=b"" if given is None else given.digest,
     )  # fmt: skip
+    if given is not None:
+        GIVEN[given.digest] = given
     return FromTrainer(b"peer", Envelope(run=1, epoch=0, fence=0, message=message))
 
 
 def said(core: Broker, event: FromTrainer) -> Any:
-    """What the trainer is told first."""
-    return next(e.envelope.message for e in core.handle(event) if isinstance(e, SendTrainer))
+    """What the trainer is told last, once it has sent its snapshot."""
+    while True:
+        answers = [e.envelope.message for e in core.handle(event) if isinstance(e, SendTrainer)]
+        asked = next((each for each in answers if isinstance(each, AskSnapshot)), None)
+        if asked is None:
+            return answers[0]
+        message = Brought(feed="train", digest=asked.digest, snapshot=GIVEN[asked.digest])
+        event = FromTrainer(b"peer", Envelope(run=1, epoch=0, fence=0, message=message))
 
 
 def test_a_whole_snapshot_is_gone_on_from() -> None:
@@ -79,6 +92,16 @@ def test_a_whole_snapshot_is_gone_on_from() -> None:
     core = broker()
     assert isinstance(said(core, attach(GOOD, GOOD.step)), Attached)
     assert core.feeds["train"].next_step == GOOD.step
+
+
+def test_an_attach_is_small_however_large_the_snapshot_and_names_it_on_both_sides() -> None:
+    large = form_with(ages=[0] * 65_536, window=GOOD.form.window * 500)
+    event = attach(large, large.step)
+    frames = wire.encode(event.envelope)
+    assert sum(len(frame) for frame in frames) < 1024
+    decoded = wire.decode_snapshot(wire.encode_snapshot(large))
+    assert decoded.digest == large.digest == wire.decode_snapshot(wire.encode_snapshot(decoded)).digest
+    assert large.digest != GOOD.digest
 
 
 def rows(**columns: Any) -> bytes:

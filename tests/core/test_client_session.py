@@ -30,9 +30,11 @@ from streampack.core.events import Effect, FromBroker, Send, Tick, Unsent
 from streampack.core.form import Former
 from streampack.core.merge import merge_of
 from streampack.core.messages import (
+    AskSnapshot,
     AskState,
     Attach,
     Attached,
+    Brought,
     Commit,
     Committed,
     End,
@@ -138,7 +140,7 @@ def test_a_rank_is_taken_at_once_and_nothing_is_asked_for_before_the_trainer_beg
 
     (ready,) = sent(session.handle(Begin(next_step=5, chain=b"c", round=2, lineage=1, snapshot=SNAPSHOT)), Attach)
     assert (ready.ready, ready.next_step, ready.chain, ready.round) == (True, 5, b"c", 2)
-    assert (ready.lineage, ready.snapshot) == (1, SNAPSHOT)
+    assert (ready.lineage, ready.snapshot_digest) == (1, SNAPSHOT.digest)
     for late in (attached(), attached(2)):
         assert not session.handle(said(late, fence=0)), "the answer to the first, said again"
     (get,) = sent(session.handle(said(attached(2), fence=7)), Get)
@@ -200,9 +202,16 @@ def test_what_a_checkpoint_says_goes_to_a_new_broker_as_well() -> None:
     session.handle(Returned(6))
     (again,) = sent(session.handle(said(Who(), epoch=EPOCH + 1)), Attach)
     assert (again.ready, again.next_step, again.chain, again.round) == (True, 6, b"chain6", 2)
-    assert again.snapshot == SNAPSHOT
+    assert again.snapshot_digest == SNAPSHOT.digest
+    (given,) = sent(
+        session.handle(said(AskSnapshot(feed="train", digest=SNAPSHOT.digest), fence=0, epoch=EPOCH + 1)), Brought
+    )
+    assert (given.digest, given.snapshot) == (SNAPSHOT.digest, SNAPSHOT)
+    assert not session.handle(said(AskSnapshot(feed="train", digest=b"other"), fence=0, epoch=EPOCH + 1))
     (anew,) = sent(session.handle(Again()), Attach)
-    assert (anew.next_step, anew.round, anew.snapshot) == (0, 3, None), "the next iteration is not that checkpoint's"
+    assert (anew.next_step, anew.round, anew.snapshot_digest) == (0, 3, b""), (
+        "the next iteration is not that checkpoint's"
+    )
 
 
 def test_a_reader_whose_rank_another_has_taken_over_stops() -> None:

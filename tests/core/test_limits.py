@@ -15,7 +15,20 @@ from streampack.core import producers, readers
 from streampack.core.broker import OUTBID_BY, Broker
 from streampack.core.effects import FromProducer, FromTrainer, SendProducer, SendTrainer
 from streampack.core.events import Effect, Tick
-from streampack.core.messages import Attach, Attached, Bye, Envelope, Hello, Lease, Mesh, Message, Offer, Reject
+from streampack.core.messages import (
+    AskSnapshot,
+    Attach,
+    Attached,
+    Brought,
+    Bye,
+    Envelope,
+    Hello,
+    Lease,
+    Mesh,
+    Message,
+    Offer,
+    Reject,
+)
 from streampack.core.plan import Capacity, FeedPlan, needed_tokens
 from streampack.core.rules import Rules, StreamRules
 from streampack.core.snapshot import Snapshot
@@ -137,9 +150,13 @@ def test_snapshots_that_differ_are_held_for_a_few_readers_at_a_time() -> None:
     said: dict[bytes, Any] = {}
     for n, given in enumerate([*some, *some[: readers.MOST_BROUGHT]]):
         peer = b"%d" % n
-        message = attach(f"reader{n}", n % 3, 4, next_step=3, snapshot=given)  # rank 3 never comes
+        message = attach(f"reader{n}", n % 3, 4, next_step=3, snapshot_digest=given.digest)  # rank 3 never comes
         effects = broker.handle(FromTrainer(peer, Envelope(run=0, epoch=0, fence=0, message=message)))
         said[peer] = [e.envelope.message for e in effects if isinstance(e, SendTrainer)]
+        if any(isinstance(each, AskSnapshot) for each in said[peer]):
+            sent = Brought(feed="train", digest=given.digest, snapshot=given)
+            effects = broker.handle(FromTrainer(peer, Envelope(run=0, epoch=0, fence=0, message=sent)))
+            said[peer] += [e.envelope.message for e in effects if isinstance(e, SendTrainer)]
     refused = [n for n, (peer, messages) in enumerate(said.items()) if any(isinstance(m, Reject) for m in messages)]
     assert refused == list(range(readers.MOST_BROUGHT, 20)), said
     held = {id(reader.snapshot) for reader in broker.feeds["train"].readers._seats}

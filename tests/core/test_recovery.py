@@ -33,7 +33,9 @@ from streampack.core.history import ChunkPlace, History
 from streampack.core.journal import Journal
 from streampack.core.merge import merge_of
 from streampack.core.messages import (
+    AskSnapshot,
     Attach,
+    Brought,
     Bye,
     Commit,
     Committed,
@@ -143,7 +145,11 @@ class Desk:
 
     def attach(self, feed: str, step: int, given: Snapshot | None = None, reader: str = "r") -> None:
         mesh = Mesh()
-        self.trainer(Attach(feed=feed, reader=reader, host="h", pid=1, mesh=mesh, next_step=step, snapshot=given))
+        digest, known = b"" if given is None else given.digest, len(self.heard(AskSnapshot))
+        attach = Attach(feed=feed, reader=reader, host="h", pid=1, mesh=mesh, next_step=step, snapshot_digest=digest)
+        self.trainer(attach)
+        if given is not None and len(self.heard(AskSnapshot)) > known:
+            self.trainer(Brought(feed=feed, digest=digest, snapshot=given))
 
     def get(self, feed: str, start: int, stop: int, done: int) -> None:
         self.trainer(Get(feed=feed, lineage=0, start=start, stop=stop, done_upto=done, resend=0))

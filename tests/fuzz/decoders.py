@@ -22,7 +22,9 @@ from streampack import checkpoint, client, wire
 from streampack.config_files import read_either
 from streampack.core.messages import (
     ALL,
+    AskSnapshot,
     AskState,
+    Brought,
     Bye,
     Commit,
     Committed,
@@ -75,8 +77,11 @@ def messages() -> list[Envelope]:
         Sent(stream="a", partition=0, next_seq=3), Mark(stream="p", partition=0, number=0, seq=3, batch=7),
         Reject(code="mesh", detail="no"), Done(), AskState(feed="train", step=2), Commit(feed="train", step=2),
         Committed(feed="train", step=2), Fenced(feed="train", detail="over"), Bye(reason="goodbye"),
-        ProducerPing(producer="x"), Probe(feed="train"), *([state] if isinstance(state, State) else []),
+        ProducerPing(producer="x"), Probe(feed="train"), AskSnapshot(feed="train", digest=b"d"),
+        *([state] if isinstance(state, State) else []),
     ]  # fmt: skip
+    if isinstance(state, State) and state.snapshot is not None:
+        others.append(Brought(feed="train", digest=state.snapshot.digest, snapshot=state.snapshot))
     for message in others:
         found.setdefault(type(message), Envelope(run=RUN, epoch=7, fence=1, message=message))
     return list(found.values())

@@ -18,6 +18,7 @@ from streampack.core.events import Effect, Event, FromBroker, Tick
 from streampack.core.messages import (
     AskState,
     Attach,
+    Brought,
     Commit,
     Envelope,
     Eos,
@@ -74,7 +75,9 @@ def _broker_seeds() -> list[bytes]:
     replace = msgspec.structs.replace
     trainers = [
         attach, replace(attach, reader="s", mesh=mesh[1]), replace(attach, reader="t", feed="push", mesh=Mesh()),
-        replace(attach, reader="u", mesh=Mesh(), next_step=4, chain=getattr(state, "chain", b""), snapshot=snapshot),
+        replace(attach, reader="u", mesh=Mesh(), next_step=4, chain=getattr(state, "chain", b""),
+            snapshot_digest=snapshot.digest if snapshot is not None else b""),
+        *([Brought(feed="train", digest=snapshot.digest, snapshot=snapshot)] if snapshot is not None else []),
         replace(attach, reader="v", mesh=Mesh(cp=2, tp=2)), AskState(feed="train", step=2),
         Commit(feed="train", step=2),
     ]  # fmt: skip

@@ -13,6 +13,7 @@ from streampack.core.messages import (
     AskState,
     Attach,
     Attached,
+    Brought,
     Bye,
     Commit,
     End,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from tests.simulation.broker import BrokerProcess
 
 
-NOT_FENCED = Attach | Bye | AskState | Commit
+NOT_FENCED = Attach | Brought | Bye | AskState | Commit
 """What a trainer may say whatever attempt it is in."""
 
 
