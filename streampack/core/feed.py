@@ -121,9 +121,16 @@ class Feed:
             return Missing("log", self._journal.full)
         if planner.blocked is not None:
             missing = self._books.of_feed(self.name)[planner.blocked]
-            text = self._lost(missing) or f"no sample has come from {self._leases.describe(missing)}"
+            text = self._lost(missing) or f"{self._awaited(missing)} from {self._leases.describe(missing)}"
             return Missing("stream", text, self._books.name_of(missing))
         return FORMING
+
+    def _awaited(self, p: int) -> str:
+        """What partition ``p`` must send: the end of its batch, where batches end so, or samples."""
+        batch = self.plan.rules.batch
+        if batch is not None and batch.samples is None:
+            return f"no end_of_batch {self._books.intakes[p].num_marks} has come"
+        return "no sample has come"
 
     def _lost(self, p: int) -> str:
         """What the log lacks of the steps before those that trainers read, where it lacks it; or empty."""

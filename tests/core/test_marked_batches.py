@@ -147,3 +147,13 @@ def test_a_batch_that_does_not_fit_in_memory_is_said_and_no_hang() -> None:
 @pytest.mark.parametrize("rules", [Rules(batch=Batch(samples=100)), Rules(batch=Batch())])
 def test_how_long_a_batch_is_nobody_knows_beforehand(rules: Rules) -> None:
     assert needed_tokens(rules, 10) <= wanted_tokens(rules, 10) <= 3 * 100 * rules.budget
+
+
+def test_a_rank_that_waits_for_a_batch_hears_whose_end_is_missing() -> None:
+    live = Batches(Batch(), [(2, 1), (2, 1)], 3, marks=True, waits=True)
+    live.read(1)
+    for _ in range(50):
+        super(Rollouts, live).turn()  # nobody pushes any more
+    missing = live.feed.waiting_for()
+    assert missing.reason == "stream"
+    assert missing.detail.startswith("no end_of_batch 1 has come from stream 'rollouts' partition ")
