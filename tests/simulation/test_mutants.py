@@ -316,11 +316,6 @@ def what_a_reader_confirms_is_not_heard(patch: Patch) -> None:
 
 
 @mutant("queues")
-def those_that_wait_for_others_to_confirm_have_no_turn(patch: Patch) -> None:
-    patch.setattr(Readers, "_serve_held_back", lambda self: [])
-
-
-@mutant("queues")
 def what_is_queued_for_a_reader_that_is_gone_counts_for_ever(patch: Patch) -> None:
     def forget(original: Any, self: Readers, reader: Any) -> None:
         if reader.name in self._seats._names:
