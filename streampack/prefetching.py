@@ -114,8 +114,9 @@ class Prefetching:
                         continue
                     if told:
                         about = {"feed": self.session.feed, "rank": self._mesh.rank}
+                        level = logging.INFO if self.session.waits_for_batch() else logging.WARNING
                         waiting_for = self.session.waiting_for()
-                        log.warning("%s: waiting for %s", self._mesh, waiting_for, extra={"about": about})
+                        log.log(level, "%s: waiting for %s", self._mesh, waiting_for, extra={"about": about})
                     else:
                         told = True
                         self.tell(Waiting(True))

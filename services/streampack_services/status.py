@@ -224,7 +224,7 @@ class Reporter:
         watch.said, watch.every = now, min(2 * watch.every, SAY_AT_MOST_EVERY_S)
         of = f"feed {feed.name!r}: " if len(self._watches) > 1 else ""
         about = {"about": {"feed": feed.name, "step": feed.readers.formed_upto}}
-        wanted = feed.readers.all_there and reasons[0] in ("stream", "memory", "log")  # all ranks are there, and wait
+        wanted = feed.readers.all_there and reasons[0] in ("stream", "memory", "log") and not reasons.batch
         level = logging.WARNING if wanted else logging.INFO
         log.log(level, "%sno step for %.0f s: %s", of, now - watch.since, describe(*reasons), extra=about)
 
@@ -242,10 +242,12 @@ def waiting_for(feed: Feed) -> Missing | None:
     return feed.waiting_for()
 
 
-def describe(reason: str, detail: str, stream: str | None = None) -> str:
+def describe(reason: str, detail: str, stream: str | None = None, batch: bool = False) -> str:
     """``waiting for trainers: no rank is attached``."""
     if reason == "failed":
         return detail
+    if batch:
+        return f"waiting for {detail}"
     return f"waiting for {_WAITS.get(reason, reason)}: {detail}"
 
 

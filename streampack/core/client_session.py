@@ -195,7 +195,14 @@ class ClientSession:
             return "an answer of the broker"
         if self.patience.silent_s > GONE_S * self._ping_s:
             return f"the broker, silent for {self.patience.silent_s:.0f} s"
-        return f"{self.wait.reason}: {self.wait.detail}" if self.wait is not None else f"step {self._have_upto}"
+        if self.wait is None:
+            return f"step {self._have_upto}"
+        return self.wait.detail if self.wait.batch else f"{self.wait.reason}: {self.wait.detail}"
+
+    def waits_for_batch(self) -> bool:
+        """Whether the next step waits only for a program that pushes to end its batch."""
+        heard = self.reached and self.patience.silent_s <= GONE_S * self._ping_s
+        return heard and self.wait is not None and self.wait.batch
 
     @property
     def cause(self) -> tuple[str, str | None]:

@@ -121,16 +121,24 @@ class Feed:
             return Missing("log", self._journal.full)
         if planner.blocked is not None:
             missing = self._books.of_feed(self.name)[planner.blocked]
-            text = self._lost(missing) or f"{self._awaited(missing)} from {self._leases.describe(missing)}"
-            return Missing("stream", text, self._books.name_of(missing))
+            stream = self._books.name_of(missing)
+            if lost := self._lost(missing):
+                return Missing("stream", lost, stream)
+            if not self._ends_by_marks:
+                return Missing("stream", f"no sample has come from {self._leases.describe(missing)}", stream)
+            end = f"end_of_batch {self._books.intakes[missing].num_marks}"
+            if (where := self._leases.pushed_from(missing)) is None:
+                return Missing("stream", f"no {end} has come from {self._leases.describe(missing)}", stream)
+            partition = missing - self._books.stream_of[missing].first
+            text = f"{end} from partition {partition} of stream {stream!r}, held by the producer at {where}"
+            return Missing("stream", text, stream, batch=True)
         return FORMING
 
-    def _awaited(self, p: int) -> str:
-        """What partition ``p`` must send: the end of its batch, where batches end so, or samples."""
+    @property
+    def _ends_by_marks(self) -> bool:
+        """Whether a step waits until programs end their batch."""
         batch = self.plan.rules.batch
-        if batch is not None and batch.samples is None:
-            return f"no end_of_batch {self._books.intakes[p].num_marks} has come"
-        return "no sample has come"
+        return batch is not None and batch.samples is None
 
     def _lost(self, p: int) -> str:
         """What the log lacks of the steps before those that trainers read, where it lacks it; or empty."""

@@ -485,6 +485,8 @@ class Wait(Message, frozen=True, kw_only=True):
     reason: Name
     detail: Text
     stream: Name | None = None
+    batch: bool = False
+    """The wait is for a program that pushes to end its batch."""
     part: Small = 0
     resend: Count = 0
     ping_s: PingS = 1.0

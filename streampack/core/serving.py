@@ -343,7 +343,7 @@ class Serving:
     def _send_wait(self, reader: Reader, missing: Missing) -> list[Effect]:
         wait = Wait(
             feed=self._feed, step=reader.sent_upto, part=reader.sent_part, resend=reader.resend, reason=missing.reason,
-            detail=missing.detail[:2000], stream=missing.stream,
+            detail=missing.detail[:2000], stream=missing.stream, batch=missing.batch,
         )  # fmt: skip
         return self._send(reader, wait)
 

@@ -91,6 +91,11 @@ class Sharing:
             return f"{text}: no producer offers it, start {how}"
         return f"{text}: held by the producer at {holder.where}"
 
+    def pushed_from(self, p: int) -> str | None:
+        """The address of the producer that pushes to partition ``p``; None without one, or if it has failed."""
+        holder = self.producers.holder_of(p)
+        return None if holder is None or p in self._failed else holder.where
+
     # What a feed needs
 
     def merged(self, feed: str, moved: I64) -> list[Effect]:

@@ -25,12 +25,16 @@ _Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class Missing(NamedTuple):
-    """What a step that is not there waits for: one of the causes, or what a person is told instead; in words; and the
-    ``stream`` whose samples are missing, where that is the cause."""
+    """The reason that a step is missing: a cause, or another word for a person, and a description.
+
+    ``stream``: the stream whose samples are missing, if that is the cause. ``batch``: the wait is for a program that
+    pushes to end its batch, which is normal in on-policy training.
+    """
 
     reason: str
     detail: str
     stream: str | None = None
+    batch: bool = False
 
 
 class Starvation(Struct, frozen=True, kw_only=True):

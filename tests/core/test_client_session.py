@@ -160,6 +160,18 @@ def test_a_claim_is_repeated_until_it_is_answered_and_says_what_it_waits_for() -
     assert session.waiting_for() == "join: rank dp=0 is held by node1:77"
 
 
+def test_a_wait_for_the_end_of_a_batch_is_normal_while_the_broker_is_heard() -> None:
+    session = client(ready=True)
+    session.handle(said(attached()))
+    session.handle(said(Wait(feed="train", step=0, reason="stream", detail="no sample", stream="a")))
+    assert not session.waits_for_batch()
+    session.handle(said(Wait(feed="train", step=0, reason="stream", detail="end_of_batch 1", stream="a", batch=True)))
+    assert session.waits_for_batch()
+    assert session.waiting_for() == "end_of_batch 1"
+    pass_time(session, 20)
+    assert not session.waits_for_batch(), "the broker is silent"
+
+
 def test_a_wait_is_for_what_the_broker_says_until_it_has_sent_some_of_the_step_or_is_not_heard() -> None:
     session = client(ready=True)
     assert cause_of(session) == ("network", None), "nobody has answered"

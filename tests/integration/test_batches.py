@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,42 @@ def test_a_batch_of_so_many_samples_comes_as_soon_as_they_are_there() -> None:
             assert feed["dealt"] == {"split_packs": sum(counts) - feed["totals"]["packs"], "empty_packs": 0}
         finally:
             broker.kill()
+
+
+def test_a_rank_that_waits_for_a_batch_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def lines() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if "waiting for" in record.getMessage()]
+
+    caplog.set_level(logging.INFO, "streampack.client")
+    with folder() as path, ThreadPoolExecutor(1) as pool:
+        broker = RunningBroker(path, settings(path, rules={"budget": 64, "step": {"end_of_batch": True}}))
+        try:
+            with ExitStack() as stack:
+                workers = [
+                    stack.enter_context(streampack.Producer(broker.producers, stream="rollouts", partition=partition))
+                    for partition in range(WORKERS)
+                ]
+                loader = stack.enter_context(streampack.connect(broker.trainers, format="numpy"))
+                steps = loader.steps()
+                for batch in range(2):
+                    for partition, worker in enumerate(workers):
+                        worker.send_many([[1, 2, 3]] * 4)
+                        if batch == 0 or partition > 0:
+                            worker.end_of_batch(batch)
+                assert next(steps).num_samples == 4 * WORKERS
+                waits = pool.submit(next, steps)
+                until(lambda: bool(lines()))
+                broker.wait_for("no step for")
+                workers[0].end_of_batch(1)
+                assert waits.result(PATIENCE_S).num_samples == 4 * WORKERS
+            said = next(line for line in broker.said.splitlines() if "no step for" in line)
+        finally:
+            broker.kill()
+    assert {record.levelno for record in lines()} == {logging.INFO}
+    awaited = "waiting for end_of_batch 1 from partition 0 of stream 'rollouts', held by the producer at "
+    assert awaited in lines()[0].getMessage()
+    assert awaited in said
+    assert "INFO" in said
 
 
 def push_until_told(endpoint: str) -> None:

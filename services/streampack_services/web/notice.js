@@ -41,6 +41,7 @@ export function noticeOf(status, feed, waits) {
   const busy = feed.all_ranks_attached && ["peers", "memory"].includes(waiting.reason); // they train, as they should
   if (busy && waits.wordsS >= HANGS_S) return [`Data is ready and waits for training: ${waiting.detail}.`, "good"];
   if (busy || waits.causeS < LASTS_S) return ["Steps are packed and read, as they should be.", "good"];
+  if (waiting.batch) return [`Waiting for ${waiting.detail}`, "waiting"];
   return [`Waiting for ${WORDS[waiting.reason] ?? waiting.reason}: ${waiting.detail}`, "waiting"];
 }
 
