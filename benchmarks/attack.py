@@ -236,8 +236,9 @@ def _with_key(address: str, key_file: str, connections: int) -> int:
         plain.connect(address)
     fds = []
     for plain, monitor in held:
-        for _ in range(CROWD_MESSAGES):
-            plain.send(b"")
+        with contextlib.suppress(zmq.Again):  # the broker has not let it in
+            for _ in range(CROWD_MESSAGES):
+                plain.send(b"", zmq.NOBLOCK)
         if monitor.poll(1000):
             fds.append(int(recv_monitor_message(monitor)["value"]))
     time.sleep(0.02)

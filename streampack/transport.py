@@ -109,6 +109,8 @@ class _Socket:
                 continue
             if self._unread is not None:
                 self._count(self._unread, frames)
+                if self._unread.was_cut(frames[0].bytes):
+                    continue
             if self._links is None:
                 return frames
             at = self._peer_frames

@@ -47,6 +47,8 @@ ADMIT_S = 1.0
 SWEEP_S = 0.01
 SWEEPS_SHARE = 0.02
 """Sweeps take at most this share of the thread's time, unless memory grows."""
+FORGIVEN = 8
+"""Times the slack of memory, while it may be due to connections that have ended."""
 GROWN_BYTES = 8 << 20
 """Growth of memory after which a sweep does not wait for its time."""
 _BYTES_RECEIVED = 128
@@ -153,12 +155,16 @@ class Unread:
         self._slack = slack + MEMORY_SLACK
         self._by_fd: dict[int, Connection] = {}
         self._by_peer: dict[bytes, Connection] = {}
+        self._cut_peers: set[bytes] = set()
+        """Until the socket is drained: what they have sent before is dropped."""
+        self._ended = False
+        """A connection has ended since the socket was drained, and may have left messages."""
         self._cuts: list[CutConnection] = []
-        self._drained = True
+        self._drained = self._swept_empty = True
+        """Since connections were let in; since the last sweep."""
         self._memory_over = False
-        self._resident = resident_bytes()
-        self._floor = self._resident - held()
-        """Memory beside ``held`` when nothing was unread."""
+        self._resident = self._floor = 0
+        """Memory, and memory beside ``held`` when nothing was unread; 0 before the first sweep."""
         self._blamed = 0
         self._look_at = self._sweep_at = self._refilled_at = 0.0
         self._admissions = ADMITTED
@@ -178,6 +184,7 @@ class Unread:
         found = self._by_fd.pop(fd, None)
         if found is not None:
             self._by_peer.pop(found.peer, None)
+            self._ended = True
 
     def of(self, peer: bytes) -> Connection | None:
         """The connection that this peer's messages come over, if it is known."""
@@ -202,7 +209,13 @@ class Unread:
 
     def drained(self) -> None:
         """ZeroMQ has no message left to hand over."""
-        self._drained = True
+        self._drained = self._swept_empty = True
+        self._ended = False
+        self._cut_peers.clear()
+
+    def was_cut(self, peer: bytes) -> bool:
+        """Is this message one of those that a peer had sent before it was cut?"""
+        return peer in self._cut_peers
 
     def admissions(self) -> int:
         """How many connections may be let in now; ``admitted`` says how many were."""
@@ -250,16 +263,19 @@ class Unread:
             of_strangers -= each.unread if each.is_stranger else 0
             of_all -= each.unread
         beside, room = resident - self._held(), of_all + self._slack
-        if self._drained and of_all < LEAST_BLAMED:
+        if not self._floor or (self._swept_empty and of_all < LEAST_BLAMED):
             self._floor = beside
+        self._swept_empty = False
         self._memory_over = beside > self._floor + room
-        blame = self._memory_over and beside > self._blamed + room
+        room *= FORGIVEN if self._ended else 1  # messages of connections that have ended are soon taken
+        blame = beside > max(self._floor, self._blamed) + room
         if blame and by_size and by_size[0].unread >= LEAST_BLAMED:
             self._blamed = beside
             self._cut(by_size[0], f"{by_size[0].unread} bytes of it, in tiny frames, take too much memory")
 
     def _cut(self, connection: Connection, why: str) -> None:
         if address := connection.cut():
+            self._cut_peers.add(connection.peer)
             self._cuts.append(CutConnection(address, connection.peer, why))
 
 

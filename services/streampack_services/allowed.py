@@ -24,6 +24,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,9 @@ from streampack.typed_tree import convert, parse_tree
 log = logging.getLogger("streampack.broker")
 
 LOOK_S = 0.5
+CUTS = 3
+SHUT_OUT_S = 60.0
+"""A key of which so many connections were cut within this time is not let in for as long."""
 BROKER = "broker"
 ALLOWED = "allowed.yaml"
 _HEAD = "# Who may come to this broker, a line a key: 'streampack keys new' adds one, 'keys revoke' takes one away."
@@ -228,6 +232,8 @@ class Allowed:
         self._seen = self._moving = self._look()
         self._rights = rights_of(read_allowed(folder), self.key)
         self._changed: deque[bytes] = deque()
+        self._cut_at: dict[str, deque[float]] = {}
+        """By public key: when its last connections were cut."""
         self.refused = 0
         """Peers that were not let in."""
         self._over = threading.Event()
@@ -242,7 +248,10 @@ class Allowed:
     def admits(self, key: str, address: str) -> bool:
         """Is this key let in? Whoever is not is counted, and said at first."""
         if key in self._rights:
-            return True
+            if not self._is_shut_out(key):
+                return True
+            self.refused += 1
+            return False
         self.refused += 1
         if not self.refused & (self.refused - 1):  # of the 1st, 2nd, 4th, 8th
             log.warning(
@@ -250,6 +259,22 @@ class Allowed:
                 address, key[:12], self._folder / ALLOWED, self.refused,
             )  # fmt: skip
         return False
+
+    def note_cut(self, peer: bytes) -> None:
+        """A connection of this peer was cut for what it sent."""
+        key = key_of(peer).decode("ascii", "replace")
+        cuts = self._cut_at.setdefault(key, deque(maxlen=CUTS))
+        was_shut_out = self._is_shut_out(key)
+        cuts.append(time.monotonic())
+        if not was_shut_out and self._is_shut_out(key):
+            log.error(
+                "key %r is not let in for %.0f s: %d of its connections were cut. Find the process that uses it, or "
+                "take the key away with 'streampack keys revoke'", self.rights(peer).name, SHUT_OUT_S, CUTS,
+            )  # fmt: skip
+
+    def _is_shut_out(self, key: str) -> bool:
+        cuts = self._cut_at.get(key)
+        return cuts is not None and len(cuts) == CUTS and cuts[0] > time.monotonic() - SHUT_OUT_S
 
     def rights(self, peer: bytes) -> Rights:
         """What whoever speaks from there may do now."""

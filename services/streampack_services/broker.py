@@ -166,7 +166,7 @@ class BrokerService:
         producers = Router(self.config.listen.producers, largest, door, unread)
         try:
             largest = (1 << 20) + self._largest_snapshot()
-            unread = Unread(4 * largest + ON_THE_WAY_BYTES, largest, self._held, slack)
+            unread = Unread(4 * largest + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._held, slack)
             return producers, Router(self.config.listen.trainers, largest, door, unread)
         except Exception:
             producers.close()
@@ -312,8 +312,10 @@ class BrokerService:
 
     def _note_cut(self, cut: CutConnection) -> None:
         self.cut += 1
-        name = self._allowed.rights(cut.peer).name if self._allowed is not None and cut.peer else ""
-        of = f", of key {name!r}" if name else ""
+        of = ""
+        if self._allowed is not None and cut.peer:
+            of = f", of key {self._allowed.rights(cut.peer).name!r}"
+            self._allowed.note_cut(cut.peer)
         self._report(Report("warning", f"cut the connection of {cut.address}{of}: {cut.why}"))
 
     def _receive(self, router: Router, frames: list[Any], kind: type[FromProducer] | type[FromTrainer]) -> None:

@@ -111,6 +111,7 @@ class Reporter:
                 "unsent": service.unsent,
                 "foreign": core.foreign,
                 "strangers": service.strangers,
+                "cut": service.cut,
             },
             "form_seconds": service.form_seconds,
             "sent_tokens": service.tokens_sent,

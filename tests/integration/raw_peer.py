@@ -27,10 +27,14 @@ class RawPeer:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         self.socket = socket.create_connection((host, int(port)), timeout=timeout_s)
         if shake:
-            self.socket.sendall(GREETING + READY)
-            self._read(len(GREETING))
-            self._read(1)
-            self._read(self._read(1)[0])
+            try:
+                self.socket.sendall(GREETING + READY)
+                self._read(len(GREETING))
+                self._read(1)
+                self._read(self._read(1)[0])
+            except OSError:
+                self.socket.close()
+                raise
 
     def send(self, data: bytes) -> bool:
         """Bytes as they are; False where the other side has closed the connection."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import signal
@@ -335,14 +336,13 @@ def write_tar(path: Path, files: dict[str, bytes]) -> None:
 
 def test_a_flood_of_what_is_no_message_is_counted_and_told_in_a_line_or_two(broker: RunningBroker) -> None:
     before, said = broker.status()["messages"]["damaged"], broker.said.count("dropped a message")
-    dealer = Dealer(broker.producers, 1 << 20)
-    try:
-        began = time.monotonic()
-        for _ in range(200):
-            until(lambda: dealer.send([b"x" * 50]))
+    began = time.monotonic()
+    with contextlib.ExitStack() as held:
+        for _ in range(20):  # of more than MAX_DAMAGED messages a connection is cut
+            dealer = held.enter_context(contextlib.closing(Dealer(broker.producers, 1 << 20)))
+            for _ in range(10):
+                until(lambda dealer=dealer: dealer.send([b"x" * 50]))  # type: ignore[misc]
         until(lambda: broker.status()["messages"]["damaged"] == before + 200)
-    finally:
-        dealer.close()
     assert 0 < broker.said.count("dropped a message") - said <= 1 + (time.monotonic() - began) / SAY_S
 
 

@@ -6,6 +6,7 @@ import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -326,3 +327,25 @@ def test_a_broker_that_is_gone_says_nothing_and_leaves_no_socket_open(tmp_path: 
     """One that is left open is a ResourceWarning, and so a failure."""
     assert curve._mechanism(f"ipc://{tmp_path}/gone") == ""
     assert curve._mechanism("tcp://127.0.0.1:1") == ""
+
+
+def test_a_key_whose_connections_are_cut_again_and_again_is_not_let_in_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(allowed, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    for name in ("attacker", "honest"):
+        new_key(tmp_path / "keys", name, "trainer", {})
+    keys = [load_key(tmp_path / "keys" / f"{name}.key").public for name in ("attacker", "honest")]
+    door = Allowed(tmp_path / "keys", lambda: None)
+    try:
+        for cuts in range(1, allowed.CUTS + 1):
+            assert door.admits(keys[0], "10.0.0.1")
+            door.note_cut(keys[0].encode() + b"peer%d" % cuts)
+        assert [door.admits(key, "10.0.0.1") for key in keys] == [False, True]
+        assert "key 'attacker' is not let in for 60 s" in caplog.text
+        assert door.refused == 1
+        clock.now += allowed.SHUT_OUT_S
+        assert door.admits(keys[0], "10.0.0.1")
+    finally:
+        door.close()

@@ -15,7 +15,7 @@ from streampack import curve
 from streampack.curve import Door
 from streampack.keys import Key
 from streampack.transport import Dealer, Poller, Router, drain
-from streampack.unread import ADMITTED, HANDSHAKE_BYTES, Unread, bytes_read
+from streampack.unread import ADMITTED, HANDSHAKE_BYTES, MEMORY_SLACK, Unread, bytes_read
 from tests.integration.raw_peer import MORE, RawPeer, frame
 from tests.integration.running import PATIENCE_S, until
 
@@ -130,3 +130,22 @@ def test_no_more_connections_are_let_in_than_were_drained() -> None:
     assert unread.admissions() == 0
     unread.drained()
     assert unread.admissions() == ADMITTED
+
+
+def test_memory_that_grows_while_nothing_is_unread_is_nobodys_fault() -> None:
+    """A peer that sends a little afterwards is not cut for it."""
+    with router(False) as (sock, _), contextlib.closing(_dealer(sock, False)) as dealer:
+        poller = Poller([sock])
+        _say(dealer, b"hello", poller, sock)
+        grown = bytearray(4 * MEMORY_SLACK)
+        grown[::4096] = b"x" * len(grown[::4096])
+        for _ in range(30):  # as in a broker that runs on
+            assert _take(poller, sock) == 0
+        dealer.send([bytes(LIMIT // 2)])
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            poller.wait(0.01)  # nothing is taken meanwhile
+            time.sleep(0.01)
+        assert not sock.take_cuts()
+        assert _take(poller, sock) == 1
+        assert len(grown)
