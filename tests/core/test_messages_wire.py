@@ -54,7 +54,7 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.StrType():
             return st.text(min_size=kind.min_length or 0, max_size=min(kind.max_length or 20, 20))
         case inspect.BytesType():
-            return st.binary(max_size=24)
+            return st.binary(min_size=kind.min_length or 0, max_size=min(kind.max_length or 24, 24))
         case inspect.NoneType():
             return st.none()
         case inspect.LiteralType():

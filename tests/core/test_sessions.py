@@ -29,12 +29,16 @@ from streampack.core.effects import (
     Store,
 )
 from streampack.core.events import Effect, Event, FromBroker, Send, Tick
+from streampack.core.form import Former
 from streampack.core.intake import MAX_UNMERGED
 from streampack.core.leases import SILENT_S
+from streampack.core.merge import merge_of
 from streampack.core.messages import (
     ALL,
+    AskSnapshot,
     Attach,
     Attached,
+    Brought,
     Bye,
     Done,
     End,
@@ -59,8 +63,11 @@ from streampack.core.messages import (
 )
 from streampack.core.plan import Capacity, FeedPlan, needed_tokens
 from streampack.core.producer_session import EndOfPartition, Forget, ProducerSession, Read
+from streampack.core.resume import snapshot
 from streampack.core.rules import Overlong, Rules, StreamRules
+from streampack.core.samples import SampleTable
 from streampack.core.sending import PING_S, Chunk, Failed, Finish, Leave
+from streampack.core.snapshot import Snapshot
 
 RUN, EPOCH, BUDGET, QUOTA, MAX_SAMPLE = 9, 4, 16, 64, 32
 M = TypeVar("M", bound=Message)
@@ -1086,6 +1093,22 @@ _NAMES = st.sampled_from(["a", "b", "p", "q", "train", "zz"])
 _LENGTHS = st.lists(st.sampled_from([0, 1, 4, 5, 16, 17, 40, 2**32 - 1]), max_size=6)
 
 
+def _snapshots() -> list[Snapshot]:
+    """What checkpoints may hold: the beginning, a place between steps, and what no feed can go on from."""
+    bench = Bench()
+    start = snapshot(bench.rules, merge_of(bench.rules), Former(bench.rules, SampleTable()), [(0, None)] * 3)
+    bench.produce(b"p", hello("p", "a", "b"))
+    bench.read(b"1", attach("r"))
+    fill(bench, chunks=4)
+    planner = bench.feed.planner
+    between = snapshot(bench.rules, planner.admission.merge, planner.former, [(0, None)] * 3)
+    assert between.step > 0
+    return [start, between, msgspec.structs.replace(between, rules="other")]
+
+
+_SNAPSHOTS = _snapshots()
+
+
 def _column(values: list[int]) -> bytes:
     return np.array(values, "<u4").tobytes()
 
@@ -1093,7 +1116,9 @@ def _column(values: list[int]) -> bytes:
 @st.composite
 def _messages(draw: st.DrawFn) -> tuple[Message, bytes]:
     """A message that decodes, of any type, with fields that are likely to hit; and its payload."""
-    often: list[type[Message]] = [Hello, Samples, Samples, Samples, Eos, Sent, Attach, Attach, Get, Get]
+    often: list[type[Message]] = [
+        Hello, Samples, Samples, Samples, Eos, Sent, Attach, Attach, Brought, Get, Get,
+    ]  # fmt: skip
     kind = draw(st.sampled_from([*often, *ALL]))
     if kind is Samples:
         lengths = draw(_LENGTHS)
@@ -1109,11 +1134,11 @@ def _messages(draw: st.DrawFn) -> tuple[Message, bytes]:
     known: dict[type, Any] = {str: _NAMES, int: _COUNTS, bytes: st.binary(max_size=8), bool: st.booleans()}
     fields: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind):
-        fields[field.name] = draw(_field(field.name, known))
+        fields[field.name] = draw(_field(kind, field.name, known))
     return msgspec.convert(fields, kind), b""
 
 
-def _field(name: str, known: dict[type, Any]) -> Any:
+def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
     if name == "offers":
         return st.lists(st.builds(lambda s, d: {"stream": s, "source_digest": d}, _NAMES, st.just("d")), max_size=3)
     if name == "frames":
@@ -1142,7 +1167,9 @@ def _field(name: str, known: dict[type, Any]) -> Any:
     if name == "rules":
         return st.just({})
     if name == "snapshot":
-        return st.none()
+        return st.sampled_from(_SNAPSHOTS)
+    if name == "snapshot_digest" or (name == "digest" and kind in (AskSnapshot, Brought)):
+        return st.sampled_from([b"", b"of none", *[snapshot.digest for snapshot in _SNAPSHOTS]])
     if name == "ready":
         return st.sampled_from([True, True, False])
     if name in ("ended", "variable_lengths"):
