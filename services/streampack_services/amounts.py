@@ -34,3 +34,8 @@ def duration_text(seconds: float) -> str:
     if days:
         return f"{days}d{more:02d}h"
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
+
+
+def state_text(state: str, stalled_s: float | None) -> str:
+    """``serving``, ``waiting for 1m15s``: the state of a broker or a feed, with the time since its last step."""
+    return state if stalled_s is None else f"{state} for {duration_text(stalled_s)}"

@@ -45,6 +45,10 @@ SAY_AFTER_S = 5.0
 SAY_BUSY_AFTER_S = 60.0
 """A broker that is full while every rank is attached waits for training, as it should: said late."""
 SAY_AT_MOST_EVERY_S = 30.0
+SAY_IDLE_EVERY_S = 3600.0
+"""The time between two lines about a feed that no rank waits for."""
+STALLED_AFTER_S = 5.0
+"""A feed that a rank waits for is stalled after this time without a step."""
 
 
 @dataclass(slots=True)
@@ -55,6 +59,8 @@ class _Watch:
     since: float = 0.0
     said: float = 0.0
     every: float = SAY_AFTER_S
+    starved: bool = False
+    """Whether a rank waited for the feed when this was last looked at."""
 
 
 class Reporter:
@@ -88,12 +94,15 @@ class Reporter:
     def take(self, now: float) -> Snapshot:
         """What is so now, as plain values that nobody changes afterwards."""
         service, core, arena = self._service, self._service.core, self._service.arena
+        feeds = {name: self._feed(now, feed) for name, feed in core.feeds.items()}
+        stalled_s = max((feed["stalled_s"] for feed in feeds.values() if feed["stalled_s"] is not None), default=None)
         return self._fixed | {
             "taken_at": time.time() - (time.monotonic() - now),  # the same moment, though a turn began with it
             "uptime_s": now - service.started,
-            "state": self._state(),
+            "state": self._state(stalled_s),
+            "stalled_s": stalled_s,
             "ready": service.ready,
-            "feeds": {name: self._feed(now, feed) for name, feed in core.feeds.items()},
+            "feeds": feeds,
             "streams": [row for feed in core.feeds.values() for row in self._streams_of(now, feed)],
             "producers": core.leases.num_producers,
             "vanished_producers": core.leases.vanished,
@@ -121,9 +130,10 @@ class Reporter:
         core = self._service.core
         totals, readers = feed.figures.totals, feed.readers
         counted = readers.dealt.padded_totals if feed.rules.padded else totals
-        reasons = waiting_for(feed)
+        reasons, stalled_s = waiting_for(feed), self._stalled_s(now, feed)
         return {
-            "state": "ended" if readers.end is not None else "serving",
+            "state": "ended" if readers.end is not None else "serving" if stalled_s is None else "waiting",
+            "stalled_s": stalled_s,
             "waiting_for": reasons._asdict() if reasons else None,
             "round": readers.round,
             "steps": {
@@ -185,13 +195,22 @@ class Reporter:
             taken, rows = self._rows[what] = now, make()
         return rows
 
-    def _state(self) -> str:
+    def _stalled_s(self, now: float, feed: Feed) -> float | None:
+        """The seconds since the last step of a feed that a rank waits for; None if no rank waits for data."""
+        still_s, reasons = now - self._watches[feed.name].since, waiting_for(feed)
+        if still_s < STALLED_AFTER_S or feed.readers.end is not None or reasons is None:
+            return None
+        return still_s if reasons.reason not in ("peers", "memory") and feed.readers.any_starved else None
+
+    def _state(self, stalled_s: float | None) -> str:
         core = self._service.core
         if core.draining:
             return "draining"
         if not self._service.ready:
             return "starting"
-        return "ended" if all(feed.readers.end is not None for feed in core.feeds.values()) else "serving"
+        if all(feed.readers.end is not None for feed in core.feeds.values()):
+            return "ended"
+        return "serving" if stalled_s is None else "waiting"
 
     def _rate(self, now: float, feed: Feed) -> float:
         """Packed tokens a second, over the last seconds."""
@@ -203,7 +222,7 @@ class Reporter:
         return (tokens - before) / seconds if seconds > 0 and then < now else 0.0
 
     def _say(self, now: float) -> None:
-        """A line after some seconds without a step, and then ever less often until there is one."""
+        """Log a feed that has formed no step for some seconds: again and again if a rank waits for it, else hourly."""
         core = self._service.core
         for name, feed in core.feeds.items():
             moved = feed.figures.totals.steps + feed.readers.released_upto
@@ -215,6 +234,10 @@ class Reporter:
 
     def _say_of(self, now: float, feed: Feed, watch: _Watch, all_still_s: float) -> None:
         reasons = waiting_for(feed)
+        if now - watch.since < SAY_AFTER_S:
+            return
+        if (starved := feed.readers.any_starved) != watch.starved:
+            watch.starved, watch.every = starved, SAY_AFTER_S
         if reasons is None or now - watch.said < watch.every:
             return
         ready_s = all_still_s if reasons[0] in ("peers", "memory") else SAY_BUSY_AFTER_S
@@ -222,7 +245,8 @@ class Reporter:
             SAY_BUSY_AFTER_S if feed.readers.all_there else SAY_AFTER_S
         ):  # as it should while another is read
             return
-        watch.said, watch.every = now, min(2 * watch.every, SAY_AT_MOST_EVERY_S)
+        watch.said = now
+        watch.every = min(2 * watch.every, SAY_AT_MOST_EVERY_S) if starved else SAY_IDLE_EVERY_S
         of = f"feed {feed.name!r}: " if len(self._watches) > 1 else ""
         about = {"about": {"feed": feed.name, "step": feed.readers.formed_upto}}
         wanted = feed.readers.all_there and reasons[0] in ("stream", "memory", "log") and not reasons.batch

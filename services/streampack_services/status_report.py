@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from streampack_services.amounts import count_text, counted, duration_text, size_text
+from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
 from streampack_services.status import describe
 from streampack_services.top_ranks import rank_lines
 from streampack_services.top_text import Cell, printable, table, title
@@ -22,7 +22,8 @@ Tree = dict[str, Any]
 def show_status(snapshot: Tree) -> None:
     """Print a snapshot."""
     console, memory = _console(), snapshot["memory"]
-    about = f"  {snapshot['state']}  up {duration_text(snapshot['uptime_s'])}  streampack {snapshot['version']}"
+    state = state_text(snapshot["state"], snapshot["stalled_s"])
+    about = f"  {state}  up {duration_text(snapshot['uptime_s'])}  streampack {snapshot['version']}"
     console.print(Text.assemble((snapshot["run"], "bold"), about))
     live, arena = memory["live_tokens"] * memory["token_bytes"], memory["arena_bytes"]
     facts = Table.grid(padding=(0, 2))
@@ -54,7 +55,9 @@ def _show_feed(console: Console, view: Feed, feed: Tree) -> None:
     steps, figures = feed["steps"], feed["figures"]
     console.print()
     again = f", iteration {feed['round']}" if feed["round"] else ""
-    console.print(Text.assemble((f"feed {view.name}", "bold"), f"  {feed['state']}{again}"))
+    console.print(
+        Text.assemble((f"feed {view.name}", "bold"), f"  {state_text(feed['state'], feed['stalled_s'])}{again}")
+    )
     if feed["waiting_for"]:
         console.print(describe(**feed["waiting_for"]))
     end = "" if steps["end"] is None else f" of {steps['end']}"
@@ -85,7 +88,7 @@ def _show_feed(console: Console, view: Feed, feed: Tree) -> None:
         ("rank's tokens", ", ".join(ranks)),
         ("wasted tokens", f"{', '.join(waste)}, of {count_text(feed['delivered_tokens'])} delivered"),
         ("lost tokens", ", ".join(lost)),
-        ("starved by", f"{_starved(view)}; of all ranks' time"),
+        ("starved by", f"{_starved(view)}; of all ranks' time since the start"),
         ("window", f"{feed['window']['samples']} samples, {count_text(feed['window']['tokens'])} tokens"),
         ("waited", f"{longest}{outliers}"),
         ("held", f"{count_text(feed['held_tokens'])} of {count_text(feed['held_limit_tokens'])} tokens"),

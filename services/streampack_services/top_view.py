@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from streampack_services.amounts import count_text, counted, duration_text, size_text
+from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
 from streampack_services.top_ranks import MOST_ROWS, Measure, rank_lines
 from streampack_services.top_text import Cell, bar, chart, fitted, printable, row, spark, table, title
 from streampack_services.watched import HISTORY_S, Feed, Stream, View, rates_of
@@ -32,7 +32,9 @@ SILENT_S = 10.0
 FULL, LOW, LOW_BYTES = 0.9, 0.05, 2 << 30
 """Memory that is fuller, a stream of which less is buffered and a disk with less space are marked."""
 LEVELS = {"info": "", "warning": "yellow", "error": "bold red", "critical": "bold red"}
-STATES = {"serving": "bold green", "ended": "bold cyan", "draining": "bold yellow", "starting": "bold yellow"}
+STATES = {"serving": "bold green", "ended": "bold cyan"} | dict.fromkeys(
+    ("draining", "starting", "waiting"), "bold yellow"
+)
 WORDS = {"pack_tail": "tails", "empty_pack": "empty packs"}
 """Of causes, where a person has another."""
 
@@ -109,7 +111,11 @@ def _beside(left: list[Text], right: list[Text], width: int) -> list[Text]:
 
 
 def _head(view: View, feed: Feed, look: Look, width: int) -> list[Text]:
-    state = ("lost", "bold red") if look.trouble else (view.state, STATES.get(view.state, "bold"))
+    state = (
+        ("lost", "bold red")
+        if look.trouble
+        else (state_text(view.state, view.stalled_s), STATES.get(view.state, "bold"))
+    )
     clock = time.strftime("%H:%M:%S", time.localtime(view.taken_at))
     first = row((view.run, "bold"), state, f"up {duration_text(view.uptime_s)}")
     about = Text(f"streampack {view.version}  {clock}", style="dim")

@@ -113,6 +113,7 @@ class View:
 
     run: str
     state: str
+    stalled_s: float | None
     version: str
     uptime_s: float
     taken_at: float
@@ -168,7 +169,8 @@ class Watch:
         now, then = self._seen[-1], self._seen[0]
         memory = now["memory"]
         return View(
-            run=now["run"], state=now["state"], version=now["version"], uptime_s=now["uptime_s"],
+            run=now["run"], state=now["state"], stalled_s=now["stalled_s"],
+            version=now["version"], uptime_s=now["uptime_s"],
             taken_at=now["taken_at"],
             feeds=tuple(
                 _feed(name, feed, then["feeds"].get(name, {}), tuple(self._rates[name]))

@@ -109,6 +109,14 @@ class Serving:
         return self.joined and len(self._seats.held) == self._seats.num_ranks
 
     @property
+    def any_starved(self) -> bool:
+        """Whether an attached rank that wants to read has no step ready."""
+        return any(
+            reader.have_upto <= self._returned[ranks] < OUT if reader.entered else reader.ready
+            for ranks, reader in self._seats.held.items()
+        )
+
+    @property
     def slowest(self) -> str:
         """The rank that has returned the fewest steps, for a person."""
         held = self._seats.held

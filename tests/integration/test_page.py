@@ -279,6 +279,21 @@ def test_hosts_and_streams_of_any_name_fit_beside_what_was_waited(page: Page) ->
     assert "a-name-of-many-parts" in page.text("#hungriest")
 
 
+def test_the_state_of_a_broker_that_a_rank_waits_for_is_not_green_and_has_its_duration(page: Page) -> None:
+    script = """import("/web/words.js").then(({ showHead }) => {
+      const state = document.getElementById("state");
+      const now = { run: "x", uptime_s: 100, version: "1", ready: true };
+      return [{ state: "serving", stalled_s: null }, { state: "waiting", stalled_s: 75 }].map((more) => {
+        showHead({ ...now, ...more }, false);
+        return [state.textContent, getComputedStyle(state).color];
+      });
+    })"""
+    (serving, green), (waiting, other) = page.value(script)
+    assert serving == "serving"
+    assert waiting == "waiting for 1 min 15 s"
+    assert other != green
+
+
 def test_the_line_above_says_what_lasts_and_not_what_changes_with_every_step(page: Page) -> None:
     """Seconds of a busy pipeline, then of one whose stream is slow, of a rank that hangs and of one that has left."""
     script = """import("/web/notice.js").then(({ Waits, noticeOf }) => {

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from streampack_services.broker import BrokerService
 from streampack_services.in_memory import InMemory
+from streampack_services.status import Reporter
 
 import streampack
 from streampack.config import BrokerConfig
+from streampack.core.readers import Readers
 from streampack.core.starvation import CAUSES
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
 from streampack.typed_tree import convert
@@ -136,6 +138,42 @@ def test_a_stream_that_nobody_sends_is_named_and_then_a_broker_that_is_not_heard
         until(lambda: by_cause(trainer)["network"] > before["network"] + 0.2)
         assert by_cause(trainer) == before | {"network": pytest.approx(before["network"], abs=PATIENCE_S)}
         network.down.held = False
+
+
+def test_a_broker_is_waiting_while_a_rank_has_no_step_and_says_for_how_long(served: Served) -> None:
+    with served.producing("web"), Trainer(served.trainers):
+        until(lambda: served.service.snapshot["state"] == "waiting")
+        now = served.service.snapshot
+        assert now["stalled_s"] == now["feeds"]["train"]["stalled_s"] >= 5
+        assert now["feeds"]["train"]["state"] == "waiting"
+        with served.producing("code"):
+            until(lambda: served.service.snapshot["state"] == "serving")
+            assert served.service.snapshot["stalled_s"] is None
+
+
+def test_a_feed_that_no_rank_waits_for_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "streampack.broker")
+    feeds = {"train": {"streams": ["web"]}, "eval": {"streams": ["code"]}}
+    service = BrokerService(convert(SETTINGS | {"feeds": feeds}, BrokerConfig))
+
+    def lines(first: int, last: int) -> list[str]:
+        caplog.clear()
+        for second in range(first, last):
+            reporter.tick(float(second))
+        return [text for record in caplog.records if "no step for" in (text := record.getMessage())]
+
+    try:
+        reporter = Reporter(service)
+        idle = lines(1, 1000)
+        assert len(idle) == len(feeds), idle
+        monkeypatch.setattr(Readers, "any_starved", property(lambda self: self is service.core.feeds["eval"].readers))
+        starved = lines(1000, 1300)
+        assert len(starved) > 5, "a rank waits now"
+        assert all("feed 'eval'" in line for line in starved)
+    finally:
+        service.close()
 
 
 def by_cause(trainer: Trainer) -> dict[str, float]:

@@ -126,6 +126,21 @@ def test_status_fits_a_screen_however_many_ranks_there_are(
     assert any(line.split()[:4] == ["dp=0", "cp=3", "100.0%", "peers"] for line in lines)
 
 
+def test_a_stall_and_how_long_it_lasts_are_in_the_status_and_at_the_top(
+    snapshot: Tree, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stalled = copy.deepcopy(snapshot) | {"state": "waiting", "stalled_s": 75.0}
+    stalled["feeds"]["train"] |= {"state": "waiting", "stalled_s": 75.0}
+    status_report.show_status(stalled)
+    run, feed = (line for line in capsys.readouterr().out.splitlines() if "waiting for 1m15s" in line)
+    assert stalled["run"] in run
+    assert "feed train" in feed
+    view = view_of(stalled, events=[])
+    first = page(view, Look(), 100)[0]
+    assert "waiting for 1m15s" in first.plain
+    assert "bold yellow" in {str(span.style) for span in first.spans}
+
+
 def many(snapshot: Tree, ranks: int) -> Tree:
     """The same broker with as many ranks, of which number 3 waits for peers all the time, and a longer name."""
     found = copy.deepcopy(snapshot)

@@ -13,7 +13,8 @@ export function showHead(status, gone) {
   document.title = `${status.run}: streampack`;
   const state = byId("state");
   const ready = status.ready || status.state === "ended";
-  setText(state, gone ? "no answer" : ready ? status.state : `${status.state}, not ready`);
+  const text = status.state === "waiting" ? `waiting for ${duration(status.stalled_s)}` : status.state;
+  setText(state, gone ? "no answer" : ready ? text : `${text}, not ready`);
   setAttribute(state, "data-state", gone ? "gone" : status.state);
   setText(byId("uptime"), `up ${duration(status.uptime_s)}`);
   setText(byId("version"), `version ${status.version}`);
