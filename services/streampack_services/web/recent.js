@@ -17,12 +17,12 @@ export class Recent {
     while (second - this.#noted[0].second > OVER_S) this.#noted.shift();
   }
 
-  // The share of the time since, 0 to 1; as the rank itself says of all its time, where it was not there long enough.
+  // The share of the last minute, 0 to 1; null until this page has followed the rank for EVERY_S.
   share(second, row) {
     const then = this.#noted.find((each) => each.waited.has(nameOf(row)));
     const seconds = then ? second - then.second : 0;
     const waited = then ? waitedOf(row) - then.waited.get(nameOf(row)) : -1;
-    if (seconds < EVERY_S || waited < 0) return row.stats.starved_fraction ?? null;
+    if (seconds < EVERY_S || waited < 0) return null;
     return Math.min(1, waited / seconds);
   }
 }
