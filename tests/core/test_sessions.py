@@ -1134,7 +1134,8 @@ def _messages(draw: st.DrawFn) -> tuple[Message, bytes]:
     known: dict[type, Any] = {str: _NAMES, int: _COUNTS, bytes: st.binary(max_size=8), bool: st.booleans()}
     fields: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind):
-        fields[field.name] = draw(_field(kind, field.name, known))
+        is_bool = field.type in (bool, bool | msgspec.UnsetType)
+        fields[field.name] = draw(known[bool] if is_bool else _field(kind, field.name, known))
     return msgspec.convert(fields, kind), b""
 
 
@@ -1150,8 +1151,6 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
         return st.builds(lambda d, c, t: {"dp": d, "cp": c, "tp": t, "dp_rank": d - 1}, sizes, sizes, sizes)
     if name == "readers":
         return st.sampled_from([{}, {}, {"tp": [0]}, {"pp": [-1], "tp": [1, 9]}])
-    if name == "batches":
-        return st.booleans()
     if name == "ping_s":
         return st.sampled_from([0.1, 1.0, 60.0])
     if name in ("rejected", "stats"):
@@ -1166,21 +1165,19 @@ def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
         return st.none() if known is None else st.just((0, 0, 0))
     if name == "rules":
         return st.just({})
+    if name == "feed":
+        return st.sampled_from(["train", "train", "train", "zz"])
     if name == "snapshot":
         return st.sampled_from(_SNAPSHOTS)
     if name == "snapshot_digest" or (name == "digest" and kind in (AskSnapshot, Brought)):
         return st.sampled_from([b"", b"of none", *[snapshot.digest for snapshot in _SNAPSHOTS]])
-    if name == "ready":
-        return st.sampled_from([True, True, False])
-    if name in ("ended", "variable_lengths"):
-        return known[bool]
     if name in ("partition", "partitions", "part", "parts", "first", "micro_batches", "round"):
         return _SMALL
     if name.endswith(("_u32", "_u64")) or name in ("digest", "chain"):
         return known[bytes]
     if name in (
-        "stream", "producer", "host", "failure", "reason", "dtype", "overlong", "poison", "code", "detail", "feed",
-        "reader", "layout",
+        "stream", "producer", "host", "failure", "reason", "dtype", "overlong", "poison", "code", "detail", "reader",
+        "layout",
     ):  # fmt: skip
         return known[str]
     return known[int]
@@ -1193,12 +1190,19 @@ _EVENTS = st.tuples(
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(_EVENTS, max_size=40), st.sampled_from(["error", "truncate", "drop", "split"]), st.integers(0, 4))
+@given(
+    st.lists(_EVENTS, max_size=40), st.sampled_from(["error", "truncate", "drop", "split"]), st.integers(0, 4),
+    st.sampled_from([None, *_SNAPSHOTS]),
+)  # fmt: skip
 def test_no_sequence_of_messages_breaks_the_broker_or_moves_its_memory_beyond_its_bounds(
-    events: list[Any], overlong: Overlong, chunks: int
+    events: list[Any], overlong: Overlong, chunks: int, awaited: Snapshot | None
 ) -> None:
     bench, now = Bench(overlong=overlong), 0.0
     script: list[Event] = []
+    if awaited is not None:
+        named = msgspec.structs.replace(attach("s", next_step=awaited.step), snapshot_digest=awaited.digest)
+        bench.read(b"3", named)
+        assert bench.heard(b"3", AskSnapshot)
     if chunks:
         bench.produce(b"1", hello("p", "a", "b", digest="d"))
         bench.read(b"2", attach("r"))
@@ -1213,6 +1217,9 @@ def test_no_sequence_of_messages_breaks_the_broker_or_moves_its_memory_beyond_it
         script.append(Tick(now))
     for event in script:
         bench.handle(event)
+    if awaited is not None:
+        bench.read(b"3", Brought(feed="train", digest=awaited.digest, snapshot=awaited))
+        bench.handle(Tick(now + 1.0))
     leases = bench.core.leases
     waiting = [intake.kept_tokens - intake.merged_tokens for intake in leases.intakes]
     assert all(0 <= tokens <= QUOTA for tokens in waiting)
