@@ -13,6 +13,7 @@ snapshot.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from streampack.core.brought import Brought
@@ -281,7 +282,7 @@ class Feed:
         if step or self.figures.totals.steps:
             effects.append(Report("info", f"feed {self.name!r} goes to step {step}", feed=self.name, step=step))
         if given is not None and (found is None or given.step > found[0] or knows_more):
-            return effects + self._adopt(given)
+            return effects + self._adopt(given, step)
         if found is None or found[2] is not None:
             return effects + self.planner.restore(found[2] if found is not None else None)
         self._waits_for = found[1]
@@ -299,8 +300,9 @@ class Feed:
             effects += self.planner.restore(taken)
         return effects
 
-    def _adopt(self, given: Snapshot) -> list[Effect]:
-        """Be where a checkpoint is, and record what it knows and this broker, whose log is another, does not."""
+    def _adopt(self, given: Snapshot, step: int) -> list[Effect]:
+        """Restore the snapshot of a checkpoint that begins at ``step``, and record the changes and skips that the log
+        of this broker does not have."""
         effects: list[Effect] = []
         history = self.history
         for number, change in enumerate(given.changes):
@@ -308,8 +310,10 @@ class Feed:
                 continue
             if change.position >= 0:
                 history.forget_after(change.position)
-                if change.step < history.num_steps:  # formed before a trainer came with it: nobody had them
-                    effects += self._branch(change.step, f"a checkpoint knows of {change.note}")
+            else:  # no position yet: the trainers had the steps before ``step`` without this change
+                change = msgspec.structs.replace(change, step=max(change.step, step))
+            if change.step < history.num_steps:  # formed before a trainer came with it: nobody had them
+                effects += self._branch(change.step, f"a checkpoint knows of {change.note}")
             effects += self._recorder.change(change)
             self.planner.live.know(change.rules)
         for first, last in given.skips:

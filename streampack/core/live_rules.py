@@ -73,7 +73,15 @@ class LiveRules:
     def waits_for_group(self, next_step: int, in_group: bool) -> bool:
         """Is a change due at ``next_step``, which must wait until a group is merged whole?"""
         changes = self._history.changes[self.applied : self.applied + 1]
-        return in_group and any(change.position < 0 and change.step <= next_step for change in changes)
+        return in_group and any(self._is_due(change, next_step) for change in changes)
+
+    def _is_due(self, change: RulesChange, next_step: int) -> bool:
+        """Return True if ``change`` has no position yet and may hold from ``next_step`` on.
+
+        A step that is recorded was formed before the change had a position. It must be formed again in the same way,
+        so the change holds from a later step on.
+        """
+        return change.position < 0 and max(change.step, self._history.num_steps) <= next_step
 
     def ask(self, rules: Rules, unformed: int, at_step: int | None, note: str) -> tuple[list[Effect], int]:
         """Go by ``rules`` from ``at_step`` on, or a later step that nobody has: ``unformed`` is the first; which.
@@ -118,7 +126,7 @@ class LiveRules:
             change, known = changes[self.applied], len(merge.merged_samples)
             may_be_here = not in_group and merge.position >= self._history.last_position
             grows = _partitions(change.rules) > known
-            if change.position < 0 and change.step <= next_step and may_be_here and (merge.may_grow or not grows):
+            if self._is_due(change, next_step) and may_be_here and (merge.may_grow or not grows):
                 change = msgspec.structs.replace(change, step=next_step, position=merge.position)
                 effects += self._recorder.change(change)
             if change.position < 0 or change.position > merge.position:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -134,3 +135,22 @@ def test_a_change_fails_no_feed_whose_memory_is_full_within_a_group() -> None:
         live.ask(Reweigh({"rollouts": 0.0}), live.feed.next_step + 2)
         live.finish()
         assert live.changes()
+
+
+@pytest.mark.parametrize("seed", [90, 256, 369, 380, 816])
+def test_a_change_that_waits_for_a_group_leaves_recorded_steps_as_they_are_when_the_broker_is_killed(seed: int) -> None:
+    """In the first broker the memory is full within a group when the change is due, so a step is formed before the
+    change has a position. The next broker merges less before that step and could give the change an earlier position.
+    """
+    rules = msgspec.structs.replace(RULES, batch=Batch(samples=2), window=20)
+    live = Mixed(seed, 1, rules, needed_tokens(rules, rules.budget) + 30)
+    live.wanted, live.over = 135, True
+    live.read(1 + seed % 4)
+    answer = live.ask(Reweigh({"rollouts": 0.0}), live.feed.next_step + 2)
+    live.until(lambda: live.feed.history.num_steps > answer.step)
+    assert not live.changes(), "the change waits for the group"
+    formed = live.feed.history.num_steps
+    live.start_broker()
+    live.finish()
+    [change] = live.changes()
+    assert change.step >= formed

@@ -22,6 +22,9 @@ ENDED_AND_BACK = [
     ("later", 6, 3), ("later", 8, 9), ("back", 5, 9), ("turns", 4, 6), ("read", 3, 8),
 ]  # fmt: skip
 """Trainers that have had the end go back: the producers were told that nobody wants more, and are started again."""
+FORMED_BEFORE_ATTACHED = [("later", 1, 1), ("moved", 0, 1), ("kill", 0, 1)]
+"""The broker on the other host forms steps before the trainers bring a checkpoint with a change that has no position
+yet."""
 RULES = Rules(
     budget=32, packs=2, window=6, seed=3, streams=(StreamRules("web", 0.7, 2), StreamRules("code", 0.3, 1)),
 )  # fmt: skip
@@ -65,6 +68,7 @@ def do(live: Live, what: str, n: int, m: int) -> None:
 
 @given(moves(), st.integers(0, 999))
 @example(ENDED_AND_BACK, 228)
+@example(FORMED_BEFORE_ATTACHED, 0)
 @settings(deadline=None)
 def test_every_step_is_what_an_offline_planner_gives_that_changes_its_rules_there(
     story: list[tuple[str, int, int]], seed: int
@@ -75,6 +79,33 @@ def test_every_step_is_what_an_offline_planner_gives_that_changes_its_rules_ther
     chains = live.finish()
     assert not live.errors
     assert chains == planned(RULES, DATA, [c for c in live.feed.history.changes if c.position >= 0])
+
+
+@given(st.integers(0, 999), st.integers(0, 4), st.integers(0, 2))
+@settings(deadline=None, max_examples=25)
+def test_a_change_that_a_checkpoint_brings_holds_from_its_step_on_even_if_later_steps_were_formed(
+    seed: int, had: int, later: int
+) -> None:
+    """The broker on another host forms steps ahead before the trainers attach with the checkpoint. No rank had them."""
+    live = Live(RULES, DATA, seed)
+    live.read(had)
+    answer = live.ask(Reweigh({"web": 0.1}), live.feed.next_step + later)
+    state = live.state(live.had)
+    assert state.snapshot is not None
+    live.stop_trainer()
+    live.start_broker(lost=True)
+    live.until(lambda: live.feed.next_step == 3)  # as many steps as it may be ahead
+    live.chains.clear()
+    live.begins = state.step
+    live.go_back(state.step, state)
+    live.until(lambda: live.ended is not None)
+    [change] = live.changes()
+    assert change.step == max(answer.step, state.step)
+    expected = planned(RULES, DATA, [change])
+    assert {step: chain for (_, step), chain in live.chains.items()} == dict(
+        enumerate(expected[state.step :], state.step)
+    )
+    assert not live.errors
 
 
 @given(st.integers(0, 999), st.integers(1, 12), st.integers(0, 3), st.booleans())
