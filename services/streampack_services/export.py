@@ -56,8 +56,6 @@ class Place:
     then: str
     top: str
     options: tuple[str, ...] = ()
-    relative: bool = False
-    """Whether it runs in the folder that it is written to, or in one of the user's."""
 
 
 _RUN = ("run", "config", "produce")
@@ -80,7 +78,7 @@ PLACES: dict[str, Place] = {
         "streampack-broker@{run}", "systemd", ("prefix", *_RUN),
     ),
     "slurm": Place(
-        ("slurm",), "cd {dir} && sbatch run.sbatch torchrun train.py", "slurm", ("prefix", *_RUN), relative=True
+        ("slurm",), "cd {dir} && sbatch run.sbatch torchrun train.py", "slurm", ("prefix", *_RUN),
     ),
     "dashboards": Place(
         ("grafana",),
@@ -147,10 +145,17 @@ def _check(name: str, place: Place, options: Options) -> None:
         pattern, expected = _WORDS.get(key, ("", ""))
         if isinstance(value, str) and not re.fullmatch(pattern, value):
             raise UserError(f"--{key}: got {value!r}, expected {expected}")
+    if options.produce is not None:
+        for key, path in _paths(read_producer(options.produce)):
+            if not path.startswith("/") and "://" not in path:
+                raise UserError(
+                    f"{options.produce}: {key}: got the relative path {path}, expected an absolute one: producers run "
+                    "in another folder there"
+                )
 
 
 def _warnings(place: Place, options: Options) -> Iterator[str]:
-    """Streams that the broker does not know; files that producers would look for in a folder of their place."""
+    """Streams that the broker does not know."""
     streams = set(read_broker(options.config).streams) if options.config is not None else {EXAMPLE_STREAM}
     producer = read_producer(options.produce) if options.produce is not None else None
     sent = {EXAMPLE_STREAM} if producer is None else set(producer.streams)
@@ -158,10 +163,6 @@ def _warnings(place: Place, options: Options) -> Iterator[str]:
         whose = "that of an example" if producer is None else str(options.produce)
         names = ", ".join(sorted(streams))
         yield f"producer.yaml is {whose}: its streams are {', '.join(sorted(sent))}, and broker.yaml's are {names}"
-    if producer is not None and not place.relative:
-        for key, path in _paths(producer):
-            if not path.startswith("/") and "://" not in path:
-                yield f"{options.produce}: {key} is {path}: write the whole path that it has there"
 
 
 def _paths(config: ProducerConfig) -> Iterator[tuple[str, str]]:

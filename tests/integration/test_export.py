@@ -74,7 +74,7 @@ def test_of_ones_own_files_no_word_is_taken_for_one_to_fill_in(what: str, mine: 
 def test_what_will_not_work_there_is_said(mine: Path, tmp_path: Path) -> None:
     text: dict[str, Any] = {"source": "text", "shards": ["/data/a", "data/*.txt"]}
     rows: dict[str, Any] = {"source": "jsonl", "path": "s3://x/y", "tokenizer": {"file": "/models/m"}}
-    near = write(tmp_path / "near.yaml", {"tokenizer": {"file": "models/m"}, "streams": {"code": text}})
+    near = write(tmp_path / "near.yaml", {"streams": {"code": text | {"shards": ["/data/a", "/data/*.txt"]}}})
     far = write(tmp_path / "far.yaml", {"streams": {"code": rows}})
 
     def warned(what: str, *options: str | Path) -> list[str]:
@@ -85,11 +85,16 @@ def test_what_will_not_work_there_is_said(mine: Path, tmp_path: Path) -> None:
     of_example = "producer.yaml is that of an example: its streams are web, and broker.yaml's are code"
     assert warned("k8s", "-c", mine) == [of_example]
     assert warned("slurm", "-p", near) == [f"producer.yaml is {near}: its streams are code, and broker.yaml's are web"]
-    assert warned("k8s", "-c", mine, "-p", near) == [
-        f"{near}: streams.code.shards is data/*.txt: write the whole path that it has there",
-        f"{near}: tokenizer.file is models/m: write the whole path that it has there",
-    ]
-    assert warned("slurm", "-c", mine, "-p", near) == [], "it runs in a folder of the user's"
+    for what in ("k8s", "slurm"):
+        for tree, key, path in (
+            ({"streams": {"code": text}}, "streams.code.shards", "data/*.txt"),
+            ({"streams": {"code": rows}, "tokenizer": {"file": "models/m"}}, "tokenizer.file", "models/m"),
+        ):
+            relative = write(tmp_path / "relative.yaml", tree)
+            line = the_error(in_process("export", what, tmp_path / "none", "-c", mine, "-p", relative), 2)
+            assert f"{relative}: {key}: got the relative path {path}, expected an absolute one" in line
+            assert not (tmp_path / "none").exists()
+    assert warned("k8s", "-c", mine, "-p", near) == []
     assert warned("systemd", "-c", mine, "-p", far) == []
     assert f"but: {of_example}" in in_process("export", "slurm", tmp_path / "y", "-c", mine).stdout
 
