@@ -58,12 +58,15 @@ KINDS = ("endless", "knocking", "wrong key", "broken off", "crowd")
 class Service:
     """A broker, with keys or without, and a producer, in ``folder``; ``close`` ends both."""
 
-    def __init__(self, folder: Path, keys: bool) -> None:
+    def __init__(
+        self, folder: Path, keys: bool, transport: str = "tcp", planned_mesh: dict[str, int] | None = None
+    ) -> None:
         self.folder, self.keys = folder, keys
         self._running: list[subprocess.Popen[bytes]] = []
         listen: dict[str, Any] = {
-            "producers": "tcp://127.0.0.1:*",
-            "trainers": "tcp://127.0.0.1:*",
+            side: "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{folder}/{side}"
+            for side in ("producers", "trainers")
+        } | {
             "http": "127.0.0.1:0",
         }
         if keys:
@@ -74,6 +77,7 @@ class Service:
         (folder / "a.jsonl").write_text("\n".join(rows) + "\n")
         self._write("broker", {
             "listen": listen, "rendezvous": str(folder / "where.json"), "memory": "64MiB", "tokens": "uint16",
+            "planned_mesh": planned_mesh or {},
             "rules": {"budget": 2048, "window": {"samples": 256}, "step": {"packs": 8}},
             "streams": {"web": {"repeat": True, "partitions": 2}},
         })  # fmt: skip
