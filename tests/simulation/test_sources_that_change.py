@@ -8,8 +8,11 @@ from streampack.core.admission import Admission
 from tests.simulation.data import Case
 from tests.simulation.world import World
 
-SEEDS = (1, 2, 3, 4)
+SEEDS = (2, 4, 7, 8)
 """Of runs with a log and samples in their window when the broker is killed; they go back to no snapshot before."""
+
+BY_THEN_S = 60.0
+"""Virtual seconds, by which such a run has come to that place."""
 
 
 def _run_on_a_source_that_changes(seed: int, patch: pytest.MonkeyPatch) -> None:
@@ -19,6 +22,7 @@ def _run_on_a_source_that_changes(seed: int, patch: pytest.MonkeyPatch) -> None:
     snapshot = step = 0
     while True:
         world.clock.step()
+        assert world.clock.now < BY_THEN_S, "this seed's run never comes to such a place: take another"
         core = world.broker.core
         history, readers = core.feeds["train"].history, core.feeds["train"].readers
         if step and snapshot == history.last_snapshot and 0 <= history.lsn_of(step) < core.journal.safe_upto:
