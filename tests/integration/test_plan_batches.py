@@ -23,6 +23,8 @@ from tests.integration.test_pushed import settings
 STEP = {"samples": 37, "min_micro_batches": 2}
 MESH = ("--mesh", "dp=3,cp=2,pp=2")
 
+FREE_PORTS = {"producers": "tcp://127.0.0.1:*", "trainers": "tcp://127.0.0.1:*", "http": "127.0.0.1:0"}
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -142,7 +144,7 @@ def test_what_marks_closed_is_compared_closed(step: dict[str, Any], tmp_path: Pa
     batches = [draws.integers(1, 60, count).tolist() for count in (14, 20, 9, 31)]
     streams = {"rollouts": {"pushed": True, "partitions": 1}}
     state = tmp_path / "state"
-    changes = {"rules": {"budget": 64, "step": step}, "streams": streams, "state_dir": str(state), "listen": {}}
+    changes = {"rules": {"budget": 64, "step": step}, "streams": streams, "state_dir": str(state), "listen": FREE_PORTS}
     with running_broker(settings(tmp_path, **changes)) as broker:
         with streampack.Producer(broker.producers, stream="rollouts", partition=0) as rollouts:
             for number, batch in enumerate(batches):
