@@ -1,4 +1,4 @@
-"""What the merge costs for many streams and many partitions: CPU time a sample, and bytes a partition.
+"""Measure the merge with many streams and many partitions: CPU time a sample, and bytes a partition.
 
 One ``Merge`` alone, filled and taken again and again, as the broker's thread does it. Memory is what numpy and Python
 allocated for it (tracemalloc) once every partition has held ``WAITING`` samples; with ``--burst`` one of them has held
@@ -65,7 +65,7 @@ def measure(streams: int, partitions: int, rounds: int) -> tuple[float, float]:
 
 
 def memory_mib(streams: int, partitions: int, burst: bool) -> float:
-    """What a merge holds on to."""
+    """Memory that a merge holds, in bytes."""
     tracemalloc.start()
     merge = _merge(streams, partitions)
     _fill(merge, [np.ones(WAITING, np.int64)] * (streams * partitions))

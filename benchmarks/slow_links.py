@@ -1,4 +1,4 @@
-"""What trainers behind slow links cost a broker: ``python -m benchmarks.slow_links --json``.
+"""Measure what trainers behind slow links cost a broker: ``python -m benchmarks.slow_links --json``.
 
 One rank at 1 MB/s, then sixteen at 0.4 MB/s each, over TCP through proxies that limit the rate. Reported of each: the
 broker's resident memory before and at its peak, the share of the sent bytes that was useful, and the share of the

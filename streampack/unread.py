@@ -47,8 +47,8 @@ ADMIT_S = 1.0
 SWEEP_S = 0.01
 SWEEPS_SHARE = 0.02
 """Sweeps take at most this share of the thread's time, unless memory grows."""
-FORGIVEN = 8
-"""Times the slack of memory, while it may be due to connections that have ended."""
+LEFT_BYTES = 224 << 20
+"""Memory that connections which have ended may have left: no open connection is blamed for it."""
 GROWN_BYTES = 8 << 20
 """Growth of memory after which a sweep does not wait for its time."""
 _BYTES_RECEIVED = 128
@@ -267,7 +267,7 @@ class Unread:
             self._floor = beside
         self._swept_empty = False
         self._memory_over = beside > self._floor + room
-        room *= FORGIVEN if self._ended else 1  # messages of connections that have ended are soon taken
+        room += LEFT_BYTES if self._ended else 0  # messages of connections that have ended are soon taken
         blame = beside > max(self._floor, self._blamed) + room
         if blame and by_size and by_size[0].unread >= LEAST_BLAMED:
             self._blamed = beside

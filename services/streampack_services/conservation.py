@@ -29,7 +29,7 @@ class Books:
     def begin(self, upto: list[int], held_index: I64, held_part: I64) -> None:
         """Count samples that are not in a step so far as in steps that the records do not have.
 
-        Those are all samples of each partition below its number in ``upto``, but for those held.
+        Merged samples are all of each partition below its number in ``upto``, except those held.
         """
         heads = held_index[held_part == 0]
         for partition, stop in enumerate(upto):
