@@ -112,7 +112,7 @@ class History:
             self._lsns.append(lsn)
 
     def is_gone(self, step: int) -> bool:
-        """Was ``step`` recorded, and its record cut off?"""
+        """Is ``step`` before all steps that a cut log still has? It is formed again, and not recorded again."""
         return self.is_cut and step < self._first
 
     def begin_at(self, step: int) -> None:

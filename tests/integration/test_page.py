@@ -272,6 +272,7 @@ def test_4_ranks_can_be_read_on_every_screen(page: Page) -> None:
 
 def test_hosts_and_streams_of_any_name_fit_beside_what_was_waited(page: Page) -> None:
     page.resize(390, 844)
+    shown_again(page)  # charts take the new width by then
     script = f"""import("/web/words.js").then(({{ showHungriest }}) => {{
       const name = "a-name-of-many-parts.";
       showHungriest({{ readers: [{{ dp_rank: 0, cp_rank: 0, tp_rank: 0, pp_rank: 0, host: name.repeat(3),

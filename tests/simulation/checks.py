@@ -187,6 +187,19 @@ class BrokerChecks:
         assert flow.durable_seq <= safe, f"R1: samples below {flow.durable_seq} are said to be safe, {safe} are"
         self._grants[key] = (flow.grant_seq, flow.grant_bytes)
 
+    def _is_before_log(self, feed: str, step: int) -> bool:
+        """Is ``step`` before all that the log has left of a feed, and was the log before this one lost?
+
+        The lost log had recorded the step. This log began at a later step, from a checkpoint, and then lost its first
+        records to a cut. A broker cannot tell such a step from one whose record was cut. It forms both again, and
+        records neither. The digest of the first step that is recorded covers them.
+        """
+        disk, world = self._process.disk, self._process.world
+        if disk is None or not world.lost_disk or not disk.first_lsn:
+            return False
+        left = [number for (of, number), (lsn, _) in self._steps.items() if of == feed and lsn >= disk.first_lsn]
+        return bool(left) and step < min(left)
+
     def _shard(self, effect: SendShard) -> None:
         message = effect.envelope.message
         assert isinstance(message, StepPart)
@@ -194,7 +207,7 @@ class BrokerChecks:
         of = self._process.world.rounds.setdefault((message.feed, envelope.epoch, envelope.fence), readers.round)
         assert of == readers.round, f"R5: attempt {envelope.fence} is of iteration {of} and of {readers.round}"
         lsn, _ = self._steps.get((message.feed, message.step), (-1, b""))
-        safe = self._process.disk is None or self._is_safe(lsn)
+        safe = self._process.disk is None or self._is_safe(lsn) or self._is_before_log(message.feed, message.step)
         assert safe, f"R2: step {message.step} went out before the log had it"
         reader = readers._seats.at(effect.peer)
         assert reader is not None
