@@ -1,7 +1,7 @@
 """``streampack check``: every value of a configuration, where it came from, and what follows from it.
 
 Knows the configuration's structs by their fields alone, the YAML file by the lines of its keys,
-and asks the broker's own planning for what follows; starts nothing.
+asks the broker's own planning for what follows, and looks at a producer's first rows; starts nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from streampack.keys import find_key, load_key
 from streampack.sources import open_tokenizer
 from streampack_services.allowed import BROKER
 from streampack_services.amounts import size_text
+from streampack_services.first_rows import check_rows
 from streampack_services.http_guard import parse_address
 from streampack_services.meanings import MEANINGS
 from streampack_services.memory_peak import MEAN_TOKENS, PREFETCH, peak
@@ -54,7 +55,7 @@ class Value(Struct, frozen=True):
 def check(file: Path) -> Tree:
     """What a configuration file comes to: ``values`` of its keys, and what ``follows`` from them, each a ``Value``.
 
-    Raises ConfigError, and SourceError for shards that are not there.
+    Reads the first rows of a producer's sources. Raises ConfigError, and SourceError for shards that are not there.
     """
     config = read_either(file)
     lines = key_lines(file.read_text(encoding="utf-8"))
@@ -72,6 +73,7 @@ def check(file: Path) -> Tree:
         find_key(config.key_file)
         resolved = _resolved_producer(config)
         follows = list(_follows_producer(config))
+        check_rows(config)
     return {
         "command": "broker" if isinstance(config, BrokerConfig) else "produce",
         "values": msgspec.to_builtins(list(_values(config, resolved, lines))),

@@ -202,8 +202,9 @@ def check(
 
     Prints every value, the line or default that it came from and what it means;
     then what follows: tokens a step, meshes that it can serve, how memory is
-    shared out, the files of a producer. With --samples, what a producer's first
-    samples are as tokens, and which of them are learned. Starts nothing.
+    shared out, the files of a producer. Reads a producer's first rows and refuses
+    keys that none of them has. With --samples, shows what its first samples are as
+    tokens, and which of them are learned. Starts nothing.
 
     \b
     Example:

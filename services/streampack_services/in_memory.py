@@ -19,6 +19,7 @@ from streampack.errors import SourceError, StreampackError, UserError
 from streampack.sources import Cursor, Record, SourceSettings, Tokenizer
 from streampack.sources.order import sample_order
 from streampack.sources.python import ItemReader
+from streampack.sources.records import why_of
 from streampack.sources.settings import as_words
 from streampack.sources.sharded import mask_words, vocab_size_of
 from streampack.sources.token_ids import NO_TOKENS
@@ -64,7 +65,7 @@ class InMemory:
                     continue
                 got, where, cursor = reader(row), f"row {number}", Cursor(pass_, 0, done)
                 if isinstance(got, str):
-                    yield Record(NO_TOKENS, got, where, cursor)
+                    yield Record(NO_TOKENS, str(got), where, cursor, why=why_of(got))
                 else:
                     yield Record(got.tokens, None, where, cursor, got.fields)
             if not done:

@@ -35,7 +35,7 @@ def choose_columns(path: str, names: Sequence[str], wanted: Sequence[str], any_o
         shown = ", ".join(names)[:200] or "none"
         raise SourceError(
             f"{path}: got the columns {shown}, expected one of {', '.join(any_of)}: set text_key, tokens_key, "
-            "messages_key or prompt_key"
+            "messages_key, prompt_key or fields to a column that is there"
         )
     return [name for name in names if name in set(wanted)]
 

@@ -161,6 +161,14 @@ def join_pieces(data: memoryview, begins: NDArray[np.int64], ends: NDArray[np.in
     return b"".join([data[begin:end] for begin, end in zip(begins[first].tolist(), ends[last].tolist(), strict=True)])
 
 
+class Head:
+    """The first ``most`` bytes of an open file, as if they were all of it."""
+
+    def __init__(self, file: ShardFile, most: int) -> None:
+        self.path, self.name, self.size = file.path, file.name, min(file.size, most)
+        self.pread, self.gather, self.close = file.pread, file.gather, file.close
+
+
 def changed(path: str, size: int, expected: int) -> SourceError:
     return SourceError(
         f"{path}: got {size} bytes, expected the {expected} it had when opened; "

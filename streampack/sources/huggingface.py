@@ -24,7 +24,7 @@ from streampack.sources.arrow import Rows, choose_columns, need_pyarrow, said
 from streampack.sources.files import ShardFile, find, measure, read_file
 from streampack.sources.list_columns import ListShard, plan_of
 from streampack.sources.records import AnyShard, Format, Sample
-from streampack.sources.rows import RowReader
+from streampack.sources.rows import MISSING, RowReader, missing_from
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import one_shard_a_file
 from streampack.sources.tokenizers import Tokenizer
@@ -120,7 +120,8 @@ class ArrowShard:
 
     def load(self, sample: int) -> Sample | str:
         rows, run = self.rows_of(sample)
-        return self._reader(rows[sample - run.start])
+        got = self._reader(rows[sample - run.start])
+        return missing_from(self._names) if got == MISSING else got
 
     def _read(self, batch: _Message) -> Rows:
         data = self._pa.py_buffer(self._file.pread(batch.size, batch.offset))

@@ -22,7 +22,7 @@ import numpy as np
 from streampack.core.fields import Field
 from streampack.sources.files import ShardFile, find, measure, refuse_compressed
 from streampack.sources.records import Because, Format, Sample, Shard
-from streampack.sources.rows import RowReader
+from streampack.sources.rows import MISSING, RowReader, missing_from
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import one_shard_a_file
 from streampack.sources.tokenizers import Tokenizer
@@ -41,7 +41,7 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
         decode = open_row(reader.keys)
         return lambda file: JsonlShard(file, reader, decode)
 
-    return one_shard_a_file(measure(find(settings.shards, settings.path)), index)
+    return one_shard_a_file(measure(find(settings.shards, settings.path)), index, from_start=True)
 
 
 class JsonlShard:
@@ -57,8 +57,10 @@ class JsonlShard:
         return len(self._offsets)
 
     def load(self, sample: int) -> Sample | str:
-        row = self._decode(self._file.pread(self._sizes[sample], self._offsets[sample]))
-        return row if isinstance(row, str) else self._reader(row)
+        line = self._file.pread(self._sizes[sample], self._offsets[sample])
+        row = self._decode(line)
+        got = row if isinstance(row, str) else self._reader(row)
+        return missing_in(line) if got == MISSING else got
 
     def where(self, sample: int) -> str:
         return f"{self._file.name}:line {self._lines[sample]}"
@@ -113,6 +115,15 @@ def open_row(keys: Sequence[str]) -> Callable[[bytes], dict[str, Any] | str]:
             return Because("json", _why(line, error))
 
     return load
+
+
+def missing_in(line: bytes) -> Because:
+    """The reason of a JSON object in which the sample is missing."""
+    try:
+        row = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    except ValueError:  # a key that is no UTF-8
+        return Because(MISSING, "")
+    return missing_from(key for key, value in row.items() if bytes(value) != b"null")
 
 
 def _why(line: bytes, error: Exception) -> str:

@@ -18,7 +18,7 @@ from streampack.sources.arrow import Rows, choose_columns, need_pyarrow, said
 from streampack.sources.files import ShardFile, Stream, find, measure
 from streampack.sources.list_columns import ListShard, plan_of
 from streampack.sources.records import AnyShard, Format, Sample
-from streampack.sources.rows import RowReader
+from streampack.sources.rows import MISSING, RowReader, missing_from
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import one_shard_a_file
 from streampack.sources.tokenizers import Tokenizer
@@ -84,7 +84,8 @@ class ParquetShard:
             row = rows[sample - run.start]
         except UnicodeDecodeError:
             return "encoding"
-        return self._reader(row)
+        got = self._reader(row)
+        return missing_from(self._schema.names) if got == MISSING else got
 
     def _read(self, group: int) -> Rows:
         try:

@@ -32,8 +32,17 @@ from streampack.errors import ConfigError, SourceError
 from streampack.sources.arrays import as_samples, one_sample
 from streampack.sources.callable_tokenizer import import_path
 from streampack.sources.order import Cursor
-from streampack.sources.records import AnyShard, Format, OpenedSource, OpenShard, Record, Sample, Samples
-from streampack.sources.rows import RowReader, ids_of
+from streampack.sources.records import (
+    AnyShard,
+    Format,
+    OpenedSource,
+    OpenShard,
+    Record,
+    Sample,
+    Samples,
+    why_of,
+)
+from streampack.sources.rows import MISSING, RowReader, ids_of, keys_of, missing_from
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import ShardedSource, check_read, digest_of, pieces, vocab_size_of
 from streampack.sources.token_ids import NO_TOKENS, Encoded
@@ -77,7 +86,8 @@ class ItemReader:
 
     def __call__(self, item: object) -> Sample | str:
         if isinstance(item, Mapping):
-            return self._row(item)
+            got = self._row(item)
+            return missing_from(keys_of(item)) if got == MISSING else got
         encoded: Encoded | str
         if isinstance(item, str):
             encoded = self._tokenizer.encode(item)
@@ -217,12 +227,16 @@ class ReplayedSource:
                 where = f"{self._path} item {number if self._divided else partition + number * partitions}"
                 cursor = Cursor(pass_, 0, count)
                 if isinstance(got, str):
-                    yield Record(NO_TOKENS, got, where, cursor)
+                    yield Record(NO_TOKENS, str(got), where, cursor, why=why_of(got))
                 else:
                     yield Record(got.tokens, None, where, cursor, got.fields)
             if first == 0 and count == 0:
                 return  # for ever would be a busy loop
             pass_, first = pass_ + 1, 0
+
+    def peek(self, most: int) -> Iterator[Record]:
+        """See OpenedSource.peek."""
+        return islice(self.read(0, 1, seed=0, passes=1), most)
 
     def _pass(self, partition: int, partitions: int, first: int) -> Iterator[tuple[int, object]]:
         """(number, item) of one pass over a partition from number ``first`` on."""

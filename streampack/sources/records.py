@@ -35,6 +35,11 @@ class Because(str):
     why: str
 
 
+def why_of(reason: str) -> str:
+    """A parser's words on a reason; none where it has none."""
+    return reason.why if isinstance(reason, Because) else ""
+
+
 class Sample(NamedTuple):
     """A good one: ``tokens`` [T] int32, T > 0, and its fields by name, [T, ...] or, one a sample, [...]."""
 
@@ -122,6 +127,11 @@ class OpenedSource(Source, Protocol):
 
     @property
     def num_files(self) -> int: ...
+    def peek(self, most: int) -> Iterator[Record]:
+        """The first ``most`` records as they lie, without fields, for a look before a run.
+
+        Of large files that are indexed by reading them, it takes those in the first bytes.
+        """
 
 
 class Shard(Protocol):
@@ -162,7 +172,8 @@ class Format(NamedTuple):
     """What a format makes of the settings: the files it looked at, and a function from fields to what opens shards.
 
     ``words``: what the digest must hold beside files and settings. ``pieces``: where shards are pieces of files, how
-    many each file has, in the order of the shards; () where each shard is a file.
+    many each file has, in the order of the shards; () where each shard is a file. ``peek``: what opens the beginning of
+    a shard, where that is not ``reader(())``.
     """
 
     files: list[File]
@@ -170,3 +181,4 @@ class Format(NamedTuple):
     reader: Callable[[Sequence[Field]], OpenShard]
     words: tuple[str, ...] = ()
     pieces: tuple[int, ...] = ()
+    peek: OpenShard | None = None

@@ -18,7 +18,7 @@ This module knows rows, never where they lie.
 
 import json
 from array import array as packed
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from streampack.core.fields import LOSS_MASK, Field
 from streampack.errors import ConfigError
-from streampack.sources.records import NO_FIELDS, Sample
+from streampack.sources.records import NO_FIELDS, Because, Sample
 from streampack.sources.settings import SourceSettings
 from streampack.sources.token_ids import Encoded, Tokens, as_tokens
 from streampack.sources.tokenizers import Tokenizer
@@ -43,6 +43,8 @@ _DETECTED = (
 _TOOLS = "tools"
 NO_MASK = f"{LOSS_MASK}: missing"
 """The reason of a sample that comes without its loss mask."""
+MISSING = "missing"
+"""The reason of a row that has none of the keys that may hold the sample."""
 _UNREAD = ("npy", "json", "encoding")
 """Words that stand for a field's value that could not be read."""
 
@@ -83,7 +85,7 @@ class RowReader:
                 return self._tokenizer.encode_chat(value, _tools(row.get(_TOOLS)))
             if (completion := row.get(second)) is not None:
                 return self._tokenizer.encode_pair(value, completion)
-        return "missing"
+        return MISSING
 
 
 class FieldReader:
@@ -130,6 +132,17 @@ def rejects_unmasked(settings: SourceSettings, tokenizer: Tokenizer) -> bool:
     if settings.missing_mask is not None:
         return settings.missing_mask == "reject"
     return settings.source == "webdataset" and tokenizer.train_on != "all"
+
+
+def missing_from(keys: Iterable[str], what: str = "the keys") -> Because:
+    """The reason of a row in which the sample is missing, with the keys that it has."""
+    names = ", ".join(keys) or "none"
+    return Because(MISSING, f"has {what} {names[:200]}")
+
+
+def keys_of(row: Mapping[str, Any]) -> list[str]:
+    """The keys of a row that are not null."""
+    return [str(key) for key, value in row.items() if value is not None]
 
 
 def ids_of(value: object) -> Tokens | str:

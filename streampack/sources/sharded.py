@@ -10,7 +10,7 @@ and go on with the others.
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -21,19 +21,19 @@ from streampack.core.fields import Field
 from streampack.errors import DamagedFile, SourceError, UserError
 from streampack.sources.arrays import Records, Room
 from streampack.sources.compressed import plain
-from streampack.sources.files import File, ShardFile, open_file
+from streampack.sources.files import File, Head, ShardFile, open_file
 from streampack.sources.order import Cursor, sample_order, shard_order
 from streampack.sources.records import (
     DAMAGED,
     AnyShard,
     ArrayShard,
-    Because,
     Format,
     OpenShard,
     Record,
     Sample,
     Samples,
     Shard,
+    why_of,
 )
 from streampack.sources.rows import rejects_unmasked
 from streampack.sources.settings import SourceSettings, as_words
@@ -42,14 +42,22 @@ from streampack.sources.tokenizers import Tokenizer
 
 _AT_ONCE = 4096
 """Places of an order turned to Python's ints at a time."""
+_HEAD_BYTES = 1 << 22
+"""What of a file is looked at before a run."""
 _RECORDS_AT_ONCE, _TOKENS_AT_ONCE = 256, 1 << 16
 """What is gathered at a time for who wants a record of each."""
 
 
-def one_shard_a_file(files: list[File], index: Callable[[Sequence[Field]], Callable[[ShardFile], AnyShard]]) -> Format:
+def one_shard_a_file(
+    files: list[File],
+    index: Callable[[Sequence[Field]], Callable[[ShardFile], AnyShard]],
+    *,
+    from_start: bool = False,
+) -> Format:
     """The format whose shards are whole files, perhaps compressed.
 
-    ``index`` makes a Shard of an open file, for the fields of a run.
+    ``index`` makes a Shard of an open file, for the fields of a run. ``from_start``: it reads the file from its start
+    to its end, so the first bytes are enough for a look at the first samples.
     """
 
     def reader(fields: Sequence[Field]) -> OpenShard:
@@ -62,7 +70,12 @@ def one_shard_a_file(files: list[File], index: Callable[[Sequence[Field]], Calla
 
         return open_shard
 
-    return Format(files, len(files), reader)
+    @contextlib.contextmanager
+    def open_head(number: int) -> Iterator[AnyShard]:
+        with open_file(files[number], range(_HEAD_BYTES)) as file, plain(file) as opened:
+            yield index(())(Head(opened, _HEAD_BYTES))
+
+    return Format(files, len(files), reader, peek=open_head if from_start else None)
 
 
 def pieces(num_samples: int) -> list[range]:
@@ -152,7 +165,7 @@ class ShardedSource:
         self.num_files, self.num_shards = len(format_.files), format_.num_shards
         self.shard_samples: dict[int, int] = {}
         """How many samples those shards have that were opened so far, by number."""
-        self._reader = format_.reader
+        self._reader, self._peek = format_.reader, format_.peek
         self._shuffle = settings.shuffle
         self._files: list[range] = []
         """The shards of each file, where they must stay in its order."""
@@ -204,6 +217,25 @@ class ShardedSource:
             raise SourceError(f"{start}: no such place in {len(shards)} shards; it was made with other files or P")
         by_sample = frozenset(each.name for each in fields if each.axis == "sample")
         return self._walk(self._reader(fields), shards, seed, passes, start, skip, _Wanted(room, by_sample))
+
+    def peek(self, most: int) -> Iterator[Record]:
+        """See OpenedSource.peek."""
+        return islice(self._peeked(self._peek or self._reader(())), most)
+
+    def _peeked(self, open_shard: OpenShard) -> Iterator[Record]:
+        wanted = _Wanted(Room(_RECORDS_AT_ONCE, _TOKENS_AT_ONCE), frozenset())
+        for number in range(self.num_shards):
+            with _opened(open_shard, number) as shard:
+                if not len(shard):
+                    continue
+                order, at, after = np.arange(len(shard)), Cursor(0, number, 0), Cursor(0, number + 1, 0)
+                if isinstance(shard, ArrayShard):
+                    yield from chain.from_iterable(
+                        found if isinstance(found, Records) else (found,)
+                        for found in _gathered(shard, order, at, after, wanted)
+                    )
+                else:
+                    yield from _loaded(shard, order, at, after)
 
     def where(
         self, partition: int, partitions: int, *, seed: int, passes: int | None, seq: int, fields: Sequence[Field] = ()
@@ -323,8 +355,7 @@ def _loaded(shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor) -
                 got, place_of = DAMAGED, _Damaged(error).where
             cursor = Cursor(pass_, place, done) if done < count else after
             if isinstance(got, str):
-                why = got.why if isinstance(got, Because) else ""
-                yield Record(NO_TOKENS, str(got), place_of(sample), cursor, why=why)
+                yield Record(NO_TOKENS, str(got), place_of(sample), cursor, why=why_of(got))
             else:
                 yield Record(got.tokens, None, where(sample), cursor, got.fields)
 

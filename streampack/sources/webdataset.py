@@ -22,11 +22,11 @@ import numpy as np
 from streampack.core.fields import LOSS_MASK, Field
 from streampack.errors import ConfigError, DamagedFile
 from streampack.sources.files import ShardFile, find, measure
-from streampack.sources.jsonl import open_row
+from streampack.sources.jsonl import missing_in, open_row
 from streampack.sources.npy import load_npy
 from streampack.sources.npy_shard import Members, NpyShard, given_dtype
 from streampack.sources.records import DAMAGED, AnyShard, Format, Sample
-from streampack.sources.rows import RowReader, ids_of
+from streampack.sources.rows import MISSING, RowReader, ids_of, missing_from
 from streampack.sources.settings import SourceSettings
 from streampack.sources.sharded import one_shard_a_file
 from streampack.sources.tar import members
@@ -40,8 +40,9 @@ Load: TypeAlias = Callable[[bytes], tuple[Encoded, Row] | str]
 _SPLIT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$").match
 _META = re.compile(r"__[^/]*__($|/)").match
 _MISSING, _DUPLICATE, _DAMAGED = -1, -2, -3
-_REASONS = {_MISSING: "missing", _DUPLICATE: "duplicate", _DAMAGED: DAMAGED}
+_REASONS = {_DUPLICATE: "duplicate", _DAMAGED: DAMAGED}
 _JSON = "json"
+_SHOWN = 16
 
 
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
@@ -53,7 +54,7 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
         reader = RowReader(settings, tokenizer, fields)
         return lambda file: TarShard(file, loads, reader).as_arrays()
 
-    return one_shard_a_file(measure(find(settings.shards, settings.path)), index)
+    return one_shard_a_file(measure(find(settings.shards, settings.path)), index, from_start=True)
 
 
 class TarShard:
@@ -72,6 +73,8 @@ class TarShard:
         self._beside: list[dict[str, tuple[int, int]]] = []
         wanted = {f"{key}.npy".lower() for _, key in self._fields.keys}
         self._damage = ""
+        self._others: dict[str, None] = {}
+        """Some of the extensions that are not read."""
         try:
             self._index({suffix: rank for rank, suffix in enumerate(loads)}, {*wanted, _JSON} if wanted else set())
         except DamagedFile as error:
@@ -92,6 +95,8 @@ class TarShard:
                 seen.clear()
                 self._add(key)
             rank = ranks.get(suffix, _MISSING)
+            if rank == _MISSING and len(self._others) < _SHOWN:
+                self._others[suffix] = None
             if suffix in seen:
                 self._ranks[-1] = _DUPLICATE
             elif rank != _MISSING and (self._ranks[-1] == _MISSING or 0 <= rank < self._ranks[-1]):
@@ -152,6 +157,8 @@ class TarShard:
 
     def load(self, sample: int) -> Sample | str:
         rank = self._ranks[sample]
+        if rank == _MISSING:
+            return missing_from(self._others, "other members in its file:")
         if rank < 0:
             return _REASONS[rank]
         found = self._loads[rank](self._file.pread(self._sizes[sample], self._offsets[sample]))
@@ -200,6 +207,8 @@ def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Fiel
         def load(raw: bytes) -> tuple[Encoded, Row] | str:
             found = decode(raw)
             encoded = found if isinstance(found, str) else reader.encode(found)
+            if encoded == MISSING:
+                return missing_in(raw)
             return encoded if isinstance(encoded, str) else (encoded, found)  # type: ignore[return-value]
 
         return load

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
+import datasets
 import msgspec
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from streampack_services.check import key_lines, meaning_of
 from streampack_services.meanings import MEANINGS
 
@@ -143,6 +149,87 @@ def test_a_producer_s_files_are_looked_for(tmp_path: Path) -> None:
     assert in_process("check", path).stdout.splitlines()[-1] == "good: p.yaml can be used by streampack produce"
     path = write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards + ".gone"}}})
     assert "a.jsonl.gone: cannot be read" in the_error(in_process("check", path), 1)
+
+
+def of_rows(tmp_path: Path, rows: list[dict[str, Any]], **keys: Any) -> Path:
+    """A producer.yaml of one stream of these rows, with these keys."""
+    shards = str(write_jsonl(tmp_path / "a.jsonl", rows))
+    return write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards, **keys}}})
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"text_key": "body"}, "got text_key 'body', but no row has it (rows read: 3; a.jsonl:line 1 has the keys id"),
+        ({"tokens_key": "ids"}, "got tokens_key 'ids', but no row has it"),
+        ({"messages_key": "talk"}, "got messages_key 'talk', but no row has it"),
+        ({"prompt_key": "text", "completion_key": "a"}, "got prompt_key 'text', completion_key 'a', but no row has it"),
+        ({"text_key": "empty"}, "got text_key 'empty', but no row has it"),
+        ({"fields": {"loss_mask": "msk"}}, "streams.web.fields.loss_mask: got 'msk', but no row has it (rows read: 3"),
+    ],
+)
+def test_a_key_that_no_row_has_is_not_good(tmp_path: Path, keys: dict[str, Any], said: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {"id": 1, "text": "x", "mask": [1], "empty": None},
+        {"id": 2, "text": "y"},
+        {"text": "z"},
+    ]
+    found = the_error(in_process("check", of_rows(tmp_path, rows, **keys)), 2)
+    assert said in found
+    assert "has the keys id, text, mask)" in found
+    assert in_process("check", of_rows(tmp_path, rows, text_key="text", fields={"loss_mask": "mask"})).returncode == 0
+    assert in_process("check", of_rows(tmp_path, rows, tokens_key="mask")).returncode == 0, "one row has it"
+
+
+def test_rows_without_any_key_of_a_sample_are_not_good(tmp_path: Path) -> None:
+    said = the_error(in_process("check", of_rows(tmp_path, [{"body": "x"}])), 2)
+    assert "streams.web: got rows without text, tokens, input_ids, messages" in said
+    assert "a.jsonl:line 1 has the keys body): set text_key, tokens_key, messages_key" in said
+
+
+def test_only_the_beginning_of_a_file_is_read_for_its_keys(tmp_path: Path) -> None:
+    """The last line of what is read is torn, and the file goes on for longer than a check may take."""
+    path = of_rows(tmp_path, [{"body": "x" * 1000}] * 10_000, text_key="text")
+    assert "rows read: 100;" in the_error(in_process("check", path), 2)
+    path = of_rows(tmp_path, [{"body": "x" * 5_000_000}], text_key="text")
+    assert in_process("check", path).returncode == 0, "not one row was read"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "huggingface", "webdataset", "python"])
+def test_a_key_that_no_row_has_is_found_in_every_format(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"id": str(number), "text": "x", "mask": [1, 1]} for number in range(3)]
+    if kind == "parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path := tmp_path / "a.parquet")
+    elif kind == "huggingface":
+        datasets.Dataset.from_list(rows).save_to_disk(path := tmp_path / "saved")
+    elif kind == "webdataset":
+        with tarfile.open(path := tmp_path / "a.tar", "w") as tar:
+            for number, row in enumerate(rows):
+                for name, data in (("json", json.dumps(row).encode()), ("jpg", b"image")):
+                    member = tarfile.TarInfo(f"{number}.{name}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    else:
+        (tmp_path / "their_rows.py").write_text(f"ROWS = {rows!r}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        path = Path("their_rows:ROWS")
+
+    def check(**keys: Any) -> CompletedProcess[str]:
+        stream = {"source": kind, "path": str(path), **keys}
+        return in_process("check", write(tmp_path / "p.yaml", {"streams": {"web": stream}}))
+
+    prefix = "json/" if kind == "webdataset" else ""
+    good = check(text_key=f"{prefix}text", fields={"loss_mask": "mask"})
+    assert good.returncode == 0, good.stderr
+    for keys in ({"text_key": f"{prefix}body"}, {"fields": {"loss_mask": "msk"}}):
+        bad = check(**keys)
+        assert bad.returncode in (1, 2)
+        assert "body" in bad.stderr or "streams.web.fields.loss_mask: " in bad.stderr
+        assert "id, text, mask" in bad.stderr
+    if kind == "webdataset":
+        assert "has other members in its file: json, jpg" in check(text_key="txt").stderr
 
 
 @pytest.mark.parametrize("broker", ["auto", "localhost:7401", "tcp://localhost", "tcp://localhost:0"])

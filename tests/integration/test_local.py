@@ -219,7 +219,7 @@ def failing() -> Iterator[str]:
     [
         (["x" * 100, "y"], SampleError, "row 0: got a sample of 101 tokens, expected at most 64"),
         ([[1.5, 2.5]], SampleError, r"row 0: got a sample that cannot be used \(dtype\)"),
-        ([{"body": "x"}], SampleError, r"row 0: got a sample that cannot be used \(missing\)"),
+        ([{"body": "x"}], SampleError, r"row 0 \(has the keys body\): got a sample that cannot be used \(missing\)"),
         (failing(), SourceError, r"the rows cannot be read: OSError\('the disk is gone'\)"),
     ],
 )
