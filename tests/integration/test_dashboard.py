@@ -1,7 +1,7 @@
-"""What deploy/ has for Prometheus and Grafana: accepted by promtool, of metrics that are there, and each alert tested.
+"""The alerts and the Grafana dashboard in deploy/: promtool accepts them, each metric exists, each alert is tested.
 
-Grafana itself runs in no test: what it reads is checked for what it needs, and every expression by a real Prometheus in
-``test_prometheus``.
+No test runs Grafana. These tests check the fields that Grafana needs in the dashboard's JSON; ``test_prometheus`` asks
+a real Prometheus every expression.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import yaml
-from streampack_services import dashboard
 from streampack_services.metrics import METRICS
 
 from tests.integration.programs import program
@@ -23,7 +22,11 @@ from tests.integration.programs import program
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = yaml.safe_load((DEPLOY / "prometheus/alerts.yaml").read_text())["groups"]
 ALERTS: dict[str, Any] = {rule["alert"]: rule for group in RULES for rule in group["rules"]}
-PANELS: list[Any] = [panel for panel in dashboard.dashboard()["panels"] if panel["type"] != "row"]
+FILE = DEPLOY / "grafana/dashboards/streampack.json"
+DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())
+PANELS: list[Any] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+GRID = 24
+"""Columns of Grafana's grid."""
 OTHERS = {"ALERTS", "up", "process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds",
           "process_max_fds", "process_start_time_seconds"}  # fmt: skip
 """Metrics that are Prometheus' own, and its client's."""
@@ -78,12 +81,21 @@ def test_alerts_and_panels_are_of_metrics_that_the_broker_has() -> None:
     assert set().union(*found) - known() == set()
 
 
-def test_the_dashboard_that_is_checked_in_is_the_one_that_is_made() -> None:
-    assert (DEPLOY / "grafana/dashboards/streampack.json").read_text() == dashboard.text()
+def test_the_dashboard_is_written_with_an_indent_of_two_so_that_a_change_shows_as_few_lines() -> None:
+    assert FILE.read_text() == json.dumps(DASHBOARD, indent=2) + "\n"
+
+
+def test_every_series_of_a_panel_is_of_the_brokers_and_feeds_that_the_reader_chose() -> None:
+    chosen = r'\{instance=~"\$instance"(,feed=~"\$feed")?[,}]'
+    for expression in [target["expr"] for panel in PANELS for target in panel["targets"]]:
+        series = re.findall(r"\b(?:streampack|process)_\w+", expression)
+        assert len(re.findall(rf"\b(?:streampack|process)_\w+{chosen}", expression)) == len(series), expression
+        assert series or "ALERTS{" in expression, expression
+        assert re.findall(r"\[([^\]]+)\]", expression) == ["$__rate_interval"] * expression.count("["), expression
 
 
 def test_the_dashboard_can_be_provisioned_with_any_prometheus() -> None:
-    board = dashboard.dashboard()
+    board = DASHBOARD
     assert board["uid"] == "streampack"
     assert not {"id", "__inputs", "__requires"} & set(board)
     sources = re.findall(r'"uid": ("[^"]*")', json.dumps({**board, "uid": None}))
@@ -96,13 +108,13 @@ def test_the_dashboard_can_be_provisioned_with_any_prometheus() -> None:
 
 
 def test_panels_lie_beside_and_below_each_other_and_never_over() -> None:
-    places = [panel["gridPos"] for panel in dashboard.dashboard()["panels"]]
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
     for a, b in itertools.combinations(places, 2):
         beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
         below = a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
         assert beside or below
-    assert all(place["x"] + place["w"] <= dashboard.GRID for place in places)
-    ids = [panel["id"] for panel in dashboard.dashboard()["panels"]]
+    assert all(place["x"] + place["w"] <= GRID for place in places)
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(ids)) == len(ids)
 
 
