@@ -26,7 +26,7 @@ from streampack.errors import UserError
 from streampack_services import control, page
 from streampack_services.control import Asking
 from streampack_services.history import History
-from streampack_services.http_guard import Guard, is_loopback, parse_address
+from streampack_services.http_guard import MAX_HEAD_BYTES, Guard, is_loopback, parse_address
 from streampack_services.http_limits import Bounded
 from streampack_services.logs import Ring
 from streampack_services.metrics import CONTENT_TYPE, exposition
@@ -103,6 +103,7 @@ class HttpServer:
                 log_config=None,
                 log_level="error",  # a warning is of what a client sends: it may send any number
                 http=Bounded,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 ws="none",
                 access_log=False,
                 lifespan="off",

@@ -29,7 +29,8 @@ from streampack.secret_files import read_secret
 LEAST_TOKEN = 16
 """Characters: what nobody guesses over a network."""
 MAX_HEAD_BYTES = 1 << 16
-"""Of a request's target and headers. uvicorn bounds only those that come in several parts."""
+"""Most bytes of a request's target and headers. uvicorn's own bound (``h11_max_incomplete_event_size``, set to the
+same) applies only to a head that arrives in several parts."""
 OPEN = ("/livez", "/readyz")
 """Probes bring no token, and name a broker as they like."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)

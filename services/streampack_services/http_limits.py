@@ -1,9 +1,15 @@
-"""What one client of the HTTP side may take of it: slow ones and many at once cost a bounded amount.
+"""Limits for one client of the HTTP side: slow clients, and many connections at once, cost a bounded amount.
 
-A request must be whole, with its body, ``WHOLE_S`` after the connection was made or the answer before it was given,
-or the connection is closed. Of ``MOST_CONNECTIONS`` the one that has been at its request the longest gives way to
-another, so that whoever opens any number of them and says nothing keeps nobody out. ``http_guard`` bounds the
-head of a request, whoever reads a body bounds that.
+The server closes a connection whose request, body included, is not whole ``WHOLE_S`` after the connection was made or
+the previous answer was given. At ``MOST_CONNECTIONS`` a new connection replaces the one that has been at its request
+the longest, so that idle connections cannot keep probes out. ``http_guard`` bounds the head of a request; the handler
+that reads a body bounds the body.
+
+uvicorn's settings cannot say this. It has no time limit for a request that has begun (``timeout_keep_alive`` ends with
+the next request's first byte), and ``limit_concurrency`` answers 503 to the newest connection: 256 idle connections
+would make ``/livez`` fail. ``Bounded`` therefore extends uvicorn's protocol and relies on its ``connections``,
+``transport``, ``loop``, ``cycle`` and ``on_response_complete``. pyproject.toml admits the versions of uvicorn that the
+tests of ``test_http_limits`` passed with; run them before you raise the bound.
 """
 
 from __future__ import annotations
@@ -18,14 +24,14 @@ MOST_CONNECTIONS = 256
 
 
 class Bounded(H11Protocol):
-    """A connection."""
+    """A connection of uvicorn with a deadline for each request."""
 
     _deadline: asyncio.TimerHandle | None = None
     since = 0.0
-    """When it began to be at its request, of the loop's clock."""
+    """When this connection began to wait for its request to be whole, by the loop's clock."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """One more; the oldest goes where there are too many."""
+        """Start the deadline; close the oldest connection where there are too many."""
         super().connection_made(transport)
         others = [each for each in self.connections if isinstance(each, Bounded) and each is not self]
         if len(others) >= MOST_CONNECTIONS:
@@ -33,18 +39,18 @@ class Bounded(H11Protocol):
         self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Cancel the deadline."""
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """The next request may come."""
+        """Start the deadline of the next request."""
         self._expect()
         super().on_response_complete()
 
     def give_way(self) -> None:
-        """Close at once, whatever was on its way."""
+        """Close at once and discard what is not sent yet."""
         self.connections.discard(self)
         self.transport.abort()
 
