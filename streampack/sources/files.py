@@ -12,7 +12,6 @@ cut in that very millisecond the process ends, and its leases go to another, whi
 
 import contextlib
 import glob
-import importlib
 import io
 import mmap
 import os
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.errors import ConfigError, SourceError
+from streampack.sources.braces import expand_braces
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,13 +257,7 @@ def _expand_braces(pattern: str) -> list[str]:
     if "{" not in pattern or (not is_url(pattern) and os.path.exists(pattern)):
         return [pattern]
     try:
-        braces = importlib.import_module("braceexpand")
-    except ImportError as error:
-        raise ConfigError(
-            f"shards: braces as in {pattern!r} need `pip install 'streampack[service]'`; a glob or a list does not"
-        ) from error
-    try:
-        return list(braces.braceexpand(pattern))
+        return expand_braces(pattern)
     except ValueError as error:
         raise ConfigError(
             f"shards: the braces of {pattern!r} do not match; expected e.g. web-{{000..511}}.tar"

@@ -1,0 +1,67 @@
+r"""Brace patterns in names of shards: ``web-{000..511}.tar``, expanded as bash does.
+
+Alternatives (``{a,b}``), numbers (``{1..9}``, ``{000..511}`` with zeros, ``{0..9..3}`` with an increment) and letters
+(``{a..e}``), nested too. Braces around neither are kept (``{a}``); a backslash keeps the character after it. Unlike
+bash, braces that do not match are an error: the name of a shard rarely has one.
+"""
+
+from __future__ import annotations
+
+import re
+
+_RANGE = re.compile(r"(-?\d+|[a-zA-Z])\.\.(-?\d+|[a-zA-Z])(?:\.\.(-?\d+))?", re.ASCII)
+_PLAIN = re.compile(r"[^\\{},]+")
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """Return the names that ``pattern`` stands for, in its order; ValueError where braces do not match."""
+    (names,), end = _alternatives(pattern, 0, nested=False)
+    if end < len(pattern):
+        raise ValueError(f"got a closing brace without an opening one in {pattern!r}")
+    return names
+
+
+def _alternatives(pattern: str, at: int, nested: bool) -> tuple[list[list[str]], int]:
+    """The names of each alternative from ``at`` to the closing brace or the end, and the index of that."""
+    found = [[""]]
+    while at < len(pattern) and pattern[at] != "}":
+        if pattern[at] == "," and nested:
+            found.append([""])
+            at += 1
+            continue
+        if pattern[at] == "{":
+            names, at = _group(pattern, at + 1)
+        elif plain := _PLAIN.match(pattern, at):
+            names, at = [plain[0]], plain.end()
+        else:  # an escaped character, a last backslash, or a comma outside braces
+            at += pattern[at] == "\\" and at + 1 < len(pattern)
+            names, at = [pattern[at]], at + 1
+        found[-1] = [before + name for before in found[-1] for name in names]
+    return found, at
+
+
+def _group(pattern: str, at: int) -> tuple[list[str], int]:
+    """The names of the braces that open before ``at``, and the index after them."""
+    alternatives, end = _alternatives(pattern, at, nested=True)
+    if end == len(pattern):
+        raise ValueError(f"got an opening brace without a closing one in {pattern!r}")
+    names = _range(pattern[at:end])
+    if names is None and len(alternatives) == 1:
+        names = ["{" + name + "}" for name in alternatives[0]]
+    return names or [name for each in alternatives for name in each], end + 1
+
+
+def _range(text: str) -> list[str] | None:
+    """The numbers or letters of ``first..last`` or ``first..last..increment``; None for other text."""
+    match = _RANGE.fullmatch(text)
+    if match is None or match[1].isalpha() != match[2].isalpha():
+        return None
+    letters = match[1].isalpha()
+    first, last = (ord(each) if letters else int(each) for each in match.group(1, 2))
+    increment = abs(int(match[3] or 1)) or 1
+    numbers = range(first, last + 1, increment) if first <= last else range(first, last - 1, -increment)
+    if letters:
+        return [chr(each) for each in numbers]
+    padded = any(re.match("-?0.", each) for each in match.group(1, 2))
+    width = max(len(match[1]), len(match[2])) if padded else 0
+    return [str(each).zfill(width) for each in numbers]
