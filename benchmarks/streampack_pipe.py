@@ -27,7 +27,7 @@ from streampack_services.allowed import new_key
 import streampack
 from benchmarks.processes import START_TIMEOUT_S, Processes
 from benchmarks.traffic import NUM_PRODUCERS, PACK_TOKENS, WARM_UP_S, PipeResult, Traffic
-from streampack.chunks import Batch
+from streampack.chunks import CHUNK_SAMPLES, Batch
 from streampack.client import read_rendezvous
 from streampack.compiled import kernels
 from streampack.core.messages import Lease
@@ -85,7 +85,7 @@ class MemorySource:
         sample = lease.cursor[2] if lease.cursor else 0
         while True:
             begin = int(ends[sample - 1]) if sample else 0
-            stop = int(np.searchsorted(ends, begin + room, side="right"))
+            stop = min(int(np.searchsorted(ends, begin + room, side="right")), sample + CHUNK_SAMPLES)
             tokens, lengths = self._tokens[begin : int(ends[stop - 1])], self._lengths[sample:stop]
             sample = stop % len(ends)
             yield Batch(tokens, lengths, Cursor(0, 0, sample), {})

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from streampack.checksums import Column, CrcsOf, plain
 from streampack.core.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, to_bfloat16
-from streampack.core.messages import OVERLONG, Lease
+from streampack.core.messages import MAX_CHUNK_SAMPLES, OVERLONG, Lease
 from streampack.core.samples import I64, IGNORE_INDEX
 from streampack.core.sending import Chunk, Key, Session
 from streampack.errors import ConfigError, DamagedFile, SampleError
@@ -380,7 +380,10 @@ def _loss_tokens(lengths: NDArray[np.uint32], fields: Values) -> NDArray[np.uint
 
 
 def chunk_of(batch: Batch, lease: Lease, session: Session, crcs_of: CrcsOf = plain) -> Chunk:
-    """A batch with the checksum of every sample over all its bytes, ready to be sent; ``crcs_of`` computes them."""
+    """A batch with the checksum of every sample over all its bytes, ready to be sent; ``crcs_of`` computes them.
+
+    Raises SampleError for a batch that is larger than one chunk may be: no credit would ever allow it.
+    """
     key: Key = (lease.stream, lease.partition)
     ends = np.zeros(len(batch.lengths) + 1, np.int64)
     np.cumsum(batch.lengths, out=ends[1:])
@@ -389,6 +392,12 @@ def chunk_of(batch: Batch, lease: Lease, session: Session, crcs_of: CrcsOf = pla
         values, by_sample = batch.fields[each.name], _by_sample(each)
         columns.append(_column(values, np.arange(len(ends)) if by_sample else ends))
         num_bytes += 0 if by_sample else values.nbytes
+    if len(batch.lengths) > MAX_CHUNK_SAMPLES or num_bytes > lease.max_chunk_bytes:
+        raise SampleError(
+            f"stream {lease.stream!r} partition {lease.partition}: its source gave a batch of {len(batch.lengths)} "
+            f"samples and {num_bytes} bytes, expected at most {MAX_CHUNK_SAMPLES} samples and {lease.max_chunk_bytes} "
+            f"bytes: have the source give smaller batches, or, for the bytes, raise limits.chunk in broker.yaml"
+        )
     crcs, payload_crc = crcs_of(columns)
     loss = np.maximum(batch.lengths, 1) - 1 if batch.loss_tokens is None else batch.loss_tokens
     return Chunk(

@@ -3,8 +3,9 @@
 ``memory`` is the arena's size, most of the whole where it is full; but a page of it is taken when it is first written
 to, and a broker whose steps are small never fills it. How full it gets depends on the lengths of samples, which nobody
 knows before a run, since a partition may be so many samples ahead (``MAX_UNMERGED``) or so many bytes, whichever comes
-first. So there are two figures: at a mean of 500 tokens a sample, and of the longest. Both are of trainers that are
-slower than producers, each reading ``PREFETCH`` steps ahead: others need less.
+first; a pushed partition with large batches is bounded by the bytes alone. So there are two figures: at a mean of 500
+tokens a sample, and of the longest. Both are of trainers that are slower than producers, each reading ``PREFETCH``
+steps ahead: others need less.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from streampack.config import BrokerConfig
-from streampack.core.intake import MAX_UNMERGED
+from streampack.core.intake import MAX_UNMERGED, ROW_BYTES
 from streampack.core.plan import FeedPlan
 from streampack.shared_memory import FEW_SLOTS, SLOT_BYTES
 from streampack_services.memory_plan import Plan
@@ -23,9 +24,6 @@ PROCESS_BYTES = 180 << 20
 """The interpreter, its libraries and the compiled kernels: 175 MiB idle on x86-64 with Python 3.11, numba 0.68."""
 PREFETCH = 2
 """Steps that a client asks for beyond the one in use."""
-ROW_BYTES = 150
-"""Of each sample held, beside its tokens: rows of the table and of the arena, queues and windows, each with room to
-grow into."""
 PARTLY_FILLED = 4
 """Blocks: one that is being filled, and some whose last samples wait."""
 
@@ -47,10 +45,12 @@ class Peak:
 
 def peak(config: BrokerConfig, plan: Plan, mean_tokens: int | None = MEAN_TOKENS) -> Peak:
     """Of a broker of ``config`` at full load. ``mean_tokens`` of a sample; None: as long as they may be."""
-    quota, partitions = plan.capacity.quota_tokens, sum(s.partitions for f in plan.feeds for s in f.rules.streams)
-    ahead = quota if mean_tokens is None else min(quota, MAX_UNMERGED * mean_tokens)
+    quota, streams = plan.capacity.quota_tokens, [stream for feed in plan.feeds for stream in feed.rules.streams]
+    partitions, pushed = sum(s.partitions for s in streams), sum(s.partitions for s in streams if s.pushed)
+    read_ahead = quota if mean_tokens is None else min(quota, MAX_UNMERGED * mean_tokens)
+    ahead = (partitions - pushed) * read_ahead + pushed * quota
     merged = [_merged_tokens(config, feed, mean_tokens) for feed in plan.feeds]
-    live = partitions * ahead + sum(merged)
+    live = ahead + sum(merged)
     arena = min(live + PARTLY_FILLED * plan.block_tokens, plan.memory_bytes // plan.token_bytes) * plan.token_bytes
     arriving = plan.arriving * plan.chunk_bytes
     if config.listen.producers.startswith("ipc://"):
@@ -61,7 +61,7 @@ def peak(config: BrokerConfig, plan: Plan, mean_tokens: int | None = MEAN_TOKENS
     return Peak(
         libraries=PROCESS_BYTES,
         arena=plan.memory_bytes if mean_tokens is None else arena,
-        arriving=partitions * min(arriving, ahead * plan.token_bytes),
+        arriving=min(partitions * arriving, ahead * plan.token_bytes),
         leaving=min(leaving * plan.token_bytes, plan.leaving_bytes),
         tables=samples * ROW_BYTES,
     )

@@ -125,9 +125,13 @@ class Feed:
             stream = self._books.name_of(missing)
             if lost := self._lost(missing):
                 return Missing("stream", lost, stream)
-            if not self._ends_by_marks:
-                return Missing("stream", f"no sample has come from {self._leases.describe(missing)}", stream)
             end = f"end_of_batch {self._books.intakes[missing].num_marks}"
+            if not self._ends_by_marks:
+                who = self._leases.describe(missing)
+                if not (planner.admission.merge.has_barriers and self._books.stream_of[missing].terms.pushed):
+                    return Missing("stream", f"no sample has come from {who}", stream)
+                both = f"no sample and no {end} has come from {who}, and another partition has ended this batch"
+                return Missing("stream", both, stream)
             if (where := self._leases.pushed_from(missing)) is None:
                 return Missing("stream", f"no {end} has come from {self._leases.describe(missing)}", stream)
             partition = missing - self._books.stream_of[missing].first

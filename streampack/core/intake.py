@@ -21,11 +21,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from streampack.core.history import ChunkPlace
+from streampack.core.messages import MAX_CHUNK_SAMPLES
 from streampack.core.samples import I64
 from streampack.core.snapshot import Cursor, Floor
 
-MAX_UNMERGED = 16_384
-"""Samples of one partition that may wait for the merge: bounds what short samples cost beside their tokens."""
+MAX_UNMERGED = MAX_CHUNK_SAMPLES
+"""Samples of one partition that may wait for the merge: bounds what short samples cost beside their tokens. A partition
+with larger batches may have more (``Intake.max_unmerged``)."""
+ROW_BYTES = 150
+"""Memory that a sample takes beside its tokens: rows of the table and of the arena, queues and windows, each with room
+to grow into."""
 
 
 @dataclass(slots=True)
@@ -63,6 +68,10 @@ class Intake:
     num_marks: int = 0
     durable_seq: int = 0
     durable_marks: int = 0
+    largest_batch: int = 0
+    """Samples of the largest batch that has ended."""
+    batch_seq: int = 0
+    """The first sample after the last batch that has ended."""
     end_lsn: int = -1
     """The record of its end."""
     unsafe: deque[tuple[int, int, int]] = field(default_factory=deque)
@@ -95,10 +104,25 @@ class Intake:
         self.session = session
         self.session_bytes = 0
 
+    def end_batch(self, number: int, seq: int) -> None:
+        """Batch ``number`` ends before sample ``seq``."""
+        self.num_marks = number + 1
+        self.largest_batch = max(self.largest_batch, seq - self.batch_seq)
+        self.batch_seq = seq
+
+    @property
+    def max_unmerged(self) -> int:
+        """Samples that may wait for the merge.
+
+        A whole batch may wait until other partitions end the batch before it: a program may push to several
+        partitions in turn, and would wait for ever in between. Their rows stay below ``quota_bytes``, too.
+        """
+        return max(MAX_UNMERGED, min(2 * self.largest_batch, self.quota_bytes // ROW_BYTES))
+
     @property
     def grant_seq(self) -> int:
         """The sample number that must not be reached."""
-        return self.merged_seq + MAX_UNMERGED
+        return self.merged_seq + self.max_unmerged
 
     @property
     def grant_bytes(self) -> int:

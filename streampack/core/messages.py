@@ -36,7 +36,8 @@ OVERLONG = "overlong"
 """Why a producer rejects what is too long even to be sent: counted with the over-long."""
 WRONG_SIDE = "got an address of the broker, but not the one for this side"
 MAX_STREAMS = 1024
-MAX_CHUNK_SAMPLES = 65_536
+MAX_CHUNK_SAMPLES = 16_384
+"""Samples in one chunk: credits always allow as many to a partition of which none wait."""
 
 
 class Message(Struct, frozen=True, kw_only=True):

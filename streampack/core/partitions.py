@@ -181,7 +181,7 @@ class Partitions:
     def _note_mark(self, p: int, number: int, seq: int, lsn: int) -> None:
         intake, stream = self.intakes[p], self.stream_of[p]
         place = ChunkPlace(stream.mine(p), seq, 0, lsn, 0, mark=number)
-        intake.num_marks = number + 1
+        intake.end_batch(number, seq)
         intake.places.append(place)
         stream.history.came(place)
 
@@ -206,6 +206,7 @@ class Partitions:
         for p, recorded, marks in zip(self.partitions(stream), facts.recorded, facts.marks, strict=False):
             intake = self.intakes[p]
             intake.recorded_seq = intake.durable_seq = max(intake.recorded_seq, recorded)
+            intake.batch_seq = intake.recorded_seq
             intake.num_marks = intake.durable_marks = max(intake.num_marks, marks)
 
     def recover(

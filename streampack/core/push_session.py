@@ -107,8 +107,10 @@ class PushSession(Sender):
         if self._last_words() is not None and self.buffer.marks:
             return f"the broker's log: the end of batch {self.buffer.marks[0].batch} is not safe yet"
         if not self.buffer.all_sent:
+            batch = "every other partition has called end_of_batch too, or " if self.buffer.next_mark else ""
             return (
-                "credit: the broker holds all it may until trainers, other streams or its log move on: see its status"
+                f"credit: the broker holds all it may until {batch}trainers, other streams or its log move on: see its "
+                f"status"
             )
         if not self.buffer.empty:
             first, last = self.buffer.durable_seq, self.buffer.next_seq - 1

@@ -97,6 +97,11 @@ class Queues:
         return self.stopped or bool(self._ended.all() and self._done.all())
 
     @property
+    def has_barriers(self) -> bool:
+        """Some partition has ended its pass, and others have not."""
+        return self._num_barriers > 0
+
+    @property
     def between_passes(self) -> bool:
         """Every stream has given its pass whole, and ``next_pass`` begins another."""
         if not self._num_barriers or self.stopped:

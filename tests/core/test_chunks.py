@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from streampack.chunks import batches, chunk_of
+from streampack.chunks import Batch, batches, chunk_of
 from streampack.core.admission import Admission
 from streampack.core.effects import Store
 from streampack.core.fields import Field, from_bfloat16, to_bfloat16
@@ -146,6 +146,15 @@ def test_a_vocabulary_that_the_run_cannot_hold_is_refused_before_its_first_sampl
         return
     with pytest.raises(ConfigError, match=r"streams\.s: got a tokenizer of 65537 ids.*set tokens: int32"):
         next(batches(source, lease((), dtype=dtype)))
+
+
+@pytest.mark.parametrize(("count", "length", "most"), [(20_000, 1, 1 << 20), (3, 400, 1000)])
+def test_a_chunk_that_no_credit_allows_is_refused_and_not_waited_with(count: int, length: int, most: int) -> None:
+    """A source of whole batches decides how large they are."""
+    batch = Batch(np.ones(count * length, np.uint16), np.full(count, length, np.uint32), Cursor(0, 0, count), {})
+    expected = f"{count} samples and {2 * count * length} bytes, expected at most 16384 samples and {most} bytes"
+    with pytest.raises(SampleError, match=expected):
+        chunk_of(batch, lease((), dtype="uint16", max_chunk_bytes=most), (1, 1))
 
 
 def test_a_mask_that_the_run_would_lose_is_refused_with_the_line_to_add() -> None:

@@ -36,12 +36,14 @@ def length_of(partition: int, seq: int) -> int:
 class Rollouts(Live):
     """A run whose samples are pushed: ``wanted`` of each partition, and once it is ``over`` no more."""
 
-    def __init__(self, seed: int, *, discards: bool = True) -> None:
+    buffer_bytes = 1 << 16
+
+    def __init__(self, seed: int, *, discards: bool = True, quota: int = 64) -> None:
         self.wanted, self.over = 0, False
         self.pushers: list[PushSession] = []
         self.backs = 0
         """How often trainers that are new have come, at a step that was formed: at most."""
-        super().__init__(RULES, {}, seed, discards=discards)
+        super().__init__(RULES, {}, seed, discards=discards, quota=quota)
 
     def start_producer(self, streams: list[str]) -> bytes:
         """A program for each partition."""
@@ -50,7 +52,7 @@ class Rollouts(Live):
             peer = b"push%d" % partition
             self.pushers.append(PushSession(
                 run=0, producer=f"pusher{partition}", incarnation=partition + 1, host="host", pid=partition,
-                stream="rollouts", partition=partition, buffer=PushBuffer(1 << 16),
+                stream="rollouts", partition=partition, buffer=PushBuffer(self.buffer_bytes),
             ))  # fmt: skip
             self.producers[peer] = self.pushers[-1]
             self._to_producer(peer, Tick(self.now))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack.core.intake import MAX_UNMERGED, Intake, apply_overlong
+from streampack.core.intake import MAX_UNMERGED, ROW_BYTES, Intake, apply_overlong
 from streampack.core.samples import I64, MANY_HANDLES, SampleTable, index_of
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=20).map(lambda lengths: np.array(lengths, np.int64))
@@ -15,7 +15,7 @@ POLICIES = st.sampled_from(["drop", "truncate", "split"])
 # Credits
 
 
-@given(st.data(), st.sampled_from([2, 4]), st.integers(100, 2000))
+@given(st.data(), st.sampled_from([2, 4]), st.integers(100, 2000) | st.just(4_000_000))
 def test_what_waits_never_exceeds_the_quota_whatever_the_producer_sends(
     data: st.DataObject, token_bytes: int, quota: int
 ) -> None:
@@ -26,7 +26,7 @@ def test_what_waits_never_exceeds_the_quota_whatever_the_producer_sends(
     grants = [(intake.grant_seq, intake.grant_bytes)]
     sent = taken = kept = merged = 0
     for _ in range(data.draw(st.integers(1, 30))):
-        match data.draw(st.sampled_from(["send", "send", "merge", "session"])):
+        match data.draw(st.sampled_from(["send", "send", "merge", "session", "batch"])):
             case "send":
                 count, tokens = data.draw(st.integers(1, 6000)), data.draw(st.integers(0, 400))
                 stop, num_bytes = intake.expected_seq + count, tokens * token_bytes
@@ -42,12 +42,14 @@ def test_what_waits_never_exceeds_the_quota_whatever_the_producer_sends(
                 merged += data.draw(st.integers(0, kept - merged))
                 intake.merged_tokens = merged
                 intake.merged_seq = data.draw(st.integers(intake.merged_seq, taken))
+            case "batch":
+                intake.end_batch(intake.num_marks, taken)
             case "session":
                 intake.begin(intake.session + 1)
                 sent, grants = 0, []
         grants.append((intake.grant_seq, intake.grant_bytes))
         assert (kept - merged) * token_bytes <= quota
-        assert taken - intake.merged_seq <= MAX_UNMERGED
+        assert taken - intake.merged_seq <= max(MAX_UNMERGED, quota // ROW_BYTES)
         assert intake.expected_seq == taken
         assert sorted(grants) == grants, "grants only grow within a session"
         assert [b for _, b in grants] == sorted(b for _, b in grants)

@@ -27,12 +27,14 @@ class Batches(Rollouts):
     """Each partition pushes ``sizes[b][partition]`` samples to batch b, marks its end where ``marks``, and is over at
     the end of the last. With ``waits`` nothing of batch b is pushed before the rank has had step b - 1."""
 
-    def __init__(self, batch: Batch, sizes: list[tuple[int, int]], seed: int, *, marks: bool, waits: bool) -> None:
+    def __init__(
+        self, batch: Batch, sizes: list[tuple[int, int]], seed: int, *, marks: bool, waits: bool, quota: int = 64
+    ) -> None:
         self.sizes, self.marks, self.waits = sizes, marks, waits
         before = rollouts.RULES
         rollouts.RULES = msgspec.structs.replace(before, batch=batch)
         try:
-            super().__init__(seed, discards=False)
+            super().__init__(seed, discards=False, quota=quota)
         finally:
             rollouts.RULES = before
 
@@ -136,6 +138,66 @@ def test_a_mark_closes_a_batch_of_so_many_samples_too(
     assert [len(step) for step in live.steps()] == [
         n for total in expected for n in [size] * (total // size) + ([total % size] if total % size else [])
     ]
+
+
+class OneThread(Batches):
+    """One thread pushes to both partitions, and waits while a buffer is full: it pushes each batch to partition 0 and
+    ends it before it ends the batch before on partition 1."""
+
+    buffer_bytes = 2 * 1024
+
+    def __init__(self, sizes: list[tuple[int, int]], seed: int) -> None:
+        count = len(sizes)
+        turns = [[(0, batch), (1, batch - 1)] for batch in range(1, count)]
+        self.plan = [(0, 0), *(turn for pair in turns for turn in pair), (1, count - 1)]
+        super().__init__(Batch(), sizes, seed, marks=True, waits=False, quota=1 << 14)
+
+    def turn(self) -> None:
+        if not self.plan:
+            for peer in (b"push0", b"push1"):
+                if not self.pushers[int(peer[-1:])]._ending:
+                    self._to_producer(peer, End())
+        elif self.pushers[self.plan[0][0]].begun:
+            self.push(*self.plan[0])
+        super(Rollouts, self).turn()
+
+    def push(self, partition: int, batch: int) -> None:
+        """Go on with a batch of a partition, if there is room."""
+        session, peer = self.pushers[partition], b"push%d" % partition
+        first, end = session.buffer.next_seq, sum(size[partition] for size in self.sizes[: batch + 1])
+        if first == end:
+            self._to_producer(peer, EndBatch(batch))
+            self.plan.pop(0)
+            return
+        chunk = chunk_of(partition, first, min(first + 3, end))
+        if session.room(size_of(chunk)):
+            self._to_producer(peer, Push(chunk))
+
+
+@given(st.integers(20, 60), st.lists(st.integers(0, 9), min_size=2, max_size=4), st.integers(0, 999))
+@settings(deadline=None, max_examples=20)
+def test_one_thread_may_push_a_batch_before_it_ends_the_last_one_on_another_partition(
+    large: int, small: list[int], seed: int
+) -> None:
+    """A batch has more samples than may wait otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("streampack.core.intake.MAX_UNMERGED", 8)
+        live = OneThread([(large, size) for size in small], seed)
+        live.finish()
+    assert live.steps() == live.batches()
+
+
+def test_a_wait_for_a_partition_that_neither_pushes_nor_ends_its_batch_says_both() -> None:
+    live = Batches(Batch(samples=10), [(4, 0), (4, 0)], 1, marks=True, waits=False)
+    live.until(lambda: live.pushers[1].begun)
+    del live.producers[b"push1"]  # its program does nothing
+    live.until(lambda: live.pushers[0]._ending and live.pushers[0].flushed)
+    waits = live.feed.waiting_for()
+    assert waits.reason == "stream"
+    assert waits.detail == (
+        "no sample and no end_of_batch 0 has come from stream 'rollouts' partition 1 of 2: held by the producer at "
+        "host:1, and another partition has ended this batch"
+    )
 
 
 def test_a_batch_that_does_not_fit_in_memory_is_said_and_no_hang() -> None:
