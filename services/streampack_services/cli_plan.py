@@ -40,9 +40,9 @@ def plan(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="LENGTHS|DATA|ENDPOINT|STATE_DIR", show_default=False,
-            help="Lengths of samples (.npy of integers, or a text of whole numbers); data files, as streampack.local "
-            "takes them; a broker's http://host:port, or file:// and its rendezvous; or a state_dir.",
+            metavar="LENGTHS|ENDPOINT|STATE_DIR", show_default=False,
+            help="Lengths of samples (.npy of integers, or a text of whole numbers); a broker's http://host:port, or "
+            "file:// and its rendezvous; or a state_dir.",
         ),
     ] = None,
     config: Annotated[
@@ -113,16 +113,6 @@ def plan(
         typer.Option("--total", metavar="N", min=1, show_default=False,
                      help="Samples of one pass, where LENGTHS are some of them or a source does not know."),
     ] = None,
-    tokenizer: Annotated[
-        str, typer.Option("--tokenizer", metavar="NAME", help="For DATA: bytes, a tokenizer.json or its folder, or "
-                          "package.module:function.")
-    ] = "bytes",
-    text_key: Annotated[
-        str | None, typer.Option("--text-key", metavar="KEY", help="For DATA: where the text is.", show_default=False)
-    ] = None,
-    tokens_key: Annotated[
-        str | None, typer.Option("--tokens-key", metavar="KEY", help="For DATA: where the ids are.", show_default=False)
-    ] = None,
     feed: Feed = None,
     png: Png = None,
     as_json: AsJson = False,
@@ -132,20 +122,20 @@ def plan(
 
     Forms and deals steps of your lengths as a broker would, for each setting of a grid around the one given: how full
     packs are, what is wasted and why, how evenly ranks are loaded, steps of a pass. Then what to take, the reasons, and
-    the lines for broker.yaml. Lengths come from a file, from some samples of your data, tokenized, or from a run.
+    the lines for broker.yaml. Lengths come from a file, from a run, or from producer.yaml, which tokenizes some
+    samples of each stream.
 
     \b
     Example:
         streampack plan lengths.npy --budget 8192 --mesh dp=16,cp=2
         streampack plan -c producer.yaml -c broker.yaml --png plan.png
-        streampack plan "data/*.jsonl" --tokenizer models/qwen --budget 4096,8192
         streampack plan http://node0:7400
     """
     from streampack_services import advice, advisor, plan_inputs, plan_options, plan_report
 
     given = plan_options.PlanInputs(
         what, config or [], budget, window, packer, mesh or [], shape or [], precision, packs, batch, overlong, samples,
-        total, tokenizer, text_key, tokens_key, feed, timeout,
+        total, feed, timeout,
     )  # fmt: skip
     workload, options = plan_inputs.read(given)
     with plan_inputs.saying() as say:
@@ -164,10 +154,10 @@ def report(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="STATE_DIR|ENDPOINT|LENGTHS", show_default=False,
-            help="A run's state_dir: what its log says; a broker's http://host:port, or file:// and its rendezvous: "
-            "what it has served since it started; or lengths: what a run of these would save. Default: "
-            "STREAMPACK_HTTP of the environment, else http://127.0.0.1:7400.",
+            metavar="STATE_DIR|ENDPOINT", show_default=False,
+            help="A run's state_dir: what its log says; or a broker's http://host:port, or file:// and its rendezvous: "
+            "what it has served since it started. Default: STREAMPACK_HTTP of the environment, else "
+            "http://127.0.0.1:7400.",
         ),
     ] = None,
     gpus: Annotated[
@@ -186,29 +176,6 @@ def report(
                      help="Of the padded one that is compared with. Default: as many samples as a pack holds on the "
                      "average."),
     ] = None,
-    budget: Annotated[
-        int | None,
-        typer.Option("--budget", metavar="TOKENS", min=1, max=2**31 - 1, show_default=False,
-                     help="For LENGTHS: of a pack. Default: 8192."),
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option("--window", metavar="SAMPLES", min=1, show_default=False, help="For LENGTHS. Default: 1024."),
-    ] = None,
-    packer: Annotated[
-        str | None,
-        typer.Option("--packer", metavar="NAME", show_default=False, help="For LENGTHS. Default: exact_fill."),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option("--batch", metavar="SAMPLES", min=1, max=2**24, show_default=False,
-                     help="For LENGTHS: so many at a time are packed by themselves."),
-    ] = None,
-    overlong: Annotated[
-        str | None,
-        typer.Option("--overlong", metavar="POLICY", show_default=False,
-                     help=f"For LENGTHS over the budget: {', '.join(get_args(Overlong))}. Default: truncate."),
-    ] = None,
     feed: Feed = None,
     png: Png = None,
     as_json: AsJson = False,
@@ -223,12 +190,10 @@ def report(
     Example:
         streampack report state/sft-8b --gpus 64 --tokens-per-second 9000
         streampack report http://node0:7400
-        streampack report lengths.npy --budget 4096 --png report.png
     """
     from streampack_services import plan_inputs, savings, savings_report
 
-    rules = plan_inputs.RulesOfLengths(budget, window, packer, batch, overlong)
-    run = plan_inputs.run_of(what, feed, rules, timeout)
+    run = plan_inputs.run_of(what, feed, timeout)
     found = savings.savings(run, micro_batch, savings.rate_of(run, gpus, tokens_per_second))
     _say(found, as_json, savings_report.show_savings)
     if png is not None:

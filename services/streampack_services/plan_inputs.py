@@ -1,7 +1,7 @@
 """What ``streampack plan`` and ``report`` are about: lengths, out of their arguments and configurations.
 
-Where lengths come from follows from what is named: a URL is a broker, a folder with a log is a state_dir, a file of
-numbers is lengths, and anything else is data to tokenize.
+Where lengths come from follows from the argument: a URL is a broker, a folder with a log is a state_dir, a file of
+numbers is lengths. Without one, the streams of producer.yaml are read and tokenized.
 """
 
 from __future__ import annotations
@@ -9,20 +9,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import msgspec
 from rich.console import Console
 
 from streampack.config import BrokerConfig, ProducerConfig
 from streampack.config_files import read_either
-from streampack.core.rules import Batch, Overlong, Rules
+from streampack.core.rules import Rules
 from streampack.errors import UserError
 from streampack.sources import Source
 from streampack_services import http_client, sampling, served
-from streampack_services.forecast import with_packer
 from streampack_services.grid import PlanOptions
 from streampack_services.lengths import (
     StreamLengths,
@@ -33,18 +31,14 @@ from streampack_services.lengths import (
     read_lengths,
     stretches,
 )
-from streampack_services.local import open_stream
 from streampack_services.plan_options import (
     Base,
     PlanInputs,
     base_of_broker,
     base_of_run,
-    check_overlong,
-    check_packer,
     options_of,
 )
 from streampack_services.producer import import_from_here, open_sources
-from streampack_services.savings import served_by
 from streampack_services.segments import segment_files
 from streampack_services.served import Served
 
@@ -68,61 +62,30 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
         return _of_producer(given, producer, base), options
     if what is None:
         raise UserError(
-            "got nothing to plan for, expected lengths, data, a broker's address, a state_dir or -c producer.yaml"
+            "got nothing to plan for, expected lengths, a broker's address, a state_dir or -c producer.yaml"
         )
     if producer is not None:
         raise UserError(f"got {what} and a producer.yaml, expected one of them to read")
     run = _run(what, given.feed, given.timeout_s)
     if run is None:
         options = options_of(given, base)
-        return _of_file(given, what, base), options
+        return _of_file(given, what), options
     if broker is None:
         base = base_of_run(run, other_mesh=bool(given.meshes))
     return _of_run(run, given.samples or TO_PACK), options_of(given, base)
 
 
-@dataclass(frozen=True, slots=True)
-class RulesOfLengths:
-    """What ``streampack report`` would pack a file of lengths by; None: as ``streampack plan`` has it."""
-
-    budget: int | None = None
-    window: int | None = None
-    packer: str | None = None
-    batch: int | None = None
-    overlong: str | None = None
-
-
-def run_of(what: str | None, feed: str | None, given: RulesOfLengths, timeout_s: float) -> Served:
-    """What ``streampack report`` is about: a run, which has its own rules, or lengths.
-
-    Raises UserError, Unreachable."""
+def run_of(what: str | None, feed: str | None, timeout_s: float) -> Served:
+    """Return the run that ``streampack report`` is about. Raises UserError, Unreachable."""
     run = _run(what, feed, timeout_s)
-    if run is None:
-        return _served_by(Path(str(what)), given)
-    asked = [name for name, value in asdict(given).items() if value is not None]
-    if asked:
-        raise UserError(f"got --{asked[0]} and a run, expected it with lengths alone: a run has its own rules")
-    return run
-
-
-def _served_by(path: Path, given: RulesOfLengths) -> Served:
-    if path.is_dir():
-        raise UserError(f"{path}: got a folder without a log, expected a broker's state_dir, its address, or lengths")
-    if path.is_file() and not is_lengths(path):
-        raise UserError(f"{path}: got no lengths, expected a .npy or whole numbers; 'streampack plan' reads data")
-    packer, overlong = given.packer or Rules().packer, given.overlong or "truncate"
-    check_packer(packer)
-    check_overlong(overlong)
-    batch = Batch(samples=given.batch) if given.batch is not None else None
-    budget, window = given.budget or Rules().budget, given.window or Rules().window
-    try:
-        rules = with_packer(Rules(window=window, packs=1, batch=batch), packer, budget=budget)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    lengths = read_lengths(path)
-    some = stretches(lengths, served.MOST)
-    part = f" ({len(some):,} of {len(lengths):,} lengths)" if len(some) < len(lengths) else ""
-    return served_by(path.name + part, some, rules, cast("Overlong", overlong))
+    if run is not None:
+        return run
+    if Path(str(what)).is_dir():
+        raise UserError(f"{what}: got a folder without a log, expected a broker's state_dir or its address")
+    raise UserError(
+        f"{what}: expected a broker's state_dir or its address; for lengths, 'streampack plan {what}' says how full "
+        f"packs will be"
+    )
 
 
 def _run(what: str | None, feed: str | None, timeout_s: float) -> Served | None:
@@ -161,18 +124,15 @@ def _of_producer(given: PlanInputs, producer: ProducerConfig, base: Base) -> Wor
     return _with_total(sampling.sample(what, sources, partitions, given.samples or TO_TOKENIZE, base.rules.seed), given)
 
 
-def _of_file(given: PlanInputs, what: str, base: Base) -> Workload:
+def _of_file(given: PlanInputs, what: str) -> Workload:
     if is_lengths(Path(what)):
         return of_lengths(Path(what).name, read_lengths(Path(what)), given.samples or TO_PACK, given.total)
-    import_from_here()
-    if not Path(what).exists() and not any(mark in what for mark in "*?[{:"):
-        raise UserError(f"{what}: got no such file, expected lengths, data, a broker's address or a state_dir")
-    if Path(what).is_dir() and not (Path(what) / "state.json").is_file():
-        raise UserError(f"{what}: got a folder without a log, expected a broker's state_dir, a saved dataset, or files")
-    settings = {"text_key": given.text_key, "tokens_key": given.tokens_key}
-    source, _ = open_stream("data", what, settings, given.tokenizer)
-    most = given.samples or TO_TOKENIZE
-    return _with_total(sampling.sample(what, {"data": source}, {"data": PARTITIONS}, most, base.rules.seed), given)
+    if Path(what).is_dir():
+        raise UserError(f"{what}: got a folder without a log, expected a broker's state_dir, its address, or lengths")
+    raise UserError(
+        f"{what}: expected lengths, a broker's address or a state_dir; to plan for data, name them in a producer.yaml "
+        f"and give it with -c"
+    )
 
 
 def _of_run(run: Served, most: int) -> Workload:

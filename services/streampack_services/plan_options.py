@@ -40,9 +40,6 @@ class PlanInputs:
     overlong: str | None = None
     samples: int | None = None
     total: int | None = None
-    tokenizer: str = "bytes"
-    text_key: str | None = None
-    tokens_key: str | None = None
     feed: str | None = None
     timeout_s: float = 5.0
 
@@ -106,10 +103,10 @@ def options_of(given: PlanInputs, base: Base) -> PlanOptions:
         axes[axis] = asked if len(asked) > 1 else around(asked[0] if asked else getattr(rules, axis))
     names = _words(given.packer)
     for name in names:
-        check_packer(name)
+        _one_of("--packer", name, tuple(PACKERS))
     packers = names if len(names) > 1 else default_packers(names[0] if names else packer, batched=bool(step))
     overlong = given.overlong if given.overlong is not None else _overlong_of(rules)
-    check_overlong(overlong)
+    _one_of("--overlong", overlong, get_args(Overlong))
     _one_of("--precision", given.precision, get_args(Precision))
     precision = cast("Precision | None", given.precision) or base.precision
     return PlanOptions(
@@ -141,17 +138,6 @@ def _with_step(given: PlanInputs, rules: Rules, base: Base) -> tuple[Rules, dict
     ends = rules.batch is not None and rules.batch.samples is None
     step = {"end_of_batch": True, **others} if ends else {"samples": samples, **others}
     return msgspec.structs.replace(rules, batch=msgspec.structs.replace(asked, samples=samples, min_samples=1)), step
-
-
-def check_packer(name: str) -> None:
-    """Raises UserError for a name that no packer has."""
-    if name not in PACKERS:
-        raise UserError(f"--packer: got {name!r}, expected one of: {', '.join(PACKERS)}")
-
-
-def check_overlong(policy: str | None) -> None:
-    """Raises UserError for a policy that nobody knows."""
-    _one_of("--overlong", policy, get_args(Overlong))
 
 
 def _overlong_of(rules: Rules) -> str | None:

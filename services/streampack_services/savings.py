@@ -16,20 +16,18 @@ costs, where samples are padded or long, is not in them.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from streampack.core.intake import apply_overlong
-from streampack.core.rules import Overlong, Rules
+from streampack.core.rules import Rules
 from streampack.core.samples import I64
-from streampack.core.steps import Step
-from streampack.errors import SampleError, UserError
-from streampack_services.forecast import formed, with_packer
+from streampack.errors import UserError
+from streampack_services.forecast import with_packer
 from streampack_services.lengths import samples_said
-from streampack_services.served import Served, WhatWasLong
+from streampack_services.served import Served
 
 Tree = dict[str, Any]
 OTHERS = ("padding", "greedy", "first_fit_decreasing")
@@ -74,11 +72,6 @@ def packed_slots(lengths: I64, rules: Rules, packer: str, bounds: I64 | None = N
     return found
 
 
-def slots_of(steps: list[Step], rules: Rules) -> int:
-    """How long the packs of ``steps`` are together, without empty ones."""
-    return int(sum(rules.own_widths(step.packs.slots[step.packs.counts > 0]).sum() for step in steps))
-
-
 def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
     """What a run saved: a tree for JSON.
 
@@ -100,7 +93,6 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
         "align": rules.align.sample,
         "batches": len(run.bounds) - 1,
         "micro_batch": size,
-        "overlong": asdict(run.overlong) if run.overlong is not None else None,
         "assumptions": assumptions(run, size, rate),
         "gpus": rate.gpus if rate is not None else None,
         "run": _of(run.pack_slots, run.tokens, rate),
@@ -146,12 +138,6 @@ def assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
     sentences = [f"Packed in each way: of {samples_said(run.samples)} {part}, {run.note}."]
     if len(run.bounds) > 2:
         sentences.append(f"Nothing crosses the ends of {len(run.bounds) - 1:,} batches, in none of the ways.")
-    if run.overlong is not None and run.overlong.samples:
-        over = run.overlong
-        sentences.append(
-            f"Longer than the budget: {over.samples:,} of {samples_said(over.of)}; {over.policy} loses "
-            f"{over.lost_share:.2%} of all tokens (--overlong)."
-        )
     padding = f"Padding: {samples_said(micro_batch)} a micro-batch; a pack holds {run.samples / run.filled_packs:.1f}."
     split = " Packs are counted as formed, before a mesh splits them." if run.rules.batch is not None else ""
     sentences.append(f"{padding} Empty packs of last steps are counted for none.{split}")
@@ -161,28 +147,3 @@ def assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
         *sentences,
         f"GPU hours: {rate.tokens_per_s:,.0f} slots a second and GPU ({rate.said}), whatever they hold.",
     ]
-
-
-def served_by(what: str, lengths: I64, rules: Rules, policy: Overlong = "truncate") -> Served:
-    """What a run of one pass over samples of these ``lengths`` would serve. Raises SampleError for over-long ones whose
-    ``policy`` is ``error``."""
-    over = np.flatnonzero(lengths > rules.budget)
-    if len(over) and policy == "error":
-        raise SampleError(
-            f"{what}: sample {over[0]}: got {lengths[over[0]]} tokens, expected at most {rules.budget}, the budget: "
-            f"give a larger --budget, or --overlong truncate, split or drop"
-        )
-    pieces = apply_overlong(lengths, rules.budget, policy)
-    kept = pieces.length > 0
-    if not kept.any():
-        raise SampleError(f"{what}: got no sample within the budget, {rules.budget}: give a larger --budget")
-    overlong = WhatWasLong(len(over), len(lengths), policy, pieces.lost_tokens / int(lengths.sum()))
-    lengths, parts = pieces.length[kept], pieces.part[kept]
-    steps, _ = formed(lengths, rules, parts)
-    counts = np.concatenate([np.zeros(0, np.int64), *(step.packs.counts for step in steps)])
-    batches = [0, *np.cumsum([step.num_samples for step in steps]).tolist()] if rules.batch else [0, len(lengths)]
-    return Served(
-        f"{what}, as {rules.new_packer().name} would pack it", lengths, rules, len(lengths), len(counts),
-        int((counts == 0).sum()), int(lengths.sum()), slots_of(steps, rules), np.array(batches), len(steps),
-        True, "in their order", overlong=overlong,
-    )  # fmt: skip

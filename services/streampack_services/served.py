@@ -38,16 +38,6 @@ MOST = 500_000
 """Samples that are taken from a ledger or a broker's counts; more are thinned out."""
 
 
-@dataclass(frozen=True, slots=True)
-class WhatWasLong:
-    """So many ``samples`` ``of`` all were over the budget; by their ``policy`` a share of all tokens was lost."""
-
-    samples: int
-    of: int
-    policy: str
-    lost_share: float
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
     """What a run's feed has served: ``lengths`` int64 [n] as they came, pieces of split samples each by itself.
@@ -56,7 +46,7 @@ class Served:
     with samples are ``pack_slots`` tokens long, as FORM made them (padded micro-batches: as they are). Nothing was
     packed across ``bounds``, int64 [b + 1] in ``lengths``.
     ``tokens_per_s``: real tokens that the run packs now, for all of its attached ``ranks``; 0 where nobody knows.
-    ``mesh``: theirs, once they are all there. ``overlong``: what was, where the policy is not the run's own.
+    ``mesh``: theirs, once they are all there.
     """
 
     what: str
@@ -74,7 +64,6 @@ class Served:
     tokens_per_s: float = 0.0
     ranks: int = 0
     mesh: PlanMesh | None = None
-    overlong: WhatWasLong | None = None
 
     @property
     def filled_packs(self) -> int:

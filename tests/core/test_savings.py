@@ -10,18 +10,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from streampack_services import savings
+from streampack_services.forecast import formed
 from streampack_services.lengths import stretches_of
-from streampack_services.savings import packed_slots, padded_slots, served_by
+from streampack_services.savings import packed_slots, padded_slots
 from streampack_services.savings_report import headline
-from streampack_services.served import arrival_order, spread
+from streampack_services.served import Served, arrival_order, spread
 
 from streampack import pack_lengths
 from streampack.core.length_counts import BUCKETS, LengthCounts, bucket_of
-from streampack.core.rules import Align, Batch, Overlong, Rules, Warmup
-from streampack.errors import SampleError, UserError
+from streampack.core.rules import Align, Batch, Rules, Warmup
+from streampack.core.samples import I64
+from streampack.errors import UserError
 
 LENGTHS = np.array([4, 1, 3, 2, 1, 3, 4, 5])
 RULES = Rules(budget=5, packs=1, window=8)
+
+
+def served_by(what: str, lengths: I64, rules: Rules) -> Served:
+    """What a run of one pass over samples of these ``lengths`` serves."""
+    steps, _ = formed(lengths, rules)
+    counts = np.concatenate([step.packs.counts for step in steps])
+    slots = sum(int(rules.own_widths(step.packs.slots[step.packs.counts > 0]).sum()) for step in steps)
+    batches = [0, *np.cumsum([step.num_samples for step in steps]).tolist()] if rules.batch else [0, len(lengths)]
+    return Served(
+        what, lengths, rules, len(lengths), len(counts), int((counts == 0).sum()), int(lengths.sum()), slots,
+        np.array(batches), len(steps), True, "in their order",
+    )  # fmt: skip
 
 
 def test_padding_to_the_longest_of_a_micro_batch() -> None:
@@ -63,20 +77,6 @@ def test_other_ways_of_batching_have_the_shape_of_the_run_s_packs() -> None:
     assert found["others"]["padding"]["slots"] == 30
 
 
-@pytest.mark.parametrize(
-    ("policy", "samples", "tokens", "lost"), [("truncate", 3, 9, 3 / 12), ("drop", 2, 5, 7 / 12), ("split", 4, 12, 0)]
-)
-def test_samples_over_the_budget_are_cut_dropped_or_split_and_counted(
-    policy: Overlong, samples: int, tokens: int, lost: float
-) -> None:
-    run = served_by("three", np.array([1, 7, 4]), msgspec.structs.replace(RULES, budget=4), policy)
-    found = savings.savings(run, None, None)
-    assert (found["samples"], found["tokens"]) == (samples, tokens)
-    assert found["overlong"] == {"samples": 1, "of": 3, "policy": policy, "lost_share": pytest.approx(lost)}
-    expected = f"Longer than the budget: 1 of 3 samples; {policy} loses {lost:.2%} of all tokens (--overlong)."
-    assert expected in found["assumptions"]
-
-
 def test_what_needs_fewer_slots_than_the_run_is_said_to_save_nothing() -> None:
     """One short sample: padded it is itself, and the run computes a whole pack."""
     found = savings.savings(served_by("one", np.array([4]), RULES), None, None)
@@ -102,13 +102,6 @@ def test_others_are_packed_as_pack_lengths_does(lengths: list[int], align: int) 
     for packer in ("concatenative", "first_fit_decreasing"):
         expected = 32 * len(pack_lengths(lengths, 32, packer, 16, align))
         assert packed_slots(np.array(lengths), rules, packer) == expected
-
-
-def test_a_sample_over_the_budget_is_named() -> None:
-    with pytest.raises(SampleError, match="three: sample 2: got 6 tokens, expected at most 5"):
-        served_by("three", np.array([1, 5, 6]), RULES, "error")
-    with pytest.raises(SampleError, match="three: got no sample within the budget, 5"):
-        served_by("three", np.array([7, 6]), RULES, "drop")
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=100), st.sampled_from(["exact_fill", "first_fit_decreasing"]))

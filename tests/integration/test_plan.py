@@ -39,6 +39,11 @@ def ask(*arguments: str | Path) -> dict[str, Any]:
     return found
 
 
+def producer(folder: Path, shards: str) -> Path:
+    """A producer.yaml of one stream, data."""
+    return write(folder / "producer.yaml", {"streams": {"data": {"source": "jsonl", "shards": shards}}})
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_files(tmp_path_factory.mktemp("data"))
@@ -146,10 +151,10 @@ def test_a_part_of_a_source_says_so_and_the_steps_lie_between(files: Path, serve
 
 
 @pytest.mark.parametrize("packer", ["exact_fill", "sliding_ffd", "first_fit_decreasing", "buffer_first_fit"])
-def test_the_packs_of_any_packer_are_those_of_a_real_broker(files: Path, packer: str) -> None:
+def test_the_packs_of_any_packer_are_those_of_a_real_broker(files: Path, tmp_path: Path, packer: str) -> None:
     shards = str(files / "web-*.jsonl")
     options = ("--budget", "512", "--packs", "4", "--window", "64", "--packer", packer, "--overlong", "truncate")
-    base = ask("plan", shards, *options)["settings"][0]
+    base = ask("plan", "-c", producer(tmp_path, shards), *options)["settings"][0]
     with streampack.local(shards, budget=512, packs=4, window=64, packer=packer, overlong="truncate") as loader:
         steps = [list(step) for step in loader.steps()]
     assert base["packer"] == packer
@@ -159,12 +164,12 @@ def test_the_packs_of_any_packer_are_those_of_a_real_broker(files: Path, packer:
 
 def test_samples_that_cannot_be_used_are_counted(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * (i % 7)} for i in range(70)])
-    found = ask("plan", str(tmp_path / "a.jsonl"), "--budget", "64")
+    found = ask("plan", "-c", producer(tmp_path, str(tmp_path / "a.jsonl")), "--budget", "64")
     assert (found["rejected"], found["lengths"]["samples"], found["whole"]) == (10, 60, True)
     assert "data: rejected 10 samples: empty" in found["notes"]
     assert "poison: drop}" in found["broker_yaml"]
     write_jsonl(tmp_path / "b.jsonl", [{"text": ""}] * 3)
-    line = the_error(in_process("plan", str(tmp_path / "b.jsonl")), 1)
+    line = the_error(in_process("plan", "-c", producer(tmp_path, str(tmp_path / "b.jsonl"))), 1)
     assert "data: got 3 samples, all rejected ({'empty': 3}), expected some that are good" in line
 
 
@@ -271,7 +276,6 @@ def test_a_run_that_balances_by_joint_is_planned_as_it_is_and_its_group_follows_
     (own, _), (given, said) = planned(), planned(group=2)
     assert own < given, "eight are alike, not two"
     assert said
-    assert ask("report", uneven, "--budget", "32768", "--packer", "joint")["packer"] == "joint"
 
 
 def test_grids_and_meshes_are_what_was_asked_for(lengths: Path) -> None:
@@ -325,13 +329,6 @@ def test_lengths_may_be_a_sample_of_a_pass(lengths: Path) -> None:
     assert "most likely (95 %)" in shown
 
 
-def test_a_report_on_many_lengths_is_on_some_of_them(lengths: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streampack_services.served.MOST", 320)
-    found = ask("report", lengths)
-    assert found["what"].startswith("lengths.npy (320 of 3,000 lengths)")
-    assert found["samples"] == 320
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -347,8 +344,7 @@ def test_a_report_on_many_lengths_is_on_some_of_them(lengths: Path, monkeypatch:
 )
 def test_what_is_no_length_is_named(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "lengths.txt").write_text(text)
-    for command in ("plan", "report"):
-        assert said in the_error(in_process(command, tmp_path / "lengths.txt"), 2)
+    assert said in the_error(in_process("plan", tmp_path / "lengths.txt"), 2)
 
 
 @pytest.mark.parametrize(
@@ -377,12 +373,8 @@ def test_numbers_are_lengths_in_any_text(tmp_path: Path) -> None:
 def test_overlong_samples_are_an_error_where_they_should_be(lengths: Path) -> None:
     line = the_error(in_process("plan", lengths, "--budget", "64", "--overlong", "error"), 2)
     assert "tokens, expected at most 64, the budget: take a larger one, or --overlong truncate" in line
-    line = the_error(in_process("report", lengths, "--budget", "64", "--overlong", "error"), 2)
-    assert "expected at most 64, the budget: give a larger --budget" in line
     over = int((np.load(lengths) > 512).sum())
     assert ask("plan", lengths, "--budget", "512")["take"]["overlong"] == over
-    found = ask("report", lengths, "--budget", "512")["overlong"]
-    assert (found["samples"], found["policy"]) == (over, "truncate"), "as in a plan"
     assert ask("plan", lengths, "--budget", "512", "--overlong", "split")["settings"][0]["lost_share"] == 0
 
 
@@ -412,24 +404,24 @@ def test_what_is_missing_is_said(files: Path, tmp_path: Path) -> None:
     assert "got nothing to plan for" in the_error(in_process("plan"), 2)
     assert "got nothing to plan for" in the_error(in_process("plan", "-c", files / "broker.yaml"), 2)
     assert "cannot be read" in the_error(in_process("plan", tmp_path / "no.npy"), 2)
-    assert "got no such file, expected lengths, data" in the_error(in_process("plan", tmp_path / "no.jsonl"), 2)
+    for data in (tmp_path / "no.jsonl", files / "web-0.jsonl", files / "web-*.jsonl"):
+        assert "name them in a producer.yaml and give it with -c" in the_error(in_process("plan", data), 2)
     assert "got a folder without a log" in the_error(in_process("plan", tmp_path), 2)
     assert "got a folder without a log" in the_error(in_process("report", tmp_path), 2)
-    assert "'streampack plan' reads data" in the_error(in_process("report", files / "web-0.jsonl"), 2)
+    for file in (tmp_path / "no.npy", files / "web-0.jsonl"):
+        line = the_error(in_process("report", file), 2)
+        assert "expected a broker's state_dir or its address; for lengths, 'streampack plan" in line
     assert "got no answer" in the_error(in_process("plan", "http://127.0.0.1:1"), 75)
-    (tmp_path / "a.txt").write_text("3 4")
-    larger = in_process("report", tmp_path / "a.txt", "--budget", "134217728")
-    assert "expected less than 134217728 with packer: exact_fill" in the_error(larger, 2)
     assert "expected one of them to read" in the_error(in_process("plan", "x.npy", "-c", files / "producer.yaml"), 2)
 
 
-def test_pictures_are_drawn(lengths: Path, tmp_path: Path) -> None:
-    for command in ("plan", "report"):
+def test_pictures_are_drawn(files: Path, served: RunningBroker, lengths: Path, tmp_path: Path) -> None:
+    for command, what in (("plan", lengths), ("report", files / "state")):
         png = tmp_path / f"{command}.png"
-        result = in_process(command, lengths, "--budget", "4096", "--png", png)
+        result = in_process(command, what, "--png", png)
         assert result.returncode == 0, result.stderr
         assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    wrong = in_process("report", lengths, "--png", tmp_path / "no" / "a.png")
+    wrong = in_process("report", files / "state", "--png", tmp_path / "no" / "a.png")
     assert "cannot be written: No such file or directory" in the_error(wrong, 2)
     wrong = in_process("plan", lengths, "--png", tmp_path / "a.pdf")
     assert the_error(wrong, 2).endswith("a.pdf, expected a file that ends in .png")
@@ -437,7 +429,7 @@ def test_pictures_are_drawn(lengths: Path, tmp_path: Path) -> None:
 
 def test_without_matplotlib_a_picture_says_what_to_install(lengths: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    line = the_error(in_process("report", lengths, "--png", "a.png"), 2)
+    line = the_error(in_process("plan", lengths, "--png", "a.png"), 2)
     assert "pip install matplotlib" in line
     assert not os.path.exists("a.png")
 

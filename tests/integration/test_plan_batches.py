@@ -256,13 +256,16 @@ def test_precision_asks_for_its_multiples(tmp_path: Path) -> None:
     assert (values["precision"], values["rules.step.samples"], values["rules.shape"]) == ("mxfp8", 64, "exact")
 
 
-def test_tables_fit_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_fit_a_narrow_terminal(
+    served: Served, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     np.save(tmp_path / "lengths.npy", np.random.default_rng(1).integers(1, 9000, 300))
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
     mesh = ("--mesh", "dp=16,cp=2,tp=2,pp=2", "--batch", "20", "--budget", "8192")
-    for options in (("plan", *mesh), ("report", "--gpus", "8", "--tokens-per-second", "9")):
-        shown = in_process(*options, tmp_path / "lengths.npy").stdout
+    of_report = ("report", "--gpus", "8", "--tokens-per-second", "9", files / "state")
+    for options in (("plan", *mesh, tmp_path / "lengths.npy"), of_report):
+        shown = in_process(*options).stdout
         lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
         table = lines[lines.index("") :][: lines.index("") + 12]
         assert max(map(len, table)) <= 80, "\n".join(table)
