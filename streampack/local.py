@@ -45,7 +45,7 @@ class LocalLoader(Protocol):
 def local(
     source: Any,
     *,
-    tokenizer: Any = "bytes",
+    tokenizer: Any = None,
     budget: int = 8192,
     packs: int = 1,
     samples: int | None = None,
@@ -79,6 +79,7 @@ def local(
     one of files where each ends in a known extension, else of texts.
     ``tokenizer``: ``bytes``, a tokenizer.json or its folder, ``package.module:function``, its settings as a dict, or
     any callable (or object with ``encode``) from a text to ids, such as AutoTokenizer gives, which writes chats, too.
+    Without one, texts become bytes, and chats are refused.
     ``fields``: what samples carry beside their tokens, as in broker.yaml; chats need ``{"loss_mask": {}}``.
     ``packs`` of ``budget`` tokens make a step, or so many ``samples``: packed by themselves, or, ``padded``, in
     micro-batches of rows of one length. ``weights`` are the streams' shares of the tokens. ``memory`` is raised to what

@@ -1,17 +1,25 @@
-"""A look at the first rows of a producer's sources before a run: whether they have the keys that are asked for."""
+"""A look at the first rows of sources before a run.
+
+Whether they have the keys that are asked for, and are no chats that nothing can write.
+"""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
 from streampack.config import ProducerConfig, ProducerStream
-from streampack.errors import ConfigError, StreampackError
-from streampack.sources import Record, Tokenizer, open_source, open_tokenizer
-from streampack.sources.bytes_tokenizer import BytesTokenizer
+from streampack.errors import ConfigError, SourceError, StreampackError
+from streampack.sources import Record, SourceSettings, Tokenizer, open_source, open_tokenizer
+from streampack.sources.bytes_tokenizer import BytesTokenizer, UnnamedTokenizer
 from streampack.sources.records import DAMAGED
 from streampack.sources.rows import MISSING
+from streampack.sources.settings import KEYS
+from streampack_services.in_memory import InMemory
 
-ROWS = 100
+ROWS, ROWS_AT_START = 100, 16
 _SAMPLE_KEYS = ("text_key", "tokens_key", "messages_key", "prompt_key", "completion_key")
 _DETECTED = "text, tokens, input_ids, messages, or prompt with completion or response"
 _TO_SET_ELSEWHERE = "set text_key, tokens_key, messages_key, or prompt_key and completion_key, to what the rows have"
@@ -31,6 +39,32 @@ def check_rows(config: ProducerConfig) -> None:
             raise ConfigError(f"{path}: {got} ({said}): {_TO_SET.get(stream.source, _TO_SET_ELSEWHERE)}")
         for field, key in stream.fields.items():
             _check_field(f"{path}.fields.{field}", bare, key)
+
+
+def refuse_chats(settings: SourceSettings, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError for chats in a source that no tokenizer is named for.
+
+    Those that come later in it are refused when they are read, as are those of ``source: python``, whose first rows may
+    take long to come.
+    """
+    no_chats = (
+        settings.text_key is not None or settings.tokens_key is not None or "messages_key" not in KEYS[settings.source]
+    )
+    if isinstance(tokenizer, UnnamedTokenizer) and settings.source != "python" and not no_chats:
+        _read(open_source(replace(settings, fields={}), tokenizer).peek(ROWS_AT_START))
+
+
+def refuse_chats_in(rows: InMemory, tokenizer: Tokenizer) -> None:
+    """The same for rows in memory."""
+    if isinstance(tokenizer, UnnamedTokenizer):
+        _read(rows.peek(ROWS_AT_START))
+
+
+def _read(records: Iterable[Record]) -> None:
+    """Other errors than of the configuration are raised where the producer meets them."""
+    with contextlib.suppress(SourceError):
+        for _ in records:
+            pass
 
 
 def _check_field(path: str, stream: ProducerStream, key: str) -> None:

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from streampack.core.fields import Field
 from streampack.errors import SourceError, StreampackError, UserError
@@ -52,6 +53,13 @@ class InMemory:
         if (partition, partitions) != (0, 1):
             raise UserError(f"partitions: got {partitions}, expected 1: rows in memory are one partition")
         return self._walk(ItemReader(self._settings, self._tokenizer, fields), seed, passes, start, skip)
+
+    def peek(self, most: int) -> Iterator[Record]:
+        """The first ``most`` records without fields; none of an iterator, whose rows come only once."""
+        if self._once is not None:
+            return iter(())
+        reader = ItemReader(replace(self._settings, fields={}), self._tokenizer, ())
+        return islice(self._walk(reader, 0, 1, None, 0), most)
 
     def _walk(
         self, reader: ItemReader, seed: int, passes: int | None, start: Cursor | None, skip: int

@@ -36,6 +36,7 @@ from streampack.sources.settings import check_settings
 from streampack.sources.tokenizers import Tokenizer
 from streampack.typed_tree import convert
 from streampack_services.broker import BrokerService
+from streampack_services.first_rows import refuse_chats, refuse_chats_in
 from streampack_services.http import HttpServer
 from streampack_services.http_guard import find_token
 from streampack_services.in_memory import InMemory
@@ -196,11 +197,16 @@ def _source(given: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> Sourc
         return _open(settings | {"source": found, "shards": files}, tokenizer)
     if isinstance(given, bytes) or (not isinstance(given, Iterable) and not hasattr(given, "__getitem__")):
         raise UserError(f"got a {type(given).__name__}, expected files, or rows: texts, lists of ids, or dicts of them")
-    return InMemory(given, _settings(settings | {"source": "python", "path": "rows in memory"}), tokenizer)
+    rows = InMemory(given, _settings(settings | {"source": "python", "path": "rows in memory"}), tokenizer)
+    refuse_chats_in(rows, tokenizer)
+    return rows
 
 
 def _open(settings: dict[str, Any], tokenizer: Tokenizer) -> Source:
-    return open_source(_settings(settings), tokenizer)
+    known = _settings(settings)
+    source = open_source(known, tokenizer)
+    refuse_chats(known, tokenizer)
+    return source
 
 
 def _settings(tree: dict[str, Any]) -> SourceSettings:
@@ -236,6 +242,8 @@ def _format(path: str) -> str:
 
 
 def _tokenizer(given: Any) -> Tokenizer:
+    if given is None:
+        return open_tokenizer(TokenizerSettings())
     if isinstance(given, str | os.PathLike):
         path = os.fspath(given)
         is_file = isinstance(given, os.PathLike) or path.endswith(".json") or os.path.isdir(path)

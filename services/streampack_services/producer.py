@@ -33,6 +33,7 @@ from streampack.keys import find_key
 from streampack.producer import ProducerLoop, Progress, StreamProgress
 from streampack.sources import OpenedSource, open_source, open_tokenizer
 from streampack_services import logs
+from streampack_services.first_rows import refuse_chats
 from streampack_services.progress import Overall, figures, line, summary, table
 from streampack_services.systemd import Systemd
 
@@ -109,17 +110,29 @@ def open_sources(config: ProducerConfig) -> dict[str, OpenedSource]:
     """The sources of a configuration, by stream. Raises ConfigError or SourceError naming the stream."""
     sources = {}
     for name, settings in config.streams.items():
-        try:
+        with _named(name):
             sources[name] = open_source(settings, open_tokenizer(settings.tokenizer or config.tokenizer))
-        except StreampackError as error:
-            raise type(error)(f"streams.{name}: {error}") from None
     return sources
+
+
+@contextlib.contextmanager
+def _named(stream: str) -> Iterator[None]:
+    """Errors within name the stream."""
+    try:
+        yield
+    except StreampackError as error:
+        raise type(error)(f"streams.{stream}: {error}") from None
 
 
 def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "info", as_json: bool = False) -> None:
     """Run the processes until all is delivered or SIGTERM. Raises ProcessFailed with the first error of any."""
     find_key(config.key_file)
     sources = open_sources(config)  # what is missing is said once, before anything is started
+    for name, stream in config.streams.items():
+        tokenizer = stream.tokenizer or config.tokenizer
+        if tokenizer.name is None and tokenizer.file is None:
+            with _named(name):
+                refuse_chats(stream, open_tokenizer(tokenizer))
     overall = Overall({name: source.num_shards for name, source in sources.items()})
     endpoint, broker_run = _endpoint(config.broker, timeout_s)
     if broker_run:

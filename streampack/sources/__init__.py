@@ -26,7 +26,7 @@ datasets; pyarrow and fsspec only where a format or URL needs them.
 import importlib
 
 from streampack.sources.arrays import ManySource, Records, Room
-from streampack.sources.bytes_tokenizer import BytesTokenizer
+from streampack.sources.bytes_tokenizer import UnnamedTokenizer
 from streampack.sources.order import Cursor
 from streampack.sources.records import OpenedSource, Record, Sample, Source
 from streampack.sources.settings import SourceSettings, check_settings
@@ -53,7 +53,8 @@ __all__ = [
 
 
 def open_source(settings: SourceSettings, tokenizer: Tokenizer | None = None) -> OpenedSource:
-    """The source that ``settings`` name; texts go through ``tokenizer`` (None: bytes, with an end-of-text id).
+    """The source that ``settings`` name; texts go through ``tokenizer`` (None: bytes, with an end-of-text id, and
+    no chats).
 
     Looks at names and sizes, and at a few bytes where shards are pieces of files; a file is indexed when its turn
     comes. Raises ConfigError for settings that cannot be, SourceError for files that are not there.
@@ -62,7 +63,7 @@ def open_source(settings: SourceSettings, tokenizer: Tokenizer | None = None) ->
     >>> for record in source.read(partition=0, partitions=4, seed=17, passes=1): ...         # doctest: +SKIP
     """
     check_settings(settings)
-    tokenizer = tokenizer or BytesTokenizer()
+    tokenizer = tokenizer or UnnamedTokenizer()
     if settings.source == "python":
         from streampack.sources.python import open_python
 

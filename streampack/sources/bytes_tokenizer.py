@@ -4,6 +4,7 @@ from typing import Literal
 
 import numpy as np
 
+from streampack.errors import ConfigError
 from streampack.sources.chat import pair_messages, read_messages
 from streampack.sources.token_ids import Encoded, Tokens, digest_of_words
 
@@ -82,3 +83,19 @@ class BytesTokenizer:
             return Encoded(ids)
         lengths = [len(raw) + end for raw, end in zip(raws, ends, strict=True)]
         return Encoded(ids, np.repeat(np.array([learned for _, learned, _ in parts], np.uint8), lengths))
+
+
+class UnnamedTokenizer(BytesTokenizer):
+    """What there is where no tokenizer is named: bytes for texts and pairs of texts. It writes no chats.
+
+    A chat in a format that no model knows would train without a word.
+    """
+
+    has_chat_template = False
+
+    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        raise ConfigError(
+            "tokenizer: got chats and no tokenizer, expected one by name: write the folder of your model's "
+            "tokenizer.json and chat template (tokenizer: {file: FOLDER}; in streampack.local tokenizer='FOLDER'), or "
+            "'bytes' for 'role: content' in bytes (tokenizer: {name: bytes}; tokenizer='bytes')"
+        )

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from streampack.errors import ConfigError
-from streampack.sources.bytes_tokenizer import BytesTokenizer
+from streampack.sources.bytes_tokenizer import BytesTokenizer, UnnamedTokenizer
 from streampack.sources.callable_tokenizer import CallableTokenizer
 from streampack.sources.token_ids import Encoded, Tokens
 
@@ -20,8 +20,8 @@ from streampack.sources.token_ids import Encoded, Tokens
 class TokenizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which tokenizer: ``name`` or ``file``.
 
-    ``name``: ``bytes`` (what there is without either), or the import path of a callable as
-    ``package.module:function``: see CallableTokenizer. ``file``: a tokenizer.json, or a folder with one.
+    ``name``: ``bytes``, or the import path of a callable as ``package.module:function``: see CallableTokenizer. Without
+    name and file, texts become bytes, and chats are refused. ``file``: a tokenizer.json, or a folder with one.
     ``append_eos``: whether each text and pair ends with the end-of-text token (id 256 for bytes). A chat ends as its
     template ends it, and a callable appends what it likes by itself.
 
@@ -101,6 +101,7 @@ def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:
         if getattr(settings, key):
             raise ConfigError(f"tokenizer.{key}: got {getattr(settings, key)!r} without file: give both or neither")
     if settings.name in (None, "bytes"):
-        return BytesTokenizer(append_eos=settings.append_eos, train_on=settings.train_on)
+        kind = UnnamedTokenizer if settings.name is None else BytesTokenizer
+        return kind(append_eos=settings.append_eos, train_on=settings.train_on)
     assert settings.name is not None
     return CallableTokenizer(settings.name, train_on=settings.train_on)

@@ -35,7 +35,7 @@ from streampack.sources import (
 )
 from streampack.sources.sharded import ShardedSource
 
-PLAIN = open_tokenizer(TokenizerSettings(append_eos=False))
+PLAIN = open_tokenizer(TokenizerSettings("bytes", append_eos=False))
 SIZES = (5, 0, 70, 1, 12)  # samples a file; the second has none
 
 

@@ -99,6 +99,28 @@ def test_check_shows_the_first_samples_and_what_is_learned(folder: Path) -> None
     assert in_process("check", path).stdout.splitlines()[-1].startswith("good: ")
 
 
+UNNAMED = "streams.chats: tokenizer: got chats and no tokenizer, expected one by name: write the folder of your model's"
+
+
+@pytest.mark.parametrize("row", [{"messages": turns("a", "b")}, {"prompt": turns("a"), "completion": "b"}, "tools"])
+def test_chats_without_a_tokenizer_are_refused(tmp_path: Path, row: Any) -> None:
+    row = {"messages": turns("a", "b"), "tools": []} if row == "tools" else row
+    shards = str(write_jsonl(tmp_path / "chats.jsonl", [row]))
+    tree = {"broker": "tcp://127.0.0.1:1", "streams": {"chats": {"source": "jsonl", "shards": shards}}}
+    path = write(tmp_path / "producer.yaml", tree)
+    assert UNNAMED in the_error(in_process("check", path), 2)
+    assert UNNAMED in the_error(in_process("produce", "-c", path, "--timeout", "1"), 2), "no broker is asked for"
+    tree["tokenizer"] = {"name": "bytes"}
+    assert in_process("check", write(path, tree)).returncode == 0
+
+
+def test_texts_and_pairs_of_texts_need_no_tokenizer(tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"prompt": "a", "completion": "b"}]
+    shards = str(write_jsonl(tmp_path / "texts.jsonl", rows))
+    path = write(tmp_path / "producer.yaml", {"streams": {"a": {"source": "jsonl", "shards": shards}}})
+    assert in_process("check", path).returncode == 0
+
+
 def test_check_shows_the_mask_that_a_key_of_another_name_holds(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "ids.jsonl", [{"tokens": [97, 98, 99], "mask": [0, 1, 1], "reward": 1.0}])
     fields = {"loss_mask": "mask", "reward": "reward"}

@@ -144,7 +144,7 @@ def test_a_producer_s_files_are_looked_for(tmp_path: Path) -> None:
     assert rows["streams.web.files"]["value"] == 1
     assert rows["streams.web.tokenizer.append_eos"]["meaning"].endswith("(from tokenizer)")
     assert rows["streams.web.tokenizer.vocab_size"]["value"] == 257
-    assert rows["streams.web.tokenizer.has_chat_template"]["value"] is True
+    assert rows["streams.web.tokenizer.has_chat_template"]["value"] is False, "none is named"
     assert (rows["processes"]["value"], rows["processes"]["line"]) == (2, 1)
     assert in_process("check", path).stdout.splitlines()[-1] == "good: p.yaml can be used by streampack produce"
     path = write(tmp_path / "p.yaml", {"streams": {"web": {"source": "jsonl", "shards": shards + ".gone"}}})

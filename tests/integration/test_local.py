@@ -188,10 +188,30 @@ def test_compressed_files_are_known_by_their_extension(tmp_path: Path, name: str
 
 def test_chats_in_memory_are_learned_by_their_answers() -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    with sp.local([{"messages": chat}], budget=64, fields={"loss_mask": {}}) as loader:
+    with sp.local([{"messages": chat}], tokenizer="bytes", budget=64, fields={"loss_mask": {}}) as loader:
         pack = next(loader)
     learned = pack.labels[pack.labels != -100].tolist()
     assert learned == [*b"yes", 256]
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
+
+
+@pytest.mark.parametrize("row", [CHAT, {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}])
+def test_chats_without_a_tokenizer_are_refused_before_anything_starts(tmp_path: Path, row: Any) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    for given in ([row], str(file), {"source": "jsonl", "shards": str(file), "fields": {"loss_mask": "mask"}}):
+        source = {"chats": given} if isinstance(given, dict) else given
+        with pytest.raises(ConfigError, match=r"(chats|data): tokenizer: got chats and no tokenizer, expected one"):
+            sp.local(source, budget=64, fields={"loss_mask": {}}).close()
+
+
+def test_chats_without_a_tokenizer_that_come_later_are_refused_when_they_are_read() -> None:
+    for rows in (iter([CHAT]), ["a text"] * 100 + [CHAT]):
+        loader = sp.local(rows, budget=64, fields={"loss_mask": {}}, shuffle=False)
+        with loader, pytest.raises(ConfigError, match="got chats and no tokenizer"):
+            list(loader)
 
 
 def test_chats_are_written_by_a_tokenizer_of_transformers() -> None:
