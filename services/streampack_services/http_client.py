@@ -138,12 +138,17 @@ def fetch_status(endpoint: str | None, timeout_s: float) -> Tree:
 
 @contextlib.contextmanager
 def understood(snapshot: Tree) -> Iterator[None]:
-    """What is done with a snapshot: a broker of another version may say less. Raises PeerError for that."""
+    """What is done with a snapshot: a broker of another version or build may say less. Raises PeerError for that."""
     try:
         yield
     except (LookupError, TypeError, ValueError) as error:
         if (version := snapshot.get("version")) == streampack.__version__:
-            raise
+            if not isinstance(error, KeyError):
+                raise
+            raise PeerError(
+                f"got a broker of streampack {version} whose status has no {error}, expected one of the same build as "
+                f"this command: use the broker's own installation, or --json"
+            ) from error
         raise PeerError(
             f"got a broker of streampack {version}, which does not say what this one shows ({error!r}), expected "
             f"{streampack.__version__}: take the command of the broker's version, or --json"

@@ -394,6 +394,23 @@ def test_a_loop_that_stands_still_and_a_broker_of_another_version_are_said(
         server.close()
 
 
+@pytest.mark.parametrize("key", ["stalled_s", "epoch", "taken_at", "uptime_s", "feeds"])
+@pytest.mark.parametrize("version", [sp.__version__, "0.0.1"])
+def test_a_broker_that_says_less_is_said_in_one_line(snapshot: Tree, key: str, version: str) -> None:
+    less = {name: value for name, value in snapshot.items() if name != key} | {"version": version}
+    server = HttpServer("127.0.0.1:0", lambda: less)
+    server.start()
+    try:
+        for command in (("top", server.url, "--once"), ("status", server.url)):
+            result = in_process(*command)
+            if command[0] == "top" or result.returncode:
+                said = the_error(result, 1)
+                assert f"got a broker of streampack {version}" in said
+                assert repr(key) in said
+    finally:
+        server.close()
+
+
 # Health
 
 
