@@ -25,9 +25,14 @@ class AlignSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """``sample`` and ``pack``: multiples in tokens; what is not given follows from the mesh. ``sample: tight``: as few
     as the kernels' split needs. ``lcm``: the samples' is a multiple of this, too (16 is ROLL's)."""
 
-    sample: _Multiple | Literal["tight"] | None = None
-    pack: _Multiple | None = None
-    lcm: _Multiple = 1
+    sample: Annotated[
+        _Multiple | Literal["tight"] | None,
+        Meta(description="each sample is padded to a multiple; tight: of 2 * cp alone, the pack takes care of tp"),
+    ] = None
+    pack: Annotated[
+        _Multiple | None, Meta(description="packs are padded to a multiple, which must divide the budget")
+    ] = None
+    lcm: Annotated[_Multiple, Meta(description="the samples' multiple is a multiple of this, too")] = 1
 
 
 def derived_align(

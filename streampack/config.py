@@ -57,18 +57,28 @@ class Listen(_Settings, frozen=True, kw_only=True):
     ``token_file``: holds what whoever asks over HTTP must bring; else STREAMPACK_HTTP_TOKEN, if it is there.
     """
 
-    producers: str = "tcp://127.0.0.1:7401"
-    trainers: str = "tcp://127.0.0.1:7402"
-    http: str = "127.0.0.1:7400"
-    control: Literal["loopback", "any"] = "loopback"
-    keys: str | None = None
-    token_file: str | None = None
+    producers: Annotated[str, Meta(description="address at which producers connect")] = "tcp://127.0.0.1:7401"
+    trainers: Annotated[str, Meta(description="address at which trainers connect")] = "tcp://127.0.0.1:7402"
+    http: Annotated[str, Meta(description="address of metrics, status, health and changes to the run")] = (
+        "127.0.0.1:7400"
+    )
+    control: Annotated[
+        Literal["loopback", "any"],
+        Meta(description="who may change the run over HTTP: programs on this machine (loopback), or any"),
+    ] = "loopback"
+    keys: Annotated[
+        str | None,
+        Meta(
+            description="folder of keys; with it producers and trainers must show theirs, and all traffic is encrypted"
+        ),
+    ] = None
+    token_file: Annotated[str | None, Meta(description="file with the token that every HTTP client must send")] = None
 
 
 class Window(_Settings, frozen=True, kw_only=True):
     """How many samples the packer looks over."""
 
-    samples: Positive = 1024
+    samples: Annotated[Positive, Meta(description="samples that the packer chooses from")] = 1024
 
 
 STEP_KINDS = ("packs", "samples", "end_of_batch")
@@ -82,13 +92,28 @@ class StepSettings(_Settings, frozen=True, kw_only=True):
     The rest is for batches; ``core.rules.Batch`` explains each.
     """
 
-    packs: Positive | None = None
-    samples: Annotated[int, Meta(ge=1, le=2**24)] | None = None
-    end_of_batch: bool = False
-    min_samples: Positive = 1
-    micro_batch_multiple: Annotated[int, Meta(ge=1, le=2**16)] | None = None
-    min_micro_batches: Annotated[int, Meta(ge=1, le=2**16)] = 1
-    empty: Literal["pad", "error"] = "pad"
+    packs: Annotated[
+        Positive | None, Meta(description="packs of an optimizer step, over all ranks; 64 where a step is no batch")
+    ] = None
+    samples: Annotated[
+        Annotated[int, Meta(ge=1, le=2**24)] | None,
+        Meta(description="samples of an optimizer step, packed by themselves into as many packs as they need"),
+    ] = None
+    end_of_batch: Annotated[
+        bool, Meta(description="a step is the samples that come before the pushing programs say end_of_batch")
+    ] = False
+    min_samples: Annotated[Positive, Meta(description="a smaller batch goes on until the next end_of_batch")] = 1
+    micro_batch_multiple: Annotated[
+        Annotated[int, Meta(ge=1, le=2**16)] | None,
+        Meta(description="each rank's number of micro-batches is a multiple; default: the pipeline's stages"),
+    ] = None
+    min_micro_batches: Annotated[int, Meta(ge=1, le=2**16, description="least micro-batches of each rank")] = 1
+    empty: Annotated[
+        Literal["pad", "error"],
+        Meta(
+            description="ranks without a sample after packs were split: they get empty packs (pad), or all stop (error)"
+        ),
+    ] = "pad"
 
     @property
     def batch(self) -> Batch | None:
@@ -108,32 +133,49 @@ class StepSettings(_Settings, frozen=True, kw_only=True):
 class PlannedMesh(_Settings, frozen=True, kw_only=True):
     """The mesh the run is planned for; ``alignment`` derives from it what is not given."""
 
-    dp: Positive = 1
-    cp: Positive = 1
-    tp: Positive = 1
+    dp: Annotated[Positive, Meta(description="planned data-parallel ranks; must divide the packs of a step")] = 1
+    cp: Annotated[Positive, Meta(description="planned context-parallel ranks; alignment follows from it")] = 1
+    tp: Annotated[Positive, Meta(description="planned tensor-parallel ranks; alignment follows from it")] = 1
 
 
 class RulesSettings(_Settings, frozen=True, kw_only=True):
     """The planning constants; ``core.rules`` explains each."""
 
-    packer: PackerName = "exact_fill"
-    budget: Positive = 8192
+    packer: Annotated[PackerName, Meta(description="algorithm that chooses the samples of a pack")] = "exact_fill"
+    budget: Annotated[Positive, Meta(description="tokens of a pack")] = 8192
     window: Window = Window()
-    max_samples_per_pack: Positive | None = None
-    leftovers: Leftovers | None = None
-    micro_batch_size: Positive | None = None
-    padded: bool = False
+    max_samples_per_pack: Annotated[Positive | None, Meta(description="most samples of a pack")] = None
+    leftovers: Annotated[
+        Leftovers | None,
+        Meta(description="packer modified first fit: how it packs the samples that no large sample took along"),
+    ] = None
+    micro_batch_size: Annotated[Positive | None, Meta(description="packer none: samples of a pack")] = None
+    padded: Annotated[
+        bool, Meta(description="no packing: micro-batches of padded rows, as many as fit the budget (dynamic batching)")
+    ] = False
     align: AlignSettings | None = None
-    shape: Shape = "fixed"
+    shape: Annotated[
+        Shape,
+        Meta(description="length of a delivered pack: the budget (fixed), its samples' (exact), or one of some sizes"),
+    ] = "fixed"
     step: StepSettings = StepSettings()
-    warmup: Warmup | None = None
+    warmup: Annotated[Warmup | None, Meta(description="a smaller budget for the first steps")] = None
     balance: Balance = Balance()
-    overlong: Overlong = "error"
-    poison: Poison = "error"
-    tail: Literal["pad", "drop"] = "pad"
-    weight_unit: WeightUnit = "tokens"
-    between_passes: BetweenPasses = "continue"
-    max_policy_lag: Annotated[int, Meta(ge=0, lt=2**62)] | None = None
+    overlong: Annotated[Overlong, Meta(description="what happens to samples over the budget")] = "error"
+    poison: Annotated[Poison, Meta(description="what happens to samples that cannot be used")] = "error"
+    tail: Annotated[
+        Literal["pad", "drop"],
+        Meta(description="packs that do not fill the last step: empty ones are added (pad), or they are dropped"),
+    ] = "pad"
+    weight_unit: Annotated[WeightUnit, Meta(description="unit of the streams' weights")] = "tokens"
+    between_passes: Annotated[
+        BetweenPasses,
+        Meta(description="passes over the data run into one another, or each ends with a step of its own"),
+    ] = "continue"
+    max_policy_lag: Annotated[
+        Annotated[int, Meta(ge=0, lt=2**62)] | None,
+        Meta(description="pushed samples of a policy so many versions behind the newest are dropped on arrival"),
+    ] = None
 
     @property
     def packing(self) -> dict[str, Any]:
@@ -146,14 +188,20 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
 class StreamSettings(_Settings, frozen=True, kw_only=True):
     """A stream: its share, how often its data is gone over, over how many partitions, and its policies."""
 
-    weight: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
-    passes: Positive = 1
-    repeat: bool = False
-    partitions: Annotated[int, Meta(ge=1, le=4096)] = 4
-    on_exhaust: OnExhaust = "renormalise"
-    overlong: Overlong | None = None
-    poison: Poison | None = None
-    pushed: bool = False
+    weight: Annotated[float, Meta(gt=0, le=1e9, description="share, relative to the other streams")] = 1.0
+    passes: Annotated[Positive, Meta(description="number of passes over its data")] = 1
+    repeat: Annotated[bool, Meta(description="passes without end")] = False
+    partitions: Annotated[
+        int, Meta(ge=1, le=4096, description="fixed parts of its files, each read by one producer at a time")
+    ] = 4
+    on_exhaust: Annotated[
+        OnExhaust, Meta(description="at its end the other streams share its weight, or the feed ends")
+    ] = "renormalise"
+    overlong: Annotated[Overlong | None, Meta(description="what happens to its samples over the budget")] = None
+    poison: Annotated[Poison | None, Meta(description="what happens to its samples that cannot be used")] = None
+    pushed: Annotated[bool, Meta(description="streampack.Producer sends its samples once, and the log keeps them")] = (
+        False
+    )
 
 
 class FeedSettings(_Settings, frozen=True, kw_only=True):
@@ -163,11 +211,21 @@ class FeedSettings(_Settings, frozen=True, kw_only=True):
     dropped, and other steps follow (``discard``).
     """
 
-    streams: tuple[str, ...] = ()
-    merge: MergeOrder | None = None
-    on_rewind: Literal["replay", "discard"] = "replay"
-    cp_layout: Literal["zigzag", "zigzag_pack", "contiguous", "whole"] = "zigzag"
-    rules: dict[str, Any] = {}
+    streams: Annotated[tuple[str, ...], Meta(description="streams that it mixes; default: all")] = ()
+    merge: Annotated[MergeOrder | None, Meta(description="order of its streams' samples; default: the run's merge")] = (
+        None
+    )
+    on_rewind: Annotated[
+        Literal["replay", "discard"],
+        Meta(
+            description="when trainers go back, pushed samples since then come again (replay) or are dropped (discard)"
+        ),
+    ] = "replay"
+    cp_layout: Annotated[
+        Literal["zigzag", "zigzag_pack", "contiguous", "whole"],
+        Meta(description="part of a pack that each context-parallel rank gets"),
+    ] = "zigzag"
+    rules: Annotated[dict[str, Any], Meta(description="keys of rules that replace the run's, one by one")] = {}
 
 
 class FieldSettings(_Settings, frozen=True, kw_only=True):
@@ -177,13 +235,25 @@ class FieldSettings(_Settings, frozen=True, kw_only=True):
     own: ``{}`` declares them.
     """
 
-    dtype: DType | None = None
-    axis: Literal["token", "sample", "item", "patch"] | None = None
-    shape: tuple[Positive, ...] = ()
-    align: Literal["token", "target"] | None = None
-    pad: int | float | None = None
-    default: int | float | None = None
-    cp: Literal["slice", "replicate"] = "slice"
+    dtype: Annotated[DType | None, Meta(description="type of its values")] = None
+    axis: Annotated[
+        Literal["token", "sample", "item", "patch"] | None,
+        Meta(description="what has one value: a token, a sample, an item or a patch"),
+    ] = None
+    shape: Annotated[tuple[Positive, ...], Meta(description="shape of one value; default: a number")] = ()
+    align: Annotated[
+        Literal["token", "target"] | None,
+        Meta(description="target: belongs to predicting its token, and is shifted with the labels"),
+    ] = None
+    pad: Annotated[int | float | None, Meta(description="its value at padding")] = None
+    default: Annotated[
+        int | float | None,
+        Meta(description="its value in samples that come without it; default: such a sample is rejected"),
+    ] = None
+    cp: Annotated[
+        Literal["slice", "replicate"],
+        Meta(description="a context-parallel rank gets its slice (slice), or all (replicate)"),
+    ] = "slice"
 
     def declared(self, name: str) -> Field:
         """The field of this name. Raises ConfigError."""
@@ -212,17 +282,27 @@ class Retain(_Settings, frozen=True, kw_only=True):
     Full, a log that nothing was committed to takes no more pushed samples, and says so.
     """
 
-    checkpoints: Positive = 3
-    bytes: str | int = "200GiB"
+    checkpoints: Annotated[Positive, Meta(description="committed checkpoints that trainers can go back to")] = 3
+    bytes: Annotated[
+        str | int,
+        Meta(description="size from which on the log takes no pushed samples until a checkpoint is committed"),
+    ] = "200GiB"
 
 
 class Limits(_Settings, frozen=True, kw_only=True):
     """Bounds on what is believed of others: a producer's samples and messages, and how many ``peers`` there are at a
     time: producers, and readers of a feed."""
 
-    sample_tokens: Positive = 262_144
-    chunk: str | int = "2MiB"
-    peers: Annotated[int, Meta(ge=1, le=2**18)] = 16_384
+    sample_tokens: Annotated[
+        Positive, Meta(description="longest sample that a producer sends; a longer one is over-long")
+    ] = 262_144
+    chunk: Annotated[
+        str | int,
+        Meta(description="most bytes of samples in a message, and a quarter of a partition's share of memory at most"),
+    ] = "2MiB"
+    peers: Annotated[int, Meta(ge=1, le=2**18, description="most producers at a time, and most readers of a feed")] = (
+        16_384
+    )
 
 
 class BrokerConfig(_Settings, frozen=True, kw_only=True):
@@ -234,27 +314,47 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
     that is FP8; alignment follows from it.
     """
 
-    run: Annotated[str, Meta(min_length=1, max_length=200)] = "streampack"
+    run: Annotated[
+        str, Meta(min_length=1, max_length=200, description="the run's name; the broker rejects peers of another run")
+    ] = "streampack"
     listen: Listen = Listen()
-    rendezvous: str | None = None
-    memory: str | int = MEMORY
-    seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
-    merge: MergeOrder = "schedule"
-    state_dir: str | None = None
-    durability: Literal["os", "process"] | None = None
+    rendezvous: Annotated[
+        str | None, Meta(description="file in which clients and producers find the broker's addresses")
+    ] = None
+    memory: Annotated[str | int, Meta(description="size of the arena, which holds all samples")] = MEMORY
+    seed: Annotated[
+        int, Meta(ge=0, lt=2**62, description="seed of the order of shards and samples, and of where streams begin")
+    ] = 0
+    merge: Annotated[
+        MergeOrder,
+        Meta(description="streams take turns by weight (schedule), or samples are taken in order of arrival"),
+    ] = "schedule"
+    state_dir: Annotated[str | None, Meta(description="folder of the log, from which a killed broker continues")] = None
+    durability: Annotated[
+        Literal["os", "process"] | None,
+        Meta(description="a record of the log counts once it survives a power cut (os) or a kill (process)"),
+    ] = None
     retain: Retain = Retain()
-    tokens: TokenType = "int32"
+    tokens: Annotated[TokenType, Meta(description="type of token ids; uint16 halves their bytes")] = "int32"
     rules: RulesSettings = RulesSettings()
     planned_mesh: PlannedMesh = PlannedMesh()
-    precision: Precision | None = None
+    precision: Annotated[
+        Precision | None, Meta(description="FP8 format of the model; packs are padded to 128, 32 or 16 tokens a rank")
+    ] = None
     streams: Annotated[dict[Name, StreamSettings], Meta(min_length=1)]
-    fields: dict[Name, FieldSettings] = msgspec.field(default_factory=dict)
+    fields: Annotated[
+        dict[Name, FieldSettings], Meta(description="values that samples have beside their token ids")
+    ] = msgspec.field(default_factory=dict)
     feeds: Annotated[dict[Name, FeedSettings], Meta(min_length=1)] = msgspec.field(
         default_factory=lambda: {"train": FeedSettings()}
     )
     limits: Limits = Limits()
-    steps_ahead: Annotated[int, Meta(ge=1, le=64)] = 8
-    drain_timeout_s: Annotated[float, Meta(gt=0)] = 25.0
+    steps_ahead: Annotated[
+        int, Meta(ge=1, le=64, description="most steps formed before the slowest rank has returned the first of them")
+    ] = 8
+    drain_timeout_s: Annotated[
+        float, Meta(gt=0, description="seconds after SIGTERM in which trainers can take the steps that are formed")
+    ] = 25.0
 
     @property
     def safely(self) -> Literal["os", "process"]:
@@ -331,8 +431,17 @@ class ProducerConfig(_Settings, frozen=True, kw_only=True):
     """producer.yaml. ``broker`` is the producers' endpoint, or ``file://`` and the rendezvous file; ``key_file``: the
     key that it is shown, else that of STREAMPACK_KEY_FILE."""
 
-    broker: str = "tcp://127.0.0.1:7401"
-    key_file: str | None = None
-    processes: Annotated[int, Meta(ge=1, le=1024)] = 1
+    broker: Annotated[
+        str, Meta(description="the producers' address of the broker, or file:// and its rendezvous file")
+    ] = "tcp://127.0.0.1:7401"
+    key_file: Annotated[
+        str | None, Meta(description="key that the producer shows to the broker, where the broker asks for one")
+    ] = None
+    processes: Annotated[
+        int,
+        Meta(
+            ge=1, le=1024, description="number of processes that read and tokenize; changes the speed, never the steps"
+        ),
+    ] = 1
     tokenizer: TokenizerSettings = TokenizerSettings()
     streams: Annotated[dict[Name, ProducerStream], Meta(min_length=1)]

@@ -7,12 +7,14 @@ asks the broker's own planning for what follows, and looks at a producer's first
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from inspect import cleandoc
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import yaml
-from msgspec import Struct
+from msgspec import Meta, Struct
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +34,6 @@ from streampack_services.allowed import BROKER
 from streampack_services.amounts import size_text
 from streampack_services.first_rows import check_rows
 from streampack_services.http_guard import parse_address
-from streampack_services.meanings import MEANINGS
 from streampack_services.memory_peak import MEAN_TOKENS, PREFETCH, peak
 from streampack_services.memory_plan import Plan, plan
 from streampack_services.producer import open_sources
@@ -148,8 +149,31 @@ def _origin(path: str) -> str:
 
 
 def meaning_of(kind: type, name: str) -> str:
-    """In a line, of a field of a settings struct; empty if nobody has written it."""
-    return next((MEANINGS[each.__name__][name] for each in kind.__mro__ if name in MEANINGS.get(each.__name__, ())), "")
+    """Return the description of a field of a settings struct; empty where its annotation has none."""
+    return _descriptions(kind).get(name, "")
+
+
+@cache
+def _descriptions(kind: type) -> dict[str, str]:
+    return {
+        field.name: meta.description
+        for field in msgspec.structs.fields(kind)
+        for meta in get_args(field.type)
+        if isinstance(meta, Meta) and meta.description
+    }
+
+
+def json_schema() -> Tree:
+    """Return the JSON schema of broker.yaml and producer.yaml, for editors."""
+    kinds, definitions = msgspec.json.schema_components((BrokerConfig, ProducerConfig), ref_template="#/$defs/{name}")
+    for each in definitions.values():
+        each["description"] = cleandoc(each["description"])
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "broker.yaml or producer.yaml of streampack",
+        "anyOf": list(kinds),
+        "$defs": definitions,
+    }
 
 
 def _resolved_broker(config: BrokerConfig, found: Plan) -> BrokerConfig:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 import streampack
 from streampack.core.rules import PackerName
-from streampack.errors import InternalError, StreampackError
+from streampack.errors import InternalError, StreampackError, UserError
 from streampack_services import cli_audit, cli_control, cli_export, cli_keys, cli_plan, cli_watch, logs
 
 app = typer.Typer(
@@ -192,10 +192,15 @@ def run(
 
 @app.command()
 def check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="broker.yaml or producer.yaml.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="broker.yaml or producer.yaml.", show_default=False)
+    ] = None,
     samples: Annotated[
         int, typer.Option("--samples", metavar="N", min=0, help="Show a producer's first samples of each stream, too.")
     ] = 0,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of both files, for editors; needs no FILE.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a configuration and explain it.
@@ -210,11 +215,17 @@ def check(
     Example:
         streampack check broker.yaml
         streampack check producer.yaml --samples 2
+        streampack check --schema > streampack.schema.json
     """
     from streampack_services import check as checking
     from streampack_services import preview as previewing
     from streampack_services import producer
 
+    if schema:
+        print(json.dumps(checking.json_schema(), indent=2))
+        return
+    if file is None:
+        raise UserError("got no FILE, expected broker.yaml or producer.yaml")
     producer.import_from_here()
     found = checking.check(file)
     if samples:

@@ -66,13 +66,34 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     (``largest_first``; so with the others), or in the middle (``small_at_edges``), where a pipeline is full.
     """
 
-    kind: Literal["none", "deal", "joint"] = "deal"
-    order: MicroBatchOrder | None = None
-    hidden_size: Annotated[int, Meta(ge=1, lt=2**24)] | None = None
-    a: Annotated[int, Meta(ge=0, lt=2**32)] = 24576
-    b: Annotated[int, Meta(ge=0, lt=2**12)] = 1
-    group: Annotated[int, Meta(ge=1, le=2**16)] | None = None
-    patience: Annotated[int, Meta(ge=1, le=2**20)] = PATIENCE
+    kind: Annotated[
+        Literal["none", "deal", "joint"],
+        Meta(
+            description="packs go to ranks by cost (deal) or in order (none); joint forms them in groups of equal cost"
+        ),
+    ] = "deal"
+    order: Annotated[
+        MicroBatchOrder | None,
+        Meta(description="order of each rank's micro-batches: most expensive first, in the middle, or as packed"),
+    ] = None
+    hidden_size: Annotated[
+        Annotated[int, Meta(ge=1, lt=2**24)] | None,
+        Meta(description="hidden size of the model: sets a = 6 * hidden_size and b = 1"),
+    ] = None
+    a: Annotated[int, Meta(ge=0, lt=2**32, description="a sample of s tokens costs a * s + b * s * s")] = 24576
+    b: Annotated[int, Meta(ge=0, lt=2**12, description="see a")] = 1
+    group: Annotated[
+        Annotated[int, Meta(ge=1, le=2**16)] | None,
+        Meta(description="kind joint: number of packs formed together; divides the packs of a step"),
+    ] = None
+    patience: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2**20,
+            description="kind joint: number of groups, about, that a sample too long for its group waits",
+        ),
+    ] = PATIENCE
 
     def __post_init__(self) -> None:
         given = f"group: {self.group}" if self.group is not None else f"patience: {self.patience}"
@@ -122,8 +143,8 @@ class Batch(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 class Warmup(Struct, frozen=True, forbid_unknown_fields=True):
     """The budget of step 0 is ``init`` tokens; it grows by as much a step, to be whole from step ``steps`` on."""
 
-    init: Positive
-    steps: Annotated[int, Meta(ge=1, lt=2**40)]
+    init: Annotated[Positive, Meta(description="tokens of a pack of step 0; a longer sample is alone in its pack")]
+    steps: Annotated[int, Meta(ge=1, lt=2**40, description="steps until the budget is whole; it grows evenly")]
 
 
 class StreamRules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

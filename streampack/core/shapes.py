@@ -26,8 +26,11 @@ _Tokens = Annotated[int, Meta(ge=1)]
 class Sizes(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """T is a ``multiple`` of so many tokens, or the least of some ``buckets`` that holds the pack; C is always one."""
 
-    multiple: _Tokens | None = None
-    buckets: Annotated[tuple[_Tokens, ...], Meta(min_length=1, max_length=MAX_BUCKETS)] | None = None
+    multiple: Annotated[_Tokens | None, Meta(description="packs are padded to a multiple")] = None
+    buckets: Annotated[
+        Annotated[tuple[_Tokens, ...], Meta(min_length=1, max_length=MAX_BUCKETS)] | None,
+        Meta(description="packs are padded to the first of these sizes that holds them, or to the budget"),
+    ] = None
 
     def __post_init__(self) -> None:
         if (self.multiple is None) == (self.buckets is None):

@@ -1,8 +1,9 @@
 """What a configuration says of a source, and which keys mean something to which format."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from streampack.errors import ConfigError
 
@@ -56,19 +57,29 @@ class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     several files come in their order only with ``partitions: 1`` in broker.yaml, and one file always does.
     """
 
-    source: Literal["webdataset", "jsonl", "parquet", "huggingface", "text", "megatron", "python"]
-    shards: str | list[str] | None = None
-    path: str | None = None
-    text_key: str | None = None
-    tokens_key: str | None = None
-    messages_key: str | None = None
-    prompt_key: str | None = None
-    completion_key: str | None = None
-    fields: dict[str, str] = {}
-    missing_mask: Literal["train", "reject"] | None = None
-    unit: Literal["line", "paragraph", "file"] | None = None
-    modes: list[int] | None = None
-    shuffle: bool = True
+    source: Annotated[
+        Literal["webdataset", "jsonl", "parquet", "huggingface", "text", "megatron", "python"],
+        Meta(description="format of the files"),
+    ]
+    shards: Annotated[
+        str | list[str] | None, Meta(description="files: a path, URL, brace pattern or glob, or a list of these")
+    ] = None
+    path: Annotated[str | None, Meta(description="one file, folder, prefix or import path, as it is written")] = None
+    text_key: Annotated[str | None, Meta(description="key of the text")] = None
+    tokens_key: Annotated[str | None, Meta(description="key of the token ids")] = None
+    messages_key: Annotated[str | None, Meta(description="key of the chat's messages")] = None
+    prompt_key: Annotated[str | None, Meta(description="key of the prompt")] = None
+    completion_key: Annotated[str | None, Meta(description="key of the answer to the prompt")] = None
+    fields: Annotated[dict[str, str], Meta(description="a declared field's name to its key, where they differ")] = {}
+    missing_mask: Annotated[
+        Literal["train", "reject"] | None,
+        Meta(description="samples without their declared loss_mask: train on all their tokens, or reject them"),
+    ] = None
+    unit: Annotated[
+        Literal["line", "paragraph", "file"] | None, Meta(description="part of a text that is a sample")
+    ] = None
+    modes: Annotated[list[int] | None, Meta(description="modes of multimodal Megatron data to read")] = None
+    shuffle: Annotated[bool, Meta(description="each pass has shards and samples in another order")] = True
 
 
 def check_settings(settings: SourceSettings) -> None:

@@ -7,9 +7,10 @@ ids are, and what becomes of those that are none, says ``token_ids``.
 This module knows text and ids: never files or orders.
 """
 
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from streampack.errors import ConfigError
 from streampack.sources.bytes_tokenizer import BytesTokenizer, UnnamedTokenizer
@@ -33,15 +34,25 @@ class TokenizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     whole. ``date`` (YYYY-MM-DD): what a template that asks for today's date is told.
     """
 
-    name: str | None = None
-    append_eos: bool = True
-    file: str | None = None
-    eos_token: str | None = None
-    bos_token: str | None = None
-    chat_template: str | None = None
-    allow_special: bool = False
-    train_on: Literal["answers", "all"] = "answers"
-    date: str | None = None
+    name: Annotated[str | None, Meta(description="bytes, or a callable as package.module:function")] = None
+    append_eos: Annotated[bool, Meta(description="each text ends with the end-of-text token")] = True
+    file: Annotated[
+        str | None, Meta(description="a tokenizer.json, or a folder with one and the files that belong to it")
+    ] = None
+    eos_token: Annotated[
+        str | None, Meta(description="token that ends a text; default: from the tokenizer_config.json beside the file")
+    ] = None
+    bos_token: Annotated[
+        str | None, Meta(description="token that begins a text; chat templates use the one beside the file")
+    ] = None
+    chat_template: Annotated[
+        str | None, Meta(description="path or text of a chat template; default: the one beside the file")
+    ] = None
+    allow_special: Annotated[bool, Meta(description="text of a special token in the data becomes that token")] = False
+    train_on: Annotated[
+        Literal["answers", "all"], Meta(description="tokens of chats and pairs that are learned: the answers', or all")
+    ] = "answers"
+    date: Annotated[str | None, Meta(description="date for a chat template that asks for today's")] = None
 
 
 class Tokenizer(Protocol):

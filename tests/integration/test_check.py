@@ -11,16 +11,20 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 import datasets
+import jsonschema
 import msgspec
 import pyarrow as pa
 import pytest
+import yaml
 from pyarrow import parquet
 from streampack_services.check import key_lines, meaning_of
-from streampack_services.meanings import MEANINGS
 
 from streampack.config import BrokerConfig, ProducerConfig
+from streampack.config_files import read_either
+from streampack.errors import ConfigError
 from tests.integration.running import in_process, the_error, write, write_jsonl
 
+ROOT = Path(__file__).parents[2]
 BROKER = """# a comment
 run: check
 memory: 64MiB
@@ -57,15 +61,65 @@ def test_every_key_has_a_meaning() -> None:
     for kind in ALL:
         for field in msgspec.structs.fields(kind):
             nested = structs(field.type)
-            assert meaning_of(kind, field.name) or nested, f"meanings.py: {kind.__name__}.{field.name} is not there"
+            text = meaning_of(kind, field.name)
+            assert text or nested, f"{kind.__name__}.{field.name} has no Meta(description=)"
+            assert not text.endswith(".")
 
 
-def test_every_meaning_is_of_a_key() -> None:
-    of = {each.__name__: each for kind in ALL for each in kind.__mro__ if each.__name__ in MEANINGS}
-    assert set(of) == set(MEANINGS)
-    for name, keys in MEANINGS.items():
-        assert set(keys) <= {field.name for field in msgspec.structs.fields(of[name])}
-        assert all(text and text[-1] != "." for text in keys.values())
+@pytest.fixture(scope="module")
+def schema() -> Any:
+    found = json.loads(in_process("check", "--schema").stdout)
+    jsonschema.Draft202012Validator.check_schema(found)
+    return jsonschema.Draft202012Validator(found)
+
+
+def test_the_schema_takes_every_configuration_that_is_shipped(schema: Any) -> None:
+    roots = [ROOT / "examples", ROOT / "deploy"]
+    files = [path for root in roots for path in root.rglob("*.yaml") if "streams:" in path.read_text()]
+    configurations = [path for path in files if path.parts[-2:] != ("deploy", "compose.yaml") and is_ours(path)]
+    assert len(configurations) >= 11
+    for path in configurations:
+        schema.validate(yaml.safe_load(path.read_text()))
+
+
+def is_ours(path: Path) -> bool:
+    try:
+        return read_either(path) is not None
+    except ConfigError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("change", "at"),
+    [
+        ({"rules": {"bugdet": 8192}}, "bugdet"),
+        ({"rules": {"packer": "best"}}, "best"),
+        ({"rules": {"budget": 0}}, "minimum"),
+        ({"steps_ahead": 65}, "maximum"),
+        ({"streams": {}}, "non-empty"),
+        ({"memory": [1]}, "[1]"),
+    ],
+)
+def test_the_schema_marks_what_the_broker_refuses(schema: Any, tmp_path: Path, change: dict[str, Any], at: str) -> None:
+    tree = {"run": "check", "streams": {"web": {"weight": 0.7}}}
+    assert schema.is_valid(tree)
+    assert not schema.is_valid(tree | change)
+    (error,) = schema.iter_errors(tree | change)
+    assert any(at in each.message for each in error.context)
+    the_error(in_process("check", write(tmp_path / "broker.yaml", tree | change)), 2)
+
+
+def test_the_schema_has_the_meanings_that_check_shows(schema: Any) -> None:
+    found = schema.schema["$defs"]
+    assert {kind.__name__ for kind in ALL} == set(found)
+    for kind in ALL:
+        for field in msgspec.structs.fields(kind):
+            if text := meaning_of(kind, field.name):
+                assert found[kind.__name__]["properties"][field.name]["description"] == text
+
+
+def test_without_a_file_check_says_which_it_needs() -> None:
+    assert "got no FILE, expected broker.yaml or producer.yaml" in the_error(in_process("check"), 2)
 
 
 def checked(path: Path) -> dict[str, dict[str, Any]]:
@@ -132,9 +186,9 @@ def test_the_table_fits_and_nothing_is_cut(columns: int, broker: Path, monkeypat
 
 def test_a_meaning_is_told_for_the_first_stream_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "broker.yaml", {"streams": {"web": {}, "code": {}}})
-    assert in_process("check", path).stdout.count("gone over for ever") == 1
+    assert in_process("check", path).stdout.count("passes without end") == 1
     meanings = [value["meaning"] for value in json.loads(in_process("check", path, "--json").stdout)["values"]]
-    assert meanings.count("gone over for ever") == 2
+    assert meanings.count("passes without end") == 2
 
 
 def test_a_producer_s_files_are_looked_for(tmp_path: Path) -> None:
