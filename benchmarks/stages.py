@@ -86,6 +86,9 @@ class Memory:
 
     endpoint = "memory"
     dropped = 0
+    raw = sys.stderr.fileno()
+    """Something to register in a poller that nobody asks."""
+    _gate = None
 
     def __init__(self) -> None:
         self.queues: dict[bytes, deque[list[Any]]] = defaultdict(deque)
