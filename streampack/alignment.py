@@ -27,10 +27,12 @@ class AlignSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     sample: Annotated[
         _Multiple | Literal["tight"] | None,
-        Meta(description="each sample is padded to a multiple; tight: of 2 * cp alone, the pack takes care of tp"),
+        Meta(
+            description="each sample is padded to a multiple of this; tight: of 2 * cp alone, the pack takes care of tp"
+        ),
     ] = None
     pack: Annotated[
-        _Multiple | None, Meta(description="packs are padded to a multiple, which must divide the budget")
+        _Multiple | None, Meta(description="packs are padded to a multiple of this, which must divide the budget")
     ] = None
     lcm: Annotated[_Multiple, Meta(description="the samples' multiple is a multiple of this, too")] = 1
 

@@ -105,7 +105,7 @@ class StepSettings(_Settings, frozen=True, kw_only=True):
     min_samples: Annotated[Positive, Meta(description="a smaller batch goes on until the next end_of_batch")] = 1
     micro_batch_multiple: Annotated[
         Annotated[int, Meta(ge=1, le=2**16)] | None,
-        Meta(description="each rank's number of micro-batches is a multiple; default: the pipeline's stages"),
+        Meta(description="each rank's number of micro-batches is a multiple of this; default: the pipeline's stages"),
     ] = None
     min_micro_batches: Annotated[int, Meta(ge=1, le=2**16, description="least micro-batches of each rank")] = 1
     empty: Annotated[
@@ -285,7 +285,9 @@ class Retain(_Settings, frozen=True, kw_only=True):
     checkpoints: Annotated[Positive, Meta(description="committed checkpoints that trainers can go back to")] = 3
     bytes: Annotated[
         str | int,
-        Meta(description="size from which on the log takes no pushed samples until a checkpoint is committed"),
+        Meta(
+            description="size at which the log takes nothing more in order of arrival until a checkpoint is committed"
+        ),
     ] = "200GiB"
 
 
@@ -294,7 +296,7 @@ class Limits(_Settings, frozen=True, kw_only=True):
     time: producers, and readers of a feed."""
 
     sample_tokens: Annotated[
-        Positive, Meta(description="longest sample that a producer sends; a longer one is over-long")
+        Positive, Meta(description="tokens of the longest sample; a producer treats a longer one as over-long")
     ] = 262_144
     chunk: Annotated[
         str | int,

@@ -26,7 +26,7 @@ _Tokens = Annotated[int, Meta(ge=1)]
 class Sizes(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """T is a ``multiple`` of so many tokens, or the least of some ``buckets`` that holds the pack; C is always one."""
 
-    multiple: Annotated[_Tokens | None, Meta(description="packs are padded to a multiple")] = None
+    multiple: Annotated[_Tokens | None, Meta(description="packs are padded to a multiple of this")] = None
     buckets: Annotated[
         Annotated[tuple[_Tokens, ...], Meta(min_length=1, max_length=MAX_BUCKETS)] | None,
         Meta(description="packs are padded to the first of these sizes that holds them, or to the budget"),
