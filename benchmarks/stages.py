@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -106,6 +107,10 @@ class Memory:
 
 class Service(BrokerService):
     """The broker's service without its sockets."""
+
+    def __init__(self, config: BrokerConfig) -> None:
+        with mock.patch("streampack_services.broker.Poller"):  # there is no socket to wait for
+            super().__init__(config)
 
     def _listen(self) -> Any:
         return Memory(), Memory()
