@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET, inspect
 from msgspec.structs import replace
 
-from streampack import checksums, wire
+from streampack import wire
 from streampack.core.fields import DType, Field
 from streampack.core.messages import (
     ALL,
@@ -473,12 +473,3 @@ def test_a_rank_outside_its_mesh_cannot_be_made() -> None:
     with pytest.raises(ValueError, match="got cp_rank=2 with cp=2, expected cp_rank < cp"):
         Mesh(cp=2, cp_rank=2)
     assert str(Mesh(dp=4, dp_rank=3, tp=2)) == "dp=3/4 cp=0/1 tp=0/2 pp=0/1"
-
-
-@given(st.integers(0, 9000), st.integers(0, 70), st.integers(0, 9000), st.integers(0, 99))
-def test_a_checksum_is_the_package_s_in_one_part_or_two(size: int, shift: int, cut: int, seed: int) -> None:
-    """At any address and of any length: what is left over of 64 bytes at a time."""
-    data = np.random.default_rng(seed).integers(0, 256, shift + size, np.uint8)[shift:]
-    assert checksums.crc32c(data.data) == crc32c(data.data)
-    assert checksums.crc32c(data[cut:].data, checksums.crc32c(data[:cut].data)) == crc32c(data.data)
-    assert checksums.crc32c(b"123456789") == 0xE3069283, "of every description of CRC-32C"
