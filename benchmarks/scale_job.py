@@ -213,7 +213,7 @@ class Job:
     def rows_ms(self) -> float:
         """CPU time of what ``/status`` says of ranks, made once."""
         began = time.thread_time()
-        self.core.feeds["train"].readers.stats()
+        self.core.feeds["train"].readers.steps.stats()
         return 1000 * (time.thread_time() - began)
 
     # The broker's side

@@ -24,7 +24,7 @@ from benchmarks.report import arguments, head, say
 from streampack.config import BrokerConfig
 from streampack.core.feed import Feed
 from streampack.core.messages import Mesh, ReadBy
-from streampack.core.seats import Reader
+from streampack.core.rank_registry import Reader
 from streampack.core.starvation import CAUSES, WAIT_BOUNDS_S, Starvation
 from streampack.reading_figures import ReadingFigures
 from streampack.typed_tree import convert
@@ -36,7 +36,7 @@ MICRO_BATCHES = 8
 def seat(feed: Feed, ranks: int) -> None:
     """Ranks that have something to say of everything."""
     costs = np.random.default_rng(1).integers(1, 100, ranks * MICRO_BATCHES)
-    feed.readers.dealt.add(costs, costs, np.arange(len(costs)).reshape(-1, ranks))
+    feed.readers.steps.dealt.add(costs, costs, np.arange(len(costs)).reshape(-1, ranks))
     for rank in range(ranks):
         mesh, where = Mesh(dp=ranks, dp_rank=rank), f"node{rank // 8:03d}.cluster:{1000 + rank}"
         reader = Reader(f"r{rank}", b"%d" % rank, where, mesh, ReadBy(), 0.0, 0.0, holds=True)
@@ -45,7 +45,7 @@ def seat(feed: Feed, ranks: int) -> None:
             causes_s=dict.fromkeys(CAUSES, rank + 0.123456), streams_s=dict.fromkeys(STREAMS, rank + 0.041),
             waits=[5] * (len(WAIT_BOUNDS_S) + 1), trainer_s=100.5, step_s=0.51,
         )  # fmt: skip
-        feed.readers._seats.held[mesh.ranks] = reader
+        feed.readers.registry.held[mesh.ranks] = reader
 
 
 def milliseconds(work: Callable[[], object], times: int) -> float:

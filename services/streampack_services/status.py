@@ -129,17 +129,17 @@ class Reporter:
     def _feed(self, now: float, feed: Feed) -> Snapshot:
         core = self._service.core
         totals, readers = feed.figures.totals, feed.readers
-        counted = readers.dealt.padded_totals if feed.rules.padded else totals
+        counted = readers.steps.dealt.padded_totals if feed.rules.padded else totals
         reasons, stalled_s = waiting_for(feed), self._stalled_s(now, feed)
         return {
-            "state": "ended" if readers.end is not None else "serving" if stalled_s is None else "waiting",
+            "state": "ended" if readers.steps.end is not None else "serving" if stalled_s is None else "waiting",
             "stalled_s": stalled_s,
             "waiting_for": reasons._asdict() if reasons else None,
-            "round": readers.round,
+            "round": readers.attempts.round,
             "steps": {
-                "formed": readers.formed_upto,
-                "returned": readers.released_upto,
-                "end": readers.end.num_steps if readers.end is not None else None,
+                "formed": readers.steps.formed_upto,
+                "returned": readers.steps.released_upto,
+                "end": readers.steps.end.num_steps if readers.steps.end is not None else None,
             },
             "lineage": feed.history.lineage,
             "recorded_steps": feed.history.num_steps,
@@ -148,8 +148,8 @@ class Reporter:
             "totals": asdict(totals) | {"packs": counted.packs, "empty_packs": counted.empty_packs},
             "figures": asdict(from_moments(counted.packs, counted.tokens, counted.square_tokens, feed.rules.budget))
             | {
-                "cost_max_over_mean": readers.dealt.cost_max_over_mean,
-                "step_cost_max_over_mean": readers.dealt.step_cost_max_over_mean,
+                "cost_max_over_mean": readers.steps.dealt.cost_max_over_mean,
+                "step_cost_max_over_mean": readers.steps.dealt.step_cost_max_over_mean,
             },
             "padded_figures": asdict(
                 from_moments(counted.packs, counted.slot_tokens, counted.square_slot_tokens, feed.rules.budget)
@@ -157,23 +157,23 @@ class Reporter:
             "waste_tokens": dict(zip(CAUSES, feed.waste.tolist(), strict=True)),
             "delivered_tokens": feed.delivered_tokens,
             "lost_tokens": _lost(feed),
-            "rank_tokens": readers.dealt.rank_tokens(),
-            "dealt": {"split_packs": readers.dealt.split_packs, "empty_packs": readers.dealt.empty_packs},
-            "dynamic_batching": _padding(readers.dealt.padded) if feed.rules.padded else None,
+            "rank_tokens": readers.steps.dealt.rank_tokens(),
+            "dealt": {"split_packs": readers.steps.dealt.split_packs, "empty_packs": readers.steps.dealt.empty_packs},
+            "dynamic_batching": _padding(readers.steps.dealt.padded) if feed.rules.padded else None,
             "lengths": feed.figures.lengths.rows(),
             "fills": list(zip(FILL_BOUNDS, feed.figures.fill.counts.tolist(), strict=False)),
             "histograms": {
                 "pack_fill_ratio": _histogram(feed.figures.fill),
                 "pack_samples": _histogram(feed.figures.samples),
-                "next_wait_seconds": _histogram(readers.next_waits),
+                "next_wait_seconds": _histogram(readers.steps.next_waits),
             },
             "tokens_per_s": self._rate(now, feed),
             "readers": self._rows_of(now, (feed.name, "readers"), lambda: _readers(feed)),
-            "queued_bytes": readers.queued_bytes,
-            "queued_limit_bytes": readers.leaving_bytes,
-            "resent_bytes": readers.resent_bytes,
+            "queued_bytes": readers.steps.queued_bytes,
+            "queued_limit_bytes": readers.steps.leaving_bytes,
+            "resent_bytes": readers.steps.resent_bytes,
             "num_ranks": readers.num_ranks,
-            "all_ranks_attached": readers.all_there,
+            "all_ranks_attached": readers.steps.all_there,
             "window": {
                 "samples": feed.planner.former.num_samples,
                 "tokens": feed.planner.former.queued_tokens,
@@ -198,9 +198,9 @@ class Reporter:
     def _stalled_s(self, now: float, feed: Feed) -> float | None:
         """The seconds since the last step of a feed that a rank waits for; None if no rank waits for data."""
         still_s, reasons = now - self._watches[feed.name].since, waiting_for(feed)
-        if still_s < STALLED_AFTER_S or feed.readers.end is not None or reasons is None:
+        if still_s < STALLED_AFTER_S or feed.readers.steps.end is not None or reasons is None:
             return None
-        return still_s if reasons.reason not in ("peers", "memory") and feed.readers.any_starved else None
+        return still_s if reasons.reason not in ("peers", "memory") and feed.readers.steps.any_starved else None
 
     def _state(self, stalled_s: float | None) -> str:
         core = self._service.core
@@ -208,7 +208,7 @@ class Reporter:
             return "draining"
         if not self._service.ready:
             return "starting"
-        if all(feed.readers.end is not None for feed in core.feeds.values()):
+        if all(feed.readers.steps.end is not None for feed in core.feeds.values()):
             return "ended"
         return "serving" if stalled_s is None else "waiting"
 
@@ -225,7 +225,7 @@ class Reporter:
         """Log a feed that has formed no step for some seconds: again and again if a rank waits for it, else hourly."""
         core = self._service.core
         for name, feed in core.feeds.items():
-            moved = feed.figures.totals.steps + feed.readers.released_upto
+            moved = feed.figures.totals.steps + feed.readers.steps.released_upto
             if moved != self._watches[name].steps or core.draining:
                 self._watches[name] = _Watch(moved, now, now)
         all_still = now - max(watch.since for watch in self._watches.values())
@@ -236,20 +236,20 @@ class Reporter:
         reasons = waiting_for(feed)
         if now - watch.since < SAY_AFTER_S:
             return
-        if (starved := feed.readers.any_starved) != watch.starved:
+        if (starved := feed.readers.steps.any_starved) != watch.starved:
             watch.starved, watch.every = starved, SAY_AFTER_S
         if reasons is None or now - watch.said < watch.every:
             return
         ready_s = all_still_s if reasons[0] in ("peers", "memory") else SAY_BUSY_AFTER_S
         if ready_s < (
-            SAY_BUSY_AFTER_S if feed.readers.all_there else SAY_AFTER_S
+            SAY_BUSY_AFTER_S if feed.readers.steps.all_there else SAY_AFTER_S
         ):  # as it should while another is read
             return
         watch.said = now
         watch.every = min(2 * watch.every, SAY_AT_MOST_EVERY_S) if starved else SAY_IDLE_EVERY_S
         of = f"feed {feed.name!r}: " if len(self._watches) > 1 else ""
-        about = {"about": {"feed": feed.name, "step": feed.readers.formed_upto}}
-        wanted = feed.readers.all_there and reasons[0] in ("stream", "memory", "log") and not reasons.batch
+        about = {"about": {"feed": feed.name, "step": feed.readers.steps.formed_upto}}
+        wanted = feed.readers.steps.all_there and reasons[0] in ("stream", "memory", "log") and not reasons.batch
         level = logging.WARNING if wanted else logging.INFO
         log.log(level, "%sno step for %.0f s: %s", of, now - watch.since, describe(*reasons), extra=about)
 
@@ -257,13 +257,13 @@ class Reporter:
 def waiting_for(feed: Feed) -> Missing | None:
     """What keeps a feed's next step from being formed or read; None at the end, while draining."""
     readers = feed.readers
-    if readers.draining:
+    if readers.steps.draining:
         return None
-    if readers.num_readers and not readers.joined:
+    if readers.num_readers and not readers.steps.joined:
         return Missing("join", readers.absent or f"all {readers.num_ranks} ranks are there, and some are not ready")
-    if readers.end is not None:
-        left = readers.end.num_steps - readers.released_upto
-        return Missing("peers", f"{left} last steps are not returned: {readers.slowest}") if left else None
+    if readers.steps.end is not None:
+        left = readers.steps.end.num_steps - readers.steps.released_upto
+        return Missing("peers", f"{left} last steps are not returned: {readers.steps.slowest}") if left else None
     return feed.waiting_for()
 
 
@@ -288,7 +288,7 @@ def _lost(feed: Feed) -> dict[str, int]:
         "dropped": lost["drop"],
         "policy_lag": sum(counts.stale_tokens for counts in counted),
         "tail": feed.figures.totals.dropped_tokens,
-        "skipped": feed.readers.dealt.skipped_tokens,
+        "skipped": feed.readers.steps.dealt.skipped_tokens,
     }
 
 
@@ -320,8 +320,8 @@ def _waits(former: Former) -> dict[str, int | None]:
 def _readers(feed: Feed) -> list[Snapshot]:
     """A row a rank; of the figures that a client sends, those that are numbers: JSON has no others."""
     rows: list[Snapshot] = []
-    streams, costs = {stream.name for stream in feed.latest_rules.streams}, feed.readers.dealt.costs_by_rank()
-    for row in feed.readers.stats():
+    streams, costs = {stream.name for stream in feed.latest_rules.streams}, feed.readers.steps.dealt.costs_by_rank()
+    for row in feed.readers.steps.stats():
         stats, dp_rank = row["stats"], row["dp_rank"]
         assert isinstance(stats, dict)
         assert isinstance(dp_rank, int)

@@ -38,8 +38,8 @@ class Left(NamedTuple):
 def steps_left(core: Broker, feed: Feed) -> dict[str, int] | None:
     """Steps that some rank has yet to return: the ``estimate``, ``low`` and ``high``; None where nobody knows."""
     readers, rules, totals = feed.readers, feed.latest_rules, feed.figures.totals
-    if readers.end is not None:
-        return dict.fromkeys(_BOUNDS, readers.end.num_steps - readers.released_upto)
+    if readers.steps.end is not None:
+        return dict.fromkeys(_BOUNDS, readers.steps.end.num_steps - readers.steps.released_upto)
     if not rules.finite or not totals.steps:
         return None
     every = [_left(core, feed, number, stream) for number, stream in enumerate(rules.streams) if stream.weight]
@@ -57,7 +57,7 @@ def steps_left(core: Broker, feed: Feed) -> dict[str, int] | None:
         ways.append(estimate([each._replace(share=None) for each in left], held, of_step, spread))
     if not ways or not of_step:
         return None
-    formed = readers.formed_upto - readers.released_upto
+    formed = readers.steps.formed_upto - readers.steps.released_upto
     return dict(zip(_BOUNDS, (formed + steps for steps in min(ways)), strict=True))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from streampack.core.attempts import Departure
 from streampack.core.changes import Restream, Skip, changed, described
 from streampack.core.effects import (
     Answer,
@@ -141,7 +142,7 @@ class Broker:
             return effects
         if isinstance(event, NotSent):
             for feed in self.feeds.values():
-                feed.readers.not_sent(event.peer, event.envelope)
+                feed.readers.steps.not_sent(event.peer, event.envelope)
             return []
         if isinstance(event, Change):
             return self._change(event)
@@ -188,11 +189,11 @@ class Broker:
 
     def _away(self, peer: bytes, is_trainer: bool, word: Message) -> list[Effect]:
         """Whoever speaks from there holds nothing any more, and is told ``word``."""
-        why = "its key does not allow what it does, or has changed"
         if not is_trainer:
+            why = "its key does not allow what it does, or has changed"
             return self.leases.leave(peer, why) + self.leases.credits.send(peer, word)
         reads = next((feed for feed in self.feeds.values() if feed.readers.knows(peer)), None)
-        effects = [] if reads is None else self._moved(reads, reads.readers.leave(peer, why))
+        effects = [] if reads is None else self._moved(reads, reads.readers.leave(peer, Departure.KEY_CHANGED))
         return effects + self._send(peer, word)
 
     # The log
@@ -236,7 +237,7 @@ class Broker:
         """Begin to work: where the log, if there is one, ends."""
         self.leases.epoch = self.epoch
         for feed in self.feeds.values():
-            feed.readers.epoch = self.epoch
+            feed.readers.link.epoch = self.epoch
             feed.readers.begin(max(feed.history.released, feed.history.oldest_step))
         self._base_lsn = self.journal.next_lsn
         effects = self.journal.append(self.base())
@@ -249,7 +250,7 @@ class Broker:
         return Base(
             run=self.run, run_name=self.run_name, epoch=self.epoch,
             feeds={name: feed.history.facts() for name, feed in self.feeds.items()}, streams=self.leases.books.facts(),
-            released={name: feed.readers.released_upto for name, feed in self.feeds.items()},
+            released={name: feed.readers.steps.released_upto for name, feed in self.feeds.items()},
         )  # fmt: skip
 
     def _trim(self) -> list[Effect]:
@@ -270,7 +271,7 @@ class Broker:
     @property
     def refused(self) -> int:
         """Producers and clients that were refused, so far."""
-        return self._refused + self.leases.refused + sum(feed.readers.refused for feed in self.feeds.values())
+        return self._refused + self.leases.refused + sum(feed.readers.link.refused for feed in self.feeds.values())
 
     @property
     def num_readers(self) -> int:
@@ -292,7 +293,7 @@ class Broker:
         if not formed and believed and not self.num_readers and not self.leases.num_producers:
             self.epoch = self.leases.epoch = envelope.epoch + 1
             for feed in self.feeds.values():
-                feed.readers.epoch = self.epoch
+                feed.readers.link.epoch = self.epoch
 
     def _change(self, event: Change) -> list[Effect]:
         """What was asked for cannot be, or is its feed's matter."""
@@ -338,7 +339,7 @@ class Broker:
                 return self._refuse(peer, "unknown_feed", f"got feed {message.feed!r}, expected one of: {known}")
             effects: list[Effect] = []
             if reads is not None and reads is not feed:
-                effects = self._moved(reads, reads.readers.leave(peer, "its peer took another feed"))
+                effects = self._moved(reads, reads.readers.leave(peer, Departure.OTHER_FEED))
             effects += self._moved(feed, feed.readers.receive(peer, envelope, self._now))
             if feed.readers.num_readers:
                 self._used.add(feed.name)
@@ -348,9 +349,9 @@ class Broker:
             return self._refuse(peer, "wrong_address", f"{WRONG_SIDE}: {where}")
         if reads is None:
             return [] if isinstance(message, Bye) else self._send(peer, Who())
-        released = reads.readers.released_upto
+        released = reads.readers.steps.released_upto
         effects = reads.readers.receive(peer, envelope, self._now)
-        if isinstance(message, Get | ReaderPing) and reads.readers.released_upto == released:
+        if isinstance(message, Get | ReaderPing) and reads.readers.steps.released_upto == released:
             return effects  # the last rank to return a step moves its feed, not each of thousands
         return self._moved(reads, effects)
 

@@ -63,10 +63,10 @@ class Feed:
             name, rules, self.history, self.memory, max_sample_tokens, table, leases, self._recorder
         )  # fmt: skip
         self.readers = Readers(
-            run, epoch, name, rules, plan.layout, table, self.waiting_for, self.unfit, self.rewind, self.state_of,
-            self.commit, plan.max_readers, plan.leaving_bytes,
+            run, epoch, name, rules, plan.layout, table, self, plan.max_readers, plan.leaving_bytes
         )  # fmt: skip
-        self.readers.is_known = self.history.knows
+        self.steps = self.readers.steps
+        """The steps that are served, and what each rank has had of them."""
         self._outbox = Outbox(self.readers, self.history, journal, leases)
         self._checkpoints = Checkpoints(name, rules, plan.keeps, self.history, journal, table)
         self._brought = Brought(name, rules, self.history, self.planner.live, self.memory, self._books)
@@ -80,8 +80,9 @@ class Feed:
     @property
     def finished(self) -> bool:
         """Every rank has returned every step, and no reader is attached any more."""
-        readers = self.readers
-        return readers.end is not None and readers.released_upto >= readers.end.num_steps and not readers.num_readers
+        steps = self.steps
+        returned = steps.end is not None and steps.released_upto >= steps.end.num_steps
+        return returned and not self.readers.num_readers
 
     @property
     def next_step(self) -> int:
@@ -91,13 +92,13 @@ class Feed:
     @property
     def waste(self) -> I64:
         """Tokens of the packs delivered that are nobody's, int64 [waste.CAUSES]."""
-        return self.figures.waste + self.readers.dealt.waste
+        return self.figures.waste + self.steps.dealt.waste
 
     @property
     def delivered_tokens(self) -> int:
         """Tokens of the packs delivered: real ones and ``waste``."""
         if depends_on_mesh(self.plan.rules):
-            return self.readers.dealt.delivered_tokens
+            return self.steps.dealt.delivered_tokens
         return self.figures.totals.tokens + int(self.figures.waste.sum())
 
     @property
@@ -115,9 +116,9 @@ class Feed:
         if planner.forming:
             return FORMING
         if self._is_ahead:
-            return Missing("peers", self.readers.slowest)
+            return Missing("peers", self.steps.slowest)
         if self.memory.room <= 0:
-            return Missing("memory", f"the arena is full: {self.readers.slowest}")
+            return Missing("memory", f"the arena is full: {self.steps.slowest}")
         if planner.blocked is not None and self._journal.full and self.history.in_order:
             return Missing("log", self._journal.full)
         if planner.blocked is not None:
@@ -147,7 +148,7 @@ class Feed:
 
     def _lost(self, p: int) -> str:
         """What the log lacks of the steps before those that trainers read, where it lacks it; or empty."""
-        stream, begins = self._books.stream_of[p], self.readers.released_upto
+        stream, begins = self._books.stream_of[p], self.steps.released_upto
         if not stream.terms.pushed or self._books.intakes[p].behind or self.planner.former.next_step >= begins:
             return ""
         return (
@@ -162,7 +163,7 @@ class Feed:
         """Move on as far as can be: merge what may be merged, ask for a step to be formed."""
         effects: list[Effect] = []
         planner = self.planner
-        while not planner.ended and not self.readers.draining and not self.failed:
+        while not planner.ended and not self.steps.draining and not self.failed:
             effects += planner.fill()
             if planner.forming or self._is_ahead:
                 break
@@ -173,7 +174,7 @@ class Feed:
                 effects += self._fail("memory", planner.overfull) if planner.overfull else []
                 break
             effects += self._publish(planner.cut())  # the feed has ended, or its next pass begins
-        return effects + self._outbox.hand_out() + self.readers.tell_starving(forming=False)
+        return effects + self._outbox.hand_out() + self.steps.tell_starving(forming=False)
 
     def formed(self, event: Formed) -> list[Effect]:
         """A packer's choice; one that was asked for before the feed went back is of no use."""
@@ -192,7 +193,7 @@ class Feed:
 
     @property
     def _is_ahead(self) -> bool:
-        return self.next_step >= self.readers.released_upto + self._steps_ahead
+        return self.next_step >= self.steps.released_upto + self._steps_ahead
 
     def _publish(self, steps: list[Step]) -> list[Effect]:
         effects: list[Effect] = []
@@ -204,7 +205,7 @@ class Feed:
             self._outbox.put(step)
         if steps and (taken := self.planner.snapshot()) is not None:
             effects += self._recorder.snapshot(taken)
-            self.history.forget_snapshots(self.readers.released_upto, self._journal.keeps)
+            self.history.forget_snapshots(self.steps.released_upto, self._journal.keeps)
         if self.planner.former.finished and not self.planner.ended:
             effects += self._close()
         return effects + self._outbox.hand_out()
@@ -212,7 +213,7 @@ class Feed:
     def _note(self, step: Step) -> list[Effect]:
         """Record a step, or see that it is what was recorded."""
         if not self._recorder.contradicts(step):
-            return self._recorder.step(step, self.readers.released_upto)
+            return self._recorder.step(step, self.steps.released_upto)
         return self._fail(
             "diverged",
             f"step {step.number} came out otherwise than the first time, though every sample that was compared is the "
@@ -230,7 +231,7 @@ class Feed:
         dropped = self.planner.end_pass()
         if len(dropped):
             first = self._table.rows(dropped[:1]).tobytes()
-            tail = self.readers.round, self.history.lineage, self.next_step, first
+            tail = self.readers.attempts.round, self.history.lineage, self.next_step, first
             self.figures.drop(self._table.length[dropped], tail)
             effects += [*self._recorder.tail(self.next_step, dropped), Release(dropped)]
         if self.planner.ended:
@@ -254,6 +255,10 @@ class Feed:
         wrong = self._brought.wrong(given) if given is not None and given.step <= step else ""
         return ("snapshot", f"the checkpoint's snapshot: {wrong}") if wrong else None
 
+    def knows(self, given: Snapshot) -> bool:
+        """Return whether all changes and skips of a checkpoint's snapshot are recorded here."""
+        return self.history.knows(given)
+
     def rewind(self, step: int, given: Snapshot | None, back: bool) -> list[Effect]:
         """Trainers begin at ``step``, which is not the next. Those that have gone ``back`` had returned it: where that
         is wanted, pushed samples that came since are dropped, and other steps follow, in another lineage. Others go on
@@ -276,7 +281,7 @@ class Feed:
         effects: list[Effect] = []
         knows_more = given is not None and not self.history.knows(given)
         if not knows_more and (chain := self.history.chain_after(step - 1)) is not None:
-            effects += self.readers.check(step, chain)
+            effects += self.readers.attempts.check(step, chain)
         if nearest <= here <= step and not self.planner.ended and not anew and not knows_more:
             return effects + self._outbox.hand_out()
         held = np.concatenate([self.planner.let_go(), *self._outbox.let_go()])
@@ -331,8 +336,8 @@ class Feed:
     def _branch(self, step: int, why: str, since: int | None = None) -> list[Effect]:
         """Another lineage begins at ``step``."""
         effects = self._recorder.lineage(step, why, since)
-        self.readers.lineage = self.history.lineage
-        self.readers.forget_chains(step)
+        self.steps.lineage = self.history.lineage
+        self.steps.forget_chains(step)
         return effects
 
     # The log
@@ -360,22 +365,22 @@ class Feed:
 
     def begin(self) -> list[Effect]:
         """Go to where the log ends: to the first step that some rank has not returned."""
-        step = self.readers.formed_upto
-        self.readers.lineage = self.history.lineage
+        step = self.steps.formed_upto
+        self.steps.lineage = self.history.lineage
         effects = self._books.discard(self.name)  # what the last broker was killed before it had counted
         return effects + self.go_to(step, anew=True) if self.history.order or step else []
 
     @property
     def wanted_lsn(self) -> int:
         """Records below are wanted no more (R7)."""
-        return self._checkpoints.wanted_lsn(self.readers.released_upto)
+        return self._checkpoints.wanted_lsn(self.steps.released_upto)
 
     # What is asked of it
 
     def change(self, rules: Rules, at_step: int | None, note: str) -> tuple[list[Effect], int]:
         """Go by ``rules`` from a step on that is not formed yet; that step. Raises ValueError where memory is short."""
         # while steps are formed again they stay as they are, and those that a trainer has had elsewhere
-        unformed = max(self.next_step, self.history.num_steps, self.readers.known_upto)
+        unformed = max(self.next_step, self.history.num_steps, self.readers.attempts.known_upto)
         effects, step = self.planner.live.ask(rules, unformed, at_step, note)
         return effects + self.advance(), step
 
@@ -384,12 +389,12 @@ class Feed:
         rank may have had."""
         if not 0 <= first <= last:
             raise ValueError(f"got steps {first} to {last}, expected the first one first")
-        if self.readers.joined and first < self.readers.formed_upto:
+        if self.steps.joined and first < self.steps.formed_upto:
             raise ValueError(
-                f"got step {first}, expected {self.readers.formed_upto} or later, the first that no rank can have had: "
+                f"got step {first}, expected {self.steps.formed_upto} or later, the first that no rank can have had: "
                 f"or stop the trainers, skip, and start them from a checkpoint before step {first}"
             )
-        self.readers.skip(first, last)
+        self.steps.skip(first, last)
         return self._recorder.skip(first, last)
 
     def state_of(self, step: int) -> State | list[Effect]:
@@ -398,7 +403,7 @@ class Feed:
 
     def commit(self, step: int) -> list[Effect]:
         """A checkpoint that begins at ``step`` is durable: keep what the last few need."""
-        if step > max(self.history.num_steps, self.readers.formed_upto):
+        if step > max(self.history.num_steps, self.steps.formed_upto):
             text = f"feed {self.name!r}: got a commit of step {step}, which was never formed"
             return [Report("warning", text, feed=self.name, step=step)]
         return self._checkpoints.commit(step) + self.safe(self._journal.safe_upto)

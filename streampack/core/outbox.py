@@ -41,10 +41,10 @@ class Outbox:
         while self._waiting and self._waiting[0][0] < self._journal.safe_upto:
             step = self._waiting[0][1]
             if not isinstance(step, Step):
-                effects += readers.finish(*step)
-            elif step.number < readers.formed_upto:
+                effects += readers.steps.finish(*step)
+            elif step.number < readers.steps.formed_upto:
                 effects.append(Release(step.packs.handles))
-                effects += readers.check(step.number + 1, step.chain)
+                effects += readers.attempts.check(step.number + 1, step.chain)
             elif absent and any(handle in absent for handle in step.packs.handles.tolist()):
                 break
             else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from streampack.core.seats import Ranks
+from streampack.core.rank_registry import Ranks
 
 
 class Progress(Mapping[Ranks, int]):

@@ -191,7 +191,7 @@ class Live:
     @property
     def is_attached(self) -> bool:
         """The rank has its place with this broker."""
-        return bool(self.feed.readers.joined)
+        return bool(self.feed.readers.steps.joined)
 
     @property
     def had(self) -> int:

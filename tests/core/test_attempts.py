@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,10 +42,10 @@ from streampack.core.messages import (
     Wait,
     Who,
 )
+from streampack.core.rank_registry import CLAIM_S, RESTART_S
 from streampack.core.readers import SILENT_S, Readers
 from streampack.core.rules import Rules
 from streampack.core.samples import SampleTable
-from streampack.core.seats import CLAIM_S, RESTART_S
 from streampack.core.snapshot import FormState, MergeState, Snapshot
 from streampack.core.starvation import Missing, Starvation
 from streampack.core.steps import Packs, Step
@@ -90,9 +91,9 @@ class Desk:
         """Processes that are asked for their snapshot send it."""
         rules = Rules(budget=16, packs=packs)
         self.readers = Readers(
-            1, EPOCH, "train", rules, "zigzag", SampleTable(), lambda: Missing("forming", "of samples"),
-            lambda step, given: None, self._rewind, self._state_of, self._commit,
+            1, EPOCH, "train", rules, "zigzag", SampleTable(), self
         )  # fmt: skip
+        self.waiting_for: Callable[[], Missing] = lambda: Missing("forming", "of samples")
         self.rewinds: list[tuple[int, Snapshot | None]] = []
         self.skipped: set[int] = set()
         self.said: list[tuple[bytes, Envelope]] = []
@@ -100,14 +101,20 @@ class Desk:
         self.alive: dict[str, bytes] = {}
         """Processes that ping, and their peers."""
 
-    def _rewind(self, step: int, snapshot: Snapshot | None, back: bool) -> list[Effect]:
+    def unfit(self, step: int, given: Snapshot | None) -> tuple[str, str] | None:
+        return None
+
+    def knows(self, given: Snapshot) -> bool:
+        return True
+
+    def rewind(self, step: int, snapshot: Snapshot | None, back: bool) -> list[Effect]:
         self.rewinds.append((step, snapshot))
         return []
 
-    def _state_of(self, step: int) -> State | list[Effect]:
+    def state_of(self, step: int) -> State | list[Effect]:
         return State(feed="train", lineage=0, step=step, chain=chain_of(step), snapshot=None)
 
-    def _commit(self, step: int) -> list[Effect]:
+    def commit(self, step: int) -> list[Effect]:
         return self.readers.committed(step) if self.durable else []
 
     def perform(self, effects: list[Effect]) -> None:
@@ -122,8 +129,8 @@ class Desk:
     def form(self) -> None:
         """As many steps as may be kept."""
         readers = self.readers
-        while readers.formed_upto < readers.released_upto + self.ahead and not readers.draining:
-            number = readers.formed_upto
+        while readers.steps.formed_upto < readers.steps.released_upto + self.ahead and not readers.steps.draining:
+            number = readers.steps.formed_upto
             self.perform(readers.add(made_up(number), number in self.skipped))
 
     def say(self, peer: bytes, message: Message, fence: int | None = None, epoch: int = EPOCH) -> None:
@@ -184,13 +191,22 @@ class Desk:
 
     @property
     def attempt(self) -> int:
-        return self.readers._attempt
+        return self.readers.attempts.number
 
     def state(self) -> list[Any]:
         """All that decides what is served, but not when anybody was heard."""
         readers = self.readers
-        rows = sorted((r.name, r.peer, r.ready, r.round, r.first_step, r.entered, r.sent_upto) for r in readers._seats)
-        return [self.attempt, readers.round, readers.released_upto, readers.formed_upto, dict(readers._returned), *rows]
+        rows = sorted(
+            (r.name, r.peer, r.ready, r.round, r.first_step, r.entered, r.sent_upto) for r in readers.registry
+        )
+        return [
+            self.attempt,
+            readers.attempts.round,
+            readers.steps.released_upto,
+            readers.steps.formed_upto,
+            dict(readers.steps.returned),
+            *rows,
+        ]
 
 
 def attach(
@@ -217,7 +233,7 @@ def reading(upto: int = 4, dp: int = 2, ahead: int = 6) -> Desk:
     desk.come_all("a", dp=dp)
     for rank in range(dp):
         desk.take(f"a{rank}", upto)
-    assert desk.readers.released_upto == upto
+    assert desk.readers.steps.released_upto == upto
     desk.wait(1.0)
     return desk
 
@@ -232,7 +248,7 @@ def asking(start: int, done: int) -> Get:
 def out_of_steps() -> tuple[Desk, int]:
     """Ranks that have returned all steps that there are, and how many."""
     desk = reading()
-    desk.ahead, formed = 0, desk.readers.formed_upto
+    desk.ahead, formed = 0, desk.readers.steps.formed_upto
     for name in ("a0", "a1"):
         desk.take(name, formed)
     desk.said.clear()
@@ -269,7 +285,7 @@ def test_the_word_for_a_wait_is_a_new_one_once_a_step_was_formed() -> None:
     """All that wait are told the same, worked out once, but a step later it may be another stream."""
     desk, upto = out_of_steps()
     missing = iter([Missing("stream", "no sample of web", "web"), Missing("stream", "no sample of code", "code")])
-    desk.readers._waiting_for = lambda: next(missing)
+    desk.waiting_for = lambda: next(missing)
     desk.readers.tick(desk.now)
     desk.said.clear()
     for name in ("a0", "a1"):
@@ -285,7 +301,7 @@ def test_the_word_for_a_wait_is_a_new_one_once_a_step_was_formed() -> None:
 def test_those_that_have_nothing_hear_of_it_when_they_wait_for_something_else_and_only_then() -> None:
     desk, upto = out_of_steps()
     missing = Missing("forming", "of samples")
-    desk.readers._waiting_for = lambda: missing
+    desk.waiting_for = lambda: missing
     desk.readers.tick(desk.now)
     desk.say(b"a0", asking(upto, upto), desk.attempt)
     desk.say(b"a1", asking(upto, upto - 1), desk.attempt)
@@ -299,14 +315,14 @@ def test_those_that_have_nothing_hear_of_it_when_they_wait_for_something_else_an
     ):
         missing = now
         desk.said.clear()
-        desk.perform(desk.readers.tell_starving(forming))
+        desk.perform(desk.readers.steps.tell_starving(forming))
         assert [w.stream or w.reason for w in desk.heard("a0", Wait)] == ([] if heard is None else [heard])
         assert not desk.heard("a1", Wait), "it has a step"
     desk.ahead = 1
     desk.form()
     desk.said.clear()
     missing = Missing("memory", "the arena is full")
-    desk.perform(desk.readers.tell_starving())
+    desk.perform(desk.readers.steps.tell_starving())
     assert not desk.said, "it has one again"
 
 
@@ -316,11 +332,11 @@ def test_the_same_stream_is_named_again_after_each_step_that_was_waited_for() ->
     desk.ahead = 0
     for step in range(upto, upto + 3):
         missing = Missing("forming", "of samples")
-        desk.readers._waiting_for = lambda: missing  # noqa: B023
+        desk.waiting_for = lambda: missing  # noqa: B023
         desk.said.clear()
         desk.say(b"a0", asking(step, step), desk.attempt)
         missing = Missing("stream", "no sample of web", "web")
-        desk.perform(desk.readers.tell_starving(forming=False))
+        desk.perform(desk.readers.steps.tell_starving(forming=False))
         assert [w.stream or w.reason for w in desk.heard("a0", Wait)] == ["forming", "web"]
         desk.say(b"a1", asking(step, step), desk.attempt)
         desk.ahead = 1
@@ -333,10 +349,10 @@ def test_who_has_left_waits_for_nothing() -> None:
     desk.say(b"a0", asking(upto, upto), desk.attempt)
     desk.say(b"a0", Bye())
     desk.said.clear()
-    desk.readers._waiting_for = lambda: Missing("log", "full")
-    desk.perform(desk.readers.tell_starving())
+    desk.waiting_for = lambda: Missing("log", "full")
+    desk.perform(desk.readers.steps.tell_starving())
     assert not desk.said
-    assert not desk.readers._starving, "nor is it kept for ever"
+    assert not desk.readers.steps._starving, "nor is it kept for ever"
 
 
 # Two processes and one rank
@@ -366,7 +382,7 @@ def test_who_was_refused_and_did_not_hear_it_is_refused_again() -> None:
         desk.come("second")
         desk.wait(2.0)
     assert len(desk.heard("second", Reject)) == 3
-    assert desk.readers.refused == 3
+    assert desk.readers.link.refused == 3
 
 
 @pytest.mark.parametrize("ready", [True, False])
@@ -442,7 +458,7 @@ def test_ranks_are_all_there_while_none_has_left() -> None:
             desk.come(name, rank=rank)
         else:
             desk.say(name.encode(), message)
-        seen.append((desk.readers.all_there, desk.readers.joined))
+        seen.append((desk.readers.steps.all_there, desk.readers.steps.joined))
     assert seen == [(False, False), (True, True), (False, True), (True, True)], "what is formed is still served"
 
 
@@ -454,14 +470,14 @@ def test_what_a_process_has_waited_goes_on_where_it_comes_back_to_its_rank() -> 
     desk.die("a0")
     desk.wait(SILENT_S + 1)
     desk.come("a0", 4)
-    row = next(row for row in desk.readers.stats() if row["dp_rank"] == 0)
+    row = next(row for row in desk.readers.steps.stats() if row["dp_rank"] == 0)
     assert (row["starvation"], row["stats"]) == (said, {"steps": 7.0})
     desk.say(b"a0", structs.replace(ping("a0"), starvation=Starvation(causes_s={"stream": 41.0}, waits=[4])))
-    assert (desk.readers.next_waits.sum, desk.readers.next_waits.counts[0]) == (41.0, 4)
+    assert (desk.readers.steps.next_waits.sum, desk.readers.steps.next_waits.counts[0]) == (41.0, 4)
     desk.die("a0")
     desk.wait(SILENT_S + 1)
     desk.come("other", 4)
-    assert next(row["starvation"] for row in desk.readers.stats() if row["dp_rank"] == 0) is None
+    assert next(row["starvation"] for row in desk.readers.steps.stats() if row["dp_rank"] == 0) is None
 
 
 def test_a_process_that_said_goodbye_leaves_its_rank_to_the_next_at_once() -> None:
@@ -504,7 +520,7 @@ def test_half_of_the_ranks_may_be_replaced_in_place_one_after_the_other() -> Non
     desk.wait(1.0)
     for name in ("b0", "a1", "b2", "a3"):
         desk.take(name, 6)
-    assert desk.readers.released_upto == 6
+    assert desk.readers.steps.released_upto == 6
     assert desk.attempt == 1
 
 
@@ -519,14 +535,14 @@ def test_what_a_rank_that_went_back_returns_is_kept_for_those_that_have_not_come
     desk.come("b0", 4)
     desk.wait(TICK_S)
     desk.take("b0", 7)
-    assert desk.readers.released_upto == 4
+    assert desk.readers.steps.released_upto == 4
     desk.come("b1", 4, rank=1)
     desk.wait(TICK_S)
     desk.take("b1", 7, 4)
     assert desk.steps("b1") == [4, 5, 6]
     desk.take("b1", 7)
     desk.wait(1.0)
-    assert desk.readers.released_upto == 7
+    assert desk.readers.steps.released_upto == 7
     assert desk.attempt == 1
 
 
@@ -538,7 +554,7 @@ def test_who_lives_while_another_is_replaced_holds_nothing_back() -> None:
     desk.wait(2.0)
     desk.take("b0", 6)
     desk.take("a1", 6)
-    assert desk.readers.released_upto == 6
+    assert desk.readers.steps.released_upto == 6
 
 
 # All go back
@@ -557,7 +573,7 @@ def test_trainers_that_were_all_killed_begin_again_where_their_checkpoint_says(s
     desk.wait(CLAIM_S + 1)
     assert desk.attempt == 2
     assert desk.rewinds == [(step, brought)]
-    assert desk.readers.released_upto == step
+    assert desk.readers.steps.released_upto == step
     assert [desk.heard(name, Attached)[-1].next_step for name in ("b0", "b1")] == [step, step]
     for name in ("b0", "b1"):
         desk.take(name, step + 3, step)
@@ -589,7 +605,7 @@ def test_of_the_snapshots_that_ranks_bring_the_nearest_is_taken_and_none_that_is
     desk.come("b2", 20, dp=4, rank=2, snapshot=nearest)
     desk.come("b3", 20, dp=4, rank=3)
     assert desk.rewinds == [(20, nearest)]
-    assert desk.readers.released_upto == 20
+    assert desk.readers.steps.released_upto == 20
 
 
 def test_while_old_trainers_live_those_that_go_back_wait_and_are_refused_after_ten_seconds_naming_them() -> None:
@@ -639,7 +655,7 @@ def test_processes_that_live_may_all_go_back_in_a_later_round() -> None:
     desk.say(b"a1", attach("a1", 1, rank=1, round_=1))
     assert desk.attempt == 2
     assert desk.rewinds == [(1, None)]
-    assert desk.readers.round == 1
+    assert desk.readers.attempts.round == 1
     desk.take("a0", 3, 1)
     assert desk.steps("a0")[-2:] == [1, 2]
 
@@ -652,7 +668,7 @@ def test_a_process_that_waits_for_the_next_iteration_and_died_takes_no_part_in_w
     desk.come_all("b", 2)
     assert desk.attempt == 1, "a0 may be dead"
     desk.wait(CLAIM_S + 1)
-    assert (desk.attempt, desk.readers.round) == (2, 0)
+    assert (desk.attempt, desk.readers.attempts.round) == (2, 0)
     assert [desk.fence(b"b0"), desk.fence(b"b1")] == [2, 2]
 
 
@@ -874,7 +890,7 @@ def test_readers_that_had_other_steps_are_refused_before_anything_is_served(know
     desk.come_all("b", 4, chain=b"other steps")
     if not known:
         assert desk.rewinds == [(4, None)]
-        desk.perform(desk.readers.check(4, chain_of(4)))
+        desk.perform(desk.readers.attempts.check(4, chain_of(4)))
     assert [desk.heard(name, Reject)[0].code for name in ("b0", "b1")] == ["diverged", "diverged"]
     assert not desk.steps("b0") + desk.steps("b1")
     assert desk.readers.num_readers == 0
@@ -926,7 +942,7 @@ def test_a_step_that_is_passed_over_comes_without_packs_and_counts() -> None:
     assert (over.parts, over.micro_batches, over.frames, over.packs_u32) == (1, 0, [], b"")
     assert (over.digest, over.chain, over.num_loss_tokens) == (digest_of(1), chain_of(2), 10)
     assert desk.steps("a1") == [0, 1, 2]
-    assert desk.readers.released_upto == 2
+    assert desk.readers.steps.released_upto == 2
 
 
 def test_a_drain_is_told_to_those_that_wait_and_to_those_that_have_not_begun() -> None:
@@ -960,14 +976,14 @@ _WORDS = st.one_of(
 def check(desk: Desk) -> None:
     """What holds whatever happens: fences, holders, steps."""
     readers = desk.readers
-    held = readers._seats.held
+    held = readers.registry.held
     assert len({(r.mesh.sizes, r.readers) for r in held.values()}) <= 1, "two meshes at once"
     assert all(r.mesh.ranks == ranks and r.holds for ranks, r in held.items())
-    assert not {r.name for r in readers._seats} & readers._seats.fenced.keys(), "a fenced process is still known"
-    assert 0 <= readers.released_upto <= readers.formed_upto
-    entered = {r.peer: r for r in readers._seats if r.entered}
+    assert not {r.name for r in readers.registry} & readers.registry.fenced.keys(), "a fenced process is still known"
+    assert 0 <= readers.steps.released_upto <= readers.steps.formed_upto
+    entered = {r.peer: r for r in readers.registry if r.entered}
     assert all(r.fence == desk.attempt and r.holds for r in entered.values())
-    assert len(readers._returned) in (0, readers._seats.num_ranks), "an attempt is of all ranks"
+    assert len(readers.steps.returned) in (0, readers.registry.num_ranks), "an attempt is of all ranks"
     fences = [e.fence for _, e in desk.said if isinstance(e.message, StepPart)]
     assert fences == sorted(fences), "a step of an attempt that is over went out"
     assert all(0 < fence <= desk.attempt for fence in fences)
@@ -983,7 +999,7 @@ def test_whatever_trainers_do_one_process_holds_a_rank_and_a_job_can_always_begi
             desk.come(name, step, dp=dp, rank=rank, round_=round_, ready=ready)
         elif kind == "take":
             name, count, delta, resend = rest
-            at = max(desk.readers.released_upto + delta, 0)
+            at = max(desk.readers.steps.released_upto + delta, 0)
             desk.say(
                 name.encode(),
                 Get(feed="train", lineage=0, start=at, stop=at + count, done_upto=at, resend=resend),
@@ -1030,8 +1046,8 @@ PART = 4 * 16 * 4
 def wide(dp: int = 1, leaving_bytes: int = 2 * PART) -> Desk:
     """Ranks whose steps are as large as packs are, of which only so many bytes may be on their way."""
     desk = Desk(ahead=6)
-    desk.readers.leaving_bytes = leaving_bytes
-    desk.readers._steps.num_bytes = lambda packs, mesh: PART  # type: ignore[method-assign]
+    desk.readers.steps.leaving_bytes = leaving_bytes
+    desk.readers.steps.kept.num_bytes = lambda packs, mesh: PART  # type: ignore[method-assign]
     desk.come_all("a", dp=dp)
     return desk
 
@@ -1047,12 +1063,12 @@ def test_only_so_many_bytes_are_sent_as_are_not_confirmed() -> None:
     confirm(desk, "a0", 0)
     desk.wait(30.0)
     assert desk.steps("a0") == [0, 1, 2, 3, 4, 5], "pings confirm, too"
-    assert desk.readers.resent_bytes == 0
+    assert desk.readers.steps.resent_bytes == 0
     desk = wide()
     confirm(desk, "a0", 0)
     confirm(desk, "a0", 1)
     assert desk.steps("a0") == [0, 1, 2]
-    assert desk.readers.queued_bytes == 2 * PART
+    assert desk.readers.steps.queued_bytes == 2 * PART
 
 
 def test_no_number_of_requests_has_anything_sent_twice_without_proof_of_loss() -> None:
@@ -1063,7 +1079,7 @@ def test_no_number_of_requests_has_anything_sent_twice_without_proof_of_loss() -
     assert desk.steps("a0") == [0, 1, 2, 3, 4, 5]
     confirm(desk, "a0", 2, resend=1)
     assert desk.steps("a0") == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5]
-    assert desk.readers.resent_bytes == 4 * PART
+    assert desk.readers.steps.resent_bytes == 4 * PART
     confirm(desk, "a0", 2, resend=2)
     assert len(desk.steps("a0")) == 10, "one proof a second, where nothing is confirmed in between"
 
@@ -1099,8 +1115,8 @@ def test_a_part_that_the_router_dropped_is_sent_when_the_reader_is_heard_again()
     desk = wide(leaving_bytes=1 << 20)
     confirm(desk, "a0", 0)
     dropped = next(e for to, e in desk.said if isinstance(e.message, StepPart) and e.message.step == 3)
-    desk.readers.not_sent(b"a0", dropped)
-    assert desk.readers.queued_bytes == 3 * PART
+    desk.readers.steps.not_sent(b"a0", dropped)
+    assert desk.readers.steps.queued_bytes == 3 * PART
     desk.ahead = 12
     desk.form()
     assert desk.steps("a0") == [0, 1, 2, 3, 4, 5], "not at once: its connection may be gone"
@@ -1113,15 +1129,15 @@ def test_a_part_that_the_router_dropped_is_sent_when_the_reader_is_heard_again()
 
 def test_many_ranks_ping_less_often() -> None:
     desk = Desk()
-    desk.readers.pings_a_second = 0.2
+    desk.readers.attempts.pings_a_second = 0.2
     peer, _ = desk.come_all("a")
     assert desk.heard(peer, Attached)[-1].ping_s == 10.0
-    assert Desk().readers.ping_s == 1.0
+    assert Desk().readers.attempts.ping_s == 1.0
 
 
 def test_a_holder_that_pings_every_ten_seconds_is_asked_before_it_loses_its_rank() -> None:
     desk = Desk()
-    desk.readers.pings_a_second = 0.2
+    desk.readers.attempts.pings_a_second = 0.2
     desk.come_all("a")
     for name in ("a0", "a1"):
         del desk.alive[name]  # no ping for a while: the interval is 10 s
@@ -1137,7 +1153,7 @@ def test_a_holder_that_pings_every_ten_seconds_is_asked_before_it_loses_its_rank
 
 def test_a_holder_that_is_dead_loses_its_rank_though_pings_are_rare() -> None:
     desk = Desk()
-    desk.readers.pings_a_second = 0.2
+    desk.readers.attempts.pings_a_second = 0.2
     desk.come_all("a")
     desk.wait(2.0)
     desk.die("a0")
@@ -1156,7 +1172,7 @@ def test_sixteen_thousand_ranks_restart_at_once() -> None:
     for n in range(RANKS):
         desk.perform(desk.readers.receive(b"a%d" % n, said(attach(f"a{n}", dp=RANKS, rank=n)), desk.now))
     assert desk.attempt == 1
-    assert desk.readers.ping_s == 10.0
+    assert desk.readers.attempts.ping_s == 10.0
     desk.now += 2.0
     desk.said.clear()
     for n in range(RANKS):
@@ -1169,7 +1185,7 @@ def test_sixteen_thousand_ranks_restart_at_once() -> None:
         desk.perform(desk.readers.tick(desk.now))
     kinds = Counter(type(envelope.message) for _, envelope in desk.said)
     assert kinds[Attached] == RANKS, "each takes its rank"
-    assert not desk.readers._seats.claims
+    assert not desk.readers.registry.claims
     assert kinds[Probe] <= 12 * RANKS
     assert not kinds[Reject]
 

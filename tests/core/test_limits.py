@@ -11,7 +11,7 @@ import pytest
 from streampack_services import flood
 
 from streampack import wire
-from streampack.core import producers, readers
+from streampack.core import producers
 from streampack.core.broker import OUTBID_BY, Broker
 from streampack.core.effects import FromProducer, FromTrainer, SendProducer, SendTrainer
 from streampack.core.events import Effect, Tick
@@ -32,6 +32,7 @@ from streampack.core.messages import (
 from streampack.core.plan import Capacity, FeedPlan, needed_tokens
 from streampack.core.rules import Rules, StreamRules
 from streampack.core.snapshot import Snapshot
+from streampack.core.snapshot_requests import MOST_BROUGHT
 from streampack.errors import WireError
 from tests.core.live import Live
 
@@ -94,7 +95,7 @@ def test_readers_beyond_the_limit_are_refused_until_one_has_left() -> None:
     bench = Bench()
     for n in range(MOST + 100):
         bench.say(FromTrainer, b"%d" % n, attach(f"reader{n}", n % 4))
-    seats = bench.core.feeds["train"].readers._seats
+    seats = bench.core.feeds["train"].readers.registry
     assert (len(seats.held), len(seats.claims)) == (MOST, MOST), "who claims a rank is to replace its holder"
     (refused,) = bench.heard(b"%d" % n, Reject)
     assert refused.code == "too_many"
@@ -148,7 +149,7 @@ def test_snapshots_that_differ_are_held_for_a_few_readers_at_a_time() -> None:
     broker = Broker(run=RUN, epoch=EPOCH, feeds=[plan], capacity=Capacity(64, 16, 1 << 20))
     broker.begin()
     said: dict[bytes, Any] = {}
-    for n, given in enumerate([*some, *some[: readers.MOST_BROUGHT]]):
+    for n, given in enumerate([*some, *some[:MOST_BROUGHT]]):
         peer = b"%d" % n
         message = attach(f"reader{n}", n % 3, 4, next_step=3, snapshot_digest=given.digest)  # rank 3 never comes
         effects = broker.handle(FromTrainer(peer, Envelope(run=0, epoch=0, fence=0, message=message)))
@@ -158,9 +159,9 @@ def test_snapshots_that_differ_are_held_for_a_few_readers_at_a_time() -> None:
             effects = broker.handle(FromTrainer(peer, Envelope(run=0, epoch=0, fence=0, message=sent)))
             said[peer] += [e.envelope.message for e in effects if isinstance(e, SendTrainer)]
     refused = [n for n, (peer, messages) in enumerate(said.items()) if any(isinstance(m, Reject) for m in messages)]
-    assert refused == list(range(readers.MOST_BROUGHT, 20)), said
-    held = {id(reader.snapshot) for reader in broker.feeds["train"].readers._seats}
-    assert len(held) == readers.MOST_BROUGHT
+    assert refused == list(range(MOST_BROUGHT, 20)), said
+    held = {id(reader.snapshot) for reader in broker.feeds["train"].readers.registry}
+    assert len(held) == MOST_BROUGHT
 
 
 def other(taken: Snapshot, skip: int) -> Snapshot:
@@ -222,7 +223,7 @@ def test_lines_that_peers_cause_are_bounded_and_counted() -> None:
 def test_all_that_claim_ranks_of_another_mesh_have_the_same_in_their_way() -> None:
     """Found once, not for each of thousands of claims whenever time goes on; and anew when a rank comes or goes."""
     bench = Bench(most=100)
-    seats = bench.core.feeds["train"].readers._seats
+    seats = bench.core.feeds["train"].readers.registry
     for rank in range(4):
         bench.say(FromTrainer, b"%d" % rank, attach(f"held{rank}", rank))
     for rank in range(2):

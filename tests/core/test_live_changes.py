@@ -144,7 +144,7 @@ def test_a_checkpoint_that_is_asked_for_late_has_nobody_go_back(seed: int, more:
     live.read(10)
     live.start_broker()
     live.until(lambda: live.is_attached)
-    begun, history = live.feed.readers.released_upto, live.feed.history
+    begun, history = live.feed.readers.steps.released_upto, live.feed.history
     live.read(begun + KEPT_STEPS + 12 + more)
     at, _, kept = history.nearest(begun)
     assert at > 0, "it began from a snapshot"

@@ -21,9 +21,9 @@ from streampack.core.form import Former
 from streampack.core.intake import apply_overlong
 from streampack.core.kept import KeptSteps, mesh_refusal
 from streampack.core.messages import Attach, Attached, Envelope, Mesh, StepPart
+from streampack.core.rank_registry import refusal
 from streampack.core.rules import Align, Balance, Batch, Rules, Warmup
 from streampack.core.samples import I64, ROW, SampleTable
-from streampack.core.seats import refusal
 from streampack.core.shapes import Sizes
 from streampack.core.waste import CAUSES
 from streampack.errors import InvariantError, UserError, WireError

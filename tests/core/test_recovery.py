@@ -391,7 +391,7 @@ def test_a_base_says_what_was_returned_before_the_broker_was_started() -> None:
     again.start()
     assert desk.records is not None
     last = [record for record in desk.records if isinstance(record, Base)][-1]
-    assert last.released["train"] == again.core.feeds["train"].readers.released_upto > 0
+    assert last.released["train"] == again.core.feeds["train"].readers.steps.released_upto > 0
 
 
 def test_without_a_log_the_order_of_chunks_is_kept_no_longer_than_a_snapshot_needs_it() -> None:

@@ -41,7 +41,7 @@ class Guarded(Bench):
     def holders(self) -> dict[tuple[str, str], bytes]:
         """By side and name of everybody who is there: its key."""
         there = {("producer", each.name): key_of(each.peer) for each in self.core.leases.producers}
-        return there | {("trainer", each.name): key_of(each.peer) for each in self.feed.readers._seats}
+        return there | {("trainer", each.name): key_of(each.peer) for each in self.feed.readers.registry}
 
 
 def spelled_out(rights: Rights, message: Message, side: Side) -> bool:
@@ -95,7 +95,7 @@ def test_nobody_holds_or_sends_what_its_key_does_not_allow(
             if key_of(producer.peer) == key:
                 assert of.role in ("producer", "any")
                 assert set(producer.offers) <= set(of.streams or producer.offers)
-        for reader in bench.feed.readers._seats:
+        for reader in bench.feed.readers.registry:
             if key_of(reader.peer) == key:
                 assert of.role in ("trainer", "any")
                 ranks = dict(zip(("dp", "cp", "tp", "pp"), reader.mesh.ranks, strict=True))
@@ -124,7 +124,7 @@ def test_what_is_allowed_has_the_same_effects_as_without_keys(events: list[Any],
         assert guarded.said == plain.said
     assert guarded.holders() == {
         **{("producer", each.name): key_of(each.peer) for each in plain.core.leases.producers},
-        **{("trainer", each.name): key_of(each.peer) for each in plain.feed.readers._seats},
+        **{("trainer", each.name): key_of(each.peer) for each in plain.feed.readers.registry},
     }
 
 

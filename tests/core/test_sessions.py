@@ -124,7 +124,7 @@ class Bench:
 
     def read(self, peer: bytes, message: Message, fence: int | None = None) -> None:
         """A message of a client."""
-        fence = self.feed.readers._attempt if fence is None else fence
+        fence = self.feed.readers.attempts.number if fence is None else fence
         self.handle(FromTrainer(peer, Envelope(run=RUN, epoch=EPOCH, fence=fence, message=message)))
 
     def heard(self, peer: bytes, kind: type[M]) -> list[M]:
@@ -245,7 +245,7 @@ def serve_two_steps(bench: Bench) -> None:
     bench.read(b"1", attach("r"))
     bench.read(b"1", get(3))
     bench.read(b"1", get(4, start=3, done=2))
-    assert bench.feed.readers.released_upto == 2
+    assert bench.feed.readers.steps.released_upto == 2
 
 
 def test_an_older_copy_of_attach_changes_nothing() -> None:
@@ -254,7 +254,7 @@ def test_an_older_copy_of_attach_changes_nothing() -> None:
     bench.read(b"1", attach("r"))
     assert not bench.heard(b"1", Reject)
     assert len(bench.heard(b"1", Attached)) == 2
-    assert bench.feed.readers.released_upto == 2
+    assert bench.feed.readers.steps.released_upto == 2
     bench.read(b"1", get(4, start=2, done=2, resend=1))
     assert bench.heard(b"1", StepPart)[-1].step == 3
 
@@ -290,7 +290,7 @@ def test_what_was_said_in_another_attempt_changes_nothing_and_is_answered_with_t
     serve_two_steps(bench)
     told = len(bench.heard(b"1", Attached))
     bench.read(b"1", get(64, start=4, done=4), fence=0)
-    assert bench.feed.readers.released_upto == 2
+    assert bench.feed.readers.steps.released_upto == 2
     assert len(bench.heard(b"1", Attached)) == told + 1
 
 
@@ -329,7 +329,7 @@ def in_two(merged: int = 1024, chunks: int = 6) -> Bench:
     for peer in (b"0", b"1"):
         bench.read(peer, get(3))
         bench.read(peer, get(3, start=3, done=2))
-    assert bench.feed.readers.released_upto == 2
+    assert bench.feed.readers.steps.released_upto == 2
     return bench
 
 
@@ -370,16 +370,16 @@ def test_each_iteration_has_the_steps_of_the_first(returned: int) -> None:
 def test_an_iteration_begins_when_the_last_rank_comes_to_it() -> None:
     bench = in_two()
     again(bench, 0)
-    assert bench.feed.readers.round == 0
+    assert bench.feed.readers.attempts.round == 0
     wait = bench.heard(b"0", Wait)[-1]
     assert (wait.step, wait.reason) == (0, "join")
     assert wait.detail == "iteration 1: 1 of 2 ranks are still in the one before: dp=1 cp=0 tp=0 pp=0 at r1-host:1"
     bench.read(b"1", get(8, start=3, done=3))
     assert bench.heard(b"1", StepPart)[-1].step == 4, "the other holds it back no longer"
-    assert bench.feed.readers.released_upto == 3
+    assert bench.feed.readers.steps.released_upto == 3
     again(bench, 1)
-    assert bench.feed.readers.round == 1
-    assert bench.feed.readers.released_upto == 0
+    assert bench.feed.readers.attempts.round == 1
+    assert bench.feed.readers.steps.released_upto == 0
     assert [bench.heard(peer, Attached)[-1].round for peer in (b"0", b"1")] == [1, 1]
 
 
@@ -394,8 +394,8 @@ def test_what_is_said_in_the_iteration_before_changes_nothing() -> None:
     fill(bench)
     bench.read(b"0", get(5, start=3, done=3), fence=1)
     assert len(bench.heard(b"0", StepPart)) == before
-    assert bench.feed.readers.released_upto == 0
-    assert bench.feed.readers.round == 1
+    assert bench.feed.readers.steps.released_upto == 0
+    assert bench.feed.readers.attempts.round == 1
 
 
 def test_samples_of_the_iteration_before_are_revoked_and_not_taken() -> None:
@@ -414,15 +414,15 @@ def test_samples_of_the_iteration_before_are_revoked_and_not_taken() -> None:
 def test_nothing_is_read_on_while_a_rank_is_gone_between_two_iterations() -> None:
     """All have left the first one, and one of them the job: it may come back to either."""
     bench = in_two(merged=4096, chunks=40)
-    formed = bench.feed.readers.formed_upto
+    formed = bench.feed.readers.steps.formed_upto
     assert formed > 5
     again(bench, 0)
     bench.read(b"0", Bye())
     again(bench, 1)
     bench.handle(Tick(1.0))
-    assert bench.feed.readers.released_upto == 2
-    assert bench.feed.readers.formed_upto == formed
-    assert bench.feed.readers.slowest == "dp=0 cp=0 tp=0 pp=0 left between two iterations: start it again"
+    assert bench.feed.readers.steps.released_upto == 2
+    assert bench.feed.readers.steps.formed_upto == formed
+    assert bench.feed.readers.steps.slowest == "dp=0 cp=0 tp=0 pp=0 left between two iterations: start it again"
     assert "1 of 2 ranks are still in the one before: dp=0" in bench.heard(b"1", Wait)[-1].detail
     again(bench, 0, 0, name="new", next_step=2)
     bench.read(b"new", get(4, start=2))
@@ -435,7 +435,7 @@ def test_a_rank_that_left_between_two_iterations_and_comes_back_begins_the_next(
     bench.read(b"0", Bye())
     again(bench, 1)
     again(bench, 0, name="new")
-    assert bench.feed.readers.round == 1
+    assert bench.feed.readers.attempts.round == 1
     assert bench.heard(b"new", Attached)[-1].round == 1
 
 
@@ -486,22 +486,22 @@ def test_an_iteration_that_is_over_is_begun_again_by_all_or_by_none() -> None:
     again(bench, 0, 0, name="one")
     again(bench, 1, 0, name="two")
     assert bench.heard(b"one", Attached)[-1].round == 0
-    assert bench.feed.readers.round == 0
+    assert bench.feed.readers.attempts.round == 0
 
 
 def test_a_new_broker_serves_the_earliest_iteration_that_a_rank_is_in() -> None:
     bench = Bench(merged=1024)
     bench.produce(b"p", hello("p", "a", "b"))
     again(bench, 0, 3)
-    assert bench.feed.readers._attempt == 0
+    assert bench.feed.readers.attempts.number == 0
     again(bench, 1, 2, next_step=4)
-    assert bench.feed.readers.round == 2
+    assert bench.feed.readers.attempts.round == 2
     fill(bench)
     bench.read(b"1", get(8, start=4))
     assert [step for step, _ in steps_of(bench, b"1")] == [4]
     assert not steps_of(bench, b"0")
     again(bench, 1, 3)
-    assert bench.feed.readers.round == 3
+    assert bench.feed.readers.attempts.round == 3
     assert not bench.heard(b"0", Reject) + bench.heard(b"1", Reject)
 
 
@@ -591,7 +591,7 @@ def test_iterating_a_feed_moves_no_other() -> None:
     bench.read(b"2", get(2), fence=1)
     before, told = bench.sessions(b"p"), len(bench.said)
     for round_ in (1, 2, 3):
-        bench.read(b"2", get(2, start=2, done=1), fence=valid.readers._attempt)
+        bench.read(b"2", get(2, start=2, done=1), fence=valid.readers.attempts.number)
         bench.read(b"2", attach("v", feed="valid", round_=round_), fence=0)
         for key, session in bench.sessions(b"p").items():
             assert (key[0] == "c") == (session != before[key]), key
@@ -599,7 +599,7 @@ def test_iterating_a_feed_moves_no_other() -> None:
             for key, session in bench.sessions(b"p").items():
                 if key[0] == "c":
                     bench.samples(b"p", key, 4 * n, [4, 5, 3, 4], session)
-        bench.read(b"2", get(2), fence=valid.readers._attempt)
+        bench.read(b"2", get(2), fence=valid.readers.attempts.number)
     assert [e for to, e in bench.said[told:] if to == b"1" and not isinstance(e.message, Wait)] == []
     found = steps_of(bench, b"2")
     assert [step for step, _ in found] == [0, 1] * 4
@@ -624,11 +624,13 @@ def test_a_feed_that_a_stream_has_stopped_begins_again_with_all_its_streams() ->
         ended = {(flow.stream, flow.partition) for flow in bench.heard(b"p", Flow) if flow.ended}
         assert ended == {("c", 0), ("d", 0)}, "no more of the other stream is wanted"
         at = len(steps_of(bench, b"2"))
-        bench.read(b"2", get(8), fence=valid.readers._attempt)
+        bench.read(b"2", get(8), fence=valid.readers.attempts.number)
         found.append(steps_of(bench, b"2")[at:])
-        assert valid.readers.end is not None
+        assert valid.readers.steps.end is not None
         bench.read(
-            b"2", get(8, start=valid.readers.formed_upto, done=valid.readers.formed_upto), fence=valid.readers._attempt
+            b"2",
+            get(8, start=valid.readers.steps.formed_upto, done=valid.readers.steps.formed_upto),
+            fence=valid.readers.attempts.number,
         )
         assert valid.memory.held_tokens == 0
     assert found[0] == found[1] == found[2]

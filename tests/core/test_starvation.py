@@ -128,25 +128,25 @@ def test_a_rank_that_goes_on_elsewhere_brings_what_it_has_waited_and_no_wait_is_
     peer = desk.come("a0", dp=1, starvation=before)
     assert said_of(desk) == before
     desk.say(peer, ping("a0", starvation=Starvation(causes_s={"peers": 3601.5}, waits=[0, 8])))
-    assert (desk.readers.next_waits.sum, desk.readers.next_waits.counts[1]) == (1.5, 1)
+    assert (desk.readers.steps.next_waits.sum, desk.readers.steps.next_waits.counts[1]) == (1.5, 1)
     desk.die("a0")
     desk.wait(SILENT_S + 1)
-    assert not desk.readers.stats()
+    assert not desk.readers.steps.stats()
     now = Starvation(causes_s={"peers": 3602.0, "network": 20.0}, waits=[0, 8])
     desk.say(desk.come("a0", dp=1, starvation=now), ping("a0", starvation=now))
     assert said_of(desk) == now
-    assert (desk.readers.next_waits.sum, desk.readers.next_waits.counts[1]) == (22.0, 1)
+    assert (desk.readers.steps.next_waits.sum, desk.readers.steps.next_waits.counts[1]) == (22.0, 1)
 
 
 def test_a_rank_that_waits_for_others_says_so_before_they_are_there() -> None:
     desk, said = Desk(), Starvation(causes_s={"join": 60.0})
     desk.say(desk.come("a0", dp=2), ping("a0", starvation=said))
     assert said_of(desk) == said
-    assert desk.readers.next_waits.sum == 60.0
+    assert desk.readers.steps.next_waits.sum == 60.0
 
 
 def said_of(desk: Desk) -> object:
-    (row,) = desk.readers.stats()
+    (row,) = desk.readers.steps.stats()
     return row["starvation"]
 
 

@@ -70,8 +70,8 @@ class BrokerProcess:
             steps_ahead=world.jobs["train"].case.steps_ahead, journal=Journal(disk is not None), run_name="sim",
         )  # fmt: skip
         for feed in self.core.feeds.values():
-            feed.readers.pings_a_second = world.pings_a_second
-            feed.readers._steps.part_bytes = world.part_bytes
+            feed.readers.attempts.pings_a_second = world.pings_a_second
+            feed.readers.steps.kept.part_bytes = world.part_bytes
         partitions = sum(stream.partitions for plan in plans for stream in plan.rules.streams)
         self.live_tokens = sum(plan.merged_tokens for plan in plans) + QUOTA * partitions
         blocks = int(self.live_tokens * SLACK / MAX_SAMPLE) + 4

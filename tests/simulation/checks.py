@@ -89,7 +89,7 @@ class BrokerChecks:
                 return self._leases(event)
         elif isinstance(event, FromTrainer) and not isinstance(event.envelope.message, NOT_FENCED):
             readers = self._readers_of(event)
-            reader = readers._seats.at(event.peer)
+            reader = readers.registry.at(event.peer)
             if reader is None or (event.envelope.epoch, event.envelope.fence) != (core.epoch, reader.fence):
                 return self._readers(readers)
         return None
@@ -114,7 +114,7 @@ class BrokerChecks:
     def _attached(self, effect: SendTrainer) -> None:
         message, envelope, world = effect.envelope.message, effect.envelope, self._process.world
         assert isinstance(message, Attached)
-        seats = self._core.feeds[message.feed].readers._seats
+        seats = self._core.feeds[message.feed].readers.registry
         there = {reader.name: reader.holds for reader in seats}
         world.there.setdefault((message.feed, envelope.epoch, envelope.fence), there)
         if self._process is world.broker:
@@ -137,13 +137,17 @@ class BrokerChecks:
 
     def _queues(self, readers: Readers) -> None:
         """Bytes that are sent and not confirmed are within their bounds, but for one part."""
-        for reader in readers._seats:
+        for reader in readers.registry:
             assert reader.queued_bytes == sum(size for _, _, size in reader.queued), "queues are not counted right"
-            most = readers._most_queued + max((size for _, _, size in reader.queued), default=0)
+            most = readers.steps.most_queued + max((size for _, _, size in reader.queued), default=0)
             assert reader.queued_bytes <= most, f"{reader.queued_bytes} bytes are queued for {reader.name}"
-        largest = max((size for reader in readers._seats for _, _, size in reader.queued), default=0)
-        assert readers.queued_bytes == sum(reader.queued_bytes for reader in readers._seats), "a queue is counted twice"
-        assert readers.queued_bytes <= readers.leaving_bytes + largest, f"{readers.queued_bytes} bytes are queued"
+        largest = max((size for reader in readers.registry for _, _, size in reader.queued), default=0)
+        assert readers.steps.queued_bytes == sum(reader.queued_bytes for reader in readers.registry), (
+            "a queue is counted twice"
+        )
+        assert readers.steps.queued_bytes <= readers.steps.leaving_bytes + largest, (
+            f"{readers.steps.queued_bytes} bytes are queued"
+        )
 
     def granted(self, stream: str, partition: int, session: int) -> tuple[int, int]:
         """(samples, bytes) that this broker ever granted to a session."""
@@ -175,8 +179,8 @@ class BrokerChecks:
         return readers
 
     def _readers(self, readers: Readers) -> list[Any]:
-        rows = [(r.name, r.heard, r.sent_upto, r.want_stop) for r in readers._seats]
-        return [readers.released_upto, dict(readers._returned), *rows]
+        rows = [(r.name, r.heard, r.sent_upto, r.want_stop) for r in readers.registry]
+        return [readers.steps.released_upto, dict(readers.steps.returned), *rows]
 
     def _flow(self, session: int, flow: Flow) -> None:
         key = (flow.stream, flow.partition, session)
@@ -204,17 +208,21 @@ class BrokerChecks:
         message = effect.envelope.message
         assert isinstance(message, StepPart)
         readers, envelope = self._core.feeds[message.feed].readers, effect.envelope
-        of = self._process.world.rounds.setdefault((message.feed, envelope.epoch, envelope.fence), readers.round)
-        assert of == readers.round, f"R5: attempt {envelope.fence} is of iteration {of} and of {readers.round}"
+        of = self._process.world.rounds.setdefault(
+            (message.feed, envelope.epoch, envelope.fence), readers.attempts.round
+        )
+        assert of == readers.attempts.round, (
+            f"R5: attempt {envelope.fence} is of iteration {of} and of {readers.attempts.round}"
+        )
         lsn, _ = self._steps.get((message.feed, message.step), (-1, b""))
         safe = self._process.disk is None or self._is_safe(lsn) or self._is_before_log(message.feed, message.step)
         assert safe, f"R2: step {message.step} went out before the log had it"
-        reader = readers._seats.at(effect.peer)
+        reader = readers.registry.at(effect.peer)
         assert reader is not None
-        assert reader.name not in readers._seats.fenced, f"R5: {reader.name} is served, which lost its rank"
+        assert reader.name not in readers.registry.fenced, f"R5: {reader.name} is served, which lost its rank"
         published, key = self._process.published, (message.feed, envelope.fence, message.step)
         if key not in published:
-            here = len(readers._returned)
+            here = len(readers.steps.returned)
             there = reader.mesh.dp * reader.mesh.cp
             assert here == there, "R3: a step went out before all ranks were there"
             published.add(key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from streampack.core.seats import Reader
+from streampack.core.rank_registry import Reader
 from tests.simulation.client import ClientProcess
 from tests.simulation.disk import Disk
 from tests.simulation.job import Job
@@ -167,7 +167,7 @@ class Faults:
 
     def _held(self, client: ClientProcess) -> Reader | None:
         """Who holds a client's rank, as the broker sees it."""
-        return self.world.broker.core.feeds[client.job.feed].readers._seats.held.get(client.mesh.ranks)
+        return self.world.broker.core.feeds[client.job.feed].readers.registry.held.get(client.mesh.ranks)
 
     def _wakes(self, client: ClientProcess, epoch: int) -> None:
         """A process that was replaced wakes up: it must hear that it has lost its rank, if the broker knew both."""

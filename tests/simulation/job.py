@@ -12,7 +12,7 @@ import numpy as np
 
 from streampack.core.client_events import Broken
 from streampack.core.messages import Envelope, Mesh, State, StepPart
-from streampack.core.seats import Ranks
+from streampack.core.rank_registry import Ranks
 from tests.simulation.broker import FIRST_EPOCH
 from tests.simulation.client import Checkpoint, ClientProcess
 from tests.simulation.data import Id, Shard, case, shards_of

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from streampack.core import admission, form, kept
+from streampack.core.attempts import AttemptCoordinator
 from streampack.core.books import Books
 from streampack.core.client_session import ClientSession
 from streampack.core.credits import Credits
@@ -35,11 +36,12 @@ from streampack.core.outbox import Outbox
 from streampack.core.planner import Planner
 from streampack.core.producer_session import ProducerSession
 from streampack.core.producers import Producer
+from streampack.core.rank_registry import RankRegistry
 from streampack.core.readers import Readers
 from streampack.core.records import ChunkAdmitted
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
-from streampack.core.seats import Seats
+from streampack.core.step_server import StepServer
 from streampack.core.steps import Step
 from tests.simulation.checks import BrokerChecks
 from tests.simulation.data import (
@@ -122,18 +124,18 @@ def what_a_stopped_feed_holds_is_kept(patch: Patch) -> None:
 
 @mutant("R3")
 def a_step_goes_out_before_all_ranks_are_there(patch: Patch) -> None:
-    patch.setattr(Seats, "all_wait", lambda self: any(reader.ready for reader in self.held.values()))
+    patch.setattr(RankRegistry, "all_wait", lambda self: any(reader.ready for reader in self.held.values()))
 
 
 @mutant("R4")
 def a_step_is_forgotten_when_the_fastest_rank_returned_it(patch: Patch) -> None:
-    def note_done(original: Any, self: Readers, reader: Any, done_upto: int) -> Any:
-        most = max(*self._returned.values(), done_upto, 0)
-        for ranks in self._returned:
-            self._returned[ranks] = most
+    def note_done(original: Any, self: StepServer, reader: Any, done_upto: int) -> Any:
+        most = max(*self.returned.values(), done_upto, 0)
+        for ranks in self.returned:
+            self.returned[ranks] = most
         return original(self, reader, done_upto)
 
-    _wrap(patch, Readers, "_note_done", note_done)
+    _wrap(patch, StepServer, "_note_done", note_done)
 
 
 @mutant("R4")
@@ -174,9 +176,9 @@ def producers_of_an_old_broker_are_believed(patch: Patch) -> None:
 @mutant("R5")
 def readers_of_an_old_broker_or_attempt_are_believed(patch: Patch) -> None:
     def receive(original: Any, self: Readers, peer: bytes, envelope: Envelope, now: float) -> Any:
-        reader = self._seats.at(peer)
+        reader = self.registry.at(peer)
         fence = envelope.fence if reader is None else reader.fence
-        return original(self, peer, _changed(envelope, epoch=self.epoch, fence=fence), now)
+        return original(self, peer, _changed(envelope, epoch=self.link.epoch, fence=fence), now)
 
     _wrap(patch, Readers, "receive", receive)
 
@@ -302,26 +304,26 @@ def what_was_sent_before_a_word_proves_no_loss(patch: Patch) -> None:
 
 @mutant("loss")
 def a_proof_of_loss_is_not_believed(patch: Patch) -> None:
-    patch.setattr(Readers, "_send_again", lambda self, reader, message: None)
+    patch.setattr(StepServer, "_send_again", lambda self, reader, message: None)
 
 
 @mutant("queues")
 def any_number_of_bytes_is_on_its_way(patch: Patch) -> None:
-    patch.setattr(Readers, "_may_send", lambda self, reader: True)
+    patch.setattr(StepServer, "_may_send", lambda self, reader: True)
 
 
 @mutant("queues")
 def what_a_reader_confirms_is_not_heard(patch: Patch) -> None:
-    patch.setattr(Readers, "_confirm", lambda self, reader, step, part: None)
+    patch.setattr(StepServer, "_confirm", lambda self, reader, step, part: None)
 
 
 @mutant("queues")
 def what_is_queued_for_a_reader_that_is_gone_counts_for_ever(patch: Patch) -> None:
-    def forget(original: Any, self: Readers, reader: Any) -> None:
-        if reader.name in self._seats._names:
+    def forget(original: Any, self: StepServer, reader: Any) -> None:
+        if reader.name in self._registry._names:
             original(self, reader)
 
-    _wrap(patch, Readers, "_forget_queue", forget)
+    _wrap(patch, StepServer, "forget_queue", forget)
 
 
 @mutant("no timer touches FORM")
@@ -345,22 +347,22 @@ def a_client_forgets_where_it_was_when_it_attaches_again(patch: Patch) -> None:
 
 @mutant("rounds", first=31)
 def an_iteration_begins_before_all_ranks_are_through_with_the_one_before(patch: Patch) -> None:
-    def arrive(original: Any, self: Readers, reader: Any) -> Any:
-        if self._returned and reader.round > self.round:
-            for other in self._seats.held.values():
+    def arrive(original: Any, self: AttemptCoordinator, reader: Any) -> Any:
+        if self._steps.returned and reader.round > self.round:
+            for other in self._registry.held.values():
                 other.round, other.entered, other.first_step = reader.round, False, 0
         return original(self, reader)
 
-    _wrap(patch, Readers, "_arrive", arrive)
+    _wrap(patch, AttemptCoordinator, "arrive", arrive)
 
 
 @mutant("rounds")
 def an_iteration_has_no_attempt_of_its_own(patch: Patch) -> None:
-    def opened(original: Any, self: Readers) -> Any:
-        self._attempt = max(self._attempt - 1, 0)
+    def opened(original: Any, self: AttemptCoordinator) -> Any:
+        self.number = max(self.number - 1, 0)
         return original(self)
 
-    _wrap(patch, Readers, "_begin", opened)
+    _wrap(patch, AttemptCoordinator, "_begin", opened)
 
 
 @mutant("rounds")
@@ -445,7 +447,7 @@ mutant("R2", work_s=SLOW_S)(a_step_goes_out_before_its_record_is_safe)
 
 @mutant("R5", first=75)
 def a_process_that_was_replaced_is_not_fenced(patch: Patch) -> None:
-    patch.setattr(Seats, "_fence", lambda self, last, by: None)
+    patch.setattr(RankRegistry, "_fence", lambda self, last, by: None)
 
 
 @mutant("R7", ARRIVAL)

@@ -29,7 +29,7 @@ def _run_on_a_source_that_changes(seed: int, patch: pytest.MonkeyPatch) -> None:
             break
         if snapshot != history.last_snapshot:
             snapshot = step = 0
-        if not step and 0 < history.last_snapshot <= readers.released_upto:
+        if not step and 0 < history.last_snapshot <= readers.steps.released_upto:
             snapshot, step = history.last_snapshot, history.num_steps  # it says with this step what was returned
     original = Case.tokens
     patch.setattr(Case, "tokens", lambda self, *sample: original(self, *sample) + 1)

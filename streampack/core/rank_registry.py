@@ -1,11 +1,12 @@
 """Who holds which rank of the trainers' mesh, and who wants one.
 
-A reader is a process: its name is its own for as long as it lives. It *holds* its rank while it is
-heard. Another process that asks for that rank *claims* it: where the holder is heard after the claim
-came, two are alive and the second is refused; a holder that was silent for ``CLAIM_S`` has lost the
-rank, and is fenced: it hears so, should it wake up. Ranks of two meshes are never held at once, so
-a claim for another mesh is one for all ranks that are held. Knows nothing of steps but where each
-reader begins.
+A reader is a process. Its name is its own for as long as it lives. It *holds* its rank while it is heard. Another
+process that asks for that rank *claims* it. If the holder is heard after the claim came, two processes are alive, and
+the second is refused. A holder that was silent for ``CLAIM_S`` has lost the rank and is *fenced*: the broker tells it
+so, should it wake up.
+
+Ranks of two meshes are never held at once, so a claim for another mesh is a claim for all ranks that are held. The
+registry knows nothing of steps but where each reader begins.
 """
 
 from __future__ import annotations
@@ -97,10 +98,12 @@ class Reader:
         self.since, self.entered = now, False
 
 
-class Seats:
+class RankRegistry:
     """The ranks of one mesh at a time: those ``held``, by rank, and the claims to them, oldest first."""
 
     def __init__(self) -> None:
+        self.now = 0.0
+        """Time of the last event, in seconds."""
         self.held: dict[Ranks, Reader] = {}
         self.claims: dict[str, Reader] = {}
         self.fenced: dict[str, str] = {}
@@ -164,8 +167,12 @@ class Seats:
         """Is it of another mesh, or does it say that other ranks read, than those that hold theirs?"""
         return bool(self.held) and self._mesh != (reader.mesh.sizes, reader.readers)
 
-    def seat(self, reader: Reader) -> bool:
-        """Its rank is its own: nobody is in the way. Fences who held it last; is it the first of another mesh?"""
+    def give_rank(self, reader: Reader) -> bool:
+        """Give a reader its rank, which nobody holds. Fence the process that held it last.
+
+        Returns:
+            Whether this reader is the first of another mesh.
+        """
         mesh = (reader.mesh.sizes, reader.readers)
         other = self._mesh != mesh
         if other:
