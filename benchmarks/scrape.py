@@ -24,7 +24,7 @@ from benchmarks.report import arguments, head, say
 from streampack.config import BrokerConfig
 from streampack.core.feed import Feed
 from streampack.core.messages import Mesh, ReadBy
-from streampack.core.rank_registry import Reader
+from streampack.core.rank_registry import Reader, ReaderPhase
 from streampack.core.starvation import CAUSES, WAIT_BOUNDS_S, Starvation
 from streampack.reading_figures import ReadingFigures
 from streampack.typed_tree import convert
@@ -39,7 +39,9 @@ def seat(feed: Feed, ranks: int) -> None:
     feed.readers.steps.dealt.add(costs, costs, np.arange(len(costs)).reshape(-1, ranks))
     for rank in range(ranks):
         mesh, where = Mesh(dp=ranks, dp_rank=rank), f"node{rank // 8:03d}.cluster:{1000 + rank}"
-        reader = Reader(f"r{rank}", b"%d" % rank, where, mesh, ReadBy(), 0.0, 0.0, holds=True)
+        reader = Reader(f"r{rank}", b"%d" % rank, where, mesh, ReadBy(), 0.0, 0.0)
+        reader.phases.go(ReaderPhase.CLAIMS)
+        reader.take_rank()
         reader.stats = ReadingFigures().counts(0)
         reader.starvation = Starvation(
             causes_s=dict.fromkeys(CAUSES, rank + 0.123456), streams_s=dict.fromkeys(STREAMS, rank + 0.041),

@@ -223,7 +223,7 @@ class AttemptCoordinator:
 
     def _enter(self, reader: Reader) -> list[Effect]:
         """Let a reader take part in the attempt, from its first step on."""
-        reader.entered, reader.fence, reader.snapshot = True, self.number, None
+        reader.enter(self.number)
         self._steps.enter(reader)
         return self._link.send(reader, self._attached(reader))
 
@@ -255,7 +255,8 @@ class AttemptCoordinator:
     def _attached(self, reader: Reader) -> Attached:
         return Attached(
             feed=self._feed, reader=reader.name, lineage=self._steps.lineage, next_step=reader.first_step,
-            rules=self._rules, layout=self._layout, round=reader.round, ping_s=self.ping_s, ack_bytes=self._steps.most_queued // ACKS,
+            rules=self._rules, layout=self._layout, round=reader.round, ping_s=self.ping_s,
+            ack_bytes=self._steps.most_queued // ACKS,
         )  # fmt: skip
 
     # What they are told

@@ -21,7 +21,8 @@ A question (``Ask``) is repeated until it is answered, whatever becomes of the a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from enum import Enum
 
 from msgspec import Struct
 
@@ -65,6 +66,7 @@ from streampack.core.messages import (
     Who,
 )
 from streampack.core.patience import Patience
+from streampack.core.phases import Phases
 from streampack.core.snapshot import Snapshot
 from streampack.core.starvation import Starvation, cause_of
 
@@ -79,6 +81,50 @@ GONE_S = 5.0
 """A broker that does not answer for so long is reported as silent; intervals between pings at least."""
 SAID_S = 2.5
 """Intervals between pings for which a Wait holds: the broker repeats it in each."""
+
+
+class ClientPhase(Enum):
+    """How far a rank is with its broker. ``attached``: the broker has answered its last ``Attach``."""
+
+    CLAIMING = ("asks for its rank, before the trainer says where it begins", False)
+    HOLDING = ("has its rank, before the trainer says where it begins", True)
+    ATTACHING = ("asks to take part from its next step on", False)
+    READING = ("takes part, or waits for the other ranks", True)
+    ENDED = ("has had every step of the round", True)
+    ENDED_ATTACHING = ("has had every step, and asks a new broker for its rank", False)
+    OVER = ("is closed, or cannot go on", False)
+
+    def __init__(self, text: str, attached: bool) -> None:
+        self.text, self.attached = text, attached
+
+
+_BEGUN = frozenset({ClientPhase.ATTACHING, ClientPhase.OVER})
+CLIENT_PHASES = {
+    ClientPhase.CLAIMING: _BEGUN | {ClientPhase.CLAIMING, ClientPhase.HOLDING},
+    ClientPhase.HOLDING: _BEGUN | {ClientPhase.CLAIMING},
+    ClientPhase.ATTACHING: _BEGUN | {ClientPhase.READING},
+    ClientPhase.READING: _BEGUN | {ClientPhase.ENDED},
+    ClientPhase.ENDED: _BEGUN | {ClientPhase.ENDED_ATTACHING},
+    ClientPhase.ENDED_ATTACHING: _BEGUN | {ClientPhase.ENDED, ClientPhase.ENDED_ATTACHING},
+    ClientPhase.OVER: frozenset({ClientPhase.OVER}),
+}
+"""The phases that may follow each."""
+
+_ANSWERED = {
+    ClientPhase.CLAIMING: ClientPhase.HOLDING,
+    ClientPhase.ATTACHING: ClientPhase.READING,
+    ClientPhase.ENDED_ATTACHING: ClientPhase.ENDED,
+}
+"""The phase that follows an ``Attached``."""
+_LOST = {
+    ClientPhase.CLAIMING: ClientPhase.CLAIMING,
+    ClientPhase.HOLDING: ClientPhase.CLAIMING,
+    ClientPhase.ATTACHING: ClientPhase.ATTACHING,
+    ClientPhase.READING: ClientPhase.ATTACHING,
+    ClientPhase.ENDED: ClientPhase.ENDED_ATTACHING,
+    ClientPhase.ENDED_ATTACHING: ClientPhase.ENDED_ATTACHING,
+}
+"""The phase that follows where the broker does not know this client any more."""
 
 
 class _Assembly(Struct):
@@ -108,7 +154,7 @@ class ClientSession:
     next_step: int = 0
     chain: bytes = b""
     round: int = 0
-    ready: bool = True
+    ready: InitVar[bool] = True
     lineage: int = 0
     snapshot: Snapshot | None = None
     patience: Patience = field(default_factory=Patience)
@@ -144,10 +190,11 @@ class ClientSession:
     _skipped: set[int] = field(default_factory=set)
     _asked: AskState | Commit | None = None
     _num_steps: int | None = None
-    _ended: bool = False
-    _over: bool = False
+    phases: Phases[ClientPhase] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, ready: bool) -> None:
+        first = ClientPhase.ATTACHING if ready else ClientPhase.CLAIMING
+        self.phases = Phases(f"client {self.reader} of rank {self.mesh}", CLIENT_PHASES, first)
         self._digest = b"" if self.snapshot is None else self.snapshot.digest
         self._attach_again = Backoff(f"{self.reader} attach", RETRY_S, MOST_RETRY_S)
         self._get_again = Backoff(f"{self.reader} get", RETRY_S, MOST_RETRY_S)
@@ -156,8 +203,8 @@ class ClientSession:
         self._chains[self.next_step] = self.chain
 
     def handle(self, event: Event) -> list[Effect]:
-        """What to do about an event; never performs it."""
-        if self._over and not isinstance(event, Detach):
+        """Return what to do about an event."""
+        if self.phase is ClientPhase.OVER and not isinstance(event, Detach):
             return []
         if isinstance(event, Tick):
             return self._tick(event.now)
@@ -185,9 +232,19 @@ class ClientSession:
             self.patience.asks()
             return self._ask()
         if isinstance(event, Detach):
-            self._over = True
+            self.phases.go(ClientPhase.OVER)
             return [self._send(Bye(reason="goodbye"))]
         return []
+
+    @property
+    def phase(self) -> ClientPhase:
+        """How far it is."""
+        return self.phases.now
+
+    @property
+    def _begun(self) -> bool:
+        """The trainer has said where it begins."""
+        return self.phase not in (ClientPhase.CLAIMING, ClientPhase.HOLDING)
 
     def waiting_for(self) -> str:
         """What the next step waits for, for a person."""
@@ -220,7 +277,7 @@ class ClientSession:
         if self.reached and (why := self.patience.over()):
             return self._break("stall", why)
         effects: list[Effect] = []
-        if self.attached is None and self._attach_again.due(now):
+        if not self.phase.attached and self._attach_again.due(now):
             effects.append(self._attach())
         if self._asked is not None and self._ask_again.due(now):
             effects += self._ask()
@@ -231,7 +288,7 @@ class ClientSession:
         effects: list[Effect] = []
         if self.reached and now >= self._ping_at:
             effects += self._ping()
-        if self.attached is not None and self._wants() and self._get_again.due(now):
+        if self.phase.attached and self._wants() and self._get_again.due(now):
             effects += self._get(repeated=True)
         return effects
 
@@ -281,7 +338,7 @@ class ClientSession:
             return self._bring(message)
         if isinstance(message, State | Committed):
             return self._answer(message)
-        if envelope.fence != self.attempt and self.attached is not None:
+        if envelope.fence != self.attempt and self.phase.attached:
             return []
         if isinstance(message, Wait):
             self.wait = message
@@ -290,23 +347,24 @@ class ClientSession:
                 self._ping_s = message.ping_s
                 return []
             return self._lost(message.resend, message.step, message.part)
-        elif self.attached is None or not self.ready:
+        if not self.phase.attached or not self._begun:
             return []
-        elif isinstance(message, StepPart):
+        if isinstance(message, StepPart):
             return self._part(envelope, message)
-        elif isinstance(message, End):
-            return self._end(message)
-        return []
+        return self._end(message) if isinstance(message, End) else []
 
     def _on_attached(self, attempt: int, message: Attached) -> list[Effect]:
         if message.reader != self.reader or message.round != self.round:
             return []
-        if self.ready and not attempt:  # late: the answer to a claim that was not ready
+        if self._begun and not attempt:  # late: the answer to a claim that was not ready
             return []
-        if self.attached is not None and attempt <= self.attempt:
+        if self.phase.attached and attempt <= self.attempt:
             return []
+        if self.phase.attached:
+            self.phases.go(_LOST[self.phase])
         self.attempt, self.attached = attempt, message
-        self._going_on = message.lineage if self.ready else -1
+        self.phases.go(_ANSWERED[self.phase])
+        self._going_on = message.lineage if self._begun else -1
         self._ping_s = message.ping_s
         self._ping_at = min(self._ping_at, self._now + self._ping_s)
         return self._from_missing()
@@ -319,7 +377,7 @@ class ClientSession:
 
     def _lost(self, resend: int, step: int, part: int = 0) -> list[Effect]:
         """Every part before part ``part`` of ``step`` was sent for the Get of ``resend``: are some missing?"""
-        if self.attached is None or not self.ready or resend != self._resend:
+        if not self.phase.attached or not self._begun or resend != self._resend:
             return []
         self._get_again.answered(self._now)
         return self._from_missing() if (step, part) > max(self._next, self._have) else []
@@ -400,26 +458,27 @@ class ClientSession:
     def _finished(self) -> list[Effect]:
         if self._num_steps is None or self._have_upto < self._num_steps:
             return []
-        if self._ended:
+        if self.phase is ClientPhase.ENDED:
             return []
-        self._ended = True
+        self.phases.go(ClientPhase.ENDED)
         return [Ended(self._num_steps, self.chain)]
 
     def _begin(self, place: Begin) -> list[Effect]:
-        self.ready, self.round = True, place.round
+        self.round = place.round
+        self.phases.go(ClientPhase.ATTACHING)
         self.lineage, self.snapshot = place.lineage, place.snapshot
         self._digest = b"" if self.snapshot is None else self.snapshot.digest
         self.chain, self._chains = place.chain, {place.next_step: place.chain}
         self._have_upto = self._done_upto = place.next_step
         self._going_on = -1
         self._skipped.clear()
-        self._num_steps, self._ended = None, False
+        self._num_steps = None
         return self._reattach()
 
     # What goes out
 
     def _wants(self) -> bool:
-        return self.ready and not self._ended and self._have_upto < self._done_upto + self.prefetch + 1
+        return self.phase is ClientPhase.READING and self._have_upto < self._done_upto + self.prefetch + 1
 
     def _attach(self) -> Effect:
         self._attached_at = self._now
@@ -427,7 +486,7 @@ class ClientSession:
         attach = Attach(
             feed=self.feed, reader=self.reader, host=self.host, pid=self.pid, mesh=self.mesh,
             next_step=self._done_upto, chain=self._chains[self._done_upto], round=self.round, readers=self.readers,
-            ready=self.ready, lineage=self.lineage, snapshot_digest=self._digest, going_on=self._going_on,
+            ready=self._begun, lineage=self.lineage, snapshot_digest=self._digest, going_on=self._going_on,
             variable_lengths=self.variable_lengths, starvation=self.starvation,
         )  # fmt: skip
         return self._send(attach)
@@ -440,12 +499,13 @@ class ClientSession:
 
     def _reattach(self) -> list[Effect]:
         self.attached = self.wait = None
+        self.phases.go(_LOST[self.phase])
         self._assembling.clear()
         self._attach_again.reset()
         return [self._attach()]
 
     def _get(self, repeated: bool = False) -> list[Effect]:
-        if self.attached is None or not self.ready:
+        if self.attached is None or not self._begun:
             return []
         self._unconfirmed_bytes = 0
         (self._get_again.said if repeated else self._get_again.answered)(self._now)
@@ -462,7 +522,7 @@ class ClientSession:
         return [self._send(self._asked)]
 
     def _break(self, code: str, detail: str) -> list[Effect]:
-        self._over = True
+        self.phases.go(ClientPhase.OVER)
         return [Broken(code, detail)]
 
     def _send(self, message: Message) -> Send:

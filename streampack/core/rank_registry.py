@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import islice, product
 from math import prod
 from typing import Literal
@@ -21,6 +22,7 @@ from typing import Literal
 from streampack.core.events import Report
 from streampack.core.kept import mesh_refusal
 from streampack.core.messages import Attach, Mesh, ReadBy
+from streampack.core.phases import Phases
 from streampack.core.rules import Rules
 from streampack.core.snapshot import Snapshot
 from streampack.core.starvation import Starvation
@@ -35,6 +37,47 @@ MAX_RANKS = 1 << 17
 Ranks = tuple[int, int, int, int]
 
 
+class ReaderPhase(Enum):
+    """How far a reader is: with its rank, and with the place where it begins.
+
+    ``holds``: its rank is its own. ``ready``: it has said where it begins, and all that it needs is here.
+    """
+
+    ATTACHING = ("its first message is being judged", False, False)
+    CLAIMS = ("waits for its rank", False, False)
+    CLAIMS_SNAPSHOT = ("waits for its rank and for its checkpoint's snapshot", False, False)
+    CLAIMS_READY = ("waits for its rank, and is ready", False, True)
+    HOLDS = ("has its rank, and has not said where it begins", True, False)
+    HOLDS_SNAPSHOT = ("has its rank, and waits for its checkpoint's snapshot", True, False)
+    HOLDS_READY = ("has its rank, and waits for an attempt", True, True)
+    ENTERED = ("takes part in the attempt", True, True)
+    GONE = ("has left", False, False)
+
+    def __init__(self, text: str, holds: bool, ready: bool) -> None:
+        self.text, self.holds, self.ready = text, holds, ready
+
+
+_PLACES = frozenset({ReaderPhase.CLAIMS_SNAPSHOT, ReaderPhase.CLAIMS_READY})
+_HELD_PLACES = frozenset({ReaderPhase.HOLDS_SNAPSHOT, ReaderPhase.HOLDS_READY})
+_WITH_RANK = {
+    ReaderPhase.CLAIMS: ReaderPhase.HOLDS,
+    ReaderPhase.CLAIMS_SNAPSHOT: ReaderPhase.HOLDS_SNAPSHOT,
+    ReaderPhase.CLAIMS_READY: ReaderPhase.HOLDS_READY,
+}
+READER_PHASES = {
+    ReaderPhase.ATTACHING: _PLACES | {ReaderPhase.CLAIMS},
+    ReaderPhase.CLAIMS: _PLACES | {ReaderPhase.HOLDS, ReaderPhase.GONE},
+    ReaderPhase.CLAIMS_SNAPSHOT: _PLACES | {ReaderPhase.HOLDS_SNAPSHOT, ReaderPhase.GONE},
+    ReaderPhase.CLAIMS_READY: _PLACES | {ReaderPhase.HOLDS_READY, ReaderPhase.GONE},
+    ReaderPhase.HOLDS: _HELD_PLACES | {ReaderPhase.GONE},
+    ReaderPhase.HOLDS_SNAPSHOT: _HELD_PLACES | {ReaderPhase.GONE},
+    ReaderPhase.HOLDS_READY: _HELD_PLACES | {ReaderPhase.ENTERED, ReaderPhase.GONE},
+    ReaderPhase.ENTERED: _HELD_PLACES | {ReaderPhase.GONE},
+    ReaderPhase.GONE: frozenset[ReaderPhase](),
+}
+"""The phases that may follow each. A reader begins anew (``HOLDS_READY``) for another round, or after a restart."""
+
+
 @dataclass(slots=True, eq=False)
 class Reader:
     """A trainer's process, and how far it was served."""
@@ -47,8 +90,7 @@ class Reader:
     heard: float
     since: float
     """When it began to wait for what it wants now: its rank, or an attempt to take part in."""
-    ready: bool = False
-    """It has said where it begins."""
+    phases: Phases[ReaderPhase] = field(init=False)
     round: int = 0
     first_step: int = 0
     chain: bytes = b""
@@ -56,12 +98,8 @@ class Reader:
     snapshot: Snapshot | None = None
     """Of the checkpoint that it begins with."""
     pending: Attach | None = None
-    """It has said where it begins, and the snapshot that it names is not here yet: it is not ready until then."""
+    """What it said last, while the snapshot that it names is not here."""
     going_on: int = -1
-    holds: bool = False
-    """Its rank is its own."""
-    entered: bool = False
-    """It takes part in the attempt that is served."""
     fence: int = 0
     """The attempt that it was last told of."""
     sent_upto: int = 0
@@ -82,6 +120,29 @@ class Reader:
     stats: dict[str, float] = field(default_factory=dict)
     starvation: Starvation | None = None
 
+    def __post_init__(self) -> None:
+        self.phases = Phases(f"reader {self.where} of rank {self.mesh}", READER_PHASES, ReaderPhase.ATTACHING)
+
+    @property
+    def phase(self) -> ReaderPhase:
+        """How far it is."""
+        return self.phases.now
+
+    @property
+    def holds(self) -> bool:
+        """Its rank is its own."""
+        return self.phases.now.holds
+
+    @property
+    def ready(self) -> bool:
+        """It has said where it begins, and all that it needs is here."""
+        return self.phases.now.ready
+
+    @property
+    def entered(self) -> bool:
+        """It takes part in the attempt that is served."""
+        return self.phases.now is ReaderPhase.ENTERED
+
     @property
     def host(self) -> str:
         return self.where.rpartition(":")[0]
@@ -91,11 +152,26 @@ class Reader:
         return Report(level, text, feed=feed, rank=self.mesh.rank, host=self.host, attempt=self.fence or None)
 
     def begin(self, message: Attach, now: float, snapshot: Snapshot | None, waits: bool) -> None:
-        """What it says of where it begins; with the snapshot that it names, unless it ``waits`` for that."""
-        self.ready, self.round, self.first_step = message.ready and not waits, message.round, message.next_step
+        """Take what it says of where it begins. It ``waits`` where the snapshot that it names is not here."""
+        self.round, self.first_step = message.round, message.next_step
         self.chain, self.snapshot, self.going_on = message.chain, snapshot, message.going_on
         self.pending = message if waits else None
-        self.since, self.entered = now, False
+        self.since = now
+        if waits:
+            self.phases.go(ReaderPhase.HOLDS_SNAPSHOT if self.holds else ReaderPhase.CLAIMS_SNAPSHOT)
+        elif message.ready:
+            self.phases.go(ReaderPhase.HOLDS_READY if self.holds else ReaderPhase.CLAIMS_READY)
+        else:
+            self.phases.go(ReaderPhase.CLAIMS)
+
+    def take_rank(self) -> None:
+        """Its rank is its own from now on."""
+        self.phases.go(_WITH_RANK[self.phase])
+
+    def enter(self, attempt: int) -> None:
+        """Take part in an attempt."""
+        self.phases.go(ReaderPhase.ENTERED)
+        self.fence, self.snapshot = attempt, None
 
 
 class RankRegistry:
@@ -152,7 +228,7 @@ class RankRegistry:
         if self.held.get(reader.mesh.ranks) is reader:
             del self.held[reader.mesh.ranks]
             self._all_held = None
-        reader.holds = reader.entered = False
+        reader.phases.go(ReaderPhase.GONE)
 
     def in_the_way(self, reader: Reader | Attach) -> list[Reader]:
         """Those that hold what it claims: its rank, or any rank of another mesh; these are one list for all who do."""
@@ -185,7 +261,8 @@ class RankRegistry:
             self._fence(self._last[reader.mesh.ranks], reader)
         del self.claims[reader.name]
         self.held[reader.mesh.ranks] = self._last[reader.mesh.ranks] = reader
-        reader.holds, self._all_held = True, None
+        reader.take_rank()
+        self._all_held = None
         return other
 
     def _fence(self, last: Reader, by: Reader) -> None:

@@ -104,6 +104,7 @@ class BrokerProcess:
         self.checks.after(event, before, effects)
         self._perform_all(effects)
         self.checks.memory()
+        self.checks.phases()
         if any(self._promises(effect) for effect in effects):
             self.world.faults.buggify()
 

@@ -27,6 +27,7 @@ from streampack.core.messages import (
     Sent,
     StepPart,
 )
+from streampack.core.rank_registry import ReaderPhase
 from streampack.core.readers import Readers
 from streampack.core.records import ChunkAdmitted, FeedEnded, Record, StepFormed
 
@@ -119,6 +120,22 @@ class BrokerChecks:
         world.there.setdefault((message.feed, envelope.epoch, envelope.fence), there)
         if self._process is world.broker:
             world.jobs[message.feed].seated(message.reader)
+
+    def phases(self) -> None:
+        """A reader's phase agrees with what the registry and the attempt know of it."""
+        for feed in self._core.feeds.values():
+            registry, attempts, returned = feed.readers.registry, feed.readers.attempts, feed.readers.steps.returned
+            for reader in registry:
+                phase, ranks = reader.phase, reader.mesh.ranks
+                assert phase not in (ReaderPhase.ATTACHING, ReaderPhase.GONE), reader.phases
+                assert phase.holds == (registry.held.get(ranks) is reader), reader.phases
+                assert phase.holds != (reader.name in registry.claims), reader.phases
+                waits = phase in (ReaderPhase.CLAIMS_SNAPSHOT, ReaderPhase.HOLDS_SNAPSHOT)
+                assert waits == (reader.pending is not None), reader.phases
+                if phase is ReaderPhase.ENTERED:
+                    assert reader.fence == attempts.number, f"{reader.name} is in attempt {reader.fence}"
+                    assert reader.round == attempts.round, f"{reader.name} is in iteration {reader.round}"
+                    assert ranks in returned, f"{reader.name} is not counted"
 
     def memory(self) -> None:
         """Waiting, merged and live tokens are within their bounds, and the books agree with the arena."""

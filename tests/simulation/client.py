@@ -6,13 +6,14 @@ is durable. What it holds then is what its job may go back to.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from streampack.core.client_events import Again, Answered, Ask, Broken, Deliver, Detach, Ended, Returned
-from streampack.core.client_session import ClientSession
-from streampack.core.events import Effect
+from streampack.core.client_events import Again, Answered, Ask, Begin, Broken, Deliver, Detach, Ended, Returned
+from streampack.core.client_session import ClientPhase, ClientSession
+from streampack.core.events import Effect, Event
 from streampack.core.messages import AskState, Commit, Mesh, State
 from streampack.core.snapshot import Snapshot
 from tests.simulation.processes import TICK_S, Process
@@ -41,6 +42,7 @@ class ClientProcess(Process):
         self.session = ClientSession(
             run=0, feed=job.feed, reader=name, host="host", pid=1, mesh=mesh, prefetch=job.prefetch,
             next_step=begin.step, chain=begin.chain, round=begin.round, snapshot=begin.snapshot,
+            ready=not job.world.claims_first,
         )  # fmt: skip
         self.begin = begin
         self.fenced_by = 0
@@ -52,6 +54,23 @@ class ClientProcess(Process):
         self.asked_at: float | None = None
         """Since when a question of it is open."""
         super().__init__(job.world, self.session)
+        if job.world.claims_first:
+            job.world.clock.after(random.Random(f"{job.world.seed} {name}").expovariate(2.0), self._begin)
+
+    def _begin(self) -> None:
+        """Say where it begins, some time after it asked for its rank."""
+        if self.frozen:
+            self.world.clock.after(TICK_S, self._begin)
+        elif self.alive:
+            begin = self.begin
+            self.handle(Begin(begin.step, begin.chain, begin.round, snapshot=begin.snapshot))
+
+    def handle(self, event: Event) -> None:
+        super().handle(event)
+        phase, session = self.session.phase, self.session
+        assert phase.attached == (session.attached is not None) or phase is ClientPhase.OVER, session.phases
+        ended = phase in (ClientPhase.ENDED, ClientPhase.ENDED_ATTACHING)
+        assert ended == (self.ended is not None) or phase is ClientPhase.OVER, session.phases
 
     @property
     def in_job(self) -> bool:

@@ -47,6 +47,8 @@ class Faults:
             chosen.append(self.go_back)
         if rng.random() < 0.15 and world.can_lose_disk:
             chosen.append(self.lose_disk)
+        if world.brings_snapshots and self.go_back not in chosen:
+            chosen.append(self.go_back)
         for fault in chosen:
             for _ in range(rng.randint(1, 3)):
                 world.clock.after(rng.uniform(0.1, world.quiet_at), fault)

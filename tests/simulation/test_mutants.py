@@ -36,7 +36,7 @@ from streampack.core.outbox import Outbox
 from streampack.core.planner import Planner
 from streampack.core.producer_session import ProducerSession
 from streampack.core.producers import Producer
-from streampack.core.rank_registry import RankRegistry
+from streampack.core.rank_registry import RankRegistry, ReaderPhase
 from streampack.core.readers import Readers
 from streampack.core.records import ChunkAdmitted
 from streampack.core.rules import Rules
@@ -350,7 +350,8 @@ def an_iteration_begins_before_all_ranks_are_through_with_the_one_before(patch: 
     def arrive(original: Any, self: AttemptCoordinator, reader: Any) -> Any:
         if self._steps.returned and reader.round > self.round:
             for other in self._registry.held.values():
-                other.round, other.entered, other.first_step = reader.round, False, 0
+                other.round, other.first_step = reader.round, 0
+                other.phases.go(ReaderPhase.HOLDS_READY)
         return original(self, reader)
 
     _wrap(patch, AttemptCoordinator, "arrive", arrive)

@@ -75,6 +75,13 @@ class World:
         """That may be on their way to all readers of a feed."""
         self.pings_a_second = more.choice((1000.0, 1000.0, 2.0, 0.5))
         """Of all ranks of a feed together, before they ping less often than once a second."""
+        self.claims_first = random.Random(f"{seed} ranks are claimed first").random() < 0.25
+        """Clients take their ranks before they say where they begin."""
+        self.brings_snapshots = random.Random(f"{seed} brings snapshots").random() < 0.2
+        """Trainers save often, and go back to checkpoints that hold a snapshot."""
+        if self.brings_snapshots:
+            for job in self.jobs.values():
+                job.saves = 0.5
         self.slow = (
             slow if slow is not None else Slow(more.choice((0.0, 0.0, 3000.0, 20_000.0)), more.choice((0.3, 1.0)))
         )

@@ -1,0 +1,58 @@
+"""Every transition that a table of phases allows happens in the simulation, and none that it does not allow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from streampack.core.client_session import CLIENT_PHASES, ClientPhase
+from streampack.core.phases import Phases
+from streampack.core.rank_registry import READER_PHASES, ReaderPhase
+from streampack.errors import InternalError
+from tests.simulation.attaching import Walk
+from tests.simulation.world import run
+
+MAX_SEEDS, MAX_WALKS, TURNS = 30, 2000, 400
+TABLES: tuple[dict[Any, frozenset[Any]], ...] = (CLIENT_PHASES, READER_PHASES)
+
+
+def test_every_transition_is_reached_in_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = {(before, after) for table in TABLES for before, following in table.items() for after in following}
+    worlds: Counter[tuple[Enum, Enum]] = Counter()
+    walks: Counter[tuple[Enum, Enum]] = Counter()
+    counts = worlds
+    original = Phases.go
+
+    def go(self: Phases[Any], to: Enum) -> None:
+        counts[self.now, to] += 1
+        original(self, to)
+
+    monkeypatch.setattr(Phases, "go", go)
+    for seed in range(MAX_SEEDS):
+        run(seed)
+    counts = walks
+    for seed in range(MAX_WALKS):
+        Walk(seed).run(TURNS)
+        if wanted <= walks.keys():
+            break
+    print(f"{'':40}{'worlds':>8} {'walks':>8}")
+    for before, after in sorted(wanted, key=lambda pair: (type(pair[0]).__name__, pair[0].name, pair[1].name)):
+        print(f"{before.name:16} -> {after.name:16}    {worlds[before, after]:8,} {walks[before, after]:8,}")
+    assert not {(before.name, after.name) for before, after in wanted - walks.keys() - worlds.keys()}
+
+
+def test_a_transition_that_is_not_in_the_table_names_the_peer_and_the_phases_before() -> None:
+    phases = Phases("reader host:1 of rank dp=0/2", READER_PHASES, ReaderPhase.ATTACHING)
+    phases.go(ReaderPhase.CLAIMS)
+    with pytest.raises(InternalError, match=r"reader host:1 .* from CLAIMS to ENTERED.*ATTACHING -> CLAIMS$"):
+        phases.go(ReaderPhase.ENTERED)
+    assert phases.now is ReaderPhase.CLAIMS
+
+
+def test_only_the_phase_over_has_no_way_out() -> None:
+    closed = [phase for phase, following in CLIENT_PHASES.items() if following <= {phase}]
+    assert closed == [ClientPhase.OVER]
+    assert [phase for phase, following in READER_PHASES.items() if not following] == [ReaderPhase.GONE]
