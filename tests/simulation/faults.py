@@ -19,6 +19,8 @@ from tests.simulation.pushers import PusherProcess
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
+LATEST_S = 30.0
+"""Until then trainers that bring snapshots wait for a checkpoint that holds one before they go back."""
 ZOMBIE_S = 17.0
 """So long a replaced process hangs before it wakes up, and its host is taken down a while later."""
 
@@ -125,7 +127,9 @@ class Faults:
         world = self.world
         jobs = [job for job in world.jobs.values() if job.num_ranks and len(job.clients) == job.num_ranks]
         jobs = [job for job in jobs if not job.over]
-        if jobs:
+        if world.brings_snapshots and not any(job.has_snapshot for job in jobs) and world.clock.now < LATEST_S:
+            world.clock.after(0.5, self.go_back)
+        elif jobs:
             self._go_back(world.rng.choice(jobs))
 
     def restart(self, job: Job, life: int) -> None:

@@ -299,6 +299,11 @@ class Job:
         """The broker has it."""
         self._kept.append(step)
 
+    @property
+    def has_snapshot(self) -> bool:
+        """Can all ranks go back to a checkpoint that holds a snapshot?"""
+        return len(self.clients) == self.num_ranks and any(each.snapshot is not None for each in self.can_go_back())
+
     def can_go_back(self) -> list[Checkpoint]:
         """Checkpoints that a launcher may start all ranks from: those not later than the slowest rank, and of those
         committed the last few (R7)."""
@@ -307,9 +312,8 @@ class Job:
         if self.case.rules.merge == "schedule":  # any step is as good as one that was saved
             step = self.world.rng.randint(0, slowest[1])
             found.append(Checkpoint(slowest[0], step, self._chain(step) if step else b""))
-        brought = [each for each in found if each.snapshot is not None]
-        if self.world.brings_snapshots and brought:
-            return brought
+        if self.world.brings_snapshots and any(each.snapshot is not None for each in found):
+            return [each for each in found if each.snapshot is not None]
         assert found, f"R7: no checkpoint from {oldest} on is one that all ranks have come to, the slowest to {slowest}"
         return found
 

@@ -41,6 +41,7 @@ from streampack.core.readers import Readers
 from streampack.core.records import ChunkAdmitted
 from streampack.core.rules import Rules
 from streampack.core.samples import I64
+from streampack.core.snapshot_requests import SnapshotRequests
 from streampack.core.step_server import StepServer
 from streampack.core.steps import Step
 from tests.simulation.checks import BrokerChecks
@@ -324,6 +325,15 @@ def what_is_queued_for_a_reader_that_is_gone_counts_for_ever(patch: Patch) -> No
             original(self, reader)
 
     _wrap(patch, StepServer, "forget_queue", forget)
+
+
+@mutant("brought")
+def a_snapshot_is_asked_for_once_even_if_the_question_is_lost(patch: Patch) -> None:
+    def should_ask(original: Any, self: SnapshotRequests, reader: Any, now: float) -> bytes | None:
+        known = reader.pending is not None and self.expects(reader.pending.snapshot_digest)
+        return None if known else original(self, reader, now)
+
+    _wrap(patch, SnapshotRequests, "should_ask", should_ask)
 
 
 @mutant("no timer touches FORM")
