@@ -56,7 +56,7 @@ lint: $(DEV)
 kernels: $(KERNELS)
 $(KERNELS): $(DEV) $(wildcard streampack/core/*.py streampack/core/packers/*.py)
 	@$(BIN)/python -m compileall -q streampack services
-	@$(BIN)/python -m pytest -k "twin_agree or twin_forms or token_by_token"
+	@$(BIN)/python -m pytest -k "twin_agree or oracle_agree or oracle_forms or token_by_token"
 	@touch $@
 
 # Twice as many workers as CI has cores: tests of real processes, pages and alerts wait much of the time. Each takes

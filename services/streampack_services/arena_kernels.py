@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba  # noqa: F401  # without it the broker must not start: plain Python would copy token by token
 from numpy.typing import NDArray
 
 from streampack.core.jit import njit

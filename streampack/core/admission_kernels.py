@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.kernels import njit
+from streampack.core.jit import njit
 from streampack.core.samples import I32, I64, U32, SampleTable
 
 

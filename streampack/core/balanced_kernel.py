@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heapreplace
 import numpy as np
 
 from streampack.core.balanced import MOST
-from streampack.core.kernels import njit
+from streampack.core.jit import njit
 from streampack.core.samples import I64
 
 

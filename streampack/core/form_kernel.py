@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from streampack.core.kernels import njit
+from streampack.core.jit import njit
 from streampack.core.samples import I32, I64, U32
 
 

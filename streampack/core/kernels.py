@@ -6,21 +6,14 @@ numba is missing) is the twin that the tests compare with. They hold no GIL and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.entries import HANDLE, LENGTH, NO_BLOCK, PART, Entries
+from streampack.core.jit import njit
 from streampack.core.samples import I64
-
-try:
-    from streampack.core.jit import njit as njit
-except ImportError:  # a trainer's machine: nothing hot runs there
-
-    def njit(*_: Any, **__: Any) -> Callable[[Callable[..., Any]], Any]:
-        return lambda function: function
 
 
 @njit(nogil=True, cache=True)

@@ -1,4 +1,4 @@
-"""exact_fill: how full its packs are, how long samples wait, and that its two halves agree."""
+"""exact_fill: how full its packs are, how long samples wait, and that its kernel agrees with the oracle."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ from hypothesis import strategies as st
 import streampack
 from benchmarks.lengths import SHIFTING, STATIONARY, file_lengths
 from benchmarks.lengths import lengths_of as stream_of
-from streampack.core.packers import (
-    PACKERS,
-    capped_fill,
-    closed_fill,
-    exact_fill,
-    exact_fill_cases,
-    exact_fill_kernel,
-    kernels,
-    pack_lengths,
-)
+from streampack.core.packers import PACKERS, exact_fill_cases, exact_fill_kernel, kernels, pack_lengths
 from streampack.core.packers.decreasing import first_fit_decreasing
-from streampack.core.packers.exact_fill import NO_CAP, _kernel, choose_in_python
+from streampack.core.packers.exact_fill import NO_CAP
 from streampack.core.packers.window import I64
+from tests.core.oracles.exact_fill import exact_fill_oracle, fill_exactly
+from tests.core.uncompiled import uncompiled
+
+UNCOMPILED = uncompiled("exact_fill_kernel").exact_fill
 
 BUDGETS = (2048, 8192, 32768)
 KINDS = ("lognormal", "zipf", "uniform", "bimodal", "mostly_full", "short", "clipped")
@@ -170,27 +165,31 @@ def test_packs_of_few_samples_are_no_more_than_first_fit_decreasing_makes_of_the
     assert len(ours) <= len(fewest)
 
 
-def assert_the_twins_agree(
+def assert_the_kernel_agrees(
     lengths: I64, budget: int, count: int, closed: bool, window: int, sizes: I64 | None = None, cap: int | None = None
 ) -> None:
-    kernel = _kernel()
-    assert kernel is not None, "numba is needed for this test"
+    compiled = exact_fill_kernel.exact_fill
+    assert hasattr(compiled, "py_func"), "numba is needed for this test"
+    assert not hasattr(UNCOMPILED, "py_func")
     ages = np.full(len(lengths), -1)
     sizes = np.ones(len(lengths), np.int64) if sizes is None else sizes
     for _ in range(3):  # the second and third call begin with ages
-        twin = choose_in_python(lengths, ages, budget, count, closed, window, sizes, cap)
-        indices, bounds, new_ages = kernel(lengths, sizes, ages, budget, count, closed, window, cap or NO_CAP)
-        assert indices.tolist() == twin.indices.tolist()
-        assert bounds.tolist() == twin.bounds.tolist()
-        assert new_ages.tolist() == twin.ages.tolist()
+        expected = exact_fill_oracle(lengths, ages, budget, count, closed, window, sizes, cap)
+        for kernel in (compiled, UNCOMPILED):
+            indices, bounds, new_ages = kernel(lengths, sizes, ages, budget, count, closed, window, cap or NO_CAP)
+            assert indices.tolist() == expected.indices.tolist()
+            assert bounds.tolist() == expected.bounds.tolist()
+            assert new_ages.tolist() == expected.ages.tolist()
         left = np.setdiff1d(np.arange(len(lengths)), indices)
         lengths, sizes, ages = lengths[left], sizes[left], new_ages[left]
 
 
 @given(stream=streams(), count=st.integers(0, 20), closed=st.booleans(), window=st.integers(1, 40))
 @settings(max_examples=400, deadline=None)
-def test_the_kernel_and_its_plain_twin_agree(stream: tuple[I64, int], count: int, closed: bool, window: int) -> None:
-    assert_the_twins_agree(*stream, count, closed, window)
+def test_the_kernel_compiled_or_not_and_its_oracle_agree(
+    stream: tuple[I64, int], count: int, closed: bool, window: int
+) -> None:
+    assert_the_kernel_agrees(*stream, count, closed, window)
 
 
 @given(
@@ -198,20 +197,20 @@ def test_the_kernel_and_its_plain_twin_agree(stream: tuple[I64, int], count: int
     seed=st.none() | st.integers(0, 99),
 )  # fmt: skip
 @settings(max_examples=400, deadline=None)
-def test_the_kernel_and_its_plain_twin_agree_where_packs_hold_few_samples(
+def test_the_kernel_compiled_or_not_and_its_oracle_agree_where_packs_hold_few_samples(
     stream: tuple[I64, int], count: int, closed: bool, window: int, cap: int, seed: int | None
 ) -> None:
     lengths, budget = stream
     sizes = None if seed is None else np.random.default_rng(seed).integers(1, cap + 1, len(lengths))
-    assert_the_twins_agree(lengths, budget, count, closed, window, sizes, cap)
+    assert_the_kernel_agrees(lengths, budget, count, closed, window, sizes, cap)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_the_kernel_and_its_plain_twin_agree_on_real_kinds_of_lengths(kind: str, budget: int) -> None:
+def test_the_kernel_compiled_or_not_and_its_oracle_agree_on_real_kinds_of_lengths(kind: str, budget: int) -> None:
     lengths = lengths_of(kind, budget, n=4096 if kind == "short" else 1500, seed=1)
-    assert_the_twins_agree(lengths, budget, 40, True, 200)
-    assert_the_twins_agree(lengths, budget, len(lengths), True, 200)
+    assert_the_kernel_agrees(lengths, budget, 40, True, 200)
+    assert_the_kernel_agrees(lengths, budget, len(lengths), True, 200)
 
 
 @given(stream=streams(), window=st.integers(1, 12))
@@ -238,20 +237,11 @@ def test_no_sample_waits_more_than_the_window_in_packs_plus_those_held_when_it_c
 @given(st.lists(st.integers(5, 19), min_size=8, max_size=12))
 def test_where_no_sample_is_long_a_pack_is_the_fullest_that_holds_the_oldest(lengths: list[int]) -> None:
     budget = 40
-    choice = choose_in_python(np.array(lengths), np.full(len(lengths), -1), budget, 1, False, len(lengths))
+    choice = exact_fill_oracle(np.array(lengths), np.full(len(lengths), -1), budget, 1, False, len(lengths))
     if len(choice.indices):  # else the window lacks two budgets
         rest = lengths[1:]
         sums = (lengths[0] + sum(some) for k in range(8) for some in combinations(rest, k))
         assert sum(lengths[i] for i in choice.indices) == max(s for s in sums if s <= budget)
-
-
-def test_the_kernel_and_its_plain_twin_have_the_same_constants() -> None:
-    assert kernels.MAX_TRIED == exact_fill.MAX_TRIED
-    assert exact_fill_kernel.MAX_LAST == exact_fill.MAX_LAST
-    assert exact_fill_cases.OLD == exact_fill.OLD
-    assert exact_fill_cases.CAPPED_TRIED == capped_fill.CAPPED_TRIED
-    assert exact_fill_cases.MAX_SWAPPED == closed_fill.MAX_SWAPPED
-    assert exact_fill_cases.SWEEPS == closed_fill.SWEEPS
 
 
 def test_views_and_arrays_that_are_read_only_do_not_make_the_kernel_compile_again() -> None:
@@ -288,12 +278,12 @@ class Counted(int):
 
 @pytest.mark.parametrize("some", [[3000], [3000, 2800], [1], [4097], [16, 48, 640, 2048], [8192]])
 def test_equal_lengths_are_tried_no_more_often_than_they_fit_and_once_again(some: list[int]) -> None:
-    rest = [(i, some[i % len(some)]) for i in range(exact_fill.MAX_TRIED)]
+    rest = [(i, some[i % len(some)]) for i in range(kernels.MAX_TRIED)]
     room = 8191
     Counted.shifts = 0
-    picks = exact_fill._fill_exactly([(i, Counted(length)) for i, length in rest], room)
+    picks = fill_exactly([(i, Counted(length)) for i, length in rest], room)
     assert Counted.shifts <= sum(room // length + 1 for length in some)
-    lengths, rows = np.array([length for _, length in rest]), np.empty((exact_fill.MAX_TRIED + 1) * 129, np.uint64)
+    lengths, rows = np.array([length for _, length in rest]), np.empty((kernels.MAX_TRIED + 1) * 129, np.uint64)
     widened = []
 
     def widen(*row: Any) -> Any:

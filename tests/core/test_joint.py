@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from benchmarks.lengths import lengths_of
 from streampack.core.packers.joint import Joint, held_tokens, max_wait, num_outliers
 from streampack.core.packers.joint_kernel import joint
-from streampack.core.packers.joint_plain import _View, choose_in_python
 from streampack.core.packers.window import I64
 from streampack.errors import ConfigError
+from tests.core.oracles.joint import View, joint_oracle
+from tests.core.uncompiled import uncompiled
+
+UNCOMPILED = uncompiled("joint_kernel").joint
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def packs_of(indices: I64, bounds: I64) -> list[list[int]]:
 
 @given(stream=streams(), count=st.integers(1, 30), closed=st.booleans(), data=st.data())
 @settings(max_examples=300)
-def test_the_kernel_forms_what_the_plain_twin_forms(
+def test_the_kernel_forms_what_the_oracle_forms_compiled_or_not(
     stream: Stream, count: int, closed: bool, data: st.DataObject
 ) -> None:
     seen = data.draw(st.lists(st.integers(0, 6), max_size=len(stream.lengths)))
@@ -63,10 +66,12 @@ def test_the_kernel_forms_what_the_plain_twin_forms(
         array(stream.lengths), ages, array(stream.sizes), stream.budget, count, closed,
         stream.window, stream.group, stream.patience, stream.cap,
     )  # fmt: skip
-    plain, compiled = choose_in_python(*asked), joint(*asked)
-    for one, other in zip(plain, compiled, strict=True):
-        assert one.dtype == other.dtype == np.int64
-        assert one.tolist() == other.tolist()
+    expected, compiled, plain = joint_oracle(*asked), joint(*asked), UNCOMPILED(*asked)
+    assert not hasattr(UNCOMPILED, "py_func")
+    for found in (compiled, plain):
+        for one, other in zip(expected, found, strict=True):
+            assert one.dtype == other.dtype == np.int64
+            assert one.tolist() == other.tolist()
     assert ages.tolist() == given_ages.tolist(), "what it was given is left alone"
     for pack in packs_of(*compiled[:2]):
         assert pack == sorted(pack)
@@ -104,7 +109,7 @@ def test_no_sample_waits_beyond_the_bound_and_no_more_is_held_than_promised(stre
 
 @given(lengths=st.lists(st.integers(1, 60), max_size=80))
 def test_outliers_are_counted_as_they_are_told_apart(lengths: list[int]) -> None:
-    view = _View(lengths, [0] * len(lengths), [1] * len(lengths), 60, 8, 2, 2, 99)
+    view = View(lengths, [0] * len(lengths), [1] * len(lengths), 60, 8, 2, 2, 99)
     assert num_outliers(array(lengths), 60) == view.num_outliers
 
 

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack.core.packers import PACKERS, Choice, Packer, pack_lengths, packer, parameters_of
-from streampack.core.packers.exact_fill import choose_in_python
 from streampack.core.packers.joint import Joint
 from streampack.core.packers.tumbling import Tumbling
 from streampack.core.packers.window import I64
 from streampack.core.rules import PackerName
 from streampack.errors import ConfigError, SampleError
+from tests.core.oracles.exact_fill import exact_fill_oracle
 
 FILES = (
     "exact_fill", "joint", "sliding_ffd", "decreasing", "concatenative", "first_fit", "modified_first_fit", "best_fit",
@@ -31,15 +31,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
-class ExactFillTwin:
-    """The plain-Python half of exact_fill, held to the same rules as the packers."""
+class ExactFillOracle:
+    """The oracle of exact_fill, held to the same rules as the packers."""
 
-    name: str = "exact_fill twin"
+    name: str = "exact_fill oracle"
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
-        return choose_in_python(lengths, ages, budget, count, closed, window)
+        return exact_fill_oracle(lengths, ages, budget, count, closed, window)
 
 
 CAPPED = [packer(name, max_samples_per_pack=3) for name in PACKERS if "max_samples_per_pack" in parameters_of(name)]
@@ -47,7 +47,7 @@ OTHERS = [
     packer("modified_first_fit_decreasing", leftovers="emptiest"), packer("first_fit_shuffle", seed=4),
     packer("none", micro_batch_size=3), Joint(group=2, patience=2), Joint(group=3, max_samples_per_pack=3),
 ]  # fmt: skip
-EVERY: list[Packer] = [*PACKERS.values(), ExactFillTwin(), *OTHERS, *CAPPED]
+EVERY: list[Packer] = [*PACKERS.values(), ExactFillOracle(), *OTHERS, *CAPPED]
 every_packer = pytest.mark.parametrize("each", EVERY, ids=lambda each: f"{each.name}-{EVERY.index(each)}")
 capped_packer = pytest.mark.parametrize("each", CAPPED, ids=lambda each: each.name)
 
@@ -173,7 +173,7 @@ def test_a_long_stream_gives_the_same_packs_in_slices(each: Packer) -> None:
     assert in_many_calls(each, lengths, 1024, 128, cuts) == in_one_call(each, lengths, 1024, 128)
 
 
-@pytest.mark.parametrize("each", [PACKERS["exact_fill"], ExactFillTwin()], ids=lambda e: e.name)
+@pytest.mark.parametrize("each", [PACKERS["exact_fill"], ExactFillOracle()], ids=lambda e: e.name)
 def test_the_window_holds_enough_samples_and_two_budgets_and_its_ages_say_so(each: Packer) -> None:
     lengths = as_array([1] * 40)
     choice = each.choose(lengths, np.full(40, -1), 8, 1, False, window=4)
@@ -378,3 +378,27 @@ def test_packs_depend_neither_on_the_hash_seed_nor_on_numba() -> None:
     assert with_numba == again
     assert (with_numba[1], without[1]) == ("True", "False")
     assert with_numba[0] == without[0]
+
+
+WITHOUT_NUMBA = """
+import sys, time
+sys.modules["numba"] = None
+import numpy as np
+from streampack.core.packers import PACKERS, pack_lengths
+drawn = np.random.default_rng(0)
+chat, any_length = np.clip(drawn.lognormal(6, 1.2, 20_000), 1, 8192).astype(int), drawn.integers(1, 8193, 20_000)
+for name, lengths in [*((name, chat) for name in PACKERS), ("exact_fill", any_length)]:
+    begun = time.process_time()
+    packs = pack_lengths(lengths, 8192, name, window=1024)
+    assert sorted(i for pack in packs for i in pack) == list(range(20_000))
+    print(name, time.process_time() - begun)
+"""
+
+
+def test_20000_lengths_are_packed_within_3_s_by_each_packer_without_numba() -> None:
+    environment = {"PYTHONPATH": str(ROOT)}
+    code = [sys.executable, "-c", WITHOUT_NUMBA]
+    told = subprocess.run(code, env=environment, capture_output=True, text=True, check=True).stdout.split()
+    taken = list(zip(told[::2], map(float, told[1::2]), strict=True))
+    assert len(taken) == len(PACKERS) + 1
+    assert all(seconds < 3 for _, seconds in taken), taken

@@ -1,4 +1,4 @@
-"""numba twin of ``exact_fill.choose_in_python``, which tells what is done; here is only how.
+"""How ``exact_fill`` forms packs; ``exact_fill`` says what it does and why.
 
 The window is a doubly linked list over positions, so that a sample leaves in O(1): ``after[n]`` is the oldest,
 ``before[n]`` the youngest. ``by_length`` is brought up to date only for a crowded window or the end. What a call
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.jit import COMPILES
 from streampack.core.packers.exact_fill_cases import best_with, capped, closest_pair, fill_up, last_packs
 from streampack.core.packers.kernels import (
     MAX_TRIED,
@@ -24,7 +25,9 @@ from streampack.core.packers.kernels import (
 )
 from streampack.core.packers.window import I64
 
-FEW, MAX_LAST = 64, 2048  # the second as in exact_fill; a kernel freezes them
+FEW = 64
+#: The end of a stream is formed at once when no more samples than these are left.
+MAX_LAST = 2048
 
 #: What the numbers in ``View.now`` are; tokens and samples, those held.
 EDGE, HELD, SAMPLES, TOKENS, LONG, FULL, PATIENCE = range(7)
@@ -52,7 +55,7 @@ class View(NamedTuple):
 
 @_compiled
 def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap):  # type: ignore[no-untyped-def]
-    """Indices, bounds and ages, as ``exact_fill.choose_in_python``; ``cap`` samples a pack at most."""
+    """Indices, bounds and ages of a Choice; ``cap`` samples a pack at most."""
     n = len(lengths)
     after, before = np.arange(1, n + 2), np.arange(-1, n)
     after[n], before[0] = 0, n
@@ -74,7 +77,7 @@ def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap):  # type:
             end = _form_all(view, budget, cap, bounds, end)
             break
         start, seed = end, after[n]
-        end = _next_pack(view, budget, size, seed, start)
+        end = _next_pack(view, budget, size, cap, seed, start)
         if end - start > cap or sizes[view.indices[start:end]].sum() > cap:
             end = capped(view, now[EDGE], now[SAMPLES], now[TOKENS], budget, cap, seed, start)
         view.indices[start:end].sort()
@@ -124,7 +127,7 @@ def _remove(view, budget, pack):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def _next_pack(view, budget, size, seed, start):  # type: ignore[no-untyped-def]
+def _next_pack(view, budget, size, cap, seed, start):  # type: ignore[no-untyped-def]
     """The next pack to ``indices[start:]``, in any order; its end."""
     now = view.now
     late = _is_late(view, size)
@@ -141,7 +144,7 @@ def _next_pack(view, budget, size, seed, start):  # type: ignore[no-untyped-def]
     if crowded:
         _sort(view)
     if not crowded or 8 * tokens <= others * budget:
-        return _filled(view, budget, seed, crowded, start)
+        return _filled(view, budget, cap, seed, crowded, start)
     ordered = view.by_length[: now[SORTED]]
     gain = budget
     if 16 * long_share < 15 * tokens:
@@ -176,22 +179,37 @@ def _sort(view):  # type: ignore[no-untyped-def]
 @_compiled
 def _is_late(view, size):  # type: ignore[no-untyped-def]
     """Whether the oldest sample has to be in the next pack."""
-    now, due, after = view.now, view.due, view.after
+    now = view.now
     if now[PACKS] < now[LATE_FROM]:
         return False
-    least, rank = np.iinfo(np.int64).max, 0
-    i = after[len(due)]
-    while i < now[EDGE]:
-        least = min(least, due[i] - rank)
-        rank += 1
-        i = after[i]
+    least = _least_due(view.due, view.after, view.gone, now[EDGE])
     spare = least - now[PACKS]
     now[LATE_FROM] = now[PACKS] + min(spare, size)
     return spare <= 0
 
 
+if COMPILES:
+
+    @_compiled
+    def _least_due(due, after, gone, edge):  # type: ignore[no-untyped-def]
+        """The least of what is left when each sample's older ones have gone, one a pack."""
+        least, rank = np.iinfo(np.int64).max, 0
+        i = after[len(due)]
+        while i < edge:
+            least = min(least, due[i] - rank)
+            rank += 1
+            i = after[i]
+        return least
+
+else:
+
+    def _least_due(due, after, gone, edge):  # type: ignore[no-untyped-def]
+        held = due[after[len(due)] : edge][~gone[after[len(due)] : edge]]
+        return (held - np.arange(len(held))).min()
+
+
 @_compiled
-def _filled(view, budget, seed, crowded, start):  # type: ignore[no-untyped-def]
+def _filled(view, budget, cap, seed, crowded, start):  # type: ignore[no-untyped-def]
     """The seed and what fills its pack; its end. Of many more are gathered only where the first do not fill it."""
     lengths, rest, indices, now = view.lengths, view.rest, view.indices, view.now
     most = len(rest) if crowded else FEW
@@ -208,6 +226,8 @@ def _filled(view, budget, seed, crowded, start):  # type: ignore[no-untyped-def]
         else:
             gathered = _gather_by_age(rest, most, view.after, view.after[seed], now[EDGE], lengths, room)
         num_rest, room, end = _take_ahead(rest, gathered, lengths, room, now[HELD], now[TOKENS], indices, end)
+        if end - start > cap:  # too many already: the pack is formed anew
+            return end
         end = _fill_exactly(rest, num_rest, lengths, room, view.rows, view.barren, indices, end)
         if gathered < most or (
             room * now[HELD] <= 16 * now[TOKENS]

@@ -41,8 +41,8 @@ The steps grow alike inside and less alike among themselves: losses must be weig
 It is not for lengths of which most tokens lie in samples near or above half of the budget: uniform in 1..budget, packs
 are 95.2 % full (take ``exact_fill``). Otherwise ``benchmarks/balance.py`` has the figures.
 
-Lengths and budget are in any one unit, the budget below 2**24, so that sums of squares stay within 64 bits. The
-plain-Python twin is in ``joint_plain``; ``joint_kernel`` holds the same in numba, and tests hold the two equal.
+Lengths and budget are in any one unit, the budget below 2**24, so that sums of squares stay within 64 bits.
+``joint_kernel`` is how it is done, compiled where numba is installed.
 
 >>> import numpy as np
 >>> lengths = np.array([9, 1, 8, 2, 1, 3, 2, 2, 4, 9, 1, 3])
@@ -53,21 +53,18 @@ plain-Python twin is in ``joint_plain``; ``joint_kernel`` holds the same in numb
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
-from streampack.core.packers.joint_plain import WAITING, choose_in_python
 from streampack.core.packers.window import I64, Choice
 from streampack.errors import ConfigError
 
 MAX_BUDGET = 2**24
 PATIENCE = 64
 """Groups that an outlier waits for others alike, about, where nothing else is said."""
-
-Kernel = Callable[[I64, I64, I64, int, int, bool, int, int, int, int], tuple[I64, I64, I64]]
+WAITING = 8
+"""Groups' worth of outliers that may wait."""
 
 
 def held_tokens(budget: int, group: int, window: int) -> int:
@@ -115,25 +112,15 @@ class Joint:
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
-        """At least ``count`` packs, by the numba kernel where there is numba."""
+        """At least ``count`` packs."""
         if budget >= MAX_BUDGET:
             raise ConfigError(
                 f"budget: got {budget}, expected less than {MAX_BUDGET} for joint: take align or exact_fill"
             )
+        from streampack.core.packers.joint_kernel import joint  # not before: numba takes a second
+
         sizes = np.ones(len(lengths), np.int64) if sizes is None else sizes
         lengths, ages, sizes = (np.require(array, np.int64, ["C", "W"]) for array in (lengths, ages, sizes))
         cap = self.max_samples_per_pack or int(sizes.sum()) + 1
-        run = _kernel() or choose_in_python
         arguments = int(budget), int(count), bool(closed), int(window), self.group, self.patience, cap
-        return Choice(*run(lengths, ages, sizes, *arguments))
-
-
-@cache
-def _kernel() -> Kernel | None:
-    """The compiled twin, or None without numba."""
-    try:
-        from streampack.core.packers import joint_kernel
-    except ImportError:
-        return None
-    kernel: Kernel = joint_kernel.joint
-    return kernel
+        return Choice(*joint(lengths, ages, sizes, *arguments))

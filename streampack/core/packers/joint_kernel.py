@@ -1,6 +1,6 @@
-"""numba twin of ``joint``: the same groups as the plain Python, a hundred times sooner.
+"""How ``joint`` forms groups; ``joint`` says what it does and why.
 
-What it does is told in ``joint``; here is only how. Positions are int64. ``by_age`` and ``by_length`` hold the samples
+Positions are int64. ``by_age`` and ``by_length`` hold the samples
 held, oldest and longest first, and are brought up to date once a group. The bitset is that of ``kernels``.
 """
 
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from streampack.core.packers.joint import WAITING
 from streampack.core.packers.kernels import MAX_TRIED, _compiled, _fill_exactly, _sort_in
 
-WAITING, OPEN = 8, 32  # as in joint_plain; a kernel freezes them
+#: Ordinary samples leave 3/32 of the packs open, and 1/16 of each.
+OPEN = 32
 #: Samples tried for a perfect fill before more are gathered: enough but for odd lengths.
 FEW = 64
 
 
 @_compiled
 def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, cap):  # type: ignore[no-untyped-def]
-    """Indices, bounds and ages, as ``joint.choose_in_python``. Long, for its state is shared."""
+    """Indices, bounds and ages of a Choice. Long, for its state is shared."""
     n = len(lengths)
     seen = int((ages >= 0).sum())
     edge, held, num_sorted, sorted_to = seen, seen, 0, 0
@@ -322,6 +324,8 @@ def _fill(left, num_left, gone, rest, lengths, sizes, room, free, rows, barren, 
     _longest_first(fits, lengths)
     stop = end
     for i in fits:
+        if free == 0:
+            break
         if lengths[i] <= room and sizes[i] <= free and not gone[i]:
             indices[stop] = i
             stop += 1

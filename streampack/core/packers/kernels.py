@@ -1,12 +1,13 @@
-"""numba kernels of the hot packers: the same packs as the plain Python, a hundred times sooner.
+"""What the hot packers' kernels share: compiled by numba where it is installed, plain Python elsewhere.
 
-What each does is told where its twin is (``exact_fill.choose_in_python``); here is only how. Kernels
-hold no lock while they run, so a broker forms packs beside its sockets. They are compiled once
-and cached on disk; the first call on a machine takes some seconds. This module has what ``exact_fill_kernel`` and
-``joint_kernel`` share.
+Compiled kernels hold no lock while they run, so a broker forms packs beside its sockets. They are compiled once and
+cached on disk; the first call on a machine takes some seconds.
+
+A few inner loops have a second form, in numpy or over Python ints, for where nothing compiles (``COMPILES``). There
+loops over arrays take a hundred times as long; compiled, the numpy forms take up to twice as long as the loops.
 
 Positions are int64. ``by_length`` holds those in the window longest first (ties: oldest first). A bitset row is a run
-of uint64 words, bit g % 64 of word g // 64 saying that a gap of g is reachable.
+of uint64 words, or one Python int: see below.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from streampack.core.jit import njit
+from streampack.core.jit import COMPILES, njit
 
-MAX_TRIED = 1024  # as in exact_fill; a kernel freezes it
+#: Samples tried in one subset sum. 20 to 40 are enough for a perfect fill unless lengths share a factor.
+MAX_TRIED = 1024
 ONE = np.uint64(1)
 
 
@@ -26,7 +28,7 @@ def _compiled(function: Callable[..., Any]) -> Any:
     """Compiled without the GIL, and cached on disk where there is a place to write to.
 
     A kernel holds the code of those it calls, while numba compiles it again only where its own file has changed: a
-    stale kernel would form other packs than its twin. So its stamp has those of the kernels that its file imports.
+    stale kernel would form other packs. So its stamp has those of the kernels that its file imports.
     """
     kernel = njit(nogil=True, cache=True)(function)
     if not hasattr(getattr(kernel, "_cache", None), "_cache_file"):  # no place to write to, or NUMBA_DISABLE_JIT
@@ -41,25 +43,43 @@ def _compiled(function: Callable[..., Any]) -> Any:
     return kernel
 
 
-@_compiled
-def _sort_in(by_length, num_sorted, lengths, gone, start, stop):  # type: ignore[no-untyped-def]
-    """Bring ``by_length`` up to date: drop who has left, merge in start..stop; how many it then holds."""
-    kept = 0
-    for i in by_length[:num_sorted]:
-        if not gone[i]:
-            by_length[kept] = i
-            kept += 1
-    fresh = start + np.flatnonzero(~gone[start:stop])
-    fresh = fresh[np.argsort(-lengths[fresh], kind="mergesort")]
-    old, at = kept - 1, kept + len(fresh) - 1
-    for i in fresh[::-1]:
-        while old >= 0 and lengths[by_length[old]] < lengths[i]:
-            by_length[at] = by_length[old]
-            old -= 1
+if COMPILES:
+
+    @_compiled
+    def _sort_in(by_length, num_sorted, lengths, gone, start, stop):  # type: ignore[no-untyped-def]
+        """Bring ``by_length`` up to date: drop who has left, merge in start..stop; how many it then holds."""
+        kept = 0
+        for i in by_length[:num_sorted]:
+            if not gone[i]:
+                by_length[kept] = i
+                kept += 1
+        fresh = start + np.flatnonzero(~gone[start:stop])
+        fresh = fresh[np.argsort(-lengths[fresh], kind="mergesort")]
+        old, at = kept - 1, kept + len(fresh) - 1
+        for i in fresh[::-1]:
+            while old >= 0 and lengths[by_length[old]] < lengths[i]:
+                by_length[at] = by_length[old]
+                old -= 1
+                at -= 1
+            by_length[at] = i
             at -= 1
-        by_length[at] = i
-        at -= 1
-    return kept + len(fresh)
+        return kept + len(fresh)
+
+else:
+
+    def _sort_in(by_length, num_sorted, lengths, gone, start, stop):  # type: ignore[no-untyped-def]
+        held = by_length[:num_sorted]
+        held = held[~gone[held]]
+        fresh = start + np.flatnonzero(~gone[start:stop])
+        fresh = fresh[np.argsort(-lengths[fresh], kind="mergesort")]
+        old, end = len(held), len(held) + len(fresh)
+        for k in range(len(fresh) - 1, -1, -1):
+            at = _first_that_fits(held, 0, old, lengths, lengths[fresh[k]] - 1)
+            by_length[at + k + 1 : old + k + 1] = held[at:old]
+            by_length[at + k] = fresh[k]
+            old = at
+        by_length[:old] = held[:old]
+        return end
 
 
 @_compiled
@@ -113,35 +133,65 @@ def _take_ahead(rest, num_rest, lengths, room, held, tokens, indices, end):  # t
     return skipped, room, end
 
 
-@_compiled
-def _fill_exactly(rest, num_rest, lengths, room, rows, barren, indices, end):  # type: ignore[no-untyped-def]
-    """``barren`` bool [budget + 1], by length, is all False before and after."""
-    words = room // 64 + 1
-    rows[:words] = 0
-    rows[room >> 6] = ONE << np.uint64(room & 63)
-    kept = seen = k = 0
-    while k < num_rest and seen < MAX_TRIED and not rows[kept * words] & ONE:
-        i = rest[k]
-        k += 1
-        if lengths[i] <= room:
-            seen += 1
-            if barren[lengths[i]]:
+if COMPILES:
+
+    @_compiled
+    def _fill_exactly(rest, num_rest, lengths, room, rows, barren, indices, end):  # type: ignore[no-untyped-def]
+        """Add the subset that leaves the smallest gap; among those, one of the first samples in order. The new end.
+
+        A length that reaches no new gap reaches none later in the pack either, with other samples before it: the rest
+        of that length need not be tried. ``barren`` bool [budget + 1], by length, is all False before and after.
+        """
+        words = room // 64 + 1
+        rows[:words] = 0
+        rows[room >> 6] = ONE << np.uint64(room & 63)
+        kept = seen = k = 0
+        while k < num_rest and seen < MAX_TRIED and not rows[kept * words] & ONE:
+            i = rest[k]
+            k += 1
+            if lengths[i] <= room:
+                seen += 1
+                if barren[lengths[i]]:
+                    continue
+                if _widen(rows, kept * words, words, lengths[i]):
+                    rest[k - 1], rest[kept] = rest[kept], i
+                    kept += 1
+                else:
+                    barren[lengths[i]] = True
+        for i in rest[:k]:
+            barren[lengths[i]] = False
+        gap = _lowest_bit(rows, kept * words)
+        while kept:
+            kept -= 1
+            if not rows[kept * words + (gap >> 6)] >> np.uint64(gap & 63) & ONE:
+                indices[end] = rest[kept]
+                end += 1
+                gap += lengths[rest[kept]]
+        return end
+
+else:  # a row of the bitset is one Python int
+
+    def _fill_exactly(rest, num_rest, lengths, room, rows, barren, indices, end):  # type: ignore[no-untyped-def]
+        fits = rest[:num_rest][lengths[rest[:num_rest]] <= room][:MAX_TRIED]
+        row, tried, fruitless = 1 << int(room), [], set()
+        for i, length in zip(fits.tolist(), lengths[fits].tolist(), strict=True):
+            if row & 1:
+                break
+            if length in fruitless:
                 continue
-            if _widen(rows, kept * words, words, lengths[i]):
-                rest[k - 1], rest[kept] = rest[kept], i
-                kept += 1
+            wider = row | row >> length
+            if wider == row:
+                fruitless.add(length)
             else:
-                barren[lengths[i]] = True
-    for i in rest[:k]:
-        barren[lengths[i]] = False
-    gap = _lowest_bit(rows, kept * words)
-    while kept:
-        kept -= 1
-        if not rows[kept * words + (gap >> 6)] >> np.uint64(gap & 63) & ONE:
-            indices[end] = rest[kept]
-            end += 1
-            gap += lengths[rest[kept]]
-    return end
+                tried.append((row, i, length))
+                row = wider
+        gap = (row & -row).bit_length() - 1
+        for before, i, length in reversed(tried):
+            if not before >> gap & 1:
+                indices[end] = i
+                end += 1
+                gap += length
+        return end
 
 
 @_compiled

@@ -19,7 +19,6 @@ long, for each older sample costs it one pack at most.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -99,9 +98,7 @@ def choice_of(packs: Sequence[Sequence[int]], ages: I64) -> Choice:
 class Window:
     """The sliding window in plain Python: what the packers that are not compiled work on.
 
-    ``held`` maps position to length in age order, ``tokens`` are those held and ``num_long`` counts
-    the samples longer than half the budget. ``full`` is a queue of the samples as long as the
-    budget (some behind its head may have left) and ``num_full`` counts them.
+    ``held`` maps position to length in age order, ``tokens`` are those held.
     """
 
     def __init__(self, lengths: I64, ages: I64, budget: int, size: int) -> None:
@@ -109,59 +106,31 @@ class Window:
         self.size = size
         self.held: dict[int, int] = {}
         self.tokens = 0
-        self.num_long = 0
-        self.num_full = 0
-        self.full: deque[int] = deque()
         self.edge = 0
         self.packs = 0
-        #: the patience of all samples held that are not full, summed up
-        self.patience = 0
         self._lengths: list[int] = lengths.tolist()
         self._ages = ages
         #: the number of the last pack that may hold a sample
         self._due: list[int] = []
-        #: no look is needed before this pack to know that the window is not late
-        self._late_from = 0
 
     def is_ready(self) -> bool:
         """Whether it holds as much as it should."""
         return len(self.held) >= self.size and self.tokens >= 2 * self.budget
 
-    def is_late(self) -> bool:
-        """Whether the oldest sample has to be in the next pack."""
-        if self.packs < self._late_from:
-            return False
-        spare = min(self._due[position] - rank for rank, position in enumerate(self.held)) - self.packs
-        self._late_from = self.packs + min(spare, self.size)  # a sample yet to come begins with ``size`` to spare
-        return spare <= 0
-
     def refill(self) -> None:
         """Take in samples from behind the edge until it is ready or there are none."""
         while self.edge < len(self._lengths) and not self.is_ready():
-            length = self._lengths[self.edge]
             age = int(self._ages[self.edge])
             self._due.append(self.packs + (age if age >= 0 else self.size + len(self.held)))
-            self._count(self.edge, length, 1)
-            if length == self.budget:
-                self.full.append(self.edge)
-            self.held[self.edge] = length
+            self.held[self.edge] = self._lengths[self.edge]
+            self.tokens += self._lengths[self.edge]
             self.edge += 1
 
     def remove(self, pack: Sequence[int]) -> None:
         """Take a formed pack out."""
         for position in pack:
-            self._count(position, self.held.pop(position), -1)
-        while self.full and self.full[0] not in self.held:
-            self.full.popleft()
+            self.tokens -= self.held.pop(position)
         self.packs += 1
-        self.patience -= len(self.held) - self.num_full
-
-    def _count(self, position: int, length: int, sign: int) -> None:
-        self.tokens += sign * length
-        self.num_long += sign * (2 * length > self.budget)
-        self.num_full += sign * (length == self.budget)
-        if length < self.budget:
-            self.patience += sign * (self._due[position] - self.packs)
 
     def ages(self) -> I64:
         """The patience of all positions, int64 [n]; -1 behind the edge."""

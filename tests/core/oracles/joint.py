@@ -1,24 +1,21 @@
-"""``joint`` in plain Python: slower, needs numpy alone, and is the tests' oracle. What it does is told in ``joint``."""
+"""An oracle for ``joint``: the same groups over lists. Its module says what is done and why."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from streampack.core.packers.exact_fill import _fill_exactly
+from streampack.core.packers.joint import WAITING
+from streampack.core.packers.joint_kernel import OPEN
 from streampack.core.packers.window import I64, choice_of
-
-#: Groups' worth of outliers that may wait.
-WAITING = 8
-#: Ordinary samples leave 3/32 of the packs open, and 1/16 of each.
-OPEN = 32
+from tests.core.oracles.exact_fill import fill_exactly
 
 
-def choose_in_python(
+def joint_oracle(
     lengths: I64, ages: I64, sizes: I64, budget: int, count: int, closed: bool,
     window: int, group: int, patience: int, cap: int,
 ) -> tuple[I64, I64, I64]:  # fmt: skip
-    """The twin of ``joint_kernel.joint``: indices, bounds and ages of a Choice."""
-    view = _View(lengths.tolist(), ages.tolist(), sizes.tolist(), budget, window, group, patience, cap)
+    """What ``joint_kernel.joint`` returns: indices, bounds and ages of a Choice."""
+    view = View(lengths.tolist(), ages.tolist(), sizes.tolist(), budget, window, group, patience, cap)
     packs: list[list[int]] = []
     while len(packs) < count:
         ready = view.refill()
@@ -31,7 +28,7 @@ def choose_in_python(
     return choice.indices, choice.bounds, choice.ages
 
 
-class _View:
+class View:
     """The samples held: ``held`` positions by age, ``by_length`` longest first, of which ``num_outliers`` are such."""
 
     def __init__(
@@ -197,7 +194,7 @@ class _View:
 class _Bins:
     """The packs of a group while they are filled: room in tokens and in samples, and work."""
 
-    def __init__(self, view: _View, count: int, mean: int) -> None:
+    def __init__(self, view: View, count: int, mean: int) -> None:
         self.lengths, self.sizes, self.mean = view.lengths, view.sizes, mean
         self.packs: list[list[int]] = [[] for _ in range(count)]
         self.room, self.work, self.free = [view.budget] * count, [0] * count, [view.cap] * count
@@ -221,7 +218,7 @@ class _Bins:
     def fill(self, p: int, left: list[int]) -> list[int]:
         """Fill pack p exactly if that can be; where it takes too many samples, longest first. What is left then."""
         fits = [(i, self.lengths[i]) for i in left if self.lengths[i] <= self.room[p]]
-        picks = _fill_exactly(fits, self.room[p]) if self.room[p] else []
+        picks = fill_exactly(fits, self.room[p]) if self.room[p] else []
         if sum(self.sizes[i] for i in picks) > self.free[p]:
             picks, room, free = [], self.room[p], self.free[p]
             for i, length in sorted(fits, key=lambda fit: (-fit[1], fit[0])):
