@@ -327,7 +327,7 @@ def what_is_queued_for_a_reader_that_is_gone_counts_for_ever(patch: Patch) -> No
     _wrap(patch, StepServer, "forget_queue", forget)
 
 
-@mutant("brought")
+@mutant("brought", first=949)
 def a_snapshot_is_asked_for_once_even_if_the_question_is_lost(patch: Patch) -> None:
     def should_ask(original: Any, self: SnapshotRequests, reader: Any, now: float) -> bytes | None:
         known = reader.pending is not None and self.expects(reader.pending.snapshot_digest)
