@@ -25,7 +25,7 @@ from streampack.core.packers.window import I64
 from tests.core.oracles.exact_fill import exact_fill_oracle, fill_exactly
 from tests.core.uncompiled import uncompiled
 
-UNCOMPILED = uncompiled("exact_fill_kernel").exact_fill
+UNCOMPILED = uncompiled("streampack.core.packers.exact_fill_kernel").exact_fill
 
 BUDGETS = (2048, 8192, 32768)
 KINDS = ("lognormal", "zipf", "uniform", "bimodal", "mostly_full", "short", "clipped")

@@ -17,7 +17,7 @@ from streampack.errors import ConfigError
 from tests.core.oracles.joint import View, joint_oracle
 from tests.core.uncompiled import uncompiled
 
-UNCOMPILED = uncompiled("joint_kernel").joint
+UNCOMPILED = uncompiled("streampack.core.packers.joint_kernel").joint
 
 
 @dataclass(frozen=True)

@@ -7,22 +7,23 @@ import sys
 from types import ModuleType
 from unittest import mock
 
-PACKERS = "streampack.core.packers"
 KERNELS = (
     "streampack.core.jit",
-    *(f"{PACKERS}.{name}" for name in ("kernels", "exact_fill_cases", "exact_fill_kernel", "joint_kernel")),
+    "streampack.core.packers.kernels",
+    "streampack.core.packers.exact_fill_cases",
+    "streampack.core.packers.exact_fill_kernel",
+    "streampack.core.packers.joint_kernel",
 )
 
 
 def uncompiled(name: str) -> ModuleType:
-    """Another copy of a kernels' module of the packers, imported with numba blocked."""
-    importlib.import_module(f"{PACKERS}.{name}")
-    package = sys.modules[PACKERS]
-    attributes = dict(vars(package))
+    """Return another copy of a module of the packers' kernels, imported with numba blocked."""
+    compiled = {each: importlib.import_module(each) for each in KERNELS}
     with mock.patch.dict(sys.modules, {"numba": None}):
         for each in KERNELS:
-            sys.modules.pop(each, None)
-        found = importlib.import_module(f"{PACKERS}.{name}")
-    vars(package).update(attributes)  # the import has put the copies there
-    sys.modules["streampack.core"].jit = sys.modules["streampack.core.jit"]  # type: ignore[attr-defined]
+            del sys.modules[each]
+        found = importlib.import_module(name)
+    for each, module in compiled.items():  # the import has put the copies into the packages
+        package, _, last = each.rpartition(".")
+        setattr(sys.modules[package], last, module)
     return found
