@@ -54,7 +54,7 @@ lint: $(DEV)
 # Once, before many processes need them at the same time, which would each compile their own: modules, tests (pytest
 # imports them all to find these few) and kernels.
 kernels: $(KERNELS)
-$(KERNELS): $(DEV) $(wildcard streampack/core/*.py streampack/core/packers/*.py)
+$(KERNELS): $(DEV) $(wildcard $(addsuffix *.py,streampack/core/ streampack/core/*/ streampack/core/*/*/))
 	@$(BIN)/python -m compileall -q streampack services
 	@$(BIN)/python -m pytest -k "twin_agree or oracle_agree or oracle_forms or token_by_token"
 	@touch $@

@@ -39,10 +39,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import streampack
 from benchmarks.report import arguments, head, say
-from streampack.curve import show_key
-from streampack.keys import load_key
-from streampack.unread import Connection
-from tests.integration.raw_peer import COMMAND, GREETING, MORE, RawPeer, frame
+from streampack.transport.curve import show_key
+from streampack.transport.keys import load_key
+from streampack.transport.unread import Connection
+from tests.integration.transport.raw_peer import COMMAND, GREETING, MORE, RawPeer, frame
 
 STEP_S = 0.02
 SETTLED = 100

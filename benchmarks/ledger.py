@@ -20,17 +20,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from streampack_services.ledger import Ledger
-from streampack_services.log import Entry
-from streampack_services.step_rows import rows_of
-from streampack_services.verify import verify
+from streampack_services.audit.verify import verify
+from streampack_services.ledger.ledger import Ledger
+from streampack_services.ledger.step_rows import rows_of
+from streampack_services.log.log import Entry
 
 from benchmarks.report import arguments, head, say
-from streampack.core.records import Base, FeedFacts, Record, StepFormed
-from streampack.core.rules import Rules, StreamRules
-from streampack.core.samples import I64, ROW
-from streampack.core.steps import FIRST_CHAIN, chain_digest, pack_digests, step_digest
-from streampack.wire import decode_record, encode_record
+from streampack.core.journal.log_records import Base, FeedFacts, Record, StepFormed
+from streampack.core.model.rules import Rules, StreamRules
+from streampack.core.model.samples import I64, ROW
+from streampack.core.model.steps import FIRST_CHAIN, chain_digest, pack_digests, step_digest
+from streampack.wire.frames import decode_record, encode_record
 
 QUICK_SAMPLES, FULL_SAMPLES = 300_000, 3_000_000
 ROUNDS = 3

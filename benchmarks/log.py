@@ -22,7 +22,7 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "services"))
 
-from streampack_services.log import Log
+from streampack_services.log.log import Log
 
 from benchmarks.report import arguments, head, say
 

@@ -17,8 +17,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import arguments, head, say
-from streampack.core.intake import MAX_UNMERGED
-from streampack.core.merge import Merge
+from streampack.core.intake.intake import MAX_UNMERGED
+from streampack.core.merge.schedule import Merge
 
 WAITING = 64
 CASES = ((1, 1), (8, 1), (64, 1), (512, 1), (4096, 1), (1, 64), (1, 4096))

@@ -36,10 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.lengths import BUDGETS, I64, SHIFTING, STATIONARY, lengths_of
 from benchmarks.peers import MISSING, PEERS
 from benchmarks.report import arguments, head, say
-from streampack.core.deal import deal
+from streampack.core.deal.deal import deal
 from streampack.core.packers import PACKERS, packer
-from streampack.core.packers.decreasing import first_fit_decreasing
-from streampack.core.packers.first_fit import first_fit
+from streampack.core.packers.blocks.decreasing import first_fit_decreasing
+from streampack.core.packers.blocks.first_fit import first_fit
 
 MICRO_BATCHES = 4
 SEEDS = 3

@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from streampack_services.status import EVERY_S, ROW_S
+from streampack_services.broker.reporter import EVERY_S, ROW_S
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import arguments, head, say
 from benchmarks.scale_job import Job, Shape
 from benchmarks.scale_sockets import run_sockets
-from streampack.core.deal import deal
+from streampack.core.deal.deal import deal
 
 NEEDED_TOKENS_PER_S = 100e6
 """What 10,000 H100s eat that train a model of 8B parameters."""

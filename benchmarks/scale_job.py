@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 
 from benchmarks.traffic import MEAN_SAMPLE_TOKENS, SAMPLE_SIGMA
-from streampack import wire
 from streampack.core.broker import Broker
-from streampack.core.client_events import Broken, Deliver, Returned
-from streampack.core.client_session import ClientSession
-from streampack.core.effects import (
+from streampack.core.journal.journal import Journal
+from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
+from streampack.core.model.rules import Align, Rules, StreamRules
+from streampack.core.protocol.effects import (
     Append,
     Form,
     Formed,
@@ -34,13 +34,13 @@ from streampack.core.effects import (
     SendShard,
     SendTrainer,
 )
-from streampack.core.events import Effect, Event, FromBroker, Send, Tick
-from streampack.core.journal import Journal
-from streampack.core.messages import Envelope, Mesh, Offer
-from streampack.core.plan import Capacity, FeedPlan, needed_tokens
-from streampack.core.producer_session import ProducerSession, Read
-from streampack.core.rules import Align, Rules, StreamRules
-from streampack.core.sending import Chunk
+from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
+from streampack.core.protocol.messages import Envelope, Mesh, Offer
+from streampack.core.sessions.client_events import Broken, Deliver, Returned
+from streampack.core.sessions.client_session import ClientSession
+from streampack.core.sessions.producer_base import Chunk
+from streampack.core.sessions.producer_session import ProducerSession, Read
+from streampack.wire import frames as wire
 
 C = 8192
 TOKEN_BYTES = 4

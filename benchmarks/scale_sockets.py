@@ -15,19 +15,19 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from streampack_services.broker import BrokerService
-from streampack_services.memory_plan import keep_freed_memory
+from streampack_services.broker.memory_plan import keep_freed_memory
+from streampack_services.broker.service import BrokerService
 
 import streampack
 from benchmarks.processes import START_TIMEOUT_S, Processes
 from benchmarks.traffic import WARM_UP_S
-from streampack.chunks import Batch
-from streampack.config import BrokerConfig
-from streampack.config_check import checked
-from streampack.core.messages import Lease
-from streampack.producer import ProducerLoop
+from streampack.config.config_validation import checked
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.typed_yaml import convert
+from streampack.core.protocol.messages import Lease
+from streampack.producer.chunks import Batch
+from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor
-from streampack.typed_tree import convert
 
 BUDGET = 256
 CLIENTS_A_PROCESS = 16

@@ -16,18 +16,18 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from streampack_services import status
-from streampack_services.broker import BrokerService
-from streampack_services.metrics import METRICS, exposition
+from streampack_services.broker import reporter
+from streampack_services.broker.service import BrokerService
+from streampack_services.http.metrics import METRICS, exposition
 
 from benchmarks.report import arguments, head, say
-from streampack.config import BrokerConfig
-from streampack.core.feed import Feed
-from streampack.core.messages import Mesh, ReadBy
-from streampack.core.rank_registry import Reader, ReaderPhase
-from streampack.core.starvation import CAUSES, WAIT_BOUNDS_S, Starvation
-from streampack.reading_figures import ReadingFigures
-from streampack.typed_tree import convert
+from streampack.client.reading_stats import ReadingFigures
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.typed_yaml import convert
+from streampack.core.feed.feed import Feed
+from streampack.core.protocol.messages import Mesh, ReadBy
+from streampack.core.serve.rank_registry import Reader, ReaderPhase
+from streampack.core.stats.data_wait import CAUSES, WAIT_BOUNDS_S, Starvation
 
 STREAMS = ("web", "code", "math")
 MICRO_BATCHES = 8
@@ -74,7 +74,7 @@ def main() -> None:
     try:
         feed, times = service.core.feeds["train"], 3 if given.quick else 20
         seat(feed, given.ranks)
-        snapshot = status.Reporter(service).take(time.monotonic())
+        snapshot = reporter.Reporter(service).take(time.monotonic())
         text = exposition(snapshot)
         report |= {
             "series": sum(not line.startswith(b"#") for line in text.splitlines()),
@@ -83,7 +83,7 @@ def main() -> None:
             "metrics_ms": round(milliseconds(lambda: exposition(snapshot), times), 2),
             "status_bytes": len(json.dumps(snapshot)),
             "status_ms": round(milliseconds(lambda: json.dumps(snapshot), times), 2),
-            "rows_ms": round(milliseconds(lambda: status._readers(feed), times), 2),
+            "rows_ms": round(milliseconds(lambda: reporter._readers(feed), times), 2),
         }
     finally:
         service.close()

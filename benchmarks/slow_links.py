@@ -12,7 +12,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from tests.integration.slow_links import read_slowly
+from tests.integration.faults.slow_links import read_slowly
 
 RUNS = ((1, 1e6, 256), (16, 0.4e6, 512))
 """Ranks, bytes a second of each, packs of a step."""

@@ -22,30 +22,30 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import streampack_services.broker as broker_module
-from streampack_services.broker import BrokerService
-from streampack_services.memory_plan import keep_freed_memory
+import streampack_services.broker.service as broker_module
+from streampack_services.broker.memory_plan import keep_freed_memory
+from streampack_services.broker.service import BrokerService
 
 from benchmarks.report import arguments, head, say
 from benchmarks.streampack_pipe import MemorySource
 from benchmarks.traffic import NUM_PRODUCERS, PACK_TOKENS, Traffic
-from streampack import wire
-from streampack.building import build_step
-from streampack.checksums import compiled, plain
-from streampack.chunks import Batch, chunk_of
-from streampack.compiled import kernels
-from streampack.config import BrokerConfig
-from streampack.config_check import checked
-from streampack.core.client_events import Deliver, Returned
-from streampack.core.client_session import ClientSession
-from streampack.core.effects import FromProducer, FromTrainer
-from streampack.core.events import Event, FromBroker, Send, Tick
-from streampack.core.messages import Mesh, Offer
-from streampack.core.producer_session import ProducerSession, Read
-from streampack.formats import Views
-from streampack.making import Packs
-from streampack.slabs import Slabs
-from streampack.typed_tree import convert
+from streampack.config.config_validation import checked
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.typed_yaml import convert
+from streampack.core.protocol.effects import FromProducer, FromTrainer
+from streampack.core.protocol.events import Event, FromBroker, Send, Tick
+from streampack.core.protocol.messages import Mesh, Offer
+from streampack.core.sessions.client_events import Deliver, Returned
+from streampack.core.sessions.client_session import ClientSession
+from streampack.core.sessions.producer_session import ProducerSession, Read
+from streampack.packs.build import build_step
+from streampack.packs.kernel_loader import kernels
+from streampack.packs.lazy import Packs
+from streampack.packs.slabs import Slabs
+from streampack.producer.chunks import Batch, chunk_of
+from streampack.views.formats import Views
+from streampack.wire import frames as wire
+from streampack.wire.checksums import compiled, plain
 
 QUICK_TOKENS, FULL_TOKENS = 100e6, 400e6
 WARM_TOKENS = 20e6
@@ -109,7 +109,7 @@ class Service(BrokerService):
     """The broker's service without its sockets."""
 
     def __init__(self, config: BrokerConfig) -> None:
-        with mock.patch("streampack_services.broker.Poller"):  # there is no socket to wait for
+        with mock.patch("streampack_services.broker.service.Poller"):  # there is no socket to wait for
             super().__init__(config)
 
     def _listen(self) -> Any:

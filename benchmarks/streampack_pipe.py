@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from streampack_services.allowed import new_key
+from streampack_services.broker.authorization import new_key
 
 import streampack
 from benchmarks.processes import START_TIMEOUT_S, Processes
 from benchmarks.traffic import NUM_PRODUCERS, PACK_TOKENS, WARM_UP_S, PipeResult, Traffic
-from streampack.chunks import CHUNK_SAMPLES, Batch
-from streampack.client import read_rendezvous
-from streampack.compiled import kernels
-from streampack.core.messages import Lease
-from streampack.keys import find_key
-from streampack.producer import ProducerLoop
+from streampack.client.connect import read_rendezvous
+from streampack.core.protocol.messages import Lease
+from streampack.packs.kernel_loader import kernels
+from streampack.producer.chunks import CHUNK_SAMPLES, Batch
+from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor
+from streampack.transport.keys import find_key
 
 POOL_TOKENS = 4 << 20
 DISK = "/var/tmp"

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import arguments, head, say
 from streampack.sources import TokenizerSettings, open_tokenizer
-from streampack.sources.token_ids import Encoded
+from streampack.tokenizers.token_ids import Encoded
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"

@@ -10,22 +10,22 @@ need is the extra ``service``.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from streampack.client import Client, connect
-from streampack.core.messages import Mesh
+from streampack.batch_checks.step_check import verify
+from streampack.client.connect import Client, connect
 from streampack.core.packers import pack_lengths, way_back
+from streampack.core.protocol.messages import Mesh
 from streampack.errors import StreampackError
-from streampack.formats import rows
-from streampack.invariants import verify
 from streampack.local import local
-from streampack.packs import Pack, Step
+from streampack.packs.pack import Pack, Step
 from streampack.planning import StepPlan, plan_step
+from streampack.views.formats import rows
 
 if TYPE_CHECKING:
     from streampack import integrations as integrations
-    from streampack.attention import varlen_attention
-    from streampack.loss import packed_loss, per_sample, reduce_metrics
-    from streampack.masks import block_causal_mask, block_causal_mask_mod, document_ids
-    from streampack.push import Producer
+    from streampack.producer.push import Producer
+    from streampack.training.attention import varlen_attention
+    from streampack.training.loss import packed_loss, per_sample, reduce_metrics
+    from streampack.training.masks import block_causal_mask, block_causal_mask_mod, document_ids
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -54,15 +54,15 @@ __all__ = [
 
 
 _LATER = {
-    "Producer": "streampack.push",
-    "block_causal_mask": "streampack.masks",
-    "block_causal_mask_mod": "streampack.masks",
-    "document_ids": "streampack.masks",
+    "Producer": "streampack.producer.push",
+    "block_causal_mask": "streampack.training.masks",
+    "block_causal_mask_mod": "streampack.training.masks",
+    "document_ids": "streampack.training.masks",
     "integrations": "streampack.integrations",
-    "packed_loss": "streampack.loss",
-    "per_sample": "streampack.loss",
-    "reduce_metrics": "streampack.loss",
-    "varlen_attention": "streampack.attention",
+    "packed_loss": "streampack.training.loss",
+    "per_sample": "streampack.training.loss",
+    "reduce_metrics": "streampack.training.loss",
+    "varlen_attention": "streampack.training.attention",
 }
 """What is loaded when it is asked for, since most trainers never do: a name, and the module that has it or is it."""
 

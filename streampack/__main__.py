@@ -11,7 +11,7 @@ def main() -> int:
     """Run the command line, or say which extra is missing. Returns the exit code."""
     gc.set_threshold(50_000, 20, 50)  # what is imported stays: to look through it again and again is a sixth of a start
     try:
-        cli = importlib.import_module("streampack_services.cli")
+        cli = importlib.import_module("streampack_services.cli.main")
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] in ("streampack", "streampack_services"):
             raise

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
-from streampack.core.messages import Mesh
-from streampack.core.rules import Rules
+from streampack.core.model.rules import Rules
+from streampack.core.protocol.messages import Mesh
 from streampack.errors import UserError
-from streampack.packs import Step
+from streampack.packs.pack import Step
 
 
 class LocalLoader(Protocol):
@@ -96,7 +96,7 @@ def local(
     ...         train(pack.input_ids, pack.labels, pack.position_ids)
     """
     try:
-        service = importlib.import_module("streampack_services.local")
+        service = importlib.import_module("streampack_services.run.local")
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] in ("streampack", "streampack_services"):
             raise

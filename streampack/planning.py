@@ -6,8 +6,8 @@ the same lengths and take its own part, with no communication. No tokens move he
 
 ``packed``: by default packs are formed by cost (``core.balanced``). With a packer or a balance of your own, the packer
 fills packs up to the budget, the dearest are split in two until every rank has as many micro-batches, and DEAL matches
-costs by micro-batch. ``padded``: dynamic batching (``core.padded``). The samples of a step are those that were given,
-whatever the mesh: cut a batch of several updates before.
+costs by micro-batch. ``padded``: dynamic batching (``dynamic_batches``). The samples of a step are those that were
+given, whatever the mesh: cut a batch of several updates before.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.balanced import MAX_SAMPLES, Bounds, balanced_packs
-from streampack.core.deal import BALANCES, ORDERS, arrange, deal, num_packs, split_dearest
-from streampack.core.figures import Figures, figures
+from streampack.core.deal.balanced import MAX_SAMPLES, Bounds, balanced_packs
+from streampack.core.deal.deal import BALANCES, ORDERS, arrange, deal, num_packs, split_dearest
+from streampack.core.deal.dynamic_batches import PaddedBatches, PaddedFigures, padded_batches
+from streampack.core.model.rules import Balance
+from streampack.core.model.samples import I64
 from streampack.core.packers import pack_lengths, way_back
 from streampack.core.packers import packer as named
-from streampack.core.packers.checks import aligned_units, check_numbers, integers
-from streampack.core.padded import PaddedBatches, PaddedFigures, padded_batches
-from streampack.core.rules import Balance
-from streampack.core.samples import I64
+from streampack.core.packers.arguments import aligned_units, check_numbers, integers
+from streampack.core.stats.fill import Figures, figures
 from streampack.errors import ConfigError, SampleError
 
 Value = TypeVar("Value", bound=np.generic)

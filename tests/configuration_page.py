@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from streampack_services.check import json_schema
+from streampack_services.check.check import json_schema
 
 Tree = dict[str, Any]
 HEAD = """# Keys of broker.yaml and producer.yaml

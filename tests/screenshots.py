@@ -12,8 +12,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from tests.integration.chromium import Browser
 from tests.integration.watched import Watched, large, small, watched
+from tests.integration.watching.chromium import Browser
 
 WINDOWS = {"": (1440, 900), "-phone": (390, 844)}
 

@@ -21,12 +21,12 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 import streampack
-from streampack.config import BrokerConfig, ProducerConfig
-from streampack.config_files import read_broker, read_producer
+from streampack.config.config_files import read_broker, read_producer
+from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
+from streampack.config.typed_yaml import parse_tree, read_tree
 from streampack.errors import UserError
-from streampack.typed_tree import parse_tree, read_tree
-from streampack_services.memory_peak import peak
-from streampack_services.memory_plan import plan
+from streampack_services.broker.memory_peak import peak
+from streampack_services.broker.memory_plan import plan
 
 IMAGE, RUN, EXAMPLE_STREAM = "streampack:latest", "my-run", "web"
 FILES = Path(__file__).parent / "deploy"

@@ -1,6 +1,37 @@
-"""The pure core: events in, effects out. No clock, no I/O, no threads, no randomness.
+"""The core: events in, effects out. No clock, no I/O, no threads, no randomness, no logging.
 
-It reads in the order data flows: ``samples``, ``rules``, ``intake``, ``merge``, ``packers``,
-``form``, ``deal``, ``layout``; ``messages`` are what travels, and ``producer_session``,
-``broker`` and ``client_session`` are the three state machines that join them.
+The packages stand in the order in which samples pass them:
+
+- ``model``: the nouns: samples, fields, steps, rules, snapshots.
+- ``intake``: the producers' side: who sends which partition, and whether a chunk is good.
+- ``merge``: whose sample is next.
+- ``packers``: which samples share a budget. Packers know lengths alone.
+- ``form``: FORM: from the window to a step.
+- ``deal``: DEAL: from a step to the ranks of a mesh.
+- ``layout``: where each token of a pack lies, and which rank holds it.
+- ``serve``: the trainers' side: who holds which rank, and who has had which step.
+- ``feed``: joins these into one feed, from the merge to the readers.
+- ``journal``: what is decided, written down.
+- ``protocol``: what peers say, and what the state machines hear and ask for.
+- ``sessions``: the other ends of the protocol: producers and clients.
+- ``stats``: what is counted and decides nothing.
+
+``broker`` joins the feeds: it is the state machine of a broker. ``jit`` compiles kernels, ``shuffle`` gives orders that
+are the same on every machine. Begin with ``model`` and ``broker``.
+
+Ten rules keep delivery exactly once. Modules cite them by number. ``tests/simulation/test_mutants.py`` takes each one
+out of the code in turn, and shows that the simulation notices.
+
+- R1. ``durable_seq`` covers only entries of the log that are safe. Until then the producer of a stream that cannot be
+  read again keeps its samples.
+- R2. The digest of a step, and every decision before it, are safe in the log before the step, or the end, is sent.
+- R3. A step is published whole: all its packs, to all ranks, or not at all.
+- R4. Reads are pure. Asking for step k again gives the same bytes. Only ``done_upto`` moves, and only upward.
+- R5. Fencing: broker epoch over attempt (trainers) over session (producers). A message of a lower number is dropped, a
+  higher number is adopted. Every hello, gap and rewind begins a new session.
+- R6. Credits are absolute: a producer sends only below ``grant_seq`` and ``grant_bytes`` of its session.
+- R7. The log is cut only below the least of the snapshot of the oldest checkpoint kept and the slowest rank.
+- R8. The end of a feed is recorded once, and nothing follows it.
+- R9. Control messages are idempotent, carry state and are repeated. Every client pings from its main loop, always.
+- R10. A snapshot holds the window, delayed outliers and pending packs, as references with checksums.
 """

@@ -10,9 +10,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from streampack.core.attempts import Departure
-from streampack.core.changes import Restream, Skip, changed, described
-from streampack.core.effects import (
+from streampack.core.feed.feed import Feed
+from streampack.core.intake.leases import Leases
+from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_records import (
+    Base,
+    BatchMarked,
+    ChunkAdmitted,
+    PartitionEnded,
+    Record,
+    SamplesRejected,
+    SourceAccepted,
+)
+from streampack.core.merge.queues import NOWHERE
+from streampack.core.model.capacity import Capacity, FeedPlan
+from streampack.core.model.rule_changes import Restream, Skip, changed, described
+from streampack.core.model.samples import SampleTable
+from streampack.core.protocol.effects import (
     Answer,
     Change,
     Cut,
@@ -27,11 +41,8 @@ from streampack.core.effects import (
     WasCut,
     Withdrawn,
 )
-from streampack.core.events import Effect, Event, Report, Tick
-from streampack.core.feed import Feed
-from streampack.core.journal import Journal
-from streampack.core.leases import Leases
-from streampack.core.messages import (
+from streampack.core.protocol.events import Effect, Event, Report, Tick
+from streampack.core.protocol.messages import (
     WRONG_SIDE,
     Attach,
     Bye,
@@ -47,19 +58,8 @@ from streampack.core.messages import (
     Samples,
     Who,
 )
-from streampack.core.plan import Capacity, FeedPlan
-from streampack.core.queues import NOWHERE
-from streampack.core.records import (
-    Base,
-    BatchMarked,
-    ChunkAdmitted,
-    PartitionEnded,
-    Record,
-    SamplesRejected,
-    SourceAccepted,
-)
-from streampack.core.rights import Rights, forbidden, key_of
-from streampack.core.samples import SampleTable
+from streampack.core.protocol.rights import Rights, forbidden, key_of
+from streampack.core.serve.attempts import Departure
 
 OfStream = SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded
 MAX_EPOCH = 2**62 - 1

@@ -28,9 +28,9 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from streampack.errors import StateError, UserError
-from streampack.formats import View, real_tokens
 from streampack.integrations import hf_checks
-from streampack.packs import Step
+from streampack.packs.pack import Step
+from streampack.views.formats import View, real_tokens
 
 log = logging.getLogger("streampack.hf")
 

@@ -27,12 +27,12 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities import rank_zero_warn
 
-from streampack.client import Client, connect
-from streampack.core.messages import Mesh
+from streampack.client.connect import Client, connect
+from streampack.client.ranks import mesh_of
+from streampack.core.protocol.messages import Mesh
 from streampack.errors import StreampackError, UserError
-from streampack.formats import View
-from streampack.packs import Step
-from streampack.ranks import mesh_of
+from streampack.packs.pack import Step
+from streampack.views.formats import View
 
 
 class PackedDataModule(LightningDataModule):

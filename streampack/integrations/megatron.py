@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from streampack.client import Client, connect
-from streampack.core.rules import Rules
+from streampack.client.connect import Client, connect
+from streampack.core.model.rules import Rules
 from streampack.errors import StateError, UserError
 
 Iterators = tuple["TrainIterator | None", "Iterator[Any] | None", None]

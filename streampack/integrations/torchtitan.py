@@ -24,8 +24,8 @@ try:
 except ImportError as error:
     raise ImportError(f"got no torchtitan.components.dataloader ({error}), expected torchtitan 0.3") from None
 
-from streampack.client import connect
-from streampack.core.rules import Rules
+from streampack.client.connect import connect
+from streampack.core.model.rules import Rules
 from streampack.errors import UserError
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]

@@ -1,38 +1,40 @@
 """Sources: files of samples, read in a recorded order from any place on.
 
-Theory of operation. A source is a list of shards: files, or pieces of them. Shard i belongs to partition i mod P;
-a pass over a partition walks its shards, and the samples of each, in the order that ``order`` gives for (seed,
-pass). A format only has to find its files, to index one shard and to load its sample number i, or to gather many where
-they are arrays of ids (``arrays``); passes, cursors, skipping, resuming are ``sharded``'s and the same for all. A
-cursor is a place in that order, so going on from one costs the index of one shard, not a second reading of what came
-before. (An iterable of Python's that can only be read from its start is the one exception: see ``python``.)
+A source is a list of shards: files, or pieces of files. Shard i belongs to partition i mod P. A pass over a partition
+reads its shards, and the samples of each shard, in the order that ``order`` gives for (seed, pass). A format finds its
+files, indexes one shard, and loads sample number i of it, or many samples at once where they are arrays of ids.
+Passes, cursors, skipping and resuming are the same for all formats. A cursor is a place in the order of a pass, so to
+go on from one costs the index of one shard. The format ``python`` is the exception: an iterable that can only be read
+from its start is read from its start.
 
-Two kinds of bad data. A *file* that is missing, cut or changed stops the reader with a SourceError, since
-nothing after it can be numbered. A *sample* that is bad is a Record with a reason and no tokens: it keeps its
-place, so that the numbers of all others stay what they are whatever the policy does with it.
+Files, in the order in which data passes them:
 
-Held in memory: one shard's index (about 100 bytes a sample) and one sample, a chunk of them where they are gathered,
-or one block where the format is read by blocks. Samples are read at their offsets, in files that must keep the size
-they had when opened.
+- ``settings``: what a configuration says of a source, and which keys each format takes.
+- ``open_source``: from settings to an opened source.
+- ``files/``: the bytes of a shard, on this machine or at a URL.
+- ``formats/``: one module for each file format.
+- ``order``: the order of samples, a pure function of (seed, pass, shard).
+- ``walk``: passes, partitions, cursors and skipping over a format's shards.
+- ``records``, ``arrays``: what comes out: one sample, or many at once.
+- ``in_memory``: rows of this process as a source.
 
-    settings ─▶ files, remote, compressed
-                                 ─▶ jsonl webdataset parquet huggingface text megatron python ─▶ rows ─▶ tokenizers
-                                 └──────────── sharded: order, cursors ─▶ Record, Record, ...
+A file that is missing, cut or changed stops the reader with a SourceError, because no later sample could be numbered.
+A bad sample is a Record with a reason and no tokens. It keeps its place, so all other samples keep their numbers.
 
-This package does not know streams, chunks, sockets or policies, and imports neither torch, numba, webdataset nor
-datasets; pyarrow and fsspec only where a format or URL needs them.
+Memory holds one shard's index (about 100 bytes a sample) and one sample, one chunk or one block. Files must keep the
+size that they had when they were opened.
+
+The package relies on ``tokenizers``. It does not know streams, chunks, sockets or policies. It does not import torch,
+numba, webdataset or datasets; it imports pyarrow and fsspec only where a format or a URL needs them.
 """
 
-import importlib
-
 from streampack.sources.arrays import ManySource, Records, Room
-from streampack.sources.bytes_tokenizer import UnnamedTokenizer
+from streampack.sources.open_source import open_source
 from streampack.sources.order import Cursor
 from streampack.sources.records import OpenedSource, Record, Sample, Source
-from streampack.sources.settings import SourceSettings, check_settings
-from streampack.sources.sharded import ShardedSource
-from streampack.sources.token_ids import as_tokens
-from streampack.sources.tokenizers import Tokenizer, TokenizerSettings, open_tokenizer
+from streampack.sources.settings import SourceSettings
+from streampack.tokenizers.base import Tokenizer, TokenizerSettings, open_tokenizer
+from streampack.tokenizers.token_ids import as_tokens
 
 __all__ = [
     "Cursor",
@@ -50,23 +52,3 @@ __all__ = [
     "open_source",
     "open_tokenizer",
 ]
-
-
-def open_source(settings: SourceSettings, tokenizer: Tokenizer | None = None) -> OpenedSource:
-    """The source that ``settings`` name; texts go through ``tokenizer`` (None: bytes, with an end-of-text id, and
-    no chats).
-
-    Looks at names and sizes, and at a few bytes where shards are pieces of files; a file is indexed when its turn
-    comes. Raises ConfigError for settings that cannot be, SourceError for files that are not there.
-
-    >>> source = open_source(SourceSettings("jsonl", "data/*.jsonl"))                        # doctest: +SKIP
-    >>> for record in source.read(partition=0, partitions=4, seed=17, passes=1): ...         # doctest: +SKIP
-    """
-    check_settings(settings)
-    tokenizer = tokenizer or UnnamedTokenizer()
-    if settings.source == "python":
-        from streampack.sources.python import open_python
-
-        return open_python(settings, tokenizer)
-    format_ = importlib.import_module(f"streampack.sources.{settings.source}").open_format(settings, tokenizer)
-    return ShardedSource(settings, format_, tokenizer)

@@ -13,10 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.fields import Field
+from streampack.core.model.fields import Field
 from streampack.sources.order import Cursor
 from streampack.sources.records import NO_FIELDS, NO_REASONS, Record, Sample, Samples
-from streampack.sources.token_ids import NO_TOKENS
+from streampack.tokenizers.token_ids import NO_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.fields import Field
-from streampack.sources.files import File
+from streampack.core.model.fields import Field
+from streampack.sources.files.listing import File
 from streampack.sources.order import Cursor
-from streampack.sources.token_ids import Tokens
+from streampack.tokenizers.token_ids import Tokens
 
 NO_FIELDS: Mapping[str, NDArray[Any]] = MappingProxyType({})
 NO_REASONS: Mapping[int, str] = MappingProxyType({})

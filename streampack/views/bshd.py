@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from streampack.columns import Column, Columns
-from streampack.core.samples import I64, IGNORE_INDEX
+from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.errors import UserError
-from streampack.slabs import Slabs
-from streampack.tensors import Rows, beside, cut, tensor
+from streampack.packs.columns import Column, Columns
+from streampack.packs.slabs import Slabs
+from streampack.views.tensors import Rows, beside, cut, tensor
 
 SENTINEL = -1000
 """A length that is none, where a row has fewer samples than another."""

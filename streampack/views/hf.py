@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from streampack.columns import Column, Columns
-from streampack.core.samples import I32, IGNORE_INDEX
-from streampack.slabs import Slabs
-from streampack.tensors import Rows, beside, cut, tensor
+from streampack.core.model.samples import I32, IGNORE_INDEX
+from streampack.packs.columns import Column, Columns
+from streampack.packs.slabs import Slabs
+from streampack.views.tensors import Rows, beside, cut, tensor
 
 
 def form(columns: Columns, of_packs: Rows, slabs: Slabs, shifted: bool) -> tuple[Rows, Rows]:

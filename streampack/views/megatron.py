@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from streampack.columns import Column, Columns
-from streampack.core.samples import IGNORE_INDEX
-from streampack.formats import View, canonical
-from streampack.packs import Pack
-from streampack.slabs import Slabs
-from streampack.tensors import Rows, beside, cut, tensor
+from streampack.core.model.samples import IGNORE_INDEX
+from streampack.packs.columns import Column, Columns
+from streampack.packs.pack import Pack
+from streampack.packs.slabs import Slabs
+from streampack.views.formats import View, canonical
+from streampack.views.tensors import Rows, beside, cut, tensor
 
 
 def form(columns: Columns, of_packs: Rows, slabs: Slabs) -> tuple[Rows, Rows]:

@@ -8,8 +8,8 @@ what comes after it takes the three flat, ``batch["input"][0]``.
 
 from __future__ import annotations
 
-from streampack.columns import Column, Columns
-from streampack.tensors import Rows, cut, tensor
+from streampack.packs.columns import Column, Columns
+from streampack.views.tensors import Rows, cut, tensor
 
 
 def form(columns: Columns, of_packs: Rows) -> tuple[Rows, Rows]:

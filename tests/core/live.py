@@ -16,10 +16,13 @@ import numpy as np
 from crc32c import crc32c
 
 from streampack.core.broker import Broker
-from streampack.core.changes import Ask
-from streampack.core.client_events import Broken, Deliver, Detach, Ended, Returned
-from streampack.core.client_session import ClientSession
-from streampack.core.effects import (
+from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_records import Record, RulesChanged
+from streampack.core.model.capacity import Capacity, FeedPlan
+from streampack.core.model.rule_changes import Ask
+from streampack.core.model.rules import Rules, RulesChange
+from streampack.core.model.snapshot import Snapshot
+from streampack.core.protocol.effects import (
     Answer,
     Append,
     Change,
@@ -37,16 +40,13 @@ from streampack.core.effects import (
     SendTrainer,
     Store,
 )
-from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
-from streampack.core.journal import Journal
-from streampack.core.messages import Envelope, Mesh, Offer, State, StepPart
-from streampack.core.plan import Capacity, FeedPlan
-from streampack.core.producer_session import EndOfPartition, ProducerSession, Read
-from streampack.core.push_session import PushSession
-from streampack.core.records import Record, RulesChanged
-from streampack.core.rules import Rules, RulesChange
-from streampack.core.sending import Chunk, Finish
-from streampack.core.snapshot import Snapshot
+from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
+from streampack.core.protocol.messages import Envelope, Mesh, Offer, State, StepPart
+from streampack.core.sessions.client_events import Broken, Deliver, Detach, Ended, Returned
+from streampack.core.sessions.client_session import ClientSession
+from streampack.core.sessions.producer_base import Chunk, Finish
+from streampack.core.sessions.producer_session import EndOfPartition, ProducerSession, Read
+from streampack.core.sessions.push_session import PushSession
 from tests.core.planned import Data, tokens_of
 from tests.simulation.disk import Disk
 

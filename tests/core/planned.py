@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from crc32c import crc32c
 
-from streampack.core.form import Former
-from streampack.core.merge import change as change_merge
-from streampack.core.merge import merge_of
-from streampack.core.rules import Rules, RulesChange
-from streampack.core.samples import ROW, SampleTable, index_of
+from streampack.core.form.former import Former
+from streampack.core.merge.schedule import change as change_merge
+from streampack.core.merge.schedule import merge_of
+from streampack.core.model.rules import Rules, RulesChange
+from streampack.core.model.samples import ROW, SampleTable, index_of
 
 Data = dict[str, list[list[int]]]
 """By stream and partition the lengths of its samples; 0 is one that is rejected."""

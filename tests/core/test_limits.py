@@ -8,14 +8,16 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import pytest
-from streampack_services import flood
+from streampack_services.broker import report_limit
 
-from streampack import wire
-from streampack.core import producers
 from streampack.core.broker import OUTBID_BY, Broker
-from streampack.core.effects import FromProducer, FromTrainer, SendProducer, SendTrainer
-from streampack.core.events import Effect, Tick
-from streampack.core.messages import (
+from streampack.core.intake import producers
+from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
+from streampack.core.model.rules import Rules, StreamRules
+from streampack.core.model.snapshot import Snapshot
+from streampack.core.protocol.effects import FromProducer, FromTrainer, SendProducer, SendTrainer
+from streampack.core.protocol.events import Effect, Tick
+from streampack.core.protocol.messages import (
     AskSnapshot,
     Attach,
     Attached,
@@ -29,11 +31,9 @@ from streampack.core.messages import (
     Offer,
     Reject,
 )
-from streampack.core.plan import Capacity, FeedPlan, needed_tokens
-from streampack.core.rules import Rules, StreamRules
-from streampack.core.snapshot import Snapshot
-from streampack.core.snapshot_requests import MOST_BROUGHT
+from streampack.core.serve.snapshot_requests import MOST_BROUGHT
 from streampack.errors import WireError
+from streampack.wire import frames as wire
 from tests.core.live import Live
 
 RUN, EPOCH, MOST = 9, 1000, 3
@@ -191,7 +191,7 @@ def test_no_peer_can_use_up_the_epochs_that_will_ever_be() -> None:
 def test_a_peer_that_invents_reasons_makes_few_labels() -> None:
     """Each is a label of a metric, and is kept."""
     counts = Bench().core.feeds["train"].planner.admission.counts[0]
-    from streampack.core.admission import MAX_REASONS, _count_reasons
+    from streampack.core.intake.admission import MAX_REASONS, _count_reasons
 
     for n in range(10_000):
         _count_reasons(counts, {f"reason{n}": 1})
@@ -212,10 +212,10 @@ def test_a_plan_says_how_many_may_come() -> None:
 
 
 def test_lines_that_peers_cause_are_bounded_and_counted() -> None:
-    budget = flood.Budget()
-    assert sum(budget.lets(100.0) for _ in range(100_000)) == flood.MOST
-    assert budget.take_held_back() == 100_000 - flood.MOST
-    assert sum(budget.lets(101.0 + n / 1000) for n in range(10_000)) == pytest.approx(11 * flood.A_SECOND, abs=2)
+    budget = report_limit.Budget()
+    assert sum(budget.lets(100.0) for _ in range(100_000)) == report_limit.MOST
+    assert budget.take_held_back() == 100_000 - report_limit.MOST
+    assert sum(budget.lets(101.0 + n / 1000) for n in range(10_000)) == pytest.approx(11 * report_limit.A_SECOND, abs=2)
     assert budget.take_held_back() > 0
     assert budget.take_held_back() == 0
 

@@ -8,10 +8,19 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streampack import wire
 from streampack.core.broker import Broker
-from streampack.core.changes import Restream
-from streampack.core.effects import (
+from streampack.core.feed.resume import snapshot
+from streampack.core.form.former import Former
+from streampack.core.journal.history import ChunkPlace, History
+from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_records import Base, ChunkAdmitted, Record
+from streampack.core.merge.schedule import merge_of
+from streampack.core.model.capacity import Capacity, FeedPlan
+from streampack.core.model.rule_changes import Restream
+from streampack.core.model.rules import Rules, RulesChange, StreamRules
+from streampack.core.model.samples import ROW, SampleTable
+from streampack.core.model.snapshot import Snapshot
+from streampack.core.protocol.effects import (
     Append,
     Change,
     Cut,
@@ -27,12 +36,8 @@ from streampack.core.effects import (
     SendTrainer,
     WasCut,
 )
-from streampack.core.events import Effect, Event, Tick
-from streampack.core.form import Former
-from streampack.core.history import ChunkPlace, History
-from streampack.core.journal import Journal
-from streampack.core.merge import merge_of
-from streampack.core.messages import (
+from streampack.core.protocol.events import Effect, Event, Tick
+from streampack.core.protocol.messages import (
     AskSnapshot,
     Attach,
     Brought,
@@ -54,12 +59,7 @@ from streampack.core.messages import (
     StepPart,
     Wait,
 )
-from streampack.core.plan import Capacity, FeedPlan
-from streampack.core.records import Base, ChunkAdmitted, Record
-from streampack.core.resume import snapshot
-from streampack.core.rules import Rules, RulesChange, StreamRules
-from streampack.core.samples import ROW, SampleTable
-from streampack.core.snapshot import Snapshot
+from streampack.wire import frames as wire
 
 LENGTH, CHAIN = 8, b"x" * 16
 CAPACITY = Capacity(1024, 64, 4096)

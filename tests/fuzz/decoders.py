@@ -14,13 +14,16 @@ from typing import Any
 
 import msgspec
 from crc32c import crc32c
-from streampack_services import rendezvous, segments
-from streampack_services.ledger import Ledger
-from streampack_services.log import Entry
+from streampack_services.daemons import rendezvous
+from streampack_services.ledger.ledger import Ledger
+from streampack_services.log import segments
+from streampack_services.log.log import Entry
 
-from streampack import checkpoint, client, wire
-from streampack.config_files import read_either
-from streampack.core.messages import (
+from streampack.client import connect
+from streampack.client import state as checkpoint
+from streampack.config.config_files import read_either
+from streampack.core.model.rules import Rules
+from streampack.core.protocol.messages import (
     ALL,
     AskSnapshot,
     AskState,
@@ -39,7 +42,6 @@ from streampack.core.messages import (
     Sent,
     State,
 )
-from streampack.core.rules import Rules
 from streampack.errors import (
     LedgerDamaged,
     LogDamaged,
@@ -49,7 +51,8 @@ from streampack.errors import (
     UserError,
     WireError,
 )
-from streampack.shared_memory import MAGIC, SPEAKS, Known, Link, Slots
+from streampack.transport.shared_memory import MAGIC, SPEAKS, Known, Link, Slots
+from streampack.wire import frames as wire
 from tests.fuzz.engine import Target
 from tests.fuzz.forms import JSON, MSGPACK, YAML, packed, unpacked
 from tests.fuzz.machines import honest
@@ -325,7 +328,7 @@ def _run_rendezvous(data: bytes) -> None:
     rendezvous.read(path)
     for side in ("producers", "trainers"):
         try:
-            assert isinstance(client.read_rendezvous(path, side, 0.0), str)
+            assert isinstance(connect.read_rendezvous(path, side, 0.0), str)
         except Unreachable:
             continue
 

@@ -7,13 +7,13 @@ import functools
 from concurrent.futures import Future
 from typing import Any
 
-from streampack_services.history import History
-from streampack_services.http import make_app
-from streampack_services.http_guard import App, Guard
+from streampack_services.http.history import History
+from streampack_services.http.http_guard import App, Guard
+from streampack_services.http.server import make_app
 from streampack_services.logs import Ring
 
-from streampack.core.changes import Ask
-from streampack.core.effects import Answer
+from streampack.core.model.rule_changes import Ask
+from streampack.core.protocol.effects import Answer
 from tests.fuzz.engine import Target
 from tests.fuzz.forms import JSON, MSGPACK, packed, unpacked
 from tests.fuzz.machines import CONTROL

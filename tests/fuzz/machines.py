@@ -7,15 +7,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from streampack_services.control import BODIES
+from streampack_services.http.control import BODIES
 
-from streampack import wire
-from streampack.building import build_step
-from streampack.core.client_events import Again, Ask, Begin, Deliver, Returned, Waiting
-from streampack.core.client_session import MOST_AHEAD, ClientSession
-from streampack.core.effects import Drain
-from streampack.core.events import Effect, Event, FromBroker, Tick
-from streampack.core.messages import (
+from streampack.core.protocol.effects import Drain
+from streampack.core.protocol.events import Effect, Event, FromBroker, Tick
+from streampack.core.protocol.messages import (
     AskState,
     Attach,
     Brought,
@@ -32,12 +28,16 @@ from streampack.core.messages import (
     Revoke,
     Who,
 )
-from streampack.core.producer_session import ProducerSession, Read
-from streampack.core.push_buffer import PushBuffer, size_of
-from streampack.core.push_session import PUSHED, EndBatch, Push, PushSession
-from streampack.core.sending import Chunk, Failed
+from streampack.core.sessions.client_events import Again, Ask, Begin, Deliver, Returned, Waiting
+from streampack.core.sessions.client_session import MOST_AHEAD, ClientSession
+from streampack.core.sessions.producer_base import Chunk, Failed
+from streampack.core.sessions.producer_session import ProducerSession, Read
+from streampack.core.sessions.push_buffer import PushBuffer, size_of
+from streampack.core.sessions.push_session import PUSHED, EndBatch, Push, PushSession
 from streampack.errors import WireError
-from streampack.slabs import Slabs
+from streampack.packs.build import build_step
+from streampack.packs.slabs import Slabs
+from streampack.wire import frames as wire
 from tests.fuzz.engine import Target
 from tests.fuzz.forms import JSON, MSGPACK, packed, unpacked
 from tests.fuzz.stage import EPOCH, RUN, Honest, Stage, change, chunk_message, chunk_of, item, read_item

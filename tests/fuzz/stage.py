@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from streampack_services.arena import SLACK, Arena
+from streampack_services.broker.arena import SLACK, Arena
 
-from streampack import wire
 from streampack.core.broker import Broker
-from streampack.core.client_events import Deliver, Detach, Ended, Returned
-from streampack.core.client_session import ClientSession
-from streampack.core.effects import (
+from streampack.core.journal.journal import Journal
+from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
+from streampack.core.model.rules import Rules, StreamRules
+from streampack.core.protocol.effects import (
     Answer,
     Append,
     Change,
@@ -38,14 +38,26 @@ from streampack.core.effects import (
     Store,
     WasCut,
 )
-from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
-from streampack.core.journal import Journal
-from streampack.core.messages import ALL, Attached, Envelope, Eos, Lease, Mark, Mesh, Message, Offer, Samples, Sent
-from streampack.core.plan import Capacity, FeedPlan, needed_tokens
-from streampack.core.producer_session import EndOfPartition, ProducerSession, Read
-from streampack.core.rules import Rules, StreamRules
-from streampack.core.sending import Chunk, Finish
+from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
+from streampack.core.protocol.messages import (
+    ALL,
+    Attached,
+    Envelope,
+    Eos,
+    Lease,
+    Mark,
+    Mesh,
+    Message,
+    Offer,
+    Samples,
+    Sent,
+)
+from streampack.core.sessions.client_events import Deliver, Detach, Ended, Returned
+from streampack.core.sessions.client_session import ClientSession
+from streampack.core.sessions.producer_base import Chunk, Finish
+from streampack.core.sessions.producer_session import EndOfPartition, ProducerSession, Read
 from streampack.errors import WireError
+from streampack.wire import frames as wire
 from tests.fuzz.forms import packed
 from tests.simulation.disk import Disk
 

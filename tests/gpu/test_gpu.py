@@ -12,7 +12,7 @@ import torch
 
 import streampack
 from benchmarks.train_gpu import main
-from tests.core.test_packs import Case
+from tests.packs.test_packs import Case
 from tests.training.test_attention import by_hand
 from tests.training.test_loss import views_of
 

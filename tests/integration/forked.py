@@ -27,10 +27,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from streampack_services.memory_plan import plan
+from streampack_services.broker.memory_plan import plan
 
 from streampack.__main__ import main
-from streampack.config import BrokerConfig, StreamSettings
+from streampack.config.daemon_settings import BrokerConfig, StreamSettings
 
 _NUMBER = struct.Struct("<i")
 
@@ -148,9 +148,9 @@ def _become(wanted: dict[str, Any], stdout: int, stderr: int) -> None:
 
 def _import_all() -> None:
     """What commands import, and the kernels of a broker."""
-    for name in ("cli", "producer"):
+    for name in ("cli.main", "daemons.producer"):
         importlib.import_module(f"streampack_services.{name}")
-    service = importlib.import_module("streampack_services.daemon").BrokerService
+    service = importlib.import_module("streampack_services.daemons.broker").BrokerService
     config = BrokerConfig(streams={"any": StreamSettings()}, memory="64MiB")
     service.warm_up(SimpleNamespace(plan=plan(config)))  # of a service, which would have sockets, all that is needed
 

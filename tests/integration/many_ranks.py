@@ -15,13 +15,13 @@ from itertools import product
 
 import zmq
 
-from streampack import wire
-from streampack.core.client_events import Deliver, Detach, Returned
-from streampack.core.client_session import ClientSession
-from streampack.core.events import Effect, FromBroker, Send, Tick
-from streampack.core.messages import Mesh
-from streampack.reading_figures import ReadingFigures
-from streampack.transport import HIGH_WATER
+from streampack.client.reading_stats import ReadingFigures
+from streampack.core.protocol.events import Effect, FromBroker, Send, Tick
+from streampack.core.protocol.messages import Mesh
+from streampack.core.sessions.client_events import Deliver, Detach, Returned
+from streampack.core.sessions.client_session import ClientSession
+from streampack.transport.sockets import HIGH_WATER
+from streampack.wire import frames as wire
 from tests.integration.running import PATIENCE_S
 
 TICK_S = 0.2

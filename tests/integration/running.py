@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from streampack_services import cli
+from streampack_services.cli import main
 
-from streampack.chunks import BatchSource
-from streampack.producer import ProducerLoop
+from streampack.producer.chunks import BatchSource
+from streampack.producer.loop import ProducerLoop
 from streampack.sources import Source
 from tests.integration.forked import Command
 
@@ -68,7 +68,7 @@ def in_process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     before, sys.argv = sys.argv, ["streampack", *map(str, arguments)]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = cli.main()
+            code = main.main()
     finally:
         sys.argv = before
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())

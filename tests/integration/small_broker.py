@@ -10,20 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack import wire
-from streampack.core.messages import (
-    Bye,
-    Envelope,
-    Eos,
-    Flow,
-    Hello,
-    Lease,
-    Mark,
-    Message,
-    Samples,
-    Who,
-)
-from streampack.transport import Poller, Router, drain
+from streampack.core.protocol.messages import Bye, Envelope, Eos, Flow, Hello, Lease, Mark, Message, Samples, Who
+from streampack.transport.sockets import Poller, Router, drain
+from streampack.wire import frames as wire
 from tests.integration.running import PATIENCE_S
 
 RUN, STREAM = 5, "rollouts"

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from streampack_services.broker import BrokerService
-from streampack_services.http import HttpServer
+from streampack_services.broker.reporter import Snapshot
+from streampack_services.broker.service import BrokerService
+from streampack_services.http.server import HttpServer
 from streampack_services.logs import Ring
-from streampack_services.status import Snapshot
 
-from streampack.chunks import Batch
-from streampack.config import BrokerConfig
-from streampack.config_check import checked
-from streampack.core.messages import Lease
+from streampack.config.config_validation import checked
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.typed_yaml import convert
+from streampack.core.protocol.messages import Lease
+from streampack.producer.chunks import Batch
 from streampack.sources import Cursor
-from streampack.typed_tree import convert
 from tests.integration.many_ranks import many_ranks
 from tests.integration.running import PATIENCE_S, producing_here
 

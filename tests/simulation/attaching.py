@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from streampack.core.client_events import Begin, Broken, Deliver, Detach, Ended, Returned
-from streampack.core.client_session import ClientSession
-from streampack.core.effects import SendShard, SendTrainer
-from streampack.core.events import Effect, Event, FromBroker, Send, Tick
-from streampack.core.messages import Attach, Bye, Envelope, Mesh, State, StepPart, Who
-from streampack.core.readers import Readers
-from streampack.core.rules import Rules
-from streampack.core.samples import SampleTable
-from streampack.core.snapshot import FormState, MergeState, Snapshot
-from streampack.core.starvation import Missing
-from streampack.core.steps import Packs, Step
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import SampleTable
+from streampack.core.model.snapshot import FormState, MergeState, Snapshot
+from streampack.core.model.steps import Packs, Step
+from streampack.core.protocol.effects import SendShard, SendTrainer
+from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
+from streampack.core.protocol.messages import Attach, Bye, Envelope, Mesh, State, StepPart, Who
+from streampack.core.serve.readers import Readers
+from streampack.core.sessions.client_events import Begin, Broken, Deliver, Detach, Ended, Returned
+from streampack.core.sessions.client_session import ClientSession
+from streampack.core.stats.data_wait import Missing
 
 DP, STEPS, AHEAD = 2, 3, 2
 TICK_S = 0.5

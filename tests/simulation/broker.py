@@ -10,10 +10,12 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
-from streampack_services.arena import SLACK, Arena
+from streampack_services.broker.arena import SLACK, Arena
 
 from streampack.core.broker import Broker
-from streampack.core.effects import (
+from streampack.core.journal.journal import Journal
+from streampack.core.model.capacity import Capacity, FeedPlan, wanted_tokens
+from streampack.core.protocol.effects import (
     Append,
     Cut,
     Form,
@@ -31,10 +33,8 @@ from streampack.core.effects import (
     Store,
     WasCut,
 )
-from streampack.core.events import Effect, Event, Report, Tick
-from streampack.core.journal import Journal
-from streampack.core.messages import Committed, End, Envelope, Flow
-from streampack.core.plan import Capacity, FeedPlan, wanted_tokens
+from streampack.core.protocol.events import Effect, Event, Report, Tick
+from streampack.core.protocol.messages import Committed, End, Envelope, Flow
 from tests.simulation.checks import BrokerChecks
 from tests.simulation.data import BATCH, BUDGET, MAX_SAMPLE, Case
 from tests.simulation.disk import Disk

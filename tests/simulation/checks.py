@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from streampack.core.effects import FromProducer, FromTrainer, SendProducer, SendShard, SendTrainer
-from streampack.core.events import Effect, Event
-from streampack.core.messages import (
+from streampack.core.journal.log_records import ChunkAdmitted, FeedEnded, Record, StepFormed
+from streampack.core.protocol.effects import FromProducer, FromTrainer, SendProducer, SendShard, SendTrainer
+from streampack.core.protocol.events import Effect, Event
+from streampack.core.protocol.messages import (
     AskState,
     Attach,
     Attached,
@@ -27,9 +28,8 @@ from streampack.core.messages import (
     Sent,
     StepPart,
 )
-from streampack.core.rank_registry import ReaderPhase
-from streampack.core.readers import Readers
-from streampack.core.records import ChunkAdmitted, FeedEnded, Record, StepFormed
+from streampack.core.serve.rank_registry import ReaderPhase
+from streampack.core.serve.readers import Readers
 
 if TYPE_CHECKING:
     from tests.simulation.broker import BrokerProcess

@@ -18,10 +18,20 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from streampack.core.messages import Envelope, Mesh, StepPart
-from streampack.core.rules import Align, Balance, Batch, OnExhaust, Overlong, PackerName, Poison, Rules, StreamRules
-from streampack.core.samples import I64, Keep
-from streampack.core.shapes import Shape, Sizes
+from streampack.core.model.rules import (
+    Align,
+    Balance,
+    Batch,
+    OnExhaust,
+    Overlong,
+    PackerName,
+    Poison,
+    Rules,
+    StreamRules,
+)
+from streampack.core.model.samples import I64, Keep
+from streampack.core.model.shapes import Shape, Sizes
+from streampack.core.protocol.messages import Envelope, Mesh, StepPart
 
 FIRST_ARRIVAL, FIRST_PUSHED, FIRST_BATCH, FIRST_READ_BATCH, FIRST_PADDED, NUM_CASES = 8, 10, 12, 14, 16, 18
 """Cases from the first on are merged in the order of arrival, from the second on pushed, that before the third in part.

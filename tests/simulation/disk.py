@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from streampack import wire
-from streampack.core.records import Record
+from streampack.core.journal.log_records import Record
+from streampack.wire import frames as wire
 
 
 class Disk:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from streampack.core.client_events import Broken
-from streampack.core.messages import Envelope, Mesh, State, StepPart
-from streampack.core.rank_registry import Ranks
+from streampack.core.protocol.messages import Envelope, Mesh, State, StepPart
+from streampack.core.serve.rank_registry import Ranks
+from streampack.core.sessions.client_events import Broken
 from tests.simulation.broker import FIRST_EPOCH
 from tests.simulation.client import Checkpoint, ClientProcess
 from tests.simulation.data import Id, Shard, case, shards_of

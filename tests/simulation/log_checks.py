@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from streampack.core.records import FeedEnded, SamplesRejected, StepFormed, TailDropped
-from streampack.core.samples import ROW
+from streampack.core.journal.log_records import FeedEnded, SamplesRejected, StepFormed, TailDropped
+from streampack.core.model.samples import ROW
 from tests.simulation.data import Case, Id
 from tests.simulation.disk import Disk
 from tests.simulation.offline import Reference

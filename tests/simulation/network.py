@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from streampack import wire
-from streampack.core.messages import Envelope
+from streampack.core.protocol.messages import Envelope
+from streampack.wire import frames as wire
 
 
 class Clock:

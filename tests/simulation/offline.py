@@ -17,12 +17,12 @@ from crc32c import crc32c
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from streampack.core.form import Former
-from streampack.core.intake import apply_overlong
-from streampack.core.merge import merge_of
-from streampack.core.records import BatchMarked, ChunkAdmitted, PartitionEnded
-from streampack.core.samples import I64, KEEPS, Keep, SampleTable
-from streampack.core.steps import Step
+from streampack.core.form.former import Former
+from streampack.core.intake.intake import apply_overlong
+from streampack.core.journal.log_records import BatchMarked, ChunkAdmitted, PartitionEnded
+from streampack.core.merge.schedule import merge_of
+from streampack.core.model.samples import I64, KEEPS, Keep, SampleTable
+from streampack.core.model.steps import Step
 from tests.simulation.data import BUDGET, Case, Id, case
 from tests.simulation.disk import Disk
 

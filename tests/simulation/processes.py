@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from crc32c import crc32c
 
-from streampack.core.client_session import ClientSession
-from streampack.core.events import Effect, Event, FromBroker, Report, Send, Tick
-from streampack.core.messages import Offer
-from streampack.core.producer_session import EndOfPartition, Forget, ProducerSession, Read
-from streampack.core.push_session import PushSession
-from streampack.core.sending import Chunk, Finish, Key, Leave, Session
+from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
+from streampack.core.protocol.messages import Offer
+from streampack.core.sessions.client_session import ClientSession
+from streampack.core.sessions.producer_base import Chunk, Finish, Key, Leave, Session
+from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
+from streampack.core.sessions.push_session import PushSession
 from tests.simulation.data import Case
 
 if TYPE_CHECKING:

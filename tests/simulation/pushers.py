@@ -13,11 +13,11 @@ import numpy as np
 from crc32c import crc32c
 from msgspec.structs import replace
 
-from streampack.core.events import Effect, Event, Report
-from streampack.core.push_buffer import CHUNK_BYTES, PushBuffer, size_of
-from streampack.core.push_session import End, EndBatch, Push, PushSession
-from streampack.core.records import ChunkAdmitted
-from streampack.core.sending import Finish, Leave
+from streampack.core.journal.log_records import ChunkAdmitted
+from streampack.core.protocol.events import Effect, Event, Report
+from streampack.core.sessions.producer_base import Finish, Leave
+from streampack.core.sessions.push_buffer import CHUNK_BYTES, PushBuffer, size_of
+from streampack.core.sessions.push_session import End, EndBatch, Push, PushSession
 from tests.simulation.offline import samples_of
 from tests.simulation.processes import Process, chunk_of
 

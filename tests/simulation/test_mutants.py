@@ -16,34 +16,47 @@ import msgspec
 import numpy as np
 import pytest
 
-from streampack.core import admission, form, kept
-from streampack.core.attempts import AttemptCoordinator
-from streampack.core.books import Books
-from streampack.core.client_session import ClientSession
-from streampack.core.credits import Credits
-from streampack.core.dealt import PaddedStep, deal_padded, split
-from streampack.core.effects import Formed, Recalled
-from streampack.core.events import Effect, FromBroker, Send
-from streampack.core.feed import Feed
-from streampack.core.form import Former, Request
-from streampack.core.history import History
-from streampack.core.intake import Intake
-from streampack.core.kept import KeptSteps
-from streampack.core.leases import Leases
-from streampack.core.merged_memory import MergedMemory
-from streampack.core.messages import Envelope, Eos, Flow, Get, Hello, Mesh, ProducerPing, ReaderPing, Samples, StepPart
-from streampack.core.outbox import Outbox
-from streampack.core.planner import Planner
-from streampack.core.producer_session import ProducerSession
-from streampack.core.producers import Producer
-from streampack.core.rank_registry import RankRegistry, ReaderPhase
-from streampack.core.readers import Readers
-from streampack.core.records import ChunkAdmitted
-from streampack.core.rules import Rules
-from streampack.core.samples import I64
-from streampack.core.snapshot_requests import SnapshotRequests
-from streampack.core.step_server import StepServer
-from streampack.core.steps import Step
+from streampack.core.deal import step_cache
+from streampack.core.deal.assignment import PaddedStep, deal_padded, split
+from streampack.core.deal.step_cache import KeptSteps
+from streampack.core.feed.feed import Feed
+from streampack.core.feed.merged_memory import MergedMemory
+from streampack.core.feed.outbox import Outbox
+from streampack.core.feed.planner import Planner
+from streampack.core.form import former
+from streampack.core.form.former import Former, Request
+from streampack.core.intake import admission
+from streampack.core.intake.credits import Credits
+from streampack.core.intake.intake import Intake
+from streampack.core.intake.leases import Leases
+from streampack.core.intake.partition_accounts import Books
+from streampack.core.intake.producers import Producer
+from streampack.core.journal.history import History
+from streampack.core.journal.log_records import ChunkAdmitted
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64
+from streampack.core.model.steps import Step
+from streampack.core.protocol.effects import Formed, Recalled
+from streampack.core.protocol.events import Effect, FromBroker, Send
+from streampack.core.protocol.messages import (
+    Envelope,
+    Eos,
+    Flow,
+    Get,
+    Hello,
+    Mesh,
+    ProducerPing,
+    ReaderPing,
+    Samples,
+    StepPart,
+)
+from streampack.core.serve.attempts import AttemptCoordinator
+from streampack.core.serve.rank_registry import RankRegistry, ReaderPhase
+from streampack.core.serve.readers import Readers
+from streampack.core.serve.snapshot_requests import SnapshotRequests
+from streampack.core.serve.step_server import StepServer
+from streampack.core.sessions.client_session import ClientSession
+from streampack.core.sessions.producer_session import ProducerSession
 from tests.simulation.checks import BrokerChecks
 from tests.simulation.data import (
     FIRST_ARRIVAL,
@@ -502,7 +515,7 @@ def what_waits_behind_a_batch_is_packed_with_it(patch: Patch) -> None:
 
 @mutant("groups", GROUPS)
 def a_pack_splits_a_group(patch: Patch) -> None:
-    patch.setattr(form, "item_sizes", lambda keeps, *_: np.ones(len(keeps), np.int64))
+    patch.setattr(former, "item_sizes", lambda keeps, *_: np.ones(len(keeps), np.int64))
 
 
 @mutant("groups", GROUPS)
@@ -510,7 +523,7 @@ def a_pack_that_is_split_for_a_mesh_splits_a_group(patch: Patch) -> None:
     def split_anywhere(bounds: I64, costs: I64, _: Any, count: int) -> Any:
         return split(bounds, costs, np.zeros(len(costs), np.uint8), count)
 
-    patch.setattr(kept, "split", split_anywhere)
+    patch.setattr(step_cache, "split", split_anywhere)
 
 
 @mutant("groups", GROUPS)
@@ -543,7 +556,7 @@ def a_rank_pads_its_rows_to_its_own_longest(patch: Patch) -> None:
         own = [-(-int(lengths[pack].max(initial=1)) // each) * each for pack in found.packs]
         return dataclasses.replace(found, widths=np.array(own, np.int64))
 
-    patch.setattr(kept, "deal_padded", deal)
+    patch.setattr(step_cache, "deal_padded", deal)
 
 
 @mutant("R10")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from streampack.core.client_session import CLIENT_PHASES, ClientPhase
-from streampack.core.phases import Phases
-from streampack.core.rank_registry import READER_PHASES, ReaderPhase
+from streampack.core.model.phases import Phases
+from streampack.core.serve.rank_registry import READER_PHASES, ReaderPhase
+from streampack.core.sessions.client_session import CLIENT_PHASES, ClientPhase
 from streampack.errors import InternalError
 from tests.simulation.attaching import Walk
 from tests.simulation.world import run

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from streampack.core.client_session import RETRY_S, ClientSession
-from streampack.core.events import Effect
-from streampack.core.messages import Envelope, StepPart
+from streampack.core.protocol.events import Effect
+from streampack.core.protocol.messages import Envelope, StepPart
+from streampack.core.sessions.client_session import RETRY_S, ClientSession
 from tests.simulation.world import Slow, World
 
 SLOW = Slow(bytes_per_s=800.0, share=1.0, for_good=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streampack.core.admission import Admission
+from streampack.core.intake.admission import Admission
 from tests.simulation.data import Case
 from tests.simulation.world import World
 

@@ -10,8 +10,8 @@ import hashlib
 import random
 from dataclasses import dataclass
 
-from streampack.core.events import FromBroker
-from streampack.core.messages import Attach, Envelope, Mesh, Samples
+from streampack.core.protocol.events import FromBroker
+from streampack.core.protocol.messages import Attach, Envelope, Mesh, Samples
 from tests.simulation.broker import FIRST_EPOCH, BrokerProcess
 from tests.simulation.client import Checkpoint, ClientProcess
 from tests.simulation.data import NUM_CASES, case

@@ -13,14 +13,14 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from streampack.config import BrokerConfig
-from streampack.config_check import checked
-from streampack.core.intake import apply_overlong
-from streampack.core.rules import Rules
-from streampack.core.samples import ROW
-from streampack.core.steps import chain_digest, pack_digests, step_digest
+from streampack.config.config_validation import checked
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.typed_yaml import convert
+from streampack.core.intake.intake import apply_overlong
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import ROW
+from streampack.core.model.steps import chain_digest, pack_digests, step_digest
 from streampack.sources import SourceSettings, open_source
-from streampack.typed_tree import convert
 from tests.soak.golden import Golden, GoldenPack, GoldenStep, Id
 from tests.soak.job import Job
 from tests.soak.members import lines_of

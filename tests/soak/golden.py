@@ -13,16 +13,16 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from streampack.config import BrokerConfig
-from streampack.config_check import checked
-from streampack.core.form import Former
-from streampack.core.intake import apply_overlong
-from streampack.core.merge import Merge, merge_of
-from streampack.core.rules import Rules
-from streampack.core.samples import I64, IGNORE_INDEX, SampleTable
-from streampack.core.steps import Step
+from streampack.config.config_validation import checked
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.config.typed_yaml import convert
+from streampack.core.form.former import Former
+from streampack.core.intake.intake import apply_overlong
+from streampack.core.merge.schedule import Merge, merge_of
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64, IGNORE_INDEX, SampleTable
+from streampack.core.model.steps import Step
 from streampack.sources import Cursor, Source, SourceSettings, open_source
-from streampack.typed_tree import convert
 from tests.soak.checksum import crc_of
 from tests.soak.job import Job
 

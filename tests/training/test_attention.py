@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streampack
-from streampack.attention import by_flash, by_torch, first_that_takes, one_by_one
 from streampack.errors import UserError
-from tests.core.test_packs import Case, cases
+from streampack.training.attention import by_flash, by_torch, first_that_takes, one_by_one
+from tests.packs.test_packs import Case, cases
 from tests.training.test_loss import views_of
 
 TWO = Case([[[5, 6, 7], [8, 9]], [[3]]], align=4, budget=12, cp=1)
@@ -132,7 +132,7 @@ def test_each_version_of_a_kernel_is_told_to_compute_the_same(
 def test_kernels_get_the_padded_boundaries_of_every_format(
     backend: Any, like: Any, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"streampack.attention._{backend}", lambda: computes(signature_of(like)))
+    monkeypatch.setattr(f"streampack.training.attention._{backend}", lambda: computes(signature_of(like)))
     for batch in views_of(TWO, format)[0]:
         q, k, v = (draw(12, count, seed) for seed, count in enumerate((4, 2, 2)))
         expected = streampack.varlen_attention(q, k, v, batch, backend="sdpa")
@@ -146,7 +146,7 @@ def test_the_first_kernel_that_takes_the_tensors_is_taken(monkeypatch: pytest.Mo
             return first_that_takes(torch.empty(12, 4, size, dtype=dtype, device=device))
 
     assert of() == of(dtype=torch.float16) == of(size=256) == "torch"
-    monkeypatch.setattr("streampack.attention._flash_attn", lambda: flash_attn_2_8)
+    monkeypatch.setattr("streampack.training.attention._flash_attn", lambda: flash_attn_2_8)
     assert of() == "flash_attn"
     assert of(size=60) == of(size=264) == of(dtype=torch.float32) == of(device="cpu") == "sdpa"
 

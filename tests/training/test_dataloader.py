@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import streampack
+from streampack.config.typed_yaml import convert
 from streampack.errors import PeerError, UserError
 from streampack.sources import SourceSettings, open_source
-from streampack.typed_tree import convert
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
 
 SETTINGS = {

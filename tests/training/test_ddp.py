@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 import streampack
+from streampack.config.typed_yaml import convert
 from streampack.sources import SourceSettings, open_source
-from streampack.typed_tree import convert
 from tests.integration.running import PATIENCE_S, producing_here, running_broker, write_jsonl
 
 SCRIPT = """

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from streampack.core.fields import Field
-from streampack.core.layout import round_up
+from streampack.core.layout.layout import round_up
+from streampack.core.model.fields import Field
 from streampack.errors import UserError
-from streampack.formats import View
-from streampack.masks import block_causal_mask
+from streampack.training.masks import block_causal_mask
 from streampack.views.bshd import SENTINEL, stack, strip, thd_chunks
+from streampack.views.formats import View
 from streampack.views.megatron import packed_seq_params
-from tests.core.test_formats import TWO, seen
-from tests.core.test_packs import Case
+from tests.packs.test_packs import Case
+from tests.views.test_formats import TWO, seen
 
 IGNORED = -100
 

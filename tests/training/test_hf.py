@@ -1,6 +1,6 @@
 """The mixin over transformers' Trainer and TRL's SFTTrainer: losses, gradients, evaluations, resuming, what is refused.
 
-As processes that are killed: ``tests/integration/test_frameworks_hf.py`` and ``test_frameworks_trl.py``.
+As processes that are killed: ``tests/integration/frameworks/test_frameworks_hf.py`` and ``test_frameworks_trl.py``.
 """
 
 from __future__ import annotations

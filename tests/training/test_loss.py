@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 
 import streampack
-from streampack.core.messages import Mesh
+from streampack.core.protocol.messages import Mesh
 from streampack.errors import UserError
-from streampack.formats import View, Views
-from streampack.loss import reduce_metrics
-from tests.core.test_formats import steps_of
-from tests.core.test_packs import Case, attached, cases
+from streampack.training.loss import reduce_metrics
+from streampack.views.formats import View, Views
+from tests.packs.test_packs import Case, attached, cases
+from tests.views.test_formats import steps_of
 
 Learned = tuple[float, list[torch.Tensor]]
 """A loss, and the gradient of each parameter."""

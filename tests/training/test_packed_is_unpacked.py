@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 import streampack
-from streampack.attention import varlen_attention
-from streampack.loss import packed_loss
+from streampack.config.typed_yaml import convert
 from streampack.sources import SourceSettings, open_source
-from streampack.typed_tree import convert
+from streampack.training.attention import varlen_attention
+from streampack.training.loss import packed_loss
 from streampack.views.bshd import thd_chunks
 from streampack.views.megatron import packed_seq_params
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl

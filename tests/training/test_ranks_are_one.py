@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from streampack.config.typed_yaml import convert
 from streampack.sources import SourceSettings, open_source
-from streampack.typed_tree import convert
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
 from tests.training.processes import on_ranks
 from tests.training.tiny import FIELDS, TOLERANCE, Alone, assert_same, rows, together

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid, scaled_dot_product_attention
 
 import streampack
-from streampack.push import Producer
+from streampack.config.typed_yaml import convert
+from streampack.producer.push import Producer
 from streampack.sources import SourceSettings, open_source
-from streampack.typed_tree import convert
-from tests.integration.frameworks import EXAMPLES
+from tests.integration.frameworks.example_runs import EXAMPLES
 from tests.integration.running import RunningBroker, folder, producing_here, running_broker, write_jsonl
 
 Sample = dict[str, Any]

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import streampack
+from streampack.config.typed_yaml import convert
 from streampack.sources import SourceSettings, open_source
-from streampack.typed_tree import convert
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
 
 SAMPLES = 200

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel
 
 import streampack
-from streampack.attention import varlen_attention
-from streampack.loss import packed_loss
+from streampack.training.attention import varlen_attention
+from streampack.training.loss import packed_loss
 from tests.training.ring import by_positions, ring_attention, zigzag
 from tests.training.tiny import Attention, Found, Tiny, found, summed_loss
 

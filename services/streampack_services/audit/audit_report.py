@@ -1,0 +1,234 @@
+"""What ``streampack why`` and ``streampack ledger`` show a person: the trees of ``why`` and ``verify``, laid out."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+Tree = dict[str, Any]
+SHOWN = 8
+"""Characters of a digest."""
+
+
+def show_step(found: Tree) -> None:
+    """Print ``why.why_step``."""
+    console = _console()
+    lineage = f"  lineage {found['lineage']}" if found["lineage"] else ""
+    console.print(Text.assemble((f"step {found['step']}", "bold"), f"  feed {found['feed']}{lineage}  {found['run']}"))
+    empty = f", {found['num_empty_packs']} of them empty" if found["num_empty_packs"] else ""
+    facts = Table.grid(padding=(0, 2))
+    packs = "each a row" if found["padded"] else f"in {found['num_packs']} packs{empty}"
+    room = "" if found["padded"] else f" of {found['num_packs'] * found['budget']:,}"
+    facts.add_row("samples", f"{found['num_samples']:,} {packs}")
+    facts.add_row("tokens", f"{found['num_tokens']:,}{room}")
+    facts.add_row("loss tokens", f"{found['num_loss_tokens']:,}, the step's denominator")
+    facts.add_row("digest", found["digest"])
+    facts.add_row("chain", found["chain"])
+    for said in _said_of(found):
+        facts.add_row(*said)
+    console.print(facts)
+    console.print()
+    console.print(_packs_table(found["packs"]))
+
+
+def _said_of(found: Tree) -> list[tuple[str, str]]:
+    """What was decided about a step."""
+    rows = [("change", "; ".join(filter(None, [each["note"], *each["differences"]]))) for each in found["changes"]]
+    rows += [
+        ("lineage", f"{each['lineage']} begins here: {each['why'] or 'no reason given'}") for each in found["began"]
+    ]
+    rows += [
+        ("history", f"in lineage {each['lineage']} it was {each['digest'][:SHOWN]}, which counts no more")
+        for each in found["other_lineages"]
+    ]
+    if found["skipped"]:
+        rows.append(("skipped", "no rank trains on it"))
+    if found["committed"]:
+        rows.append(("checkpoint", "one was committed after it"))
+    if found["last"]:
+        rows.append(("end", "the feed's last step"))
+    return rows
+
+
+def _packs_table(packs: list[Tree]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    dealt = bool(packs) and "dp_rank" in packs[0]
+    for name in (*(("micro", "dp") if dealt else ()), "pack", *(("length",) if dealt else ()), "tokens", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("samples", overflow="fold")
+    for pack in packs:
+        rank = (str(pack["micro_batch"]), str(pack["dp_rank"])) if dealt else ()
+        split = dealt and pack["samples"] and pack.get("of", pack["pack"]) != pack["pack"]
+        number = f"{pack['pack']} of {pack['of']}" if split else str(pack["pack"])
+        long = (_length_text(pack),) if dealt else ()
+        samples = _samples_text(pack["samples"]) or "empty"
+        table.add_row(*rank, number, *long, f"{pack['num_tokens']:,}", f"{pack['num_loss_tokens']:,}", samples)
+    return table
+
+
+def _length_text(pack: Tree) -> str:
+    return f"{pack['rows']} x {pack['row_tokens']:,}" if "rows" in pack else f"{pack['length']:,}"
+
+
+def _samples_text(samples: list[Tree]) -> str:
+    """``web 12 15 18, code 3.1``: indices by stream in the order of the pack, parts after a point."""
+    said = []
+    for stream, each in groupby(samples, key=lambda sample: str(sample["stream"])):
+        names = (f"{sample['index']}" + (f".{sample['part']}" if sample["part"] else "") for sample in each)
+        said.append(f"{stream} {' '.join(names)}")
+    return ", ".join(said)
+
+
+def show_sample(found: Tree) -> None:
+    """Print ``why.why_sample``."""
+    console = _console()
+    name = f"{found['stream']}:{found['index']}"
+    where = f"  feed {found['feed']}  partition {found['partition']}, its sample {found['seq']}"
+    console.print(Text.assemble((name, "bold"), where))
+    if found["origin"]:
+        console.print(f"read from {found['origin']}")
+    said = {
+        "step": "is in a step",
+        "rejected": f"was rejected: {found['why']}",
+        "dropped": f"was dropped: {found['why']}",
+        "unrecorded": found["why"],
+        "waiting": f"waits: {found['why']}" if not found["why"].startswith("not yet") else found["why"],
+        "none": f"is not there: {found['why']}",
+    }
+    if found["is"] != "step":
+        console.print(said[found["is"]])
+    if not found["places"]:
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("step", "lineage", "pack", "part", "offset", "length", "loss", "crc32c", "digest"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for place in found["places"]:
+        counts = "" if place["counts"] else "counts no more"
+        table.add_row(
+            *(f"{place[key]:,}" for key in ("step", "lineage", "pack", "part", "offset", "length", "loss_tokens")),
+            f"{place['crc']:08x}", place["digest"][:SHOWN], "skipped" if place["skipped"] else counts,
+        )  # fmt: skip
+    console.print(table)
+
+
+def show_row(found: Tree) -> None:
+    """Print ``why.why_row`` of a file's row: each sample that it is, one a pass."""
+    for sample in found["samples"]:
+        show_sample(sample)
+
+
+def show_verified(found: Tree) -> None:
+    """Print ``verify.verify``."""
+    console = _console()
+    first, stop = found["records"]
+    console.print(Text.assemble((found["run"], "bold"), f"  {stop - first:,} records of the log"))
+    for name, feed in found["feeds"].items():
+        console.print()
+        upto = f"steps {feed['first_step']:,} to {feed['next_step'] - 1:,}" if feed["steps"] else "no step yet"
+        ended = "ended" if feed["ended"] else "goes on"
+        console.print(Text.assemble((f"feed {name}", "bold"), f"  {upto}, {ended}"))
+        facts = Table.grid(padding=(0, 2))
+        facts.add_row("packs", f"{feed['packs']:,}")
+        facts.add_row("chain", feed["chain"] or "-")
+        if not feed["all_known"]:
+            facts.add_row("before", "another log has it: what was lost cannot be told yet")
+        for begin, end in feed["not_recorded"]:
+            facts.add_row("not recorded here", f"steps {begin:,} to {end:,}: trainers resumed after them")
+        for lineage in feed["lineages"][1:]:
+            facts.add_row(f"lineage {lineage['lineage']}", f"from step {lineage['step']:,}: {lineage['why'] or '-'}")
+        for begin, end in feed["skipped"]:
+            facts.add_row("skipped", f"steps {begin:,} to {end:,}")
+        console.print(facts)
+        console.print(_streams_table(feed["streams"]))
+    console.print()
+    _show_findings(console, found)
+
+
+def _streams_table(streams: Tree) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("stream")
+    columns = ("samples", "tokens", "rejected", "dropped", "waiting", "lost", "duplicated")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, row in streams.items():
+        cells = [
+            Text(f"{row[key]:,}", "bold red" if key in ("lost", "duplicated") and row[key] else "") for key in columns
+        ]
+        table.add_row(name, *cells)
+    return table
+
+
+def _show_findings(console: Console, found: Tree) -> None:
+    if found["good"]:
+        whole = not any(feed["not_recorded"] for feed in found["feeds"].values())
+        said = "every sample is exactly once" if whole else "no recorded sample is lost or repeated"
+        console.print(Text.assemble(("good", "bold green"), f": {said}, digests and chains agree"))
+        return
+    counts = ", ".join(f"{kind} {count:,}" for kind, count in found["findings"].items())
+    console.print(Text.assemble(("wrong", "bold red"), f": {counts}"))
+    for line in found["named"]:
+        console.print(f"  {line}")
+    if sum(found["findings"].values()) > len(found["named"]):
+        console.print("  and more of the same kinds")
+
+
+def show_rebuilt(found: Tree) -> None:
+    """Print ``state_dir.rebuild``."""
+    console = _console()
+    first, stop = found["records"]
+    console.print(Text.assemble((found["file"], "bold"), f"  made again of {stop - first:,} records of the log"))
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("rows", f"{found['rows']:,}: {found['kept']:,} as they were, {found['new']:,} new")
+    for key, said in (("repaired", "were not what the log says"), ("gone", "are not in the log any more")):
+        names = found[key]
+        if names:
+            shown = ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")
+            facts.add_row(key, f"{len(names):,} {said}: {shown}")
+    console.print(facts)
+    for line in found["damage"][:5]:
+        console.print(f"  was damaged: {line}")
+
+
+def show_replayed(found: Tree) -> None:
+    """Print ``replay.replay``."""
+    console = _console()
+    lineage = f"  lineage {found['lineage']}" if found["lineage"] or not found["counts"] else ""
+    console.print(Text.assemble((f"step {found['step']}", "bold"), f"  feed {found['feed']}{lineage}  {found['run']}"))
+    verdict = ("yes", "bold green") if found["equal"] else ("no", "bold red")
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("digest equal", Text.assemble(verdict, ": as it is recorded, chain too" if found["equal"] else ""))
+    facts.add_row("digest", found["digest"])
+    facts.add_row("chain", found["chain"])
+    if not found["equal"]:
+        facts.add_row("recorded", f"{found['recorded']['digest']}, chain {found['recorded']['chain']}")
+    facts.add_row("samples", f"{found['num_samples']:,} in {len(found['packs'])} packs")
+    facts.add_row("tokens", f"{found['num_tokens']:,}")
+    facts.add_row("loss tokens", f"{found['num_loss_tokens']:,}, the step's denominator")
+    sizes = (f"{name} {size}" for name, size in found["mesh"].items() if size > 1 or name != "pp")
+    facts.add_row("mesh", ", ".join(sizes))
+    if found["skipped"]:
+        facts.add_row("skipped", "no rank trains on it")
+    if not found["counts"]:
+        facts.add_row("lineage", "counts no more")
+    if found["out"]:
+        facts.add_row("written", found["out"])
+    facts.add_row("took", f"{found['seconds']:.1f} s")
+    console.print(facts)
+    console.print()
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("pack", "dp", "micro", "samples", "tokens", "loss"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for pack in found["packs"]:
+        keys = ("pack", "dp_rank", "micro_batch", "num_samples", "num_tokens", "num_loss_tokens")
+        table.add_row(*(f"{pack[key]:,}" for key in keys))
+    console.print(table)
+
+
+def _console() -> Console:
+    """One that prints names as they are, and cuts nothing where the output is no terminal."""
+    return Console(highlight=False, markup=False, emoji=False)

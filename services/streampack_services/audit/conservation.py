@@ -1,0 +1,123 @@
+"""The books of one stream: which of its samples are where, and which of them are missing. Pure; a byte a sample.
+
+A sample that the over-long policy split stands in its place by its part 0; its other pieces are kept apart. That the
+last piece of one is missing cannot be told where all before it are full: the log does not say how long it was.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streampack.core.model.samples import I64
+
+NOWHERE, BEFORE, IN_STEP, REJECTED, DROPPED = range(5)
+"""Where a sample is. ``BEFORE``: in a step that is older than the records."""
+
+
+class Books:
+    """Of a stream of so many ``partitions``."""
+
+    def __init__(self, partitions: int) -> None:
+        self.partitions = partitions
+        self._is: NDArray[np.uint8] = np.zeros(1 << 12, np.uint8)
+        self._pieces: list[tuple[I64, I64]] = []
+        self._twice: list[tuple[int, int]] = []
+        self.num_samples = 0
+        """In steps; a split one counts once."""
+
+    def begin(self, upto: list[int], held_index: I64, held_part: I64) -> None:
+        """Count samples that are not in a step so far as in steps that the records do not have.
+
+        Merged samples are all of each partition below its number in ``upto``, except those held.
+        """
+        heads = held_index[held_part == 0]
+        for partition, stop in enumerate(upto):
+            self.mark(np.setdiff1d(self.missing(partition, stop), heads), BEFORE)
+        held = set(zip(held_index.tolist(), held_part.tolist(), strict=True))
+        for index, part in self._pieces:
+            held |= set(zip(index.tolist(), part.tolist(), strict=True))
+        before = [(each, k) for each, part in held for k in range(1, part) if (each, k) not in held]
+        if before:
+            index, part = np.array(sorted(set(before)), np.int64).T
+            self._pieces.append((index, part))
+
+    def take(self, index: I64, part: I64) -> None:
+        """Samples of a step, int64 [n] both."""
+        whole = part == 0
+        if not whole.all():
+            self._pieces.append((index[~whole], part[~whole]))
+        heads, counts = np.unique(index[whole], return_counts=True)
+        self._reach(heads)
+        again = (counts > 1) | np.isin(self._is[heads], (BEFORE, IN_STEP, DROPPED))
+        self._twice += [(each, 0) for each in heads[again].tolist()]
+        self.num_samples += int((self._is[heads] != IN_STEP).sum())
+        self._is[heads] = IN_STEP
+
+    def mark(self, index: I64, where: int) -> I64:
+        """Note where samples are that are nowhere yet; those that are somewhere, int64."""
+        self._reach(index)
+        elsewhere = self._is[index] != NOWHERE
+        self._is[index[~elsewhere]] = where
+        found: I64 = index[elsewhere]
+        return found
+
+    def in_steps(self, index: I64) -> I64:
+        """Those of ``index`` that are in a step."""
+        self._reach(index)
+        found: I64 = index[self._is[index] == IN_STEP]
+        return found
+
+    def upto(self, partition: int) -> int:
+        """The sample number of a partition from which on none is in a step, or was; rejected ones may be, for they are
+        not merged."""
+        found = np.flatnonzero(np.isin(self._is[partition :: self.partitions], (BEFORE, IN_STEP, DROPPED)))
+        return int(found[-1]) + 1 if len(found) else 0
+
+    def missing(self, partition: int, upto: int) -> I64:
+        """Indices, int64, of a partition's samples below number ``upto`` that are nowhere."""
+        index = np.arange(upto, dtype=np.int64) * self.partitions + partition
+        self._reach(index)
+        found: I64 = index[self._is[index] == NOWHERE]
+        return found
+
+    def lost(self, upto: list[int], held_index: I64, held_part: I64) -> list[tuple[int, int]]:
+        """(index, part) of what is nowhere and not held either: of each partition below its number in ``upto``, and of
+        split samples of which some piece is somewhere."""
+        heads = held_index[held_part == 0]
+        missing = np.concatenate([self.missing(partition, stop) for partition, stop in enumerate(upto)])
+        index, part = self._sorted_pieces(held_index[held_part > 0], held_part[held_part > 0])
+        self._reach(index)
+        headless = np.unique(index[self._is[index] == NOWHERE])
+        found = [(each, 0) for each in np.setdiff1d(np.union1d(missing, headless), heads).tolist()]
+        before = self._parts_before(index, part)
+        for i in np.flatnonzero(part - before > 1).tolist():
+            found += [(int(index[i]), k) for k in range(int(before[i]) + 1, int(part[i]))]
+        return sorted(found)
+
+    def twice(self) -> list[tuple[int, int]]:
+        """(index, part) of what is in the steps more than once."""
+        nothing = np.zeros(0, np.int64)
+        index, part = self._sorted_pieces(nothing, nothing)
+        again = part == self._parts_before(index, part)
+        return sorted({*self._twice, *zip(index[again].tolist(), part[again].tolist(), strict=True)})
+
+    def _sorted_pieces(self, index: I64, part: I64) -> tuple[I64, I64]:
+        """Parts other than 0 of split samples, and these, by (index, part)."""
+        index = np.concatenate([index, *(each for each, _ in self._pieces)])
+        part = np.concatenate([part, *(each for _, each in self._pieces)])
+        order = np.lexsort((part, index))
+        return index[order], part[order]
+
+    @staticmethod
+    def _parts_before(index: I64, part: I64) -> I64:
+        """The part before each in the same sample, int64 [n]; 0 for the first."""
+        before = np.concatenate([[0], part[:-1]])
+        before[np.flatnonzero(np.diff(index, prepend=-1))] = 0
+        return before
+
+    def _reach(self, index: I64) -> None:
+        if len(index) and (most := int(index.max())) >= len(self._is):
+            grown = np.zeros(max(2 * len(self._is), most + 1), np.uint8)
+            grown[: len(self._is)] = self._is
+            self._is = grown

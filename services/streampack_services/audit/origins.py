@@ -1,0 +1,62 @@
+"""Where samples come from: the file and row of a sample, and the samples that are a row of a file.
+
+An index of a stream counts over its partitions and passes in turn. Which row that is follows from the sources, the
+seed and the order of a pass alone: shards are opened for their number of samples, and no sample is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from streampack.errors import UserError
+from streampack.sources import OpenedSource
+from streampack.sources.walk import ShardedSource
+from streampack_services.ledger.ledger import Ledger
+from streampack_services.ledger.run_history import LATEST, FeedHistory
+
+NO_SOURCES: Mapping[str, OpenedSource] = MappingProxyType({})
+
+
+def origin_of(feed: FeedHistory, stream: str, index: int, sources: Mapping[str, OpenedSource]) -> str | None:
+    """``train.jsonl:line 101``: what sample ``index`` of a stream is read from; None where that is not known."""
+    rules, source = feed.streams[stream], sources.get(stream)
+    if not isinstance(source, ShardedSource):
+        return None
+    seq, partition = divmod(index, rules.partitions)
+    run = feed.rules_at(LATEST)
+    return source.where(
+        partition, rules.partitions, seed=run.seed, passes=rules.passes, seq=seq, fields=run.fields
+    )  # fmt: skip
+
+
+def samples_of(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -> list[str]:
+    """The samples, ``STREAM:INDEX``, that are row ``FILE:ROW``: one a pass that the run has come to.
+
+    FILE is the end of a path. Raises UserError if no source has the row.
+    """
+    file, _, row = name.rpartition(":")
+
+    def wanted(where: str) -> bool:
+        its_file, _, its_row = where.rpartition(":")
+        its, mine = f"/{its_file}", f"/{file.lstrip('/')}"
+        return row in (its_row, its_row.rpartition(" ")[2]) and (its.endswith(mine) or mine.endswith(its))
+
+    found = []
+    for stream, source in sources.items():
+        feed = ledger.history.feed_of(stream)
+        if feed is None or not isinstance(source, ShardedSource):
+            continue
+        rules, run = feed.streams[stream], feed.rules_at(LATEST)
+        upto = ledger.furthest(stream) // rules.partitions
+        places = source.find(
+            wanted, rules.partitions, seed=run.seed, passes=rules.passes, upto=upto, fields=run.fields
+        )  # fmt: skip
+        indices = sorted(seq * rules.partitions + partition for partition, seq in places)
+        found += [f"{stream}:{index}" for index in indices]
+    if not found:
+        raise UserError(
+            f"got row {name!r}, which the sources of {', '.join(sources)} do not have. Give FILE:ROW. Lines "
+            f"count from 1, rows of Parquet and Hugging Face files from 0"
+        )
+    return found

@@ -1,0 +1,373 @@
+"""Is everything exactly once? The ledger's rows against each other, and against what the log says of the whole.
+
+Of each feed, over the steps that count: none is missing; each one's digest and denominators follow from its rows, its
+chain from the steps before. Every sample that the merge gave out is in exactly one of these steps, or rejected, or
+dropped with the tail, or, while the feed goes on, in the window. Which samples were given out is known from a
+snapshot, that names those in the window and of each partition how far it was merged, and at the end from the totals.
+
+What is wrong is a *finding*: its kind, how many, and a line for each of the first few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streampack.core.journal.log_records import FeedEnded
+from streampack.core.model.samples import I64, ROW
+from streampack.core.model.snapshot import Snapshot
+from streampack.core.model.steps import FIRST_CHAIN
+from streampack.errors import LedgerDamaged
+from streampack_services.audit.conservation import DROPPED, REJECTED, Books
+from streampack_services.ledger.ledger import Ledger, Place
+from streampack_services.ledger.run_history import LATEST, FeedHistory
+from streampack_services.ledger.step_rows import StepRows
+
+FEW = 5
+"""Findings of a kind that are named."""
+Tree = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Findings:
+    """What is wrong, by kind: how many, and lines for the first few."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, line: str) -> None:
+        self.many(kind, [line], 1)
+
+    def many(self, kind: str, lines: Iterable[str], count: int) -> None:
+        """``count`` of a kind; only as many of ``lines`` are made as are shown."""
+        known = self.counts.get(kind, 0)
+        if count:
+            self.counts[kind] = known + count
+        for _, line in zip(range(FEW - known), lines, strict=False):
+            self.lines.append(line)
+
+
+def verify(ledger: Ledger) -> Tree:
+    """The whole check, as a tree for JSON; ``good`` if nothing was found."""
+    findings = Findings()
+    damage = ledger.check()
+    findings.many("damaged", damage, len(damage))
+    for (stream, partition), totals in ledger.history.totals.items():
+        if len(totals) > 1:
+            said = " and ".join(map(str, totals))
+            findings.add("contradictions", f"{stream}: partition {partition} ended more than once, with {said} samples")
+    feeds = {name: _Feed(ledger, feed, findings).check() for name, feed in ledger.history.feeds.items()}
+    streams = [row for feed in feeds.values() for row in feed["streams"].values()]
+    return {
+        "run": ledger.state.run,
+        "good": not findings.counts,
+        "records": [ledger.state.first_lsn, ledger.state.next_lsn],
+        "lost": sum(row["lost"] for row in streams),
+        "duplicated": sum(row["duplicated"] for row in streams),
+        "feeds": feeds,
+        "findings": findings.counts,
+        "named": findings.lines,
+    }
+
+
+class _Feed:
+    """One feed's check."""
+
+    def __init__(self, ledger: Ledger, feed: FeedHistory, findings: Findings) -> None:
+        self._ledger, self._feed, self._findings = ledger, feed, findings
+        self._books = {stream.name: Books(stream.partitions) for stream in feed.streams.values()}
+        self._lost: dict[str, set[tuple[int, int]]] = {name: set() for name in self._books}
+        self._tokens = dict.fromkeys(self._books, 0)
+        self._first: int | None = None
+        self._steps = self._packs = self._history = 0
+        self._chain: bytes | None = FIRST_CHAIN
+        self._known = True
+        """What was merged before the first step that is here."""
+        self._gaps = {gap.first: gap for gap in ledger.gaps(feed.name)}
+        self._passed: list[list[int]] = []
+        """First and last of the steps that are not recorded here."""
+
+    def check(self) -> Tree:
+        rejected = {name: self._mark_rejected(name) for name in self._books}
+        last = -1
+        snapshot = self._last_snapshot()
+        for step in self._ledger.steps(self._feed.name):
+            self._check_digest(step)
+            if self._feed.effective(step.step) != step.lineage:
+                self._history += 1
+                continue
+            if self._first is None:
+                self._begin(step.step)
+            elif step.step != last + 1:
+                last = self._pass_over(last + 1, step.step)
+                if step.step != last + 1:
+                    self._missing(last + 1, step.step)
+            self._look_back(step.step)
+            if snapshot is not None and snapshot.step <= step.step:
+                self._check_snapshot(snapshot)
+                snapshot = None
+            self._take(step)
+            last = step.step
+        last = self._pass_over(last + 1, LATEST)
+        self._look_back(last + 1)
+        if snapshot is not None and snapshot.step == last + 1 and self._first is not None:
+            self._check_snapshot(snapshot)
+        self._check_contradictions()
+        self._check_end(last)
+        self._name_places()
+        return self._tree(last, rejected)
+
+    # Steps
+
+    def _check_digest(self, step: StepRows) -> None:
+        name = self._step_name(step)
+        digest, loss, count = step.computed()
+        if digest != step.digest:
+            got = f"rows give digest {digest.hex()}, expected {step.digest.hex()}, as was recorded"
+            self._findings.add("digests", f"{name}: its {got}")
+        if (loss, count) != (step.num_loss_tokens, step.num_samples):
+            got = f"{loss} loss tokens and {count} samples, expected {step.num_loss_tokens} and {step.num_samples}"
+            self._findings.add("digests", f"{name}: its rows have {got}")
+
+    def _begin(self, first: int) -> None:
+        """What came before the first step that is here is in another log: only a snapshot says what it was."""
+        self._first = first
+        if first == 0:
+            return
+        self._chain, self._known = None, False
+        if self._ledger.state.first_lsn:
+            self._missing(0, first)
+        elif 0 in self._gaps:
+            self._passed.append([0, first - 1])
+
+    def _look_back(self, step: int) -> None:
+        """Once there is a snapshot, at or before ``step``, what was merged up to it is known."""
+        held = self._feed.first_snapshot
+        if self._known or held is None or held[1].step > step:
+            return
+        lsn, snapshot = held
+        self._known = True
+        if snapshot.step == self._first:
+            self._chain = snapshot.form.chain
+        waiting = self._by_stream(self._rows_of(snapshot), snapshot.step, lsn)
+        for name, upto in self._merged(snapshot).items():
+            self._books[name].begin(upto, *waiting.get(name, _NONE))
+
+    def _pass_over(self, first: int, stop: int) -> int:
+        """Pass over steps from ``first`` on that are not recorded here, if they end at or before ``stop``; the last.
+
+        The snapshot with which trainers resumed says what was merged up to there, and what of it was in no step yet.
+        """
+        gap = self._gaps.get(first)
+        if gap is None or gap.last >= stop:
+            return first - 1
+        self._passed.append([gap.first, gap.last])
+        self._chain = gap.snapshot.form.chain
+        waiting = self._by_stream(self._rows_of(gap.snapshot), gap.snapshot.step, gap.lsn)
+        for name, upto in self._merged(gap.snapshot).items():
+            self._books[name].begin(upto, *waiting.get(name, _NONE))
+        return gap.last
+
+    def _missing(self, begin: int, end: int) -> None:
+        lines = (f"feed {self._feed.name}: step {step} is missing" for step in range(begin, end))
+        self._findings.many("missing", lines, end - begin)
+        self._chain = None
+
+    def _take(self, step: StepRows) -> None:
+        if self._chain is not None and step.chained(self._chain) != step.chain:
+            self._findings.add("digests", f"{self._step_name(step)}: its chain does not follow from the steps before")
+        self._chain = step.chain
+        self._steps += 1
+        self._packs += len(step.bounds) - 1
+        for number, rows in _split(step.rows):
+            name = self._feed.stream_name(number, step.step, step.lsn)
+            if name not in self._books:
+                self._findings.add("contradictions", f"{self._step_name(step)}: got a sample of stream {name!r}")
+                continue
+            self._books[name].take(rows["index"].astype(np.int64), rows["part"].astype(np.int64))
+            self._tokens[name] += int(rows["length"].sum())
+
+    def _step_name(self, step: StepRows) -> str:
+        lineage = f" of lineage {step.lineage}" if len(self._feed.lineages) > 1 else ""
+        return f"feed {self._feed.name}: step {step.step}{lineage}"
+
+    # Samples
+
+    def _mark_rejected(self, name: str) -> int:
+        count = 0
+        for _, index, _ in self._ledger.rejections(name):
+            self._books[name].mark(index, REJECTED)
+            count += len(index)
+        return count
+
+    def _check_contradictions(self) -> None:
+        """A sample that was rejected is in no step; steps and the end are said once."""
+        for name, books in self._books.items():
+            for _, index, _ in self._ledger.rejections(name):
+                both = books.in_steps(index)
+                lines = (f"{name}:{each} was rejected and {self._where(name, each)}" for each in both.tolist())
+                self._findings.many("contradictions", lines, len(both))
+            for partition in range(books.partitions):
+                totals = self._ledger.history.totals.get((name, partition), [])
+                if totals and books.upto(partition) > totals[-1]:
+                    got = f"sample {books.upto(partition) - 1}, expected none: it ended after {totals[-1]} samples"
+                    self._findings.add("contradictions", f"{name}: partition {partition}: got {got}")
+        for step in self._feed.contradictions:
+            line = f"step {step.step} of lineage {step.lineage} was recorded twice, with different rows"
+            self._findings.add("contradictions", f"feed {self._feed.name}: {line}")
+
+    def _last_snapshot(self) -> Snapshot | None:
+        """The last of the history that counts."""
+        lineage = self._feed.branches[-1]
+        last = self._ledger.last_step(self._feed.name, lineage.number)
+        return self._feed.snapshot(lineage.step if last is None else last + 1)
+
+    def _check_snapshot(self, snapshot: Snapshot) -> None:
+        """What was merged is in a step, rejected or dropped, or waits in the snapshot."""
+        if not self._known:
+            return
+        lsn = next(lsn for lsn, each in self._feed.snapshots.values() if each is snapshot)
+        waiting = self._by_stream(self._rows_of(snapshot), snapshot.step, lsn)
+        dropped = self._by_stream(self._feed.dropped(snapshot.step), LATEST, LATEST)
+        for name, upto in self._merged(snapshot).items():
+            index, part = waiting.get(name, _NONE)
+            held = zip((index, part), dropped.get(name, _NONE), strict=True)
+            self._lost[name] |= set(self._books[name].lost(upto, *map(np.concatenate, held)))
+            heads = self._books[name].in_steps(index[part == 0])
+            lines = (f"{name}:{each} waits at step {snapshot.step} and {self._where(name, each)}"
+                     for each in heads.tolist())  # fmt: skip
+            self._findings.many("contradictions", lines, len(heads))
+
+    def _rows_of(self, snapshot: Snapshot) -> NDArray[np.void]:
+        return np.frombuffer(snapshot.form.window + snapshot.form.pending, ROW)
+
+    def _merged(self, snapshot: Snapshot) -> dict[str, list[int]]:
+        """Samples merged of each stream's partitions."""
+        return {name: upto for name, upto in self._feed.merged(snapshot).items() if name in self._books}
+
+    def _by_stream(self, rows: NDArray[np.void], step: int, lsn: int) -> dict[str, tuple[I64, I64]]:
+        """(index, part) of rows by stream."""
+        return {
+            self._feed.stream_name(number, step, lsn): (each["index"].astype(np.int64), each["part"].astype(np.int64))
+            for number, each in _split(rows)
+        }
+
+    # The end
+
+    def _check_end(self, last: int) -> None:
+        dropped = self._by_stream(self._feed.dropped(), LATEST, LATEST)
+        for stream, (index, part) in dropped.items():
+            both = self._books[stream].mark(index[part == 0], DROPPED)
+            lines = (f"{stream}:{each} was dropped and {self._where(stream, each)}" for each in both.tolist())
+            self._findings.many("contradictions", lines, len(both))
+        if self._feed.end is None:
+            return
+        self._check_last(self._feed.end, last)
+        for stream, books in self._books.items():
+            upto = [self._expected(stream, partition) for partition in range(books.partitions)]
+            self._lost[stream] |= set(books.lost(upto, *dropped.get(stream, _NONE))) if self._known else set()
+
+    def _check_last(self, end: FeedEnded, last: int) -> None:
+        """The end that was recorded is that of step ``last``."""
+        name = self._feed.name
+        for other in self._feed.ends:
+            if other != end and self._feed.effective(other.num_steps) == other.lineage:
+                said = f"{end.num_steps} and after {other.num_steps} steps"
+                self._findings.add("contradictions", f"feed {name}: ended twice, after {said}")
+        if end.num_steps > last + 1:
+            self._missing(last + 1, end.num_steps)
+        elif end.num_steps <= last:
+            got = f"step {last}, expected none from {end.num_steps} on: the feed had ended"
+            self._findings.add("contradictions", f"feed {name}: got {got}")
+        elif self._chain is not None and end.chain != self._chain:
+            self._findings.add("digests", f"feed {name}: its chain is not the one that it ended with")
+
+    def _expected(self, stream: str, partition: int) -> int:
+        """How many samples of a partition are accounted for at the end: all, unless another stream ended the feed or
+        this one was taken out of it."""
+        rules, total = self._feed.rules_at(LATEST), self._ledger.history.totals.get((stream, partition), [0])[-1]
+        stops = [each.name for each in rules.streams if each.on_exhaust == "stop"]
+        read = any(each.name == stream and each.weight > 0 for each in rules.streams)
+        return max(total if read and stops in ([], [stream]) else 0, self._books[stream].upto(partition))
+
+    # What is said
+
+    def _name_places(self) -> None:
+        for name, lost in self._lost.items():
+            lines = (f"{_sample(name, *each)} is lost: it is in no step, and was not rejected" for each in sorted(lost))
+            self._findings.many("lost", lines, len(lost))
+            twice = self._books[name].twice()
+            lines = (f"{_sample(name, *each)} {self._where(name, *each)}" for each in twice)
+            self._findings.many("duplicated", lines, len(twice))
+
+    def _where(self, name: str, index: int, part: int = 0) -> str:
+        """``is in step 3, pack 1``."""
+        try:
+            places = effective_places(self._ledger, name, index)
+        except LedgerDamaged:
+            return "is in a step, of which the row is damaged"
+        said = [f"step {place.step.step}, pack {place.pack}" for place in places if place.part == part]
+        return "is in " + " and in ".join(said)
+
+    def _tree(self, last: int, rejected: dict[str, int]) -> Tree:
+        end = self._feed.end
+        return {
+            "steps": self._steps,
+            "first_step": self._first or 0,
+            "all_known": self._known,
+            "not_recorded": self._passed,
+            "next_step": last + 1,
+            "ended": end is not None,
+            "packs": self._packs,
+            "lineages": [
+                {"lineage": each.number, "step": each.step, "why": each.why} for each in self._feed.branches
+            ],
+            "skipped": [list(each) for each in self._feed.skips],
+            "steps_of_other_lineages": self._history,
+            "chain": (self._chain or b"").hex(),
+            "streams": {name: self._stream(name, rejected[name]) for name in self._books},
+        }  # fmt: skip
+
+    def _stream(self, name: str, rejected: int) -> Tree:
+        books, lost = self._books[name], self._lost[name]
+        end = self._feed.end
+        dropped = self._feed.dropped()["stream"].tolist()
+        heads = {index for index, part in lost if part == 0}
+        waiting = 0
+        if end is None:
+            admitted = self._ledger.admitted(name)
+            upto = [max(books.upto(p), admitted.get(p, 0)) for p in range(books.partitions)]
+            waiting = sum(len(books.missing(p, stop)) for p, stop in enumerate(upto)) - len(heads)
+        return {
+            "samples": books.num_samples,
+            "tokens": self._tokens[name],
+            "rejected": rejected,
+            "dropped": sum(self._feed.stream_name(number, LATEST, LATEST) == name for number in dropped),
+            "waiting": waiting,
+            "lost": len(lost),
+            "duplicated": len(books.twice()),
+        }
+
+
+_NONE: tuple[I64, I64] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+def effective_places(ledger: Ledger, stream: str, index: int) -> list[Place]:
+    """Where a sample is in the history that counts."""
+    feeds = ledger.history.feeds
+    found = ledger.find(stream, index)
+    return [place for place in found if feeds[place.step.feed].effective(place.step.step) == place.step.lineage]
+
+
+def _split(rows: NDArray[np.void]) -> Iterator[tuple[int, NDArray[np.void]]]:
+    """Rows by the number of their stream."""
+    for number in np.unique(rows["stream"]).tolist():
+        yield number, rows[rows["stream"] == number]
+
+
+def _sample(name: str, index: int, part: int) -> str:
+    return f"{name}:{index}" + (f" part {part}" if part else "")

@@ -1,0 +1,309 @@
+"""The questions of ``streampack why``: what was in a step, and where a sample went. Trees for JSON.
+
+Works on a ledger that is up to date (``state_dir.open_ledger``). What is not in the ledger is said to be so only when
+nothing of it is damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from streampack.core.deal.assignment import deal_padded, deal_step, packs_of_mesh, split
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64, ROW
+from streampack.errors import LedgerDamaged, UserError
+from streampack.sources import OpenedSource
+from streampack_services.audit.origins import NO_SOURCES, origin_of, samples_of
+from streampack_services.ledger.ledger import Gap, Ledger, Place
+from streampack_services.ledger.run_history import LATEST, NEVER, FeedHistory
+from streampack_services.ledger.step_rows import StepRows
+
+Tree = dict[str, Any]
+
+
+# A step
+
+
+def why_step(ledger: Ledger, step: int, feed: str | None = None, dp_size: int | None = None, pp_size: int = 1) -> Tree:
+    """What is in a step and what was decided about it; with ``dp_size``, which rank has each pack.
+
+    ``pp_size``: stages of a pipeline, which batches' packs are a multiple of. Raises UserError.
+    """
+    of = feed_of(ledger, feed)
+    found = recorded(ledger, of, step)
+    rules = of.rules_at(step, found.lsn)
+    end = of.end
+    return {
+        "run": ledger.state.run,
+        "feed": of.name,
+        "step": step,
+        "lineage": found.lineage,
+        "digest": found.digest.hex(),
+        "chain": found.chain.hex(),
+        "num_loss_tokens": found.num_loss_tokens,
+        "num_samples": found.num_samples,
+        "num_tokens": found.num_tokens,
+        "num_packs": len(found.bounds) - 1,
+        "num_empty_packs": int((np.diff(found.bounds) == 0).sum()),
+        "budget": rules.budget,
+        "padded": rules.padded,
+        "skipped": is_skipped(of, step),
+        "last": end is not None and step == end.num_steps - 1,
+        "committed": step + 1 in of.commits,
+        "changes": _changes(of, step, found.lsn),
+        "began": [{"lineage": each.number, "why": each.why} for each in of.branches[1:] if each.step == step],
+        "other_lineages": [
+            {"lineage": each, "digest": other.digest.hex()} for each in ledger.lineages_of(of.name, step)
+            if each != found.lineage and (other := ledger.step(of.name, step, each)) is not None
+        ],
+        "packs": _packs(of, found, rules, dp_size, pp_size),
+    }  # fmt: skip
+
+
+def feed_of(ledger: Ledger, name: str | None) -> FeedHistory:
+    """The feed of this name, by default the first. Raises UserError."""
+    feeds = ledger.history.feeds
+    if not feeds:
+        raise UserError("got a log that holds nothing yet, expected a broker that has begun")
+    if name is not None and name not in feeds:
+        raise UserError(f"got feed {name!r}, expected one of: {', '.join(feeds)}")
+    return feeds[name] if name is not None else next(iter(feeds.values()))
+
+
+def recorded(ledger: Ledger, feed: FeedHistory, step: int) -> StepRows:
+    """A step as it counts. Raises UserError for one that is not there, LedgerDamaged."""
+    found = ledger.step(feed.name, step, feed.effective(step))
+    if found is not None:
+        return found
+    raise_if_damaged(ledger, "steps")
+    if (gap := _gap_of(ledger, feed, step)) is not None:
+        raise UserError(
+            f"got step {step} of feed {feed.name!r}, which is {gap}. The log has lost them, or another "
+            f"state_dir has them: trainers resumed at step {gap.last + 1} from a checkpoint. Ask for another step"
+        )
+    end, last = feed.end, ledger.last_step(feed.name, feed.branches[-1].number)
+    if end is not None and step >= end.num_steps:
+        raise UserError(
+            f"got step {step} of feed {feed.name!r}, expected one below {end.num_steps}: the feed has ended"
+        )
+    if step > (feed.branches[-1].step - 1 if last is None else last):
+        raise UserError(f"got step {step} of feed {feed.name!r}, which is not formed yet: the last one is {last}")
+    raise UserError(f"got step {step} of feed {feed.name!r}, expected a later one: neither log nor ledger has it")
+
+
+def _gap_of(ledger: Ledger, feed: FeedHistory, step: int) -> Gap | None:
+    """The steps that are not recorded here, with ``step`` among them."""
+    return next((gap for gap in ledger.gaps(feed.name) if gap.first <= step <= gap.last), None)
+
+
+def _gap_with(ledger: Ledger, feed: FeedHistory, sample: Tree) -> Gap | None:
+    """The steps that are not recorded here and have a sample that no recorded step has."""
+    stream, index = sample["stream"], sample["index"]
+    for gap in ledger.gaps(feed.name):
+        upto = feed.merged(gap.snapshot).get(stream, [])
+        rows = np.frombuffer(gap.snapshot.form.window + gap.snapshot.form.pending, ROW)
+        waiting = any(
+            feed.stream_name(number, gap.snapshot.step, gap.lsn) == stream
+            for number in rows["stream"][(rows["index"] == index) & (rows["part"] == 0)].tolist()
+        )
+        if sample["partition"] < len(upto) and sample["seq"] < upto[sample["partition"]] and not waiting:
+            return gap
+    return None
+
+
+def raise_if_damaged(ledger: Ledger, *tables: str) -> None:
+    """What was not found might be in a row that cannot be read. Raises LedgerDamaged."""
+    damage = ledger.check(tables)
+    if damage:
+        raise LedgerDamaged(f"ledger: {damage[0]}: make it again with 'streampack ledger rebuild'")
+
+
+def is_skipped(feed: FeedHistory, step: int) -> bool:
+    """Is it passed over by every rank?"""
+    return any(first <= step <= last for first, last in feed.skips)
+
+
+def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None, pp_size: int) -> list[Tree]:
+    """Packs in their order, or by (micro-batch, rank) where a mesh is asked for: there each has its ``length``, one
+    that was split for it is several, each ``of`` the pack that FORM made, and some may be empty. Padded ones are then
+    micro-batches: of so many ``rows`` of ``row_tokens``."""
+    rows, align = step.rows, rules.align.sample
+    lengths = rows["length"].astype(np.int64)
+    slots = -(-lengths // align) * align
+    costs = rules.balance.costs(slots)
+
+    def pack(number: int, positions: I64, row_tokens: int | None = None) -> Tree:
+        held = slots[positions] if row_tokens is None else np.full(len(positions), row_tokens)
+        offsets = (np.cumsum(held) - held).tolist()
+        return {
+            "pack": number,
+            "num_tokens": int(rows["length"][positions].sum()),
+            "num_loss_tokens": int(rows["loss_tokens"][positions].sum()),
+            "cost": int(costs[positions].sum()),
+            "samples": [_sample(feed, step, row, at) for row, at in zip(positions.tolist(), offsets, strict=True)],
+        }
+
+    formed = [np.arange(begin, end) for begin, end in pairwise(step.bounds.tolist())]
+    if dp_size is None:
+        return [pack(number, positions) for number, positions in enumerate(formed)]
+    if rules.padded:
+        made = deal_padded(rules, lengths, dp_size, pp_size)
+        shapes = zip(made.packs, made.rows.tolist(), made.widths.tolist(), strict=True)
+        return [
+            {
+                "micro_batch": number // dp_size,
+                "dp_rank": number % dp_size,
+                "length": num_rows * width,
+                "rows": num_rows,
+                "row_tokens": width,
+            }
+            | pack(number, positions, width)
+            for number, (positions, num_rows, width) in enumerate(shapes)
+        ]
+    count = packs_of_mesh(rules, len(formed), dp_size, pp_size)
+    parts, origins = (
+        (formed, list(range(count))) if count == len(formed) else split(step.bounds, costs, step.keeps, count)
+    )
+    try:
+        dealt = deal_step(rules, np.array([costs[positions].sum() for positions in parts], np.int64), dp_size)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    lengths = rules.step_widths(np.array([slots[positions].sum() for positions in parts], np.int64), pp_size)
+    return [
+        {"micro_batch": micro_batch, "dp_rank": rank, "of": origins[number], "length": int(lengths[number])}
+        | pack(number, parts[number])
+        for micro_batch, row in enumerate(dealt.tolist())
+        for rank, number in enumerate(row)
+    ]
+
+
+def _sample(feed: FeedHistory, step: StepRows, row: int, offset: int) -> Tree:
+    values = step.rows[row]
+    return {
+        "stream": feed.stream_name(int(values["stream"]), step.step, step.lsn),
+        "index": int(values["index"]),
+        "part": int(values["part"]),
+        "offset": offset,
+        "length": int(values["length"]),
+        "loss_tokens": int(values["loss_tokens"]),
+        "crc": int(values["crc"]),
+    }
+
+
+def _changes(feed: FeedHistory, step: int, lsn: int) -> list[Tree]:
+    """Rules that hold from this step on, as differences to those before."""
+    found = [each for each in feed.rules if each.note is not None and each.step == step]
+    before = feed.rules_at(step - 1, lsn) if step else None
+    return [
+        {"note": each.note, "differences": [] if before is None else differences(before, each.rules)} for each in found
+    ]
+
+
+def differences(before: Rules, after: Rules) -> list[str]:
+    """``streams.web.weight: 0.7 -> 0.5`` of every rule that is another."""
+    one, other = _flat("", msgspec.to_builtins(before)), _flat("", msgspec.to_builtins(after))
+    keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    return [f"{key}: {one.get(key, 'default')} -> {other.get(key, 'default')}" for key in keys]
+
+
+def _flat(path: str, tree: Any) -> Tree:
+    if isinstance(tree, dict):
+        named = tree.items()
+    elif isinstance(tree, list | tuple) and all(isinstance(each, dict) and "name" in each for each in tree):
+        named = {each["name"]: each for each in tree}.items()
+    else:
+        return {path: tree}
+    return {key: value for name, each in named for key, value in _flat(f"{path}.{name}".strip("."), each).items()}
+
+
+# A sample
+
+
+def why_sample(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource] = NO_SOURCES) -> Tree:
+    """Where sample ``STREAM:INDEX`` went, and the file and row that ``sources`` read it from.
+
+    ``is``: one of step, rejected, dropped, unrecorded,
+    waiting, none. Raises UserError."""
+    stream, _, number = name.rpartition(":")
+    if not stream or not number.isascii() or not number.isdigit():
+        raise UserError(f"got sample {name!r}, expected STREAM:INDEX, such as web:1234, or FILE:ROW")
+    index, feed = int(number), ledger.history.feed_of(stream)
+    if feed is None:
+        known = [each for of in ledger.history.feeds.values() for each in of.streams]
+        raise UserError(
+            f"got stream {stream!r}, expected one of: {', '.join(known)}. For a row of a file, name its producer.yaml "
+            f"with -p"
+        )
+    partitions = feed.streams[stream].partitions
+    places = [_place(feed, place) for place in ledger.find(stream, index)]
+    rejection = ledger.rejection(stream, index)
+    found = {
+        "run": ledger.state.run, "stream": stream, "index": index, "feed": feed.name,
+        "partition": index % partitions, "seq": index // partitions, "places": places,
+        "rejected": None if rejection is None else sorted(rejection[1]),
+        "origin": origin_of(feed, stream, index, sources),
+    }  # fmt: skip
+    return found | _verdict(ledger, feed, found)
+
+
+def why_row(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -> Tree:
+    """``why_sample`` of ``STREAM:INDEX``; of ``FILE:ROW``, as ``samples``, those of each sample that the row is.
+
+    Raises UserError for a row that no source has.
+    """
+    if not sources or ledger.history.feed_of(name.rpartition(":")[0]) is not None:
+        return why_sample(ledger, name, sources)
+    found = [why_sample(ledger, each, sources) for each in samples_of(ledger, name, sources)]
+    return {"row": name, "samples": found}
+
+
+def _place(feed: FeedHistory, place: Place) -> Tree:
+    step, row = place.step, place.row
+    rules = feed.rules_at(step.step, step.lsn)
+    offset = int(step.offsets(rules.align.sample)[row])
+    sample = _sample(feed, step, row, offset)
+    return {
+        "step": step.step,
+        "lineage": step.lineage,
+        "counts": feed.effective(step.step) == step.lineage,
+        "skipped": is_skipped(feed, step.step),
+        "pack": place.pack,
+        **{key: sample[key] for key in ("part", "offset", "length", "loss_tokens", "crc")},
+        "digest": step.digest.hex(),
+    }
+
+
+def _verdict(ledger: Ledger, feed: FeedHistory, found: Tree) -> Tree:
+    """``is`` and, in words, ``why``."""
+    stream, index, seq = found["stream"], found["index"], found["seq"]
+    if any(place["counts"] for place in found["places"]):
+        return {"is": "step", "why": ""}
+    if found["rejected"] is not None:
+        return {"is": "rejected", "why": " or ".join(found["rejected"]) or "no reason was given"}
+    raise_if_damaged(ledger, "spans", "rejected", "records")
+    end, total = feed.end, ledger.history.totals.get((stream, found["partition"]), [NEVER])[-1]
+    if index in _dropped(feed, stream):
+        return {"is": "dropped", "why": "it was left over at the end of a pass, which tail: drop leaves out"}
+    if (gap := _gap_with(ledger, feed, found)) is not None:
+        return {"is": "unrecorded", "why": f"{gap}; the sample is in one of them, or rejected"}
+    if seq >= total:
+        partitions, ended = feed.streams[stream].partitions, f"ended after {total} samples"
+        more = f"; the index of its sample n is {partitions} n + {found['partition']}" if partitions > 1 else ""
+        return {"is": "none", "why": f"partition {found['partition']} of {stream} {ended}{more}"}
+    if end is not None:
+        return {"is": "none", "why": f"feed {feed.name} ended after {end.num_steps} steps without it"}
+    furthest = ledger.furthest(stream)
+    if index <= furthest or seq < ledger.admitted(stream).get(found["partition"], 0):
+        return {"is": "waiting", "why": f"in no step yet: it waits in the window, or for {stream} to get there"}
+    so_far = f"the furthest in a step is {stream}:{furthest}" if furthest >= 0 else f"{stream} is in no step"
+    return {"is": "waiting", "why": f"not yet: {so_far}"}
+
+
+def _dropped(feed: FeedHistory, stream: str) -> list[int]:
+    rows = feed.dropped()
+    return [int(row["index"]) for row in rows if feed.stream_name(int(row["stream"]), LATEST, LATEST) == stream]

@@ -1,0 +1,445 @@
+"""The broker daemon: a thin shell that gives the pure broker its sockets, memory, thread and clock.
+
+One thread owns both sockets and the arena. Packing runs on a second one, in kernels that hold no
+GIL; it wakes the first when a step is chosen. What others may want to see is published as a
+snapshot that is replaced whole. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+import numpy as np
+
+import streampack
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.core.broker import Broker
+from streampack.core.deal import deal_kernels
+from streampack.core.form import former as form
+from streampack.core.intake import admission_kernels
+from streampack.core.journal.journal import Journal
+from streampack.core.layout.layout import Contents
+from streampack.core.layout.step_frames import EDGES, INPUT_IDS
+from streampack.core.merge import schedule
+from streampack.core.model.capacity import needed_tokens
+from streampack.core.model.rule_changes import Ask
+from streampack.core.protocol.effects import (
+    Answer,
+    Append,
+    Change,
+    Cut,
+    Drain,
+    Form,
+    Formed,
+    FromProducer,
+    FromTrainer,
+    NotSent,
+    Recall,
+    Release,
+    SendProducer,
+    SendShard,
+    SendTrainer,
+    Store,
+    Withdrawn,
+)
+from streampack.core.protocol.events import Effect, Event, Report, Tick
+from streampack.core.protocol.messages import Envelope, Reject
+from streampack.errors import ConfigError, InternalError, WireError
+from streampack.transport.curve import Door
+from streampack.transport.sockets import Poller, Router, drain
+from streampack.transport.unread import STRANGERS_BYTES, CutConnection, Unread
+from streampack.transport.waker import Waker
+from streampack.wire import frames as wire
+from streampack_services.broker.arena import Arena
+from streampack_services.broker.authorization import Allowed
+from streampack_services.broker.log_keeper import Keeper
+from streampack_services.broker.memory_peak import peak
+from streampack_services.broker.memory_plan import check_machine, plan
+from streampack_services.broker.report_limit import Budget
+from streampack_services.broker.reporter import Reporter, Snapshot
+
+log = logging.getLogger("streampack.broker")
+
+TICK_S = 0.2
+TURN_AT_MOST_S = 1.0
+"""Between two ticks of a process that runs; what is longer is none of its peers' silence."""
+SAY_S = 5.0
+"""Between two warnings of messages that are no message."""
+FAREWELL_S = 3.0
+"""What producers have to say goodbye in: one that was not told would wait for ever for a broker that is gone."""
+ON_THE_WAY_BYTES = 8 << 20
+"""Bytes that peers have on their way beside their credits: whatever is said again and again."""
+DRAIN_AT_MOST = 64
+"""Messages of one socket before the other has its turn."""
+
+
+class BrokerService:
+    """One broker; ``run`` serves until it is drained, in the thread that calls it.
+
+    ``endpoints`` are those that others connect to, known once made. ``exit_when_finished`` ends
+    ``run`` when every feed that was ever read has been read to its end and all readers have left.
+    """
+
+    def __init__(self, config: BrokerConfig, *, exit_when_finished: bool = False) -> None:
+        self.config = config
+        check_machine(config)
+        self.plan = plan(config)
+        capacity = self.plan.capacity
+        self.started = time.monotonic()
+        self.ready = False
+        self.damaged = self.cut = 0
+        self._say_damaged_at = 0.0
+        self._lines = Budget()
+        self._version_answers = Budget()
+        self.unsent = 0
+        self.form_seconds = 0.0
+        self.tokens_sent = 0
+        self._exit_when_finished = exit_when_finished
+        self._formed: deque[tuple[Formed, float] | BaseException] = deque()
+        self._tokens = itertools.count()
+        self._asked: deque[tuple[Change, Future[Answer]]] = deque()
+        self._answers: dict[int, Future[Answer]] = {}
+        self._drain_until: float | None = None
+        self._drain_asked = threading.Event()
+        self._stop_now = False
+        self._events: deque[Event] = deque()
+        self._to_form: SimpleQueue[Form | None] = SimpleQueue()
+        """None ends the thread that packs."""
+        self._packing = threading.Thread(target=self._pack, name="streampack-form", daemon=True)
+        self._allowed: Allowed | None = None
+        with contextlib.ExitStack() as opened:  # memory before sockets; what is open is closed if the rest fails
+            self.arena = self._allocate()
+            self._waker = Waker()
+            opened.callback(self._waker.close)
+            self.keeper = Keeper(config, self._waker.wake) if config.state_dir is not None else None
+            if self.keeper is not None:
+                opened.callback(self.keeper.close)
+            self.core = Broker(
+                run=config.run_id, epoch=time.time_ns(), feeds=self.plan.feeds, capacity=capacity,
+                steps_ahead=config.steps_ahead, journal=Journal(self.keeper is not None), run_name=config.run,
+            )  # fmt: skip
+            if config.listen.keys is not None:
+                self._allowed = Allowed(Path(config.listen.keys), self._waker.wake)
+                opened.callback(self._allowed.close)
+            if self.keeper is not None:
+                self.keeper.recover(self.core)
+            self._producers, self._trainers = self._listen()
+            opened.callback(self._producers.close)
+            opened.callback(self._trainers.close)
+            self._poller = Poller([self._producers, self._trainers], self._waker)
+            self._reporter = Reporter(self)
+            self.snapshot: Snapshot = self._reporter.take(self.started)
+            """Replaced whole twice a second; any thread may read it, nobody changes it."""
+            opened.pop_all()
+        self.on_snapshot: Callable[[Snapshot], None] = lambda _: None
+        """Told of each, in the broker's thread."""
+
+    def _allocate(self) -> Arena:
+        """Raises ConfigError where the system does not give the memory."""
+        rules, size = self.plan.rules, self.plan.memory_bytes
+        try:
+            return Arena(size, rules.tokens, self.plan.block_tokens, rules.fields)
+        except MemoryError:
+            raise ConfigError(
+                f"memory: got {self.config.memory}, but the system does not give this process {size >> 20}MiB. Set "
+                f"memory to less, or raise the limit (ulimit -v, vm.overcommit_memory)"
+            ) from None
+
+    def _listen(self) -> tuple[Router, Router]:
+        """For producers, and for trainers."""
+        largest = max(self.plan.capacity.max_chunk_bytes, 2 << 20)
+        door = Door(self._allowed.key.secret, self._allowed.admits) if self._allowed is not None else None
+        capacity, expected = self.plan.capacity, peak(self.config, self.plan)
+        slack = expected.leaving + expected.tables
+        partitions = sum(stream.partitions for feed in self.plan.feeds for stream in feed.rules.streams)
+        credit = capacity.quota_tokens * self.plan.token_bytes * partitions
+        unread = Unread(2 * credit + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._held, slack)
+        producers = Router(self.config.listen.producers, largest, door, unread)
+        try:
+            largest = (1 << 20) + self._largest_snapshot()
+            unread = Unread(4 * largest + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._held, slack)
+            return producers, Router(self.config.listen.trainers, largest, door, unread)
+        except Exception:
+            producers.close()
+            raise
+
+    def _held(self) -> int:
+        return self.arena.touched_bytes
+
+    def _largest_snapshot(self) -> int:
+        """Bytes of what a trainer may bring of its checkpoint: about 48 a sample, and of samples as many as are held
+        at most."""
+        sample = self.plan.capacity.max_sample_tokens
+        held = max(
+            needed_tokens(feed.rules, sample) if feed.rules.batch is None else feed.merged_tokens
+            for feed in self.plan.feeds
+        )
+        return min(48 * held, wire.MAX_META_BYTES)
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        return {"producers": self._producers.endpoint, "trainers": self._trainers.endpoint}
+
+    @property
+    def strangers(self) -> int:
+        """Peers that were not let in, as their key is not allowed."""
+        return self._allowed.refused if self._allowed is not None else 0
+
+    def drain(self) -> None:
+        """Stop gently; a second call stops at once. Any thread or signal handler may."""
+        if self._drain_asked.is_set():
+            self._stop_now = True
+        self._drain_asked.set()
+        self._waker.wake()
+
+    def ask(self, feed: str, ask: Ask, at_step: int | None, note: str) -> Future[Answer]:
+        """Ask for a change; any thread may. Cancelled where the broker ends first."""
+        future: Future[Answer] = Future()
+        self._asked.append((Change(next(self._tokens), feed, ask, at_step, note), future))
+        self._waker.wake()
+        return future
+
+    def warm_up(self) -> None:
+        """Compile or load the kernels, so that the first step is as fast as the others."""
+        for feed in self.plan.feeds:
+            schedule.warm_up(feed.rules)
+            form.warm_up(feed.rules)
+        deal_kernels.warm_up()
+        admission_kernels.warm_up()
+        rules, zero, lengths = self.plan.rules, np.zeros(1, np.int64), np.full(1, 8)
+        trial = Arena(8 * 64 * rules.token_bytes, rules.tokens, 64, rules.fields)
+        sizes = [8 * np.dtype(rules.tokens).itemsize]
+        sizes += [field.value_bytes * (8 if field.axis == "token" else 1) for field in rules.fields]
+        trial.store(zero, zero, lengths, zero, tuple(bytes(size) for size in sizes))
+        names = [INPUT_IDS, EDGES, *(field.name for field in rules.fields)]
+        trial.gather(Contents(zero, np.array([1]), np.array([16]), lengths), names, 2, 0, "zigzag")
+        trial.release(zero)
+
+    def run(self) -> None:
+        """Serve. Closes everything in the end."""
+        try:
+            self.warm_up()
+            self._packing.start()
+            self._perform_all(self.core.begin())
+            self._ticked = time.monotonic()
+            self._handle(Tick(self._clock))
+            self.ready = True
+            self._publish(self._reporter.take(time.monotonic()))
+            log.info("ready")
+            while not self._done():
+                self._turn(TICK_S)
+            if not self.core.draining:
+                self._handle(Drain())  # producers that may stay as long as the broker does are told
+            until = time.monotonic() + FAREWELL_S
+            while self.core.leases.num_producers and time.monotonic() < until and not self._stop_now:
+                self._turn(TICK_S)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give up sockets and threads; idempotent."""
+        self.ready = False
+        if self._packing.is_alive():
+            self._to_form.put(None)
+            self._packing.join()
+        self._producers.close()
+        self._trainers.close()
+        self._waker.close()
+        for future in [*self._answers.values(), *(future for _, future in self._asked)]:
+            future.cancel()
+        if self.keeper is not None:
+            self.keeper.close()
+        if self._allowed is not None:
+            self._allowed.close()
+
+    def _done(self) -> bool:
+        if self._stop_now or (self._exit_when_finished and self.core.finished):
+            return True
+        if self._drain_until is None:
+            return False
+        return not self.core.num_readers or time.monotonic() > self._drain_until
+
+    _ticked = 0.0
+    _clock = 0.0
+    """Seconds that this process was there for, which is the time that the broker's core has: one that was stopped, or
+    whose machine slept, has heard nobody meanwhile, and drops nobody for it."""
+
+    def _turn(self, timeout_s: float = 0.0) -> None:
+        """Wait for something to come, up to ``timeout_s``, and do what there is to do."""
+        self._poller.wait(timeout_s)
+        now = time.monotonic()
+        if now - self._ticked >= TICK_S:
+            self._clock += min(now - self._ticked, TURN_AT_MOST_S)
+            self._ticked = now
+            self._handle(Tick(self._clock))
+            if (snapshot := self._reporter.tick(now)) is not None:
+                self._publish(snapshot)
+        for router, kind in ((self._trainers, FromTrainer), (self._producers, FromProducer)):
+            for frames in drain(router, DRAIN_AT_MOST):
+                self._receive(router, frames, kind)
+                while self._formed:
+                    self._on_formed(self._formed.popleft())
+            for cut in router.take_cuts():
+                self._note_cut(cut)
+        while self._formed:
+            self._on_formed(self._formed.popleft())
+        self._keep_log()
+        for key in self._allowed.changes() if self._allowed is not None else ():
+            self._handle(Withdrawn(key))
+        while self._asked:
+            change, future = self._asked.popleft()
+            self._answers[change.token] = future
+            self._handle(change)
+        if self._drain_asked.is_set() and self._drain_until is None:
+            self.ready = False
+            self._drain_until = now + self.config.drain_timeout_s
+            log.info("draining: serving what is formed, for %.0f s at most", self.config.drain_timeout_s)
+            self._handle(Drain())
+            self._publish(self._reporter.take(now))
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        self.on_snapshot(snapshot)
+
+    def _note_cut(self, cut: CutConnection) -> None:
+        self.cut += 1
+        of = ""
+        if self._allowed is not None and cut.peer:
+            of = f", of key {self._allowed.rights(cut.peer).name!r}"
+            self._allowed.note_cut(cut.peer)
+        self._report(Report("warning", f"cut the connection of {cut.address}{of}: {cut.why}"))
+
+    def _receive(self, router: Router, frames: list[Any], kind: type[FromProducer] | type[FromTrainer]) -> None:
+        try:
+            envelope = wire.decode(frames[1:])
+        except WireError as error:
+            self.damaged += 1
+            router.note_damaged(frames[0].bytes)
+            if time.monotonic() >= self._say_damaged_at:  # whoever finds the port may send any number of them
+                self._say_damaged_at = time.monotonic() + SAY_S
+                log.warning("dropped a message, of %d so far: %s", self.damaged, error)
+            if isinstance(error, wire.OtherVersion):
+                self._refuse_version(frames[0].bytes, error.version, kind)
+            return
+        peer = frames[0].bytes
+        self._handle(kind(peer, envelope, self._allowed.rights(peer) if self._allowed is not None else None))
+
+    def _refuse_version(self, peer: bytes, version: int, kind: type[FromProducer] | type[FromTrainer]) -> None:
+        """Tell a peer under its own header, else it waits for an answer until it gives up."""
+        if not self._version_answers.lets(time.monotonic()):
+            return
+        detail = (
+            f"got protocol version {version} from this process, but the broker of streampack {streampack.__version__} "
+            f"speaks {wire.VERSION}: install one version of streampack everywhere"
+        )
+        reject = Reject(code="version", detail=detail)
+        answer = Envelope(run=self.core.run, epoch=self.core.epoch, fence=0, message=reject)
+        router = self._producers if kind is FromProducer else self._trainers
+        self.unsent += not router.send(peer, wire.encode(answer, version))
+
+    def _on_formed(self, found: tuple[Formed, float] | BaseException) -> None:
+        if isinstance(found, BaseException):
+            raise found
+        self.form_seconds += found[1]
+        self._handle(found[0])
+
+    def _handle(self, event: Event) -> None:
+        self._perform_all(self.core.handle(event))
+
+    def _perform_all(self, effects: list[Effect]) -> None:
+        """Perform effects, and handle what they bring about before anything else happens."""
+        for effect in effects:
+            self._perform(effect)
+        while self._events:
+            for effect in self.core.handle(self._events.popleft()):
+                self._perform(effect)
+
+    def _keep_log(self) -> None:
+        """Hand over what was appended; say what has become safe."""
+        journal = self.core.journal
+        for event in self.keeper.news(journal.safe_upto, journal.stalled, journal.full) if self.keeper else ():
+            self._handle(event)
+
+    def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, Store):
+            self.arena.store(effect.handles, effect.offsets, effect.lengths, effect.rows, effect.payload)
+        elif isinstance(effect, SendShard):
+            self._send_shard(effect)
+        elif isinstance(effect, SendTrainer):
+            self._send_trainer(effect.peer, effect.envelope)
+        elif isinstance(effect, SendProducer):
+            self.unsent += not self._producers.send(effect.peer, wire.encode(effect.envelope))
+        elif isinstance(effect, Release):
+            self.arena.release(effect.handles)
+        elif isinstance(effect, Form):
+            self._to_form.put(effect)
+        elif isinstance(effect, Append | Recall | Cut):
+            self._perform_on_log(effect)
+        elif isinstance(effect, Answer):
+            future = self._answers.pop(effect.token)
+            if future.set_running_or_notify_cancel():  # else nobody waits any more
+                future.set_result(effect)
+        elif isinstance(effect, Report):
+            self._report(effect)
+        else:
+            raise InternalError(f"got effect {type(effect).__name__}, which nobody performs")
+
+    def _report(self, report: Report) -> None:
+        if report.level != "error" and not self._lines.lets(time.monotonic()):
+            return
+        if held_back := self._lines.take_held_back():
+            log.warning("peers have caused %d lines more, which are not shown", held_back)
+        log.log(logging.getLevelName(report.level.upper()), report.text, extra={"about": report.about})
+
+    def _perform_on_log(self, effect: Append | Recall | Cut) -> None:
+        if self.keeper is None:
+            raise InternalError(f"got {type(effect).__name__} without a log")
+        if isinstance(effect, Append):
+            self.keeper.append(effect)
+        elif isinstance(effect, Recall):
+            self._events.append(self.keeper.recall(effect))
+        else:
+            self.keeper.trim(effect.lsn)
+
+    def _send_shard(self, effect: SendShard) -> None:
+        envelope = effect.envelope
+        room = functools.partial(self._trainers.room, effect.peer)
+        payload = self.arena.gather(effect.contents, effect.frames, effect.cp, effect.cp_rank, effect.layout, room)
+        whole = Envelope(
+            run=envelope.run, epoch=envelope.epoch, fence=envelope.fence, message=envelope.message, payload=payload
+        )
+        self._send_trainer(effect.peer, whole)
+        if INPUT_IDS in effect.frames:
+            self.tokens_sent += payload[0].size
+
+    def _send_trainer(self, peer: bytes, envelope: Envelope) -> None:
+        if not self._trainers.send(peer, wire.encode(envelope)):
+            self.unsent += 1
+            self._events.append(NotSent(peer, msgspec.structs.replace(envelope, payload=())))
+
+    def _pack(self) -> None:
+        """The thread that packs; a queue and a waker, as a pool's futures cost more than what they carry."""
+        while (form := self._to_form.get()) is not None:
+            try:
+                self._formed.append(_choose(form))
+            except BaseException as error:
+                self._formed.append(error)
+            self._waker.wake()
+
+
+def _choose(form: Form) -> tuple[Formed, float]:
+    began = time.perf_counter()
+    choice = form.request.choose()
+    return Formed(form.feed, choice, form.generation), time.perf_counter() - began

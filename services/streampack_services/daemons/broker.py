@@ -1,0 +1,139 @@
+"""The broker as a process: HTTP beside it, a file that says where it is, and signals.
+
+SIGTERM or SIGINT drains: nothing new is taken, ranks get the steps that are formed, then the
+process ends with 0. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import resource
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.errors import UserError
+from streampack.transport import ipc_files
+from streampack_services.broker.memory_plan import keep_freed_memory
+from streampack_services.broker.service import BrokerService
+from streampack_services.daemons import rendezvous
+from streampack_services.daemons.systemd import Systemd
+from streampack_services.http.http_guard import find_token, is_loopback, parse_address
+from streampack_services.http.server import HttpServer
+from streampack_services.logs import Ring
+
+log = logging.getLogger("streampack.broker")
+_LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):")
+
+
+def serve(config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring | None = None) -> None:
+    """Serve until drained; over HTTP also the events of ``ring``. Raises UserError or ConfigError for what cannot be
+    served."""
+    keep_freed_memory()
+    _allow_connections()
+    service = BrokerService(config, exit_when_finished=exit_when_finished)
+    service.on_snapshot = Systemd().tell_of_broker
+    with _drained_by_signals(service), _closing(service):
+        anybody = config.listen.control == "any"
+        token = find_token(config.listen.token_file)
+        http = HttpServer(config.listen.http, lambda: service.snapshot, service.ask, anybody, ring, token)
+        http.start()
+        try:
+            where = service.endpoints
+            log.info("run %s: producers %s, trainers %s", config.run, where["producers"], where["trainers"])
+            log.info("status, metrics and probes at %s", http.url)
+            for line in exposed(where, config.listen.http, config.listen.keys is not None, token is not None):
+                log.warning("%s", line)
+            log.info("loading kernels; the first time on a machine they are compiled, which takes a while")
+            service.warm_up()  # before anybody is told to come
+            with _rendezvous(service, http.url):
+                service.run()
+            log.info("stopped after %d steps", sum(feed.figures.totals.steps for feed in service.core.feeds.values()))
+        finally:
+            http.close()
+
+
+def exposed(endpoints: Mapping[str, str], http: str, keys: bool, token: bool) -> list[str]:
+    """What others could do at these addresses, and what to set so that they cannot: a line each."""
+    found = []
+    reached = [side for side, url in endpoints.items() if url.startswith("tcp://") and not _LOOPBACK.match(url)]
+    if reached and not keys:
+        found.append(
+            f"whoever reaches the addresses for {' and '.join(reached)} can send samples, or read them: set "
+            f"listen.keys ('streampack keys new'), or let only trusted hosts reach them"
+        )
+    if not token and not is_loopback(parse_address(http)[0].replace("localhost", "127.0.0.1")):
+        found.append(
+            f"whoever reaches {http} can read the run's figures: set listen.token_file ('streampack keys token'), or "
+            f"let only trusted hosts reach it"
+        )
+    replaceable = [url for url in endpoints.values() if ipc_files.anybody_may_replace(url)]
+    if replaceable:
+        found.append(f"other users can write the folder of {replaceable[0]}, and answer in its place: chmod 700 it")
+    return found
+
+
+def _allow_connections() -> None:
+    """As many open files as the system lets a process have: every rank and producer is one, most systems begin with
+    1,024, and ZeroMQ that is out of them ends the process (ipc) or leaves the others waiting (tcp)."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # where no number is that of "unlimited"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+@contextlib.contextmanager
+def _closing(service: BrokerService) -> Iterator[None]:
+    """Close what ``run`` would, where it is never reached."""
+    try:
+        yield
+    finally:
+        service.close()
+
+
+@contextlib.contextmanager
+def _drained_by_signals(service: BrokerService) -> Iterator[None]:
+    signals = (signal.SIGTERM, signal.SIGINT)
+    caught = 0
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        nonlocal caught
+        caught += 1
+        service.drain()
+        if caught > 1:  # the loop ends at once; should it be stuck, a third ends the process
+            for each in signals:
+                signal.signal(each, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, on_signal) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _rendezvous(service: BrokerService, http: str) -> Iterator[None]:
+    """The rendezvous file, there while the broker is; another broker's is left alone."""
+    if service.config.rendezvous is None:
+        yield
+        return
+    path = Path(service.config.rendezvous)
+    try:
+        rendezvous.write(path, service.config.run, service.endpoints, http, service.core.epoch)
+    except OSError as error:
+        raise UserError(f"rendezvous: {path}: cannot be written: {error.strerror}: choose another path") from None
+    log.info("rendezvous file %s", path.absolute())
+    near = [side for side, url in service.endpoints.items() if _LOOPBACK.match(url)]
+    if near:
+        log.warning(
+            "the rendezvous file's addresses for %s are on loopback: other hosts cannot reach them: set listen",
+            " and ".join(near),
+        )
+    try:
+        yield
+    finally:
+        rendezvous.remove(path, service.core.epoch)

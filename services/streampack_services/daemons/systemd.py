@@ -1,0 +1,76 @@
+"""What systemd is told of a daemon (``Type=notify``): that it serves, how it is, that it stops, that it is not stuck.
+
+A datagram of ``KEY=value`` lines to the socket that NOTIFY_SOCKET names, as in sd_notify(3); nothing where there is no
+such variable. Whoever watches over a daemon's main loop calls ``tell`` from it, a few times a second: with a watchdog
+(WATCHDOG_USEC) systemd ends a daemon that does not, so it must never be another thread that does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from streampack_services.amounts import count_text
+from streampack_services.broker.reporter import describe
+
+STATUS_EVERY_S = 5.0
+"""A line that only moves on is said no more often."""
+
+
+class Systemd:
+    """The service manager that started this process, if it is one that wants to hear."""
+
+    def __init__(self, env: Mapping[str, str] = os.environ) -> None:
+        address = env.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        ours = env.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        limit = env.get("WATCHDOG_USEC", "")
+        self._watched = self._address != "" and ours and limit.isdigit()
+        self._beat_every_s = int(limit) / 2e6 if self._watched else 0.0  # half, as sd_watchdog_enabled(3) advises
+        self._beat_at = self._status_at = 0.0
+        self._status = ""
+        self._said: set[str] = set()
+
+    def tell(self, *, ready: bool = False, stopping: bool = False, status: str = "") -> None:
+        """How it is now; says what is new of it. Any error is the manager's: the daemon goes on."""
+        if not self._address:
+            return
+        now = time.monotonic()
+        states = [word for word, is_so in (("READY=1", ready), ("STOPPING=1", stopping)) if is_so]
+        lines = [word for word in states if word not in self._said]
+        self._said.update(lines)
+        if status != self._status and (lines or now >= self._status_at):
+            self._status, self._status_at = status, now + STATUS_EVERY_S
+            lines.append("STATUS=" + " ".join(status.split()))
+        if self._watched and now >= self._beat_at:
+            self._beat_at = now + self._beat_every_s
+            lines.append("WATCHDOG=1")
+        if lines:
+            self._send("\n".join(lines))
+
+    def tell_of_broker(self, snapshot: Mapping[str, Any]) -> None:
+        """How a broker is, by its snapshot; from the thread that takes it."""
+        stopping = snapshot["state"] == "draining"
+        self.tell(ready=snapshot["ready"] or stopping, stopping=stopping, status=in_a_line(snapshot))
+
+    def _send(self, text: str) -> None:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender,
+        ):
+            sender.sendto(text.encode(), self._address)
+
+
+def in_a_line(snapshot: Mapping[str, Any]) -> str:
+    """``serving: train step 120, 3.2M tokens/s``."""
+    return f"{snapshot['state']}: " + "; ".join(_feed(name, feed) for name, feed in snapshot["feeds"].items())
+
+
+def _feed(name: str, feed: Mapping[str, Any]) -> str:
+    waits = feed["waiting_for"]
+    why = f", {describe(**waits)}" if waits is not None and not feed["tokens_per_s"] else ""
+    return f"{name} step {feed['steps']['formed']}, {count_text(feed['tokens_per_s'])} tokens/s{why}"

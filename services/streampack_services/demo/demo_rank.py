@@ -1,0 +1,127 @@
+"""A rank of the demo's mesh: trains on nothing, checks everything.
+
+Each context-parallel rank sends its shards to the group's first, which puts every pack together
+again, checks it against what its lengths promise, and takes the checksum of each sample.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+import streampack
+from streampack import Mesh, Pack, Step, StreampackError
+from streampack.core.model.samples import I64, IGNORE_INDEX
+from streampack.wire.checksums import crc32c
+
+REPORT_EVERY_S = 0.1
+Shard = tuple[I64, I64, I64, I64]
+"""Positions in the pack, input_ids, labels, position_ids of one rank."""
+
+
+@dataclass(slots=True)
+class RankReport:
+    """What one rank saw, for the demo's table."""
+
+    error: str = ""
+    steps: int = 0
+    samples: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(stream, index, part, crc32c of its tokens) of each sample, from the first rank of each group."""
+    packs: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(step, micro_batch, real tokens, number in the step) of each pack."""
+    slots: list[list[int]] = field(default_factory=list)
+    """Padded tokens of each sample, by pack."""
+    shards_verified: int = 0
+    next_ms: list[float] = field(default_factory=list)
+    """Of every next() after the second step."""
+    chain: str = ""
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+def run_rank(
+    endpoint: str, key_file: str, mesh: Mesh, work_ms: float, peers: list[Connection], report: Connection
+) -> None:
+    """The process of one rank. ``peers``: to the group's first rank, or from all others."""
+    found = RankReport()
+    try:
+        with streampack.connect(endpoint, mesh=mesh, format="numpy", key_file=key_file) as loader:
+            _train(loader, mesh, work_ms / 1000, peers, report, found)
+    except (StreampackError, AssertionError, EOFError, BrokenPipeError) as error:
+        found.error = f"rank {mesh}: {error or type(error).__name__}"
+    report.send(found)
+    report.close()
+
+
+def _train(
+    loader: streampack.Client, mesh: Mesh, work_s: float, peers: list[Connection], report: Connection, found: RankReport
+) -> None:
+    said = 0.0
+    steps = loader.steps()
+    while True:
+        began = time.perf_counter()
+        step = next(steps, None)
+        waited = time.perf_counter() - began
+        if step is None:
+            break
+        if found.steps >= 2:
+            found.next_ms += [waited * 1000] + [0.0] * (len(step) - 1)  # its other packs are there already
+        for pack in step:
+            busy = time.perf_counter()
+            _check(pack, step, mesh, peers, found)
+            time.sleep(max(0.0, work_s - (time.perf_counter() - busy)))
+        found.steps += 1
+        found.chain = step.chain
+        if time.monotonic() - said > REPORT_EVERY_S:
+            said = time.monotonic()
+            report.send(found.steps)
+    found.stats = loader.stats()
+
+
+def _check(pack: Pack, step: Step, mesh: Mesh, peers: list[Connection], found: RankReport) -> None:
+    shard: Shard = (pack.positions(), pack.input_ids, pack.labels, pack.position_ids)
+    if mesh.cp_rank:
+        peers[0].send((step.index, pack.micro_batch, step.digest, shard))
+        found.shards_verified += 1
+        return
+    shards = [shard]
+    for peer in peers:
+        index, micro_batch, digest, theirs = peer.recv()
+        _expect((index, micro_batch, digest) == (step.index, pack.micro_batch, step.digest), "ranks read another pack")
+        shards.append(theirs)
+    found.samples += _reassemble(pack, shards)
+    found.packs.append((step.index, pack.micro_batch, int(pack.cu_seqlens[-1]), pack.pack))
+    found.slots.append(np.diff(pack.cu_seqlens_padded)[: pack.num_samples].tolist())
+    found.shards_verified += 1
+
+
+def _reassemble(pack: Pack, shards: list[Shard]) -> list[tuple[int, int, int, int]]:
+    """Put a pack together and compare it with what its boundaries say; its samples' ids and checksums."""
+    total = int(pack.cu_seqlens_padded[-1])
+    positions = np.concatenate([shard[0] for shard in shards])
+    _expect(len(positions) == total and len(np.unique(positions)) == total, "shards do not make up the pack")
+    ids, labels, inner = (np.empty(total, np.int64) for _ in range(3))
+    for at, shard_ids, shard_labels, shard_inner in shards:
+        ids[at], labels[at], inner[at] = shard_ids, shard_labels, shard_inner
+    rows: list[tuple[int, int, int, int]] = []
+    expected = np.full(total, IGNORE_INDEX, np.int64)
+    lengths = np.diff(pack.cu_seqlens)
+    for i, start in enumerate(pack.cu_seqlens_padded[:-1].tolist()):
+        stop = start + int(lengths[i])
+        end = int(pack.cu_seqlens_padded[i + 1])
+        if stop > start:
+            expected[start : stop - 1] = ids[start + 1 : stop]
+        _expect(not ids[stop:end].any(), "padding holds tokens")
+        _expect(bool((inner[start:end] == np.arange(end - start)).all()), "positions do not restart")
+        if i < pack.num_samples:
+            stream, index, part = pack.sample_ids[i].tolist()
+            rows.append((stream, index, part, crc32c(ids[start:stop].astype("<i4").tobytes())))
+    _expect(bool((labels == expected).all()), "labels cross samples, or are not the next token")
+    return rows
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)

@@ -1,0 +1,106 @@
+"""The demo's verdict: what the ranks report next to the source itself, sample by sample, and figures of the packing.
+
+Knows reports and rules; no process, no socket.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from streampack.config.typed_yaml import convert
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import index_of
+from streampack.core.stats.fill import figures
+from streampack.errors import UserError
+from streampack.sources import SourceSettings, open_source
+from streampack.wire.checksums import crc32c
+from streampack_services.demo.demo_rank import RankReport
+
+Expected = dict[tuple[int, int, int], tuple[int, int]]
+"""(crc32c, length) by (stream, index, part)."""
+
+
+def expected_samples(settings: dict[str, str], budget: int, partitions: int, seed: int) -> Expected:
+    """(crc32c, length) of every sample by its id, as the source has it; read with no service around.
+
+    Raises UserError where there is none.
+    """
+    source = open_source(convert(settings, SourceSettings))
+    found = {}
+    for partition in range(partitions):
+        for seq, record in enumerate(source.read(partition, partitions, seed=seed, passes=1)):
+            if record.reason is None:
+                tokens = record.tokens[:budget]
+                index = int(index_of(seq, partition, partitions))
+                found[0, index, 0] = crc32c(tokens.astype("<i4").tobytes()), len(tokens)
+    if not found:
+        raise UserError(f"{settings['shards']}: got no sample, expected at least one")
+    return found
+
+
+def judged(
+    reports: list[RankReport], expected: Expected, rules: Rules, dp: int, cp: int, seconds: float
+) -> dict[str, Any]:
+    """What was expected, what came of it, and how well it was packed; ``ok`` if all of it is as it should be."""
+    errors = [report.error for report in reports if report.error]
+    arrived = Counter((stream, index, part) for report in reports for stream, index, part, _ in report.samples)
+    wrong = sum(
+        expected.get((stream, index, part), (None, 0))[0] != crc
+        for report in reports for stream, index, part, crc in report.samples
+    )  # fmt: skip
+    lost = sum(key not in arrived for key in expected)
+    repeated = sum(count - 1 for count in arrived.values())
+    real = np.array([row[2] for report in reports for row in report.packs], np.int64)
+    slots = np.array([sum(row) for report in reports for row in report.slots], np.int64)
+    full = figures(real, rules.budget)
+    capacity = max(full.packs * rules.budget, 1)
+    empty = int((real == 0).sum())
+    waits = np.array([ms for report in reports for ms in report.next_ms] or [0.0])
+    chains = {report.chain for report in reports}
+    ranks = dp * cp
+    steps = max((report.steps for report in reports), default=0)
+    starved = max((report.stats.get("starved_fraction", 1.0) for report in reports), default=1.0)
+    verified = sum(report.shards_verified for report in reports)
+    same = len(chains) == 1 and len({report.steps for report in reports}) == 1 and len(reports) == ranks
+    return {
+        "ok": not (errors or lost or repeated or wrong) and same and verified == full.packs * cp,
+        "error": errors[0] if errors else "",
+        "samples_produced": len(expected),
+        "samples_delivered": sum(arrived.values()),
+        "samples_lost": lost,
+        "samples_duplicated": repeated,
+        "samples_damaged": wrong,
+        "steps": steps,
+        "packs": full.packs,
+        "tokens": full.tokens,
+        "utilisation": full.utilisation,
+        "waste_ratio": full.waste_ratio,
+        "waste": {
+            "alignment": float(slots.sum() - real.sum()) / capacity,
+            "pack_tail": float(capacity - slots.sum() - empty * rules.budget) / capacity,
+            "empty_packs": empty * rules.budget / capacity,
+        },
+        "packing_efficiency": full.packing_efficiency,
+        "bin_balance": full.bin_balance,
+        "cost_max_over_mean": _cost_max_over_mean(reports, rules),
+        "tokens_per_second": full.tokens / seconds if seconds else 0.0,
+        "next_p50_ms": float(np.percentile(waits, 50)),
+        "next_p99_ms": float(np.percentile(waits, 99)),
+        "starved_fraction": starved,
+        "shards_verified": verified,
+        "chain": min(chains, default=""),
+    }
+
+
+def _cost_max_over_mean(reports: list[RankReport], rules: Rules) -> float:
+    """Cost of the dearest pack over the mean of those that run at the same time, mean over the run."""
+    by_time: dict[tuple[int, int], list[int]] = {}
+    for report in reports:
+        for (step, micro_batch, _, _), slots in zip(report.packs, report.slots, strict=True):
+            cost = int(rules.balance.costs(np.array(slots, np.int64)).sum())
+            by_time.setdefault((step, micro_batch), []).append(cost)
+    ratios = [max(costs) * len(costs) / sum(costs) for costs in by_time.values() if all(costs)]
+    return float(np.mean(ratios)) if ratios else 1.0

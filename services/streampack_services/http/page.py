@@ -1,0 +1,65 @@
+"""The live page: the static files of ``web/`` at ``/`` and ``/web/``, as they are, and what they draw over time.
+
+Files are read once and served from memory, each with a digest that the browser asks again with: what has not changed
+is not sent. Nothing else is ever served from a disk. The page may ask for nothing but what this server has, which the
+browser sees to (Content-Security-Policy); it is of plain modules that no tool has built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mimetypes
+from importlib import resources
+from importlib.resources.abc import Traversable
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from streampack_services.http.history import History
+
+HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cache-control": "no-cache",
+}
+
+
+def routes(history: History) -> list[Route]:
+    """Of the page's files, and of ``/history``."""
+
+    def since(request: Request) -> Response:
+        try:
+            second = float(request.query_params.get("since", "-1"))
+        except ValueError as error:
+            return PlainTextResponse(f"since: {error}: expected seconds of the broker's uptime\n", 400)
+        feed = request.query_params.get("feed")
+        found = history.since(second, feed)
+        if found is None:
+            return PlainTextResponse(f"feed: got {str(feed)[:100]!r}, expected one of those that /status has\n", 404)
+        return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
+
+    files = [_route(path, file) for path, file in _files(resources.files("streampack_services") / "web", "/web/")]
+    index = next(Route("/", each.endpoint) for each in files if each.path == "/web/index.html")
+    return [index, *files, Route("/history", since)]
+
+
+def _files(folder: Traversable, path: str) -> list[tuple[str, Traversable]]:
+    """(path in the URL, file) of all files below a folder."""
+    found = []
+    for each in sorted(folder.iterdir(), key=lambda each: each.name):
+        found += [(path + each.name, each)] if each.is_file() else _files(each, f"{path}{each.name}/")
+    return found
+
+
+def _route(path: str, file: Traversable) -> Route:
+    content = file.read_bytes()
+    kind = mimetypes.guess_type(path)[0] or "text/plain"
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+
+    def serve(request: Request) -> Response:
+        headers = HEADERS | {"etag": etag}
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=kind, headers=headers)
+
+    return Route(path, serve)

@@ -1,0 +1,237 @@
+"""What to take and why, in plain words, over the tree of ``advisor.advise``; and the lines for broker.yaml."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from streampack.config.daemon_settings import MEMORY
+from streampack.config.typed_yaml import parse_size
+from streampack_services.plan.advisor import NEAR_ORDER
+
+Tree = dict[str, Any]
+UNEVEN = 1.05
+"""Cost max / mean above this is worth a word."""
+COMPARED = 3
+"""Packers that are named beside the one taken."""
+SAID = 0.001
+"""Smaller shares are not worth one."""
+
+
+def why(found: Tree, overlong: str | None) -> list[str]:
+    """Sentences, the most important first."""
+    return [
+        *_packer(found), *_window(found), *_budget(found), *_overlong(found, overlong), *_rejected(found),
+        *_alignment(found), *_shape(found), *_batches(found), *_balance(found), *_meshes(found), *_last_step(found),
+        *_steps(found),
+    ]  # fmt: skip
+
+
+def broker_yaml(found: Tree, overlong: str | None) -> str:
+    """The lines that make a broker do what is taken."""
+    take = found["take"]
+    rules = dict(take["rules"])
+    if overlong is not None and overlong != "error":
+        rules["overlong"] = overlong
+    elif take["overlong"]:
+        rules["overlong"] = "truncate"
+    if found["rejected"]:
+        rules["poison"] = "drop"
+    mesh = {name: size for name, size in take["mesh"].items() if size > 1 and name != "pp"}
+    tree = {"rules": rules, "planned_mesh": mesh, "precision": found["precision"]}
+    if take["memory_bytes"] > parse_size(MEMORY, "memory"):
+        tree["memory"] = f"{-(-take['memory_bytes'] // 2**30)}GiB"
+    return "\n".join(f"{key}: {_flow(value)}" for key, value in tree.items() if value)
+
+
+def _flow(value: Any) -> str:
+    """As YAML has it in one line."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_flow(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_flow, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _axis(found: Tree, axis: str, key: str) -> list[Tree]:
+    """Forecasts on an axis but for the one taken, the best first."""
+    rows = [row for row in found["settings"] if row["axis"] == axis and not row["refused"]]
+    others = [row for row in rows if row[key] != found["take"][key]]
+    return sorted(others, key=lambda row: -row["useful"])
+
+
+def _packer(found: Tree) -> list[str]:
+    take, others = found["take"], _axis(found, "packer", "packer")
+    base = next((row for row in found["settings"] if row["axis"] == "packer" and row["packer"] == take["packer"]), take)
+    compared = ", ".join(f"{row['packer']} {row['useful']:.2%}" for row in others[:COMPARED])
+    said = f"{take['packer']} leaves {base['useful']:.2%} of the ranks' time to real tokens"
+    sentences = [said + (f"; next: {compared}." if compared else ".")]
+    better = [row["packer"] for row in others if row["useful"] > base["useful"] + SAID]
+    sorting = ", ".join(name for name in better if name not in NEAR_ORDER)
+    if sorting and not take["step_samples"]:
+        sentences.append(
+            f"Not advised, for they rearrange whole windows, and steps differ in what they hold: {sorting}."
+        )
+    return sentences
+
+
+def _window(found: Tree) -> list[str]:
+    take, others = found["take"], sorted(_axis(found, "window", "window"), key=lambda row: int(row["window"]))
+    base = next((row for row in found["settings"] if row["axis"] == "window" and row["window"] == take["window"]), None)
+    if base is None or not others:
+        return []
+    compared = ", ".join(f"{row['window']} {_than(row, base)}" for row in others)
+    return [f"A window of {take['window']} samples: {compared}. A larger one holds samples back longer."]
+
+
+def _budget(found: Tree) -> list[str]:
+    take, others = found["take"], sorted(_axis(found, "budget", "budget"), key=lambda row: int(row["budget"]))
+    base = next((row for row in found["settings"] if row["axis"] == "budget" and row["budget"] == take["budget"]), None)
+    if base is None or not others:
+        return []
+    compared = []
+    for row in others:
+        cut = row["lost_share"] - base["lost_share"]
+        cuts = f" and cuts off {row['lost_share']:.2%} of the tokens" if cut > SAID else ""
+        compared.append(f"{row['budget']} {_than(row, base)}{cuts}")
+    return [f"A budget of {take['budget']} tokens: {', '.join(compared)}. Activations of a whole pack must fit a GPU."]
+
+
+def _than(row: Tree, base: Tree) -> str:
+    """How much better one is; what may come from how steps differ is nothing."""
+    doubt = 2 * math.hypot(row["useful_error"], base["useful_error"])
+    points = row["useful"] - base["useful"]
+    return _change(points) if abs(points) > doubt else "is about as good"
+
+
+def _change(points: float) -> str:
+    return "is as good" if abs(points) < SAID else f"{'gains' if points > 0 else 'loses'} {abs(points):.2%}"
+
+
+def _overlong(found: Tree, overlong: str | None) -> list[str]:
+    take = found["take"]
+    if not take["overlong"]:
+        return []
+    over = f"{take['overlong']:,} of {found['lengths']['samples']:,} samples are longer than the budget"
+    lost = f"{take['lost_share']:.2%} of all tokens are lost"
+    if overlong is None:
+        stops = "without overlong in broker.yaml a run would stop at the first"
+        return [f"{over}. Truncated, {lost}; split, none; {stops}."]
+    return [f"{over}: {overlong}, {lost}."]
+
+
+def _rejected(found: Tree) -> list[str]:
+    if not found["rejected"]:
+        return []
+    return [f"{found['rejected']:,} samples cannot be used: poison: drop counts them, without it a run stops there."]
+
+
+def _alignment(found: Tree) -> list[str]:
+    take, said = found["take"], list[str]()
+    if take["waste"]["alignment"] > SAID:
+        padded = f"Samples padded to multiples of {take['align']['sample']} tokens, which the mesh asks for, take"
+        said.append(f"{padded} {take['waste']['alignment']:.2%}.")
+    rows = [row for row in found["settings"] if row["axis"] == "mesh" and not row["refused"]]
+    for tight in rows:
+        given = next((row for row in rows if row["mesh"] == tight["mesh"]), tight)
+        if tight["mesh"] == take["mesh"] and tight["align"] != given["align"]:
+            saved = given["waste"]["alignment"] - tight["waste"]["alignment"]
+            said.append(
+                f"align: {{sample: tight}} pads them to {tight['align']['sample']}, all that the kernels' split needs, "
+                f"and saves {saved:.2%} of all that is computed (useful {tight['useful'] - given['useful']:+.2%}): not "
+                f"proved on GPUs yet."
+            )
+    return said
+
+
+def _shape(found: Tree) -> list[str]:
+    """What another shape would gain, or cost; nothing where packs are full anyway."""
+    rows = [row for row in found["settings"] if row["axis"] == "shape" and not row["refused"]]
+    base = next((row for row in rows if row["shape"] == found["take"]["shape"]), None)
+    if base is None:
+        return []
+    said = [f"{shape_text(row['shape'])} {_change(row['useful'] - base['useful'])}" for row in rows if row is not base
+            if abs(row["useful"] - base["useful"]) >= SAID]  # fmt: skip
+    stages = base["mesh"]["pp"]
+    pipeline = f"; with {stages} stages all packs of a step are as long as its longest" if stages > 1 else ""
+    shapes = f"Packs of shape {shape_text(base['shape'])}"
+    if not said:
+        return [f"{shapes}: no other would gain much{pipeline}."] if stages > 1 or base["step_samples"] else []
+    return [f"{shapes}: {', '.join(said)}. Compilers and captured graphs want few shapes{pipeline}."]
+
+
+def shape_text(shape: Any) -> str:
+    """``exact``, ``multiple 512``, ``buckets 2048 4096``."""
+    if isinstance(shape, str):
+        return shape
+    if shape.get("multiple"):
+        return f"multiple {shape['multiple']}"
+    return f"buckets {' '.join(map(str, shape['buckets']))}"
+
+
+def _batches(found: Tree) -> list[str]:
+    """How many packs a batch is, and what the mesh makes of them."""
+    take = found["take"]
+    if not take["step_samples"]:
+        return []
+    low, high, dp = take["micro_batches_low"], take["micro_batches_high"], take["mesh"]["dp"]
+    ranks = f" on each of {dp} ranks" if dp > 1 else ""
+    micro = _counted(low, high, "micro-batch", "micro-batches")
+    said = f"A batch of {take['step_samples']:,} samples is {take['formed_packs']:.1f} packs, and {micro}{ranks}"
+    split, empty = take["split_share"], take["waste"]["empty_pack"]
+    needs = [f"{split:.1%} of these are split off others"] if split > SAID else []
+    needs += [f"{empty:.1%} of all slots are in empty ones"] if empty > SAID else []
+    said += f": {' and '.join(needs)}" if needs else ""
+    return [f"{said}."]
+
+
+def _counted(low: int, high: int, one: str, many: str) -> str:
+    return f"{low} {one if low == 1 else many}" if low == high else f"{low} to {high} {many}"
+
+
+def _balance(found: Tree) -> list[str]:
+    take = found["take"]
+    dp = take["mesh"]["dp"]
+    if dp == 1:
+        return ["On one data-parallel rank nobody waits for another; --mesh dp=8,cp=2 says what yours costs."]
+    said = f"The dearest of {dp} ranks needs {take['cost_max_over_mean']:.3f} times the mean of its micro-batch"
+    if take["cost_max_over_mean"] < UNEVEN:
+        return [f"{said}: balanced."]
+    if take["step_samples"]:
+        return [f"{said}: the others wait. Larger batches give DEAL more to choose from."]
+    joint = "" if take["packer"] == "joint" else "; balance: joint forms packs that cost the same"
+    return [f"{said}: the others wait. More packs a step give DEAL more to choose from{joint}."]
+
+
+def _meshes(found: Tree) -> list[str]:
+    """Meshes beside each other, where several were given, each with the alignment that is derived from it."""
+    rows: dict[str, float] = {}
+    for row in found["settings"]:
+        if row["axis"] == "mesh" and not row["refused"]:
+            mesh = " ".join(f"{name}={size}" for name, size in row["mesh"].items() if size > 1 or name == "dp")
+            rows.setdefault(mesh, row["useful"])
+    if len(rows) < 2:
+        return []
+    compared = ", ".join(f"{mesh} {useful:.2%}" for mesh, useful in sorted(rows.items(), key=lambda each: -each[1]))
+    return [f"Meshes, by the ranks' time for real tokens: {compared}; what kernels and links cost is not in it."]
+
+
+def _last_step(found: Tree) -> list[str]:
+    share = found["take"]["waste"]["empty_pack"]
+    if share <= 0.005 or found["take"]["step_samples"]:
+        return []
+    return [f"Empty packs of the last step take {share:.2%}: fewer packs a step, several passes, or tail: drop."]
+
+
+def _steps(found: Tree) -> list[str]:
+    take = found["take"]
+    warmup = take["rules"].get("warmup")
+    among = f", the first {warmup['steps']:,} from a budget of {warmup['init']:,} on" if warmup else ""
+    if take["steps"] is None:
+        return ["How many steps a pass has is not known: --total says how many samples it has."]
+    if take["steps_low"] == take["steps_high"]:
+        of = f"{take['step_samples']:,} samples" if take["step_samples"] else f"{take['step_packs']} packs"
+        return [f"A pass is {take['steps']:,} step{'s' * (take['steps'] != 1)} of {of}{among}."]
+    return [
+        f"A pass is {take['steps']:,} steps, most likely (95 %) {take['steps_low']:,} to {take['steps_high']:,}{among}."
+    ]

@@ -1,0 +1,247 @@
+"""``streampack plan``: which budget, window, packer and mesh some lengths ask for, from what each would give.
+
+Every setting of the grid (``grid``) is forecast by the broker's own planning (``forecast``). What is taken leaves the
+most of the ranks' time to real tokens; where that makes no difference to speak of, it is what was given. Where no
+budget was given, the base is the smallest that is good enough. Shapes and tight alignment are shown, not taken: what
+they ask of kernels and compilers is not known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from streampack.core.model.capacity import needed_tokens
+from streampack.core.model.rules import PACKER_KEYS, Rules
+from streampack.errors import SampleError, UserError
+from streampack_services.broker.arena import SLACK
+from streampack_services.forecast.forecast import (
+    Forecast,
+    Formed,
+    Order,
+    forecast,
+    order_of,
+    planned_rules,
+    steps_of,
+    with_packer,
+)
+from streampack_services.forecast.lengths import Workload, samples_said
+from streampack_services.plan.grid import PlanOptions, Setting, base_of, fitting, grid
+
+Tree = dict[str, Any]
+SAME = 0.001
+"""Shares of the ranks' time that differ by less are the same."""
+NEAR_ORDER = ("exact_fill", "joint", "sliding_ffd", "buffer_first_fit", "concatenative")
+"""Other packers rearrange whole windows, mostly by length, so that steps differ in what they hold."""
+WORTH = 0.005
+"""A budget is not good enough if another gains more than this."""
+WAITING = 4 / 3
+"""Of a broker's memory a quarter is for what waits to be merged."""
+CUT = 0.01
+"""A budget that cuts off more than this of all tokens is not advised where another does not."""
+
+
+def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] = lambda _: None) -> Tree:
+    """The forecasts of the grid and what follows: a tree for JSON. ``say`` hears what is being forecast.
+
+    ``settings`` hold each a ``Setting`` and its ``Forecast``, or why it was ``refused``; ``take`` is one more of them,
+    ``why`` sentences, ``broker_yaml`` its lines. Raises SampleError for over-long samples that are an error.
+    """
+    forecaster = _Forecaster(workload, options, say)
+    if options.overlong == "error":
+        _refuse_overlong(workload, options.budgets[0])
+    notes = _steps_notes(options, workload)
+    if not options.keep_budget:
+        options = _with_budget(options, forecaster)
+    rows = [(setting, forecaster(setting)) for setting in grid(options)]
+    base_setting, base = rows[0]
+    if isinstance(base, str):
+        raise UserError(base)
+    take = replace(base_setting, axis="take", packer=_best(rows, "packer"), window=_best(rows, "window"))
+    taken = forecaster(take)
+    if isinstance(taken, str):
+        take, taken = base_setting, base
+    found = _about(workload)
+    found["notes"] = [*found["notes"], *notes]
+    found["settings"] = [_row(setting, result) for setting, result in rows]
+    kept = forecaster.rules(take)
+    memory = int(_held_tokens(kept, workload) * kept.token_bytes * SLACK * WAITING)
+    found["take"] = _row(take, taken) | {"rules": _keys(options, take, kept), "memory_bytes": memory}
+    found["precision"] = options.precision
+    return found
+
+
+def _steps_notes(options: PlanOptions, workload: Workload) -> list[str]:
+    """How steps differ from what was asked for."""
+    asked, base, notes = options.rules.packs, base_of(options), list[str]()
+    if options.step.get("end_of_batch"):
+        notes.append(f"batches are taken to be of {base.step_samples:,} samples each; those of a run end at marks")
+    if base.step_packs not in (asked, None):
+        notes.append(f"a step has {base.step_packs} packs instead of {asked}: a multiple of dp")
+    if (held := len(workload.lengths)) < (base.step_samples or 0):
+        notes.append(f"that is no whole batch: figures are of one of {samples_said(held)}")
+    return notes
+
+
+def _held_tokens(rules: Rules, workload: Workload) -> int:
+    """What a broker must hold: of batches, three of the mean size."""
+    needed = needed_tokens(rules, rules.budget + 1)
+    if rules.batch is None or rules.batch.samples is None:
+        return needed
+    return max(needed, int(3 * rules.batch.samples * np.minimum(workload.lengths, rules.budget).mean()))
+
+
+def _keys(options: PlanOptions, take: Setting, rules: Rules) -> Tree:
+    """``rules`` of a setting as broker.yaml has them, but for policies of samples; what follows or is a default is left
+    out."""
+    tree: Tree = {"packer": rules.packer, "budget": rules.budget}
+    tree |= {} if options.batched else {"window": {"samples": rules.window}}
+    tree |= {key: value for key in PACKER_KEYS if (value := getattr(rules, key)) is not None}
+    tree["step"] = options.step if options.batched else {"packs": take.step_packs}
+    balance = msgspec.to_builtins(rules.balance)
+    if take.packer == "joint":
+        balance["group"] = options.joint.group  # None: follows from the mesh
+    given = {
+        "balance": balance, "shape": rules.shape, "warmup": options.rules.warmup, "align": options.align,
+        "tail": rules.tail,
+    }  # fmt: skip
+    default: Tree = {"balance": {}, "shape": "fixed", "warmup": None, "align": {"lcm": 1}, "tail": "pad"}
+    for key, value in given.items():
+        plain = msgspec.to_builtins(value)
+        plain = {k: v for k, v in plain.items() if v is not None} if isinstance(plain, dict) else plain
+        tree |= {key: plain} if plain and plain != default[key] else {}
+    return tree
+
+
+class _Forecaster:
+    """Forecasts of settings, each made once; a text says why there is none."""
+
+    def __init__(self, workload: Workload, options: PlanOptions, say: Callable[[str], None]) -> None:
+        self._workload, self._options, self._say = workload, options, say
+        self._orders: dict[int, Order] = {}
+        self._formed: dict[Rules, Formed] = {}
+        self._made: dict[Setting, Forecast | str] = {}
+
+    def __call__(self, setting: Setting) -> Forecast | str:
+        key = replace(setting, axis="")
+        if key not in self._made:
+            self._say(f"{setting.packer}, budget {setting.budget}, window {setting.window}")
+            self._made[key] = self._forecast(setting)
+        return self._made[key]
+
+    def rules(self, setting: Setting) -> Rules:
+        """Of a setting. Raises ValueError where they contradict each other."""
+        options = self._options
+        rules = planned_rules(
+            options.rules, self._workload, options.overlong or "truncate", all_streams=options.overlong_of_all
+        )
+        if (warmup := rules.warmup) is not None and warmup.init > setting.budget:
+            rules = msgspec.structs.replace(rules, warmup=msgspec.structs.replace(warmup, init=setting.budget))
+        return with_packer(
+            rules, setting.packer, options.joint.planned(setting.mesh.dp), budget=setting.budget,
+            window=setting.window, packs=setting.step_packs or rules.packs, align=setting.align, shape=setting.shape,
+        )  # fmt: skip
+
+    def _forecast(self, setting: Setting) -> Forecast | str:
+        mesh = setting.mesh
+        try:
+            rules = self.rules(setting)
+            if setting.budget not in self._orders:
+                self._orders[setting.budget] = order_of(self._workload, rules)
+            order = self._orders[setting.budget]
+            return forecast(self._workload, order, rules, mesh.dp, mesh.pp, self._steps(order, rules))
+        except (UserError, ValueError) as error:
+            return str(error)
+
+    def _steps(self, order: Order, rules: Rules) -> Formed:
+        """What FORM makes of an order, which it does not see the shape of."""
+        formed = msgspec.structs.replace(rules, shape="fixed")
+        if formed not in self._formed:
+            self._formed[formed] = steps_of(order, formed)
+        return self._formed[formed]
+
+
+def _refuse_overlong(workload: Workload, budget: int) -> None:
+    for stream in workload.streams:
+        for partition, lengths in enumerate(stream.partitions):
+            over = lengths > budget
+            if over.any():
+                at = int(np.argmax(over))
+                raise SampleError(
+                    f"{workload.what}: sample {partition + at * len(stream.partitions)} of {stream.name}: got "
+                    f"{int(lengths[at])} tokens, expected at most {budget}, the budget: take a larger one, or "
+                    f"--overlong truncate, split or drop"
+                )
+
+
+Rows = list[tuple[Setting, Forecast | str]]
+
+
+def _forecast_on(rows: Rows, axis: str) -> list[tuple[Setting, Forecast]]:
+    """What was forecast on an axis, in its order."""
+    return [(setting, made) for setting, made in rows if setting.axis == axis and not isinstance(made, str)]
+
+
+def _best(rows: Rows, axis: str) -> Any:
+    """What leaves most of the ranks' time to real tokens; the base, if nothing is surely better to speak of. Inside a
+    batch, whose samples are the update's whatever their order, any packer may be taken."""
+    base, batched = getattr(rows[0][0], axis), rows[0][0].step_samples is not None
+    found = [(getattr(setting, axis), made) for setting, made in _forecast_on(rows, axis)]
+    found = found if batched or axis != "packer" else [each for each in found if each[0] in (*NEAR_ORDER, base)]
+    given = next((made for value, made in found if value == base), None)
+    value, best = max(found, key=lambda each: each[1].useful, default=(base, given))
+    if given is None or best is None:
+        return value
+    doubt = 2 * math.hypot(given.useful_error, best.useful_error)
+    return value if best.useful > given.useful + SAME + doubt else base
+
+
+def _with_budget(options: PlanOptions, forecaster: _Forecaster) -> PlanOptions:
+    """Another base, where none was asked for: the smallest budget that is good enough, of those that cut off little.
+
+    Good enough: no other leaves ``WORTH`` more of the ranks' time to real tokens. Little: ``CUT`` of the tokens, or as
+    little as any does.
+    """
+    align = options.align_of(options.meshes[0])
+    options = replace(options, budgets=tuple(dict.fromkeys(fitting(each, align) for each in options.budgets)))
+    rows = [(setting, forecaster(setting)) for setting in grid(options) if setting.axis == "budget"]
+    found = _forecast_on(rows, "budget")
+    least = min((made.lost_share for _, made in found), default=0.0)
+    found = [(setting, made) for setting, made in found if made.lost_share <= max(least, CUT)]
+    best = max((made.useful for _, made in found), default=0.0)
+    good = [setting for setting, made in found if made.useful >= best - WORTH]
+    if not good:
+        return options
+    chosen = min(good, key=lambda setting: setting.budget)
+    others = (each for each in options.budgets if each != chosen.budget)
+    rules = msgspec.structs.replace(options.rules, packs=chosen.step_packs or options.rules.packs)
+    return replace(options, rules=rules, budgets=(chosen.budget, *others))
+
+
+def _row(setting: Setting, made: Forecast | str) -> Tree:
+    tree: Tree = {**asdict(setting), **{key: msgspec.to_builtins(getattr(setting, key)) for key in ("mesh", "shape")}}
+    tree["align"] = {"sample": setting.align.sample, "pack": setting.align.pack}
+    return tree | {"refused": made if isinstance(made, str) else None} | ({} if isinstance(made, str) else asdict(made))
+
+
+def _about(workload: Workload) -> Tree:
+    """What was read, for the head of the answer."""
+    lengths = workload.lengths
+    p50, p99 = np.percentile(lengths, (50, 99)).astype(int).tolist()
+    return {
+        "what": workload.what,
+        "lengths": {"samples": len(lengths), "tokens": int(lengths.sum()), "mean": float(lengths.mean()), "p50": p50,
+                    "p99": p99, "max": int(lengths.max())},
+        "whole": workload.whole,
+        "rejected": workload.rejected,
+        "streams": [
+            {"stream": each.name, "samples": each.num_samples, "share": each.share, "pass_samples": each.total}
+            for each in workload.streams
+        ],
+        "notes": workload.notes,
+    }  # fmt: skip

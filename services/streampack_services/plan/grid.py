@@ -1,0 +1,152 @@
+"""The settings that ``streampack plan`` looks at: around one base setting each axis is varied alone.
+
+Budgets (with the packs of a step changed the other way, so that a step has the same tokens; batches stay as they are),
+windows, packers, shapes of packs, meshes. Alignment follows from the mesh, as in a broker. Knows no lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from streampack.config.alignment import AlignSettings, Precision, derived_align
+from streampack.core.model.rules import Align, Balance, Overlong, Rules
+from streampack.core.model.shapes import Shape, Sizes
+from streampack.core.packers import PACKERS
+from streampack.errors import ConfigError
+from streampack_services.forecast.rank_loads import PlanMesh
+
+JOINT = Balance("joint")
+DERIVED = AlignSettings()
+"""All follows from the mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting of the grid, on ``axis``; a step is ``step_packs`` over all ranks, or ``step_samples``."""
+
+    axis: str
+    budget: int
+    window: int
+    packer: str
+    shape: Shape
+    step_packs: int | None
+    step_samples: int | None
+    mesh: PlanMesh
+    align: Align
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What to vary: the first of ``budgets``, ``windows``, ``packers``, ``shapes`` and ``meshes`` are the base setting.
+
+    ``rules`` give the rest, and ``step`` is theirs as broker.yaml has it, where steps are batches. ``align`` are
+    multiples that hold whatever the mesh is, or what they follow from beside it. The group of ``joint``, which is a
+    packer here, follows from the mesh if it has none. ``keep_budget``: it was asked for.
+    ``overlong`` None: what ``truncate`` would lose is shown; ``overlong_of_all``: it was asked for, whatever ``rules``
+    say of each stream.
+    """
+
+    rules: Rules
+    layout: str
+    budgets: tuple[int, ...]
+    windows: tuple[int, ...]
+    packers: tuple[str, ...]
+    meshes: tuple[PlanMesh, ...]
+    shapes: tuple[Shape, ...] = ()
+    step: dict[str, Any] = field(default_factory=dict)
+    align: Align | AlignSettings = DERIVED
+    precision: Precision | None = None
+    joint: Balance = JOINT
+    overlong: Overlong | None = None
+    keep_budget: bool = False
+    overlong_of_all: bool = False
+
+    @property
+    def batched(self) -> bool:
+        """Steps are batches."""
+        return self.rules.batch is not None
+
+    def align_of(self, mesh: PlanMesh) -> Align:
+        """What samples and packs are padded to on a mesh."""
+        if isinstance(self.align, Align):
+            return self.align
+        return derived_align(mesh.cp, mesh.tp, self.layout, self.precision, self.align)
+
+
+def default_budgets(budget: int) -> tuple[int, ...]:
+    """Around one budget, it first."""
+    return (budget, *(each for each in (budget // 2, budget * 2, budget * 4) if each >= 1))
+
+
+def default_windows(window: int) -> tuple[int, ...]:
+    return (window, *(each for each in (256, 1024, 4096) if each != window))
+
+
+def default_packers(packer: str, *, batched: bool) -> tuple[str, ...]:
+    """All but ``none``, which does not pack, and ``joint``, which packs no batch, unless it is what the rules say."""
+    without = ("none", "joint") if batched else ("none",)
+    return (packer, *(each for each in PACKERS if each not in (packer, *without)))
+
+
+def default_shapes(shape: Shape, budget: int, align: int) -> tuple[Shape, ...]:
+    """One, then the others: multiples of a 16th or so of the budget, and buckets of quarters."""
+    found: list[Shape] = ["fixed", "exact"]
+    parts = [budget // n for n in (16, 8, 4, 2) if not budget % n and not budget // n % align]
+    found += [Sizes(multiple=part) for part in parts[:1]]
+    quarters = sorted({-(-budget * n // 4 // align) * align for n in (1, 2, 3)} - {budget})
+    found += [Sizes(buckets=tuple(quarters))] if quarters else []
+    return (shape, *(each for each in found if each != shape))
+
+
+def fitting(budget: int, align: Align) -> int:
+    """The multiple of ``align.pack`` that is next below, or the least."""
+    return max(budget // align.pack, 1) * align.pack
+
+
+def base_of(options: PlanOptions) -> Setting:
+    """What the others are around."""
+    return _setting("base", options, options.budgets[0], options.windows[0], options.packers[0], options.meshes[0])
+
+
+def grid(options: PlanOptions) -> list[Setting]:
+    """Every setting, the base first on each axis. Raises ConfigError for a base that cannot be."""
+    mesh, base = options.meshes[0], base_of(options)
+    if base.budget % base.align.pack:
+        raise ConfigError(
+            f"budget: got {base.budget}, expected a multiple of {base.align.pack}, which the mesh and precision ask "
+            f"for: take {fitting(base.budget, base.align)}"
+        )
+    budgets = (fitting(budget, base.align) for budget in sorted(options.budgets))
+    found = [base, *(_setting("budget", options, budget, base.window, base.packer, mesh) for budget in budgets)]
+    if not options.batched:
+        found += [
+            _setting("window", options, base.budget, window, base.packer, mesh) for window in sorted(options.windows)
+        ]
+    found += [_setting("packer", options, base.budget, base.window, packer, mesh) for packer in options.packers]
+    shapes = options.shapes if len(options.shapes) > 1 else default_shapes(base.shape, base.budget, base.align.pack)
+    found += [replace(base, axis="shape", shape=shape) for shape in shapes]
+    for each in options.meshes:
+        found += _of_mesh(options, base, each)
+    return found
+
+
+def _setting(axis: str, options: PlanOptions, budget: int, window: int, packer: str, mesh: PlanMesh) -> Setting:
+    rules, batch = options.rules, options.rules.batch
+    packs = max(round(rules.packs * options.budgets[0] / budget / mesh.dp), 1) * mesh.dp if batch is None else None
+    samples, shape = batch.samples if batch is not None else None, options.shapes[0] if options.shapes else rules.shape
+    return Setting(axis, budget, window, packer, shape, packs, samples, mesh, options.align_of(mesh))
+
+
+def _of_mesh(options: PlanOptions, base: Setting, mesh: PlanMesh) -> Iterator[Setting]:
+    """A mesh; with tensor parallelism also with samples aligned to what context parallelism needs, and no more."""
+    setting = _setting("mesh", options, base.budget, base.window, base.packer, mesh)
+    yield replace(setting, budget=fitting(base.budget, setting.align))
+    given = options.align
+    if isinstance(given, AlignSettings) and given.sample is None and mesh.tp > 1:
+        align = replace(options, align=msgspec.structs.replace(given, sample="tight")).align_of(mesh)
+        if align.sample < setting.align.sample:
+            yield replace(setting, align=align, budget=fitting(base.budget, align))

@@ -1,0 +1,168 @@
+"""What ``streampack plan`` and ``report`` are about: lengths, out of their arguments and configurations.
+
+Where lengths come from follows from the argument: a URL is a broker, a folder with a log is a state_dir, a file of
+numbers is lengths. Without one, the streams of producer.yaml are read and tokenized.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from streampack.config.config_files import read_either
+from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
+from streampack.core.model.rules import Rules
+from streampack.errors import UserError
+from streampack.sources import Source
+from streampack_services.daemons.producer import import_from_here, open_sources
+from streampack_services.forecast import run_lengths, sampling
+from streampack_services.forecast.lengths import (
+    StreamLengths,
+    Workload,
+    counted,
+    is_lengths,
+    of_lengths,
+    read_lengths,
+    stretches,
+)
+from streampack_services.forecast.run_lengths import Served
+from streampack_services.http import http_client
+from streampack_services.log.segments import segment_files
+from streampack_services.plan.grid import PlanOptions
+from streampack_services.plan.plan_options import Base, PlanInputs, base_of_broker, base_of_run, options_of
+
+TO_TOKENIZE = 20_000
+TO_PACK = 50_000
+"""Samples, where ``--samples`` does not say."""
+PARTITIONS = 4
+"""Of a stream, as in broker.yaml."""
+
+
+def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
+    """The lengths and the grid. Raises UserError for what cannot be, SourceError, Unreachable."""
+    configs = list(given.configs)
+    what = given.what
+    if what is not None and what.endswith((".yaml", ".yml")):
+        configs, what = [*configs, Path(what)], None
+    broker, producer = _configs(configs)
+    base = base_of_broker(broker, given.feed) if broker is not None else Base(Rules(), given=False)
+    if what is None and producer is not None:
+        options = options_of(given, base)
+        return _of_producer(given, producer, base), options
+    if what is None:
+        raise UserError(
+            "got nothing to plan for, expected lengths, a broker's address, a state_dir or -c producer.yaml"
+        )
+    if producer is not None:
+        raise UserError(f"got {what} and a producer.yaml, expected one of them to read")
+    run = _run(what, given.feed, given.timeout_s)
+    if run is None:
+        options = options_of(given, base)
+        return _of_file(given, what), options
+    if broker is None:
+        base = base_of_run(run, other_mesh=bool(given.meshes))
+    return _of_run(run, given.samples or TO_PACK), options_of(given, base)
+
+
+def run_of(what: str | None, feed: str | None, timeout_s: float) -> Served:
+    """Return the run that ``streampack report`` is about. Raises UserError, Unreachable."""
+    run = _run(what, feed, timeout_s)
+    if run is not None:
+        return run
+    if Path(str(what)).is_dir():
+        raise UserError(f"{what}: got a folder without a log, expected a broker's state_dir or its address")
+    raise UserError(
+        f"{what}: expected a broker's state_dir or its address; for lengths, 'streampack plan {what}' says how full "
+        f"packs will be"
+    )
+
+
+def _run(what: str | None, feed: str | None, timeout_s: float) -> Served | None:
+    """A broker at an address (None: where one would be), or a state_dir; None for anything else."""
+    if what is None or what.startswith(("http://", "https://", "file://")):
+        return run_lengths.from_status(http_client.fetch_status(what, timeout_s), feed)
+    if Path(what).is_dir() and segment_files(Path(what)):
+        return run_lengths.from_ledger(Path(what), feed)
+    return None
+
+
+@contextmanager
+def saying() -> Iterator[Callable[[str], None]]:
+    """Shows on a terminal's standard error what is being forecast."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    with console.status("planning") as status:
+        yield lambda text: status.update(f"planning: {text}")
+
+
+# Lengths
+
+
+def _of_producer(given: PlanInputs, producer: ProducerConfig, base: Base) -> Workload:
+    import_from_here()
+    names = [stream.name for stream in base.rules.streams if stream.name in producer.streams] or list(producer.streams)
+    streams = {name: producer.streams[name] for name in names}
+    sources: Mapping[str, Source] = open_sources(msgspec.structs.replace(producer, streams=streams))
+    known = {stream.name: stream.partitions for stream in base.rules.streams}
+    partitions = {name: known.get(name, PARTITIONS) for name in names}
+    what = ", ".join(names)
+    if len(names) > 1 and not base.given:
+        what += " (of equal weights: -c broker.yaml says others)"
+    return _with_total(sampling.sample(what, sources, partitions, given.samples or TO_TOKENIZE, base.rules.seed), given)
+
+
+def _of_file(given: PlanInputs, what: str) -> Workload:
+    if is_lengths(Path(what)):
+        return of_lengths(Path(what).name, read_lengths(Path(what)), given.samples or TO_PACK, given.total)
+    if Path(what).is_dir():
+        raise UserError(f"{what}: got a folder without a log, expected a broker's state_dir, its address, or lengths")
+    raise UserError(
+        f"{what}: expected lengths, a broker's address or a state_dir; to plan for data, name them in a producer.yaml "
+        f"and give it with -c"
+    )
+
+
+def _of_run(run: Served, most: int) -> Workload:
+    lengths = stretches(run.lengths, most)
+    whole = run.ended and len(lengths) == run.samples
+    every = counted(run.lengths) if len(run.lengths) == run.samples and not whole and run.ended else None
+    total = float(run.samples) if run.ended else None
+    note = f"{len(lengths):,} of the {run.samples:,} samples served, {run.note}; over-long ones as they were left"
+    return Workload(run.what, (StreamLengths("data", (lengths,), (whole,), total, every=every),), [note])
+
+
+def _with_total(workload: Workload, given: PlanInputs) -> Workload:
+    if given.total is None:
+        return workload
+    if len(workload.streams) > 1:
+        raise UserError("got --total and several streams, expected one stream: whose samples would it count?")
+    stream = workload.streams[0]
+    if stream.whole or given.total < stream.num_samples:
+        raise UserError(f"got a total of {given.total:,} samples, but {stream.num_samples:,} were read"
+                        f"{', which are all' if stream.whole else ''}: leave --total out")  # fmt: skip
+    known = StreamLengths(stream.name, stream.partitions, stream.ended, float(given.total))
+    return replace(workload, streams=(known,))
+
+
+def _configs(files: list[Path]) -> tuple[BrokerConfig | None, ProducerConfig | None]:
+    broker: BrokerConfig | None = None
+    producer: ProducerConfig | None = None
+    for file in files:
+        found = read_either(file)
+        if (broker if isinstance(found, BrokerConfig) else producer) is not None:
+            raise UserError(
+                f"{file}: got a second configuration of its kind, expected one broker.yaml and producer.yaml"
+            )
+        if isinstance(found, BrokerConfig):
+            broker = found
+        else:
+            producer = found
+    return broker, producer

@@ -1,0 +1,190 @@
+"""The grid that ``streampack plan`` is asked for: out of its arguments, and of what a configuration or a run gives.
+
+What an argument does not say, broker.yaml or the run does; what neither says, defaults around the base setting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import msgspec
+
+from streampack.config.alignment import AlignSettings, Precision
+from streampack.config.daemon_settings import BrokerConfig
+from streampack.core.model.rules import Align, Balance, Batch, Overlong, Rules
+from streampack.core.model.shapes import Shape, Sizes
+from streampack.core.packers import PACKERS
+from streampack.errors import UserError
+from streampack_services.forecast.forecast import with_packer
+from streampack_services.forecast.rank_loads import PlanMesh
+from streampack_services.forecast.run_lengths import Served
+from streampack_services.plan.grid import DERIVED, JOINT, PlanOptions, default_budgets, default_packers, default_windows
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """The arguments of ``streampack plan``, as they were written."""
+
+    what: str | None
+    configs: list[Path] = field(default_factory=list)
+    budget: str | None = None
+    window: str | None = None
+    packer: str | None = None
+    meshes: list[str] = field(default_factory=list)
+    shapes: list[str] = field(default_factory=list)
+    precision: str | None = None
+    packs: int | None = None
+    batch: int | None = None
+    overlong: str | None = None
+    samples: int | None = None
+    total: int | None = None
+    feed: str | None = None
+    timeout_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What a configuration or a run gives to begin with; a fixed ``align`` is a run's. ``batch_samples``: of a run
+    whose batches marks closed, the mean."""
+
+    rules: Rules
+    align: Align | AlignSettings = DERIVED
+    precision: Precision | None = None
+    joint: Balance = JOINT
+    mesh: PlanMesh | None = None
+    layout: str = "zigzag"
+    batch_samples: int | None = None
+    given: bool = True
+
+
+def base_of_broker(broker: BrokerConfig, feed: str | None) -> Base:
+    """What broker.yaml gives. Raises UserError for a feed that it does not have."""
+    name = next(iter(broker.feeds)) if feed is None else feed
+    if name not in broker.feeds:
+        raise UserError(f"got feed {name!r}, expected one of: {', '.join(broker.feeds)}")
+    rules, settings = broker.plan(name), broker.rules_of(name)
+    joint = msgspec.structs.replace(_joint_of(rules), group=settings.balance.group)
+    mesh = PlanMesh(**msgspec.structs.asdict(broker.planned_mesh))
+    return Base(
+        rules, settings.align or DERIVED, broker.precision, joint, mesh, broker.feeds[name].cp_layout
+    )  # fmt: skip
+
+
+def base_of_run(run: Served, *, other_mesh: bool) -> Base:
+    """What a run's rules give; its alignment is its own, but for another mesh."""
+    mesh = run.mesh
+    batch = run.rules.batch
+    mean = max(round(run.samples / run.steps), 1) if batch is not None and batch.samples is None else None
+    if other_mesh:
+        return Base(run.rules, batch_samples=mean)
+    return Base(run.rules, run.rules.align, None, _joint_of(run.rules), mesh, batch_samples=mean)
+
+
+def _joint_of(rules: Rules) -> Balance:
+    """What joint packs are formed by."""
+    return Balance("joint", group=rules.balance.group, patience=rules.balance.patience)
+
+
+def options_of(given: PlanInputs, base: Base) -> PlanOptions:
+    """The grid. Raises UserError for what cannot be."""
+    if base.rules.padded:
+        raise UserError(
+            "got padded: true, expected rules that pack: plan forecasts packs; give it the lengths alone, or plan one "
+            "batch with streampack.plan_step(mode='padded')"
+        )
+    meshes = tuple(map(_mesh, given.meshes)) or (base.mesh or PlanMesh(),)
+    packer, rules = base.rules.new_packer().name, with_packer(base.rules, base.rules.packer)
+    rules, step = _with_step(given, rules, base)
+    axes: dict[str, Any] = {}
+    for axis, around in (("budget", default_budgets), ("window", default_windows)):
+        asked = _numbers(getattr(given, axis), axis)
+        axes[axis] = asked if len(asked) > 1 else around(asked[0] if asked else getattr(rules, axis))
+    names = _words(given.packer)
+    for name in names:
+        _one_of("--packer", name, tuple(PACKERS))
+    packers = names if len(names) > 1 else default_packers(names[0] if names else packer, batched=bool(step))
+    overlong = given.overlong if given.overlong is not None else _overlong_of(rules)
+    _one_of("--overlong", overlong, get_args(Overlong))
+    _one_of("--precision", given.precision, get_args(Precision))
+    precision = cast("Precision | None", given.precision) or base.precision
+    return PlanOptions(
+        rules, base.layout, axes["budget"], axes["window"], packers, meshes, tuple(map(_shape, given.shapes)), step,
+        base.align, precision, base.joint, cast("Overlong | None", overlong), base.given or given.budget is not None,
+        given.overlong is not None,
+    )  # fmt: skip
+
+
+def _with_step(given: PlanInputs, rules: Rules, base: Base) -> tuple[Rules, dict[str, Any]]:
+    """The rules with steps of so many packs, or of batches whose size is known; of batches also as broker.yaml says
+    them."""
+    if given.packs is not None and given.batch is not None:
+        raise UserError("got --packs and --batch, expected one of them: a step is so many packs, or a batch of samples")
+    if given.packs is not None:
+        return msgspec.structs.replace(rules, packs=given.packs, batch=None), {}
+    asked = rules.batch if rules.batch is not None or given.batch is None else Batch(samples=given.batch)
+    if asked is None:
+        return rules, {}
+    if given.window is not None:
+        raise UserError("got --window and steps that are batches, expected no window: a batch is packed whole")
+    samples = given.batch or asked.samples or base.batch_samples
+    if samples is None:
+        raise UserError(
+            "got step: {end_of_batch: true}, whose batches only the programs that push them know, expected how many "
+            "samples one has: give --batch N"
+        )
+    others = {key: value for key, value in msgspec.to_builtins(asked).items() if key != "samples"}
+    ends = rules.batch is not None and rules.batch.samples is None
+    step = {"end_of_batch": True, **others} if ends else {"samples": samples, **others}
+    return msgspec.structs.replace(rules, batch=msgspec.structs.replace(asked, samples=samples, min_samples=1)), step
+
+
+def _overlong_of(rules: Rules) -> str | None:
+    """The policy of all streams where they share one that lets a run go on; None where it is ``error``."""
+    policies = {stream.overlong for stream in rules.streams} - {"error"}
+    return policies.pop() if len(policies) == 1 else None
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(word.strip() for word in (text or "").split(",") if word.strip()))
+
+
+def _numbers(text: str | None, name: str) -> tuple[int, ...]:
+    words = _words(text)
+    if not all(map(_is_size, words)):
+        raise UserError(f"--{name}: got {text!r}, expected whole numbers above 0, such as 4096,8192")
+    return tuple(map(int, words))
+
+
+def _one_of(option: str, got: str | None, known: tuple[str, ...]) -> None:
+    if got is not None and got not in known:
+        raise UserError(f"{option}: got {got!r}, expected one of: {', '.join(known)}")
+
+
+def _mesh(text: str) -> PlanMesh:
+    """``dp=8,cp=2``."""
+    sizes: dict[str, int] = {}
+    for word in _words(text):
+        name, _, size = word.partition("=")
+        if name not in PlanMesh.__struct_fields__ or not _is_size(size) or int(size) >= 2**20:
+            raise UserError(f"--mesh: got {text!r}, expected sizes of dp, cp, tp and pp, such as dp=8,cp=2")
+        sizes[name] = int(size)
+    return PlanMesh(**sizes)
+
+
+def _shape(text: str) -> Shape:
+    """``exact``, ``multiple=512``, ``buckets=2048,4096``."""
+    name, _, sizes = text.strip().partition("=")
+    words = _words(sizes)
+    if name in ("fixed", "exact") and not words:
+        return cast("Shape", name)
+    if name == "multiple" and len(words) == 1 and _is_size(words[0]):
+        return Sizes(multiple=int(words[0]))
+    if name == "buckets" and words and all(map(_is_size, words)):
+        return Sizes(buckets=tuple(map(int, words)))
+    raise UserError(f"--shape: got {text!r}, expected fixed, exact, multiple=512 or buckets=2048,4096")
+
+
+def _is_size(word: str) -> bool:
+    return word.isascii() and word.isdigit() and 0 < int(word) < 2**31

@@ -1,0 +1,157 @@
+"""What ``streampack plan`` shows a person: the tree of ``advisor.advise``, laid out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from streampack_services.forecast.lengths import samples_said
+from streampack_services.plan.charts import is_taken, setting_name
+
+Tree = dict[str, Any]
+
+
+def show_plan(found: Tree) -> None:
+    """Print it."""
+    console = new_console()
+    console.print(Text.assemble((str(found["what"]), "bold"), f"  {lengths_text(found['lengths'])}"), soft_wrap=True)
+    for stream in found["streams"]:
+        console.print(_read_text(stream, alone=len(found["streams"]) == 1))
+    for note in found["notes"]:
+        console.print(note)
+    console.print()
+    _print_table(found)
+    refused = [row for row in found["settings"] if row["refused"]]
+    for row in refused:
+        console.print(f"not shown: {setting_name(row)}: {row['refused']}")
+    console.print()
+    console.print(_legend(found), style="dim")
+    console.print()
+    for sentence in found["why"]:
+        console.print(f"- {sentence}")
+    console.print()
+    console.print("broker.yaml:", style="bold")
+    console.print(found["broker_yaml"], soft_wrap=True)
+
+
+def new_console() -> Console:
+    """One that prints names as they are."""
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def print_whole(table: Table) -> None:
+    """Print a table as wide as it is: a narrow terminal wraps its rows, nothing is cut."""
+    console = new_console()
+    console.width = width_of(table)
+    console.print(table)
+
+
+def width_of(table: Table) -> int:
+    """Columns of a terminal that a table takes."""
+    return Console(width=1000).measure(table).maximum
+
+
+def lengths_text(lengths: Tree) -> str:
+    return (
+        f"{samples_said(lengths['samples'])}, {lengths['tokens']:,} tokens: mean {lengths['mean']:.0f}, median "
+        f"{lengths['p50']:,}, 99 of 100 to {lengths['p99']:,}, longest {lengths['max']:,}"
+    )
+
+
+def _read_text(stream: Tree, *, alone: bool) -> str:
+    name = "" if alone else f"{stream['stream']}: "
+    if stream["share"] is None:
+        were = "was" if stream["samples"] == 1 else "were"
+        return f"{name}{samples_said(stream['samples'])} {were} read; how many there are is not known"
+    if stream["share"] == 1:
+        return f"{name}all of a pass was read"
+    counts = f"{stream['samples']:,} of about {stream['pass_samples']:,.0f} samples"
+    return f"{name}{stream['share']:.2%} of a pass was read: {counts}"
+
+
+WASTE = {
+    "align": ("alignment", "samples padded to multiples"),
+    "tail": ("pack_tail", "behind a pack's last sample"),
+    "shape": ("shape", "from there to the multiple or bucket"),
+    "pipe": ("pipeline", "to the longest pack of the step"),
+    "empty": ("empty_pack", "packs without samples"),
+}
+"""Columns: the cause, and what it is."""
+NAME, LEAST = 20, ("attention", "align", "filled", "cut", "micro", "empty")
+"""Columns of a setting's name at least, and what goes first where a terminal is narrow."""
+
+
+def _columns(rows: list[Tree]) -> dict[str, list[str]]:
+    """Cells by column; without those that are nothing anywhere."""
+    percents = {"useful": [row["useful"] for row in rows], "filled": [row["filled"] for row in rows]}
+    losses = {name: [row["waste"][cause] for row in rows] for name, (cause, _) in WASTE.items()}
+    losses["cut"] = [row["lost_share"] for row in rows]
+    percents |= {name: values for name, values in losses.items() if max(values) > 0.5e-4}
+    found = {name: [f"{value:.2%}" for value in values] for name, values in percents.items()}
+    for name in ("cost", "attention"):
+        found[name] = [f"{row[f'{name}_max_over_mean']:.3f}" for row in rows]
+    if rows[0]["step_samples"]:
+        found["micro"] = [_range(row["micro_batches_low"], row["micro_batches_high"]) for row in rows]
+    return found
+
+
+def _print_table(found: Tree) -> None:
+    """As wide as it is; on a terminal that is narrower without the doubt about steps, which is said below, and without
+    the columns that leave no room for the settings' names."""
+    rows = [row for row in found["settings"] if row["axis"] != "base" and not row["refused"]]
+    columns, console = _columns(rows), new_console()
+    wide = _table(found, rows, columns | {"steps": [steps_text(row) for row in rows]}, 2)
+    if not console.is_terminal or width_of(wide) <= console.width:
+        print_whole(wide)
+        return
+    columns["steps"] = ["?" if row["steps"] is None else f"{row['steps']:,}" for row in rows]
+    left_out = [name for name in LEAST if name in columns]
+    while left_out and NAME + sum(1 + max(map(len, [name, *columns[name]])) for name in columns) > console.width:
+        del columns[left_out.pop(0)]
+    console.print(_table(found, rows, columns, 1))
+    missing = [name for name in LEAST if name in _columns(rows) and name not in columns]
+    if missing:
+        console.print(f"a wider terminal shows {', '.join(missing)}, too", style="dim")
+
+
+def _table(found: Tree, rows: list[Tree], columns: dict[str, list[str]], gap: int) -> Table:
+    table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("setting", overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for at, row in enumerate(rows):
+        if at and row["axis"] != rows[at - 1]["axis"]:
+            table.add_row()
+        taken = is_taken(row, found["take"])
+        cells = (cells[at] for cells in columns.values())
+        table.add_row(setting_name(row) + (" *" if taken else ""), *cells, style="bold" if taken else None)
+    return table
+
+
+def _legend(found: Tree) -> str:
+    shown = _columns([row for row in found["settings"] if row["axis"] != "base" and not row["refused"]])
+    causes = "; ".join(f"{name}, {what}" for name, (_, what) in WASTE.items() if name in shown)
+    useful = "the share of the ranks' time, by the rules' cost of a sample, in which real tokens are computed"
+    parts = [
+        f"useful: {useful}; the rest is padding and waiting",
+        "filled: real tokens of all that is computed" + (f"; the rest: {causes}" if causes else ""),
+        *(["cut: of all tokens, those beyond the budget"] if "cut" in shown else []),
+        "cost: the dearest rank of a micro-batch by the mean; attention: of s*s alone",
+        *(["micro: micro-batches of a rank's step"] if "micro" in shown else []),
+    ]
+    return ". ".join(parts) + ". * taken."
+
+
+def steps_text(row: Tree) -> str:
+    """``385``, ``385 (381-389)``."""
+    if row["steps"] is None:
+        return "?"
+    exact = row["steps_low"] == row["steps_high"]
+    return f"{row['steps']:,}" if exact else f"{row['steps']:,} ({row['steps_low']:,}-{row['steps_high']:,})"
+
+
+def _range(low: int, high: int) -> str:
+    return f"{low:,}" if low == high else f"{low:,}-{high:,}"

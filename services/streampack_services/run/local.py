@@ -1,0 +1,339 @@
+"""``streampack.local``: a broker and a producer in threads, and the client that reads from them.
+
+Nothing here is another way of packing: the parts are those of the daemons, joined by unix sockets in a folder of
+their own. Left alone is what is the user's: signals, logging, the current folder. The threads hold no reference
+to the loader, so dropping it, or the end of the interpreter, ends them; a forked child's copy ends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+from msgspec.structs import fields, replace
+
+import streampack
+from streampack.client.connect import introduce_to_torch
+from streampack.config.config_validation import checked
+from streampack.config.daemon_settings import BrokerConfig, StreamSettings
+from streampack.config.typed_yaml import convert
+from streampack.core.model.rules import Rules
+from streampack.core.protocol.messages import Mesh
+from streampack.errors import InternalError, StreampackError, UserError
+from streampack.packs.pack import Step
+from streampack.producer.first_rows import refuse_chats, refuse_chats_in
+from streampack.producer.loop import ProducerLoop
+from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
+from streampack.sources.in_memory import InMemory
+from streampack.sources.settings import check_settings
+from streampack.tokenizers.base import Tokenizer
+from streampack.tokenizers.callable_tokenizer import CallableTokenizer, TransformersTokenizer
+from streampack_services.broker.memory_plan import with_enough_memory
+from streampack_services.broker.service import BrokerService
+from streampack_services.http.http_guard import find_token
+from streampack_services.http.server import HttpServer
+
+log = logging.getLogger("streampack.local")
+
+STOP_S = 10.0
+_LONGEST_PATH = 100
+_OF_BROKER = {field.name for field in fields(StreamSettings)}
+FORMATS = {
+    ".tar": "webdataset", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text",
+    ".bin": "megatron", ".idx": "megatron",
+}  # fmt: skip
+Open = Callable[[contextlib.ExitStack], tuple[streampack.Client, str | None]]
+
+
+class Local:
+    """The loader: see ``streampack.local``. One thread uses it, in the process that made it."""
+
+    def __init__(self, start: Open) -> None:
+        with contextlib.ExitStack() as stack:
+            self._client, self.http = start(stack)
+            self._close = weakref.finalize(self, _close_all, os.getpid(), stack.pop_all())
+        introduce_to_torch(Local)
+
+    def __iter__(self) -> Iterator[Any]:
+        iter(self._client)
+        return self
+
+    def __next__(self) -> Any:
+        """The next pack. Raises StopIteration at the end."""
+        return next(self._client)
+
+    def steps(self) -> Iterator[Step]:
+        """See ``Client.steps``."""
+        steps = self._client.steps()
+        while (step := next(steps, None)) is not None:  # from here, so that the loader lives as long as its steps
+            yield step
+
+    @property
+    def rules(self) -> Rules:
+        """See ``Client.rules``."""
+        return self._client.rules
+
+    @property
+    def mesh(self) -> Mesh:
+        """See ``Client.mesh``."""
+        return self._client.mesh
+
+    @property
+    def format(self) -> str:
+        """See ``Client.format``."""
+        return self._client.format
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """See ``Client.state_dict``."""
+        return self._client.state_dict(step)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See ``Client.load_state_dict``."""
+        self._client.load_state_dict(state)
+
+    def commit(self, step: int) -> None:
+        """See ``Client.commit``."""
+        self._client.commit(step)
+
+    def stats(self) -> dict[str, float]:
+        """See ``Client.stats``."""
+        return self._client.stats()
+
+    def close(self) -> None:
+        """End every thread and remove what they had on disk; idempotent."""
+        self._close()
+
+    def __enter__(self) -> Local:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self._client)
+
+    def __reduce__(self) -> str:
+        return self._client.__reduce__()
+
+
+def _close_all(pid: int, stack: contextlib.ExitStack) -> None:
+    if os.getpid() == pid:  # threads do not come along through a fork, and the files are the parent's
+        stack.close()
+
+
+def open_local(
+    source: Any, run: dict[str, Any], stream: dict[str, Any], weights: Mapping[str, float], tokenizer: Any,
+    http: str | None, client: dict[str, Any],
+) -> Local:  # fmt: skip
+    """``run``: settings of broker.yaml; ``stream``: those of every stream; ``client``: arguments of ``connect``."""
+    for name in ("endpoint", "feed", "mesh", "key_file"):
+        if name in client:
+            raise UserError(f"got {name}, expected none: local is one rank's loader; 'streampack run' serves several")
+    if not (http is None or isinstance(http, str)):
+        raise UserError(f"http: got {http!r}, expected text such as '127.0.0.1:7400', or None")
+    inspect.signature(streampack.connect).bind_partial(**client)  # a misspelt one is said before anything starts
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        log.warning("WORLD_SIZE is set: each rank's local loader reads all of the data; 'streampack run' shares it out")
+    given = source if isinstance(source, Mapping) else {"data": source}
+    if unknown := set(weights) - set(given):
+        raise UserError(f"weights: got {', '.join(sorted(unknown))}, expected streams: {', '.join(given)}")
+    sources: dict[str, Source] = {}
+    streams: dict[str, dict[str, Any]] = {}
+    for name, each in given.items():
+        sources[name], streams[name] = open_stream(name, each, stream, tokenizer)
+        if name in weights:
+            streams[name]["weight"] = weights[name]
+    config = with_enough_memory(checked(convert({"run": "local", **run, "streams": streams}, BrokerConfig, "local")))
+    return Local(lambda stack: _start(stack, config, sources, http, client))
+
+
+def open_stream(name: str, given: Any, defaults: dict[str, Any], tokenizer: Any) -> tuple[Source, dict[str, Any]]:
+    """A stream's source, and its settings in broker.yaml."""
+    settings = {key: value for key, value in defaults.items() if value is not None}
+    if isinstance(given, Mapping):
+        settings |= given
+        given = settings.pop("source", None)
+    of_broker = {key: settings.pop(key) for key in list(settings) if key in _OF_BROKER}
+    if settings.get("shuffle") is False:  # partitions take turns, so only one keeps the order of the files
+        of_broker.setdefault("partitions", 1)
+    if of_broker.get("passes", 1) != 1 and of_broker.get("repeat"):
+        of_broker.pop("passes")
+    try:
+        source = _source(given, settings, _tokenizer(settings.pop("tokenizer", tokenizer)))
+        if isinstance(source, InMemory):
+            of_broker["partitions"] = 1
+            if of_broker.get("repeat") or of_broker.get("passes", 1) > 1:
+                source.check_passes()
+    except StreampackError as error:
+        raise type(error)(f"{name}: {error}") from None
+    return source, of_broker
+
+
+def _source(given: Any, settings: dict[str, Any], tokenizer: Tokenizer) -> Source:
+    """A format's name with its settings, files, or rows in memory."""
+    if isinstance(given, str) and ("shards" in settings or "path" in settings):
+        return _open(settings | {"source": given}, tokenizer)
+    if isinstance(given, list | tuple) and not given:
+        raise UserError(f"got an empty {type(given).__name__}, expected files, or rows: texts, ids, or dicts of them")
+    if _is_files(given):
+        files = [os.fspath(each) for each in (given if isinstance(given, list | tuple) else [given])]
+        formats = {_format(file) for file in files}
+        if len(formats) > 1:
+            raise UserError(f"got files of the formats {', '.join(sorted(formats))}, expected one: make them streams")
+        found = formats.pop()
+        if found == "megatron":  # the two files of one are named by what they share
+            files = list(dict.fromkeys(os.path.splitext(file)[0] for file in files))
+        return _open(settings | {"source": found, "shards": files}, tokenizer)
+    if isinstance(given, bytes) or (not isinstance(given, Iterable) and not hasattr(given, "__getitem__")):
+        raise UserError(f"got a {type(given).__name__}, expected files, or rows: texts, lists of ids, or dicts of them")
+    rows = InMemory(given, _settings(settings | {"source": "python", "path": "rows in memory"}), tokenizer)
+    refuse_chats_in(rows, tokenizer)
+    return rows
+
+
+def _open(settings: dict[str, Any], tokenizer: Tokenizer) -> Source:
+    known = _settings(settings)
+    source = open_source(known, tokenizer)
+    refuse_chats(known, tokenizer)
+    return source
+
+
+def _settings(tree: dict[str, Any]) -> SourceSettings:
+    settings = convert(tree, SourceSettings, "source")
+    check_settings(settings)
+    return settings
+
+
+def _is_files(given: Any) -> bool:
+    """Paths, or a list of nothing but paths or strings that end as files do; other strings in a list are texts."""
+    if isinstance(given, str | os.PathLike):
+        return True
+    listed = isinstance(given, list | tuple) and len(given) > 0
+    return listed and all(
+        isinstance(each, os.PathLike) or (isinstance(each, str) and _extension(each) in FORMATS) for each in given
+    )
+
+
+def _extension(path: str | os.PathLike[str]) -> str:
+    name = os.fspath(path).rstrip("}").lower()
+    name = f"{name[:-4]}.tar" if name.endswith(".tgz") else name.removesuffix(".gz").removesuffix(".zst")
+    return os.path.splitext(name)[1]
+
+
+def _format(path: str) -> str:
+    found = "huggingface" if os.path.isdir(path) else FORMATS.get(_extension(path))
+    if found is None:
+        raise UserError(
+            f"got {path[:200]!r}, expected a file that ends in {', '.join(FORMATS)}, or the folder of a saved dataset: "
+            f"name the format with a dict of a stream's settings, or put a text into a list"
+        )
+    return found
+
+
+def _tokenizer(given: Any) -> Tokenizer:
+    if given is None:
+        return open_tokenizer(TokenizerSettings())
+    if isinstance(given, str | os.PathLike):
+        path = os.fspath(given)
+        is_file = isinstance(given, os.PathLike) or path.endswith(".json") or os.path.isdir(path)
+        return open_tokenizer(TokenizerSettings(file=path) if is_file else TokenizerSettings(name=path))
+    if isinstance(given, Mapping):
+        return open_tokenizer(convert(dict(given), TokenizerSettings, "tokenizer"))
+    if all(hasattr(given, name) for name in ("apply_chat_template", "chat_template", "save_pretrained")):
+        return TransformersTokenizer(given)
+    encode = getattr(given, "encode", given)
+    if not callable(encode):
+        raise UserError(f"tokenizer: got a {type(given).__name__}, expected a name, settings or a callable")
+
+    def ids_of(text: str) -> object:
+        found = encode(text)
+        return getattr(found, "ids", found)
+
+    if callable(chat := getattr(given, "encode_chat", None)):
+        ids_of.encode_chat = chat  # type: ignore[attr-defined]
+    return CallableTokenizer(getattr(given, "__qualname__", type(given).__qualname__), ids_of)
+
+
+def _start(
+    stack: contextlib.ExitStack, config: BrokerConfig, sources: dict[str, Source], http: str | None,
+    client: dict[str, Any],
+) -> tuple[streampack.Client, str | None]:  # fmt: skip
+    """Start all threads; closing ``stack`` ends them, the last one first."""
+    folder = tempfile.mkdtemp(prefix="streampack-")
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    service = BrokerService(replace(config, listen=replace(config.listen, **endpoints_in(folder))))
+    stack.callback(service.close)
+    service.warm_up()
+    found: list[streampack.Client] = []
+
+    def serve() -> None:
+        try:
+            service.run()
+        except Exception as error:
+            _tell(found, error)
+
+    def stop_broker() -> None:
+        service.drain()
+        service.drain()
+
+    start_thread(stack, serve, stop_broker, "streampack-broker")
+    url = None
+    if http is not None:
+        server = HttpServer(http, lambda: service.snapshot, token=find_token())
+        stack.callback(server.close)
+        server.start()
+        url = server.url
+    reader = streampack.connect(
+        service.endpoints["trainers"], feed=next(iter(config.feeds)), mesh=streampack.Mesh(), key_file="", **client
+    )
+    stack.callback(reader.close)
+    found.append(reader)
+    loop = ProducerLoop(service.endpoints["producers"], sources)
+
+    def produce() -> None:
+        try:
+            loop.run()
+        except Exception as error:
+            _tell(found, error)
+
+    start_thread(stack, produce, loop.stop, "streampack-producer")
+    return reader, url
+
+
+def endpoints_in(folder: str) -> dict[str, str]:
+    """Where a broker of this process listens: files of ``folder`` if its path is short enough for them."""
+    short = len(os.fsencode(folder)) + len("/producers.lock") <= _LONGEST_PATH
+    return {side: f"ipc://{folder}/{side}" if short else "tcp://127.0.0.1:*" for side in ("producers", "trainers")}
+
+
+def start_thread(stack: contextlib.ExitStack, body: Callable[[], None], stop: Callable[[], None], name: str) -> None:
+    """Do ``body`` in a thread, which ``stack`` ends with ``stop``."""
+    thread = threading.Thread(target=body, name=name, daemon=True)
+    thread.start()
+
+    def end() -> None:
+        stop()
+        thread.join(STOP_S)
+
+    stack.callback(end)
+
+
+def _tell(clients: list[streampack.Client], error: Exception) -> None:
+    """Raise a thread's error where the packs are taken."""
+    if not isinstance(error, StreampackError):
+        bug = InternalError(f"a thread of the local loader failed: {error!r}")
+        bug.__cause__ = error
+        error = bug
+    for client in clients:
+        client.fail(error)

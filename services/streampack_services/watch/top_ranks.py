@@ -1,0 +1,118 @@
+"""The ranks of a feed on a terminal: a table of a few; of many a map, a cell a rank, and the worst by name."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rich.text import Text
+
+from streampack_services.amounts import counted
+from streampack_services.watch.top_text import Cell, fitted, table, title
+from streampack_services.watch.view_model import Feed, Rank
+
+Measure = Literal["waits", "cost"]
+MOST_ROWS = 16
+"""Of a table."""
+LEAST = 0.001
+"""Who waits less waits for nothing."""
+_SHADES = ("·", "░", "▒", "▓", "█")
+_COLOURS = ("green", "green", "yellow", "dark_orange", "red")
+_BOUNDS: dict[Measure, tuple[float, ...]] = {"waits": (0.01, 0.05, 0.15, 0.40), "cost": (0.95, 1.02, 1.05, 1.15)}
+"""Between the shades."""
+_TITLES = {"waits": "share of its time that each waits", "cost": "cost of the last step, 1 is the mean"}
+_WORST = 8
+
+
+def rank_lines(feed: Feed, measure: Measure, width: int, room: int | None) -> list[Text]:
+    """In at most ``room`` lines, from 2 on."""
+    ranks, missing = feed.ranks, "" if feed.all_attached or not feed.ranks else ", more are to come"
+    name = counted(len(ranks), "rank") + missing
+    if not ranks:
+        return [title(name, "", width)]
+    if len(ranks) <= MOST_ROWS and (room is None or len(ranks) + 2 <= room):
+        return [title(name, "waits: share of its time", width), *_table(ranks, width)]
+    head = title(name, _TITLES[measure], width)
+    left = None if room is None else room - 1
+    worst = _worst(feed, measure, width)[: _WORST if left is None else max(min(_WORST, left // 2), 1)]
+    rows = None if left is None else left - len(worst) - 1
+    cells = _map(ranks, measure, width, rows) if rows is None or rows > 0 else []
+    return [head, *cells, *worst][:room]
+
+
+def shade(value: float | None, measure: Measure) -> tuple[str, str]:
+    """A cell: its letter and its style."""
+    if value is None:
+        return "?", "dim"
+    n = sum(value >= bound for bound in _BOUNDS[measure])
+    return _SHADES[n], _COLOURS[n]
+
+
+def share_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _value(rank: Rank, measure: Measure) -> float | None:
+    return rank.waits if measure == "waits" else rank.cost
+
+
+def _table(ranks: tuple[Rank, ...], width: int) -> list[Text]:
+    header = ("rank", "where", "step", "ahead", "waits", "for", "cost", "next() p99")
+    rows: list[list[Cell]] = [
+        [
+            rank.name, rank.where, f"{rank.step:,}", str(rank.ahead),
+            (share_text(rank.waits), shade(rank.waits, "waits")[1]), rank.cause if (rank.waits or 0) >= LEAST else "",
+            ("-" if rank.cost is None else f"{rank.cost:.3f}", shade(rank.cost, "cost")[1]),
+            "-" if rank.p99_ms is None else f"{rank.p99_ms:.1f} ms",
+        ]
+        for rank in ranks
+    ]  # fmt: skip
+    return table(header, rows, width, left=(0, 1, 5))
+
+
+def _map(ranks: tuple[Rank, ...], measure: Measure, width: int, room: int | None) -> list[Text]:
+    """A line of cells for as many ranks as are named at its left on, and what the shades mean; where there is no room
+    for a cell each, one is the worst of some that follow each other."""
+    label = max(len(rank.name) for rank in ranks) + 2
+    for each, cell in ((1, 2), *((2**n, 1) for n in range(20))):
+        cells = -(-len(ranks) // each)
+        a_line = max(2 ** ((width - label) // cell).bit_length() // 2, 1)
+        lines = -(-cells // a_line)
+        if (room is None or lines <= room) and (cell == 1 or lines <= MOST_ROWS):
+            break
+    found = []
+    for first in range(0, cells, a_line):
+        line = Text(ranks[first * each].name.ljust(label), style="dim")
+        for n in range(first, min(first + a_line, cells)):
+            values = (_value(rank, measure) for rank in ranks[n * each : (n + 1) * each])
+            mark, style = shade(max((value for value in values if value is not None), default=None), measure)
+            line.append(mark * cell, style="not dim " + style)
+        found.append(fitted(line, width))
+    return [*found[: None if room is None else room], _legend(measure, each, width)]
+
+
+def _legend(measure: Measure, each: int, width: int) -> Text:
+    bounds = _BOUNDS[measure]
+    named = [f"{bound:.0%}" if measure == "waits" else f"{bound:g}" for bound in bounds]
+    line = Text("", style="dim")
+    for n, (mark, style) in enumerate(zip(_SHADES, _COLOURS, strict=True)):
+        line.append(mark, style="not dim " + style)
+        line.append(f" below {named[n]}  " if n == 0 else f" {named[n - 1]}+  ")
+    line.append("" if each == 1 else f"a cell is the worst of {each} ranks")
+    line.rstrip()
+    return fitted(line, width)
+
+
+def _worst(feed: Feed, measure: Measure, width: int) -> list[Text]:
+    if measure == "cost":
+        dear = sorted(((rank.cost, rank) for rank in feed.ranks if rank.cost is not None), key=lambda each: -each[0])
+        rows: list[list[Cell]] = [
+            [rank.name, (f"{cost:.3f}", shade(cost, "cost")[1]), rank.where] for cost, rank in dear
+        ]
+    else:
+        rows = [
+            [rank.name, (share_text(rank.waits), shade(rank.waits, "waits")[1]), rank.cause, rank.where]
+            for rank in feed.worst
+        ]
+        if (least := feed.waited_for) is not None:
+            rows.insert(0, [least.name, (share_text(least.waits), "bold"), "others wait for it", least.where])
+    return table(("", "", "", "")[: len(rows[0])], rows, width, left=(0, 2, 3))[1:] if rows else []

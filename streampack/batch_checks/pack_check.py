@@ -1,0 +1,233 @@
+"""One pack, or one shard of it, against what it promises: boundaries, slices, tokens, labels and declared fields.
+
+Computed by another way than ``packs`` builds it (see ``step_check``), from any view: a batch is first read back
+into the canonical pack's names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streampack.batch_checks.expectations import equal, expect
+from streampack.batch_checks.view_check import canonical, check_keys
+from streampack.core.layout.layout import shard_slices
+from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64, IGNORE_INDEX
+from streampack.core.protocol.messages import Mesh
+from streampack.errors import InvariantError
+
+
+class PackCheck:
+    """One pack, or shard of one. ``places`` int64 [T']: where in the whole pack each of its tokens lies."""
+
+    def __init__(self, batch: Any, mesh: Mesh | None, rules: Rules | None) -> None:
+        self.pack = canonical(batch)
+        self._mesh = mesh
+        self.rules: Rules | None = rules or getattr(batch, "rules", None)
+        self._batch = batch
+        self.what = f"step {self.pack['step']}, pack {self.pack['pack']}"
+        self.padded, self.real = (np.asarray(self.pack[k], np.int64) for k in ("cu_seqlens_padded", "cu_seqlens"))
+        self.total = int(self.padded[-1]) if self.padded.ndim == 1 and self.padded.size else 0
+
+    def run(self) -> None:
+        """Raises InvariantError."""
+        self._boundaries()
+        self._samples()
+        self._slices()
+        self._tokens()
+        self._fields()
+        check_keys(self._batch, self)
+
+    def _boundaries(self) -> None:
+        padded, real = self.padded, self.real
+        expect(padded.ndim == 1 and len(padded) >= 2, "cu_seqlens_padded", f"{self.what}: got no segment")
+        equal("cu_seqlens_padded", f"{self.what}, its start", int(padded[0]), 0)
+        self._segments("cu_seqlens_padded", padded[1:] > padded[:-1], padded[1:], "above the one before")
+        equal("cu_seqlens", f"{self.what}, its size", real.shape, padded.shape)
+        equal("cu_seqlens", f"{self.what}, its start", int(real[0]), 0)
+        self.lengths, self.slots = np.diff(real), np.diff(padded)
+        tail = self.pack["num_segments"] - self.pack["num_samples"]
+        equal("num_segments", self.what, int(self.pack["num_segments"]), len(self.slots))
+        expect(tail in (0, 1), "num_samples", f"{self.what}: got {tail} segments without a sample, expected 0 or 1")
+        least = np.ones(len(self.slots), np.int64)
+        if tail:
+            equal("cu_seqlens", f"{self.what}, the tail's length", int(self.lengths[-1]), 0)
+            least[-1] = 0
+        self._segments("cu_seqlens", self.lengths >= least, self.lengths, "a token or more")
+        self._segments("cu_seqlens", self.lengths <= self.slots, self.lengths, "at most the segment's size")
+        equal("max_seqlen", self.what, int(self.pack["max_seqlen"]), int(self.slots.max()))
+        if self.rules is not None:
+            self._width(self.rules, int(self.slots[: len(self.slots) - tail].sum()))
+            each = self.rules.align.sample
+            self._segments("alignment", self.slots[: len(self.slots) - tail] % each == 0, self.slots, f"{each} k")
+
+    def _width(self, rules: Rules, slots: int) -> None:
+        """T is one of the rules' shape, and no longer than it needs to be but for a pipeline's sake; rows are alike."""
+        if rules.padded:
+            row, each = int(self.pack["max_seqlen"]), rules.align.pack
+            self._segments("row", self.slots == row, self.slots, f"{row}, as the widest")
+            expect(row % each == 0, "row", f"{self.what}: got rows of {row} tokens, expected a multiple of {each}")
+            expect(self.total <= rules.budget, "budget", f"{self.what}: got {self.total} tokens, over {rules.budget}")
+            return
+        if rules.shape == "fixed":
+            equal("budget", f"{self.what}, its tokens", self.total, rules.budget)
+            return
+        own = int(rules.own_widths(np.array([slots]))[0])
+        if self._mesh is not None and self._mesh.pp == 1:
+            equal("shape", f"{self.what}, its tokens", self.total, own)
+        fits = own <= self.total <= rules.budget and self.total == int(rules.own_widths(np.array([self.total]))[0])
+        expect(fits, "shape", f"{self.what}: got {self.total} tokens, expected {own} or a longer one of the shape")
+
+    def _samples(self) -> None:
+        ids = self.pack["sample_ids"]
+        equal("sample_ids", f"{self.what}, their shape", ids.shape, (int(self.pack["num_samples"]), 3))
+        found, counts = np.unique(ids, axis=0, return_counts=True)
+        twice = tuple(found[counts.argmax()].tolist()) if len(found) else ()
+        expect(bool((counts <= 1).all()), "sample_ids", f"{self.what}: got sample {twice} more than once")
+
+    def _slices(self) -> None:
+        slices = np.asarray(self.pack["slices"], np.int64)
+        equal("slices", f"{self.what}, their shape", slices.shape, (len(slices), 2))
+        inside = (slices[:, 0] >= 0) & (slices[:, 0] <= slices[:, 1]) & (slices[:, 1] <= self.total)
+        expect(bool(inside.all()), "slices", f"{self.what}: got {slices[~inside].tolist()}, outside 0 to {self.total}")
+        pieces = [np.arange(start, stop) for start, stop in slices.tolist()]
+        self.places = np.concatenate([*pieces, np.zeros(0, np.int64)]).astype(np.int64)
+        times = np.bincount(self.places, minlength=self.total)
+        self.agree("slices", times, np.minimum(times, 1), times > 1, np.arange(len(times)))
+        mesh, kind = self._mesh, self.pack.get("layout")
+        cp, rank = (mesh.cp, mesh.cp_rank) if mesh else (self.pack.get("cp", 1), self.pack.get("cp_rank", 0))
+        if len(self.places) == self.total:
+            equal("slices", f"{self.what}, a whole pack", self.places, np.arange(self.total))
+        else:
+            try:
+                starts, stops = shard_slices(self.pack["cu_seqlens_padded"], cp, rank, kind or "zigzag")
+            except ValueError as error:
+                raise InvariantError(f"alignment: {self.what}: {error}") from None
+            equal("slices", f"{self.what}, what rank {rank} of {cp} holds", slices, np.stack([starts, stops], axis=1))
+        self.segment = np.searchsorted(self.padded, self.places, side="right") - 1
+        self.offset = self.places - self.padded[self.segment]
+        self.padding = self.offset >= self.lengths[self.segment]
+
+    def _tokens(self) -> None:
+        pack, size = self.pack, len(self.places)
+        expect(("input_ids" in pack) == ("labels" in pack), "keys", f"{self.what}: got one of input_ids and labels")
+        for name in ("input_ids", "labels", "padding_mask", LOSS_MASK):
+            if name in pack:
+                equal(name, f"{self.what}, its shape", pack[name].shape, (size,))
+        derived = self.rules is not None and not self._sent(POSITION_IDS)
+        positions = pack["position_ids"].shape
+        equal("position_ids", f"{self.what}, its shape", positions if derived else positions[-1:], (size,))
+        self.agree("padding_mask", pack["padding_mask"], self.padding)
+        if self.rules is not None and self.rules.padded and "attention_mask" in pack:  # elsewhere a field's name
+            self.agree("attention_mask", pack["attention_mask"], ~self.padding)
+        if not self._sent(POSITION_IDS) and pack["position_ids"].ndim == 1:
+            self.agree("position_ids", pack["position_ids"], self.offset, self._misplaced(pack["position_ids"]))
+        if "input_ids" not in pack:
+            return
+        ids = pack["input_ids"]
+        self.agree("input_ids", ids, np.where(self.padding, 0, ids))
+        LabelCheck(self, self.places, ids, pack["labels"], self.loss_mask).run()
+
+    def _misplaced(self, positions: I64) -> NDArray[np.bool_]:
+        """Where positions do not count from 0 in their segment. In a forward pack's tail they begin again and again,
+        so many tokens apart."""
+        tail, behind = self.segment >= int(self.pack["num_samples"]), self.offset - positions
+        again = int(behind[tail & (behind > 0)].min(initial=self.total))
+        wrong: NDArray[np.bool_] = positions != np.where(tail, self.offset % again, self.offset)
+        return wrong
+
+    def _sent(self, name: str) -> bool:
+        return self.rules is not None and any(field.name == name for field in self.rules.fields)
+
+    def _fields(self) -> None:
+        """Those that the run declares are there, in their shapes, with their padding."""
+        for field in self.rules.fields if self.rules is not None else ():
+            if field.name == LABELS or (field.name != POSITION_IDS and "input_ids" not in self.pack):
+                continue  # a middle stage of a pipeline has no others
+            expect(field.name in self.pack, field.name, f"{self.what}: got none, expected the declared field")
+            places = np.arange(self.total) if field.cp == "replicate" else self.places
+            count = len(self.pack["sample_ids"]) if field.axis == "sample" else len(places)
+            values = np.asarray(self.pack[field.name])
+            values = values.T if field.name == POSITION_IDS else values
+            equal(field.name, f"{self.what}, its shape", values.shape, (count, *field.shape))
+            if field.axis == "token":
+                self._padded(field, values.reshape(count, -1), places)
+
+    def _padded(self, field: Field, rows: NDArray[Any], places: I64) -> None:
+        """Behind the real tokens is what the field declares, and at the last one too where it speaks of the next."""
+        held = field.fill(field.pad)
+        pad = np.asarray(from_bfloat16(held) if field.dtype == "bfloat16" else held)[()]
+        segment = np.searchsorted(self.padded, places, side="right") - 1
+        behind = places - self.padded[segment] >= self.lengths[segment] - (field.align == "target")
+        same = (rows == pad) | ((rows != rows) & (pad != pad))  # NaN is NaN
+        first = rows[np.arange(len(rows)), same.argmin(axis=1)]
+        self.agree(field.name, first, np.full(len(rows), pad), behind & ~same.all(axis=1), places)
+
+    @property
+    def loss_mask(self) -> Any:
+        """[T'] of the run's loss mask, or None."""
+        return self.pack.get(LOSS_MASK)
+
+    @property
+    def labels_sent(self) -> bool:
+        return self._sent(LABELS)
+
+    def agree(
+        self, name: str, got: Any, expected: Any, wrong: NDArray[np.bool_] | None = None, at: I64 | None = None
+    ) -> None:
+        """Equal token by token, or InvariantError with the first that is not; ``at`` its place in the pack."""
+        got, expected = np.asarray(got), np.asarray(expected)
+        bad = np.flatnonzero(got != expected if wrong is None else wrong)
+        if len(bad):
+            i = int(bad[0])
+            place = int((self.places if at is None else at)[i])
+            raise InvariantError(
+                f"{name}: {self.what}, {self._sample(place)}, position {place}: "
+                f"got {got[i].item()}, expected {expected[i].item()}"
+            )
+
+    def _sample(self, place: int) -> str:
+        segment = int(np.searchsorted(self.padded, place, side="right")) - 1
+        known = segment < len(self.pack["sample_ids"])
+        return f"sample {tuple(self.pack['sample_ids'][segment].tolist())}" if known else "tail padding"
+
+    def _segments(self, name: str, holds: NDArray[np.bool_], got: I64, expected: str) -> None:
+        if not holds.all():
+            i = int(np.argmin(holds))
+            ids = self.pack["sample_ids"]
+            sample = f"sample {tuple(ids[i].tolist())}" if i < len(ids) else "tail padding"
+            raise InvariantError(
+                f"{name}: {self.what}, {sample}, position {int(self.padded[i])}: got {int(got[i])}, expected {expected}"
+            )
+
+
+class LabelCheck:
+    """Labels of some places of a pack: of a shard, or of all its shards together.
+
+    ``ids``, ``labels`` and ``mask`` int64 [N] are those at ``places`` int64 [N].
+    """
+
+    def __init__(self, check: PackCheck, places: I64, ids: I64, labels: I64, mask: Any) -> None:
+        self._check, self._places, self._ids, self._labels, self._mask = check, places, ids, labels, mask
+
+    def run(self) -> None:
+        check, places, labels = self._check, self._places, self._labels
+        segment = np.searchsorted(check.padded, places, side="right") - 1
+        none = places - check.padded[segment] >= check.lengths[segment] - 1  # a last token, or padding
+        if self._mask is not None:
+            none |= self._mask == 0
+        check.agree("labels", labels, np.where(none, IGNORE_INDEX, labels), at=places)
+        if not check.labels_sent:
+            elsewhere = np.iinfo(np.int64).min  # held by another rank
+            after = np.full(check.total + 1, elsewhere)
+            after[places] = self._ids
+            after = after[places + 1]
+            expected = np.where(none | (after == elsewhere), labels, after)
+            check.agree("labels", labels, expected, at=places)
+        counted, said = int((labels != IGNORE_INDEX).sum()), int(check.pack["num_loss_tokens"])
+        fits = counted == said if len(places) == check.total else counted <= said
+        expect(fits, "num_loss_tokens", f"{check.what}: got {said}, expected {counted}, the labels that count")

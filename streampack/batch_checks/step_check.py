@@ -1,0 +1,154 @@
+"""Does a batch hold what it promises? Every invariant of the canonical pack, asserted of any view.
+
+Everything is computed here again, from boundaries, slices and tokens alone, by another way than the
+one that built it: token by token, which segment it lies in and how far. Meant for the first steps of
+a run, for tests and for a user's own changes to a batch; it costs some ten times what building costs.
+``pack_check`` has one pack's own invariants; here is what packs, shards and ranks make up together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from streampack.batch_checks.expectations import equal, expect
+from streampack.batch_checks.pack_check import LabelCheck, PackCheck
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64
+from streampack.core.protocol.messages import Mesh
+from streampack.packs.pack import Step
+
+
+def verify(batch: Any, mesh: Mesh | None = None, rules: Rules | None = None) -> None:
+    """Assert every invariant of a batch.
+
+    ``batch``: a pack in any format, a step, or a list: the shards of one pack on all its context-parallel
+    ranks, which must make it up, or the same step of all ranks. ``mesh``: this rank's place; without it, cp is
+    what the slices say. ``rules``: the run's, ``loader.rules``, for the budget, the alignment, and whether labels
+    or positions were sent with the samples (views know them; without, labels are the next tokens).
+
+    Raises InvariantError, naming the invariant, the sample and the position.
+
+    >>> for batch in loader:  # doctest: +SKIP
+    ...     streampack.verify(batch)
+    """
+    if isinstance(batch, Step):
+        check_step(batch, mesh, rules)
+    elif not isinstance(batch, Mapping):
+        many = list(batch)
+        if many and all(isinstance(each, Step) for each in many):
+            _check_ranks(many, rules)
+        else:
+            _check_shards(many, rules)
+    else:
+        PackCheck(batch, mesh, rules).run()
+
+
+def check_step(step: Step, mesh: Mesh | None = None, rules: Rules | None = None) -> None:
+    """Every pack of a step, and that they make one up. Raises InvariantError."""
+    what = f"step {step.index}"
+    expect(
+        len(step.digest) == len(step.chain) == 32 and not set(step.digest + step.chain) - set("0123456789abcdef"),
+        "digest", f"{what}: got {step.digest!r} and chain {step.chain!r}, expected 32 hex digits each",
+    )  # fmt: skip
+    equal("step", what, [batch.step for batch in step], [step.index] * len(step))
+    equal("micro_batch", what, [batch.micro_batch for batch in step], list(range(len(step))))
+    checked = [PackCheck(batch, mesh, rules) for batch in step]
+    for each in checked:
+        each.run()
+    if mesh is not None and mesh.pp > 1 and not (rules is not None and rules.padded):
+        equal("shape", f"{what}, tokens of its packs in a pipeline", len({each.total for each in checked}), 1)
+    _check_totals(what, step, checked, whole=mesh is not None and mesh.dp == 1)
+    for name, expected in (("num_micro_batches", len(step)), ("step_num_loss_tokens", step.num_loss_tokens)):
+        equal(name, what, [int(each.pack[name]) for each in checked], [expected] * len(step))
+    if rules is not None and mesh is not None and rules.batch is None and rules.packs % mesh.dp == 0:
+        equal("micro-batches", what, len(step), rules.packs // mesh.dp)
+
+
+def follows(last: Step | None, step: Step) -> None:
+    """``step``'s chain is the digest of the last one's and its own. Raises InvariantError."""
+    before = bytes(16) if step.index == 0 else None
+    if last is not None and step.index == last.index + 1:
+        before = bytes.fromhex(last.chain)
+    if before is not None:
+        chain = hashlib.blake2b(before + bytes.fromhex(step.digest), digest_size=16).hexdigest()
+        equal("chain", f"step {step.index}", step.chain, chain)
+
+
+def _check_totals(what: str, step: Step, checked: Sequence[PackCheck], whole: bool) -> None:
+    """Sums over packs, which are all of the step's where ``whole``; no sample twice."""
+    ids = np.concatenate([each.pack["sample_ids"] for each in checked]) if checked else np.zeros((0, 3), np.int64)
+    found, counts = np.unique(ids, axis=0, return_counts=True)
+    expect(
+        bool((counts == 1).all()), "sample_ids",
+        f"{what}: got sample {tuple(found[counts.argmax()].tolist()) if len(found) else ()} in it more than once",
+    )  # fmt: skip
+    sums = {"num_samples": len(ids), "num_loss_tokens": sum(int(each.pack["num_loss_tokens"]) for each in checked)}
+    for name, total in sums.items():
+        said = getattr(step, name)
+        fits = said == total if whole else said >= total
+        expect(fits, name, f"{what}: got {said}, expected {'' if whole else 'at least '}{total}, its packs' sum")
+
+
+def _check_ranks(steps: Sequence[Step], rules: Rules | None) -> None:
+    """The same step of all ranks: alike where it must be, every pack whole, every sum right."""
+    first = steps[0]
+    what = f"step {first.index}"
+    for name in ("index", "digest", "chain", "num_samples", "num_loss_tokens"):
+        for other in steps:
+            equal(name, f"{what} of another rank", getattr(other, name), getattr(first, name))
+    packs: dict[int, list[Any]] = {}
+    for step in steps:
+        check_step(step, None, rules)
+        equal("micro-batches", f"{what} of another rank", len(step), len(first))
+        if rules is not None and rules.padded:
+            equal("shape", f"{what} of another rank", _shapes_of(step), _shapes_of(first))
+        for batch in step:
+            packs.setdefault(batch.pack if batch.num_samples else (-1 - batch.dp_rank), []).append(batch)
+    for shards in packs.values():
+        if shards[0].num_samples:
+            _check_shards(shards, rules)
+    _check_totals(what, first, [PackCheck(shards[0], None, rules) for shards in packs.values()], whole=True)
+
+
+def _shapes_of(step: Step) -> list[tuple[int, int]]:
+    """Of each padded micro-batch its tokens, and those of a row."""
+    return [(int(batch.cu_seqlens_padded[-1]), int(batch.max_seqlen)) for batch in step]
+
+
+def _check_shards(shards: Sequence[Any], rules: Rules | None) -> None:
+    """The shards of all context-parallel ranks make the pack up, exactly; some ranks may hold the same."""
+    expect(len(shards) > 0, "shards", "got no shards, expected those of all context-parallel ranks of a pack")
+    checked: dict[bytes, PackCheck] = {}
+    for shard in shards:
+        each = PackCheck(shard, None, rules)
+        each.run()
+        twin = checked.setdefault(each.pack["slices"].tobytes(), each)
+        for name in ("input_ids", "labels", "position_ids"):
+            if name in each.pack and name in twin.pack:
+                equal(name, f"{each.what} of two ranks that hold the same", each.pack[name], twin.pack[name])
+    first, *others = checked.values()
+    for other in others:
+        for name in ("step", "pack", "cu_seqlens", "cu_seqlens_padded", "sample_ids", "num_loss_tokens"):
+            equal(name, f"{other.what}, another shard", other.pack[name], first.pack[name])
+    places = np.concatenate([each.places for each in checked.values()])
+    times = np.bincount(places, minlength=first.total)
+    wrong = times != 1
+    first.agree("shards", times, np.ones_like(times), wrong, np.arange(len(times)))
+    held = list(checked.values())
+    if all("labels" in each.pack for each in held):
+        ids, labels = (_joined(held, [each.pack[k] for each in held], first.total) for k in ("input_ids", "labels"))
+        masks = [each.loss_mask for each in held]
+        mask = None if any(each is None for each in masks) else _joined(held, masks, first.total)
+        LabelCheck(first, np.arange(first.total), ids, labels, mask).run()
+
+
+def _joined(shards: Sequence[PackCheck], arrays: Sequence[Any], total: int) -> I64:
+    """Each shard's array, [T'], at its places in the whole pack."""
+    whole = np.zeros(total, np.int64)
+    for each, array in zip(shards, arrays, strict=True):
+        whole[each.places] = array
+    return whole

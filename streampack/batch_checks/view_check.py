@@ -1,0 +1,155 @@
+"""A batch of any view read back into the canonical pack's names, and what only its framework's keys promise.
+
+A pack is then checked in one way, whatever it looks like (``pack_check``). What was changed in a view is changed in
+what is read back of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from streampack.batch_checks.expectations import equal, expect
+from streampack.core.model.fields import LOSS_MASK, POSITION_IDS
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import IGNORE_INDEX
+from streampack.errors import InvariantError
+from streampack.packs.pack import Pack
+
+if TYPE_CHECKING:
+    from streampack.batch_checks.pack_check import PackCheck
+
+Checked = Mapping[str, Any]
+"""A batch as the canonical pack in numpy, whatever view it came from."""
+
+
+def canonical(batch: Any) -> Checked:
+    """A batch's own values, by the canonical pack's names and in numpy. Raises InvariantError for what is no pack."""
+    if isinstance(batch, Pack):
+        return batch
+    beside, keys = ({name: _numpy(value) for name, value in of.items()} for of in (getattr(batch, "rest", {}), batch))
+    found, rules = {**beside, **keys}, getattr(batch, "rules", None)
+    match _format(keys):
+        case "hf":
+            _unrow(found, "input_ids", "labels", "position_ids")
+            found["cu_seqlens_padded"], found["max_seqlen"] = found["cu_seq_lens_q"], found["max_length_q"]
+            if "labels" in found:
+                found["labels"] = np.append(found["labels"][1:], IGNORE_INDEX)
+        case "megatron":
+            found["input_ids"] = keys.get("tokens")
+            _unrow(found, "input_ids", "labels", "position_ids", "cu_seqlens_padded")
+            equal("max_seqlen", "a pack, its shape", keys["max_seqlen"].shape, (1,))
+            found["max_seqlen"] = keys["max_seqlen"].item()
+            for name in ("cu_seqlens", LOSS_MASK):  # keys that hide the pack's own
+                found.pop(name, None)
+                found |= {name: beside[name]} if name in beside else {}
+        case "bshd":
+            _unrow(found, "input_ids", "labels", "position_ids")
+            if "cu_seqlens_padded" in found:
+                _restart_in_tail(found, rules)
+        case "torchtitan":
+            found |= {"input_ids": keys["input"], "position_ids": keys["positions"]}
+            _unrow(found, "input_ids", "labels", "position_ids")
+    if rules is not None and rules.padded and "attention_mask" in found:
+        _flatten(found, rules)
+    missing = {"cu_seqlens", "cu_seqlens_padded", "sample_ids", "slices", "position_ids"} - set(found)
+    if missing:
+        raise InvariantError(f"keys: got a batch without {', '.join(sorted(missing))}, expected a pack")
+    return found
+
+
+def _format(keys: Mapping[str, Any]) -> str:
+    """Which framework's keys these are; none for the pack's own."""
+    if "cu_seq_lens_q" in keys:
+        return "hf"
+    if getattr(keys.get("cu_seqlens_padded"), "ndim", 0) == 2:
+        return "megatron"
+    if isinstance(keys.get("qkv_format"), str):
+        return "bshd"
+    return "torchtitan" if set(keys) == {"input", "positions"} else ""
+
+
+def _unrow(found: dict[str, Any], *names: str) -> None:
+    """Rows of one pack, [..., 1, T], as the pack's arrays, in place; what a stage of a pipeline was not sent is left
+    out."""
+    for name in names:
+        if found.get(name) is None:
+            found.pop(name, None)
+            continue
+        row = found[name]
+        expect(row.ndim > 1 and row.shape[-2] == 1, name, f"got the shape {row.shape}, expected [1, T]")
+        found[name] = row[..., 0, :]
+
+
+def _restart_in_tail(found: dict[str, Any], rules: Rules | None) -> None:
+    """Positions that go on in the tail as they are in the pack, in place."""
+    begin, end = found["cu_seqlens_padded"][found["num_samples"] :][[0, -1]].tolist()
+    supplied = rules is not None and any(field.name == POSITION_IDS for field in rules.fields)
+    places = found["position_ids"].copy()
+    if 0 < begin < end == len(places) and not supplied:
+        places[begin:] -= places[begin - 1] + 1
+        found["position_ids"] = places
+
+
+def _flatten(found: dict[str, Any], rules: Rules) -> None:
+    """Arrays by row as those of one pack, in place; and labels that a model shifts as they were."""
+    if "shift_labels" in found:
+        ends = np.full((len(found["labels"]), 1), IGNORE_INDEX)
+        shifted = np.concatenate([found["labels"][:, 1:], ends], axis=1)
+        equal("shift_labels", "a padded micro-batch", found["shift_labels"], shifted)
+        found["labels"] = shifted
+    by_row = [field.name for field in rules.fields if field.axis == "token"]
+    for name in {"input_ids", "labels", "padding_mask", "attention_mask", *by_row} & set(found) - {POSITION_IDS}:
+        found[name] = found[name].reshape(-1, *found[name].shape[2:])
+    places = found[POSITION_IDS]
+    found[POSITION_IDS] = places.reshape(*places.shape[:-2], -1)
+
+
+def check_keys(batch: Any, check: PackCheck) -> None:
+    """What only the keys of a framework promise. Raises InvariantError."""
+    if isinstance(batch, Pack):
+        return
+    keys = {name: _numpy(value) for name, value in batch.items()}
+    match _format(keys):
+        case "hf":
+            _check_hf(keys, check)
+        case "megatron":
+            equal("cu_seqlens", check.what, keys["cu_seqlens"], keys["cu_seqlens_padded"])
+            if "labels" in keys:
+                _agree(keys, "loss_mask", check, check.pack["labels"] != IGNORE_INDEX)
+        case "bshd":
+            _check_bshd(keys, check)
+
+
+def _check_hf(keys: Mapping[str, Any], check: PackCheck) -> None:
+    equal("cu_seq_lens_k", check.what, keys["cu_seq_lens_k"], keys["cu_seq_lens_q"])
+    equal("max_length_k", check.what, keys["max_length_k"], keys["max_length_q"])
+    _agree(keys, "seq_idx", check, check.segment)
+    if "labels" in keys:
+        equal("labels", f"{check.what}, position 0", int(keys["labels"][0, 0]), IGNORE_INDEX)
+    if "shift_labels" in keys:
+        _agree(keys, "shift_labels", check, check.pack["labels"])
+
+
+def _agree(keys: Mapping[str, Any], name: str, check: PackCheck, expected: Any) -> None:
+    """A key [1, T] has the ``expected`` values [T]."""
+    equal(name, f"{check.what}, its shape", keys[name].shape, (1, len(expected)))
+    check.agree(name, keys[name][0], expected)
+
+
+def _check_bshd(keys: Mapping[str, Any], check: PackCheck) -> None:
+    count = max(int(check.pack["num_samples"]), 1)
+    slots = check.slots[:count].copy()
+    slots[-1] += check.slots[count:].sum()
+    equal("seq_lens", check.what, keys["seq_lens"], check.lengths[None, :count])
+    equal("seq_lens_padded", check.what, keys["seq_lens_padded"], slots[None])
+
+
+def _numpy(value: Any) -> Any:
+    """A tensor as an array, whatever device it is on; bfloat16 as float32."""
+    if not hasattr(value, "detach"):
+        return value
+    tensor = value.detach().cpu()
+    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()

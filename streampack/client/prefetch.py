@@ -1,0 +1,250 @@
+"""The client's thread: it owns the socket, keeps a few steps ready and checks what they hold.
+
+A thin shell around ``client_session``. What has come lies here until the trainer's thread takes it: both change it
+under ``changed`` alone. Nothing waits silently: a wait of more than 5 s is logged with what it waits for, and an error
+of the session is raised where the trainer waits. What came for an iteration that has ended meanwhile is let go.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from streampack.client.reading_stats import ReadingFigures
+from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick, Unsent
+from streampack.core.protocol.messages import Attached, Committed, Mesh, State
+from streampack.core.sessions.client_events import Answered, Broken, Damaged, Deliver, Detach, Ended, Waiting
+from streampack.core.sessions.client_session import ClientSession
+from streampack.errors import (
+    DataStall,
+    InternalError,
+    MeshError,
+    PeerError,
+    Rejected,
+    StreampackError,
+    Unreachable,
+    UserError,
+    WireError,
+)
+from streampack.packs import forks
+from streampack.packs.build import build_step
+from streampack.packs.kernel_loader import kernels
+from streampack.packs.lazy import Ahead, Packs
+from streampack.packs.pack import Step
+from streampack.packs.slabs import Slabs
+from streampack.transport.keys import Key
+from streampack.transport.sockets import Dealer, Poller, drain
+from streampack.transport.waker import Waker
+from streampack.views.formats import Views
+from streampack.wire import frames as wire
+
+log = logging.getLogger("streampack.client")
+
+TICK_S = 0.2
+SAY_S = 5.0
+STATS_S = 1.0
+MAX_MESSAGE_BYTES = 1 << 30
+TWICE = (
+    "would read everything again, expected the trainer's own process: connect there and take "
+    "DataLoader(loader, batch_size=None, num_workers=0); the client prefetches by itself"
+)
+
+
+class Prefetching:
+    """A thread around ``session``, from the first message to ``close``; ``answer_s``: how long the first may take.
+
+    Used by one thread of the process that made it. ``figures`` are what the broker is told of this rank.
+    """
+
+    def __init__(
+        self, endpoint: str, session: ClientSession, mesh: Mesh, views: Views, answer_s: float,
+        figures: ReadingFigures, key: Key | None = None,
+    ) -> None:  # fmt: skip
+        self.session = session
+        self.ready: deque[Step] = deque()
+        self.round = 0
+        """The iteration that is on, or that begins next."""
+        self.ended = False
+        self.attached: Attached | None = None
+        self.answers: deque[State | Committed] = deque()
+        self._endpoint, self._mesh, self._views, self._answer_s = endpoint, mesh, views, answer_s
+        self._figures = figures
+        self._forks = forks.passed
+        self._slabs = Slabs()
+        self._told: deque[Event] = deque()
+        self._changed = threading.Condition()
+        self._error: StreampackError | None = None
+        self._closing = False
+        self._started = time.monotonic()
+        dealer = Dealer(endpoint, MAX_MESSAGE_BYTES, linger_ms=500, key=key)
+        self._waker = Waker()
+        self._ahead = Ahead(self._waker.wake)
+        self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-client", daemon=True)
+        self._thread.start()
+
+    # What the trainer's thread calls
+
+    def tell(self, event: Event) -> None:
+        """Have the session hear ``event``."""
+        self._told.append(event)
+        self._waker.wake()
+
+    def turn_to(self, round_: int) -> None:
+        """Another iteration: nothing of the one that was on is there any more."""
+        with self._changed:
+            self.round, self.ended = round_, False
+            self.ready.clear()
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Until ``condition()``; raises the session's error; says every 5 s what it waits for.
+
+        The session hears of a wait that is longer than a tick: to tell it of each would wake its thread twice a step.
+        """
+        told = False
+        try:
+            with self._changed:
+                while not condition():
+                    if self._error is not None:
+                        raise self._error
+                    self.check_usable()
+                    if self._changed.wait(timeout=SAY_S if told else TICK_S) or condition():
+                        continue
+                    if told:
+                        about = {"feed": self.session.feed, "rank": self._mesh.rank}
+                        level = logging.INFO if self.session.waits_for_batch() else logging.WARNING
+                        waiting_for = self.session.waiting_for()
+                        log.log(level, "%s: waiting for %s", self._mesh, waiting_for, extra={"about": about})
+                    else:
+                        told = True
+                        self.tell(Waiting(True))
+        finally:
+            if told:
+                self.tell(Waiting(False))
+
+    def check_usable(self) -> None:
+        """Nothing is handed out in a forked child, or once closed, not even what is ready."""
+        if forks.passed != self._forks:
+            raise PeerError(f"got a client of the parent process after the fork; a process of its own {TWICE}")
+        if self._closing:
+            raise UserError("the client is closed: connect again")
+
+    def close(self) -> None:
+        """Give the rank up and end the thread; idempotent."""
+        if forks.passed != self._forks:
+            return
+        with self._changed:  # another thread may wait for a step
+            self._closing = True
+            self._changed.notify_all()
+        self._waker.wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=10)
+
+    def fail(self, error: StreampackError) -> None:
+        """Raise ``error`` where the next step is asked for, once what is ready is taken. Any thread may."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    # The thread
+
+    def _run(self, dealer: Dealer) -> None:
+        poller = Poller([dealer], self._waker)
+        ticked = counted = 0.0
+        try:
+            while not self._closing:
+                poller.wait(TICK_S)
+                for frames in drain(dealer, 64):
+                    self._perform(dealer, self._receive(frames))
+                self._pass_on(dealer)
+                self._ahead.make()
+                self._figures.waits_for(*self.session.cause)
+                now = time.monotonic()
+                if now - counted >= STATS_S:
+                    counted = now
+                    self.session.stats = self._figures.counts(self.session.num_skipped)
+                    self.session.starvation = self._figures.starvation()
+                if now - ticked >= TICK_S:
+                    ticked = now
+                    dealer.check()
+                    self._perform(dealer, self.session.handle(Tick(now)))
+                    self._check_reached(now)
+            self._pass_on(dealer)
+            self._perform(dealer, self.session.handle(Detach()))
+        except StreampackError as error:
+            self.fail(error)
+        except Exception as error:  # a bug of ours must not leave the trainer waiting for a thread that is gone
+            log.exception("the client's thread failed")
+            self.fail(InternalError(f"the client's thread failed: {error!r}"))
+        finally:
+            self._ahead.stop()
+            dealer.close()
+            self._waker.close()
+
+    def _pass_on(self, dealer: Dealer) -> None:
+        while self._told:
+            self._perform(dealer, self.session.handle(self._told.popleft()))
+
+    def _receive(self, frames: list[Any]) -> list[Effect]:
+        try:
+            return self.session.handle(FromBroker(wire.decode(frames)))
+        except WireError as error:
+            log.warning("dropped a message of the broker: %s", error)
+            return self.session.handle(Damaged())
+
+    def _perform(self, dealer: Dealer, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                if not dealer.send(wire.encode(effect.envelope)):
+                    self.session.handle(Unsent(effect.envelope))
+            elif isinstance(effect, Deliver):
+                step = build_step(effect.parts, effect.attached, self._mesh, self._slabs)
+                step = self._views.make(step, effect.attached.rules)
+                if isinstance(step.packs, Packs):
+                    self._prepare(step.packs)
+                with self._changed:
+                    if self.session.round == self.round:  # the trainer may have begun another by now
+                        self.ready.append(step)
+                    self._changed.notify_all()
+            elif isinstance(effect, Ended):
+                with self._changed:
+                    self.ended = self.session.round == self.round
+                    self._changed.notify_all()
+            elif isinstance(effect, Answered):
+                with self._changed:
+                    self.answers.append(effect.message)
+                    self._changed.notify_all()
+            elif isinstance(effect, Broken):
+                self.fail(_error(effect, self._endpoint))
+        if self.session.attached is not None and self.attached is None:
+            with self._changed:
+                self.attached = self.session.attached
+                self._changed.notify_all()
+
+    def _prepare(self, packs: Packs) -> None:
+        """Make what the trainer should not have to make."""
+        packs.ahead = self._ahead
+        if kernels.derive is None:  # numpy takes ten times as long
+            packs.make()
+        elif self._ahead.slow:
+            self._ahead.make_group(packs, 0)
+
+    def _check_reached(self, now: float) -> None:
+        if not self.session.reached and now - self._started > self._answer_s:
+            raise Unreachable(
+                f"{self._endpoint}: got no answer in {self._answer_s:g} s, expected a broker: "
+                f"is 'streampack broker' running, and listening for trainers there?"
+            )
+
+
+def _error(broken: Broken, endpoint: str) -> StreampackError:
+    if broken.code in ("mesh", "rank_taken"):
+        return MeshError(broken.detail)
+    if broken.code == "stopped":
+        return PeerError(broken.detail)
+    if broken.code == "stall":
+        return DataStall(f"{endpoint}: {broken.detail}")
+    return Rejected(broken.code, broken.detail)

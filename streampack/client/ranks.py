@@ -1,0 +1,146 @@
+"""Which rank of which mesh a trainer is, from what its user already has.
+
+A rank number alone says nothing: 8 ranks are dp 8, or dp 4 and cp 2 in either order. So the mesh
+comes in one of three ways: sizes and ranks, a torch DeviceMesh, or sizes and the order in which
+RANK counts them. Where a launcher says that there are several ranks and the trainer says none of
+these, it is refused: every rank would read everything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import msgspec
+
+from streampack.core.protocol.messages import Mesh
+from streampack.errors import MeshError
+
+AXES = ("dp", "cp", "tp", "pp")
+_DIMS = {
+    "dp": ("dp", "dp_replicate", "dp_shard", "replicate", "shard", "fsdp", "hsdp", "ddp", "data", "data_parallel"),
+    "cp": ("cp", "sp", "ulysses", "context"),
+    "tp": ("tp", "tensor", "tensor_parallel", "model"),
+    "pp": ("pp", "pipe", "pipeline"),
+}
+_AXIS = {dim: axis for axis, dims in _DIMS.items() for dim in dims}
+"""By name of a DeviceMesh's dimension: ``sp`` (Ulysses) splits samples as ``cp`` does; sequence parallelism inside
+tensor parallelism has no dimension of its own."""
+_WAYS = (
+    'mesh=device_mesh (torch), mesh={"dp": 8, "dp_rank": rank}, or mesh={"tp": 2}, order="tp-cp-dp-pp" '
+    "(the first varies fastest with RANK)"
+)
+
+
+def mesh_of(mesh: Any = None, order: str | None = None, environ: Mapping[str, str] | None = None) -> Mesh:
+    """The mesh and this rank's place in it.
+
+    ``mesh``: a Mesh; sizes and ranks by name; a torch DeviceMesh; or, with ``order``, sizes alone, dp
+    inferred from WORLD_SIZE. ``order`` names axes from the one that varies fastest with RANK to the slowest, as
+    Megatron's does. None without an order is one rank. Raises MeshError.
+
+    >>> mesh_of({"tp": 2}, "tp-cp-dp-pp", {"RANK": "5", "WORLD_SIZE": "8"}).ranks
+    (2, 0, 1, 0)
+    """
+    environ = os.environ if environ is None else environ
+    if order is not None:
+        if not (mesh is None or isinstance(mesh, Mapping)):
+            raise MeshError(f"got order {order!r} with a {type(mesh).__name__}, expected sizes alone")
+        return _counted(dict(mesh or {}), order, environ)
+    if isinstance(mesh, Mesh):
+        return mesh
+    if hasattr(mesh, "mesh_dim_names"):
+        return _of_device_mesh(mesh)
+    if not (mesh is None or isinstance(mesh, Mapping)):
+        raise MeshError(f"mesh: got {mesh!r:.80}, expected sizes and ranks by name: {_WAYS}")
+    given = dict(mesh or {})
+    if unknown := [key for key in given if key not in Mesh.__struct_fields__]:
+        raise MeshError(
+            f"mesh: got the key {unknown[0]!r}, expected sizes dp, cp, tp, pp and ranks dp_rank, cp_rank, ...: {_WAYS}"
+        )
+    try:
+        found = msgspec.convert(given, Mesh)
+    except (msgspec.ValidationError, ValueError, TypeError) as error:
+        raise MeshError(f"mesh: {error}; expected sizes dp, cp, tp, pp and ranks dp_rank, cp_rank, ...") from None
+    world = _number(environ, "WORLD_SIZE", 1)
+    if world > 1 and not any(key.endswith("_rank") for key in given):
+        raise MeshError(f"got WORLD_SIZE={world} and no ranks, expected to be told this one's place: {_WAYS}")
+    return found
+
+
+def _of_device_mesh(mesh: Any) -> Mesh:
+    if not mesh.mesh_dim_names:
+        raise MeshError("got a DeviceMesh without mesh_dim_names, expected names such as dp, cp, tp, pp: name them")
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise MeshError("got a DeviceMesh that this rank is no part of, expected one that it is: connect only there")
+    return of_dims(mesh.mesh_dim_names, tuple(mesh.shape), coordinate)
+
+
+def of_dims(names: Sequence[str], sizes: Sequence[int], coordinate: Sequence[int]) -> Mesh:
+    """The mesh of dimensions by name, with this rank's coordinate: those of one axis combined, the first slowest.
+
+    Raises MeshError for a name that is no axis.
+
+    >>> str(of_dims(("dp_replicate", "dp_shard", "cp"), (2, 4, 2), (1, 2, 0)))
+    'dp=6/8 cp=0/2 tp=0/1 pp=0/1'
+    """
+    unknown = [name for name in names if name not in _AXIS]
+    if unknown:
+        raise MeshError(
+            f"got dimensions {', '.join(unknown)} in the DeviceMesh, expected names among {', '.join(_AXIS)}: "
+            f"pass the submesh of those, or sizes and ranks by name"
+        )
+    size, rank = dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0)
+    for name, extent, place in zip(names, sizes, coordinate, strict=True):
+        axis = _AXIS[name]
+        size[axis], rank[axis] = size[axis] * extent, rank[axis] * extent + place
+    return _mesh(size, rank)
+
+
+def _counted(sizes: dict[str, Any], order: str, environ: Mapping[str, str]) -> Mesh:
+    names = [name for name in order.split("-") if name != "ep"]  # Megatron's own order names it; it shares dp's ranks
+    if len(set(names)) < len(names) or not set(names) <= set(AXES):
+        raise MeshError(f"got order {order!r}, expected axes among dp, cp, tp, pp, each once: such as 'tp-cp-dp-pp'")
+    wrong = [key for key, size in sizes.items() if key not in AXES or not isinstance(size, int) or size < 1]
+    if wrong:
+        raise MeshError(f"got {wrong[0]}={sizes[wrong[0]]!r} with an order, expected sizes alone, of dp, cp, tp or pp")
+    missing = [axis for axis in AXES if sizes.get(axis, 1) > 1 and axis not in names]
+    if missing:
+        raise MeshError(f"got order {order!r} without {', '.join(missing)}, expected every axis of more than one rank")
+    if "RANK" not in environ or "WORLD_SIZE" not in environ:
+        raise MeshError(
+            "got an order but no RANK and WORLD_SIZE in the environment, expected both: start with torchrun, or "
+            'say the ranks, mesh={"dp": 8, "dp_rank": rank}'
+        )
+    rank, world = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
+    known = prod(sizes.get(axis, 1) for axis in names)
+    if "dp" in names and "dp" not in sizes and world % known == 0:
+        sizes["dp"] = world // known
+        known = world
+    if known != world or not 0 <= rank < world:
+        said = ", ".join(f"{axis}={sizes[axis]}" for axis in names if axis in sizes) or "no sizes"
+        raise MeshError(
+            f"got {said} and RANK={rank} of WORLD_SIZE={world}, expected sizes whose product is {world}: "
+            f"leave dp out to have it inferred"
+        )
+    size, ranks = dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0)
+    for axis in names:
+        size[axis] = sizes.get(axis, 1)
+        rank, ranks[axis] = divmod(rank, size[axis])
+    return _mesh(size, ranks)
+
+
+def _mesh(size: dict[str, int], rank: dict[str, int]) -> Mesh:
+    return msgspec.convert({**size, **{f"{axis}_rank": rank[axis] for axis in AXES}}, Mesh)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(environ.get(name, default))
+    except ValueError:
+        raise MeshError(
+            f"got {name}={environ[name]!r} in the environment, expected a number: unset or mend it"
+        ) from None

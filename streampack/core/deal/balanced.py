@@ -1,0 +1,204 @@
+"""Packs of one step that take equally long: samples are shared out over ranks and micro-batches by their cost.
+
+Ranks wait for each other at each micro-batch, so a step takes as long as its *critical path*: the cost of the dearest
+pack of each micro-batch, summed over the micro-batches. Where packs are filled first and dealt afterwards, samples
+cannot move to make them alike. Here packs are formed by cost:
+
+- *By rank*: samples go to ranks by largest differencing, with equal sizes and with any, then each rank's samples to its
+  packs by largest differencing again (``karmarkar_karp``). If that breaks the budget, they go dearest first,
+  each to the rank's cheapest pack with room ("longest processing time": Graham, SIAM J. Appl. Math. 17, 1969). The
+  dearest packs of all ranks share a micro-batch, so do the second dearest, and so on. Of the two, leveled, the one with
+  the shorter critical path is taken; any sizes only if they leave the dearest rank no more work.
+- *By cost*: samples go dearest first, each to the cheapest pack of all with room, and packs that cost alike share a
+  micro-batch. This has room where a rank has too many tokens, and long samples need not be spread over all ranks.
+- Then packs are *leveled*: samples change places. One of the dearest pack of a micro-batch goes to any other pack, and
+  a cheaper one, or none, comes back. The exchange that shortens the critical path most is made; of those, the one that
+  leaves both packs furthest below the dearest of their micro-batches. It ends when no exchange helps, or after
+  ``LOOKS`` pairs of samples for each sample. In packs by rank no rank's work grows beyond that of the dearest rank, so
+  ranks stay as alike as differencing made them.
+
+All values are integers, and ties go to the longer sample, then to the first: packs are a function of the lengths.
+``work`` and ``slots`` int64 [n] are each sample's cost and padded tokens; a longer sample never costs less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+
+from streampack.core.deal.deal import deal
+from streampack.core.model.samples import I64
+from streampack.core.packers.blocks.karmarkar_karp import karmarkar_karp
+
+MOST = 1 << 62
+"""More than any cost."""
+LOOKS = 128
+"""Pairs of samples that leveling looks at, for each sample."""
+MAX_DIFFERENCED = 2**16
+"""Samples of a rank times its packs, up to which they are differenced: it takes time and memory for each."""
+MAX_PLACED = 2**22
+"""Samples times packs, up to which samples are placed by cost, which looks at each pack."""
+MAX_TWICE = 2**7
+"""Samples of a step of which packs by rank are formed twice: few samples leave more to chance."""
+MAX_SAMPLES = 2**13
+"""Samples of a step that is formed by cost. With more, full packs of a sorted step cost alike."""
+
+
+class Bounds(NamedTuple):
+    """Data-parallel ranks, and the most tokens and samples of a pack."""
+
+    dp: int
+    budget: int
+    cap: int
+
+
+class Packs(NamedTuple):
+    """``where`` int64 [n]: the pack of each sample, m * dp + r for rank r's m-th of ``rows``."""
+
+    where: I64
+    rows: int
+
+
+def balanced_packs(
+    work: I64, slots: I64, bounds: Bounds, fewest: int, full: Callable[[], list[list[int]]]
+) -> list[list[int]]:
+    """The samples of each pack: of ``fewest`` packs, a multiple of dp, or as many as ``full`` makes if they must be.
+
+    ``full`` makes packs of the same samples by filling them. Packs by rank are taken if their critical path is no
+    longer than that of packs by cost or of full packs. Otherwise the shorter of those two is leveled. So the critical
+    path is never longer than that of full packs, dealt by cost.
+    """
+    order = np.argsort(-slots, kind="stable")
+    work, slots = work[order], slots[order]
+    by_rank = _by_rank(work, slots, bounds, fewest // bounds.dp)
+    by_cost = _by_cost(work, slots, bounds, fewest // bounds.dp)
+    found = by_rank
+    if by_rank is None or by_cost is None or _path(by_rank, work, bounds) > _path(by_cost, work, bounds):
+        filled = _filled(full(), order, work, bounds)
+        if by_rank is None and filled.rows * bounds.dp > fewest:
+            by_rank = _by_rank(work, slots, bounds, filled.rows)
+        found = by_rank
+        if by_rank is None or _path(by_rank, work, bounds) > _path(filled, work, bounds):
+            start = min((packs for packs in (by_cost, filled) if packs), key=lambda packs: _path(packs, work, bounds))
+            found = _leveled(start, work, slots, bounds, MOST)
+    assert found is not None
+    by_sample = np.empty_like(order)
+    by_sample[order] = found.where
+    packs: list[list[int]] = [[] for _ in range(found.rows * bounds.dp)]
+    for sample, pack in enumerate(by_sample.tolist()):
+        packs[pack].append(sample)
+    return packs
+
+
+# Below, samples are sorted, longest first.
+
+
+def _by_rank(work: I64, slots: I64, bounds: Bounds, rows: int) -> Packs | None:
+    """Leveled; None where the samples of a rank do not fit its packs."""
+    dp = bounds.dp
+    rank_of = dp - 1 - _differenced(work, dp, dp)
+    most = int(_sums(rank_of, work, dp).max())
+    found = _of_ranks(rank_of, work, slots, bounds, rows, most)
+    if len(work) > MAX_TWICE:
+        return found
+    rank_of = dp - 1 - _differenced(work, dp, 1)
+    least = int(_sums(rank_of, work, dp).max())
+    if least > most or _sums(rank_of, 1, dp).min() < rows:
+        return found
+    other = _of_ranks(rank_of, work, slots, bounds, rows, least)
+    if found is None or (other is not None and _path(other, work, bounds) < _path(found, work, bounds)):
+        return other
+    return found
+
+
+def _of_ranks(rank_of: I64, work: I64, slots: I64, bounds: Bounds, rows: int, most: int) -> Packs | None:
+    """The same, where the ranks of samples are ``rank_of`` int64 [n] to begin with, the dearest with ``most`` work."""
+    dp, budget, cap = bounds
+    if len(work) * rows > MAX_PLACED or _sums(rank_of, slots, dp).max() > rows * budget:
+        return None
+    where, fits = np.empty(len(work), np.int64), False
+    if -(-len(work) // dp) * rows <= MAX_DIFFERENCED:
+        for rank in range(dp):
+            mine = np.flatnonzero(rank_of == rank)
+            where[mine] = _differenced(work[mine], rows, 1) * dp + rank
+        fits = bool(_sums(where, slots, rows * dp).max() <= budget and _sums(where, 1, rows * dp).max() <= cap)
+    if not fits:
+        where, fits = _kernel().place(work, slots, rank_of, dp, rows, budget, cap)
+    return _leveled(Packs(where, rows), work, slots, bounds, most) if fits else None
+
+
+def _by_cost(work: I64, slots: I64, bounds: Bounds, rows: int) -> Packs | None:
+    """Not leveled; None where samples do not fit."""
+    dp, budget, cap = bounds
+    if len(work) * rows * dp > MAX_PLACED:
+        return None
+    where, fits = _kernel().place(work, slots, np.full(len(work), -1), dp, rows, budget, cap)
+    return _in_rows(Packs(where, rows), work, bounds, MOST) if fits else None
+
+
+def _filled(packs: list[list[int]], order: I64, work: I64, bounds: Bounds) -> Packs:
+    where = np.empty_like(order)
+    for number, pack in enumerate(packs):
+        where[pack] = number
+    return _in_rows(Packs(where[order], len(packs) // bounds.dp), work, bounds, MOST)
+
+
+def _leveled(packs: Packs, work: I64, slots: I64, bounds: Bounds, most: int) -> Packs:
+    """After exchanges; ``most`` is what the work of a rank may grow to."""
+    dp, budget, cap = bounds
+    where, rows = _in_rows(packs, work, bounds, most)
+    free = np.zeros(rows * dp, np.int64)  # a place in each pack
+    where = np.append(where, np.arange(rows * dp))
+    _kernel().level(
+        np.append(work, free), np.append(slots, free), where, dp, rows, budget, cap, most, LOOKS * len(work)
+    )
+    return _in_rows(Packs(where[: len(work)], rows), work, bounds, most)
+
+
+def _in_rows(packs: Packs, work: I64, bounds: Bounds, most: int) -> Packs:
+    """With packs numbered so that those of a micro-batch cost alike, dearest first; unless ``most`` is no bound, a rank
+    keeps its packs."""
+    where, rows = packs
+    cost = _sums(where, work, rows * bounds.dp)
+    if most == MOST:
+        dealt = deal(cost, bounds.dp, "deal")
+    else:
+        dealt = np.argsort(-cost.reshape(rows, -1), axis=0, kind="stable") * bounds.dp + np.arange(bounds.dp)
+    number = np.empty(rows * bounds.dp, np.int64)
+    number[dealt.ravel()] = np.arange(rows * bounds.dp)
+    return Packs(number[where], rows)
+
+
+def _path(packs: Packs, work: I64, bounds: Bounds) -> int:
+    """The critical path."""
+    return int(_sums(packs.where, work, packs.rows * bounds.dp).reshape(packs.rows, -1).max(axis=1).sum())
+
+
+def _differenced(work: I64, parts: int, step: int) -> I64:
+    """``difference``, or its twin without numba."""
+    difference = _kernel().difference
+    if hasattr(difference, "py_func"):
+        found: I64 = difference(work, parts, step)
+        return found
+    part_of = np.empty(len(work), np.int64)
+    for number, part in enumerate(karmarkar_karp(work.tolist(), parts, equal_sizes=step > 1)):
+        part_of[part] = number
+    return part_of
+
+
+@cache
+def _kernel() -> ModuleType:
+    """Imported at the first step, for numba takes a second."""
+    from streampack.core.deal import balanced_kernels
+
+    return balanced_kernels
+
+
+def _sums(where: I64, values: I64 | int, count: int) -> I64:
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, where, values)
+    return sums

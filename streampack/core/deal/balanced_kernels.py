@@ -1,0 +1,203 @@
+"""The hot loops of ``balanced``: compiled by numba where it is installed.
+
+Plain Python over numpy arrays, so that each function is its own twin. Only ``difference`` has another one,
+``karmarkar_karp``, which needs less time where there is no compiler.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heapreplace
+
+import numpy as np
+
+from streampack.core.deal.balanced import MOST
+from streampack.core.jit import njit
+from streampack.core.model.samples import I64
+
+
+@njit(nogil=True, cache=True)
+def difference(costs: I64, parts: int, step: int) -> I64:
+    """Which part each item of ``costs`` int64 [n], dearest first, is in by largest differencing: int64 [n].
+
+    ``step``: 1, or ``parts`` for parts of equal sizes. Parts are numbered as ``karmarkar_karp`` returns them.
+    """
+    num_items = len(costs)
+    num_partitions = -(-num_items // step)
+    # The parts of each partition that are not empty, dearest first, and the items of each as a chain.
+    sums = np.zeros((num_partitions, parts), np.int64)
+    first = np.zeros((num_partitions, parts), np.int64)
+    last = np.zeros((num_partitions, parts), np.int64)
+    used = np.zeros(num_partitions, np.int64)
+    follows = np.full(num_items, -1, np.int64)
+    heap = [(np.int64(0), np.int64(0)) for _ in range(num_partitions)]
+    for number in range(num_partitions):
+        start = number * step
+        used[number] = min(step, num_items - start)
+        for part in range(used[number]):
+            sums[number, part] = costs[start + part]
+            first[number, part] = last[number, part] = start + part
+        least = sums[number, parts - 1]
+        heap[number] = (least - sums[number, 0], np.int64(number))
+    heapify(heap)
+    total = np.empty(parts, np.int64)
+    begin = np.empty(parts, np.int64)
+    end = np.empty(parts, np.int64)
+    while len(heap) > 1:
+        one = heappop(heap)[1]
+        other = heap[0][1]
+        alone, also = parts - used[other], parts - used[one]
+        count = 0
+        for part in range(min(used[one], alone)):
+            total[count], begin[count], end[count] = sums[one, part], first[one, part], last[one, part]
+            count += 1
+        for part in range(min(used[other], also)):
+            total[count], begin[count], end[count] = sums[other, part], first[other, part], last[other, part]
+            count += 1
+        for part in range(alone, used[one]):
+            match = parts - 1 - part
+            total[count] = sums[one, part] + sums[other, match]
+            follows[last[one, part]] = first[other, match]
+            begin[count], end[count] = first[one, part], last[other, match]
+            count += 1
+        order = np.argsort(-total[:count], kind="mergesort")
+        for part in range(count):
+            sums[one, part] = total[order[part]]
+            first[one, part] = begin[order[part]]
+            last[one, part] = end[order[part]]
+        used[one] = count
+        heapreplace(heap, (sums[one, parts - 1] - sums[one, 0], one))
+    part_of = np.zeros(num_items, np.int64)
+    for _, whole in heap[:1]:
+        for part in range(used[whole]):
+            item = first[whole, part]
+            while item >= 0:
+                part_of[item] = parts - 1 - part
+                item = follows[item]
+    return part_of
+
+
+@njit(nogil=True, cache=True)
+def place(work: I64, slots: I64, rank_of: I64, dp: int, rows: int, budget: int, cap: int) -> tuple[I64, bool]:
+    """Put each sample, dearest first, into the cheapest pack that has room: its packs int64 [n], and whether all fit.
+
+    Pack m * dp + r is rank r's m-th; a sample goes to ``rank_of`` it, int64 [n], or to any where that is -1.
+    """
+    cost, tokens, count = np.zeros(rows * dp, np.int64), np.zeros(rows * dp, np.int64), np.zeros(rows * dp, np.int64)
+    where = np.full(len(work), -1, np.int64)
+    for i in range(len(work)):
+        free = rank_of[i] < 0
+        best = -1
+        for pack in range(0 if free else rank_of[i], rows * dp, 1 if free else dp):
+            if tokens[pack] + slots[i] <= budget and count[pack] < cap and (best < 0 or cost[pack] < cost[best]):
+                best = pack
+        if best < 0:
+            return where, False
+        where[i] = best
+        cost[best] += work[i]
+        tokens[best] += slots[i]
+        count[best] += 1
+    return where, True
+
+
+def best_by_arrays(
+    work: I64, slots: I64, mine: I64, others: I64, theirs: I64, spare: I64, room: I64, slack: I64, halves: I64, gap: int
+) -> tuple[int, int]:
+    """Which of the samples ``mine`` changes places best with which of ``others``; -1 twice where none does.
+
+    ``mine`` int64 [k] are in the dearest pack of a micro-batch, which is ``gap`` dearer than the next one there;
+    ``others`` int64 [m] are in the packs ``theirs``. Of each pack, int64 [packs]: ``spare`` is by how much its work may
+    grow, ``room`` its free tokens, ``slack`` how much cheaper it is than the dearest pack of its micro-batch, and
+    ``halves`` the same in the micro-batch of ``mine``, ``MOST`` elsewhere.
+    """
+    less = work[mine][:, None] - work[others]
+    gain = np.minimum(np.minimum(less, gap), halves[theirs] - less) - np.maximum(less - slack[theirs], 0)
+    fits = (less > 0) & (less <= spare[theirs]) & (slots[mine][:, None] - slots[others] <= room[theirs])
+    fits &= (gain > 0) | (less < slack[theirs])
+    if not fits.any():
+        return -1, -1
+    gain = np.where(fits, gain, -1)
+    after = np.where(gain == gain.max(), np.maximum(-less, less - slack[theirs]), MOST)
+    one, other = divmod(int(np.argmin(after)), len(others))
+    return int(mine[one]), int(others[other])
+
+
+@njit(nogil=True, cache=True)
+def best_by_loops(
+    work: I64, slots: I64, mine: I64, others: I64, theirs: I64, spare: I64, room: I64, slack: I64, halves: I64, gap: int
+) -> tuple[int, int]:
+    """The same, for numba."""
+    one = other = best = -1
+    least = MOST
+    for i in mine:
+        for k in range(len(others)):
+            j, pack = others[k], theirs[k]
+            less = work[i] - work[j]
+            if less <= 0 or less > spare[pack] or slots[i] - slots[j] > room[pack]:
+                continue
+            gain = min(less, gap, halves[pack] - less) - max(less - slack[pack], 0)
+            if gain < best or (gain <= 0 and less >= slack[pack]):
+                continue
+            after = max(-less, less - slack[pack])
+            if gain > best or after < least:
+                best, least, one, other = gain, after, i, j
+    return one, other
+
+
+best_exchange = best_by_loops if hasattr(best_by_loops, "py_func") else best_by_arrays
+
+
+@njit(nogil=True, cache=True)
+def level(work: I64, slots: I64, where: I64, dp: int, rows: int, budget: int, cap: int, most: int, limit: int) -> None:
+    """Let samples change packs, in place, while that makes the critical path shorter: see ``balanced``.
+
+    ``work`` and ``slots`` int64 [n + packs] of the samples, then 0 for the free place of each pack; ``where`` int64
+    [n + packs] their packs. No rank's work grows beyond ``most``. ``limit``: pairs of samples to look at, about.
+    """
+    packs = rows * dp
+    num_samples = len(work) - packs
+    cost, tokens, count = np.zeros(packs, np.int64), np.zeros(packs, np.int64), np.zeros(packs, np.int64)
+    load = np.zeros(dp, np.int64)
+    for i in range(num_samples):
+        cost[where[i]] += work[i]
+        tokens[where[i]] += slots[i]
+        count[where[i]] += 1
+        load[where[i] % dp] += work[i]
+    top = np.array([cost[row * dp : (row + 1) * dp].max() for row in range(rows)])
+    steps = np.unique(work)
+    least = (steps[1:] - steps[:-1]).min() if len(steps) > 1 else MOST
+    micro_batches, ranks = np.arange(packs) // dp, np.arange(packs) % dp
+    row = still = 0
+    while still < rows and limit > 0:
+        rest = cost[row * dp : (row + 1) * dp].copy()
+        rank = np.argmax(rest)
+        here = row * dp + rank
+        rest[rank] = 0
+        gap = cost[here] - rest.max()
+        mine = np.flatnonzero(where[:num_samples] == here)
+        # By how much other packs may grow for their ranks' sake: with less than ``least`` nothing can go there.
+        spare = np.where(ranks == rank, MOST, most - load[ranks])
+        spare[here] = 0
+        usable = (spare >= least)[where]
+        usable[num_samples:] &= count < (cap if len(mine) > 1 else 0)
+        others = np.flatnonzero(usable)
+        theirs = where[others]
+        slack = top[micro_batches] - cost
+        halves = np.where(micro_batches == row, slack, MOST)
+        one, other = best_exchange(work, slots, mine, others, theirs, spare, budget - tokens, slack, halves, gap)
+        limit -= len(work) + len(mine) * len(others)
+        if one < 0:
+            still += 1
+            row = (row + 1) % rows
+            continue
+        there = where[other]
+        for pack, sign in ((here, -1), (there, 1)):
+            cost[pack] += sign * (work[one] - work[other])
+            tokens[pack] += sign * (slots[one] - slots[other])
+            count[pack] += sign if other >= num_samples else 0
+            load[pack % dp] += sign * (work[one] - work[other])
+        where[one] = there
+        if other < num_samples:
+            where[other] = here
+        for changed in (row, there // dp):
+            top[changed] = cost[changed * dp : (changed + 1) * dp].max()
+        still = 0

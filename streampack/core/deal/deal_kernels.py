@@ -1,0 +1,84 @@
+"""What messages say of a step's packs, and how evenly ranks are loaded, in one go each: compiled by numba where it is
+installed.
+
+Plain Python over numpy arrays, so that the function itself is the twin that the tests compare with.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streampack.core.jit import njit
+from streampack.core.model.samples import I32, I64, U32
+
+
+@njit(nogil=True, cache=True)
+def lay_out(
+    numbers: I64,
+    handles: I64,
+    bounds: I64,
+    length: I32,
+    stream: I32,
+    index: I64,
+    part: I32,
+    ends: I64,
+    laid: I64,
+    lengths: U32,
+    streams: U32,
+    indices: NDArray,  # type: ignore[type-arg]
+    parts: U32,
+) -> None:
+    """Packs ``handles[bounds[i]:bounds[i + 1]]`` in the order of ``numbers``: fill in ``ends`` int64 [packs], where
+    each ends then, the handles ``laid`` int64 [samples], and of each sample what the columns of a table say, from
+    ``length`` to ``part``: uint32 [samples], ``indices`` uint64."""
+    at = 0
+    for i in range(len(numbers)):
+        for k in range(bounds[numbers[i]], bounds[numbers[i] + 1]):
+            h = handles[k]
+            laid[at] = h
+            lengths[at] = length[h]
+            streams[at] = stream[h]
+            indices[at] = index[h]
+            parts[at] = part[h]
+            at += 1
+        ends[i] = at
+
+
+@njit(nogil=True, cache=True)
+def loads(costs: I64, tokens: I64, dealt: I64, sums: I64, found: I64) -> tuple[float, int]:
+    """How evenly packs of ``costs`` and ``tokens``, int64 [packs], are shared out: rank r's m-th is ``dealt[m, r]``.
+
+    ``sums`` int64 [3, ranks], 0 before, takes each rank's costs, its tokens, and what these would be with the packs in
+    the order of their numbers; ``found`` int64 [3, 3] the least, the greatest and the sum of each. Returns the dearest
+    pack's cost over the mean, summed over the micro-batches that cost anything, and how many those are.
+    """
+    ratios, rows, ranks = 0.0, 0, dealt.shape[1]
+    for m in range(len(dealt)):
+        total = dearest = 0
+        for rank in range(ranks):
+            pack = dealt[m, rank]
+            cost = costs[pack]
+            total += cost
+            dearest = max(dearest, cost)
+            sums[0, rank] += cost
+            sums[1, rank] += tokens[pack]
+            sums[2, rank] += tokens[m * ranks + rank]
+        if total > 0:
+            ratios += dearest / (total / ranks)
+            rows += 1
+    for i in range(3):
+        low, high, total = sums[i, 0], sums[i, 0], 0
+        for rank in range(ranks):
+            low, high = min(low, sums[i, rank]), max(high, sums[i, rank])
+            total += sums[i, rank]
+        found[i, 0], found[i, 1], found[i, 2] = low, high, total
+    return ratios, rows
+
+
+def warm_up() -> None:
+    """Compile or load both."""
+    none, few, one = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros((1, 1), np.int64)
+    said = np.zeros(0, np.uint32)
+    lay_out(none, none, one[0], few, few, none, few, none, none, said, said, np.zeros(0, np.uint64), said)
+    loads(one[0], one[0], one, np.zeros((3, 1), np.int64), np.zeros((3, 3), np.int64))

@@ -1,0 +1,143 @@
+"""Dynamic batching: padded micro-batches whose size follows their lengths, for models that take no packs.
+
+The samples of one global batch are sorted by length (ties: the earlier first) and dealt over the ranks in turn,
+``sorted[i::dp]``, so that ranks have neighbours at every place. A micro-batch is a stretch of places, the same on all
+ranks, each sample padded to the longest of *all* ranks rounded up: so every rank has the same shapes. It is closed
+before (count * padded length) would pass the budget. NeMo-RL and ROLL do the same; ROLL's worked example has a
+micro-batch of 2 x 6 tokens for a budget of 10, and is corrected below.
+
+More micro-batches than that (a multiple, or at least so many) are had by splitting those with most tokens and more than
+one place in two, shorter samples first; then by empty ones. Where dp does not divide the samples, the ranks that come
+short have no sample at one place: -1, a row of padding.
+
+This is instead of packing, never on top of it. Every micro-batch has its own shape: ``torch.compile`` would compile
+each.
+
+>>> found = padded_batches([7, 6, 8, 5, 1, 3, 8, 6], budget=10, dp=2, length_round=2)
+>>> found.lengths.tolist(), found.figures.actual_tokens
+([4, 6, 8, 8], 52)
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+
+import numpy as np
+
+from streampack.core.layout.layout import round_up
+from streampack.core.model.samples import I64
+from streampack.errors import ConfigError, SampleError
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedFigures:
+    """Tokens over all ranks. ``valid_tokens`` are real; ``original_tokens`` those of one batch as wide as the longest
+    sample (or as was said); ``actual_tokens`` what is computed."""
+
+    valid_tokens: int
+    original_tokens: int
+    actual_tokens: int
+
+    @property
+    def removed_padding_tokens(self) -> int:
+        return self.original_tokens - self.actual_tokens
+
+    @property
+    def removed_padding_ratio(self) -> float:
+        return self.removed_padding_tokens / self.original_tokens if self.original_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedBatches:
+    """``places`` int64 [places, dp]: sample numbers, shortest first, -1 for a row of padding. ``bounds`` int64 [m + 1]:
+    micro-batch i is ``places[bounds[i]:bounds[i + 1], rank]``, each row ``lengths[i]`` tokens wide (int64 [m])."""
+
+    places: I64
+    bounds: I64
+    lengths: I64
+    figures: PaddedFigures
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.lengths)
+
+
+def padded_batches(
+    lengths: Sequence[int] | I64,
+    budget: int,
+    dp: int,
+    *,
+    length_round: int = 1,
+    micro_batch_multiple: int = 1,
+    min_micro_batches: int = 1,
+    width: int | None = None,
+    pp: int = 1,
+    variable_lengths: bool = False,
+) -> PaddedBatches:
+    """Micro-batches of at most ``budget`` tokens a rank, all ranks alike.
+
+    ``lengths``: integers [n], real tokens. ``length_round``: padded lengths are its multiples (a multiple of what cp
+    and tp need). ``width``: the batch's as it is, for the figures; the longest sample's by default. A pipeline
+    (``pp`` > 1) needs the same shape of every micro-batch, so it is refused unless the trainer takes
+    ``variable_lengths``; then there is a multiple of ``pp`` of them.
+
+    Raises SampleError naming a sample that is below 1 token or passes the budget or the width; ConfigError.
+    """
+    for name, value in (
+        ("budget", budget), ("dp", dp), ("length_round", length_round), ("pp", pp),
+        ("micro_batch_multiple", micro_batch_multiple), ("min_micro_batches", min_micro_batches),
+    ):  # fmt: skip
+        if value < 1:
+            raise ConfigError(f"{name}: got {value}, expected at least 1")
+    if pp > 1 and not variable_lengths:
+        raise ConfigError(f"pp: got {pp}, expected 1, as micro-batches differ in length: pack, or set variable_lengths")
+    if length_round > budget:
+        raise ConfigError(f"length_round: got {length_round}, expected at most the budget, {budget}")
+    real = np.asarray(lengths, np.int64)
+    padded = -(-real // length_round) * length_round
+    width = int(padded.max(initial=0)) if width is None else width
+    for i in np.flatnonzero((real < 1) | (padded > budget) | (real > width))[:1].tolist():
+        raise SampleError(
+            f"sample {i}: got {real[i]} tokens ({padded[i]} padded), expected 1 to {min(budget, width)}: drop or "
+            "truncate it before batching"
+        )
+    multiple = int(np.lcm(micro_batch_multiple, pp))
+    rows = -(-len(real) // dp)
+    places = np.full((rows, dp), -1, np.int64)
+    places.ravel()[: len(real)] = np.argsort(real, kind="stable")
+    longest = np.append(padded, 0)[places].max(axis=1).tolist()
+    bounds = _bounds(longest, budget)
+    count = round_up(max(len(bounds) - 1, min_micro_batches), multiple)
+    _split(bounds, longest, count)
+    empty = count + 1 - len(bounds)
+    shapes = np.array([*(longest[stop - 1] for stop in bounds[1:]), *[length_round] * empty], np.int64)
+    stops = np.array([*bounds, *range(rows + 1, rows + empty + 1)], np.int64)
+    places = np.concatenate([places, np.full((empty, dp), -1, np.int64)])
+    actual = dp * int((shapes * np.diff(stops)).sum())
+    return PaddedBatches(places, stops, shapes, PaddedFigures(int(real.sum()), len(real) * width, actual))
+
+
+def _bounds(longest: list[int], budget: int) -> list[int]:
+    """Stretches of places, as long as fit the budget when all are as long as their last, the longest."""
+    bounds = [0]
+    for place, length in enumerate(longest):
+        if (place + 1 - bounds[-1]) * length > budget:
+            bounds.append(place)
+    return [*bounds, len(longest)] if longest else bounds
+
+
+def _split(bounds: list[int], longest: list[int], count: int) -> None:
+    """Split, in place, the stretch with most tokens of those with places to share, till there are ``count`` or none."""
+    stretches = [(-(stop - start) * longest[stop - 1], start, stop) for start, stop in pairwise(bounds)]
+    heapify(stretches)
+    while len(bounds) <= count and stretches:
+        _, start, stop = heappop(stretches)
+        if stop - start > 1:
+            middle = start + (stop - start) // 2
+            insort(bounds, middle)
+            for begin, end in ((start, middle), (middle, stop)):
+                heappush(stretches, (-(end - begin) * longest[end - 1], begin, end))

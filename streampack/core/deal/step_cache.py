@@ -1,0 +1,291 @@
+"""Steps kept for readers: dealt over a mesh, and described in messages with one rank's packs.
+
+A step is dealt once for a mesh (``assignment``) and then read any number of times, the same each time. What its
+messages say is laid out when it is dealt, all packs of a rank together, so that a rank's share is a slice of it: what
+one of thousands of ranks asks for costs what it gets. Knows packs and handles, never tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from streampack.core.deal.assignment import deal_padded, deal_step, packs_of_mesh, split
+from streampack.core.deal.deal_kernels import lay_out
+from streampack.core.deal.deal_stats import DealtFigures
+from streampack.core.layout.layout import Contents
+from streampack.core.layout.step_frames import frames_for
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64, PACK, SampleTable
+from streampack.core.model.steps import Packs, Step
+from streampack.core.protocol.messages import Mesh, StepPart
+from streampack.core.stats.padding import depends_on_mesh, waste_of, waste_of_rows
+
+PART_BYTES = 2 << 20
+"""Payload of one message, about: large steps travel as several."""
+
+NOTHING = Contents(*[np.zeros(0, np.int64)] * 4)
+
+
+class Portions(NamedTuple):
+    """Packs, or the parts of them that ranks get: pack i holds samples ``handles[bounds[i]:bounds[i + 1]]``, int64 [n]
+    and [packs + 1]. Of each, int64 [packs]: its samples' ``loss_tokens`` and ``costs``, and their ``tokens``, also when
+    aligned (``slots``)."""
+
+    handles: I64
+    bounds: I64
+    loss_tokens: I64
+    costs: I64
+    tokens: I64
+    slots: I64
+
+
+@dataclass(frozen=True, slots=True)
+class _Dealt:
+    """A step on a mesh of ``sizes`` (dp, pp): ``each`` packs for a rank, rank 0's first, in ``contents`` and the
+    columns of its messages; pack i holds samples ``bounds[i]`` to ``bounds[i + 1]``."""
+
+    sizes: tuple[int, int]
+    each: int
+    bounds: list[int]
+    contents: Contents
+    numbers_u32: bytes
+    counts_u32: bytes
+    loss_tokens_u32: bytes
+    lengths_u32: bytes
+    streams_u32: bytes
+    indices_u64: bytes
+    parts_u32: bytes
+    widths_u32: bytes
+    rows_u32: bytes
+
+
+@dataclass(slots=True)
+class _Kept:
+    step: Step
+    skipped: bool = False
+    dealt: _Dealt | None = None
+
+
+class KeptSteps:
+    """The steps of a feed that some rank may still ask for."""
+
+    def __init__(self, feed: str, rules: Rules, layout: str, table: SampleTable) -> None:
+        self._feed, self._rules, self._layout, self._table = feed, rules, layout, table
+        self._steps: dict[int, _Kept] = {}
+        self.part_bytes = PART_BYTES
+        self.lineage = 0
+        self.figures = DealtFigures()
+
+    def add(self, step: Step, skipped: bool = False) -> None:
+        """Keep a step; of one that is ``skipped`` readers get the digests and no packs."""
+        self._steps[step.number] = _Kept(step, skipped)
+        if skipped:
+            self.figures.skip(step.packs)
+
+    def skip(self, first: int, last: int) -> None:
+        """Steps ``first`` to ``last`` are passed over by whoever asks for them from now on."""
+        for number, kept in self._steps.items():
+            if first <= number <= last and not kept.skipped:
+                kept.skipped = True
+                self.figures.skip(kept.step.packs)
+
+    def forget(self, number: int) -> I64:
+        """Drop a step; the handles of all its samples, int64 [n]."""
+        return self._steps.pop(number).step.packs.handles
+
+    def num_bytes(self, packs: Contents, mesh: Mesh) -> int:
+        """Payload of a message with these packs, about: fields of axis ``sample`` are not counted."""
+        shares = 1 if self._layout == "whole" else mesh.cp
+        return int(packs.widths.sum()) // shares * self._rules.token_bytes
+
+    def parts(self, number: int, mesh: Mesh, begin: int = 0, resend: int = 0) -> Iterator[tuple[StepPart, Contents]]:
+        """A step's messages for one rank, in order from number ``begin`` on, each with its packs; from the first on
+        where there are fewer."""
+        kept, rules = self._steps[number], self._rules
+        if kept.skipped:
+            yield self._passed_over(kept.step, resend), NOTHING
+            return
+        step, dealt = kept.step, self._deal(kept, mesh)
+        width = rules.budget // (1 if self._layout == "whole" else mesh.cp)
+        most = max(1, self.part_bytes // (width * rules.token_bytes))
+        frames = frames_for(rules.fields, mesh, self._layout)
+        mine, count = mesh.dp_rank * dealt.each, dealt.each
+        parts = -(-count // most)
+        for part in range(begin if begin < parts else 0, parts):
+            first = part * most
+            a, b = mine + first, mine + min(first + most, count)
+            c, d = dealt.bounds[a], dealt.bounds[b]
+            plan = StepPart(
+                feed=self._feed, lineage=self.lineage, step=step.number,
+                part=part, parts=parts, first=first,
+                micro_batches=count, digest=step.digest, chain=step.chain,
+                num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples, frames=frames,
+                packs_u32=dealt.numbers_u32[4 * a : 4 * b],
+                counts_u32=dealt.counts_u32[4 * a : 4 * b],
+                loss_tokens_u32=dealt.loss_tokens_u32[4 * a : 4 * b],
+                lengths_u32=dealt.lengths_u32[4 * c : 4 * d],
+                streams_u32=dealt.streams_u32[4 * c : 4 * d],
+                indices_u64=dealt.indices_u64[8 * c : 8 * d],
+                parts_u32=dealt.parts_u32[4 * c : 4 * d],
+                widths_u32=dealt.widths_u32[4 * a : 4 * b],
+                rows_u32=dealt.rows_u32[4 * a : 4 * b],
+                resend=resend,
+            )  # fmt: skip
+            handles, counts, widths, aligns = dealt.contents
+            yield plan, Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b])
+
+    def _passed_over(self, step: Step, resend: int) -> StepPart:
+        return StepPart(
+            feed=self._feed, lineage=self.lineage, step=step.number, part=0, parts=1, first=0, micro_batches=0,
+            digest=step.digest, chain=step.chain, num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples,
+            frames=[], packs_u32=b"", counts_u32=b"", loss_tokens_u32=b"", lengths_u32=b"", streams_u32=b"",
+            indices_u64=b"", parts_u32=b"", resend=resend,
+        )  # fmt: skip
+
+    def unfit(self, number: int, mesh: Mesh) -> str:
+        """Why a step cannot be served on a mesh: a rank would have no sample, and the policy forbids it. Or empty."""
+        kept, batch = self._steps[number], self._rules.batch
+        if batch is None or batch.empty == "pad" or kept.skipped:
+            return ""
+        counts, handles = self._deal(kept, mesh).contents.counts, kept.step.packs.handles
+        if counts.all():
+            return ""
+        count, got = len(counts), int(np.count_nonzero(self._table.keep[handles] != PACK))
+        what = "samples" if got == len(handles) else "samples and groups kept in one pack"
+        least = f"{count} at least" if got < count else f"a multiple of {mesh.dp}"
+        return (
+            f"step {number}: got a batch of {got} {what} for dp={mesh.dp}, {count // mesh.dp} micro-batches each, "
+            f"expected {least}: set rules.step.empty to pad, make batches larger, or use a smaller mesh"
+        )
+
+    def _deal(self, kept: _Kept, mesh: Mesh) -> _Dealt:
+        """The step on this mesh, dealt now if it was not."""
+        if kept.dealt is None or kept.dealt.sizes != (mesh.dp, mesh.pp):
+            kept.dealt = (self._deal_padded if self._rules.padded else self._deal_packs)(kept, mesh)
+        return kept.dealt
+
+    def _deal_packs(self, kept: _Kept, mesh: Mesh) -> _Dealt:
+        formed, rules, is_first = kept.step.packs, self._rules, kept.dealt is None
+        packs: Packs | Portions = formed
+        count = packs_of_mesh(rules, len(formed), mesh.dp, mesh.pp)
+        if count > len(formed):
+            packs = self._split(formed, count)
+            if is_first:
+                empty = int(np.count_nonzero(np.diff(packs.bounds) == 0))
+                self.figures.empty_packs += empty
+                self.figures.split_packs += count - len(formed) - empty
+        dealt = deal_step(rules, packs.costs, mesh.dp)
+        widths = rules.step_widths(packs.slots, mesh.pp)
+        self.figures.add(packs.costs, packs.tokens, dealt)
+        if is_first and depends_on_mesh(rules):
+            self.figures.deliver(packs.tokens, waste_of(packs.tokens, packs.slots, widths, rules))
+        return self._in_order(packs, dealt, widths, np.full(count, rules.align.sample), mesh)
+
+    def _deal_padded(self, kept: _Kept, mesh: Mesh) -> _Dealt:
+        formed, rules, is_first = kept.step.packs, self._rules, kept.dealt is None
+        found = deal_padded(rules, self._table.length[formed.handles].astype(np.int64), mesh.dp, mesh.pp)
+        packs, widths = self._portions(formed.handles, found.packs), found.rows * found.widths
+        dealt = np.arange(len(widths)).reshape(-1, mesh.dp)
+        self.figures.add(found.rows * rules.balance.costs(found.widths), packs.tokens, dealt)
+        if is_first:
+            held = np.diff(packs.bounds)
+            self.figures.add_padded(found.figures, held, packs.tokens, packs.slots)
+            wasted = waste_of_rows(packs.tokens, packs.slots, held, found.rows, found.widths)
+            self.figures.deliver(packs.tokens, wasted)
+        return self._in_order(packs, dealt, widths, found.widths, mesh)
+
+    def _in_order(self, packs: Packs | Portions, dealt: I64, widths: I64, aligns: I64, mesh: Mesh) -> _Dealt:
+        """What was dealt, rank by rank."""
+        numbers, table, rules = dealt.T.ravel(), self._table, self._rules
+        bounds, count = np.zeros(len(numbers) + 1, np.int64), len(packs.handles)
+        handles, indices = np.empty(count, np.int64), np.empty(count, "<u8")
+        lengths, streams, parts = np.empty((3, count), "<u4")
+        lay_out(
+            numbers, packs.handles, packs.bounds, table.length, table.stream, table.index, table.part, bounds[1:],
+            handles, lengths, streams, indices, parts,
+        )  # fmt: skip
+        counts, widths, aligns = bounds[1:] - bounds[:-1], widths[numbers], aligns[numbers]
+        return _Dealt(
+            (mesh.dp, mesh.pp), len(dealt), bounds.tolist(), Contents(handles, counts, widths, aligns),
+            numbers_u32=_u32(numbers), counts_u32=_u32(counts), loss_tokens_u32=_u32(packs.loss_tokens[numbers]),
+            lengths_u32=lengths.tobytes(), streams_u32=streams.tobytes(), indices_u64=indices.tobytes(),
+            parts_u32=parts.tobytes(), widths_u32=b"" if rules.shape == "fixed" else _u32(widths),
+            rows_u32=_u32(aligns) if rules.padded else b"",
+        )  # fmt: skip
+
+    def _split(self, packs: Packs, count: int) -> Portions:
+        slots = self._slots(packs.handles)
+        keeps = self._table.keep[packs.handles]
+        parts, _ = split(packs.bounds, self._rules.balance.costs(slots), keeps, count)
+        return self._portions(packs.handles, parts)
+
+    def _portions(self, handles: I64, packs: list[I64]) -> Portions:
+        """Packs of the samples of ``handles`` at these positions, int64 [samples] each."""
+        handles = handles[np.concatenate(packs)]
+        bounds = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])])
+        slots = self._slots(handles)
+        loss_tokens, tokens = self._table.loss_tokens[handles], self._table.length[handles]
+        sums = np.zeros((4, len(handles) + 1), np.int64)
+        np.cumsum(np.stack([loss_tokens, self._rules.balance.costs(slots), tokens, slots]), axis=1, out=sums[:, 1:])
+        return Portions(handles, bounds, *np.diff(sums[:, bounds]))
+
+    def _slots(self, handles: I64) -> I64:
+        """Tokens of samples when aligned, int64 [n]."""
+        align = self._rules.align.sample
+        return -(-self._table.length[handles].astype(np.int64) // align) * align
+
+
+def _u32(column: I64) -> bytes:
+    return column.astype("<u4").tobytes()
+
+
+def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
+    """Why these rules cannot serve a mesh, naming both; empty if they can."""
+    if rules.batch is not None:
+        if wrong := batch_refusal(mesh, rules):
+            return wrong
+    elif rules.packs % mesh.dp:
+        divisors = ", ".join(str(d) for d in range(1, min(rules.packs, 512) + 1) if rules.packs % d == 0)
+        return (
+            f"got dp={mesh.dp}, expected one that divides the {rules.packs} packs of a step "
+            f"({divisors}): change the mesh or rules.step.packs"
+        )
+    if mesh.cp == 1 or layout == "whole":
+        return ""
+    if rules.padded and layout != "zigzag":
+        return (
+            f"got cp={mesh.cp} and cp_layout: {layout} with padded: true, expected zigzag, which cuts each row by "
+            f"itself, or whole"
+        )
+    parts = mesh.cp if layout == "contiguous" else 2 * mesh.cp
+    how = f"{'' if layout == 'contiguous' else '2 * '}cp = {parts}"
+    if layout == "zigzag" and (rules.align.sample % parts or rules.align.pack % parts):
+        return (
+            f"got cp={mesh.cp} and align sample={rules.align.sample} pack={rules.align.pack}, expected multiples "
+            f"of {how}: set rules.align or planned_mesh.cp before the run starts"
+        )
+    if rules.width_unit % parts:
+        what = f"a budget of {rules.budget}" if rules.shape == "fixed" else f"packs of multiples of {rules.width_unit}"
+        keys = "rules.budget" if rules.shape == "fixed" else "rules.align.pack, rules.shape"
+        return (
+            f"got cp={mesh.cp} and {what}, expected a multiple of {how}, which the layout {layout} cuts it into: "
+            f"change {keys} or the mesh"
+        )
+    return ""
+
+
+def batch_refusal(mesh: Mesh, rules: Rules) -> str:
+    """Why batches of these rules would leave ranks of a mesh without a sample, if they must not; or empty."""
+    batch = rules.batch
+    least = packs_of_mesh(rules, 1, mesh.dp, mesh.pp)
+    if batch is None or batch.empty == "pad" or least <= (samples := batch.samples or batch.min_samples):
+        return ""
+    key = "samples" if batch.samples else "min_samples"
+    return (
+        f"got dp={mesh.dp} and batches of {samples} samples with empty: error, expected {least} at least, for "
+        f"{least // mesh.dp} micro-batches of each rank: change the mesh, rules.step.{key} or rules.step.empty"
+    )

@@ -1,0 +1,409 @@
+"""A feed: some streams under rules of their own, from the merge to the readers.
+
+What a trainer connects to. It merges its streams' samples, has steps formed of them (``planner``), writes down how
+each came out (``recorder``) and serves them to its ``readers`` (``outbox``); nothing of it touches another feed. Its
+streams belong to it alone, and are numbered among themselves, so that a run with more feeds has the same steps in
+this one.
+
+To be at a step is to have gone there: from a snapshot not after it, whose window's samples are read again,
+and over the steps between, which are formed again and not served. So a broker that was killed goes
+on, trainers go back to a checkpoint, and a finite feed is iterated again, at step 0, which needs no
+snapshot.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from streampack.core.feed.brought import Brought
+from streampack.core.feed.checkpoints import Checkpoints
+from streampack.core.feed.merged_memory import MergedMemory
+from streampack.core.feed.outbox import Outbox
+from streampack.core.feed.planner import Planner
+from streampack.core.form.form_stats import FormedFigures
+from streampack.core.intake.leases import Leases
+from streampack.core.journal.history import History
+from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_records import CheckpointCommitted, FeedFacts, Record, RulesChanged, SnapshotTaken
+from streampack.core.journal.recorder import Recorder
+from streampack.core.model.capacity import FeedPlan
+from streampack.core.model.rules import Rules, difference
+from streampack.core.model.samples import I64, SampleTable
+from streampack.core.model.snapshot import Snapshot
+from streampack.core.model.steps import Step
+from streampack.core.protocol.effects import Formed, Recall, Recalled, Release
+from streampack.core.protocol.events import Effect, Report
+from streampack.core.protocol.messages import State
+from streampack.core.serve.readers import Readers
+from streampack.core.stats.data_wait import Missing
+from streampack.core.stats.padding import depends_on_mesh
+
+FORMING = Missing("forming", "the step is being packed")
+
+
+class Feed:
+    """One feed of a broker; ``table`` and ``leases`` are shared with the others.
+
+    ``steps_ahead`` bounds the steps formed and not yet returned by all ranks.
+    """
+
+    def __init__(
+        self, run: int, epoch: int, plan: FeedPlan, max_sample_tokens: int, steps_ahead: int, table: SampleTable,
+        leases: Leases, journal: Journal,
+    ) -> None:  # fmt: skip
+        self.plan, self.name, self.rules = plan, plan.name, plan.rules
+        self._steps_ahead = steps_ahead
+        self._table, self._leases, self._books, self._journal = table, leases, leases.books, journal
+        name, rules = plan.name, plan.rules
+        self.history = History(rules, sum(stream.partitions for stream in rules.streams))
+        self.memory = MergedMemory(plan.merged_tokens, rules, max_sample_tokens, table)
+        self._recorder = Recorder(name, self.history, journal, table)
+        self.planner = Planner(
+            name, rules, self.history, self.memory, max_sample_tokens, table, leases, self._recorder
+        )  # fmt: skip
+        self.readers = Readers(
+            run, epoch, name, rules, plan.layout, table, self, plan.max_readers, plan.leaving_bytes
+        )  # fmt: skip
+        self.steps = self.readers.steps
+        """The steps that are served, and what each rank has had of them."""
+        self._outbox = Outbox(self.readers, self.history, journal, leases)
+        self._checkpoints = Checkpoints(name, rules, plan.keeps, self.history, journal, table)
+        self._brought = Brought(name, rules, self.history, self.planner.live, self.memory, self._books)
+        self.figures = FormedFigures(plan.rules)
+        self._waits_for: int | None = None
+        """The record of the snapshot to begin from, which is not at hand."""
+        self.failed = ""
+        """Why nothing more can be served: the data are not what they were, or a batch does not fit in memory."""
+        self._failed_code = ""
+
+    @property
+    def finished(self) -> bool:
+        """Every rank has returned every step, and no reader is attached any more."""
+        steps = self.steps
+        returned = steps.end is not None and steps.released_upto >= steps.end.num_steps
+        return returned and not self.readers.num_readers
+
+    @property
+    def next_step(self) -> int:
+        """The step that is formed next."""
+        return self.planner.former.next_step
+
+    @property
+    def waste(self) -> I64:
+        """Tokens of the packs delivered that are nobody's, int64 [waste.CAUSES]."""
+        return self.figures.waste + self.steps.dealt.waste
+
+    @property
+    def delivered_tokens(self) -> int:
+        """Tokens of the packs delivered: real ones and ``waste``."""
+        if depends_on_mesh(self.plan.rules):
+            return self.steps.dealt.delivered_tokens
+        return self.figures.totals.tokens + int(self.figures.waste.sum())
+
+    @property
+    def latest_rules(self) -> Rules:
+        """With every change that was asked for."""
+        return self.planner.live.latest
+
+    def waiting_for(self) -> Missing:
+        """Why the next step is not there."""
+        planner = self.planner
+        if self.failed:
+            return Missing("failed", self.failed)
+        if waits := self._outbox.waiting_for():
+            return waits
+        if planner.forming:
+            return FORMING
+        if self._is_ahead:
+            return Missing("peers", self.steps.slowest)
+        if self.memory.room <= 0:
+            return Missing("memory", f"the arena is full: {self.steps.slowest}")
+        if planner.blocked is not None and self._journal.full and self.history.in_order:
+            return Missing("log", self._journal.full)
+        if planner.blocked is not None:
+            missing = self._books.of_feed(self.name)[planner.blocked]
+            stream = self._books.name_of(missing)
+            if lost := self._lost(missing):
+                return Missing("stream", lost, stream)
+            end = f"end_of_batch {self._books.intakes[missing].num_marks}"
+            if not self._ends_by_marks:
+                who = self._leases.describe(missing)
+                if not (planner.admission.merge.has_barriers and self._books.stream_of[missing].terms.pushed):
+                    return Missing("stream", f"no sample has come from {who}", stream)
+                both = f"no sample and no {end} has come from {who}, and another partition has ended this batch"
+                return Missing("stream", both, stream)
+            if (where := self._leases.pushed_from(missing)) is None:
+                return Missing("stream", f"no {end} has come from {self._leases.describe(missing)}", stream)
+            partition = missing - self._books.stream_of[missing].first
+            text = f"{end} from partition {partition} of stream {stream!r}, held by the producer at {where}"
+            return Missing("stream", text, stream, batch=True)
+        return FORMING
+
+    @property
+    def _ends_by_marks(self) -> bool:
+        """Whether a step waits until programs end their batch."""
+        batch = self.plan.rules.batch
+        return batch is not None and batch.samples is None
+
+    def _lost(self, p: int) -> str:
+        """What the log lacks of the steps before those that trainers read, where it lacks it; or empty."""
+        stream, begins = self._books.stream_of[p], self.steps.released_upto
+        if not stream.terms.pushed or self._books.intakes[p].behind or self.planner.former.next_step >= begins:
+            return ""
+        return (
+            f"samples that were pushed to stream {stream.terms.name!r} are lost: trainers go on from step {begins}, "
+            f"but the log holds only the samples of the steps before {self.planner.former.next_step}: put back the "
+            f"state_dir that has them, or start a new run"
+        )
+
+    # Forming steps
+
+    def advance(self) -> list[Effect]:
+        """Move on as far as can be: merge what may be merged, ask for a step to be formed."""
+        effects: list[Effect] = []
+        planner = self.planner
+        while not planner.ended and not self.steps.draining and not self.failed:
+            effects += planner.fill()
+            if planner.forming or self._is_ahead:
+                break
+            if request := planner.request():
+                effects += request
+                break
+            if not planner.former.closed:
+                effects += self._fail("memory", planner.overfull) if planner.overfull else []
+                break
+            effects += self._publish(planner.cut())  # the feed has ended, or its next pass begins
+        return effects + self._outbox.hand_out() + self.steps.tell_starving(forming=False)
+
+    def formed(self, event: Formed) -> list[Effect]:
+        """A packer's choice; one that was asked for before the feed went back is of no use."""
+        if event.generation != self.planner.generation:
+            return []
+        return self._publish(self.planner.formed(event))
+
+    def settle(self, effects: list[Effect]) -> list[Effect]:
+        """Take what is released off the books; effects are performed in order, so nobody still reads it."""
+        for effect in effects:
+            if isinstance(effect, Release):
+                self.memory.release(effect.handles)
+                self._books.forget(effect.handles)
+                self._table.free(effect.handles)
+        return effects
+
+    @property
+    def _is_ahead(self) -> bool:
+        return self.next_step >= self.steps.released_upto + self._steps_ahead
+
+    def _publish(self, steps: list[Step]) -> list[Effect]:
+        effects: list[Effect] = []
+        for step in steps:
+            self.figures.add(step, self._table.length[step.packs.handles])
+            effects += self._note(step)
+            if self.failed:
+                return effects
+            self._outbox.put(step)
+        if steps and (taken := self.planner.snapshot()) is not None:
+            effects += self._recorder.snapshot(taken)
+            self.history.forget_snapshots(self.steps.released_upto, self._journal.keeps)
+        if self.planner.former.finished and not self.planner.ended:
+            effects += self._close()
+        return effects + self._outbox.hand_out()
+
+    def _note(self, step: Step) -> list[Effect]:
+        """Record a step, or see that it is what was recorded."""
+        if not self._recorder.contradicts(step):
+            return self._recorder.step(step, self.steps.released_upto)
+        return self._fail(
+            "diverged",
+            f"step {step.number} came out otherwise than the first time, though every sample that was compared is the "
+            f"same: the data, the tokenizer or streampack itself have changed: put them back, or start a new run",
+        )
+
+    def _fail(self, code: str, why: str) -> list[Effect]:
+        """Nothing more can be served."""
+        self.failed, self._failed_code = why, code
+        return [Report("error", f"feed {self.name!r}: {why}", feed=self.name), *self.readers.fail(code, why)]
+
+    def _close(self) -> list[Effect]:
+        """Everything held is in a step: the pass has ended, or the feed."""
+        effects: list[Effect] = []
+        dropped = self.planner.end_pass()
+        if len(dropped):
+            first = self._table.rows(dropped[:1]).tobytes()
+            tail = self.readers.attempts.round, self.history.lineage, self.next_step, first
+            self.figures.drop(self._table.length[dropped], tail)
+            effects += [*self._recorder.tail(self.next_step, dropped), Release(dropped)]
+        if self.planner.ended:
+            end = self.next_step, self.planner.former.chain
+            effects += self._recorder.end(*end)
+            self._outbox.put(end)
+        return effects
+
+    # Going to a step
+
+    def unfit(self, step: int, given: Snapshot | None) -> tuple[str, str] | None:
+        """Why the feed cannot go to ``step``, with a checkpoint's snapshot: (code, detail), or None."""
+        if self.failed:
+            return self._failed_code, self.failed
+        oldest = self.history.oldest_step
+        if step < oldest:
+            return "step_gone", (
+                f"got a request to start at step {step}, expected {oldest} or later, the oldest that the "
+                f"log still has the order for: take a newer checkpoint (retain.checkpoints says how many are kept)"
+            )
+        wrong = self._brought.wrong(given) if given is not None and given.step <= step else ""
+        return ("snapshot", f"the checkpoint's snapshot: {wrong}") if wrong else None
+
+    def knows(self, given: Snapshot) -> bool:
+        """Return whether all changes and skips of a checkpoint's snapshot are recorded here."""
+        return self.history.knows(given)
+
+    def rewind(self, step: int, given: Snapshot | None, back: bool) -> list[Effect]:
+        """Trainers begin at ``step``, which is not the next. Those that have gone ``back`` had returned it: where that
+        is wanted, pushed samples that came since are dropped, and other steps follow, in another lineage. Others go on
+        where the broker before was killed: it had formed steps that nobody has returned, as far as the log knows."""
+        effects: list[Effect] = []
+        self._checkpoints.go_back(step)
+        discards = self.plan.discards and back and step < self.history.num_steps
+        if discards:
+            since = self.history.begin_of(step)
+            why = f"trainers went back to step {step} from {self.history.num_steps}, what was pushed since is dropped"
+            effects += self._branch(step, why, since)
+            effects += self._books.discard(self.name)
+        return effects + self.go_to(step, given, discards)
+
+    def go_to(self, step: int, given: Snapshot | None = None, anew: bool = False) -> list[Effect]:
+        """Have ``step`` be the next that is served; the readers have let go of theirs. ``given`` is a checkpoint's;
+        ``anew``: what is merged is not what it would be."""
+        found, here = self.history.nearest(step), self.next_step
+        nearest = max(found[0] if found is not None else 0, given.step if given is not None else 0)
+        effects: list[Effect] = []
+        knows_more = given is not None and not self.history.knows(given)
+        if not knows_more and (chain := self.history.chain_after(step - 1)) is not None:
+            effects += self.readers.attempts.check(step, chain)
+        if nearest <= here <= step and not self.planner.ended and not anew and not knows_more:
+            return effects + self._outbox.hand_out()
+        held = np.concatenate([self.planner.let_go(), *self._outbox.let_go()])
+        self._waits_for = None
+        if len(held):
+            effects.append(Release(held))
+        if step or self.figures.totals.steps:
+            effects.append(Report("info", f"feed {self.name!r} goes to step {step}", feed=self.name, step=step))
+        if given is not None and (found is None or given.step > found[0] or knows_more):
+            return effects + self._adopt(given, step)
+        if found is None or found[2] is not None:
+            return effects + self.planner.restore(found[2] if found is not None else None)
+        self._waits_for = found[1]
+        return [*effects, Recall(self.name, found[1], self.planner.generation)]
+
+    def recalled(self, event: Recalled) -> list[Effect]:
+        """A snapshot that was asked for: to go there, or for a checkpoint's state."""
+        if not isinstance(event.record, SnapshotTaken):
+            return []
+        taken = event.record.snapshot
+        self.history.keep(taken)
+        effects = self.readers.tell_states()
+        if event.generation == self.planner.generation and event.lsn == self._waits_for:
+            self._waits_for = None  # asked for again, later, it is for a state only
+            effects += self.planner.restore(taken)
+        return effects
+
+    def _adopt(self, given: Snapshot, step: int) -> list[Effect]:
+        """Restore the snapshot of a checkpoint that begins at ``step``, and record the changes and skips that the log
+        of this broker does not have."""
+        effects: list[Effect] = []
+        history = self.history
+        for number, change in enumerate(given.changes):
+            if number < len(history.changes) and not history.changes[number].position < 0 <= change.position:
+                continue
+            if change.position >= 0:
+                history.forget_after(change.position)
+            else:  # no position yet: the trainers had the steps before ``step`` without this change
+                change = msgspec.structs.replace(change, step=max(change.step, step))
+            if change.step < history.num_steps:  # formed before a trainer came with it: nobody had them
+                effects += self._branch(change.step, f"a checkpoint knows of {change.note}")
+            effects += self._recorder.change(change)
+            self.planner.live.know(change.rules)
+        for first, last in given.skips:
+            if (first, last) not in history.skips:
+                effects += self._recorder.skip(first, last)
+        history.begin_at(given.step)
+        if given.step > history.last_snapshot:
+            effects += self._recorder.snapshot(given)
+        return effects + self.planner.restore(given)
+
+    def _branch(self, step: int, why: str, since: int | None = None) -> list[Effect]:
+        """Another lineage begins at ``step``."""
+        effects = self._recorder.lineage(step, why, since)
+        self.steps.lineage = self.history.lineage
+        self.steps.forget_chains(step)
+        return effects
+
+    # The log
+
+    def safe(self, upto: int) -> list[Effect]:
+        """Records below ``upto`` are safe."""
+        committed = self.readers.committed(self._checkpoints.safe(upto))
+        return committed + self.readers.tell_states() + self._outbox.hand_out()
+
+    def recover(self, lsn: int, record: Record) -> None:
+        """A record of the log, before anything else happens."""
+        self._recorder.recover(lsn, record)
+        if isinstance(record, RulesChanged):
+            self.planner.live.know(record.change.rules)
+        elif isinstance(record, CheckpointCommitted):
+            self._checkpoints.recover(record.step)
+
+    def recover_facts(self, facts: FeedFacts, released: int) -> None:
+        """What survived of records that are gone. Raises ValueError for a feed of other rules."""
+        differs = difference(self.rules, facts.rules)
+        if differs:
+            raise ValueError(f"feeds.{self.name}: {differs} as the log has it")
+        self.history.recover(facts, released)
+        self.planner.live.know(self.latest_rules)
+
+    def begin(self) -> list[Effect]:
+        """Go to where the log ends: to the first step that some rank has not returned."""
+        step = self.steps.formed_upto
+        self.steps.lineage = self.history.lineage
+        effects = self._books.discard(self.name)  # what the last broker was killed before it had counted
+        return effects + self.go_to(step, anew=True) if self.history.order or step else []
+
+    @property
+    def wanted_lsn(self) -> int:
+        """Records below are wanted no more (R7)."""
+        return self._checkpoints.wanted_lsn(self.steps.released_upto)
+
+    # What is asked of it
+
+    def change(self, rules: Rules, at_step: int | None, note: str) -> tuple[list[Effect], int]:
+        """Go by ``rules`` from a step on that is not formed yet; that step. Raises ValueError where memory is short."""
+        # while steps are formed again they stay as they are, and those that a trainer has had elsewhere
+        unformed = max(self.next_step, self.history.num_steps, self.readers.attempts.known_upto)
+        effects, step = self.planner.live.ask(rules, unformed, at_step, note)
+        return effects + self.advance(), step
+
+    def skip(self, first: int, last: int) -> list[Effect]:
+        """Pass over steps ``first`` to ``last``; what follows stays as it is. Raises ValueError for steps that some
+        rank may have had."""
+        if not 0 <= first <= last:
+            raise ValueError(f"got steps {first} to {last}, expected the first one first")
+        if self.steps.joined and first < self.steps.formed_upto:
+            raise ValueError(
+                f"got step {first}, expected {self.steps.formed_upto} or later, the first that no rank can have had: "
+                f"or stop the trainers, skip, and start them from a checkpoint before step {first}"
+            )
+        self.steps.skip(first, last)
+        return self._recorder.skip(first, last)
+
+    def state_of(self, step: int) -> State | list[Effect]:
+        """What a checkpoint that begins at ``step`` holds; or what is done to know it, nothing where nobody can."""
+        return self._checkpoints.state_of(step, self.planner.generation)
+
+    def commit(self, step: int) -> list[Effect]:
+        """A checkpoint that begins at ``step`` is durable: keep what the last few need."""
+        if step > max(self.history.num_steps, self.steps.formed_upto):
+            text = f"feed {self.name!r}: got a commit of step {step}, which was never formed"
+            return [Report("warning", text, feed=self.name, step=step)]
+        return self._checkpoints.commit(step) + self.safe(self._journal.safe_upto)

@@ -1,0 +1,144 @@
+"""The rules that a feed goes by, as they change while it runs.
+
+A change holds from a step on that nobody has had when it is asked for. It is recorded at once, so that it is not
+forgotten, and again when that step is about to be formed: the position, in samples merged, is known then, and the
+merge goes by it whenever it comes to that position again. No position is inside a group, of which a stream that is
+removed would leave a part, nor before that of the last snapshot, which was taken without the change. Streams that join
+are known from the moment that they are asked for, since their producers may come; their partitions take their quota
+from what may be merged.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from streampack.core.feed.merged_memory import MergedMemory
+from streampack.core.intake.admission import Admission
+from streampack.core.intake.lease_terms import terms_of
+from streampack.core.intake.leases import Leases
+from streampack.core.journal.history import History
+from streampack.core.journal.recorder import Recorder
+from streampack.core.merge.queues import NOWHERE
+from streampack.core.merge.schedule import change as change_merge
+from streampack.core.model.rules import Rules, RulesChange
+from streampack.core.protocol.effects import Release
+from streampack.core.protocol.events import Effect
+
+
+class LiveRules:
+    """One feed's, which began with ``rules``; the changes themselves are in its ``history``."""
+
+    def __init__(
+        self, feed: str, rules: Rules, history: History, admission: Admission, memory: MergedMemory, leases: Leases,
+        recorder: Recorder,
+    ) -> None:  # fmt: skip
+        self._feed, self._rules, self._history, self._recorder = feed, rules, history, recorder
+        self._admission, self._memory, self._leases = admission, memory, leases
+        self.applied = 0
+        """Changes that the merge goes by."""
+
+    @property
+    def latest(self) -> Rules:
+        """With every change that was asked for."""
+        changes = self._history.changes
+        return changes[-1].rules if changes else self._rules
+
+    @property
+    def current(self) -> Rules:
+        """As the merge goes by them."""
+        return self._history.changes[self.applied - 1].rules if self.applied else self._rules
+
+    @property
+    def waiting(self) -> bool:
+        """Are there changes that the merge does not go by yet?"""
+        return self.applied < len(self._history.changes)
+
+    @property
+    def num_partitions(self) -> int:
+        """Of all streams, those asked for too."""
+        return _partitions(self.latest)
+
+    @property
+    def spare_partitions(self) -> int:
+        """How many may join before memory is short."""
+        return max(self._memory.limit_tokens - self._memory.needed_tokens, 0) // self._leases.quota_tokens
+
+    @property
+    def next_position(self) -> int:
+        """The position that the merge must not pass before the rules change; NOWHERE if they do not."""
+        changes = self._history.changes
+        position = changes[self.applied].position if self.applied < len(changes) else -1
+        return position if position >= 0 else NOWHERE
+
+    def waits_for_group(self, next_step: int, in_group: bool) -> bool:
+        """Is a change due at ``next_step``, which must wait until a group is merged whole?"""
+        changes = self._history.changes[self.applied : self.applied + 1]
+        return in_group and any(self._is_due(change, next_step) for change in changes)
+
+    def _is_due(self, change: RulesChange, next_step: int) -> bool:
+        """Return True if ``change`` has no position yet and may hold from ``next_step`` on.
+
+        A step that is recorded was formed before the change had a position. It must be formed again in the same way,
+        so the change holds from a later step on.
+        """
+        return change.position < 0 and max(change.step, self._history.num_steps) <= next_step
+
+    def ask(self, rules: Rules, unformed: int, at_step: int | None, note: str) -> tuple[list[Effect], int]:
+        """Go by ``rules`` from ``at_step`` on, or a later step that nobody has: ``unformed`` is the first; which.
+
+        Raises ValueError where the feed has ended, or memory is short.
+        """
+        history = self._history
+        if history.end is not None:
+            raise ValueError(f"got a change of a feed that has ended after {history.end[0]} steps, expected one before")
+        more = _partitions(rules) - self.num_partitions
+        left = self._memory.limit_tokens - more * self._leases.quota_tokens
+        if left < (least := self._memory.needed_tokens):
+            raise ValueError(
+                f"got {more} more partitions, which leaves {left} tokens of memory for the window and the steps, "
+                f"expected {least}: add fewer partitions, or start the broker with more memory"
+            )
+        step = max(unformed, at_step or 0, history.changes[-1].step if history.changes else 0)
+        change = RulesChange(step=step, position=-1, rules=rules, note=f"{note}, asked at step {unformed}")
+        effects = self._recorder.change(change)
+        self.know(rules)
+        return effects, step
+
+    def know(self, rules: Rules) -> None:
+        """Streams that are new, of which the merge may know later; their partitions take from what is merged."""
+        books = self._leases.books
+        before = len(books.of_feed(self._feed))
+        self._admission.extend(terms_of(rules))
+        self._leases.open(self._feed, rules, self._admission, self._history)
+        new = books.of_feed(self._feed)[before:]
+        self._memory.limit_tokens -= len(new) * self._leases.quota_tokens
+        for p in new:
+            books.intakes[p].closed = True
+
+    def apply(self, next_step: int, in_group: bool = False) -> list[Effect]:
+        """Go by other rules, where a change was asked for or is recorded; the first time, record where.
+
+        ``next_step`` is about to be formed; ``in_group``: the last sample merged has others of its group behind it.
+        """
+        effects: list[Effect] = []
+        merge, changes = self._admission.merge, self._history.changes
+        while self.applied < len(changes):
+            change, known = changes[self.applied], len(merge.merged_samples)
+            may_be_here = not in_group and merge.position >= self._history.last_position
+            grows = _partitions(change.rules) > known
+            if self._is_due(change, next_step) and may_be_here and (merge.may_grow or not grows):
+                change = msgspec.structs.replace(change, step=next_step, position=merge.position)
+                effects += self._recorder.change(change)
+            if change.position < 0 or change.position > merge.position:
+                break
+            dropped = change_merge(merge, change.rules)
+            self.applied += 1
+            effects += self._leases.join(self._feed, known)
+            self._memory.hold(dropped)
+            effects += [Release(dropped)] if len(dropped) else []
+            effects += self._leases.remove(self._feed, change.rules)
+        return effects
+
+
+def _partitions(rules: Rules) -> int:
+    return sum(stream.partitions for stream in rules.streams)

@@ -1,0 +1,110 @@
+"""What FORM does for each step, in one go over all samples held: compiled by numba where it is installed.
+
+Plain Python over numpy arrays, so that the function itself is the twin that the tests compare with.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from streampack.core.jit import njit
+from streampack.core.model.samples import I32, I64, U32
+
+
+@njit(nogil=True, cache=True)
+def describe(
+    handles: I64,
+    bounds: I64,
+    stream: I32,
+    index: I64,
+    part: I32,
+    length: I32,
+    loss_tokens: I32,
+    crc: U32,
+    align: int,
+    a: int,
+    b: int,
+    sums: I64,
+    identities: U32,
+) -> None:
+    """Of packs ``handles[bounds[i]:bounds[i + 1]]`` fill in ``sums`` int64 [4, packs], see ``steps.Packs``, and
+    ``identities`` uint32 [samples, 6], in little endian ``steps.IDENTITY``. The others are columns of a table; a
+    sample of s padded tokens costs ``a * s + b * s * s``."""
+    for pack in range(len(bounds) - 1):
+        tokens, slots, loss, cost = 0, 0, 0, 0
+        for k in range(bounds[pack], bounds[pack + 1]):
+            h = handles[k]
+            real = int(length[h])  # in 64 bits where this is not compiled, too
+            slot = (real + align - 1) // align * align
+            tokens += real
+            slots += slot
+            loss += int(loss_tokens[h])
+            cost += slot * (a + b * slot)
+            identities[k, 0] = stream[h]
+            identities[k, 1] = part[h]
+            identities[k, 2] = index[h] & 0xFFFFFFFF
+            identities[k, 3] = index[h] >> 32
+            identities[k, 4] = length[h]
+            identities[k, 5] = crc[h]
+        sums[0, pack] = tokens
+        sums[1, pack] = slots
+        sums[2, pack] = loss
+        sums[3, pack] = cost
+
+
+@njit(nogil=True, cache=True)
+def take_out(
+    indices: I64,
+    bounds: I64,
+    new_ages: I64,
+    step: int,
+    handles: I64,
+    sizes: I64,
+    lengths: I64,
+    ages: I64,
+    since: I64,
+    taken: I64,
+    taken_bounds: I64,
+    waited: I64,
+) -> tuple[int, int, int]:
+    """Take what a packer chose for ``step`` out of what is held; what stays moves up, in place.
+
+    ``indices``, ``bounds`` and ``new_ages`` are a ``Choice``'s. Of items there are ``sizes``, ``lengths``, ``ages`` and
+    ``since``, the step at which a packer first saw each, -1 before; ``handles`` are of their samples, one item's after
+    another's. Fills in ``taken`` with the handles of the samples taken, pack after pack, ``taken_bounds`` int64
+    [packs + 1] with where each pack begins there, and ``waited`` int64 [indices] with the steps that each item waited.
+    Returns how many items stay, of how many samples, and how many items the packer has seen; or -1 for the first, with
+    nothing moved, where a choice is of other items than these.
+    """
+    begins = np.empty(len(sizes) + 1, np.int64)
+    begins[0] = 0
+    for i in range(len(sizes)):
+        begins[i + 1] = begins[i] + sizes[i]
+    goes = np.zeros(len(sizes), np.bool_)
+    count = 0
+    taken_bounds[0] = 0
+    for pack in range(len(bounds) - 1):
+        for place in range(bounds[pack], bounds[pack + 1]):
+            i = indices[place]
+            if not 0 <= i < len(sizes) or goes[i]:
+                return -1, 0, 0
+            goes[i] = True
+            waited[place] = step - since[i] if since[i] >= 0 else 0
+            for k in range(begins[i], begins[i + 1]):
+                taken[count] = handles[k]
+                count += 1
+        taken_bounds[pack + 1] = count
+    items, samples, seen = 0, 0, 0
+    for i in range(len(sizes)):
+        age = new_ages[i] if i < len(new_ages) else ages[i]
+        is_seen = goes[i] or (age >= 0 and i < len(new_ages))
+        seen += is_seen
+        if goes[i]:
+            continue
+        for k in range(begins[i], begins[i + 1]):
+            handles[samples] = handles[k]
+            samples += 1
+        sizes[items], lengths[items], ages[items] = sizes[i], lengths[i], age
+        since[items] = step if is_seen and since[i] < 0 else since[i]
+        items += 1
+    return items, samples, seen

@@ -1,0 +1,121 @@
+"""What a feed's steps were formed of, in figures that decide nothing.
+
+They are counted when someone asks for them, or enough has come together: counting takes the same ten or twenty calls
+for one step as for dozens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I32, I64
+from streampack.core.model.steps import Packs, Step
+from streampack.core.stats.fill import Totals
+from streampack.core.stats.length_histogram import LengthCounts
+from streampack.core.stats.padding import CAUSES, depends_on_mesh, waste_of_packs
+
+AT_ONCE = 1 << 14
+"""Samples that are counted at once."""
+FILL_BOUNDS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 1.0)
+"""Of a pack's real tokens over the budget: finer where packers are."""
+Tail = tuple[int, int, int, bytes]
+"""What ``tail: drop`` left out: (iteration, lineage, the step that follows, the first sample's row)."""
+SAMPLES_BOUNDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
+
+
+class Spread:
+    """How often values were at most each of ``bounds`` and above the one before, and above all: ``counts`` int64
+    [bounds + 1]; and their ``sum``.
+
+    >>> spread = Spread((0.0, 0.5, 1.0))
+    >>> spread.add(np.array([0.0, 0.5, 0.75, 1.0]))
+    >>> spread.counts.tolist(), spread.sum
+    ([1, 1, 2, 0], 2.25)
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts: I64 = np.zeros(len(bounds) + 1, np.int64)
+        self.sum = 0.0
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        """Count values, float64 [n]."""
+        self.counts += np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
+        self.sum += float(values.sum())
+
+
+class FormedFigures:
+    """Of steps formed by ``rules``, in all iterations."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._totals, self._lengths = Totals(), LengthCounts()
+        self._waste: I64 = np.zeros(len(CAUSES), np.int64)
+        self._fill, self._samples = Spread(FILL_BOUNDS), Spread(SAMPLES_BOUNDS)
+        self._packs: list[Packs] = []
+        self._of_samples: list[I32] = []
+        self._num_waiting = 0
+        self._tails: set[Tail] = set()
+
+    def add(self, step: Step, lengths: I32) -> None:
+        """A step was formed, of samples of ``lengths``, int32 [samples]."""
+        self._packs.append(step.packs)
+        self._of_samples.append(lengths)
+        self._num_waiting += 1 + len(lengths)
+        if self._num_waiting > AT_ONCE:
+            self._count()
+
+    def drop(self, lengths: I32, tail: Tail) -> None:
+        """Count samples that ``tail: drop`` left out, of ``lengths``, int32 [samples].
+
+        A feed that goes back forms the same steps again and leaves the same samples out again: they count once.
+        """
+        if tail in self._tails:
+            return
+        self._tails.add(tail)
+        self._totals.dropped_samples += len(lengths)
+        self._totals.dropped_tokens += int(lengths.sum())
+
+    @property
+    def totals(self) -> Totals:
+        """Packs and tokens."""
+        self._count()
+        return self._totals
+
+    @property
+    def waste(self) -> I64:
+        """Tokens of the packs that are nobody's, where no mesh has a say, int64 [waste.CAUSES]."""
+        self._count()
+        return self._waste
+
+    @property
+    def fill(self) -> Spread:
+        """Real tokens of the packs over the budget."""
+        self._count()
+        return self._fill
+
+    @property
+    def samples(self) -> Spread:
+        """Samples of the packs."""
+        self._count()
+        return self._samples
+
+    @property
+    def lengths(self) -> LengthCounts:
+        """How long the samples were."""
+        self._count()
+        return self._lengths
+
+    def _count(self) -> None:
+        if not self._packs:
+            return
+        packs = Packs.joined(self._packs)
+        self._totals.add(packs, len(self._packs))
+        if not depends_on_mesh(self._rules):
+            self._waste = self._waste + waste_of_packs(packs, self._rules)
+        self._fill.add(packs.tokens / self._rules.budget)
+        self._samples.add(packs.counts.astype(np.float64))
+        self._lengths.add(np.concatenate(self._of_samples).astype(np.int64))
+        self._packs, self._of_samples, self._num_waiting = [], [], 0

@@ -1,0 +1,328 @@
+"""FORM: which samples make step k, in which packs, with which denominators.
+
+A function of the admitted order and the recorded rules, never of the mesh, the clock or who was
+faster. The former holds the samples in merge order: the window and whatever waits behind it.
+Choosing packs is the costly part, so it may run on another thread: ``request`` gives the arrays
+that a packer needs and ``apply`` takes its choice; samples may be admitted in between, since
+they only join the end.
+
+In batch mode (``Rules.batch``) a step is one batch, packed as a closed set: what waits behind it
+has no part in it, and there are as many packs as come out. A batch is the first samples held, so
+many of them, or all up to where the merge says that a batch ends.
+
+A group that is kept in one pack is one item of the packers (``items``): their window counts it as one sample, and
+nothing of it is packed before all of it is held. A batch of so many samples ends with the group that reaches them.
+
+While the budget warms up, a sample that is longer than its step's is alone in its pack: none waits
+for a larger budget, and no pack is larger than the whole one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from streampack.core.form.form_kernels import describe, take_out
+from streampack.core.form.waits import Waits
+from streampack.core.model.items import item_sizes, num_whole
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64, PACK, ROW, SampleTable
+from streampack.core.model.snapshot import FormState
+from streampack.core.model.steps import FIRST_CHAIN, Packs, Step, chain_digest, digests_of, step_digest
+from streampack.core.packers import Choice, Packer
+from streampack.core.packers.joint.joint import Joint, num_outliers
+from streampack.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a packer is asked for: ``count`` packs of items of ``lengths`` (int64 [n]) and ``sizes`` samples (None: one
+    each); lengths and ``budget`` are in units of the sample alignment."""
+
+    packer: Packer
+    lengths: I64
+    ages: I64
+    budget: int
+    count: int
+    closed: bool
+    window: int
+    sizes: I64 | None = None
+
+    def choose(self) -> Choice:
+        """Run the packer; pure, and without the GIL where its kernel is compiled."""
+        return self.packer.choose(
+            self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window, sizes=self.sizes
+        )
+
+
+UNSEEN = -1
+"""What ages and steps say of an item that no packer has seen."""
+
+
+class Former:
+    """The samples admitted to a feed and not yet in a step, and the packs not yet in a step."""
+
+    def __init__(self, rules: Rules, table: SampleTable) -> None:
+        self._rules = rules
+        self._table = table
+        self._packer = rules.new_packer()
+        self.waits = Waits(self._packer, rules.window, rules.packs if rules.batch is None else None)
+        self._handles: I64 = np.zeros(0, np.int64)
+        self._sizes: I64 = np.zeros(0, np.int64)  # of the items that they are, as lengths and ages
+        self._lengths: I64 = np.zeros(0, np.int64)
+        self._ages: I64 = np.zeros(0, np.int64)
+        self._since: I64 = np.zeros(0, np.int64)  # the step at which a packer first saw each, or UNSEEN
+        self._arrived: list[tuple[I64, I64]] = []
+        self._pending = Packs.empty()
+        self._asked_held = -1  # samples held when the packer last said that it needs more
+        self._asked_of = self._asked_count = 0
+        self.num_samples = 0
+        """Samples held outside packs."""
+        self.closed = False
+        self.next_step = 0
+        self.chain = FIRST_CHAIN
+        self.queued_tokens = 0
+        """Real tokens held outside packs."""
+        self.queued_samples = 0
+        """Of batches, whole samples held outside packs: a split one counts once."""
+        self.dropped: I64 = np.zeros(0, np.int64)
+        """Handles of what ``tail: drop`` left over at the end, or at the ends of passes."""
+
+    @property
+    def starved(self) -> bool:
+        """The packer wanted more samples than are held, and none has come since."""
+        return self._asked_held == self.num_samples
+
+    @property
+    def hungry(self) -> bool:
+        """Should more samples be admitted, for the next step and the one behind it?
+
+        A step that finds too few beside the window takes two choices."""
+        rules, batch = self._rules, self._rules.batch
+        if batch is None:
+            step, samples = rules.packs * rules.budget, self.num_samples
+            behind_window = self.queued_tokens * (samples - rules.window) // max(samples, 1)  # if all are alike
+            return self.queued_tokens < 2 * step or behind_window < step or self.starved
+        if batch.samples is None or self.queued_samples < 2 * batch.samples:
+            return True
+        self._gather()
+        return not self._batch_size()  # a group is longer than a batch
+
+    @property
+    def too_few(self) -> bool:
+        """Where a batch ends that marks close: does it wait for the next one's samples?"""
+        batch = self._rules.batch
+        return batch is not None and batch.samples is None and self.queued_samples < batch.min_samples
+
+    @property
+    def in_group(self) -> bool:
+        """Is the last sample held of a group that has more to come?"""
+        last = self._arrived[-1][0] if self._arrived else self._handles
+        return bool(self._table.keep[last[-1:]].any())
+
+    @property
+    def finished(self) -> bool:
+        """Closed, and every sample is in a step or dropped."""
+        return self.closed and not self.num_samples and not self._pending
+
+    def held(self) -> I64:
+        """Handles of every sample that is not in a step yet, int64 [n]."""
+        waiting = [self._handles, *(handles for handles, _ in self._arrived)]
+        return np.concatenate([*waiting, self._pending.handles, self.dropped])
+
+    def admit(self, handles: I64, lengths: I64) -> None:
+        """Samples that follow in merge order; ``lengths`` int64 [n] are real tokens."""
+        if len(handles):
+            self._arrived.append((handles, lengths))
+            self.num_samples += len(handles)
+            self.queued_tokens += int(lengths.sum())
+            self.queued_samples += self._num_whole(handles)
+
+    def request(self, max_steps: int = 1) -> Request | None:
+        """What to ask the packer for now, or None while nothing new could come of it."""
+        if not self.num_samples or (self.starved and not self.closed):
+            return None
+        self._gather()
+        rules, self._asked_of = self._rules, self.num_samples
+        size, count, closed, window = len(self._sizes), 0, self.closed, rules.window
+        if rules.batch is not None:
+            if not (samples := self._batch_size()):
+                return None
+            size = int(np.searchsorted(np.cumsum(self._sizes), samples)) + 1
+            count, closed, window = size, True, size
+        else:
+            steps = max_steps if rules.warmup is None else 1
+            count = self._asked_count = max(steps * rules.packs - len(self._pending), 1)
+        budget = rules.budget_at(self.next_step) // rules.align.sample
+        lengths = self._lengths[:size] if rules.warmup is None else np.minimum(self._lengths[:size], budget)
+        sizes = self._sizes[:size] if len(self._sizes) < len(self._handles) else None
+        return Request(self._packer, lengths, self._ages[:size], budget, count, closed, window, sizes)
+
+    def apply(self, choice: Choice) -> list[Step]:
+        """Take the packer's choice over the samples of the last ``request``; the steps now whole."""
+        num_held = len(self._handles)
+        taken, waited = np.empty(num_held, np.int64), np.empty(len(choice.indices), np.int64)
+        bounds = np.empty(len(choice.bounds), np.int64)
+        items, samples, seen = take_out(
+            choice.indices, choice.bounds, choice.ages, self.next_step, self._handles, self._sizes, self._lengths,
+            self._ages, self._since, taken, bounds, waited,
+        )  # fmt: skip
+        if items < 0:
+            raise InternalError(f"got a choice of other items than the {len(self._sizes)} held, or of one twice")
+        self._handles, self._sizes, self._lengths = self._handles[:samples], self._sizes[:items], self._lengths[:items]
+        self._ages, self._since = self._ages[:items], self._since[:items]
+        taken = taken[: num_held - samples]
+        packs = self._make_packs(taken, bounds)
+        self.num_samples -= len(taken)
+        self.queued_tokens -= int(packs.tokens.sum())
+        self.queued_samples -= self._num_whole(taken)
+        if self._rules.batch is not None:
+            return [self._make_step(packs)]
+        self.waits.chosen(waited, seen)
+        self._pending = Packs.joined([self._pending, packs])
+        self._asked_held = self._asked_of - len(taken) if len(packs) < self._asked_count else -1
+        return self.cut()
+
+    def cut(self) -> list[Step]:
+        """Whole steps out of the pending packs; once closed, the tail by its policy."""
+        if self._rules.batch is not None:
+            self._drop_tail()
+            return []
+        size = self._rules.packs
+        steps = []
+        while len(self._pending) >= size:
+            packs, self._pending = self._pending.cut(size)
+            steps.append(self._make_step(packs))
+        if self.closed and not self.num_samples and self._pending:
+            tail, self._pending = self._pending, Packs.empty()
+            if self._rules.tail == "drop":
+                self.dropped = np.concatenate([self.dropped, tail.handles])
+            else:
+                steps.append(self._make_step(Packs.joined([tail, Packs.empty(size - len(tail))])))
+        return steps
+
+    @property
+    def longest_wait(self) -> int:
+        """Steps that a sample has waited in the window, at most."""
+        return self.waits.longest(self.next_step, self._since)
+
+    @property
+    def oldest_age(self) -> int:
+        """Steps that the oldest sample in the window has waited, since this broker first saw it."""
+        seen = self._since[self._since >= 0]
+        return self.next_step - int(seen.min(initial=self.next_step))
+
+    @property
+    def num_outliers(self) -> int | None:
+        """Samples in the window, as it is now, that wait for others alike; None where none ever does."""
+        if not isinstance(self._packer, Joint):
+            return None
+        return num_outliers(self._lengths[self._ages >= 0], self._rules.budget // self._rules.align.sample)
+
+    def state(self) -> FormState:
+        """What decides every later step, beside samples that are yet to come. Not while a choice is being made."""
+        self._gather()
+        pending = self._pending
+        window = np.concatenate([self._handles, *(handles for handles, _ in self._arrived)])
+        ages = np.full(len(window), -1, np.int64)
+        ages[: len(self._handles)] = np.repeat(self._ages, self._sizes)
+        rows = self._table.rows
+        return FormState(
+            self.next_step, self.chain, self.closed, rows(window).tobytes(), ages.tolist(),
+            rows(pending.handles).tobytes(), pending.counts.tolist(),
+            self._table.keeps(np.concatenate([window, pending.handles])),
+        )  # fmt: skip
+
+    def load(self, state: FormState) -> None:
+        """Go on from a state, in a former of the same rules that has taken nothing; fills the table."""
+        self.next_step, self.chain, self.closed = state.next_step, state.chain, state.closed
+        rows = np.concatenate([np.frombuffer(each, ROW) for each in (state.window, state.pending)])
+        handles, pending = np.split(self._table.enter(rows, state.keeps), [len(state.ages)])
+        self.admit(handles, self._table.length[handles].astype(np.int64))
+        self._gather()
+        self._ages = np.array(state.ages, np.int64)[np.cumsum(self._sizes) - self._sizes]
+        self._since = np.where(self._ages >= 0, self.next_step, UNSEEN)  # the figures are of this broker
+        self._pending = self._make_packs(pending, np.concatenate([[0], np.cumsum(state.counts)]).astype(np.int64))
+
+    def _batch_size(self) -> int:
+        """How many of those held, pieces of samples, are the next batch; 0 while it is not whole."""
+        batch, held = self._rules.batch, len(self._handles)
+        if batch is None or batch.samples is None:
+            return held if self.closed else 0
+        if self.queued_samples >= batch.samples:
+            begins = self._table.part[self._handles] == 0
+            ends = (self._table.keep[self._handles] == 0) & np.append(begins[1:], True)
+            found = np.flatnonzero(ends & (np.cumsum(begins) >= batch.samples))
+            if len(found):
+                return int(found[0]) + 1
+        return held if self.closed and self._rules.tail == "pad" else 0
+
+    def _drop_tail(self) -> None:
+        """Once closed, what is held and fills no batch goes by ``tail: drop``."""
+        self._gather()
+        if self.closed and self.num_samples and not self._batch_size():
+            self.dropped = np.concatenate([self.dropped, self._handles])
+            self._handles, self._sizes = self._handles[:0], self._sizes[:0]
+            self._lengths, self._ages, self._since = self._lengths[:0], self._ages[:0], self._since[:0]
+            self.num_samples = self.queued_tokens = self.queued_samples = 0
+
+    def _num_whole(self, handles: I64) -> int:
+        return 0 if self._rules.batch is None else int(np.count_nonzero(self._table.part[handles] == 0))
+
+    def _gather(self) -> None:
+        if not self._arrived:
+            return
+        rules, align = self._rules, self._rules.align.sample
+        handles = np.concatenate([handles for handles, _ in self._arrived])
+        lengths = np.concatenate([lengths for _, lengths in self._arrived])
+        self._arrived = []
+        keeps = self._table.keep[handles]
+        units = lengths if align == 1 else -(-lengths // align)
+        sizes = np.ones(len(handles), np.int64)
+        if keeps.any():
+            whole = len(handles) if self.closed else num_whole(keeps)
+            self._arrived = [(handles[whole:], lengths[whole:])] if whole < len(handles) else []
+            handles, units = handles[:whole], units[:whole]
+            sizes = item_sizes(keeps[:whole], units, rules.budget // align, rules.max_samples_per_pack)
+            ends = np.cumsum(sizes)
+            last = handles[ends - 1]
+            self._table.keep[last[self._table.keep[last] == PACK]] = 0  # what is torn is no group from here on
+            units = np.diff(np.concatenate([[0], np.cumsum(units)])[np.concatenate([[0], ends])])
+        self._handles = np.concatenate([self._handles, handles])
+        self._sizes = np.concatenate([self._sizes, sizes])
+        self._lengths = np.concatenate([self._lengths, units])
+        unseen = np.full(len(sizes), UNSEEN, np.int64)
+        self._ages, self._since = np.concatenate([self._ages, unseen]), np.concatenate([self._since, unseen])
+
+    def _make_packs(self, handles: I64, bounds: I64) -> Packs:
+        if len(bounds) == 1:
+            return Packs.empty()
+        table, rules = self._table, self._rules
+        sums, identities = np.empty((4, len(bounds) - 1), np.int64), np.empty((len(handles), 6), np.uint32)
+        describe(
+            handles, bounds, table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc,
+            rules.align.sample, *rules.balance.factors, sums, identities,
+        )  # fmt: skip
+        return Packs(handles, bounds, sums, digests_of(memoryview(identities.tobytes()), bounds))
+
+    def _make_step(self, packs: Packs) -> Step:
+        loss, samples = int(packs.loss_tokens.sum()), len(packs.handles)
+        digest = step_digest(self.next_step, loss, samples, packs.digests)
+        self.chain = chain_digest(self.chain, digest)
+        step = Step(self.next_step, packs, loss, samples, digest, self.chain)
+        self.next_step += 1
+        return step
+
+
+def warm_up(rules: Rules) -> None:
+    """Form a step of samples that are made up: kernels are compiled, or read from the disk."""
+    table = SampleTable(64)
+    handles, lengths = table.take(64), np.full(64, max(rules.budget // 8, 1), np.int64)
+    table.length[handles] = lengths
+    former = Former(msgspec.structs.replace(rules, tail="pad"), table)
+    former.admit(handles, lengths)
+    former.closed = True
+    while (request := former.request()) is not None:
+        former.apply(request.choose())

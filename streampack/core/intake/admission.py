@@ -1,0 +1,199 @@
+"""Admission: how the samples of a chunk that was found good (``chunk_check``) enter the books.
+
+The over-long policy acts, each piece gets a row in the table and its turn in the
+merge, and the arena is told what to copy. Knows streams by number, partitions by number in their
+stream, and tokens only as frames that it passes on; of a sample that is cut it counts the labels
+that each piece keeps, which takes the loss mask or the labels sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import field as field_
+from typing import Any
+
+import numpy as np
+
+from streampack.core.intake.admission_kernels import enter
+from streampack.core.intake.chunk_check import Frames, Received, Unfit, malformed, unwanted
+from streampack.core.intake.intake import Admitted, Intake, rejected_whole
+from streampack.core.intake.lease_terms import StreamTerms
+from streampack.core.layout.step_frames import INPUT_IDS
+from streampack.core.merge.schedule import AnyMerge
+from streampack.core.model.fields import LABELS, LOSS_MASK, Field
+from streampack.core.model.samples import I64, IGNORE_INDEX, KEEPS, SampleTable, index_of
+from streampack.core.protocol.effects import Store
+from streampack.core.protocol.events import Effect
+from streampack.core.protocol.messages import OVERLONG
+
+POLICY_LAG = "policy_lag"
+"""Why samples are rejected whose policy was too old when they came."""
+MAX_REASONS = 64
+"""Reasons for rejecting samples that are counted apart, by stream."""
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True)
+class StreamCounts:
+    """What became of a stream's samples, since the broker started."""
+
+    samples: int = 0
+    tokens: int = 0
+    overlong: int = 0
+    lost_tokens: int = 0
+    """By the over-long policy."""
+    stale_tokens: int = 0
+    """Of samples whose policy was too old."""
+    rejected: dict[str, int] = field_(default_factory=dict)
+
+
+class Admission:
+    """Takes a feed's chunks into ``table`` and ``merge``; ``streams`` in the order of the rules."""
+
+    def __init__(
+        self, streams: list[StreamTerms], tokens: str, fields: tuple[Field, ...], max_sample_tokens: int,
+        table: SampleTable, merge: AnyMerge,
+    ) -> None:  # fmt: skip
+        self._streams, self._fields = streams, fields
+        widths = [(np.dtype(tokens).itemsize, 0)] + [
+            (field.value_bytes, 0) if field.axis == "token" else (0, field.value_bytes) for field in fields
+        ]
+        self._frames = Frames([INPUT_IDS, *(field.name for field in fields)], widths)
+        self.token_bytes = sum(width for width, _ in widths)
+        self._max_sample_tokens = max_sample_tokens
+        self.table, self.merge = table, merge
+        self.counts = [StreamCounts() for _ in streams]
+
+    def extend(self, streams: list[StreamTerms]) -> None:
+        """More streams, after those there are."""
+        more = streams[len(self._streams) :]
+        self._streams = [*self._streams, *more]
+        self.counts += [StreamCounts() for _ in more]
+
+    def refusal(self, stream: int, intake: Intake, chunk: Received) -> Unfit | None:
+        """Why this chunk cannot be believed or is not wanted: (code, detail), or None."""
+        if wrong := malformed(chunk, self._frames, self._max_sample_tokens, intake.total):
+            return "malformed", wrong
+        if intake.awaited and (changed := self._changed(stream, intake, chunk)):
+            return "source_changed", changed
+        return unwanted(chunk, self._streams[stream])
+
+    def admit(
+        self, stream: int, p: int, intake: Intake, chunk: Received, stale: bool = False
+    ) -> tuple[list[Effect], I64]:
+        """Enter the samples of a chunk that are not taken yet; ``p`` is the partition's number in the merge. Of a chunk
+        that is ``stale`` none is kept.
+
+        What to store, and the sequence numbers, int64 [n], of new samples that are in no step.
+        """
+        counts, message, every = self.counts[stream], chunk.message, chunk.lengths
+        stop, begin = chunk.stop_seq, intake.expected_seq
+        known = stop if intake.closed else min(max(intake.known_seq, begin), stop)
+        effects = self._fill_in(stream, intake, chunk, begin, known) if intake.awaited else []
+        kept_tokens, rejected = 0, _NONE
+        if known < stop:
+            skip = known - message.base_seq
+            takes = self._streams[stream].admitted
+            pieces = rejected_whole(every[skip:]) if stale else takes(every, message.keep, skip)
+            store, kept_tokens = self._enter(stream, p, chunk, skip, pieces)
+            effects.append(store)
+            if message.pass_ended and self._streams[stream].barriers:
+                self.merge.end_pass(p)
+            if len(store.handles) < len(pieces.length):
+                rejected = known + pieces.source[pieces.length == 0]
+            counts.samples += stop - known
+            counts.tokens += kept_tokens
+            if stale:
+                _count_reasons(counts, {POLICY_LAG: pieces.num_touched})
+                counts.stale_tokens += pieces.lost_tokens
+            else:
+                counts.overlong += pieces.num_touched
+                counts.lost_tokens += pieces.lost_tokens
+        if message.base_seq == known < stop:
+            counts.lost_tokens += message.lost_tokens
+            _count_reasons(counts, message.rejected)
+        had = int(every[: begin - message.base_seq].sum()) if begin > message.base_seq else 0
+        intake.accept(stop, (chunk.num_tokens - had) * self.token_bytes, kept_tokens, message.cursor)
+        return effects, rejected
+
+    def _enter(self, stream: int, p: int, chunk: Received, skip: int, pieces: Admitted) -> tuple[Store, int]:
+        """Give the ``pieces`` of a chunk's samples from its ``skip``-th on rows in the table and turns in the merge.
+
+        What to store, and its tokens.
+        """
+        terms, table, message = self._streams[stream], self.table, chunk.message
+        handles = table.take(int(np.count_nonzero(pieces.length)))
+        entries, stored = np.empty(len(pieces.length), np.int64), np.empty((3, len(pieces.length)), np.int64)
+        first = int(index_of(message.base_seq, message.partition, terms.partitions))
+        cut, tokens = enter(
+            pieces.source, pieces.offset, pieces.length, pieces.part, chunk.lengths, chunk.crcs, chunk.loss_tokens,
+            skip, first, terms.partitions, stream,
+            KEEPS[message.keep] if message.keep else 0, handles, table.stream, table.index, table.part, table.length,
+            table.loss_tokens, table.crc, table.keep, entries, stored,
+        )  # fmt: skip
+        starts, lengths, rows = stored[:, : len(handles)]
+        if cut:
+            at = np.flatnonzero(lengths != chunk.lengths[rows])
+            table.loss_tokens[handles[at]] = self._loss_tokens(chunk.envelope.payload, starts[at], lengths[at])
+        self.merge.push(p, entries, pieces.length, pieces.part)
+        return Store(handles, starts, lengths, rows, chunk.envelope.payload), tokens
+
+    def _awaited(self, intake: Intake, begin: int, stop: int) -> Iterator[tuple[int, int]]:
+        """(sequence number, handle) of the samples from ``begin`` to ``stop`` whose payload is awaited."""
+        for seq in range(begin, stop):
+            for handle in intake.awaited.get(seq, ()):
+                yield seq, handle
+
+    def _changed(self, stream: int, intake: Intake, chunk: Received) -> str:
+        """What differs of a sample that was had before: its source gives other data the second time; or empty."""
+        terms, table, message = self._streams[stream], self.table, chunk.message
+        lengths, crcs, stop = chunk.lengths, chunk.crcs, min(intake.known_seq, chunk.stop_seq)
+        for seq, handle in self._awaited(intake, max(intake.expected_seq, message.base_seq), stop):
+            at, part, held = seq - message.base_seq, int(table.part[handle]), int(table.length[handle])
+            cut = int(lengths[at]) > terms.limit
+            length = min(int(lengths[at]) - part * terms.limit, terms.limit) if cut else int(lengths[at])
+            if (length, int(crcs[at])) != (held, int(table.crc[handle])):
+                index = index_of(seq, message.partition, terms.partitions)
+                return (
+                    f"sample {terms.name}:{index}: got {length} tokens with checksum {int(crcs[at]):08x}, expected "
+                    f"{held} with {int(table.crc[handle]):08x}, as the first time: put the data, the tokenizer and its "
+                    f"settings back, or start a new run"
+                )
+        return ""
+
+    def _fill_in(self, stream: int, intake: Intake, chunk: Received, begin: int, stop: int) -> list[Effect]:
+        """Store the samples from ``begin`` to ``stop`` that were awaited."""
+        found = list(self._awaited(intake, begin, stop))
+        if not found:
+            return []
+        rows, every = np.array([seq - chunk.message.base_seq for seq, _ in found]), chunk.lengths
+        handles = np.array([handle for _, handle in found])
+        offsets = (np.cumsum(every) - every)[rows] + self.table.part[handles] * self._streams[stream].limit
+        for seq, _ in found:
+            intake.awaited.pop(seq, None)
+        return [Store(handles, offsets, self.table.length[handles].astype(np.int64), rows, chunk.envelope.payload)]
+
+    def _loss_tokens(self, payload: tuple[Any, ...], starts: I64, lengths: I64) -> I64:
+        """Labels that count in pieces of a chunk, int64 [n]: all but each first token, where no field says less."""
+        counts = True
+        frames = dict(zip((field.name for field in self._fields), payload[1:], strict=True))
+        for field in self._fields:
+            if field.name in (LABELS, LOSS_MASK):
+                values = np.frombuffer(frames[field.name], field.storage)
+                counts = counts & (values != (IGNORE_INDEX if field.name == LABELS else 0))
+        if counts is True:
+            return lengths - 1
+        upto = np.concatenate([[0], np.cumsum(counts)])
+        found: I64 = upto[starts + lengths] - upto[starts + 1]
+        return found
+
+
+def _count_reasons(counts: StreamCounts, rejected: dict[str, int]) -> None:
+    counted = counts.rejected
+    for reason, count in rejected.items():
+        if reason == OVERLONG:
+            counts.overlong += count
+            continue
+        known = reason if reason in counted or len(counted) < MAX_REASONS else "other"
+        counted[known] = counted.get(known, 0) + count

@@ -1,0 +1,209 @@
+"""Intake: one partition's samples, in order, once each, and never more than was granted.
+
+The broker owns the position: it tells a producer where to begin (a *session*), and takes samples
+from there on, by sequence number. What came before is a repeat and is dropped; what comes later
+means that messages were lost, and is answered with a new session that begins at the gap
+(go-back-N). Credits are absolute within a session: a producer may send samples below
+``grant_seq`` and bytes below ``grant_bytes``, so a lost or repeated credit message harms nothing
+(RFC 9000, section 4.1, has the same rule for the same reason).
+
+After a restart, or when trainers go back, a partition is read again from a *floor*: samples below
+``known_seq`` have been merged before. Those that the window still holds are ``awaited``, for their payload;
+the others are passed over.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from streampack.core.journal.history import ChunkPlace
+from streampack.core.model.samples import I64
+from streampack.core.model.snapshot import Cursor, Floor
+from streampack.core.protocol.messages import MAX_CHUNK_SAMPLES
+
+MAX_UNMERGED = MAX_CHUNK_SAMPLES
+"""Samples of one partition that may wait for the merge: bounds what short samples cost beside their tokens. A partition
+with larger batches may have more (``Intake.max_unmerged``)."""
+ROW_BYTES = 150
+"""Memory that a sample takes beside its tokens: rows of the table and of the arena, queues and windows, each with room
+to grow into."""
+
+
+@dataclass(slots=True)
+class Intake:
+    """The books of one partition.
+
+    ``expected_seq`` is the next sample number, ``cursor`` where the source goes on there,
+    ``total`` the number of samples once the end is known. ``closed``: the feed has ended and wants no more
+    of it, but for what is ``awaited``. ``session_bytes`` were taken in this
+    session; tokens that are kept but not merged yet, times ``token_bytes``, stay below
+    ``quota_bytes``. ``known_total`` is the number of samples as an earlier broker, or pass, has found it.
+
+    Of samples in the log: ``recorded_seq`` is the next that is not in it, ``places`` their chunks,
+    of which those before ``place`` have been taken; ``unsafe`` those appended and not yet safe.
+    """
+
+    quota_bytes: int
+    token_bytes: int
+    expected_seq: int = 0
+    cursor: Cursor | None = None
+    total: int | None = None
+    known_total: int | None = None
+    closed: bool = False
+    session: int = 0
+    session_bytes: int = 0
+    kept_tokens: int = 0
+    merged_tokens: int = 0
+    merged_seq: int = 0
+    known_seq: int = 0
+    rejected_seq: int = 0
+    """Rejected samples below are recorded."""
+    awaited: dict[int, list[int]] = field(default_factory=dict)
+    """Handles of samples whose payload is to come again, by sequence number: the pieces of it."""
+    recorded_seq: int = 0
+    num_marks: int = 0
+    durable_seq: int = 0
+    durable_marks: int = 0
+    largest_batch: int = 0
+    """Samples of the largest batch that has ended."""
+    batch_seq: int = 0
+    """The first sample after the last batch that has ended."""
+    end_lsn: int = -1
+    """The record of its end."""
+    unsafe: deque[tuple[int, int, int]] = field(default_factory=deque)
+    """(record, samples, marks) that are durable once the record is safe."""
+    places: list[ChunkPlace] = field(default_factory=list)
+    place: int = 0
+    recalling: bool = False
+    _floors: list[Floor] = field(default_factory=list)
+
+    def go_to(self, floor: Floor, known_seq: int, merged_tokens: int) -> None:
+        """Begin to read again at ``floor``; the samples below ``known_seq``, of ``merged_tokens``, are merged."""
+        self.expected_seq, self.cursor = floor
+        self._floors = [floor]
+        self.known_seq = self.merged_seq = known_seq
+        self.kept_tokens = self.merged_tokens = merged_tokens
+        self.total, self.closed, self.recalling = None, False, False
+        self.awaited.clear()
+        self.place = 0
+
+    def floor(self, seq: int) -> Floor:
+        """Where to read again from so that sample ``seq`` comes; those before are forgotten."""
+        at = bisect_right(self._floors, seq, key=lambda floor: floor[0]) - 1
+        if at < 0:
+            return 0, None
+        del self._floors[:at]
+        return self._floors[0]
+
+    def begin(self, session: int) -> None:
+        """A new session: byte credits start again from nothing."""
+        self.session = session
+        self.session_bytes = 0
+
+    def end_batch(self, number: int, seq: int) -> None:
+        """Batch ``number`` ends before sample ``seq``."""
+        self.num_marks = number + 1
+        self.largest_batch = max(self.largest_batch, seq - self.batch_seq)
+        self.batch_seq = seq
+
+    @property
+    def max_unmerged(self) -> int:
+        """Samples that may wait for the merge.
+
+        A whole batch may wait until other partitions end the batch before it: a program may push to several
+        partitions in turn, and would wait for ever in between. Their rows stay below ``quota_bytes``, too.
+        """
+        return max(MAX_UNMERGED, min(2 * self.largest_batch, self.quota_bytes // ROW_BYTES))
+
+    @property
+    def grant_seq(self) -> int:
+        """The sample number that must not be reached."""
+        return self.merged_seq + self.max_unmerged
+
+    @property
+    def grant_bytes(self) -> int:
+        """The bytes of this session that must not be passed."""
+        waiting = (self.kept_tokens - self.merged_tokens) * self.token_bytes
+        return self.session_bytes + self.quota_bytes - waiting
+
+    def fits(self, stop_seq: int, num_bytes: int) -> bool:
+        """Is a chunk that ends before ``stop_seq`` within the credits?"""
+        return stop_seq <= self.grant_seq and self.session_bytes + num_bytes <= self.grant_bytes
+
+    def accept(self, stop_seq: int, num_bytes: int, kept_tokens: int, cursor: Cursor | None) -> None:
+        """Count a chunk that begins at ``expected_seq``."""
+        self.expected_seq = stop_seq
+        self.cursor = cursor
+        self._floors.append((stop_seq, cursor))
+        self.session_bytes += num_bytes
+        self.kept_tokens += kept_tokens
+
+    @property
+    def behind(self) -> bool:
+        """The log has samples of the partition that have not been taken again yet."""
+        return self.place < len(self.places)
+
+    def safe(self, upto: int) -> bool:
+        """Records below ``upto`` are safe; has anything become durable?"""
+        before = (self.durable_seq, self.durable_marks)
+        while self.unsafe and self.unsafe[0][0] < upto:
+            _, self.durable_seq, self.durable_marks = self.unsafe.popleft()
+        return before != (self.durable_seq, self.durable_marks)
+
+    @property
+    def unwanted(self) -> bool:
+        """No more of it is taken: it is closed, and no sample that is held lacks its payload."""
+        return self.closed and not self.awaited
+
+    @property
+    def ended(self) -> bool:
+        """All of it has been taken, or all that will be."""
+        return self.unwanted or (self.total is not None and self.expected_seq >= self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """What the over-long policy makes of a chunk: one entry a piece, or a tombstone of length 0.
+
+    ``source`` int64 [m]: which sample of the chunk; ``offset`` tokens into it; ``length``;
+    ``part``. Counts of samples and tokens that the policy touched.
+    """
+
+    source: I64
+    offset: I64
+    length: I64
+    part: I64
+    num_touched: int
+    lost_tokens: int
+
+
+def rejected_whole(lengths: I64) -> Admitted:
+    """What becomes of a chunk of which nothing is taken."""
+    source, none = np.arange(len(lengths), dtype=np.int64), np.zeros(len(lengths), np.int64)
+    return Admitted(source, none, none, none, int((lengths > 0).sum()), int(lengths.sum()))
+
+
+def apply_overlong(lengths: I64, limit: int, policy: str) -> Admitted:
+    """Cut, split or drop samples longer than ``limit`` tokens; ``policy`` is ``drop | truncate | split``.
+
+    ``error`` never comes here: the caller refuses such a chunk. A function of the lengths alone.
+    """
+    count = len(lengths)
+    source = np.arange(count, dtype=np.int64)
+    zeros = np.zeros(count, np.int64)
+    if not count or int(lengths.max()) <= limit:
+        return Admitted(source, zeros, lengths, zeros, 0, 0)
+    over = lengths > limit
+    touched = int(over.sum())
+    if policy == "split":
+        pieces = np.maximum(-(-lengths // limit), 1)
+        source = np.repeat(source, pieces)
+        part = np.arange(len(source)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        offset = part * limit
+        return Admitted(source, offset, np.minimum(lengths[source] - offset, limit), part, touched, 0)
+    kept = np.where(over, limit if policy == "truncate" else 0, lengths)
+    return Admitted(source, zeros, kept, zeros, touched, int((lengths - kept).sum()))

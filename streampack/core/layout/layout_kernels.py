@@ -1,0 +1,136 @@
+"""What a client derives for every sample and token of a message, compiled: one pass over memory, no GIL meanwhile.
+
+``layout`` says the same in numpy, ``layouts`` and ``derive``, for machines without numba, and is what the tests compare
+with. Kept apart from ``merge_kernels``, which broker and producers import: a trainer's process imports this one, and
+numba with it, in a thread of its own (``streampack.packs.kernel_loader``). The types are given, so that importing is
+compiling; numba keeps the result on disk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from streampack.core.jit import njit
+from streampack.core.model.samples import I32, I64, IGNORE_INDEX
+
+
+def _read(kind: Any) -> Any:
+    return types.Array(kind, 1, "C", readonly=True)
+
+
+_I64 = types.int64[::1]
+_TYPES = [
+    types.void(
+        _read(token),
+        _read(types.int32),
+        _read(types.uint8),
+        *[_I64] * 3,
+        types.boolean,
+        *[_I64] * 3,
+        types.boolean[::1],
+    )
+    for token in (types.int32, types.uint16)
+]
+
+
+@njit(types.int64(*10 * [_I64], *2 * [types.int32[::1]]), nogil=True, cache=True)
+def lay_out(
+    lengths: I64,
+    counts: I64,
+    aligns: I64,
+    widths: I64,
+    real: I64,
+    start: I64,
+    stop: I64,
+    first_sample: I64,
+    first_segment: I64,
+    widest: I64,
+    cu_seqlens: I32,
+    cu_seqlens_padded: I32,
+) -> int:
+    """``layout.layouts`` of packs, and their boundaries: all but the first four is filled in.
+
+    Of each segment, int64 [samples + packs], ``real``, ``start`` and ``stop``; of each pack, int64 [packs + 1], its
+    ``first_sample`` and ``first_segment``, and [packs] its ``widest`` slot; boundaries as ``Layouts.boundaries`` has
+    them, int32 [samples + 2 * packs]. Returns the number of segments, or -1 for what cannot be laid out.
+    """
+    sample = segment = 0
+    first_sample[0] = first_segment[0] = 0
+    for pack in range(len(counts)):
+        to = segment + pack
+        cu_seqlens[to] = cu_seqlens_padded[to] = at = held = widest[pack] = 0
+        for i in range(counts[pack] + 1):
+            if i < counts[pack]:
+                length = lengths[sample]
+                slot = -(-length // aligns[pack]) * aligns[pack]
+                sample += 1
+                if length <= 0:
+                    return -1
+            else:  # tail padding is a segment of its own
+                length, slot = 0, widths[pack] - at
+                if slot == 0:
+                    continue
+            if slot > widths[pack] - at or slot < 0:
+                return -1
+            real[segment], start[segment], stop[segment] = length, at, at + slot
+            at += slot
+            held += length
+            widest[pack] = max(widest[pack], slot)
+            segment += 1
+            to += 1
+            cu_seqlens[to], cu_seqlens_padded[to] = held, at
+        first_sample[pack + 1], first_segment[pack + 1] = sample, segment
+    return segment
+
+
+@njit(_TYPES, nogil=True, cache=True)
+def derive(
+    tokens: NDArray[Any],
+    edges: I32,
+    counted: NDArray[np.uint8],
+    offset: I64,
+    size: I64,
+    real: I64,
+    labelled: bool,
+    input_ids: I64,
+    labels: I64,
+    position_ids: I64,
+    padding_mask: NDArray[np.bool_],
+) -> None:
+    """Fill in the last four, [N] each, for slices one after another, as ``layout.derive_positions`` has them.
+
+    ``tokens`` int32 or uint16 [N]. ``edges`` int32 [slices], the token after each; empty where slices are whole
+    segments. ``counted`` uint8 [N]: 0 where a label does not count; empty where all do. ``labelled``: ``labels`` holds
+    those that were sent, and is only masked.
+    """
+    at = 0
+    for i in range(len(size)):
+        first, count = offset[i], size[i]
+        held = min(max(real[i] - first, 0), count)
+        # Views that begin at 0: loops over them are vectorized, over ``at + j`` they are not.
+        token, following = tokens[at : at + count], tokens[at + 1 : at + count]
+        ids, label = input_ids[at : at + count], labels[at : at + count]
+        position, padding = position_ids[at : at + count], padding_mask[at : at + count]
+        for j in range(count):
+            ids[j] = token[j]
+        for j in range(count):
+            position[j] = first + j
+        for j in range(held):
+            padding[j] = False
+        for j in range(held, count):
+            padding[j] = True
+            label[j] = IGNORE_INDEX
+        if not labelled and held > 0:
+            for j in range(held - 1):
+                label[j] = following[j]
+            label[held - 1] = IGNORE_INDEX if first + held == real[i] else edges[i]
+        if len(counted):
+            count_it = counted[at : at + count]
+            for j in range(held):
+                if count_it[j] == 0:
+                    label[j] = IGNORE_INDEX
+        at += count

@@ -1,0 +1,22 @@
+"""Which arrays a message of a step carries: by the rank's role, the layout and the declared fields.
+
+A rank of a pipeline's middle stage computes on activations: it gets boundaries and positions alone,
+which are lengths, and so no payload unless positions are supplied. All others get tokens, and
+where slices end inside a sample the tokens that follow them, for the labels there; then every field.
+"""
+
+from __future__ import annotations
+
+from streampack.core.model.fields import LABELS, POSITION_IDS, Field
+from streampack.core.protocol.messages import Mesh
+
+INPUT_IDS, EDGES = "input_ids", "edges"
+
+
+def frames_for(fields: tuple[Field, ...], mesh: Mesh, layout: str) -> list[str]:
+    """Names of the payload frames for one rank, in order: ``input_ids``, ``edges``, then fields as declared."""
+    if 0 < mesh.pp_rank < mesh.pp - 1:
+        return [field.name for field in fields if field.name == POSITION_IDS]
+    names = [field.name for field in fields]
+    cut = mesh.cp > 1 and layout != "whole" and LABELS not in names
+    return [INPUT_IDS, *([EDGES] if cut else []), *names]

@@ -1,0 +1,177 @@
+"""What waits for a merge: a queue of entries for each partition, and how passes and partitions end.
+
+The half of a merge that is the same in whatever order it takes samples. An entry is a piece of a sample, a
+tombstone for a sample that is none (length 0), or a barrier: what follows is of the partition's
+next pass. Nothing of a next pass is taken until every partition that has not ended is at its
+barrier; ``next_pass`` then goes over them.
+
+A recorded change of rules holds from a *position*, the number of samples merged before it, over all
+partitions: a place that a run which is played again comes to as well. Streams and partitions keep their
+numbers for good: one that is removed stays, empty, and one that is added is the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streampack.core.merge.entries import LENGTH, entries, with_partitions, with_room
+from streampack.core.merge.merge_kernels import drop_all, drop_first, push_entries
+from streampack.core.model.samples import I64
+
+BARRIER = -1
+"""The length of an entry that is the end of a pass."""
+BLOCK = 64
+"""Entries of a block: a partition that waits holds one at least."""
+NOWHERE = 2**62
+"""A position that no run comes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Samples in merge order: ``handles`` and ``lengths`` int64 [n]; the partition waited for, or None;
+    the partitions that moved on, int64 [k], be it over rejected samples alone."""
+
+    handles: I64
+    lengths: I64
+    blocked: int | None
+    moved: I64
+
+
+class Queues:
+    """Entries that are not merged yet of streams of ``partitions`` each, numbered through, in blocks of ``block``
+    entries. ``removed`` are the numbers of streams that were taken out.
+
+    ``merged_samples`` and ``merged_tokens`` int64 [partitions] count what was taken.
+    """
+
+    def __init__(self, partitions: Sequence[int], block: int, removed: Sequence[int] = ()) -> None:
+        count = sum(partitions)
+        self._first = np.concatenate([[0], np.cumsum(partitions)]).astype(np.int64)
+        self._queues = entries(count, block)
+        self._ended = np.zeros(count, np.bool_)
+        self._num_barriers = 0  # that wait
+        self._stuck = False  # the sample that is next is missing, and nothing has come since
+        self._fresh = True
+        """Nothing of this pass was taken."""
+        self._passes = 0
+        """Those before this one; one may have been empty."""
+        self.merged_samples = np.zeros(count, np.int64)
+        self.merged_tokens = np.zeros(count, np.int64)
+        for stream in removed:
+            self._ended[self._first[stream] : self._first[stream + 1]] = True
+
+    def push(self, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
+        """Entries that follow the partition's last; all int64 [n], length 0 being a tombstone."""
+        self._enter(partition, handles, lengths, parts)
+
+    def end_pass(self, partition: int) -> None:
+        """What follows is of the partition's next pass."""
+        self._enter(partition, np.array([-1]), np.array([BARRIER]), np.array([0]))
+        self._num_barriers += 1
+
+    def end(self, partition: int) -> None:
+        """No entry follows; idempotent."""
+        self._ended[partition], self._stuck = True, False
+
+    def waiting(self, partition: int) -> int:
+        """Entries of a partition not merged yet, barriers among them."""
+        return int(self._queues.tail[partition] - self._queues.head[partition])
+
+    @property
+    def position(self) -> int:
+        """Samples merged so far, rejected ones among them."""
+        return int(self.merged_samples.sum())
+
+    @property
+    def stopped(self) -> bool:
+        """A stream that was to stop the rest has ended: what is not merged never will be."""
+        return False
+
+    @property
+    def closed(self) -> bool:
+        """Nothing will ever be merged again: every stream has ended and all was taken, or one has stopped the rest."""
+        return self.stopped or bool(self._ended.all() and self._done.all())
+
+    @property
+    def has_barriers(self) -> bool:
+        """Some partition has ended its pass, and others have not."""
+        return self._num_barriers > 0
+
+    @property
+    def between_passes(self) -> bool:
+        """Every stream has given its pass whole, and ``next_pass`` begins another."""
+        if not self._num_barriers or self.stopped:
+            return False
+        at_barrier = self._at_barrier
+        return bool(at_barrier.any() and (at_barrier | self._done).all())
+
+    @property
+    def may_grow(self) -> bool:
+        """A stream may join: not between two passes, where a position does not say of which pass it would be."""
+        return not self._fresh or not self._passes
+
+    def next_pass(self) -> None:
+        """Go over the barriers that all streams are at; only ``between_passes``."""
+        at_barrier = self._at_barrier
+        for partition in np.flatnonzero(at_barrier).tolist():
+            drop_first(self._queues, partition)
+        self._num_barriers -= int(at_barrier.sum())
+        self._fresh, self._stuck = True, False
+        self._passes += 1
+
+    def drop(self) -> I64:
+        """Forget what waits; handles, int64 [n], of its samples. Nothing is pushed afterwards."""
+        return self._forget(range(len(self._ended)))
+
+    def _restream(self, partitions: Sequence[int], removed: Sequence[int]) -> I64:
+        """Take out the streams of numbers ``removed``, add those beyond the ones there are; handles of what waited.
+
+        Raises ValueError where streams there are would have other partitions, or between two passes.
+        """
+        known = np.diff(self._first).tolist()
+        if list(partitions[: len(known)]) != known:
+            raise ValueError(f"got streams of {list(partitions)} partitions, expected {known} first: they keep theirs")
+        if len(partitions) > len(known) and not self.may_grow:
+            raise ValueError("got a new stream between two passes, expected one once a sample of the next is merged")
+        self._first = np.concatenate([[0], np.cumsum(partitions)]).astype(np.int64)
+        self._queues = with_partitions(self._queues, sum(partitions))
+        for name in ("_ended", "merged_samples", "merged_tokens"):
+            old = getattr(self, name)
+            setattr(self, name, np.concatenate([old, np.zeros(sum(partitions) - len(old), old.dtype)]))
+        rows = [p for stream in removed for p in range(self._first[stream], self._first[stream + 1])]
+        self._ended[rows] = True
+        return self._forget(rows)
+
+    def _forget(self, rows: Sequence[int]) -> I64:
+        """Drop what waits of some partitions; its handles, int64 [n]."""
+        waiting = [np.zeros(0, np.int64)]
+        for p in rows:
+            found = np.empty(self.waiting(p), np.int64)
+            count, barriers = drop_all(self._queues, p, found)
+            waiting.append(found[:count])
+            self._num_barriers -= barriers
+        self._stuck = False
+        return np.concatenate(waiting)
+
+    @property
+    def _done(self) -> NDArray[np.bool_]:
+        """By partition: ended, and all of it taken."""
+        found: NDArray[np.bool_] = self._ended & (self._queues.head == self._queues.tail)
+        return found
+
+    @property
+    def _at_barrier(self) -> NDArray[np.bool_]:
+        head, tail, first, _, entry, *_ = self._queues
+        found: NDArray[np.bool_] = head < tail
+        waiting = np.flatnonzero(found)
+        found[waiting] = entry[first[waiting], head[waiting] % entry.shape[1], LENGTH] == BARRIER
+        return found
+
+    def _enter(self, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
+        self._queues = with_room(self._queues, partition, len(handles))
+        push_entries(self._queues, partition, handles, lengths, parts)
+        self._stuck = False

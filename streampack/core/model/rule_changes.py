@@ -1,0 +1,105 @@
+"""What may be asked of a feed while it runs, and the rules that come of it.
+
+Other weights, streams added or removed, steps passed over. Asked of a step on, recorded with the
+merge's position there, and never undone: what was formed stays as it is. A stream that is removed keeps its
+number, with weight 0, since samples are told apart by it. Knows rules, not how a feed applies them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+from msgspec import Struct
+
+from streampack.core.model.rules import MAX_WEIGHT_RATIO, Rules, StreamRules
+
+MAX_WEIGHT = 1e9
+
+
+class Reweigh(Struct, frozen=True, tag=True):
+    """Other weights for the streams named; the others keep theirs. 0 removes a stream."""
+
+    weights: dict[str, float]
+
+
+class Restream(Struct, frozen=True, tag=True):
+    """Streams that join, after those there are, and streams that leave."""
+
+    add: tuple[StreamRules, ...] = ()
+    remove: tuple[str, ...] = ()
+
+
+class Skip(Struct, frozen=True, tag=True):
+    """Steps ``first`` to ``last`` are passed over by every rank; what follows stays as it is."""
+
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.last:
+            raise ValueError(f"got steps {self.first}-{self.last}, expected the first and the last, from 0 on")
+
+
+Ask = Reweigh | Restream | Skip
+
+
+def described(ask: Ask) -> str:
+    """In words, for the record: ``weights code=0.3 web=0.7``."""
+    if isinstance(ask, Skip):
+        return f"skip steps {ask.first}-{ask.last}"
+    if isinstance(ask, Reweigh):
+        return "weights " + " ".join(f"{name}={weight:g}" for name, weight in ask.weights.items())
+    added = [f"+{stream.name}" for stream in ask.add]
+    return "streams " + " ".join([*added, *(f"-{name}" for name in ask.remove)])
+
+
+def changed(rules: Rules, ask: Reweigh | Restream) -> Rules:
+    """The rules after a change. Raises ValueError, one line, where it cannot be."""
+    if isinstance(ask, Reweigh):
+        streams = _reweighed(rules, ask.weights)
+    else:
+        streams = _reweighed(rules, dict.fromkeys(ask.remove, 0.0)) + _added(rules, ask.add)
+    weights = {stream.name: stream.weight for stream in streams if stream.weight}
+    if not weights:
+        raise ValueError("got no stream that is left, expected one: a feed ends when its streams do")
+    heaviest = max(weights.values())
+    for name, weight in weights.items():
+        if heaviest / weight > MAX_WEIGHT_RATIO:
+            raise ValueError(
+                f"stream {name!r}: got weight {weight:g}, expected at least {heaviest / MAX_WEIGHT_RATIO:g}, a "
+                f"{MAX_WEIGHT_RATIO}th of the heaviest"
+            )
+    return msgspec.structs.replace(rules, streams=streams)
+
+
+def _reweighed(rules: Rules, weights: dict[str, float]) -> tuple[StreamRules, ...]:
+    left = [stream.name for stream in rules.streams if stream.weight]
+    for name, weight in weights.items():
+        if name not in left:
+            gone = ", which was removed" if any(name == stream.name for stream in rules.streams) else ""
+            raise ValueError(f"got stream {name!r}{gone}, expected one of: {', '.join(left)}")
+        if not (math.isfinite(weight) and 0 <= weight <= MAX_WEIGHT):
+            raise ValueError(f"stream {name!r}: got weight {weight:g}, expected 0 to {MAX_WEIGHT:g}; 0 removes it")
+        if weight and rules.merge == "arrival":
+            raise ValueError(
+                f"stream {name!r}: got weight {weight:g} with merge: arrival, expected 0, which removes it: samples "
+                f"are taken as they come"
+            )
+    replace = msgspec.structs.replace
+    return tuple(replace(stream, weight=weights.get(stream.name, stream.weight)) for stream in rules.streams)
+
+
+def _added(rules: Rules, added: tuple[StreamRules, ...]) -> tuple[StreamRules, ...]:
+    known = {stream.name for stream in rules.streams}
+    for stream in added:
+        if stream.name in known:
+            raise ValueError(f"got a new stream {stream.name!r}, expected a new name: one of this feed has it, or had")
+        if not (math.isfinite(stream.weight) and 0 < stream.weight <= MAX_WEIGHT):
+            raise ValueError(
+                f"stream {stream.name!r}: got weight {stream.weight:g}, expected above 0, to {MAX_WEIGHT:g}"
+            )
+        if stream.pushed and rules.merge == "schedule":
+            raise ValueError(f"stream {stream.name!r}: got pushed with merge: schedule, expected merge: arrival for it")
+        known.add(stream.name)
+    return added

@@ -1,0 +1,105 @@
+"""How long a pack is: T, what its samples take of the budget C and the padding behind them.
+
+``fixed`` packs are all of C tokens: one shape for compilers and captured graphs, and for ranks that exchange tokens
+(mixture of experts). ``exact`` ones end behind their samples, at the next multiple of ``align.pack``: nothing is
+computed in vain, and every shape is another. Between the two are a multiple of n, and a few buckets. A pipeline's
+stages pass activations of one shape, so with pp > 1 every pack of a step is as long as its longest.
+
+T is a function of the step and the mesh alone. FORM does not see it, and no digest changes with it; who deals a step
+works it out (``step_widths``), and it travels with the pack, since a rank knows only its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import numpy as np
+from msgspec import Meta, Struct
+
+from streampack.core.model.samples import I64
+
+MAX_BUCKETS = 64
+_Tokens = Annotated[int, Meta(ge=1)]
+
+
+class Sizes(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """T is a ``multiple`` of so many tokens, or the least of some ``buckets`` that holds the pack; C is always one."""
+
+    multiple: Annotated[_Tokens | None, Meta(description="packs are padded to a multiple of this")] = None
+    buckets: Annotated[
+        Annotated[tuple[_Tokens, ...], Meta(min_length=1, max_length=MAX_BUCKETS)] | None,
+        Meta(description="packs are padded to the first of these sizes that holds them, or to the budget"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if (self.multiple is None) == (self.buckets is None):
+            got = "neither" if self.multiple is None else "both"
+            raise ValueError(f"got {got} of multiple and buckets, expected one of them")
+
+
+Shape = Literal["fixed", "exact"] | Sizes
+
+
+def check_shape(shape: Shape, budget: int, align: int) -> None:
+    """Raises ValueError for sizes that are no multiples of ``align`` (``align.pack``), or lie beyond the budget."""
+    if not isinstance(shape, Sizes):
+        return
+    if shape.multiple is not None and (shape.multiple % align or budget % shape.multiple):
+        raise ValueError(
+            f"got shape.multiple {shape.multiple}, expected a multiple of align.pack, {align}, that divides the budget "
+            f"of {budget}"
+        )
+    before = 0
+    for bucket in shape.buckets or ():
+        if bucket % align or not before < bucket <= budget:
+            raise ValueError(
+                f"got shape.buckets {list(shape.buckets or ())}, expected rising multiples of align.pack, {align}, up "
+                f"to the budget of {budget}"
+            )
+        before = bucket
+
+
+def own_widths(slots: I64, shape: Shape, budget: int, align: int) -> I64:
+    """T of packs whose samples, padded, take ``slots`` tokens, int64 [packs], where no other pack has a say.
+
+    >>> own_widths(np.array([0, 5, 16]), "exact", 32, 4).tolist()
+    [4, 8, 16]
+    >>> own_widths(np.array([0, 5, 17]), Sizes(buckets=(8, 16)), 32, 4).tolist()
+    [8, 8, 32]
+    """
+    if shape == "fixed":
+        return np.full(len(slots), budget, np.int64)
+    if isinstance(shape, Sizes) and shape.buckets is not None:
+        buckets = np.array([*shape.buckets, budget], np.int64)
+        return buckets[np.searchsorted(buckets, slots)]
+    multiple = shape.multiple if isinstance(shape, Sizes) and shape.multiple is not None else align
+    return -(-np.maximum(slots, 1) // multiple) * multiple
+
+
+def step_widths(slots: I64, shape: Shape, budget: int, align: int, pp: int) -> I64:
+    """T of all packs of a step, int64 [packs], on a mesh with ``pp`` stages: see ``own_widths``."""
+    widths = own_widths(slots, shape, budget, align)
+    return np.full_like(widths, widths.max()) if pp > 1 and len(widths) else widths
+
+
+def width_unit(shape: Shape, budget: int, align: int) -> int:
+    """What every T is a multiple of."""
+    if isinstance(shape, Sizes):
+        return math.gcd(budget, *(shape.buckets or (shape.multiple or budget,)))
+    return budget if shape == "fixed" else align
+
+
+def check_widths(widths: I64, shape: Shape, budget: int, align: int) -> None:
+    """Raises ValueError for a T that no pack of this shape has."""
+    wrong = (widths < 1) | (widths > budget)
+    wrong |= own_widths(np.where(wrong, budget, widths), shape, budget, align) != widths
+    if wrong.any():
+        raise ValueError(f"got a pack of {int(widths[wrong][0])} tokens, expected one of shape {said(shape)}")
+
+
+def said(shape: Shape) -> str:
+    """As broker.yaml has it."""
+    if not isinstance(shape, Sizes):
+        return shape
+    return f"{{multiple: {shape.multiple}}}" if shape.buckets is None else f"{{buckets: {list(shape.buckets)}}}"

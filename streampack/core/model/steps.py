@@ -1,0 +1,163 @@
+"""The nouns that FORM makes: packs and steps, and the digests that name them.
+
+The packs of a step are flat: the handles of all samples in one array, and where each pack begins. A step has hundreds
+of them, and an object and an array for each would cost more than forming them does. ``Pack`` is one of them by itself,
+made for whoever asks for it. A step's digest is a hash of its packs' digests, a pack's one of its samples' identities,
+lengths and checksums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from streampack.core.model.samples import I64
+
+FIRST_CHAIN = bytes(16)
+"""The chain digest before step 0."""
+IDENTITY = np.dtype(
+    [("stream", "<u4"), ("part", "<u4"), ("index", "<u8"), ("length", "<u4"), ("crc", "<u4")],
+)
+"""What a pack's digest covers of each sample."""
+
+
+def pack_digests(rows: NDArray[np.void], bounds: I64) -> list[bytes]:
+    """Digests of packs, 16 bytes each: pack i holds samples ``rows[bounds[i]:bounds[i + 1]]``, ``samples.ROW``."""
+    identities = np.empty(len(rows), IDENTITY)
+    for name in IDENTITY.names or ():
+        identities[name] = rows[name]
+    return digests_of(memoryview(identities.tobytes()), bounds)
+
+
+def digests_of(identities: memoryview, bounds: I64) -> list[bytes]:
+    """The same from what they cover: ``IDENTITY`` of each sample, as bytes."""
+    blake2b, spans = hashlib.blake2b, pairwise((bounds * IDENTITY.itemsize).tolist())
+    return [blake2b(identities[begin:end], digest_size=16).digest() for begin, end in spans]
+
+
+def step_digest(number: int, num_loss_tokens: int, num_samples: int, packs: Iterable[bytes]) -> bytes:
+    """A step's digest, of its number, its denominators and the digests of its ``packs``."""
+    head = f"{number}:{num_loss_tokens}:{num_samples}:".encode()
+    return hashlib.blake2b(head + b"".join(packs), digest_size=16).digest()
+
+
+def chain_digest(chain: bytes, digest: bytes) -> bytes:
+    """The digest of all steps up to one: of the ``chain`` before it and its own ``digest``."""
+    return hashlib.blake2b(chain + digest, digest_size=16).digest()
+
+
+class Pack(Struct, frozen=True, eq=False):
+    """Samples that share one budget: their ``handles`` int64 [n], empty for an empty pack.
+
+    ``num_tokens`` real, ``num_slot_tokens`` with alignment, ``num_loss_tokens`` and ``cost`` are sums over them.
+    """
+
+    handles: I64
+    num_tokens: int
+    num_slot_tokens: int
+    num_loss_tokens: int
+    cost: int
+    digest: bytes
+
+
+class Packs(Struct, frozen=True, eq=False):
+    """Packs in their order; ``packs[i]`` is the ``Pack``.
+
+    ``handles`` int64 [n] of all their samples; pack i holds ``handles[bounds[i]:bounds[i + 1]]``, ``bounds`` int64
+    [packs + 1] from 0 to n. ``sums`` int64 [4, packs]: of each its ``tokens``, ``slots`` (tokens with alignment),
+    ``loss_tokens`` and ``costs``. ``digests``: 16 bytes each.
+    """
+
+    handles: I64
+    bounds: I64
+    sums: I64
+    digests: list[bytes]
+
+    @classmethod
+    def empty(cls, count: int = 0) -> Packs:
+        """So many packs without a sample."""
+        digest = hashlib.blake2b(digest_size=16).digest()
+        zeros = np.zeros((4, count), np.int64)
+        return cls(np.zeros(0, np.int64), np.zeros(count + 1, np.int64), zeros, [digest] * count)
+
+    @property
+    def tokens(self) -> I64:
+        """Real tokens of each, int64 [packs]."""
+        tokens: I64 = self.sums[0]
+        return tokens
+
+    @property
+    def slots(self) -> I64:
+        """Tokens of each with alignment, int64 [packs]."""
+        slots: I64 = self.sums[1]
+        return slots
+
+    @property
+    def loss_tokens(self) -> I64:
+        """int64 [packs]."""
+        loss_tokens: I64 = self.sums[2]
+        return loss_tokens
+
+    @property
+    def costs(self) -> I64:
+        """int64 [packs]."""
+        costs: I64 = self.sums[3]
+        return costs
+
+    @property
+    def counts(self) -> I64:
+        """Samples of each, int64 [packs]."""
+        return self.bounds[1:] - self.bounds[:-1]
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+    def __getitem__(self, number: int) -> Pack:
+        begin, end = self.bounds[: len(self)][number], self.bounds[1:][number]
+        tokens, slots, loss_tokens, cost = self.sums[:, number].tolist()
+        return Pack(self.handles[begin:end], tokens, slots, loss_tokens, cost, self.digests[number])
+
+    def __iter__(self) -> Iterator[Pack]:
+        return map(self.__getitem__, range(len(self)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Packs]) -> Packs:
+        """All of ``parts``, one behind the other."""
+        held = [part for part in parts if len(part)]
+        if len(held) < 2:
+            return held[0] if held else cls.empty()
+        before = accumulate((len(part.handles) for part in held), initial=0)
+        ends = [first + part.bounds[1:] for first, part in zip(before, held, strict=False)]
+        return cls(
+            np.concatenate([part.handles for part in held]),
+            np.concatenate([held[0].bounds[:1], *ends]),
+            np.concatenate([part.sums for part in held], axis=1),
+            list(chain.from_iterable(part.digests for part in held)),
+        )
+
+    def cut(self, count: int) -> tuple[Packs, Packs]:
+        """The first ``count``, and those behind."""
+        if count == len(self):
+            return self, Packs.empty()
+        at = self.bounds[count]
+        return (
+            Packs(self.handles[:at], self.bounds[: count + 1], self.sums[:, :count], self.digests[:count]),
+            Packs(self.handles[at:], self.bounds[count:] - at, self.sums[:, count:], self.digests[count:]),
+        )
+
+
+class Step(Struct, frozen=True, eq=False):
+    """G packs, one optimizer update, with the denominators of the whole of it."""
+
+    number: int
+    packs: Packs
+    num_loss_tokens: int
+    num_samples: int
+    digest: bytes
+    chain: bytes
+    """Digest of this step and all before it."""

@@ -1,0 +1,263 @@
+"""How ``exact_fill`` forms packs; ``exact_fill`` says what it does and why.
+
+The window is a doubly linked list over positions, so that a sample leaves in O(1): ``after[n]`` is the oldest,
+``before[n]`` the youngest. ``by_length`` is brought up to date only for a crowded window or the end. What a call
+works on goes from function to function as a ``View``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streampack.core.jit import COMPILES
+from streampack.core.packers.exact_fill.exact_fill_cases import best_with, capped, closest_pair, fill_up, last_packs
+from streampack.core.packers.packer_kernels import (
+    MAX_TRIED,
+    _compiled,
+    _fill_exactly,
+    _gather,
+    _gather_by_age,
+    _sort_in,
+    _take_ahead,
+)
+from streampack.core.packers.window import I64
+
+FEW = 64
+#: The end of a stream is formed at once when no more samples than these are left.
+MAX_LAST = 2048
+
+#: What the numbers in ``View.now`` are; tokens and samples, those held.
+EDGE, HELD, SAMPLES, TOKENS, LONG, FULL, PATIENCE = range(7)
+PACKS, LATE_FROM, SORTED, SORTED_TO, FULL_HEAD, FULL_TAIL = range(7, 13)
+
+
+class View(NamedTuple):
+    """The window and room to work in. All but the last three are as long as the lengths, or one longer."""
+
+    lengths: I64
+    sizes: I64
+    after: I64
+    before: I64
+    due: I64
+    gone: NDArray[np.bool_]
+    full: I64
+    by_length: I64
+    pack_of: I64
+    rest: I64
+    indices: I64
+    rows: NDArray[np.uint64]
+    barren: NDArray[np.bool_]
+    now: I64
+
+
+@_compiled
+def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap):  # type: ignore[no-untyped-def]
+    """Indices, bounds and ages of a Choice; ``cap`` samples a pack at most."""
+    n = len(lengths)
+    after, before = np.arange(1, n + 2), np.arange(-1, n)
+    after[n], before[0] = 0, n
+    now = np.zeros(13, np.int64)
+    rows = np.empty((MAX_TRIED + 1) * (budget // 64 + 1), np.uint64)
+    of_each = np.empty((5, n), np.int64)
+    due, gone = np.zeros(n, np.int64), np.zeros(n, np.bool_)
+    view = View(
+        lengths, sizes, after, before, due, gone, of_each[0], of_each[1], of_each[2], of_each[3], of_each[4], rows,
+        np.zeros(budget + 1, np.bool_), now,
+    )  # fmt: skip
+    bounds, end = np.zeros(n + 1, np.int64), np.int64(0)  # a literal 0 would compile all once more
+    while True:
+        _refill(view, ages, budget, size)
+        ready = now[HELD] >= size and now[TOKENS] >= 2 * budget
+        if now[PACKS] >= count or now[HELD] == 0 or not (closed or ready):
+            break
+        if not ready and (now[HELD] <= MAX_LAST or _is_crowded(now, budget)):
+            end = _form_all(view, budget, cap, bounds, end)
+            break
+        start, seed = end, after[n]
+        end = _next_pack(view, budget, size, cap, seed, start)
+        if end - start > cap or sizes[view.indices[start:end]].sum() > cap:
+            end = capped(view, now[EDGE], now[SAMPLES], now[TOKENS], budget, cap, seed, start)
+        view.indices[start:end].sort()
+        _remove(view, budget, view.indices[start:end])
+        bounds[now[PACKS]] = end
+    new_ages = due - now[PACKS]
+    new_ages[now[EDGE] :] = -1
+    return view.indices[:end].copy(), bounds[: now[PACKS] + 1].copy(), new_ages
+
+
+@_compiled
+def _refill(view, ages, budget, size):  # type: ignore[no-untyped-def]
+    lengths, due, now = view.lengths, view.due, view.now
+    i, held, tokens = now[EDGE], now[HELD], now[TOKENS]
+    while i < len(lengths) and (held < size or tokens < 2 * budget):
+        due[i] = now[PACKS] + (ages[i] if ages[i] >= 0 else size + held)
+        held += 1
+        tokens += lengths[i]
+        now[SAMPLES] += view.sizes[i]
+        now[LONG] += 2 * lengths[i] > budget
+        if lengths[i] == budget:
+            view.full[now[FULL_TAIL]] = i
+            now[FULL_TAIL] += 1
+            now[FULL] += 1
+        else:
+            now[PATIENCE] += due[i] - now[PACKS]
+        i += 1
+    now[EDGE], now[HELD], now[TOKENS] = i, held, tokens
+
+
+@_compiled
+def _remove(view, budget, pack):  # type: ignore[no-untyped-def]
+    lengths, after, before, now = view.lengths, view.after, view.before, view.now
+    for i in pack:
+        after[before[i]], before[after[i]] = after[i], before[i]
+        view.gone[i] = True
+        now[HELD] -= 1
+        now[SAMPLES] -= view.sizes[i]
+        now[TOKENS] -= lengths[i]
+        now[LONG] -= 2 * lengths[i] > budget
+        if lengths[i] == budget:
+            now[FULL] -= 1
+        else:
+            now[PATIENCE] -= view.due[i] - now[PACKS]
+    now[PACKS] += 1
+    now[PATIENCE] -= now[HELD] - now[FULL]
+
+
+@_compiled
+def _next_pack(view, budget, size, cap, seed, start):  # type: ignore[no-untyped-def]
+    """The next pack to ``indices[start:]``, in any order; its end."""
+    now = view.now
+    late = _is_late(view, size)
+    others = now[HELD] - now[FULL]
+    tokens = now[TOKENS] - now[FULL] * budget
+    long_share = (now[LONG] - now[FULL]) * budget
+    crowded = _is_crowded(now, budget)
+    patient = 8 * others < 3 * size or 5 * now[PATIENCE] >= 6 * size * others
+    while now[FULL_HEAD] < now[FULL_TAIL] and view.gone[view.full[now[FULL_HEAD]]]:
+        now[FULL_HEAD] += 1
+    if now[FULL_HEAD] < now[FULL_TAIL] and not late and patient:
+        view.indices[start] = view.full[now[FULL_HEAD]]
+        return start + 1
+    if crowded:
+        _sort(view)
+    if not crowded or 8 * tokens <= others * budget:
+        return _filled(view, budget, cap, seed, crowded, start)
+    ordered = view.by_length[: now[SORTED]]
+    gain = budget
+    if 16 * long_share < 15 * tokens:
+        gain = (5 * long_share - 4 * tokens) // (30 * max(1, tokens // budget))
+    if late:
+        end = best_with(ordered, view.after, now[EDGE], view.lengths, budget, seed, gain, view.indices, start)
+    else:
+        end = closest_pair(ordered, now[FULL], now[LONG], view.lengths, budget, view.indices, start)
+        pair = view.indices[start:end].copy()
+        filled = view.lengths[pair].sum()
+        if gain < budget - filled and view.lengths[seed] < budget:
+            end = best_with(ordered, view.after, now[EDGE], view.lengths, budget, seed, gain, view.indices, start)
+            if view.lengths[view.indices[start:end]].sum() < filled + gain:
+                end = start + len(pair)
+                view.indices[start:end] = pair
+    return fill_up(ordered, view.lengths, budget, view.indices, start, end)
+
+
+@_compiled
+def _is_crowded(now, budget):  # type: ignore[no-untyped-def]
+    return 5 * (now[LONG] - now[FULL]) * budget > 4 * (now[TOKENS] - now[FULL] * budget)
+
+
+@_compiled
+def _sort(view):  # type: ignore[no-untyped-def]
+    """Bring ``by_length`` up to date."""
+    now = view.now
+    now[SORTED] = _sort_in(view.by_length, now[SORTED], view.lengths, view.gone, now[SORTED_TO], now[EDGE])
+    now[SORTED_TO] = now[EDGE]
+
+
+@_compiled
+def _is_late(view, size):  # type: ignore[no-untyped-def]
+    """Whether the oldest sample has to be in the next pack."""
+    now = view.now
+    if now[PACKS] < now[LATE_FROM]:
+        return False
+    least = _least_due(view.due, view.after, view.gone, now[EDGE])
+    spare = least - now[PACKS]
+    now[LATE_FROM] = now[PACKS] + min(spare, size)
+    return spare <= 0
+
+
+if COMPILES:
+
+    @_compiled
+    def _least_due(due, after, gone, edge):  # type: ignore[no-untyped-def]
+        """The least of what is left when each sample's older ones have gone, one a pack."""
+        least, rank = np.iinfo(np.int64).max, 0
+        i = after[len(due)]
+        while i < edge:
+            least = min(least, due[i] - rank)
+            rank += 1
+            i = after[i]
+        return least
+
+else:
+
+    def _least_due(due, after, gone, edge):  # type: ignore[no-untyped-def]
+        held = due[after[len(due)] : edge][~gone[after[len(due)] : edge]]
+        return (held - np.arange(len(held))).min()
+
+
+@_compiled
+def _filled(view, budget, cap, seed, crowded, start):  # type: ignore[no-untyped-def]
+    """The seed and what fills its pack; its end. Of many more are gathered only where the first do not fill it."""
+    lengths, rest, indices, now = view.lengths, view.rest, view.indices, view.now
+    most = len(rest) if crowded else FEW
+    while True:
+        end, room = start + 1, budget - lengths[seed]
+        indices[start] = seed
+        if crowded:
+            gathered = _gather(rest, view.by_length, now[SORTED], seed, lengths, room)
+            if 2 * lengths[seed] <= budget and gathered and 2 * lengths[rest[0]] > budget:
+                indices[end] = rest[0]
+                end += 1
+                room -= lengths[rest[0]]
+                gathered = _gather(rest, rest, gathered, rest[0], lengths, room)
+        else:
+            gathered = _gather_by_age(rest, most, view.after, view.after[seed], now[EDGE], lengths, room)
+        num_rest, room, end = _take_ahead(rest, gathered, lengths, room, now[HELD], now[TOKENS], indices, end)
+        if end - start > cap:  # too many already: the pack is formed anew
+            return end
+        end = _fill_exactly(rest, num_rest, lengths, room, view.rows, view.barren, indices, end)
+        if gathered < most or (
+            room * now[HELD] <= 16 * now[TOKENS]
+            and (lengths[indices[start:end]].sum() == budget or (lengths[rest[:num_rest]] <= room).sum() >= MAX_TRIED)
+        ):
+            return end
+        most *= 16
+
+
+@_compiled
+def _form_all(view, budget, cap, bounds, end):  # type: ignore[no-untyped-def]
+    """All that is held, the pack with the oldest first; the end of the last."""
+    now, after, indices = view.now, view.after, view.indices
+    _sort(view)
+    pack_of, edge = view.pack_of, now[EDGE]
+    num_packs = last_packs(view.by_length[: now[SORTED]], view.lengths, view.sizes, budget, cap, pack_of)
+    rank, ends, packs = np.full(num_packs, -1), np.zeros(num_packs, np.int64), 0
+    i = after[len(view.lengths)]
+    while i < edge:
+        if rank[pack_of[i]] < 0:
+            rank[pack_of[i]] = packs
+            packs += 1
+        ends[rank[pack_of[i]]] += 1
+        i = after[i]
+    ends = end + np.cumsum(ends[:packs])
+    bounds[now[PACKS] + 1 : now[PACKS] + packs + 1] = ends
+    now[PACKS] += packs
+    i = view.before[len(view.lengths)]
+    while i < edge:
+        ends[rank[pack_of[i]]] -= 1
+        indices[ends[rank[pack_of[i]]]] = i
+        i = view.before[i]
+    return end + now[HELD]

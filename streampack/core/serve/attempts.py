@@ -1,0 +1,341 @@
+"""How an attempt of the trainers begins: when, at which step, and with which ranks.
+
+A reader takes its rank first (``rank_registry``). Later it says that it is ready and where it begins. An *attempt*
+begins when every rank of the mesh is ready and no other process claims one, because the holder of a claimed rank may
+be dead. It begins at the earliest step that a rank asks for; steps that are gone are formed again. Attempts are
+numbered, and what was said in another attempt, or to another broker, changes nothing.
+
+A process that takes a rank over goes on in place where its steps are still kept: the other ranks notice nothing. Where
+the steps are not kept, it waits until all ranks ask for an earlier step. A process of another mesh waits until the old
+ranks are gone.
+
+A feed may be iterated again and again. A reader names the *round* that it is in. A reader that asks for a later round
+waits outside the current one. When all ranks of the mesh ask for that round, it begins, in a new attempt. A rank that
+is gone and has not asked for it holds the others back: all ranks iterate the same number of times.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from streampack.core.model.rules import Rules
+from streampack.core.model.snapshot import Snapshot
+from streampack.core.protocol.events import Effect, Report
+from streampack.core.protocol.messages import Attached, Bye, Mesh, Probe, Wait
+from streampack.core.serve.rank_registry import CLAIM_S, RESTART_S, RankRegistry, Reader, clash
+from streampack.core.serve.reader_link import ReaderLink
+from streampack.core.serve.step_server import ACKS, StepServer
+from streampack.core.serve.step_source import StepSource
+
+PINGS_A_SECOND = 1000
+"""Pings of all ranks together: where there are more ranks, each pings less often."""
+MOST_PING_S = 10.0
+PROBE_S = 1.0
+"""Seconds between two probes of a holder whose rank is claimed."""
+
+NEWS_A_TICK = 16
+"""Times a tick that the texts for waiting readers are composed anew. Thousands of ranks may come at once."""
+
+
+class Departure(Enum):
+    """Why a reader has left; the value is the text for the log."""
+
+    GOODBYE = "it said goodbye"
+    SILENT = "silent for {} s"
+    TAKEN_OVER = "silent for {} s, and another process took its rank over"
+    OTHER_RANK = "it took another rank"
+    OTHER_FEED = "its peer took another feed"
+    PEER_TOOK_RANK = "its peer took another rank"
+    REFUSED = "it was refused"
+    KEY_CHANGED = "its key does not allow what it does, or has changed"
+
+
+class AttemptCoordinator:
+    """Begin attempts of the ranks that are ready, and tell the others what they wait for."""
+
+    def __init__(
+        self, link: ReaderLink, rules: Rules, layout: str, registry: RankRegistry, steps: StepServer,
+        source: StepSource,
+    ) -> None:  # fmt: skip
+        self._link, self._feed, self._rules, self._layout = link, link.feed, rules, layout
+        self._registry, self._steps, self._source = registry, steps, source
+        self.pings_a_second: float = PINGS_A_SECOND
+        self.number = 0
+        """The number of the attempt; 0 before the first."""
+        self.round = 0
+        """The iteration of the feed that is served."""
+        self._news = 0
+        self._join_texts: dict[int | None, str] = {}
+        """What readers wait for that are in no attempt: of a later round, by its number; of this round at None."""
+        self._of_all: tuple[list[Reader], float, bool] = ([], 0.0, False)
+        """Of the readers in the way of the claim that was decided last: when one was heard, and whether one takes part.
+        All claims for ranks of another mesh have the same readers in the way, and there may be thousands of both."""
+
+    def fail(self, code: str, detail: str) -> list[Effect]:
+        """Refuse every reader: nothing more can be served."""
+        return [effect for reader in self._registry for effect in self.refuse(reader, code, detail)]
+
+    def check(self, step: int, chain: bytes) -> list[Effect]:
+        """Note the digest of all steps before ``step``. Refuse readers that begin there and had other steps."""
+        self._steps.note_chain(step, chain)
+        astray = [reader for reader in self._registry if reader.ready and self.has_diverged(reader)]
+        return [
+            effect for reader in astray for effect in self.refuse(reader, "diverged", diverged(reader, self._rules))
+        ]
+
+    @property
+    def known_upto(self) -> int:
+        """Steps before are formed, or some reader has had them, from this broker or another."""
+        return max([self._steps.formed_upto, *(reader.first_step for reader in self._registry if reader.ready)])
+
+    @property
+    def ping_s(self) -> float:
+        """Seconds between two pings of a reader; more where there are many readers."""
+        return min(max(self._registry.num_ranks / self.pings_a_second, 1.0), MOST_PING_S)
+
+    # Ranks that are given up, and taken
+
+    def take_rank(self, reader: Reader) -> list[Effect]:
+        """Give a reader its rank. A reader of another mesh ends the attempt of the mesh before."""
+        if self._registry.give_rank(reader):
+            self._steps.begin_nowhere()
+        else:
+            self._steps.await_others(reader.mesh.ranks)
+        self._has_news()
+        took = reader.report(
+            "info", f"reader {reader.where} took rank {reader.mesh} of feed {self._feed!r}", self._feed
+        )
+        return [took, *self.arrive(reader)]
+
+    def settle(self) -> list[Effect]:
+        """Decide claims: grant those whose rank is free, refuse those whose holder is alive."""
+        self._of_all = ([], 0.0, False)
+        effects = self._probe()
+        effects += [effect for reader in list(self._registry.claims.values()) for effect in self._decide(reader)]
+        entered = [reader for reader in self._registry.held.values() if reader.entered]
+        heard = max((reader.heard for reader in entered), default=0.0)
+        for reader in list(self._registry.held.values()):
+            if self._is_late(reader) and heard > reader.since + RESTART_S:
+                effects += self.refuse(reader, *self._too_late(reader, entered))
+        return effects + (self._begin() if self._registry.all_wait() else [])  # a claim may have held them back
+
+    def _probe(self) -> list[Effect]:
+        """Ask the holders of claimed ranks whether they are alive: their next ping may be far away."""
+        effects: list[Effect] = []
+        asked = None
+        for claim in self._registry.claims.values():
+            others = self._registry.in_the_way(claim)
+            if others is asked:  # all that claim ranks of another mesh have the same ones
+                continue
+            asked = others
+            for other in others:
+                if self._registry.now >= max(other.heard, other.probed) + PROBE_S:
+                    other.probed = self._registry.now
+                    effects += self._link.send(other, Probe(feed=self._feed))
+        return effects
+
+    @property
+    def _claim_s(self) -> tuple[float, float]:
+        """Seconds of silence after which a holder loses its rank: in all, and since it was claimed and probed."""
+        more = self.ping_s - 1.0
+        return CLAIM_S + more, min(CLAIM_S, more)
+
+    def _decide(self, claim: Reader) -> list[Effect]:
+        """Grant a claim, refuse it, or leave it open."""
+        others = self._registry.in_the_way(claim)
+        if self._of_all[0] is not others:
+            heard = max((other.heard for other in others), default=0.0)
+            self._of_all = others, heard, any(other.entered for other in others)
+        _, heard, entered = self._of_all
+        silent_s, probed_s = self._claim_s
+        if not others or (self._registry.now - heard > silent_s and self._registry.now > claim.since + probed_s):
+            effects = [e for other in others for e in self.leave(other, Departure.TAKEN_OVER, silent_s)]
+            return effects + self.take_rank(claim)
+        late, foreign = self._is_late(claim), self._registry.is_foreign(claim)
+        restarts = (late or foreign) and entered  # the old ones may be about to die
+        if heard <= claim.since + (RESTART_S if restarts else 0.0):
+            return []
+        return self.refuse(
+            claim, *(self._too_late(claim, others) if restarts and not foreign else clash(claim, others[0]))
+        )
+
+    def leave(self, reader: Reader, why: Departure, silent_s: float = 0.0) -> list[Effect]:
+        """Take a reader's rank back: its process is gone, or is told to go. It was silent for ``silent_s`` seconds."""
+        self._has_news()
+        self._registry.remove(reader)
+        self._steps.leave(reader)
+        text = f"rank {reader.mesh} at {reader.where} left feed {self._feed!r}: {why.value.format(round(silent_s))}"
+        return [reader.report("info" if why is Departure.GOODBYE else "warning", text, self._feed)]
+
+    def tick(self) -> None:
+        """Compose the texts for waiting readers anew."""
+        self._news = 0
+        self._look_again()
+
+    # Attempts
+
+    def arrive(self, reader: Reader) -> list[Effect]:
+        """Let a reader that has its rank into the attempt, or have it wait for the next one."""
+        self._has_news()
+        if not reader.ready:
+            return self.answer(reader)
+        if self._steps.returned and reader.round == self.round and reader.first_step >= self._steps.released_upto:
+            return self._enter(reader) + self._steps.release() + self._steps.serve(reader)
+        if self._steps.returned and reader.round > self.round:
+            self._steps.leave_round(reader.mesh.ranks)
+        if self._registry.all_wait():
+            return self._begin()
+        return self.answer(reader) + self._steps.release()
+
+    def _begin(self) -> list[Effect]:
+        """Begin an attempt, in the earliest round that a reader asks for. Steps that are gone are formed again."""
+        readers = list(self._registry.held.values())
+        unfit = [
+            (reader, gone) for reader in readers if (gone := self._source.unfit(reader.first_step, reader.snapshot))
+        ]
+        if unfit:  # it was fit when it came
+            return [effect for reader, gone in unfit for effect in self.refuse(reader, *gone)]
+        self.number += 1
+        self.round = min(reader.round for reader in readers)
+        members = [reader for reader in readers if reader.round == self.round]
+        self._steps.begin(reader.mesh.ranks for reader in readers)
+        step = min(reader.first_step for reader in members)
+        text = f"attempt {self.number} of feed {self._feed!r} begins at step {step}: all {len(readers)} ranks are ready"
+        effects: list[Effect] = [Report("info", text, feed=self._feed, attempt=self.number, step=step)]
+        brought = [reader.snapshot for reader in members if reader.snapshot is not None]
+        away = step < self._steps.released_upto or (step > self._steps.formed_upto and self._steps.end is None)
+        if away or not all(map(self._source.knows, brought)):
+            on = any(0 <= reader.going_on <= self._steps.lineage for reader in members)
+            effects += self._go_to(step, brought, step < self._steps.released_upto and not on)
+        for reader in (reader for reader in members if reader.holds):  # one may have been refused as diverged
+            effects += self._enter(reader)
+        self._look_again()
+        others = [reader for reader in readers if reader.holds and not reader.entered]
+        effects += [e for reader in others for e in self.wait(reader)]
+        return effects + self._steps.release() + self._steps.serve_all()
+
+    def _go_to(self, step: int, snapshots: list[Snapshot], back: bool) -> list[Effect]:
+        """Have the feed form steps from ``step`` on, from the nearest snapshot that a reader has brought."""
+        effects = self._steps.forget_all(step)
+        fit = [snapshot for snapshot in snapshots if snapshot.step <= step]
+        nearest = max(fit, key=lambda snapshot: (snapshot.step, len(snapshot.changes)), default=None)
+        return effects + self._source.rewind(step, nearest, back)
+
+    def _enter(self, reader: Reader) -> list[Effect]:
+        """Let a reader take part in the attempt, from its first step on."""
+        reader.enter(self.number)
+        self._steps.enter(reader)
+        return self._link.send(reader, self._attached(reader))
+
+    def _is_late(self, reader: Reader) -> bool:
+        """Return whether the step that a reader asks for is gone, so that all ranks must begin again to serve it."""
+        gone = (reader.round, reader.first_step) < (self.round, self._steps.released_upto)
+        return bool(self._steps.returned) and reader.ready and not reader.entered and gone
+
+    def _too_late(self, reader: Reader, others: list[Reader]) -> tuple[str, str]:
+        """Return why a reader cannot begin where it asks to: (code, detail)."""
+        alive = self._registry.names_of((other.mesh.ranks for other in others), len(others))
+        if reader.round < self.round:
+            return "round_gone", (
+                f"got iteration {reader.round} of feed {self._feed!r}, expected {self.round}, in which other ranks "
+                f"still read: start all ranks again, or end {alive}"
+            )
+        return "step_gone", (
+            f"got a request to start at step {reader.first_step}, expected {self._steps.released_upto} or later, the "
+            f"oldest step kept, while other ranks still read: start all ranks again, or end {alive}"
+        )
+
+    def has_diverged(self, reader: Reader) -> bool:
+        """Return whether a reader has had other steps before the one where it begins."""
+        if reader.snapshot is not None and not self._source.knows(reader.snapshot):
+            return False  # other steps follow once its changes are known here, too
+        known = self._steps.chain_of(reader.first_step)
+        return known != b"" and reader.chain not in (b"", known)
+
+    def _attached(self, reader: Reader) -> Attached:
+        return Attached(
+            feed=self._feed, reader=reader.name, lineage=self._steps.lineage, next_step=reader.first_step,
+            rules=self._rules, layout=self._layout, round=reader.round, ping_s=self.ping_s,
+            ack_bytes=self._steps.most_queued // ACKS,
+        )  # fmt: skip
+
+    # What they are told
+
+    def answer(self, reader: Reader) -> list[Effect]:
+        """Tell a reader where it stands: in the attempt, or with its rank and in none yet (fence 0)."""
+        if reader.entered:
+            return self._link.send(reader, self._attached(reader))
+        known = reader.holds and not reader.fence
+        return (self._link.send(reader, self._attached(reader)) if known else []) + self.wait(reader)
+
+    def wait(self, reader: Reader) -> list[Effect]:
+        """Tell a reader what it waits for, if it does."""
+        return self._steps.wait_for_step(reader) if reader.entered else self._wait_to_enter(reader)
+
+    def _wait_to_enter(self, reader: Reader) -> list[Effect]:
+        if self._steps.draining:
+            return self._link.send(reader, Bye(reason="the broker is stopping"))
+        if reader.holds and not reader.ready and reader.pending is None:
+            return []
+        detail = "the checkpoint's snapshot, which one rank sends" if reader.pending is not None else ""
+        detail = detail or self._missing(reader) if reader.holds else self._claimed(reader)
+        wait = Wait(
+            feed=self._feed, step=reader.first_step, reason="join", detail=detail[:2000], ping_s=self.ping_s
+        )  # fmt: skip
+        return self._link.send(reader, wait)
+
+    def _has_news(self) -> None:
+        """Note that readers wait for something else now."""
+        self._news += 1
+        if self._news <= NEWS_A_TICK:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        self._join_texts.clear()
+        self._steps.look_again()
+
+    def _claimed(self, reader: Reader) -> str:
+        others = self._registry.in_the_way(reader)
+        names = self._registry.names_of((other.mesh.ranks for other in others), len(others))
+        return f"rank {reader.mesh} is free when those that read are gone: {names}"
+
+    def _missing(self, reader: Reader) -> str:
+        """Return a text that names the ranks without which no attempt begins; one text for all who wait in a round."""
+        held, count = self._registry.held, self._registry.num_ranks
+        ahead = bool(self._steps.returned) and reader.round > self.round
+        key = reader.round if ahead else None
+        if key not in self._join_texts:
+            there = {r for r, other in held.items() if other.ready and not other.entered}
+            names = self._registry.names_of((r for r in self._registry.ranks() if r not in there), count - len(there))
+            of = f"{count - len(there)} of {count} ranks are"
+            text = (
+                f"iteration {reader.round}: {of} still in the one before: {names}"
+                if ahead
+                else f"{of} not ready: {names}"
+            )
+            if len(there) == count:
+                claims = (f"{each.where} asks for rank {each.mesh}, too" for each in self._registry.claims.values())
+                text = f"all ranks are ready: {next(claims, 'it begins')}"
+            self._join_texts[key] = text
+        return self._join_texts[key]
+
+    def refuse(self, reader: Reader, code: str, detail: str) -> list[Effect]:
+        """Refuse a reader that was let in."""
+        left = self.leave(reader, Departure.REFUSED)
+        return self.reject(reader.peer, code, detail, reader.mesh, reader.host) + left
+
+    def reject(
+        self, peer: bytes, code: str, detail: str, mesh: Mesh | None = None, host: str | None = None
+    ) -> list[Effect]:
+        """Refuse a client that holds and claims no rank."""
+        return self._link.reject(peer, code, detail, self.number, mesh.rank if mesh is not None else None, host)
+
+
+def diverged(reader: Reader, rules: Rules) -> str:
+    """Return what a reader is told that had other steps before the one where it begins."""
+    pushed = any(stream.pushed for stream in rules.streams)
+    lost = ", or the log that holds the pushed samples was lost or replaced (state_dir)" if pushed else ""
+    return (
+        f"the steps before {reader.first_step} are not those that this run serves: the data, the rules or the seed "
+        f"have changed{lost}: put them back or start a new run"
+    )

@@ -1,0 +1,315 @@
+"""The trainers' side of the broker: what its readers say, and what the feed has to tell them.
+
+A reader asks for a rank (``rank_registry``), takes part in an attempt (``attempts``) and is sent its steps
+(``step_server``). This module hears the readers' messages and their silence, asks the feed for the state of a
+checkpoint, and tells readers when their checkpoint is noted as durable. It knows steps by number, never how they are
+formed.
+"""
+
+from __future__ import annotations
+
+from streampack.core.model.capacity import MAX_PEERS
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import SampleTable
+from streampack.core.model.steps import Step
+from streampack.core.protocol.effects import SendTrainer
+from streampack.core.protocol.events import Effect
+from streampack.core.protocol.messages import (
+    AskSnapshot,
+    AskState,
+    Attach,
+    Brought,
+    Bye,
+    Commit,
+    Committed,
+    Envelope,
+    Fenced,
+    Get,
+    ReaderPing,
+    Who,
+)
+from streampack.core.serve.attempts import AttemptCoordinator, Departure, diverged
+from streampack.core.serve.rank_registry import RankRegistry, Reader, refusal
+from streampack.core.serve.reader_link import ReaderLink
+from streampack.core.serve.snapshot_requests import TOO_MANY, SnapshotRequests
+from streampack.core.serve.step_server import RESEND_S, StepServer
+from streampack.core.serve.step_source import StepSource
+
+TELL_S = 1.0
+"""Seconds after which waiting readers are told again what they wait for. Where there are many readers it is longer."""
+SILENT_S = 15.0
+"""A reader that is not heard for so long has lost its rank."""
+SILENT_PINGS = 3
+"""Or for so many intervals between pings, where that is longer."""
+
+
+class Readers:
+    """The readers of one feed. ``source`` is the feed, for what it does for them.
+
+    ``registry`` knows who holds which rank, ``attempts`` which attempt is served, ``steps`` what each rank has had.
+    """
+
+    def __init__(
+        self, run: int, epoch: int, feed: str, rules: Rules, layout: str, table: SampleTable, source: StepSource,
+        max_readers: int = MAX_PEERS, leaving_bytes: int = 64 << 20,
+    ) -> None:  # fmt: skip
+        self._feed, self._rules, self._layout, self._max_readers = feed, rules, layout, max_readers
+        self._source = source
+        self.link = ReaderLink(run, epoch, feed)
+        self.registry = RankRegistry()
+        self.steps = StepServer(self.link, rules, layout, table, self.registry, source, leaving_bytes)
+        self.attempts = AttemptCoordinator(self.link, rules, layout, self.registry, self.steps, source)
+        self._snapshots = SnapshotRequests(self.registry)
+        self._asked: dict[Reader, int] = {}
+        """The step whose state each reader waits for."""
+        self._commits: dict[Reader, int] = {}
+        """The step of the checkpoint that each reader waits to hear is committed."""
+        self._told = 0.0
+
+    # What the feed adds
+
+    def begin(self, step: int) -> None:
+        """Go on at ``step``: an earlier broker of this run has served the steps before."""
+        self.steps.released_upto = self.steps.formed_upto = step
+
+    def add(self, step: Step, skipped: bool = False) -> list[Effect]:
+        """Take a step that was formed, and serve the readers that wait for it. A ``skipped`` one is passed over."""
+        self.steps.keep(step, skipped)
+        effects = self.attempts.check(self.steps.formed_upto, step.chain)
+        return effects + self.steps.release() + self.steps.serve_all()
+
+    def committed(self, step: int) -> list[Effect]:
+        """Tell readers that their checkpoint is noted as durable, where it begins at ``step`` or before."""
+        self._forget_gone()
+        told = [(reader, asked) for reader, asked in self._commits.items() if asked <= step]
+        for reader, _ in told:
+            del self._commits[reader]
+        return [e for reader, asked in told for e in self.link.send(reader, Committed(feed=self._feed, step=asked))]
+
+    def drain(self) -> list[Effect]:
+        """Form no further step: readers get what there is, then a ``Bye``."""
+        self.steps.draining = True
+        attempts, steps = self.attempts, self.steps
+        return [
+            e for reader in self.registry for e in (steps.serve(reader) if reader.entered else attempts.wait(reader))
+        ]
+
+    # What comes in
+
+    def receive(self, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
+        """Take a client's message."""
+        self.registry.now = now
+        message = envelope.message
+        if isinstance(message, Attach):
+            return self._attach(peer, message)
+        if isinstance(message, Bye):
+            return self.leave(peer, Departure.GOODBYE)
+        reader = self.registry.at(peer)
+        assert reader is not None
+        if isinstance(message, Brought):
+            return self._bring(reader, message)
+        if isinstance(message, AskState):
+            self._asked[reader] = message.step
+            return self._tell_state(reader)
+        if isinstance(message, Commit):
+            self._commits[reader] = message.step
+            return self._source.commit(message.step)
+        if (envelope.epoch, envelope.fence) != (self.link.epoch, reader.fence):
+            return self.attempts.answer(reader)
+        reader.heard = now
+        if isinstance(message, ReaderPing):
+            self.steps.note_figures(reader, message)
+        if not reader.entered:
+            return self._wait_for_ready(reader) if isinstance(message, Get) else []
+        if isinstance(message, Get):
+            return self.steps.heard(reader) + self.steps.get(reader, message)
+        if isinstance(message, ReaderPing):
+            return self.steps.heard(reader) + self.steps.ping(reader, message)
+        return self.attempts.reject(peer, "protocol", f"got {type(message).__name__} from a client")
+
+    def tell_states(self) -> list[Effect]:
+        """Answer the readers that wait for a checkpoint's state, where it is known now."""
+        self._forget_gone()
+        return [effect for reader in list(self._asked) for effect in self._tell_state(reader)]
+
+    def _forget_gone(self) -> None:
+        """Forget the questions of readers that have left."""
+        for asked in (self._asked, self._commits):
+            for reader in [reader for reader in asked if self.registry.named(reader.name) is not reader]:
+                del asked[reader]
+
+    def _tell_state(self, reader: Reader) -> list[Effect]:
+        state = self._source.state_of(self._asked[reader])
+        if isinstance(state, list):
+            return state
+        del self._asked[reader]
+        return self.link.send(reader, state)
+
+    def leave(self, peer: bytes, why: Departure) -> list[Effect]:
+        """Forget a peer that is gone, whether or not it was known."""
+        reader = self.registry.at(peer)
+        return [] if reader is None else self.attempts.leave(reader, why)
+
+    def fail(self, code: str, detail: str) -> list[Effect]:
+        """Refuse every reader: nothing more can be served."""
+        return [effect for reader in self.registry for effect in self._refuse(reader, code, detail)]
+
+    def _refuse(self, reader: Reader, code: str, detail: str) -> list[Effect]:
+        return self.attempts.refuse(reader, code, detail)
+
+    def knows(self, peer: bytes) -> bool:
+        """Return whether ``peer`` has attached here."""
+        return self.registry.at(peer) is not None
+
+    def peer_of(self, name: str) -> bytes | None:
+        """Return the peer of the reader of this name."""
+        reader = self.registry.named(name)
+        return None if reader is None else reader.peer
+
+    @property
+    def peers(self) -> list[bytes]:
+        """The peers of all readers that hold or claim a rank."""
+        return [reader.peer for reader in self.registry]
+
+    def tick(self, now: float) -> list[Effect]:
+        """Drop readers that fell silent, decide claims, and tell waiting readers what they wait for."""
+        self.registry.now = now
+        self.attempts.tick()
+        self._forget_gone()
+        effects: list[Effect] = []
+        ping_s = self.attempts.ping_s
+        silent_s = max(SILENT_S, SILENT_PINGS * ping_s)
+        for reader in self.registry:
+            if now - reader.heard > silent_s:
+                effects += self.attempts.leave(reader, Departure.SILENT, now - reader.heard)
+        effects += self.attempts.settle() + self.steps.serve_held_back()  # some that were waited for may have left
+        if now - self._told >= max(TELL_S, ping_s):
+            self._told = now
+            waiting = [reader for reader in self.registry if not self._is_behind(reader)]
+            return effects + [effect for reader in waiting for effect in self.attempts.wait(reader)]
+        return effects + self.steps.tell_starving()
+
+    def _is_behind(self, reader: Reader) -> bool:
+        """Return whether a reader waits for bytes that are on their way. It is told of them when it pings."""
+        return bool(reader.queued) and not self.steps.formed_upto <= reader.sent_upto < reader.want_stop
+
+    @property
+    def num_readers(self) -> int:
+        """Processes that hold or claim a rank."""
+        return len(self.registry)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the mesh that read, whether attached or not; 0 before the first one came."""
+        return self.registry.num_ranks
+
+    @property
+    def absent(self) -> str:
+        """A text that names the ranks that nobody holds; empty where there are none."""
+        ranks = [each for each in self.registry.ranks() if each not in self.registry.held]
+        names = self.registry.names_of(ranks, len(ranks))
+        return f"{len(ranks)} of {self.num_ranks} ranks are not there: {names}" if ranks else ""
+
+    # Taking a rank
+
+    def _attach(self, peer: bytes, message: Attach) -> list[Effect]:
+        """Take the first ``Attach`` of a reader, or refuse it."""
+        if message.reader in self.registry.fenced:
+            detail = self.registry.fenced[message.reader]
+            return [SendTrainer(peer, self.link.envelope(Fenced(feed=self._feed, detail=detail), 0))]
+        reader = self.registry.named(message.reader)
+        if reader is not None and (reader.mesh, reader.readers) == (message.mesh, message.readers):
+            return self._again(reader, peer, message)
+        unfit = refusal(message, self._rules, self._layout)
+        if unfit:
+            return self.attempts.reject(peer, "mesh", unfit, message.mesh, message.host)
+        if reader is None and self._is_full(message):
+            return self.attempts.reject(peer, "too_many", (
+                f"got one reader more than the {self._max_readers} that may read feed {self._feed!r} at a time, "
+                f"expected no more: stop the others, or raise limits.peers in broker.yaml"
+            ), message.mesh, message.host)  # fmt: skip
+        waits, snapshot = self._snapshots.misses(message), self._snapshots.of(message)
+        if waits and self._snapshots.is_full(message.snapshot_digest):
+            return self.attempts.reject(peer, "snapshot", TOO_MANY, message.mesh, message.host)
+        if message.ready and not waits and (gone := self._source.unfit(message.next_step, snapshot)):
+            return self.attempts.reject(peer, *gone, message.mesh, message.host)
+        effects = [] if reader is None else self.attempts.leave(reader, Departure.OTHER_RANK)
+        effects += self.leave(peer, Departure.PEER_TOOK_RANK)
+        now = self.registry.now
+        before = reader or self.registry.held_last(message.reader, message.mesh.ranks)
+        reader = Reader(
+            message.reader, peer, f"{message.host}:{message.pid}", message.mesh, message.readers, now, now
+        )  # fmt: skip
+        reader.starvation = message.starvation  # of its whole life, perhaps with earlier brokers
+        if before is not None:  # it goes on counting
+            reader.stats, reader.starvation = before.stats, before.starvation
+        reader.begin(message, now, snapshot, waits)
+        if not waits and self.attempts.has_diverged(reader):
+            why = diverged(reader, self._rules)
+            return effects + self.attempts.reject(peer, "diverged", why, message.mesh, message.host)
+        self.registry.add(reader)
+        effects += self._ask_for_snapshot(reader)
+        if self.registry.in_the_way(reader):
+            return effects + self.attempts.wait(reader)
+        return effects + self.attempts.take_rank(reader)
+
+    def _is_full(self, message: Attach) -> bool:
+        """Return whether no other process may come.
+
+        A process that claims a rank replaces its holder, so as many may claim ranks as may hold them.
+        """
+        registry = self.registry
+        there = registry.claims if registry.in_the_way(message) else registry.held
+        return len(there) >= self._max_readers
+
+    def _ask_for_snapshot(self, reader: Reader) -> list[Effect]:
+        """Ask a reader for the snapshot that it waits with, unless another reader was asked for it."""
+        digest = self._snapshots.should_ask(reader, self.registry.now)
+        return [] if digest is None else self.link.send(reader, AskSnapshot(feed=self._feed, digest=digest))
+
+    def _bring(self, reader: Reader, message: Brought) -> list[Effect]:
+        """Take a snapshot that was asked for: the readers that waited with it are ready now."""
+        reader.heard = self.registry.now
+        if not self._snapshots.expects(message.digest):
+            return []
+        if message.snapshot.digest != message.digest:
+            return self._refuse(reader, "snapshot", "got a snapshot of another digest than it attached with")
+        waiting = self._snapshots.take(message.digest, message.snapshot)
+        return [e for each, attach in waiting for e in self._again(each, each.peer, attach)]
+
+    def _again(self, reader: Reader, peer: bytes, message: Attach) -> list[Effect]:
+        """Take an ``Attach`` of a known reader: a repetition, or it is ready now, or asks for another round.
+
+        An older copy of what it said changes nothing.
+        """
+        if message.round < reader.round or (reader.ready and not message.ready):
+            return []
+        effects: list[Effect] = []
+        if self.registry.at(peer) is not reader:
+            effects += self.leave(peer, Departure.PEER_TOOK_RANK)
+            self.registry.move(reader, peer)
+            self.steps.forget_queue(reader)  # it went with the connection
+            reader.resent_at = -RESEND_S
+        reader.heard = self.registry.now
+        if not message.ready or (reader.ready and message.round == reader.round):
+            return effects + self.attempts.answer(reader)
+        if self._snapshots.misses(message):
+            before = reader.pending
+            if before is None or (before.round, before.snapshot_digest) != (message.round, message.snapshot_digest):
+                if self._snapshots.is_full(message.snapshot_digest):
+                    return effects + self._refuse(reader, "snapshot", TOO_MANY)
+                self.steps.forget_queue(reader)
+                reader.begin(message, self.registry.now, None, waits=True)
+            return effects + self._ask_for_snapshot(reader) + self.attempts.wait(reader)
+        snapshot = self._snapshots.of(message)
+        if gone := self._source.unfit(message.next_step, snapshot):
+            return effects + self._refuse(reader, *gone)
+        self.steps.forget_queue(reader)  # out of its attempt, it confirms nothing of that any more
+        reader.begin(message, self.registry.now, snapshot, waits=False)
+        if self.attempts.has_diverged(reader):
+            return effects + self._refuse(reader, "diverged", diverged(reader, self._rules))
+        return effects + (self.attempts.arrive(reader) if reader.holds else self.attempts.wait(reader))
+
+    def _wait_for_ready(self, reader: Reader) -> list[Effect]:
+        """Answer a reader that asks for steps outside an attempt: it waits for one, or must say where it begins."""
+        return self.attempts.wait(reader) if reader.ready and not reader.fence else self.link.send(reader, Who())

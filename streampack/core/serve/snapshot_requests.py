@@ -1,0 +1,76 @@
+"""Snapshots of checkpoints that readers begin with: which are here, and which reader is asked for one.
+
+An ``Attach`` names the snapshot by its digest. The broker asks one of the readers that wait with the same digest for
+the bytes, and keeps them once for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from streampack.core.model.snapshot import Snapshot
+from streampack.core.protocol.messages import Attach
+from streampack.core.serve.rank_registry import RankRegistry, Reader
+
+MOST_BROUGHT = 4
+"""Different snapshots that readers may wait with: each may have megabytes. All ranks of an attempt bring the same."""
+ASK_S = 2.0
+"""A reader that was asked for its snapshot and attaches again after this time is asked again."""
+TOO_MANY = (
+    f"got a snapshot that differs from those of {MOST_BROUGHT} checkpoints that other readers have brought, expected "
+    f"all ranks to bring the same: load one checkpoint on every rank"
+)
+
+
+class SnapshotRequests:
+    """The snapshots that the readers of one feed have brought, by digest, and the questions for others."""
+
+    def __init__(self, registry: RankRegistry) -> None:
+        self._registry = registry
+        self._here: dict[bytes, Snapshot] = {}
+        self._asked: dict[bytes, tuple[bytes, float]] = {}
+        """The peer that was asked for a digest, and when."""
+
+    def of(self, message: Attach) -> Snapshot | None:
+        """Return the snapshot that a reader begins with, if it is here."""
+        return self._here.get(message.snapshot_digest)
+
+    def misses(self, message: Attach) -> bool:
+        """Return whether a reader begins with a snapshot that is not here."""
+        return message.ready and message.snapshot_digest not in (b"", *self._here)
+
+    def is_full(self, digest: bytes) -> bool:
+        """Return whether readers wait with ``MOST_BROUGHT`` snapshots besides ``digest``. Forget unused snapshots."""
+        held = {id(reader.snapshot) for reader in self._registry}
+        self._here = {known: snapshot for known, snapshot in self._here.items() if id(snapshot) in held}
+        pending = {reader.pending.snapshot_digest for reader in self._registry if reader.pending is not None}
+        self._asked = {known: asked for known, asked in self._asked.items() if known in pending}
+        return len({*self._here, *pending} - {digest}) >= MOST_BROUGHT
+
+    def should_ask(self, reader: Reader, now: float) -> bytes | None:
+        """Return the digest to ask this reader for. None where its snapshot is here or another reader was asked."""
+        if reader.pending is None:
+            return None
+        digest = reader.pending.snapshot_digest
+        peer, when = self._asked.get(digest, (reader.peer, -ASK_S))
+        # A reader that was asked and attaches again later has sent nothing: connections keep the order of messages.
+        late = peer == reader.peer and now >= when + ASK_S
+        asked = self._registry.at(peer)
+        if not late and asked is not None and asked.pending is not None:
+            return None
+        self._asked[digest] = reader.peer, now
+        return digest
+
+    def expects(self, digest: bytes) -> bool:
+        """Return whether a reader was asked for this snapshot and it has not come."""
+        return digest in self._asked
+
+    def take(self, digest: bytes, snapshot: Snapshot) -> Iterable[tuple[Reader, Attach]]:
+        """Keep a snapshot. Return the readers that waited for it, each with its ``Attach``."""
+        del self._asked[digest]
+        self._here[digest] = snapshot
+        return [
+            (reader, reader.pending)
+            for reader in self._registry
+            if reader.pending is not None and reader.pending.snapshot_digest == digest
+        ]

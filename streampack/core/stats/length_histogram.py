@@ -1,0 +1,66 @@
+"""How long samples are, counted in bounded memory: exact to 64 tokens, to one part in 32 above.
+
+Bucket edges are those of a histogram of high dynamic range: every power of two is cut into ``PER_OCTAVE`` equal
+buckets. Tokens are counted beside samples, so that a bucket's mean length is exact whatever lies in it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from streampack.core.model.samples import I64
+
+PER_OCTAVE = 32
+OCTAVES = 26
+"""From 64 tokens on: longer samples than any message may have."""
+BUCKETS = (2 + OCTAVES) * PER_OCTAVE
+
+
+def bucket_of(lengths: I64) -> I64:
+    """The bucket of each length, int64 [n], below ``BUCKETS``; what is too long for any is in the last.
+
+    >>> bucket_of(np.array([1, 63, 64, 65, 66, 128])).tolist()
+    [1, 63, 64, 64, 65, 96]
+    """
+    if len(lengths) and int(lengths.max()) < len(_TABLE):
+        return np.take(_TABLE, lengths)
+    return _computed(np.asarray(lengths, np.int64))
+
+
+def _computed(lengths: I64) -> I64:
+    octave = np.maximum(np.frexp(lengths.astype(np.float64))[1] - 6, 0)  # how often it is halved to be below 64
+    bucket: I64 = np.minimum(octave * PER_OCTAVE + (lengths >> octave), BUCKETS - 1)
+    return bucket
+
+
+_TABLE = _computed(np.arange(1 << 14))
+"""Of most lengths there are: a broker counts each of its samples."""
+
+
+def least_of(bucket: int) -> int:
+    """The least number in a bucket.
+
+    >>> [least_of(bucket) for bucket in (1, 63, 64, 65, 96)]
+    [1, 63, 64, 66, 128]
+    """
+    octave = max(bucket // PER_OCTAVE - 1, 0)
+    return (bucket - octave * PER_OCTAVE) << octave
+
+
+class LengthCounts:
+    """``samples`` and ``tokens`` int64 [BUCKETS]."""
+
+    def __init__(self) -> None:
+        self.samples: I64 = np.zeros(BUCKETS, np.int64)
+        self.tokens: I64 = np.zeros(BUCKETS, np.int64)
+
+    def add(self, lengths: I64) -> None:
+        """Count samples of these ``lengths``, int64 [n]."""
+        buckets = bucket_of(lengths)
+        self.samples += np.bincount(buckets, minlength=BUCKETS)
+        self.tokens += np.bincount(buckets, lengths, BUCKETS).astype(np.int64)
+
+    def rows(self) -> list[tuple[int, int]]:
+        """(samples, tokens) of each bucket that holds any, shortest first."""
+        held = np.flatnonzero(self.samples)
+        return list(zip(self.samples[held].tolist(), self.tokens[held].tolist(), strict=True))

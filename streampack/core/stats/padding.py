@@ -1,0 +1,48 @@
+"""Tokens of the packs delivered that are nobody's, by cause: the causes add up to all there are.
+
+- ``alignment``: samples, padded to ``align.sample``;
+- ``pack_tail``: behind a pack's last sample, to the budget where packs are ``fixed``, else to ``align.pack``;
+- ``shape``: from there to the multiple or the bucket of other shapes, or to the end of a padded row;
+- ``pipeline``: from there to the longest pack of the step, where stages exchange one shape;
+- ``empty_pack``: packs without a sample, and padded rows without one.
+
+A step counts once, so that what is counted only grows: where a mesh has a say (``depends_on_mesh``), as it is first
+dealt; else as FORM made it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64
+from streampack.core.model.steps import Packs
+
+CAUSES = ("alignment", "pack_tail", "shape", "pipeline", "empty_pack")
+
+
+def depends_on_mesh(rules: Rules) -> bool:
+    """May a mesh split packs, or make them longer?"""
+    return rules.batch is not None or rules.shape != "fixed"
+
+
+def waste_of(tokens: I64, slots: I64, widths: I64, rules: Rules) -> I64:
+    """Tokens wasted, by cause, int64 [CAUSES]: by packs that hold ``tokens``, take ``slots`` when aligned, and are
+    delivered ``widths`` long; all int64 [packs]."""
+    own, held = rules.own_widths(slots), slots > 0
+    laid = own if rules.shape == "fixed" else -(-slots // rules.align.pack) * rules.align.pack
+    parts = np.stack([slots - tokens, laid - slots, own - laid, widths - own])
+    found: I64 = np.append(parts[:, held].sum(axis=1), widths[~held].sum())
+    return found
+
+
+def waste_of_rows(tokens: I64, slots: I64, held: I64, rows: I64, widths: I64) -> I64:
+    """The same of padded micro-batches: ``rows`` of ``widths`` tokens each, of which ``held`` hold a sample; all int64
+    [packs]."""
+    sums = [(slots - tokens).sum(), 0, (held * widths - slots).sum(), 0, ((rows - held) * widths).sum()]
+    return np.array(sums, np.int64)
+
+
+def waste_of_packs(packs: Packs, rules: Rules) -> I64:
+    """The same for a step as FORM made it, where no mesh has a say."""
+    return waste_of(packs.tokens, packs.slots, rules.own_widths(packs.slots), rules)

@@ -1,0 +1,314 @@
+"""The producer: reads what it is leased, cuts it into chunks and sends them. A thin shell.
+
+All decisions are ``producer_session``'s. One thread owns the socket and pings, whatever
+happens; another reads, tokenizes and computes checksums, one chunk at a time (``chunks``).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from streampack.core.protocol.events import Effect, FromBroker, Report, Send, Tick, Unsent
+from streampack.core.protocol.messages import Flow, Lease, Offer, SourceSize
+from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Key, Leave, Session
+from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
+from streampack.errors import Rejected, StreampackError, Unreachable, WireError
+from streampack.producer.chunks import Batch, BatchSource, batches, chunk_of
+from streampack.sources import Source
+from streampack.sources.records import DAMAGED
+from streampack.sources.walk import ShardedSource
+from streampack.transport.keys import Key as PeerKey
+from streampack.transport.sockets import Dealer, Poller, drain
+from streampack.transport.waker import Waker
+from streampack.wire import frames as wire
+from streampack.wire.checksums import CrcsOf, compiled, plain
+
+log = logging.getLogger("streampack.producer")
+
+TICK_S = 0.2
+TELL_S = 0.5
+SLOW_S = 2.0
+"""A chunk takes CHUNK_S and one sample, unless something is slow."""
+COMPILED_AFTER = 16
+"""So many chunks read at ``FAST_BYTES_S`` or more make a kernel for checksums worth its import."""
+FAST_BYTES_S = 40e6
+"""Who tokenizes is slower, and needs none."""
+SAY_S = 5.0
+"""A wait longer than this is said, and what for."""
+
+
+@dataclass(slots=True)
+class StreamProgress:
+    """What the broker has taken of one stream from one producer."""
+
+    samples: int = 0
+    tokens: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    """Samples, by reason."""
+    done: dict[int, int] = field(default_factory=dict)
+    """By partition: samples gone through, over all passes so far, in this process and in those before it."""
+    passes: int | None = None
+    """How many in all; None for ever, or not known yet."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """A line by reason for the first sample rejected for it, and one by error for every damaged file."""
+    unmasked: int = 0
+    """Samples without the declared loss mask, of which all tokens are trained on."""
+    opened_shards: int = 0
+    opened_samples: int = 0
+    """How many shards this process has opened, and the samples in them."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What one producer has delivered, by stream; and what it waits for, if anything."""
+
+    streams: dict[str, StreamProgress]
+    waiting: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A chunk that ends before ``stop_seq``, as long as the broker is not known to have it."""
+
+    stop_seq: int
+    lease: Lease
+    samples: int
+    tokens: int
+    rejected: dict[str, int]
+    unmasked: int
+
+
+class ProducerLoop:
+    """One producer process: ``run`` until everything is delivered, or ``stop`` is called.
+
+    ``sources`` by stream name; ``on_progress`` is called twice a second. ``name``: that of a process that is gone takes
+    over its leases at once; by default one that nobody has. ``key``: shown to the broker. Raises Unreachable if no
+    broker answers within ``timeout_s``, Rejected if it refuses, and what sources raise.
+    """
+
+    def __init__(
+        self, endpoint: str, sources: Mapping[str, Source | BatchSource], *, timeout_s: float = 60.0,
+        on_progress: Callable[[Progress], None] | None = None, pause_s: float = 0.0, name: str = "",
+        key: PeerKey | None = None,
+    ) -> None:  # fmt: skip
+        self._sources = dict(sources)
+        self._by_record = {name: each for name, each in self._sources.items() if not isinstance(each, BatchSource)}
+        self._timeout_s = timeout_s
+        self._on_progress = on_progress
+        self._pause_s = pause_s
+        offers = [Offer(stream=name, source_digest=source.digest) for name, source in self._sources.items()]
+        self._session = ProducerSession(
+            run=0, producer=name or uuid.uuid4().hex, host=socket.gethostname(), pid=os.getpid(), offers=offers
+        )
+        self._waker = Waker()
+        try:
+            self._dealer = Dealer(endpoint, max_message_bytes=1 << 20, linger_ms=500, key=key)
+        except BaseException:
+            self._waker.close()
+            raise
+        self._endpoint = endpoint
+        self._reads: deque[Read] = deque()
+        self._readers: dict[tuple[Key, Session], Iterator[Batch]] = {}
+        self._asked: SimpleQueue[tuple[Read, Iterator[Batch]] | None] = SimpleQueue()
+        self._answers: deque[tuple[Read, Batch | None, Chunk | None] | BaseException] = deque()
+        self._sent: dict[tuple[Key, Session], deque[_Sent]] = {}
+        self._reading: Lease | None = None
+        self._asked_at = 0.0
+        self._finish: Finish | None = None
+        self._stopping = False
+        self._started = self._told_at = self._idle_since = self._said_at = time.monotonic()
+        self.progress = Progress({name: StreamProgress() for name in self._sources})
+
+    def stop(self) -> None:
+        """Ask ``run`` to return soon; any thread or signal handler may."""
+        self._stopping = True
+        self._waker.wake()
+
+    @property
+    def over(self) -> str:
+        """Why the broker sent this producer away, once ``run`` has returned: ``done``, it wants no more of anybody;
+        ``stopped``, it is stopping, perhaps before everything was delivered; empty: ``stop`` was called."""
+        return self._finish.code if self._finish is not None else ""
+
+    def run(self) -> None:
+        """Produce until done; closes the socket in any case."""
+        poller = Poller([self._dealer], self._waker)
+        threading.Thread(target=self._read_all, name="streampack-read", daemon=True).start()
+        try:
+            self._turn()  # says hello at once
+            while self._finish is None:
+                poller.wait(TICK_S)
+                self._turn()
+        except StreampackError as error:
+            self._perform(self._session.handle(Failed(str(error))))
+            raise
+        finally:
+            self._asked.put(None)
+            self._dealer.close()
+            self._waker.close()
+        if self._finish.error:
+            raise Rejected(self._finish.code, self._finish.error)
+
+    def _turn(self) -> None:
+        for frames in drain(self._dealer, 64):
+            try:
+                envelope = wire.decode(frames)
+            except WireError as error:
+                log.warning("dropped a message of the broker: %s", error)
+                continue
+            self._perform(self._session.handle(FromBroker(envelope)))
+            if isinstance(envelope.message, Flow):
+                self._count((envelope.message.stream, envelope.message.partition))
+        self._dealer.check()
+        self._perform(self._session.handle(Tick(time.monotonic())))
+        if self._stopping:
+            self._perform(self._session.handle(Leave()))
+        while self._answers:
+            self._take(self._answers.popleft())
+        while self._reads and not self._reading:
+            self._ask(self._reads.popleft())
+        self._say()
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                if not self._dealer.send(wire.encode(effect.envelope)):
+                    self._session.handle(Unsent(effect.envelope))
+            elif isinstance(effect, Read):
+                self._reads.append(effect)
+            elif isinstance(effect, Forget):
+                self._readers.pop((effect.key, effect.session), None)
+                self._sent.pop((effect.key, effect.session), None)
+            elif isinstance(effect, Report):
+                log.log(logging.getLevelName(effect.level.upper()), effect.text, extra={"about": effect.about})
+            elif isinstance(effect, Finish):
+                self._finish = effect
+
+    def _ask(self, read: Read) -> None:
+        """Have the thread read the next chunk of a lease that is still held."""
+        lease = read.lease
+        key = (lease.stream, lease.partition)
+        held = self._session.held.get(key)
+        if held is None or held.session != read.session or held.ended:
+            return
+        reader = self._readers.get((key, read.session))
+        if reader is None:
+            source = self._sources[lease.stream]
+            reader = source.batches(lease) if isinstance(source, BatchSource) else batches(source, lease)
+            self._readers[key, read.session] = reader
+        self._reading, self._asked_at = lease, time.monotonic()
+        self._asked.put((read, reader))
+
+    def _read_all(self) -> None:
+        """The reading thread: one chunk at a time, however long that takes, while the loop goes on pinging."""
+        crcs_of: CrcsOf = plain
+        until_compiled = COMPILED_AFTER
+        while (asked := self._asked.get()) is not None:
+            read, reader = asked
+            try:
+                began = time.perf_counter()
+                batch = next(reader, None)
+                read_s = time.perf_counter() - began
+                chunk = chunk_of(batch, read.lease, read.session, crcs_of) if batch is not None else None
+                if until_compiled and chunk is not None and chunk.num_bytes > read_s * FAST_BYTES_S:
+                    until_compiled -= 1
+                    crcs_of = plain if until_compiled else compiled() or plain
+                if self._pause_s:
+                    time.sleep(self._pause_s)
+                self._answers.append((read, batch, chunk))
+            except BaseException as error:
+                self._answers.append(error)
+            self._waker.wake()
+
+    def _take(self, answer: tuple[Read, Batch | None, Chunk | None] | BaseException) -> None:
+        self._reading = None
+        if isinstance(answer, BaseException):
+            raise answer
+        read, batch, chunk = answer
+        stream = read.lease.stream
+        self._note_size(stream)
+        if batch is None or chunk is None:
+            self._perform(self._session.handle(EndOfPartition((stream, read.lease.partition), read.session)))
+            return
+        for reason, where in batch.examples:
+            self._show(stream, reason, where)
+        sent = self._sent.setdefault((chunk.key, chunk.session), deque())
+        first = sent[-1].stop_seq if sent else read.seq
+        stop, samples = first + len(batch.lengths), len(batch.lengths)
+        sent.append(_Sent(stop, read.lease, samples, len(batch.tokens), batch.rejected, batch.unmasked))
+        self._perform(self._session.handle(chunk))
+
+    def _note_size(self, stream: str) -> None:
+        """Shards that were opened meanwhile say more of how much the stream has."""
+        source, known = self._sources[stream], self._session.sizes.get(stream)
+        if not isinstance(source, ShardedSource) or len(source.shard_samples) == (known.opened if known else 0):
+            return
+        counts = list(source.shard_samples.values())
+        progress = self.progress.streams[stream]
+        progress.opened_shards, progress.opened_samples = len(counts), sum(counts)
+        self._session.sizes[stream] = SourceSize(
+            shards=source.num_shards, opened=len(counts), samples=sum(counts),
+            squares=float(sum(count * count for count in counts)),
+        )  # fmt: skip
+
+    def _count(self, key: Key) -> None:
+        """Add what the broker has taken since it last said so: what it has not, somebody will read again."""
+        held = self._session.held.get(key)
+        sent = self._sent.get((key, held.session)) if held is not None else None
+        while held is not None and sent and sent[0].stop_seq <= held.window.known_seq:
+            chunk = sent.popleft()
+            lease, progress, source = chunk.lease, self.progress.streams[key[0]], self._by_record.get(key[0])
+            progress.samples += chunk.samples
+            progress.tokens += chunk.tokens
+            progress.unmasked += chunk.unmasked
+            for reason, count in chunk.rejected.items():
+                progress.rejected[reason] = progress.rejected.get(reason, 0) + count
+            if source is not None:
+                progress.done[lease.partition] = chunk.stop_seq
+                progress.passes = lease.passes
+
+    def _show(self, stream: str, reason: str, where: str) -> None:
+        """Keep a line about a rejected sample for whoever is told the progress, else log it."""
+        examples = self.progress.streams[stream].examples
+        damaged = reason == DAMAGED
+        key = where if damaged else reason
+        if key in examples:
+            return
+        dropped = f"dropped {where} ({reason}), and counts others like it"
+        examples[key] = f"stream {stream!r}: {where if damaged else dropped}"
+        if self._on_progress is None:
+            log.warning("%s", examples[key], extra={"about": {"stream": stream}})
+
+    def _waiting_for(self, now: float) -> str:
+        if self._reading is None:
+            return self._session.waiting_for()
+        if now - self._asked_at < SLOW_S:
+            return ""
+        return f"a sample of stream {self._reading.stream!r}: its file or its tokenizer is slow"
+
+    def _say(self) -> None:
+        """Tell the progress, say what a long wait is for, give up on a broker that never answered."""
+        now = time.monotonic()
+        if not self._session.reached and now - self._started > self._timeout_s:
+            raise Unreachable(
+                f"{self._endpoint}: got no answer in {self._timeout_s:g} s, expected a broker: "
+                f"is 'streampack broker' running, and listening for producers there?"
+            )
+        self.progress.waiting = self._waiting_for(now)
+        if not self.progress.waiting:
+            self._idle_since = now
+        elif min(now - self._idle_since, now - self._said_at) > SAY_S:
+            self._said_at = now
+            log.info("waiting for %s", self.progress.waiting)
+        if self._on_progress is not None and now - self._told_at > TELL_S:
+            self._told_at = now
+            self._on_progress(self.progress)

@@ -1,0 +1,10 @@
+"""Files: names, sizes and exact reads at an offset, on this machine or at a URL.
+
+- ``listing``: from a path or a pattern to a list of files with their sizes; opens one file for reading.
+- ``braces``: patterns such as ``{000..127}`` as the paths that they stand for.
+- ``remote``: files at URLs, read through fsspec in ranges, with a bounded cache of blocks.
+- ``compressed``: a gzip or Zstandard file, read as the plain file in it.
+
+A file that changes its size after it was listed raises SourceError. The modules know bytes and offsets. They do not
+know samples, formats or the order of samples.
+"""

@@ -1,0 +1,213 @@
+"""Datasets of Hugging Face as ``Dataset.save_to_disk`` writes them: a row is a sample.
+
+Theory of operation. The folder holds state.json, which names the files, and Arrow IPC streams, one a file: a schema,
+record batches (of 1000 rows), an end marker. The index is the offset, size and rows of each batch, from the headers
+of the messages alone (https://arrow.apache.org/docs/format/Columnar.html, "Encapsulated message format"; the header
+is a flatbuffer of Message.fbs). A batch is what is read at once, and one is held; so the order shuffles the batches
+of a file, and the rows in each. A batch is checked as a whole before any of its rows is used: damaged offsets would
+end the process.
+
+``datasets`` is not needed, only pyarrow. Rows that were shuffled or selected must be written out before saving.
+"""
+
+import json
+import posixpath
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from streampack.core.model.fields import Field
+from streampack.errors import DamagedFile, SourceError
+from streampack.sources.files.listing import ShardFile, find, measure, read_file
+from streampack.sources.formats.arrow import Rows, choose_columns, need_pyarrow, said
+from streampack.sources.formats.list_columns import ListShard, plan_of
+from streampack.sources.formats.rows import MISSING, RowReader, missing_from
+from streampack.sources.records import AnyShard, Format, Sample
+from streampack.sources.settings import SourceSettings
+from streampack.sources.walk import one_shard_a_file
+from streampack.tokenizers.base import Tokenizer
+
+_CONTINUATION = 0xFFFFFFFF
+_SCHEMA, _DICTIONARY, _BATCH = 1, 2, 3
+_MAX_HEADER_BYTES = 1 << 28
+_INDICES = ("_indices_data_files", "_indices_files")
+
+
+def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
+    """What open_source calls."""
+    need_pyarrow()
+
+    def index(fields: Sequence[Field]) -> Callable[[ShardFile], AnyShard]:
+        reader = RowReader(settings, tokenizer, fields)
+        return lambda file: ArrowShard(file, reader).as_arrays()
+
+    folders = find(settings.shards, settings.path)
+    return one_shard_a_file(measure([path for folder in folders for path in _files(folder.rstrip("/"))]), index)
+
+
+def _files(folder: str) -> list[str]:
+    """The data files of a saved dataset, in its order. Raises SourceError for what is none."""
+    try:
+        (state_file,) = measure([posixpath.join(folder, "state.json")])
+    except SourceError as error:
+        raise SourceError(f"{folder}: {_no_dataset(folder)}") from error
+    try:
+        state = json.loads(read_file(state_file))
+        names = [entry["filename"] for entry in state["_data_files"]]
+        moved = any(state.get(key) for key in _INDICES)
+        if not all(isinstance(name, str) and name == posixpath.basename(name) for name in names):
+            raise ValueError("names of files that are no names")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SourceError(f"{state_file.path}: is damaged ({error!r}): save the dataset again") from error
+    if moved:
+        raise SourceError(
+            f"{folder}: got rows that are selected by indices, expected them written out: save "
+            "dataset.flatten_indices() instead"
+        )
+    if not names:
+        raise SourceError(f"{folder}: names no data files, expected one: save the dataset again")
+    return [posixpath.join(folder, name) for name in names]
+
+
+def _no_dataset(folder: str) -> str:
+    try:
+        (splits_file,) = measure([posixpath.join(folder, "dataset_dict.json")])
+        splits = [str(split) for split in json.loads(read_file(splits_file))["splits"]]
+        return f"holds the splits {', '.join(splits)}, expected one: give {folder}/{splits[0]}"
+    except (SourceError, ValueError, KeyError, TypeError, IndexError):
+        return "holds no state.json, expected a folder that Dataset.save_to_disk wrote"
+
+
+class _Message(NamedTuple):
+    offset: int
+    size: int
+    rows: int
+
+
+class ArrowShard:
+    """An indexed Arrow stream, and one batch's rows; a few words are held for each batch."""
+
+    def __init__(self, file: ShardFile, reader: RowReader) -> None:
+        self._pa = need_pyarrow()
+        self._file, self._reader = file, reader
+        schema, self._batches = _index(file)
+        self.blocks = [batch.rows for batch in self._batches]
+        self._ends = list(accumulate(self.blocks))
+        try:
+            self._schema = self._pa.ipc.read_schema(self._pa.py_buffer(file.pread(schema.size, schema.offset)))
+            self._names = list(self._schema.names)
+        except Exception as error:
+            raise _broken(file, schema.offset, said(error)) from error
+        self._columns = choose_columns(file.path, self._names, reader.keys, reader.sample_keys)
+        self._batch, self._rows = -1, Rows({})
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def as_arrays(self) -> AnyShard:
+        """This shard, or one of arrays where its rows are ids."""
+        plan = plan_of(self._schema, self._reader)
+        return self if plan is None else ListShard(self, plan)
+
+    def rows_of(self, sample: int) -> tuple[Rows, range]:
+        """The batch that holds a sample, and the samples that it holds."""
+        batch = bisect_right(self._ends, sample)
+        if batch != self._batch:
+            self._rows, self._batch = self._read(self._batches[batch]), batch
+        return self._rows, range(self._ends[batch] - self.blocks[batch], self._ends[batch])
+
+    def load(self, sample: int) -> Sample | str:
+        rows, run = self.rows_of(sample)
+        got = self._reader(rows[sample - run.start])
+        return missing_from(self._names) if got == MISSING else got
+
+    def _read(self, batch: _Message) -> Rows:
+        data = self._pa.py_buffer(self._file.pread(batch.size, batch.offset))
+        try:
+            read = self._pa.ipc.read_record_batch(self._pa.ipc.read_message(data), self._schema)
+            if read.num_rows != batch.rows:
+                raise ValueError(f"{read.num_rows} rows of {batch.rows}")
+            columns = {name: read.column(self._names.index(name)) for name in self._columns}
+            for column in columns.values():
+                column.validate(full=True)
+            return Rows(columns)
+        except Exception as error:
+            raise _broken(self._file, batch.offset, said(error)) from error
+
+    def where(self, sample: int) -> str:
+        return f"{self._file.name}:row {sample}"
+
+
+def _index(file: ShardFile) -> tuple[_Message, list[_Message]]:
+    """The schema's message and those of the batches. Raises SourceError unless the stream is whole."""
+    schema: _Message | None = None
+    batches: list[_Message] = []
+    at = 0
+    if file.size == 0:
+        raise DamagedFile(f"{file.path}: got 0 bytes, expected an Arrow stream: save the dataset again")
+    while True:
+        if at + 8 > file.size:
+            raise _broken(file, at, "it ends without its end marker")
+        mark, size = struct.unpack("<II", file.pread(8, at))
+        if mark != _CONTINUATION:
+            raise _broken(file, at, "no message begins there")
+        if size == 0:
+            break
+        if size > min(_MAX_HEADER_BYTES, file.size - at - 8):
+            raise _broken(file, at, f"a header of {size} bytes where {file.size - at - 8} are left")
+        kind, rows, body = _read_header(file, at, file.pread(size, at + 8))
+        if body > file.size - at - 8 - size:
+            raise _broken(file, at, f"a batch of {body} bytes where {file.size - at - 8 - size} are left")
+        message = _Message(at, 8 + size + body, rows)
+        if kind == _SCHEMA and schema is None:
+            schema = message
+        elif kind == _BATCH and schema is not None:
+            batches.append(message)
+        elif kind == _DICTIONARY:
+            raise SourceError(f"{file.path}: has dictionary-encoded columns, expected none: cast them and save again")
+        else:
+            raise _broken(file, at, f"a message of kind {kind}")
+        at += message.size
+    if schema is None:
+        raise _broken(file, at, "it has no schema")
+    if at + 8 != file.size:
+        raise _broken(file, at + 8, "data after its end")
+    return schema, batches
+
+
+def _read_header(file: ShardFile, at: int, header: bytes) -> tuple[int, int, int]:
+    """(kind, rows, bytes of the body) in a message's flatbuffer."""
+    try:
+        message = struct.unpack_from("<I", header)[0]
+        kind_at, inner_at, body_at = (_slot(header, message, slot) for slot in (1, 2, 3))
+        kind = header[kind_at] if kind_at else 0
+        body = struct.unpack_from("<q", header, body_at)[0] if body_at else 0
+        rows = 0
+        if kind == _BATCH:
+            batch = inner_at + struct.unpack_from("<I", header, inner_at)[0]
+            rows_at = _slot(header, batch, 0)
+            rows = struct.unpack_from("<q", header, rows_at)[0] if rows_at else 0
+        if body < 0 or not 0 <= rows <= 8 * body:  # a column takes a bit a row at least
+            raise ValueError("sizes that cannot be")
+    except (struct.error, IndexError, ValueError) as error:
+        raise _broken(file, at, "a header that cannot be read") from error
+    return kind, rows, body
+
+
+def _slot(buffer: bytes, table: int, slot: int) -> int:
+    """Where field number ``slot`` of the flatbuffer table at ``table`` lies; 0 where it is left at its default."""
+    vtable = table - struct.unpack_from("<i", buffer, table)[0]
+    if vtable < 0:
+        raise ValueError("a table outside of the buffer")
+    if 4 + 2 * slot >= struct.unpack_from("<H", buffer, vtable)[0]:
+        return 0
+    offset = struct.unpack_from("<H", buffer, vtable + 4 + 2 * slot)[0]
+    return table + offset if offset else 0
+
+
+def _broken(file: ShardFile, offset: int, got: Any) -> DamagedFile:
+    return DamagedFile(
+        f"{file.path}: at byte {offset}: {got}; the file is cut short, damaged or no Arrow stream: save it again"
+    )

@@ -1,0 +1,138 @@
+"""JSON lines: one object a line, a row.
+
+Theory of operation. The index is the offset, length and number of every line, found by scanning the file for
+newline bytes once, 1 MiB at a time; no JSON is parsed for it. So a line that does not parse still has its place.
+Lines that are empty are no records (a file may end with or without a newline, lines may end in CR LF); a line of
+blanks is one, and rejected. A byte-order mark at the very beginning is passed over. A file of 0 bytes is an
+empty shard. A field that is null counts as absent. Format: https://jsonlines.org and RFC 8259.
+
+Keys that are not asked for are skipped without being built. ``open_row`` is also what reads the .json members
+of tar shards, and ``index_lines`` what finds the lines of plain text.
+"""
+
+import codecs
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+import msgspec
+import numpy as np
+
+from streampack.core.model.fields import Field
+from streampack.sources.files.listing import ShardFile, find, measure, refuse_compressed
+from streampack.sources.formats.rows import MISSING, RowReader, missing_from
+from streampack.sources.records import Because, Format, Sample, Shard
+from streampack.sources.settings import SourceSettings
+from streampack.sources.walk import one_shard_a_file
+from streampack.tokenizers.base import Tokenizer
+
+_BLOCK_BYTES = 1 << 20
+_NEWLINE, _RETURN = 10, 13
+_AT = re.compile(r"\(byte (\d+)\)")
+_NOT_JSON = re.compile(rb"NaN|Infinity")
+
+
+def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
+    """What open_source calls."""
+
+    def index(fields: Sequence[Field]) -> Callable[[ShardFile], Shard]:
+        reader = RowReader(settings, tokenizer, fields)
+        decode = open_row(reader.keys)
+        return lambda file: JsonlShard(file, reader, decode)
+
+    return one_shard_a_file(measure(find(settings.shards, settings.path)), index, from_start=True)
+
+
+class JsonlShard:
+    """An indexed file of JSON lines; 24 bytes are held for each."""
+
+    blocks = ()
+
+    def __init__(self, file: ShardFile, reader: RowReader, decode: Callable[[bytes], dict[str, Any] | str]) -> None:
+        self._file, self._reader, self._decode = file, reader, decode
+        self._offsets, self._sizes, self._lines = index_lines(file)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def load(self, sample: int) -> Sample | str:
+        line = self._file.pread(self._sizes[sample], self._offsets[sample])
+        row = self._decode(line)
+        got = row if isinstance(row, str) else self._reader(row)
+        return missing_in(line) if got == MISSING else got
+
+    def where(self, sample: int) -> str:
+        return f"{self._file.name}:line {self._lines[sample]}"
+
+
+def index_lines(file: ShardFile) -> tuple["array[int]", "array[int]", "array[int]"]:
+    """(offsets, sizes without the line's end, numbers from 1) of the lines that are not empty; three of int64.
+
+    Raises SourceError when the file is compressed, or changes meanwhile.
+    """
+    first = file.pread(min(file.size, 8), 0)
+    refuse_compressed(file, first)
+    offsets, sizes, lines = array("q"), array("q"), array("q")
+    begin = len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0
+    number, before = 1, 0  # of the line that begins at `begin`; the byte before the block
+    for offset in range(0, file.size, _BLOCK_BYTES):
+        block = np.frombuffer(file.pread(min(_BLOCK_BYTES, file.size - offset), offset), np.uint8)
+        found = np.flatnonzero(block == _NEWLINE)
+        if offset + len(block) == file.size and block[-1] != _NEWLINE:
+            found = np.append(found, len(block))  # the last line needs no newline
+        if len(found):
+            ends = found + offset
+            begins = np.concatenate(([begin], ends[:-1] + 1))
+            previous = np.where(found > 0, block[found - 1], before)
+            length = ends - begins - ((previous == _RETURN) & (ends > begins))
+            kept = length > 0
+            offsets.frombytes(begins[kept].astype(np.int64).tobytes())
+            sizes.frombytes(length[kept].astype(np.int64).tobytes())
+            lines.frombytes((np.flatnonzero(kept) + number).astype(np.int64).tobytes())
+            begin, number = int(ends[-1]) + 1, number + len(ends)
+        before = int(block[-1])
+    return offsets, sizes, lines
+
+
+def open_row(keys: Sequence[str]) -> Callable[[bytes], dict[str, Any] | str]:
+    """A function from the bytes of one JSON object to those of ``keys`` that it has, or to a reason.
+
+    Reasons: ``json`` (does not parse, or is no object; a Because with the parser's words), ``encoding``.
+
+    >>> open_row(["text"])(b'{"text": "hi", "id": 7}'), open_row(["text"])(b"[]")
+    ({'text': 'hi'}, 'json')
+    """
+    row = TypedDict("row", dict.fromkeys(keys, Any), total=False)  # type: ignore[misc]
+    decode = msgspec.json.Decoder(row).decode
+
+    def load(line: bytes) -> dict[str, Any] | str:
+        try:
+            return decode(line)  # type: ignore[return-value]
+        except UnicodeDecodeError:
+            return "encoding"
+        except (ValueError, RecursionError) as error:
+            return Because("json", _why(line, error))
+
+    return load
+
+
+def missing_in(line: bytes) -> Because:
+    """The reason of a JSON object in which the sample is missing."""
+    try:
+        row = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    except ValueError:  # a key that is no UTF-8
+        return Because(MISSING, "")
+    return missing_from(key for key, value in row.items() if bytes(value) != b"null")
+
+
+def _why(line: bytes, error: Exception) -> str:
+    """What the parser says of a line that is no JSON object."""
+    if not line.strip():
+        return "the line is blank"
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    words = str(error).removeprefix("JSON is malformed: ")
+    at = _AT.search(words)
+    number = _NOT_JSON.match(line, int(at[1])) if at else None
+    return words if number is None else f"{words}: {number[0].decode()} is not JSON"

@@ -1,0 +1,230 @@
+"""Megatron's indexed datasets: PREFIX.bin holds token ids, PREFIX.idx says where each sequence lies.
+
+Theory of operation. The index (megatron/core/datasets/indexed_dataset.py, version 1) is, little-endian:
+
+    b"MMIDIDX\0\0", version u64 = 1, dtype code u8, number of sequences u64, number of document bounds u64,
+    sizes int32 [sequences], pointers int64 [sequences] (bytes into .bin), document bounds int64 [bounds],
+    and in multimodal data modes int8 [sequences]
+
+A sequence is a sample. A shard is a run of sequences, about 64 runs per pair of files, so that several partitions
+share one pair and at most 65,536 index entries are in memory. A shard's part of the index is read and checked when
+the shard is opened.
+
+The sequences must cover the .bin exactly once, in any order. Each shard checks that its sequences lie end to end;
+that is all that Megatron's own writer produces, and it costs no further reads. Where they do not, the whole index is
+read once and checked. So a damaged size or pointer is found, and an index in another order is read.
+
+Multimodal data holds ids of other kinds beside text, such as image patches, told apart by a mode per sequence. Such
+an index needs the setting ``modes``; sequences of other modes are left out. There are no fields.
+"""
+
+import contextlib
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streampack.core.model.fields import Field
+from streampack.errors import ConfigError, SourceError
+from streampack.sources.arrays import as_samples, fitting
+from streampack.sources.files.listing import File, ShardFile, find, measure, open_file
+from streampack.sources.formats.rows import FieldReader
+from streampack.sources.records import AnyShard, Format, OpenShard, Samples
+from streampack.sources.settings import SourceSettings
+from streampack.sources.walk import pieces
+from streampack.tokenizers.base import Tokenizer
+
+_MAGIC = b"MMIDIDX\0\0"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+
+
+_INDEX_BLOCK = 1 << 16
+"""Entries of an index that are read at once."""
+
+
+class Pair(NamedTuple):
+    """PREFIX.bin and PREFIX.idx.
+
+    ``dtype``: of the ids. ``sequences``: their number. ``modes_at``: byte offset of the modes in the .idx, 0 without.
+    """
+
+    data: File
+    idx: File
+    dtype: np.dtype[np.int64]
+    sequences: int
+    modes_at: int
+
+
+def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
+    """What open_source calls. Reads the head of each index."""
+    prefixes = list(dict.fromkeys(_prefix(path) for path in find(settings.shards, settings.path)))
+    files = measure([prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx")])
+    pairs = [_open_pair(data, index) for data, index in zip(files[::2], files[1::2], strict=True)]
+    for pair in pairs:
+        if pair.modes_at and settings.modes is None:
+            raise ConfigError(
+                f"modes: {pair.idx.path} is multimodal (it has a mode for each sequence), so some sequences may not be "
+                "text. Say which modes to read, for text `modes: [0]`"
+            )
+    runs = [pieces(pair.sequences) for pair in pairs]
+    ends = list(accumulate(map(len, runs)))
+    checked: set[int] = set()
+    """Pairs whose sequences are in another order than their data, and were checked as a whole."""
+
+    def reader(fields: Sequence[Field]) -> OpenShard:
+        FieldReader(settings, fields)  # refuses a field that the run does not declare
+
+        @contextlib.contextmanager
+        def open_shard(number: int) -> Iterator[AnyShard]:
+            at = bisect_right(ends, number)
+            pair, run = pairs[at], runs[at][number - ends[at]]
+            with open_file(pair.idx, range(0)) as index:
+                sizes, pointers, apart = _read_index(index, pair, run)
+                if apart is not None and at not in checked:
+                    if not _cover_once(index, pair):
+                        raise apart
+                    checked.add(at)
+                numbers = _of_modes(index, pair, run, settings.modes)
+            sizes, pointers = sizes[numbers], pointers[numbers]
+            ends_at = pointers + sizes * pair.dtype.itemsize
+            need = range(int(pointers.min(initial=pair.data.size)), int(ends_at.max(initial=0)))
+            with open_file(pair.data, need) as data:
+                yield SequenceShard(data, pair.dtype, numbers + run.start, sizes, pointers)
+
+        return open_shard
+
+    return Format(files, ends[-1], reader, pieces=tuple(map(len, runs)))
+
+
+class SequenceShard:
+    """Sequences of one run; 24 bytes are held for each. ``numbers``: their numbers in the index."""
+
+    blocks = ()
+
+    def __init__(
+        self, file: ShardFile, dtype: np.dtype[np.int64], numbers: NDArray[np.int64], sizes: NDArray[np.int64],
+        pointers: NDArray[np.int64],
+    ) -> None:  # fmt: skip
+        self._file, self._dtype, self._numbers = file, dtype, numbers
+        self._sizes, self._pointers = sizes, pointers
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def gather(self, samples: NDArray[np.int64], tokens: int) -> Samples:
+        lengths = self._sizes[samples]
+        samples, lengths = samples[: (count := fitting(lengths, tokens))], lengths[:count]
+        data = self._file.gather(lengths * self._dtype.itemsize, self._pointers[samples])
+        return as_samples(np.frombuffer(data, self._dtype), lengths)
+
+    def where(self, sample: int) -> str:
+        return f"{self._file.name}:sequence {self._numbers[sample]}"
+
+
+def _prefix(path: str) -> str:
+    return path.removesuffix(".bin").removesuffix(".idx")
+
+
+def _open_pair(data: File, index: File) -> Pair:
+    """What the head of an index says. Raises SourceError where the file has not the size that follows from it."""
+    with open_file(index, range(0)) as file:
+        if index.size < _HEADER.size:
+            raise _broken(index, f"got {index.size} bytes, expected {_HEADER.size} at least")
+        magic, version, code, sequences, bounds = _HEADER.unpack(file.pread(_HEADER.size, 0))
+        if magic != _MAGIC or version != 1:
+            raise _broken(index, f"got the head {magic!r}, version {version}, expected {_MAGIC!r}, version 1")
+        if code not in _DTYPES:
+            raise _broken(index, f"got the dtype code {code}, expected 1..8")
+        dtype = np.dtype(_DTYPES[code])
+        if dtype.kind == "f":
+            raise SourceError(f"{index.path}: got {dtype} data, expected token ids: integers")
+        size = _HEADER.size + 12 * sequences + 8 * bounds
+        if index.size not in (size, size + sequences):
+            raise _broken(index, f"got {index.size} bytes, expected {size} for {sequences} sequences")
+        if bounds:
+            last = struct.unpack("<q", file.pread(8, size - 8))[0]
+            if last != sequences:
+                raise _broken(index, f"got documents up to sequence {last}, expected {sequences}")
+    return Pair(data, index, dtype, sequences, size if index.size > size else 0)
+
+
+def _entries(file: ShardFile, pair: Pair, begin: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(sizes in ids, pointers in bytes) of ``count`` sequences from number ``begin`` on."""
+    sizes = np.frombuffer(file.pread(4 * count, _HEADER.size + 4 * begin), "<i4").astype(np.int64)
+    at = _HEADER.size + 4 * pair.sequences + 8 * begin
+    return sizes, np.frombuffer(file.pread(8 * count, at), "<i8").astype(np.int64, copy=False)
+
+
+def _read_index(
+    file: ShardFile, pair: Pair, run: range
+) -> tuple[NDArray[np.int64], NDArray[np.int64], SourceError | None]:
+    """(sizes in ids, pointers in bytes) of a run of sequences; an error where they do not lie end to end.
+
+    The error is true unless the sequences cover the .bin in another order. Raises SourceError for a sequence that
+    cannot be.
+    """
+    more = min(len(run) + 1, pair.sequences - run.start)  # our last must end where the next run's first begins
+    sizes, pointers = _entries(file, pair, run.start, more)
+    item = pair.dtype.itemsize
+    ends = pointers + sizes * item
+    limits = np.append(pointers[1:], pair.data.size)
+    bad = (sizes < 0) | (pointers < 0) | (ends > pair.data.size) | (ends < pointers) | (pointers % item != 0)
+    apart = (ends != limits)[: len(run)]
+    if run.start == 0:
+        apart[0] |= pointers[0] != 0
+
+    def error(sample: int) -> SourceError:
+        return SourceError(
+            f"{pair.data.path}: got {pair.data.size} bytes, but its .idx puts sequence {run.start + sample} of "
+            f"{sizes[sample]} ids at byte {pointers[sample]}, before byte {limits[sample]}; expected sequences of "
+            f"{item}-byte ids that cover the file once: one of the two is cut short, damaged or belongs to another "
+            "file; copy or write both again"
+        )
+
+    if bad.any():
+        raise error(int(np.flatnonzero(bad)[0]))
+    found = error(int(np.flatnonzero(apart)[0])) if apart.any() else None
+    return sizes[: len(run)], pointers[: len(run)], found
+
+
+def _cover_once(file: ShardFile, pair: Pair) -> bool:
+    """Whether the sequences, in any order, hold every byte of the .bin exactly once.
+
+    Each sequence adds hash(end) - hash(begin) to a sum modulo 2**64. Where one ends and another begins the terms
+    cancel, so that hash(size) - hash(0) is left exactly when each byte is in one sequence (but for one damaged file
+    in 2**64). So the index is read block by block, and nothing is sorted.
+    """
+    total = _hash(np.array([0])) - _hash(np.array([pair.data.size]))
+    for begin in range(0, pair.sequences, _INDEX_BLOCK):
+        sizes, pointers = _entries(file, pair, begin, min(_INDEX_BLOCK, pair.sequences - begin))
+        ends = pointers + sizes * pair.dtype.itemsize
+        if ((ends < pointers) | (pointers < 0) | (ends > pair.data.size)).any():
+            return False
+        total += np.sum(_hash(ends) - _hash(pointers), dtype=np.uint64)
+    return not total.any()
+
+
+def _hash(places: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """64-bit hashes of byte offsets: two rounds of multiply and shift."""
+    found = (places.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    found = (found ^ found >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
+    return found ^ found >> np.uint64(32)
+
+
+def _of_modes(file: ShardFile, pair: Pair, run: range, modes: Sequence[int] | None) -> NDArray[np.int64]:
+    """Places in a run of the sequences to read. Without modes in the index all are text, mode 0."""
+    if modes is None:
+        return np.arange(len(run))
+    if not pair.modes_at:
+        return np.arange(len(run) if 0 in modes else 0)
+    found = np.frombuffer(file.pread(len(run), pair.modes_at + run.start), np.int8)
+    return np.flatnonzero(np.isin(found, modes))
+
+
+def _broken(index: File, got: str) -> SourceError:
+    return SourceError(f"{index.path}: {got}; the file is cut short, damaged or no index: copy or write it again")

@@ -1,0 +1,108 @@
+"""Parquet: a row is a sample.
+
+Theory of operation. The index is the footer. A row group is what is read at once, its needed columns only, and one
+is held; so the order shuffles the row groups of a file, and the rows in each. Memory is one row group's, decoded:
+write them of some ten thousand rows, and at least as many files as there are partitions.
+
+A file that is cut has no footer, and is refused; so is one whose pages do not decode, and one of 0 bytes.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from streampack.core.model.fields import Field
+from streampack.errors import DamagedFile, SourceError
+from streampack.sources.files.listing import ShardFile, Stream, find, measure
+from streampack.sources.formats.arrow import Rows, choose_columns, need_pyarrow, said
+from streampack.sources.formats.list_columns import ListShard, plan_of
+from streampack.sources.formats.rows import MISSING, RowReader, missing_from
+from streampack.sources.records import AnyShard, Format, Sample
+from streampack.sources.settings import SourceSettings
+from streampack.sources.walk import one_shard_a_file
+from streampack.tokenizers.base import Tokenizer
+
+
+def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
+    """What open_source calls."""
+    need_pyarrow()
+
+    def index(fields: Sequence[Field]) -> Callable[[ShardFile], AnyShard]:
+        reader = RowReader(settings, tokenizer, fields)
+        return lambda file: ParquetShard(file, reader).as_arrays()
+
+    return one_shard_a_file(measure(find(settings.shards, settings.path)), index)
+
+
+class ParquetShard:
+    """A file's footer, and one row group's rows."""
+
+    def __init__(self, file: ShardFile, reader: RowReader) -> None:
+        pq, pa = need_pyarrow("pyarrow.parquet"), need_pyarrow()
+        self._file, self._reader = file, reader
+        if file.size == 0:
+            raise DamagedFile(f"{file.path}: got 0 bytes, expected a Parquet file: write it again")
+        try:
+            self._parquet = pq.ParquetFile(
+                pa.PythonFile(Stream(file), mode="r"), page_checksum_verification=True, pre_buffer=False
+            )
+            footer = self._parquet.metadata
+            groups = [footer.row_group(group) for group in range(footer.num_row_groups)]
+            self.blocks = [group.num_rows for group in groups]
+            if any(not 0 <= group.num_rows <= group.column(0).num_values for group in groups):
+                raise ValueError("row groups of more rows than values")
+            self._schema = self._parquet.schema_arrow
+            names = list(self._schema.names)
+        except SourceError:
+            raise
+        except Exception as error:  # ArrowInvalid, OSError, and what a damaged footer makes of Python
+            raise _broken(file, error) from error
+        self._ends = list(accumulate(self.blocks))
+        self._columns = choose_columns(file.path, names, reader.keys, reader.sample_keys) if self._ends else []
+        self._group, self._rows = -1, Rows({})
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def as_arrays(self) -> AnyShard:
+        """This shard, or one of arrays where its rows are ids."""
+        plan = plan_of(self._schema, self._reader)
+        return self if plan is None else ListShard(self, plan)
+
+    def rows_of(self, sample: int) -> tuple[Rows, range]:
+        """The row group that holds a sample, and the samples that it holds."""
+        group = bisect_right(self._ends, sample)
+        if group != self._group:
+            self._rows = Rows({})  # two are never held
+            self._rows, self._group = self._read(group), group
+        return self._rows, range(self._ends[group] - self.blocks[group], self._ends[group])
+
+    def load(self, sample: int) -> Sample | str:
+        rows, run = self.rows_of(sample)
+        try:
+            row = rows[sample - run.start]
+        except UnicodeDecodeError:
+            return "encoding"
+        got = self._reader(row)
+        return missing_from(self._schema.names) if got == MISSING else got
+
+    def _read(self, group: int) -> Rows:
+        try:
+            table = self._parquet.read_row_group(group, columns=self._columns, use_threads=False)
+            if table.num_rows != self.blocks[group]:
+                raise ValueError(f"{table.num_rows} rows of {self.blocks[group]}")
+            return Rows({name: table.column(name) for name in self._columns})
+        except SourceError:
+            raise
+        except Exception as error:
+            raise _broken(self._file, error, f" in row group {group}") from error
+
+    def where(self, sample: int) -> str:
+        return f"{self._file.name}:row {sample}"
+
+
+def _broken(file: ShardFile, error: Any, where: str = "") -> DamagedFile:
+    return DamagedFile(
+        f"{file.path}: is no Parquet file, cut short or damaged{where} ({said(error)}): copy or write it again"
+    )

@@ -1,0 +1,71 @@
+"""Plain text, UTF-8: a sample a line, a paragraph or a file.
+
+Lines are found as those of JSON lines are, and a byte-order mark at the beginning is passed over. A paragraph is a
+run of lines that are not empty; the line ends between them are its own. A file of 0 bytes has no lines and no
+paragraphs; with ``unit: file`` it is a record that is rejected (``empty``). Text has no fields.
+"""
+
+import codecs
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from streampack.core.model.fields import Field
+from streampack.sources.files.listing import ShardFile, find, measure, refuse_compressed
+from streampack.sources.formats.jsonl import index_lines
+from streampack.sources.formats.rows import FieldReader
+from streampack.sources.records import Format, Sample, Shard
+from streampack.sources.settings import SourceSettings
+from streampack.sources.walk import one_shard_a_file
+from streampack.tokenizers.base import Tokenizer
+from streampack.tokenizers.token_ids import Encoded
+
+
+def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
+    """What open_source calls."""
+    unit = settings.unit or "line"
+
+    def index(fields: Sequence[Field]) -> Callable[[ShardFile], Shard]:
+        reader = FieldReader(settings, fields)
+        return lambda file: TextShard(file, unit, tokenizer, reader)
+
+    return one_shard_a_file(measure(find(settings.shards, settings.path)), index)
+
+
+class TextShard:
+    """An indexed file of text; 24 bytes are held for each line or paragraph."""
+
+    blocks = ()
+
+    def __init__(self, file: ShardFile, unit: str, tokenizer: Tokenizer, reader: FieldReader) -> None:
+        self._file, self._tokenizer, self._reader = file, tokenizer, reader
+        if unit == "file":
+            head = file.pread(min(file.size, 8), 0)
+            refuse_compressed(file, head)
+            begin = len(codecs.BOM_UTF8) if head.startswith(codecs.BOM_UTF8) else 0
+            self._offsets, self._sizes, self._lines = np.array([begin]), np.array([file.size - begin]), np.array([1])
+            return
+        offsets, sizes, lines = (np.frombuffer(column, np.int64) for column in index_lines(file))
+        if unit == "paragraph" and len(lines):
+            first = np.append(True, np.diff(lines) > 1)
+            last = np.append(first[1:], True)
+            offsets, sizes, lines = offsets[first], (offsets + sizes)[last] - offsets[first], lines[first]
+        self._offsets, self._sizes, self._lines = offsets, sizes, lines
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def load(self, sample: int) -> Sample | str:
+        encoded = encode(self._file.pread(int(self._sizes[sample]), int(self._offsets[sample])), self._tokenizer)
+        return encoded if isinstance(encoded, str) else self._reader.add(encoded, {})
+
+    def where(self, sample: int) -> str:
+        return f"{self._file.name}:line {self._lines[sample]}"
+
+
+def encode(raw: bytes, tokenizer: Tokenizer) -> Encoded | str:
+    """The tokens of a text's bytes, or the reason why there are none."""
+    try:
+        return tokenizer.encode(raw.decode())
+    except UnicodeDecodeError:
+        return "encoding"

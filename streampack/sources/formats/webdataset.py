@@ -1,0 +1,235 @@
+"""Tar shards as webdataset writes them, read in any order.
+
+Theory of operation. Consecutive members whose names agree up to the first dot of the file name are one sample; what
+follows that dot, in lower case, says what the member is (https://github.com/webdataset/webdataset,
+``base_plus_ext`` and ``group_by_keys`` in tariterators.py). Names without a dot, hidden files and ``__meta__`` names
+are passed over, as there. Of each sample one member is read: see SourceSettings; without keys, the first of .txt,
+.text, .npy, .json that it has. A .json member is a row.
+
+A declared field is the member KEY.npy where there is one, else the key of the row, else of the .json member beside.
+
+The webdataset package itself is not needed.
+"""
+
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from streampack.core.model.fields import LOSS_MASK, Field
+from streampack.errors import ConfigError, DamagedFile
+from streampack.sources.files.listing import ShardFile, find, measure
+from streampack.sources.formats.jsonl import missing_in, open_row
+from streampack.sources.formats.npy import load_npy
+from streampack.sources.formats.npy_shard import Members, NpyShard, given_dtype
+from streampack.sources.formats.rows import MISSING, RowReader, ids_of, missing_from
+from streampack.sources.formats.tar import members
+from streampack.sources.formats.text import encode
+from streampack.sources.records import DAMAGED, AnyShard, Format, Sample
+from streampack.sources.settings import SourceSettings
+from streampack.sources.walk import one_shard_a_file
+from streampack.tokenizers.base import Tokenizer
+from streampack.tokenizers.token_ids import Encoded
+
+Row: TypeAlias = dict[str, Any]
+Load: TypeAlias = Callable[[bytes], tuple[Encoded, Row] | str]
+
+_SPLIT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$").match
+_META = re.compile(r"__[^/]*__($|/)").match
+_MISSING, _DUPLICATE, _DAMAGED = -1, -2, -3
+_REASONS = {_DUPLICATE: "duplicate", _DAMAGED: DAMAGED}
+_JSON = "json"
+_SHOWN = 16
+
+
+def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
+    """What open_source calls."""
+    _loads(msgspec.structs.replace(settings, fields={}), tokenizer, ())  # what is wrong with the keys is said at once
+
+    def index(fields: Sequence[Field]) -> Callable[[ShardFile], AnyShard]:
+        loads = _loads(settings, tokenizer, fields)
+        reader = RowReader(settings, tokenizer, fields)
+        return lambda file: TarShard(file, loads, reader).as_arrays()
+
+    return one_shard_a_file(measure(find(settings.shards, settings.path)), index, from_start=True)
+
+
+class TarShard:
+    """An indexed tar shard; a key and 17 bytes are held for each sample, some more for each member of a field."""
+
+    blocks = ()
+
+    def __init__(self, file: ShardFile, loads: dict[str, Load], reader: RowReader) -> None:
+        self._file = file
+        self._arrays = [suffix.rpartition(".")[2] == "npy" for suffix in loads]
+        self._loads = list(loads.values())
+        self._fields = reader.fields
+        self._decode = open_row([key for _, key in self._fields.keys])
+        self._keys: list[str] = []
+        self._offsets, self._sizes, self._ranks = array("q"), array("q"), array("b")
+        self._beside: list[dict[str, tuple[int, int]]] = []
+        wanted = {f"{key}.npy".lower() for _, key in self._fields.keys}
+        self._damage = ""
+        self._others: dict[str, None] = {}
+        """Some of the extensions that are not read."""
+        try:
+            self._index({suffix: rank for rank, suffix in enumerate(loads)}, {*wanted, _JSON} if wanted else set())
+        except DamagedFile as error:
+            self._break_off(error)
+
+    def _index(self, ranks: dict[str, int], wanted: set[str]) -> None:
+        seen: set[str] = set()
+        key_now: str | None = None
+        for name, offset, size in members(self._file):
+            if name.startswith("__") and _META(name):
+                continue
+            split = _SPLIT(name)
+            if split is None:
+                continue
+            key, suffix = split[1], split[2].lower()
+            if key != key_now:
+                key_now = key
+                seen.clear()
+                self._add(key)
+            rank = ranks.get(suffix, _MISSING)
+            if rank == _MISSING and len(self._others) < _SHOWN:
+                self._others[suffix] = None
+            if suffix in seen:
+                self._ranks[-1] = _DUPLICATE
+            elif rank != _MISSING and (self._ranks[-1] == _MISSING or 0 <= rank < self._ranks[-1]):
+                self._offsets[-1], self._sizes[-1], self._ranks[-1] = offset, size, rank
+            if suffix in wanted:
+                self._beside[-1][suffix] = offset, size
+            seen.add(suffix)
+
+    def _break_off(self, error: DamagedFile) -> None:
+        """Keep what came before the damage, and one sample that stands for the rest."""
+        if not self._keys:
+            raise error
+        self._damage = str(error)
+        if self._fields.keys:
+            self._ranks[-1] = _DAMAGED  # some of its members may be behind the damage
+        else:
+            self._add("")
+            self._ranks[-1] = _DAMAGED
+
+    def _add(self, key: str) -> None:
+        self._keys.append(key)
+        self._offsets.append(0)
+        self._sizes.append(0)
+        self._ranks.append(_MISSING)
+        if self._fields.keys:
+            self._beside.append({})
+
+    def as_arrays(self) -> AnyShard:
+        """This shard, or one of arrays where its samples are nothing but that, the first one's like most."""
+        sizes, offsets = np.array(self._sizes, np.int64), np.array(self._offsets, np.int64)
+        good = np.flatnonzero(np.array(self._ranks) >= 0)
+        if not len(good) or not all(rank < 0 or self._arrays[rank] for rank in set(self._ranks)):
+            return self
+        sizes[np.array(self._ranks) < 0] = -1
+        ids, fields = Members(self._file, sizes, offsets), dict[Field, Members]()
+        if ids.dtype(int(good[0])) is None:
+            return self
+        for field, key in self._fields.keys:
+            places = [beside.get(f"{key}.npy".lower(), (0, -1)) for beside in self._beside]
+            members = Members(self._file, *np.array(places, np.int64).T[::-1])
+            missing = members.sizes[good] < 0
+            if field.name == LOSS_MASK and self._fields.needs_mask and missing.any():
+                return self
+            if missing.all() and not any(_JSON in beside for beside in self._beside):
+                continue
+            if (
+                field.axis == "sample"
+                or field.shape
+                or missing.any()
+                or members.dtype(int(good[0])) != given_dtype(field)
+            ):
+                return self
+            fields[field] = members
+        return NpyShard(ids, fields, self.load, self.where)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def load(self, sample: int) -> Sample | str:
+        rank = self._ranks[sample]
+        if rank == _MISSING:
+            return missing_from(self._others, "other members in its file:")
+        if rank < 0:
+            return _REASONS[rank]
+        found = self._loads[rank](self._file.pread(self._sizes[sample], self._offsets[sample]))
+        if isinstance(found, str):
+            return found
+        encoded, row = found
+        return self._fields.add(encoded, self._with_members(sample, row) if self._fields.keys else row)
+
+    def _with_members(self, sample: int, row: Row) -> Row | dict[str, object]:
+        """The row with the values of the fields that lie beside it; a str where one cannot be read."""
+        beside = self._beside[sample]
+        values: dict[str, object] = {**self._read_json(beside), **row}
+        for _, key in self._fields.keys:
+            if place := beside.get(f"{key}.npy".lower()):
+                values[key] = load_npy(self._file.pread(place[1], place[0]))
+        return values
+
+    def _read_json(self, beside: dict[str, tuple[int, int]]) -> Row:
+        if _JSON not in beside:
+            return {}
+        offset, size = beside[_JSON]
+        row = self._decode(self._file.pread(size, offset))
+        return dict.fromkeys((key for _, key in self._fields.keys), row) if isinstance(row, str) else row
+
+    def where(self, sample: int) -> str:
+        return self._damage if self._ranks[sample] == _DAMAGED else f"{self._file.name}:{self._keys[sample]}"
+
+
+def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Field]) -> dict[str, Load]:
+    """What reads a member of each extension; of several in one sample, the first here is taken."""
+
+    def text(raw: bytes) -> tuple[Encoded, Row] | str:
+        encoded = encode(raw, tokenizer)
+        return encoded if isinstance(encoded, str) else (encoded, {})
+
+    def npy(raw: bytes) -> tuple[Encoded, Row] | str:
+        found = load_npy(raw)
+        ids = found if isinstance(found, str) else ids_of(found)
+        return ids if isinstance(ids, str) else (Encoded(ids), {})
+
+    def row(text_key: str | None = None, tokens_key: str | None = None) -> Load:
+        of_row = msgspec.structs.replace(settings, text_key=text_key, tokens_key=tokens_key)
+        reader = RowReader(of_row, tokenizer, fields)
+        decode = open_row(reader.keys)
+
+        def load(raw: bytes) -> tuple[Encoded, Row] | str:
+            found = decode(raw)
+            encoded = found if isinstance(found, str) else reader.encode(found)
+            if encoded == MISSING:
+                return missing_in(raw)
+            return encoded if isinstance(encoded, str) else (encoded, found)  # type: ignore[return-value]
+
+        return load
+
+    if settings.messages_key is not None or settings.prompt_key is not None or settings.completion_key is not None:
+        return {_JSON: row()}
+    if settings.text_key is None and settings.tokens_key is None:
+        return {"txt": text, "text": text, "npy": npy, _JSON: row()}
+    key = settings.text_key if settings.text_key is not None else settings.tokens_key or ""
+    suffix, _, inner = key.partition("/")
+    suffix = suffix.removeprefix(".").lower()
+    last = suffix.rpartition(".")[2]
+    if settings.text_key is not None and last == _JSON:
+        return {suffix: row(text_key=inner or "text")}
+    if settings.text_key is not None and suffix and not inner:
+        return {suffix: text}
+    if settings.text_key is None and last == _JSON:
+        return {suffix: row(tokens_key=inner or "tokens")}
+    if settings.text_key is None and last == "npy" and not inner:
+        return {suffix: npy}
+    raise ConfigError(
+        f"text_key, tokens_key: got {settings.text_key!r}, {settings.tokens_key!r}; expected an extension: for text "
+        "such as 'txt' or 'json/field', for tokens 'npy' or 'json/field'"
+    )

@@ -1,0 +1,101 @@
+"""Texts as their UTF-8 bytes: a tokenizer that needs no vocabulary, and writes chats and pairs in its own plain way."""
+
+from typing import Literal
+
+import numpy as np
+
+from streampack.errors import ConfigError
+from streampack.tokenizers.chat import pair_messages, read_messages
+from streampack.tokenizers.token_ids import Encoded, Tokens, digest_of_words
+
+EOS_OF_BYTES = 256
+
+
+class BytesTokenizer:
+    """The UTF-8 bytes of a text as ids 0..255, then 256 at its end when ``append_eos``. vocab_size is always 257.
+
+    A chat is ``role: content`` line by line, and 256 at the end of every answer, whatever ``append_eos``.
+    """
+
+    name = "bytes"
+    vocab_size: int | None = EOS_OF_BYTES + 1
+
+    has_chat_template = True
+    eos_token: str | None = "<256>"
+
+    def __init__(self, *, append_eos: bool = True, train_on: Literal["answers", "all"] = "answers") -> None:
+        self._append_eos, self.train_on = append_eos, train_on
+        self.digest = digest_of_words("bytes", str(append_eos), *[train_on] * (train_on != "answers"))
+
+    def encode(self, text: str) -> Encoded | str:
+        if not text:
+            return "empty"
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair: no UTF-8 holds it
+            return "encoding"
+        if not self._append_eos:
+            return Encoded(np.frombuffer(raw, np.uint8).astype(np.int32))
+        ids = np.frombuffer(raw + b"\0", np.uint8).astype(np.int32)
+        ids[-1] = EOS_OF_BYTES
+        return Encoded(ids)
+
+    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        checked = read_messages(messages)
+        if isinstance(checked, str):
+            return checked
+        parts: list[tuple[str, bool, bool]] = []
+        for message in checked:
+            answer = message.role == "assistant"
+            parts.append((f"{message.role}: ", False, False))
+            parts.append((message.text, answer and message.train, answer))
+            parts.append(("" if answer else "\n", False, False))
+        return self._join(parts)
+
+    def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
+        messages = pair_messages(prompt, completion)
+        if messages is not None:
+            return self.encode_chat(messages)
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            return "dtype"
+        if not prompt + completion:
+            return "empty"
+        return self._join([(prompt, False, False), (completion, True, self._append_eos)])
+
+    def decode(self, tokens: Tokens) -> str:
+        raw = b"".join(bytes([number]) if number < EOS_OF_BYTES else b"<%d>" % number for number in tokens.tolist())
+        return raw.decode(errors="replace")
+
+    def _join(self, parts: list[tuple[str, bool, bool]]) -> Encoded | str:
+        """(text, whether it is learned, whether 256 follows and is treated alike) one after another."""
+        try:
+            raws = [text.encode() for text, _, _ in parts]
+        except UnicodeEncodeError:
+            return "encoding"
+        ends = [end for _, _, end in parts]
+        ids = np.concatenate(
+            [
+                np.append(np.frombuffer(raw, np.uint8), [EOS_OF_BYTES] * end).astype(np.int32)
+                for raw, end in zip(raws, ends, strict=True)
+            ]
+        )
+        if self.train_on == "all":
+            return Encoded(ids)
+        lengths = [len(raw) + end for raw, end in zip(raws, ends, strict=True)]
+        return Encoded(ids, np.repeat(np.array([learned for _, learned, _ in parts], np.uint8), lengths))
+
+
+class UnnamedTokenizer(BytesTokenizer):
+    """What there is where no tokenizer is named: bytes for texts and pairs of texts. It writes no chats.
+
+    A chat in a format that no model knows would train without a word.
+    """
+
+    has_chat_template = False
+
+    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        raise ConfigError(
+            "tokenizer: got chats and no tokenizer, expected one by name: write the folder of your model's "
+            "tokenizer.json and chat template (tokenizer: {file: FOLDER}; in streampack.local tokenizer='FOLDER'), or "
+            "'bytes' for 'role: content' in bytes (tokenizer: {name: bytes}; tokenizer='bytes')"
+        )

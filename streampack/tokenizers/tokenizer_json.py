@@ -1,0 +1,318 @@
+"""tokenizer.json: texts, chats and pairs to ids, by the ``tokenizers`` library.
+
+Theory of operation. The library's own post-processor is read once, for the ids that it puts before and after a text
+(such as a BOS), and then left out: those ids are put there by ``_close``, and offsets stay those of all characters.
+Special tokens come in through the template, the post-processor and ``append_eos``. The text of a special token
+*inside the data* is text, and is split into ordinary tokens, unless ``allow_special``: else a web page on chat
+formats would teach a model to end its turn. Added tokens that are not special (``<think>``) are always found.
+
+The mask of a chat or a pair: all is encoded once, and a token is learned when any of its characters is.
+
+This module knows no files but the tokenizer's.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streampack.errors import ConfigError
+from streampack.tokenizers import chat
+from streampack.tokenizers.base import TokenizerSettings
+from streampack.tokenizers.callable_tokenizer import Rejections
+from streampack.tokenizers.chat import SPLIT, Rendered, TemplateError, any_of, pair_messages, read_messages
+from streampack.tokenizers.token_ids import Encoded, Tokens
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
+
+    from streampack.tokenizers.chat_template import ChatTemplate
+
+
+class FileTokenizer:
+    """The tokenizer of a tokenizer.json, or of a folder with one. See TokenizerSettings.
+
+    ``vocab_size`` is the largest id + 1. Raises ConfigError for a file that is none, and for tokens that it has not.
+    """
+
+    def __init__(self, settings: TokenizerSettings) -> None:
+        assert settings.file is not None
+        given = Path(settings.file)
+        path = given / "tokenizer.json" if given.is_dir() else given
+        self._json = _read(path)
+        beside = _Beside(path.parent)
+        self._plain = _library(self._json, path)
+        self._rejections = Rejections()
+        self._settings, self.train_on = settings, settings.train_on
+        self.name = str(settings.file)
+        self.vocab_size: int | None = max(self._plain.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._before, self._after = _around(self._plain)
+        _strip(self._plain)
+        self._plain.encode_special_tokens = not settings.allow_special
+        added = self._plain.get_added_tokens_decoder().values()
+        self._special = {token.content for token in added if token.special}
+        self._ids = {token.content: number for number, token in self._plain.get_added_tokens_decoder().items()}
+        self._markers = None if settings.allow_special else any_of(self._special)
+        self._stops = any_of(token.content for token in added)
+
+        self.eos_token = settings.eos_token or beside.token("eos_token")
+        self.bos_token = settings.bos_token or beside.token("bos_token")
+        self._eos = self._id("eos_token", self.eos_token) if settings.append_eos else None
+        if settings.bos_token is not None:
+            bos = self._id("bos_token", settings.bos_token)
+            self._before = self._before if self._before[:1] == [bos] else [bos, *self._before]
+        self._templates = beside.templates(settings.chat_template)
+        self._variables = beside.tokens() | {
+            key: token for key, token in (("bos_token", self.bos_token), ("eos_token", self.eos_token)) if token
+        }
+        self._today = _date(settings.date)
+        self.has_chat_template = bool(self._templates)
+        if settings.chat_template is not None:
+            self._template(False)  # what was asked for is looked at now, what lies beside the file when it is needed
+        words = (self._json, *map(str, (self.eos_token, settings.bos_token, settings.append_eos)))
+        words += tuple(map(str, (settings.allow_special, settings.train_on, settings.date)))
+        words += (json.dumps([self._templates, self._variables], sort_keys=True),)
+        version = 2 if self._templates else 1  # 2: white space that the model itself writes is learned
+        self.digest = hashlib.sha256("\0".join((f"streampack-tokenizer-file-{version}", *words)).encode()).hexdigest()
+
+    def encode(self, text: str) -> Encoded | str:
+        try:
+            ids = self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids  # without offsets: 1.4 times
+        except TypeError:  # half of a surrogate pair
+            return "encoding"
+        if not ids:
+            return "empty"
+        return Encoded(np.array(self._close(ids), np.int32))
+
+    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        read = read_messages(messages)
+        if isinstance(read, str):
+            return read
+        if tools and not isinstance(tools, list | tuple):  # a template would write the letters of a text one by one
+            return "tools"
+        try:
+            markers = self._markers
+            split = [message._replace(raw=chat.split_markers(message.raw, markers)) for message in read]
+            template = self._template(bool(tools))
+            rendered = chat.render_chat(template, split, chat.split_markers(tools, markers) or None, self._stops)
+        except (TemplateError, RecursionError) as error:  # values nested too deep to be walked
+            self._rejections.warn(f"the chat template rejects a chat of {len(read)} messages", error)
+            return "template"
+        return self._encode_rendered(rendered)
+
+    def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
+        messages = pair_messages(prompt, completion)
+        if messages is not None:
+            return self.encode_chat(messages)
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            return "dtype"
+        text = prompt + completion
+        try:
+            encoding = self._plain.encode(text, add_special_tokens=False)
+        except TypeError:
+            return "encoding"
+        if not encoding.ids:
+            return "empty"
+        learned = np.zeros(len(text), np.uint8)
+        learned[len(prompt) :] = 1
+        ids = self._close(encoding.ids)
+        mask = np.ones(len(ids), np.uint8)  # what is after the text ends the completion
+        mask[: len(self._before)] = 0
+        mask[len(self._before) :][: len(encoding.ids)] = _overlap(encoding.offsets, learned)
+        return self._encoded(ids, mask)
+
+    def decode(self, tokens: Tokens) -> str:
+        return str(self._plain.decode(tokens.tolist(), skip_special_tokens=False))
+
+    def _encode_rendered(self, rendered: Rendered) -> Encoded | str:
+        learned = np.zeros(len(rendered.text), np.uint8)
+        for begin, end in rendered.learned:
+            learned[begin:end] = 1
+        try:
+            if SPLIT not in rendered.text:
+                encoding = self._marking.encode(rendered.text, add_special_tokens=False)
+                ids, mask = encoding.ids, _overlap(encoding.offsets, learned)
+            elif self._pieces_are_exact:
+                ids, mask = self._encode_pieces(rendered.text, learned)
+            else:
+                return "special"
+        except (TypeError, UnicodeEncodeError):  # half of a surrogate pair: the library's word for it, and ours
+            return "encoding"
+        return self._encoded(ids, mask) if ids else "empty"
+
+    def _encode_pieces(self, text: str, learned: NDArray[np.uint8]) -> tuple[list[int], NDArray[np.uint8]]:
+        """Like ``_marking``, with the markers of the data (those that are split) as text."""
+        assert self._markers is not None
+        ids: list[int] = []
+        masks = [np.zeros(0, np.uint8)]
+
+        def add(begin: int, end: int) -> None:
+            kept = np.frombuffer(text[begin:end].encode("utf-32-le"), np.uint32) != ord(SPLIT)
+            encoding = self._plain.encode(text[begin:end].replace(SPLIT, ""), add_special_tokens=False)
+            ids.extend(encoding.ids)
+            masks.append(_overlap(encoding.offsets, learned[begin:end][kept]))
+
+        place = 0
+        for found in self._markers.finditer(text):
+            add(place, found.start())
+            ids.append(self._ids[found[0]])
+            masks.append(learned[found.start() : found.end()].max(keepdims=True))
+            place = found.end()
+        add(place, len(text))
+        return ids, np.concatenate(masks)
+
+    @cached_property
+    def _pieces_are_exact(self) -> bool:
+        """Whether texts between special tokens are encoded alike with them and alone: not by SentencePiece's rules."""
+        assert self._markers is not None
+        for special in sorted(self._special):
+            text = f"a{special}b c{special} d\n{special}\n"
+            joint = self._marking.encode(text, add_special_tokens=False).ids
+            if self._encode_pieces(text, np.zeros(len(text), np.uint8))[0] != joint:
+                return False
+        return True
+
+    @cached_property
+    def _marking(self) -> "Library":
+        """The same, with special tokens found in the text: for what a template writes."""
+        library = _library(self._json, Path(self.name))
+        _strip(library)
+        return library
+
+    @cached_property
+    def _compiled(self) -> "dict[str, ChatTemplate]":
+        try:
+            from streampack.tokenizers.chat_template import ChatTemplate
+        except ImportError as error:
+            raise _missing("jinja2", error) from error
+        return {name: ChatTemplate(text, self._variables, self._today) for name, text in self._templates.items()}
+
+    def _template(self, with_tools: bool) -> "ChatTemplate":
+        if not self._templates:
+            raise ConfigError(
+                f"tokenizer {self.name}: got a chat, and no chat template beside the file: set tokenizer.chat_template "
+                "to one (a path or its text)"
+            )
+        name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
+        return self._compiled[name if name in self._compiled else next(iter(self._compiled))]
+
+    def _close(self, ids: list[int]) -> list[int]:
+        """A text's ids with those that belong around it."""
+        closed = [*self._before, *ids, *self._after]
+        return closed if self._eos is None or closed[-1] == self._eos else [*closed, self._eos]
+
+    def _encoded(self, ids: list[int], mask: NDArray[np.uint8]) -> Encoded:
+        return Encoded(np.array(ids, np.int32), None if self._settings.train_on == "all" else mask)
+
+    def _id(self, key: str, token: str | None) -> int:
+        known = ", ".join(sorted(self._special)[:8]) or "none"
+        if token is None:
+            raise ConfigError(
+                f"tokenizer {self.name}: got no {key} beside the file, expected one: set tokenizer.{key} (its special "
+                f"tokens: {known}), or append_eos: false"
+            )
+        found = self._plain.token_to_id(token)
+        if found is None:
+            raise ConfigError(
+                f"tokenizer {self.name}: got {key} {token!r}, expected a token of its vocabulary (special: {known})"
+            )
+        return int(found)
+
+
+class _Beside:
+    """What Hugging Face keeps beside tokenizer.json; all of it may be missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._config: dict[str, Any] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            if (folder / name).is_file():
+                text = _read(folder / name)
+                try:
+                    self._config |= json.loads(text)
+                except (ValueError, TypeError) as error:
+                    raise ConfigError(f"tokenizer {folder / name}: is no JSON object: {error}") from error
+
+    def token(self, key: str) -> str | None:
+        value = self._config.get(key)
+        value = value.get("content") if isinstance(value, dict) else value
+        return value if isinstance(value, str) else None
+
+    def tokens(self) -> dict[str, str]:
+        """All special tokens by name, as templates see them."""
+        keys = [key for key in sorted(self._config) if re.fullmatch("[a-z_]+_token", key)]
+        return {key: token for key in keys if (token := self.token(key)) is not None}
+
+    def templates(self, given: str | None) -> dict[str, str]:
+        """By name, ``default`` and perhaps ``tool_use``; {} where there is none."""
+        if given is not None:
+            return {"default": given if "{" in given or "\n" in given else _read(Path(given))}
+        if (self._folder / "chat_template.jinja").is_file():
+            more = sorted((self._folder / "additional_chat_templates").glob("*.jinja"))
+            return {"default": _read(self._folder / "chat_template.jinja")} | {path.stem: _read(path) for path in more}
+        found = self._config.get("chat_template")
+        if isinstance(found, list):
+            return {each["name"]: each["template"] for each in found}
+        return {"default": found} if isinstance(found, str) else {}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"tokenizer: {path}: cannot be read: {reason}") from error
+
+
+def _date(text: str | None) -> date | None:
+    try:
+        return None if text is None else date.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigError(f"tokenizer.date: got {text!r}, expected a date such as 2025-01-31") from error
+
+
+def _library(text: str, path: Path) -> "Library":
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise _missing("tokenizers", error) from error
+    try:
+        library = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises Exception itself
+        raise ConfigError(f"tokenizer {path}: is no tokenizer.json: {error}") from error
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+
+def _missing(module: str, error: ImportError) -> ConfigError:
+    return ConfigError(f"tokenizer: needs {module} ({error}): pip install 'streampack[tokenizers]'")
+
+
+def _around(library: "Library") -> tuple[list[int], list[int]]:
+    """The ids that the post-processor puts before and after a text."""
+    for text in ("a", *sorted(library.get_vocab(with_added_tokens=False))[:100]):
+        encoding = library.encode(text)
+        own = [number for number, special in enumerate(encoding.special_tokens_mask) if not special]
+        if own:
+            return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]
+    return [], []
+
+
+def _strip(library: "Library") -> None:
+    library.post_processor = None
+
+
+def _overlap(offsets: Iterable[tuple[int, int]], learned: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[T] uint8: 1 where any character of the token is learned. A token without characters goes with the next one."""
+    sums = np.concatenate(([0], np.cumsum(learned, dtype=np.int64)))
+    spans = np.array(list(offsets), np.int64).reshape(-1, 2)
+    ends = np.minimum(np.maximum(spans[:, 1], spans[:, 0] + 1), len(learned))
+    return (sums[ends] > sums[np.minimum(spans[:, 0], ends)]).astype(np.uint8)

@@ -1,0 +1,140 @@
+"""A loss that is written for one sample, on packs: what a model gave for a pack, cut back into its samples.
+
+A rank's tokens of a sample are one stretch of its outputs in every layout, and its real ones are the first of them:
+padding comes last in a sample, and both pieces of a zigzag, or of a pack that is cut as one, keep their order. So
+cutting is two boundaries a sample, which follow from the pack's ``slices``; for ``zigzag`` over W ranks the stretch
+begins at ``cu_seqlens_padded[i] / W``.
+
+What is learned from a step must not depend on which samples shared a pack: every sample's loss is a sum, the sums of
+all packs of all ranks add up, and one denominator of the whole step divides them. ``packed_loss`` gives a pack's part
+of that. It knows nothing of what a loss is, and asks no other rank anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from streampack.core.model.samples import I64
+from streampack.errors import UserError
+from streampack.packs.pack import Pack
+from streampack.views.formats import View, canonical
+
+
+def per_sample(outputs: torch.Tensor, pack: Pack | View) -> list[torch.Tensor]:
+    """What this rank has of each sample: ``num_samples`` views of ``outputs``, [n, ...] each, in the pack's order.
+
+    ``outputs`` [T', ...]: logits, log-probs, labels, a declared field; or [1, T', ...] as models of transformers give
+    it, or the [B, S', ...] of padded micro-batches. n counts the sample's real tokens that this rank holds: all of
+    them without context parallelism, 0 where a ``contiguous`` shard ends before the sample begins. Raises UserError
+    for outputs of another length.
+
+    >>> lengths = [len(one) for one in per_sample(batch.labels, batch)]  # doctest: +SKIP
+    """
+    held = canonical(pack)
+    rows = _by_token(outputs, pack, len(held.padding_mask))
+    sizes = np.diff(_bounds(held).ravel(), prepend=0, append=len(rows))
+    return list(torch.split_with_sizes(rows, sizes.tolist()))[1::2]  # n slices would have gradients n times as large
+
+
+def packed_loss(
+    loss_fn: Callable[..., torch.Tensor], outputs: torch.Tensor, pack: Pack | View, *values: torch.Tensor,
+    denominator: float, averaged_over: int = 1, token_sum: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """This pack's part of the step's loss: ``loss_fn(outputs, *values)`` of each sample, summed, over ``denominator``.
+
+    ``loss_fn`` gets what ``per_sample`` cuts of ``outputs`` and of each of ``values`` (labels, advantages, log-probs:
+    [T', ...]) and returns one number: the sum of its tokens for a mean over the step's tokens, its own mean for a mean
+    over samples. ``denominator`` is the step's, of all ranks and micro-batches: ``step.num_loss_tokens``,
+    ``step.num_samples``, or a sum of weights. So the gradients that a step needs are the *sum* of those of all
+    micro-batches and ranks:
+
+    - ``averaged_over=1``: one rank, or gradients that are summed over ranks.
+    - ``averaged_over=dp * cp``: DDP and FSDP, which average over their ranks. A framework that divides by the number of
+      micro-batches, too, wants that as another factor.
+
+    Where cp ranks share a sample, each has its part of it, and parts add up only if the loss is a sum over tokens: say
+    so by ``token_sum=True``. (A mean over a sample's tokens is one, too, of tokens with a weight: declare it as a
+    field.) The loss of an empty pack is 0, with gradients that are 0, so that ranks reduce theirs together.
+
+    Raises UserError for a shared sample without ``token_sum``, a denominator below 0, a loss that is not one number.
+
+    >>> def loss_fn(logits, labels):
+    ...     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    >>> loss = packed_loss(  # doctest: +SKIP
+    ...     loss_fn, model(**batch), batch, batch.labels, denominator=step.num_loss_tokens
+    ... )
+    """
+    held = canonical(pack)
+    if held.cp > 1 and held.layout != "whole" and not token_sum:
+        raise UserError(
+            f"got a pack of which this rank holds its part of each sample (cp={held.cp}, {held.layout}), expected a "
+            f"loss that is a sum over tokens: say token_sum=True if it is, else compute it where samples are whole"
+        )
+    if averaged_over < 1:
+        raise UserError(f"got averaged_over={averaged_over}, expected a number of ranks: dp * cp, or 1 for a sum")
+    if not denominator >= 0:
+        raise UserError(f"got denominator={denominator}, expected the step's: step.num_loss_tokens or step.num_samples")
+    total = outputs[:0].sum()
+    for parts in zip(*(per_sample(value, pack) for value in (outputs, *values)), strict=True):
+        if len(parts[0]):
+            total = total + _one_number(loss_fn(*parts))
+    return total * (averaged_over / (denominator or 1))  # no label counts in the step: 0, not 0 / 0
+
+
+def reduce_metrics(metrics: Iterable[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """What samples, micro-batches or ranks have counted, as one: names that end in ``_min`` and ``_max`` are reduced as
+    such, all others are sums. A name may be missing in some: an empty pack counts nothing. Without gradients.
+
+    Sums are for a global denominator, as losses are; a mean of means would depend on the packing.
+
+    >>> found = reduce_metrics([{"ratio_max": 1.5, "clipped": 2}, {"ratio_max": 1.25, "clipped": 1}, {}])
+    >>> {name: value.item() for name, value in found.items()}
+    {'ratio_max': 1.5, 'clipped': 3}
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    for each in metrics:
+        for name, value in each.items():
+            found.setdefault(name, []).append(torch.as_tensor(value).detach())
+    return {name: _reduced(name, torch.stack(values)) for name, values in found.items()}
+
+
+def _reduced(name: str, values: torch.Tensor) -> torch.Tensor:
+    if name.endswith("_min"):
+        return values.amin(0)
+    return values.amax(0) if name.endswith("_max") else values.sum(0)
+
+
+def _one_number(loss: torch.Tensor) -> torch.Tensor:
+    if loss.numel() != 1:
+        raise UserError(f"got a loss of shape {list(loss.shape)} of one sample, expected one number: its sum")
+    return loss.reshape(())
+
+
+def _by_token(outputs: torch.Tensor, pack: Pack | View, held: int) -> torch.Tensor:
+    """``outputs`` as [T', ...]."""
+    shape, shown = outputs.shape, getattr(getattr(pack, "labels", None), "shape", ())
+    rowed = len(shown) == 2 and shape[:2] == shown  # of one token, the other test cannot tell
+    if rowed or (shape[:1] != (held,) and len(shape) > 1 and prod(shape[:2]) == held):
+        return outputs.flatten(0, 1)
+    if shape[:1] != (held,):
+        raise UserError(f"got outputs of shape {list(shape)}, expected [{held}, ...] or [1, {held}, ...]: one a token")
+    return outputs
+
+
+def _bounds(pack: Pack) -> I64:
+    """Where each sample's real tokens begin and end among those that this rank holds; int64 [samples, 2], rising."""
+    cu, real = pack.cu_seqlens_padded.astype(np.int64), np.diff(pack.cu_seqlens).astype(np.int64)
+    start, stop = pack.slices.T
+    segment = np.searchsorted(cu, start, side="right") - 1
+    kept = np.zeros(pack.num_segments, np.int64)
+    np.add.at(kept, segment, np.clip(cu[segment] + real[segment] - start, 0, stop - start))
+    places = np.cumsum(stop - start) - (stop - start)
+    begin = np.full(pack.num_segments, len(pack.padding_mask))
+    np.minimum.at(begin, segment, places)
+    begin = np.minimum.accumulate(begin[::-1])[::-1]  # of one that another rank holds: where it would be
+    return np.stack([begin, begin + kept], axis=1)[: pack.num_samples]

@@ -1,0 +1,68 @@
+"""What a format cannot be: said when a trainer attaches, not by a kernel that reads a batch wrongly.
+
+A mesh is known before a broker is asked, what its feed serves once the rank is attached.
+"""
+
+from __future__ import annotations
+
+import os
+
+from streampack.core.model.fields import POSITION_IDS
+from streampack.core.model.rules import Rules
+from streampack.core.protocol.messages import Mesh
+from streampack.errors import UserError
+
+_SHARDED_LATER = {
+    "megatron": "Megatron's get_batch",
+    "bshd": "AutoModel's make_cp_batch_for_te",
+    "torchtitan": "torchtitan's trainer",
+}
+"""Formats of frameworks that shard packs for context parallelism themselves, and what does."""
+_OF_ONE_LENGTH = {"megatron": "its seq_length", "torchtitan": "its training.seq_len"}
+"""Formats whose framework makes room for packs of one length."""
+_READ_ON_ALL_STAGES = {"bshd": "AutoModel", "torchtitan": "torchtitan"}
+"""Formats of frameworks that read tokens and labels on every stage of a pipeline."""
+
+
+def check_mesh(format: str, mesh: Mesh) -> None:
+    """Raises UserError for a mesh whose ranks could not use the format."""
+    own = os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1")  # accelerate's
+    if format.startswith("hf") and (mesh.cp > 1 or own not in ("", "0", "1")):
+        raise UserError(
+            f"got format {format!r} with cp={mesh.cp} and PARALLELISM_CONFIG_CP_SIZE={own}, expected no context "
+            f"parallelism: transformers' own knows no packed batches; take format='thd' with a ring or Ulysses "
+            f"attention, or a smaller budget on one rank"
+        )
+    if format in _READ_ON_ALL_STAGES and mesh.pp > 2:
+        raise UserError(
+            f"got format {format!r} with pp={mesh.pp}, expected at most 2: {_READ_ON_ALL_STAGES[format]} reads tokens "
+            f"on every stage, and middle ones are sent none; give stages as tensor ranks, tp={mesh.tp * mesh.pp}"
+        )
+
+
+def check_feed(format: str, mesh: Mesh, rules: Rules, layout: str) -> None:
+    """Raises UserError for a feed, with these rules and context-parallel layout, that the format does not go with."""
+    if format == "padded" and not rules.padded:
+        raise UserError(
+            "got format 'padded' of a feed that packs, expected thd, hf, hf_shifted or numpy: or set rules.padded "
+            "in broker.yaml"
+        )
+    if format not in _SHARDED_LATER:
+        return
+    if rules.padded:
+        raise UserError(f"got format {format!r} of a feed with rules.padded, expected padded, hf, thd or numpy")
+    if mesh.cp > 1 and layout != "whole":
+        raise UserError(
+            f"got format {format!r} with cp={mesh.cp} and cp_layout {layout}, expected whole: {_SHARDED_LATER[format]} "
+            f"shards packs itself; set cp_layout: whole for the feed in broker.yaml"
+        )
+    if format in _OF_ONE_LENGTH and rules.shape != "fixed":
+        raise UserError(
+            f"got format {format!r} of a feed with rules.shape {rules.shape}, expected fixed: packs must be as long as "
+            f"{_OF_ONE_LENGTH[format]}, which is then the budget, {rules.budget}"
+        )
+    if format == "torchtitan" and any(field.name == POSITION_IDS for field in rules.fields):
+        raise UserError(
+            "got format 'torchtitan' of a feed that declares position_ids, expected none: torchtitan takes each 0 "
+            "among them for a sample's first token"
+        )

@@ -1,0 +1,191 @@
+"""Messages to frames and back: a few frames, checked before anything is believed.
+
+Frame 0 is a fixed header of 56 bytes, little-endian::
+
+    magic "SPK1"  u8 version  u8 type  u16 frames of payload
+    u64 run       u64 broker epoch     u64 fence (session or attempt)
+    u32 meta bytes  u32 crc32c of meta and payload  u64 payload bytes  u32 0  u32 crc32c of the header before it
+
+Frame 1 is the message as a msgpack map of its field names, those after it are raw arrays. Lengths
+and checksums are compared first, then the map is decoded straight into its type, which bounds
+nesting and refuses wrong types; names not known are passed over, so that a later version may add
+some. CRC32C (Castagnoli; RFC 3720, appendix B.4) because 78 % of single-bit flips in a msgpack
+map decode to another valid value, and because processors compute it. Any msgpack library can
+speak this; nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from streampack.core.journal.log_records import ALL_RECORDS, Record
+from streampack.core.model.fields import MAX_FIELDS
+from streampack.core.model.snapshot import Snapshot
+from streampack.core.protocol.messages import ALL, Envelope, Message
+from streampack.errors import WireError
+from streampack.wire.checksums import crc32c
+
+MAGIC = b"SPK1"
+VERSION = 1
+"""Every version has the same header, and ``Reject`` as message 14, so that a peer of another one can be told why."""
+MAX_PAYLOAD_FRAMES = 2 + MAX_FIELDS
+MAX_META_BYTES = 64 << 20
+MAX_PAYLOAD_BYTES = 1 << 30
+MAX_FENCE = 1 << 62
+"""Fences and epochs stay below, so that the next higher one has room in the header."""
+
+_HEADER = struct.Struct("<4sBBHQQQIIQI")
+_CRC = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size + _CRC.size
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders = {kind.TYPE: msgspec.msgpack.Decoder(kind) for kind in ALL}
+_record_decoders = {kind.TYPE: msgspec.msgpack.Decoder(kind) for kind in ALL_RECORDS}
+_snapshot_decoder = msgspec.msgpack.Decoder(Snapshot)
+_SIZES = struct.Struct("<IH")
+
+
+class OtherVersion(WireError):
+    """A message of another protocol version, ``version``."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(
+            f"got protocol version {version}, expected {VERSION}: run one version of streampack everywhere"
+        )
+        self.version = version
+
+
+def checksum(frames: Sequence[Any]) -> int:
+    """CRC32C over frames as if they were one."""
+    value = 0
+    for frame in frames:
+        value = crc32c(frame, value)
+    return value
+
+
+def encode(envelope: Envelope, version: int | None = None) -> list[Any]:
+    """Frames of a message: header, meta, then the payload frames themselves, not copied.
+
+    ``version`` is that of a peer that does not speak ours.
+
+    Raises WireError for more payload frames than tokens, edges and every field that may be declared.
+    """
+    payload = envelope.payload
+    if len(payload) > MAX_PAYLOAD_FRAMES:
+        raise WireError(f"got {len(payload)} payload frames, expected at most {MAX_PAYLOAD_FRAMES}")
+    meta, num_bytes = _encoder.encode(envelope.message), sum(memoryview(frame).nbytes for frame in payload)
+    if envelope.payload_crc is None:
+        crc = checksum([meta, *payload])
+    else:
+        from streampack.wire.crc_kernels import joined  # numba: who knows it has it from there
+
+        crc = joined(crc32c(meta), envelope.payload_crc, num_bytes)
+    head = _HEADER.pack(
+        MAGIC, VERSION if version is None else version, envelope.message.TYPE, len(payload), envelope.run,
+        envelope.epoch, envelope.fence, len(meta), crc, num_bytes, 0,
+    )  # fmt: skip
+    return [head + _CRC.pack(crc32c(head)), meta, *payload]
+
+
+def decode(frames: Sequence[Any]) -> Envelope:
+    """The message in ``frames``, payload as memoryviews of bytes that share the frames' memory.
+
+    Raises WireError, which says what was wrong, for anything that is not a whole, undamaged
+    message of this version.
+    """
+    if not 2 <= len(frames) <= 2 + MAX_PAYLOAD_FRAMES:
+        raise WireError(f"got {len(frames)} frames, expected 2 to {2 + MAX_PAYLOAD_FRAMES}")
+    header = bytes(_flat(frames[0])[: HEADER_BYTES + 1])
+    meta: bytes | memoryview = _flat(frames[1])
+    payload = tuple(_flat(frame) for frame in frames[2:])
+    if len(header) != HEADER_BYTES or header[:4] != MAGIC:
+        raise WireError(f"got {len(_flat(frames[0]))} bytes that are no header of streampack, expected {HEADER_BYTES}")
+    if _CRC.unpack(header[_HEADER.size :])[0] != crc32c(header[: _HEADER.size]):
+        raise WireError("got a damaged header (crc32c differs)")
+    if header[4] != VERSION:
+        raise OtherVersion(header[4])
+    _, _, kind, num_frames, run, epoch, fence, meta_bytes, crc, payload_bytes, _ = _HEADER.unpack(
+        header[: _HEADER.size]
+    )
+    sizes = (num_frames, meta_bytes, payload_bytes)
+    got = (len(payload), len(meta), sum(len(frame) for frame in payload))
+    if sizes != got:
+        raise WireError(f"got (frames, meta, payload) of {got}, expected {sizes} as the header says")
+    if meta_bytes > MAX_META_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise WireError(f"got {meta_bytes} bytes of meta and {payload_bytes} of payload, expected less")
+    if max(epoch, fence) >= MAX_FENCE:
+        raise WireError(f"got epoch {epoch} and fence {fence}, expected numbers below {MAX_FENCE}")
+    if isinstance(frames[1], memoryview):  # of memory that its sender shares, and may still write to
+        meta = bytes(meta)
+    if checksum([meta, *payload]) != crc:
+        raise WireError("got a damaged message (crc32c differs)")
+    return Envelope(run=run, epoch=epoch, fence=fence, message=_decode(kind, meta), payload=payload)
+
+
+def _flat(frame: Any) -> memoryview:
+    """A frame's bytes; an array of shape (0, 2), which cannot be cast, is no bytes."""
+    view = memoryview(frame)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _decode(kind: int, meta: bytes | memoryview) -> Message:
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        raise WireError(f"got message type {kind}, expected one of {sorted(_decoders)}")
+    try:
+        return decoder.decode(meta)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise WireError(f"got a message of type {kind} that does not decode: {error}") from None
+
+
+def encode_record(record: Record, payload: Sequence[Any] = ()) -> list[Any]:
+    """A record of the log as buffers: u32 bytes of meta, u16 frames, u64 bytes of each frame; meta; the frames."""
+    meta = _encoder.encode(record)
+    sizes = b"".join(memoryview(frame).nbytes.to_bytes(8, "little") for frame in payload)
+    return [_SIZES.pack(len(meta), len(payload)) + sizes, meta, *payload]
+
+
+def decode_record(kind: int, body: Any) -> tuple[Record, tuple[memoryview, ...]]:
+    """The record of type ``kind`` in ``body``, and its payload, which shares the body's memory.
+
+    Raises WireError for anything that is not a whole record of this version.
+    """
+    view = memoryview(body).cast("B")
+    decoder = _record_decoders.get(kind)
+    if decoder is None:
+        raise WireError(f"got a record of type {kind}, expected one of {sorted(_record_decoders)}")
+    try:
+        meta_bytes, count = _SIZES.unpack_from(view)
+        sizes = struct.unpack_from(f"<{count}Q", view, _SIZES.size)
+        at = _SIZES.size + 8 * count
+        record = decoder.decode(view[at : at + meta_bytes])
+    except (struct.error, msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise WireError(f"got a record of type {kind} that does not decode: {error}") from None
+    at += meta_bytes
+    frames = []
+    for size in sizes:
+        frames.append(view[at : at + size])
+        at += size
+    if at != len(view):
+        raise WireError(f"got a record of {len(view)} bytes, expected {at}")
+    return record, tuple(frames)
+
+
+def encode_snapshot(snapshot: Any) -> bytes:
+    """A snapshot, for a trainer's checkpoint."""
+    return zlib.compress(_encoder.encode(snapshot), 6)
+
+
+def decode_snapshot(data: bytes) -> Snapshot:
+    """What ``encode_snapshot`` made. Raises WireError for anything else."""
+    try:
+        inflate = zlib.decompressobj()
+        plain = inflate.decompress(data, MAX_META_BYTES)
+        return _snapshot_decoder.decode(plain)
+    except (zlib.error, msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise WireError(f"got a snapshot that does not decode: {error}") from None

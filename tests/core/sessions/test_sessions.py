@@ -1,0 +1,1231 @@
+"""The three state machines, case by case: who may send and read what, and what each side is told.
+
+No socket, clock or thread: events go in, effects come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack.core.broker import Broker
+from streampack.core.feed.resume import snapshot
+from streampack.core.form.former import Former
+from streampack.core.intake.intake import MAX_UNMERGED
+from streampack.core.intake.leases import SILENT_S
+from streampack.core.merge.schedule import merge_of
+from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
+from streampack.core.model.rules import Overlong, Rules, StreamRules
+from streampack.core.model.samples import SampleTable
+from streampack.core.model.snapshot import Snapshot
+from streampack.core.protocol.effects import (
+    Drain,
+    Form,
+    Formed,
+    FromProducer,
+    FromTrainer,
+    Release,
+    SendProducer,
+    SendShard,
+    SendTrainer,
+    Store,
+)
+from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
+from streampack.core.protocol.messages import (
+    ALL,
+    AskSnapshot,
+    Attach,
+    Attached,
+    Brought,
+    Bye,
+    Done,
+    End,
+    Envelope,
+    Eos,
+    Flow,
+    Get,
+    Hello,
+    Lease,
+    Mesh,
+    Message,
+    Offer,
+    ProducerPing,
+    ReaderPing,
+    Reject,
+    Revoke,
+    Samples,
+    Sent,
+    StepPart,
+    Wait,
+    Who,
+)
+from streampack.core.sessions.producer_base import PING_S, Chunk, Failed, Finish, Leave
+from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
+from streampack.wire import frames as wire
+
+RUN, EPOCH, BUDGET, QUOTA, MAX_SAMPLE = 9, 4, 16, 64, 32
+M = TypeVar("M", bound=Message)
+
+
+class Bench:
+    """A broker with streams ``a`` (2 partitions) and ``b`` (1), and what it said, by peer."""
+
+    def __init__(self, *, overlong: Overlong = "error", merged: int = 0, more: Sequence[FeedPlan] = ()) -> None:
+        self.rules = Rules(
+            budget=BUDGET, packs=4, window=4,
+            streams=(StreamRules("a", 1.0, 2, overlong=overlong), StreamRules("b", 1.0, 1, overlong=overlong)),
+        )  # fmt: skip
+        plan = FeedPlan("train", self.rules, merged or needed_tokens(self.rules, MAX_SAMPLE))
+        self.core = Broker(
+            run=RUN, epoch=EPOCH, feeds=[plan, *more], capacity=Capacity(QUOTA, MAX_SAMPLE, 4 * MAX_SAMPLE)
+        )
+        self.feed = self.core.feeds["train"]
+        self.said: list[tuple[bytes, Envelope]] = []
+        self.stored: list[Store] = []
+        self.live: set[int] = set()
+        """Handles that an arena would hold."""
+
+    def handle(self, event: Event) -> None:
+        """Feed an event, perform what an arena would, note what is said, form at once."""
+        effects = self.core.handle(event)
+        for effect in effects:
+            if isinstance(effect, SendProducer | SendTrainer | SendShard):
+                wire.decode(wire.encode(effect.envelope))
+                self.said.append((effect.peer, effect.envelope))
+            if isinstance(effect, Store):
+                self._store(effect)
+            elif isinstance(effect, Release):
+                gone = set(effect.handles.tolist())
+                assert gone <= self.live, "a sample was released twice"
+                self.live -= gone
+            elif isinstance(effect, SendShard):
+                assert self.live.issuperset(effect.contents.handles.tolist())
+        for form in [e for e in effects if isinstance(e, Form)]:
+            self.handle(Formed(form.feed, form.request.choose(), form.generation))
+
+    def _store(self, store: Store) -> None:
+        fresh = set(store.handles.tolist())
+        assert not self.live & fresh, "a handle was given out twice"
+        assert (store.offsets >= 0).all()
+        assert ((store.offsets + store.lengths) * 4 <= len(store.payload[0])).all()
+        self.live |= fresh
+        self.stored.append(store)
+
+    def produce(self, peer: bytes, message: Message, session: int = 0, payload: bytes | None = None) -> None:
+        """A message of a producer."""
+        frames = () if payload is None else (payload,)
+        self.handle(FromProducer(peer, Envelope(run=RUN, epoch=EPOCH, fence=session, message=message, payload=frames)))
+
+    def read(self, peer: bytes, message: Message, fence: int | None = None) -> None:
+        """A message of a client."""
+        fence = self.feed.readers.attempts.number if fence is None else fence
+        self.handle(FromTrainer(peer, Envelope(run=RUN, epoch=EPOCH, fence=fence, message=message)))
+
+    def heard(self, peer: bytes, kind: type[M]) -> list[M]:
+        """What ``peer`` was told of a kind, oldest first."""
+        return [e.message for to, e in self.said if to == peer and isinstance(e.message, kind)]
+
+    def sessions(self, peer: bytes) -> dict[tuple[str, int], int]:
+        """The newest session of each partition that a producer was leased."""
+        leases = [(e.message, e.fence) for to, e in self.said if to == peer and isinstance(e.message, Lease)]
+        return {(lease.stream, lease.partition): session for lease, session in leases}
+
+    def samples(self, peer: bytes, key: tuple[str, int], base: int, lengths: list[int], session: int) -> None:
+        """A chunk whose tokens are their places in it."""
+        self.produce(peer, samples(key, base, lengths), session, np.arange(sum(lengths), dtype="<i4").tobytes())
+
+    @property
+    def taken(self) -> list[int]:
+        return [intake.expected_seq for intake in self.core.leases.intakes]
+
+
+def samples(key: tuple[str, int], base: int, lengths: list[int]) -> Samples:
+    column = np.array(lengths, "<u4").tobytes()
+    loss = np.array([max(length - 1, 0) for length in lengths], "<u4").tobytes()
+    return Samples(
+        stream=key[0], partition=key[1], base_seq=base, lengths_u32=column, crcs_u32=column, loss_tokens_u32=loss,
+        cursor=(0, 0, base + len(lengths)),
+    )  # fmt: skip
+
+
+def hello(name: str, *streams: str, digest: str = "same") -> Hello:
+    offers = [Offer(stream=stream, source_digest=digest) for stream in streams]
+    return Hello(producer=name, host=f"{name}-host", pid=1, offers=offers)
+
+
+def attach(
+    name: str, *, feed: str = "train", next_step: int = 0, chain: bytes = b"", round_: int = 0, **mesh: int
+) -> Attach:
+    return Attach(
+        feed=feed, reader=name, host=f"{name}-host", pid=1, mesh=Mesh(**mesh), next_step=next_step, chain=chain,
+        round=round_,
+    )  # fmt: skip
+
+
+def get(stop: int, *, start: int = 0, done: int = 0, resend: int = 0) -> Get:
+    return Get(feed="train", lineage=0, start=start, stop=stop, done_upto=done, resend=resend)
+
+
+def fill(bench: Bench, peer: bytes = b"p", chunks: int = 6) -> None:
+    """Send chunks of every partition in turn, and the end of each: 288 tokens, 5 steps."""
+    for n in range(chunks):
+        for key, session in sorted(bench.sessions(peer).items()):
+            bench.samples(peer, key, 4 * n, [4, 5, 3, 4], session)
+    for key, session in sorted(bench.sessions(peer).items()):
+        bench.produce(peer, Eos(stream=key[0], partition=key[1], total=4 * chunks), session)
+
+
+# Readers
+
+
+@pytest.mark.parametrize(
+    ("dp", "cp", "words"), [(3, 1, ["dp=3", "4 packs", "1, 2, 4"]), (1, 2, ["cp=2", "align", "2 * cp = 4"])]
+)
+def test_a_mesh_that_the_rules_cannot_serve_is_refused_naming_both(dp: int, cp: int, words: list[str]) -> None:
+    bench = Bench()
+    bench.read(b"1", attach("r", dp=dp, cp=cp))
+    (refused,) = bench.heard(b"1", Reject)
+    assert refused.code == "mesh"
+    assert all(word in refused.detail for word in words), refused.detail
+
+
+def test_a_mesh_of_absurd_size_costs_nothing() -> None:
+    bench = Bench()
+    bench.read(b"1", attach("r", tp=4096, pp=4096))
+    assert bench.heard(b"1", Reject)
+    bench.read(b"1", attach("r", tp=4096, pp=32))
+    bench.read(b"1", get(1))
+    bench.handle(Tick(1.0))
+    assert "131071 of 131072 ranks" in bench.heard(b"1", Wait)[-1].detail
+
+
+def test_missing_ranks_are_named_and_nothing_is_served() -> None:
+    bench = Bench()
+    bench.produce(b"p", hello("p", "a", "b"))
+    fill(bench)
+    bench.read(b"1", attach("r", dp=2))
+    bench.read(b"1", get(3))
+    bench.handle(Tick(1.0))
+    wait = bench.heard(b"1", Wait)[-1]
+    assert wait.reason == "join"
+    assert "1 of 2 ranks" in wait.detail
+    assert "dp=1" in wait.detail
+    assert not bench.heard(b"1", StepPart)
+
+
+def test_a_stream_that_gives_nothing_is_named() -> None:
+    bench = Bench()
+    bench.produce(b"p", hello("p", "b"))
+    bench.read(b"1", attach("r"))
+    bench.read(b"1", get(1))
+    bench.handle(Tick(1.0))
+    wait = bench.heard(b"1", Wait)[-1]
+    assert wait.reason == "stream"
+    assert "'a' partition 0 of 2" in wait.detail
+    assert "no producer offers it" in wait.detail
+
+
+def test_a_feed_that_is_not_served_is_refused_naming_both() -> None:
+    bench = Bench()
+    bench.read(b"1", attach("r", feed="valid"))
+    (refused,) = bench.heard(b"1", Reject)
+    assert "'valid'" in refused.detail
+    assert "'train'" in refused.detail
+
+
+def serve_two_steps(bench: Bench) -> None:
+    bench.produce(b"p", hello("p", "a", "b"))
+    fill(bench)
+    bench.read(b"1", attach("r"))
+    bench.read(b"1", get(3))
+    bench.read(b"1", get(4, start=3, done=2))
+    assert bench.feed.readers.steps.released_upto == 2
+
+
+def test_an_older_copy_of_attach_changes_nothing() -> None:
+    bench = Bench()
+    serve_two_steps(bench)
+    bench.read(b"1", attach("r"))
+    assert not bench.heard(b"1", Reject)
+    assert len(bench.heard(b"1", Attached)) == 2
+    assert bench.feed.readers.steps.released_upto == 2
+    bench.read(b"1", get(4, start=2, done=2, resend=1))
+    assert bench.heard(b"1", StepPart)[-1].step == 3
+
+
+def test_a_reader_whose_past_differs_is_refused_at_once_or_when_its_step_comes() -> None:
+    at_once, later = Bench(), Bench()
+    serve_two_steps(at_once)
+    at_once.read(b"1", Bye())
+    at_once.read(b"2", attach("other", next_step=2, chain=b"another past"))
+    assert at_once.heard(b"2", Reject)[-1].code == "diverged"
+    later.read(b"2", attach("other", next_step=2, chain=b"another past"))
+    assert not later.heard(b"2", Reject)
+    later.produce(b"p", hello("p", "a", "b"))
+    fill(later)
+    assert later.heard(b"2", Reject)[-1].code == "diverged"
+    assert not later.heard(b"2", StepPart)
+
+
+def test_reads_are_pure() -> None:
+    bench = Bench()
+    bench.produce(b"p", hello("p", "a", "b"))
+    fill(bench)
+    bench.read(b"1", attach("r"))
+    bench.read(b"1", get(2))
+    bench.read(b"1", get(2, resend=1))
+    first, second = bench.heard(b"1", StepPart)[:2], bench.heard(b"1", StepPart)[2:]
+    assert [msgspec.structs.replace(part, resend=1) for part in first] == second
+    assert [part.step for part in first] == [0, 1]
+
+
+def test_what_was_said_in_another_attempt_changes_nothing_and_is_answered_with_this_one() -> None:
+    bench = Bench()
+    serve_two_steps(bench)
+    told = len(bench.heard(b"1", Attached))
+    bench.read(b"1", get(64, start=4, done=4), fence=0)
+    assert bench.feed.readers.steps.released_upto == 2
+    assert len(bench.heard(b"1", Attached)) == told + 1
+
+
+def test_a_rank_that_left_after_the_end_does_not_keep_the_others_from_it() -> None:
+    bench = Bench(merged=1024)
+    bench.produce(b"p", hello("p", "a", "b"))
+    bench.read(b"1", attach("one", dp=2))
+    bench.read(b"2", attach("two", dp=2, dp_rank=1))
+    fill(bench)
+    bench.read(b"1", get(8))
+    bench.read(b"1", get(8, start=5, done=5))
+    assert bench.heard(b"1", End)
+    bench.read(b"1", Bye())
+    bench.read(b"2", get(8))
+    assert [part.step for part in bench.heard(b"2", StepPart)] == [0, 1, 2, 3, 4]
+    assert bench.heard(b"2", End)
+
+
+def test_a_farewell_counts_whatever_attempt_it_names() -> None:
+    bench = Bench()
+    bench.read(b"1", attach("r"))
+    bench.read(b"1", Bye(), fence=0)
+    assert bench.feed.readers.num_readers == 0
+
+
+# Iterations
+
+
+def in_two(merged: int = 1024, chunks: int = 6) -> Bench:
+    """A feed of two ranks, both in its first iteration, each with two steps returned."""
+    bench = Bench(merged=merged)
+    bench.produce(b"p", hello("p", "a", "b"))
+    for rank, peer in enumerate((b"0", b"1")):
+        bench.read(peer, attach(f"r{rank}", dp=2, dp_rank=rank))
+    fill(bench, chunks=chunks)
+    for peer in (b"0", b"1"):
+        bench.read(peer, get(3))
+        bench.read(peer, get(3, start=3, done=2))
+    assert bench.feed.readers.steps.released_upto == 2
+    return bench
+
+
+def again(bench: Bench, rank: int, round_: int = 1, *, name: str = "", next_step: int = 0) -> None:
+    """Rank ``rank`` of two asks for an iteration."""
+    peer = name.encode() or b"%d" % rank
+    bench.read(peer, attach(name or f"r{rank}", dp=2, dp_rank=rank, round_=round_, next_step=next_step))
+
+
+def steps_of(bench: Bench, peer: bytes) -> list[tuple[int, bytes]]:
+    return [(part.step, part.digest) for part in bench.heard(peer, StepPart)]
+
+
+@pytest.mark.parametrize("returned", [0, 2, 5])
+def test_each_iteration_has_the_steps_of_the_first(returned: int) -> None:
+    """Wherever the one before was broken off."""
+    bench = Bench(merged=1024)
+    bench.produce(b"p", hello("p", "a", "b"))
+    bench.read(b"1", attach("r"))
+    fill(bench)
+    bench.read(b"1", get(8))
+    expected = steps_of(bench, b"1")
+    assert [step for step, _ in expected] == [0, 1, 2, 3, 4]
+    for round_ in (1, 2, 3):
+        bench.read(b"1", get(8, start=5, done=returned))
+        sessions = bench.sessions(b"p")
+        bench.read(b"1", attach("r", round_=round_))
+        assert bench.heard(b"1", Attached)[-1].round == round_
+        if returned:
+            assert all(bench.sessions(b"p")[key] > session for key, session in sessions.items())
+            assert {lease.first_seq for lease in bench.heard(b"p", Lease)[-3:]} == {0}
+            fill(bench)
+        bench.read(b"1", get(8))
+        assert steps_of(bench, b"1") == expected * (round_ + 1)
+        assert bench.heard(b"1", End)[-1].num_steps == 5
+
+
+def test_an_iteration_begins_when_the_last_rank_comes_to_it() -> None:
+    bench = in_two()
+    again(bench, 0)
+    assert bench.feed.readers.attempts.round == 0
+    wait = bench.heard(b"0", Wait)[-1]
+    assert (wait.step, wait.reason) == (0, "join")
+    assert wait.detail == "iteration 1: 1 of 2 ranks are still in the one before: dp=1 cp=0 tp=0 pp=0 at r1-host:1"
+    bench.read(b"1", get(8, start=3, done=3))
+    assert bench.heard(b"1", StepPart)[-1].step == 4, "the other holds it back no longer"
+    assert bench.feed.readers.steps.released_upto == 3
+    again(bench, 1)
+    assert bench.feed.readers.attempts.round == 1
+    assert bench.feed.readers.steps.released_upto == 0
+    assert [bench.heard(peer, Attached)[-1].round for peer in (b"0", b"1")] == [1, 1]
+
+
+def test_what_is_said_in_the_iteration_before_changes_nothing() -> None:
+    bench = in_two()
+    again(bench, 0)
+    before = len(bench.heard(b"0", StepPart))
+    bench.read(b"0", get(5, start=3, done=3))
+    assert bench.heard(b"0", Who), "it believes to be in the iteration that it has left"
+    bench.read(b"0", attach("r0", dp=2, dp_rank=0))  # an older copy
+    again(bench, 1)
+    fill(bench)
+    bench.read(b"0", get(5, start=3, done=3), fence=1)
+    assert len(bench.heard(b"0", StepPart)) == before
+    assert bench.feed.readers.steps.released_upto == 0
+    assert bench.feed.readers.attempts.round == 1
+
+
+def test_samples_of_the_iteration_before_are_revoked_and_not_taken() -> None:
+    bench = in_two()
+    sessions = bench.sessions(b"p")
+    again(bench, 0)
+    again(bench, 1)
+    revoked = len(bench.heard(b"p", Revoke))
+    for key, session in sessions.items():
+        bench.samples(b"p", key, 0, [4, 5], session)
+        bench.produce(b"p", Eos(stream=key[0], partition=key[1], total=0), session)
+    assert bench.taken == [0, 0, 0]
+    assert len(bench.heard(b"p", Revoke)) == revoked + 2 * len(sessions)
+
+
+def test_nothing_is_read_on_while_a_rank_is_gone_between_two_iterations() -> None:
+    """All have left the first one, and one of them the job: it may come back to either."""
+    bench = in_two(merged=4096, chunks=40)
+    formed = bench.feed.readers.steps.formed_upto
+    assert formed > 5
+    again(bench, 0)
+    bench.read(b"0", Bye())
+    again(bench, 1)
+    bench.handle(Tick(1.0))
+    assert bench.feed.readers.steps.released_upto == 2
+    assert bench.feed.readers.steps.formed_upto == formed
+    assert bench.feed.readers.steps.slowest == "dp=0 cp=0 tp=0 pp=0 left between two iterations: start it again"
+    assert "1 of 2 ranks are still in the one before: dp=0" in bench.heard(b"1", Wait)[-1].detail
+    again(bench, 0, 0, name="new", next_step=2)
+    bench.read(b"new", get(4, start=2))
+    assert [step for step, _ in steps_of(bench, b"new")] == [2, 3]
+
+
+def test_a_rank_that_left_between_two_iterations_and_comes_back_begins_the_next() -> None:
+    bench = in_two()
+    again(bench, 0)
+    bench.read(b"0", Bye())
+    again(bench, 1)
+    again(bench, 0, name="new")
+    assert bench.feed.readers.attempts.round == 1
+    assert bench.heard(b"new", Attached)[-1].round == 1
+
+
+def test_a_rank_that_never_comes_to_the_next_iteration_is_named_and_the_job_is_not_over() -> None:
+    bench = in_two()
+    for peer in (b"0", b"1"):
+        bench.read(peer, get(8, start=3, done=3))
+        bench.read(peer, get(8, start=5, done=5))
+    again(bench, 0)
+    bench.read(b"1", Bye())
+    bench.handle(Tick(1.0))
+    assert not bench.core.finished
+    assert not bench.heard(b"p", Done)
+    assert "1 of 2 ranks are still in the one before: dp=1" in bench.heard(b"0", Wait)[-1].detail
+    bench.read(b"0", Bye())
+    assert bench.core.finished, "the first was read to its end"
+
+
+def test_an_iteration_that_was_broken_off_is_no_end() -> None:
+    bench = in_two()
+    for peer in (b"0", b"1"):
+        bench.read(peer, get(8, start=3, done=3))
+        bench.read(peer, get(8, start=5, done=5))
+    again(bench, 0)
+    again(bench, 1)
+    for peer in (b"0", b"1"):
+        bench.read(peer, Bye())
+    assert not bench.core.finished
+    assert not bench.heard(b"p", Done)
+
+
+def test_an_iteration_that_is_over_is_begun_again_by_all_or_by_none() -> None:
+    bench = in_two()
+    again(bench, 0)
+    again(bench, 1)
+    bench.handle(Tick(1.0))
+    bench.read(b"1", Bye())
+    again(bench, 1, 0, name="late")
+    for now in range(2, 14):
+        bench.read(b"0", ReaderPing(feed="train", reader="r0", done_upto=0, have_upto=0))
+        again(bench, 1, 0, name="late")
+        bench.handle(Tick(float(now)))
+    (refused,) = bench.heard(b"late", Reject)
+    assert refused.code == "round_gone"
+    assert "got iteration 0 of feed 'train', expected 1" in refused.detail
+    assert "r0-host:1" in refused.detail
+    bench.read(b"0", Bye())
+    again(bench, 0, 0, name="one")
+    again(bench, 1, 0, name="two")
+    assert bench.heard(b"one", Attached)[-1].round == 0
+    assert bench.feed.readers.attempts.round == 0
+
+
+def test_a_new_broker_serves_the_earliest_iteration_that_a_rank_is_in() -> None:
+    bench = Bench(merged=1024)
+    bench.produce(b"p", hello("p", "a", "b"))
+    again(bench, 0, 3)
+    assert bench.feed.readers.attempts.number == 0
+    again(bench, 1, 2, next_step=4)
+    assert bench.feed.readers.attempts.round == 2
+    fill(bench)
+    bench.read(b"1", get(8, start=4))
+    assert [step for step, _ in steps_of(bench, b"1")] == [4]
+    assert not steps_of(bench, b"0")
+    again(bench, 1, 3)
+    assert bench.feed.readers.attempts.round == 3
+    assert not bench.heard(b"0", Reject) + bench.heard(b"1", Reject)
+
+
+def test_a_rank_that_waits_for_an_iteration_is_told_of_a_drain_until_it_hears() -> None:
+    bench = in_two()
+    again(bench, 0)
+    bench.handle(Drain())
+    assert len(bench.heard(b"0", Bye)) == 1
+    again(bench, 0)  # it has not heard
+    assert len(bench.heard(b"0", Bye)) == 2
+    bench.handle(Tick(1.0))
+    assert len(bench.heard(b"0", Bye)) == 3
+    assert not bench.heard(b"1", Bye), "it gets what is formed"
+    bench.read(b"1", get(8, start=3, done=3))
+    assert bench.heard(b"1", StepPart)[-1].step == 4
+    again(bench, 1)
+    assert bench.heard(b"1", Bye)
+
+
+def test_a_producer_that_dies_and_one_that_joins_as_a_feed_goes_back_change_no_step() -> None:
+    bench = Bench(merged=1024)
+    bench.produce(b"p", hello("p", "a", "b"))
+    bench.read(b"1", attach("r"))
+    fill(bench)
+    bench.read(b"1", get(8))
+    expected = steps_of(bench, b"1")
+    bench.read(b"1", get(8, start=5, done=5))
+    bench.produce(b"p", Bye())
+    bench.read(b"1", attach("r", round_=1))
+    assert not bench.heard(b"1", Reject)
+    bench.produce(b"q", hello("q", "a", "b"))
+    assert {lease.first_seq for lease in bench.heard(b"q", Lease)} == {0}
+    fill(bench, b"q")
+    bench.read(b"1", get(8))
+    assert steps_of(bench, b"1") == expected * 2
+
+
+def extent(found: Any, seen: set[int]) -> int:
+    """How many numbers and other things an object holds, all the way down."""
+    if id(found) in seen or isinstance(found, type | str | int | float | bytes) or found is None:
+        return 1
+    seen.add(id(found))
+    if isinstance(found, np.ndarray):
+        return int(found.size)
+    if isinstance(found, dict):
+        return sum(extent(each, seen) for each in found.values())
+    if isinstance(found, list | tuple | set | frozenset):
+        return sum(extent(each, seen) for each in found)
+    names = [
+        *getattr(found, "__dict__", ()),
+        *(n for kind in type(found).__mro__ for n in getattr(kind, "__slots__", ())),
+    ]
+    return 1 + sum(extent(getattr(found, name, None), seen) for name in names)
+
+
+def test_two_hundred_iterations_leave_nothing_behind() -> None:
+    bench = in_two()
+    extents = []
+    for round_ in range(1, 211):
+        broken_off = round_ % 3
+        again(bench, round_ % 2, round_)
+        again(bench, (round_ + 1) % 2, round_)
+        bench.stored.clear()
+        fill(bench)
+        for peer in (b"0", b"1"):
+            bench.read(peer, get(8))
+            bench.read(peer, get(8, start=5, done=(5, 2, 1)[broken_off]))
+        assert bench.feed.memory.held_tokens == int(bench.core.table.length[sorted(bench.live)].sum())
+        bench.said = [said for said in bench.said if isinstance(said[1].message, Lease)][-3:]
+        if broken_off == 0:
+            assert not bench.live, "all of it was returned"
+        if round_ % 21 == 0:
+            extents.append(extent(bench.core, set()))
+    assert len(extents) == 10
+    assert max(extents) <= extents[0]
+
+
+def test_iterating_a_feed_moves_no_other() -> None:
+    rules = Rules(budget=BUDGET, packs=4, window=4, streams=(StreamRules("c", 1.0, 2),))
+    bench = Bench(merged=1024, more=[FeedPlan("valid", rules, 1024)])
+    bench.produce(b"p", hello("p", "a", "b", "c"))
+    fill(bench)
+    valid = bench.core.feeds["valid"]
+    bench.read(b"1", attach("r"))
+    bench.read(b"2", attach("v", feed="valid"), fence=0)
+    bench.read(b"1", get(8))
+    bench.read(b"2", get(2), fence=1)
+    before, told = bench.sessions(b"p"), len(bench.said)
+    for round_ in (1, 2, 3):
+        bench.read(b"2", get(2, start=2, done=1), fence=valid.readers.attempts.number)
+        bench.read(b"2", attach("v", feed="valid", round_=round_), fence=0)
+        for key, session in bench.sessions(b"p").items():
+            assert (key[0] == "c") == (session != before[key]), key
+        for n in range(6):
+            for key, session in bench.sessions(b"p").items():
+                if key[0] == "c":
+                    bench.samples(b"p", key, 4 * n, [4, 5, 3, 4], session)
+        bench.read(b"2", get(2), fence=valid.readers.attempts.number)
+    assert [e for to, e in bench.said[told:] if to == b"1" and not isinstance(e.message, Wait)] == []
+    found = steps_of(bench, b"2")
+    assert [step for step, _ in found] == [0, 1] * 4
+    assert found == found[:2] * 4
+
+
+def test_a_feed_that_a_stream_has_stopped_begins_again_with_all_its_streams() -> None:
+    streams = (StreamRules("c", 1.0, 1, on_exhaust="stop"), StreamRules("d", 1.0, 1))
+    rules = Rules(budget=BUDGET, packs=4, window=4, streams=streams)
+    bench = Bench(merged=1024, more=[FeedPlan("valid", rules, 1024)])
+    bench.produce(b"p", hello("p", "a", "b", "c", "d"))
+    valid = bench.core.feeds["valid"]
+    others = {key: session for key, session in bench.sessions(b"p").items() if key[0] in "ab"}
+    found = []
+    for round_ in (0, 1, 2):
+        bench.read(b"2", attach("v", feed="valid", round_=round_), fence=0)
+        sessions = bench.sessions(b"p")
+        for n in range(4):
+            for key in (("c", 0), ("d", 0)):
+                bench.samples(b"p", key, 4 * n, [4, 5, 3, 4], sessions[key])
+        bench.produce(b"p", Eos(stream="c", partition=0, total=16), sessions["c", 0])
+        ended = {(flow.stream, flow.partition) for flow in bench.heard(b"p", Flow) if flow.ended}
+        assert ended == {("c", 0), ("d", 0)}, "no more of the other stream is wanted"
+        at = len(steps_of(bench, b"2"))
+        bench.read(b"2", get(8), fence=valid.readers.attempts.number)
+        found.append(steps_of(bench, b"2")[at:])
+        assert valid.readers.steps.end is not None
+        bench.read(
+            b"2",
+            get(8, start=valid.readers.steps.formed_upto, done=valid.readers.steps.formed_upto),
+            fence=valid.readers.attempts.number,
+        )
+        assert valid.memory.held_tokens == 0
+    assert found[0] == found[1] == found[2]
+    assert others.items() <= bench.sessions(b"p").items()
+
+
+# Producers
+
+
+def test_other_data_under_a_streams_name_is_refused_naming_both_digests() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a", digest="first"))
+    bench.produce(b"2", hello("two", "a", digest="second"))
+    (refused,) = bench.heard(b"2", Reject)
+    assert refused.code == "source_digest"
+    assert "first" in refused.detail
+    assert "second" in refused.detail
+
+
+def test_a_stream_that_is_not_known_is_refused_naming_those_that_are() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a", "typo", digest="of one"))
+    (refused,) = bench.heard(b"1", Reject)
+    assert refused.code == "unknown_stream"
+    assert "'typo'" in refused.detail
+    assert "a, b" in refused.detail
+    bench.produce(b"2", hello("two", "a", digest="of two"))
+    assert not bench.heard(b"2", Reject), "a refused producer decided what the stream's data are"
+
+
+def test_leases_are_shared_evenly_and_moved_when_a_producer_joins_or_leaves() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a", "b"))
+    before = bench.sessions(b"1")
+    assert set(before) == {("a", 0), ("a", 1), ("b", 0)}
+    bench.produce(b"2", hello("two", "a"))
+    (moved,) = bench.sessions(b"2").items()
+    assert moved[0][0] == "a"
+    assert moved[1] > max(before.values()), "a move begins a new session"
+    bench.produce(b"1", Bye())
+    assert set(bench.sessions(b"2")) == {("a", 0), ("a", 1)}
+    assert "no producer offers it" in bench.core.leases.describe(2)
+
+
+def test_a_producer_that_falls_silent_loses_its_leases() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a"))
+    bench.produce(b"2", hello("two", "a"))
+    bench.handle(Tick(SILENT_S - 1))
+    bench.produce(b"2", ProducerPing(producer="two"))
+    bench.handle(Tick(SILENT_S + 1))
+    assert set(bench.sessions(b"2")) == {("a", 0), ("a", 1)}
+    assert bench.core.leases.vanished == 1
+    bench.produce(b"1", ProducerPing(producer="one"))
+    assert bench.heard(b"1", Who)
+
+
+def test_a_producer_started_again_under_its_name_goes_on_at_once_where_it_was() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a"))
+    before = bench.sessions(b"1")
+    bench.samples(b"1", ("a", 0), 0, [4, 5], before["a", 0])
+    bench.produce(b"1'", msgspec.structs.replace(hello("one", "a"), pid=2))
+    after = bench.sessions(b"1'")
+    assert all(after[key] > session for key, session in before.items()), "a new session: it has sent nothing yet"
+    assert {lease.partition: lease.first_seq for lease in bench.heard(b"1'", Lease)} == {0: 2, 1: 0}
+    bench.samples(b"1", ("a", 0), 2, [3], before["a", 0])  # of the dead process, still on its way
+    assert bench.taken == [2, 0, 0]
+    bench.samples(b"1'", ("a", 0), 2, [3], after["a", 0])
+    assert bench.taken == [3, 0, 0]
+    assert (bench.core.leases.num_producers, bench.core.leases.vanished) == (1, 1)
+
+
+def test_a_producer_that_only_connects_again_keeps_its_sessions() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a"))
+    bench.produce(b"1'", hello("one", "a"))
+    assert bench.sessions(b"1'") == bench.sessions(b"1")
+    assert bench.core.leases.vanished == 0
+
+
+def test_messages_of_an_old_session_are_revoked_and_change_nothing() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a"))
+    old = bench.sessions(b"1")["a", 1]
+    bench.produce(b"2", hello("two", "a"))
+    bench.samples(b"1", ("a", 1), 0, [4, 4], old)
+    bench.produce(b"1", Eos(stream="a", partition=1, total=0), old)
+    bench.produce(b"1", Sent(stream="a", partition=1, next_seq=7), old)
+    assert bench.taken == [0, 0, 0]
+    assert len(bench.heard(b"1", Revoke)) == 3
+    assert not bench.core.leases.intakes[1].ended
+
+
+def test_messages_of_an_older_broker_change_nothing() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    old = Envelope(
+        run=RUN, epoch=EPOCH - 1, fence=bench.sessions(b"1")["b", 0], message=samples(("b", 0), 0, [1]),
+        payload=(bytes(4),),
+    )  # fmt: skip
+    bench.handle(FromProducer(b"1", old))
+    assert bench.taken == [0, 0, 0]
+    assert bench.heard(b"1", Who)
+
+
+@pytest.mark.parametrize(("run", "epoch"), [(RUN + 1, EPOCH), (RUN, EPOCH + 1)])
+def test_messages_of_another_run_or_a_newer_broker_are_dropped_and_counted(run: int, epoch: int) -> None:
+    bench = Bench()
+    bench.produce(b"0", hello("zero", "b"))
+    bench.said.clear()
+    bench.handle(FromProducer(b"1", Envelope(run=run, epoch=epoch, fence=0, message=hello("one", "a"))))
+    bench.handle(FromTrainer(b"2", Envelope(run=run, epoch=epoch, fence=0, message=attach("r"))))
+    assert bench.core.foreign == 2
+    assert not bench.said
+
+
+def test_a_broker_that_has_just_started_outbids_the_one_before_whatever_its_clock_says() -> None:
+    bench = Bench()
+    bench.handle(FromTrainer(b"2", Envelope(run=RUN, epoch=EPOCH + 7, fence=3, message=attach("r", next_step=4))))
+    bench.produce(b"1", hello("one", "a"))
+    assert bench.core.epoch == EPOCH + 8
+    assert bench.heard(b"2", Attached)
+    assert bench.core.foreign == 0
+
+
+def test_more_rejected_samples_than_may_wait_do_not_stop_the_merge() -> None:
+    """Credits widen when the merge passes over them, though it takes nothing."""
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a", "b"))
+    sessions = bench.sessions(b"1")
+    empty = [0] * 4096
+    for n in range(2 * MAX_UNMERGED // len(empty)):
+        for key, session in sorted(sessions.items()):
+            bench.samples(b"1", key, n * len(empty), empty, session)
+    assert bench.taken[:2] == [2 * MAX_UNMERGED] * 2  # the stream whose turn it is; the other waits for it
+
+
+@pytest.mark.parametrize("side", ["producers", "trainers"])
+def test_a_peer_at_the_other_sides_address_is_told(side: str) -> None:
+    bench = Bench()
+    if side == "producers":
+        bench.produce(b"1", attach("r"))
+    else:
+        bench.read(b"1", hello("one", "a"))
+    (refused,) = bench.heard(b"1", Reject)
+    assert refused.code == "wrong_address"
+    assert side in refused.detail
+
+
+def test_a_stream_of_which_nothing_was_taken_may_be_offered_with_other_data() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b", digest="mistaken"))
+    bench.produce(b"1", Bye(reason="goodbye"))
+    bench.produce(b"2", hello("two", "b", digest="mended"))
+    assert not bench.heard(b"2", Reject)
+    assert ("b", 0) in bench.sessions(b"2")
+
+
+def test_a_partial_overlap_of_a_chunk_is_cut() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    session = bench.sessions(b"1")["b", 0]
+    bench.samples(b"1", ("b", 0), 0, [3, 4], session)
+    bench.samples(b"1", ("b", 0), 1, [4, 5, 6], session)
+    assert bench.taken[2] == 4
+    assert bench.stored[-1].lengths.tolist() == [5, 6]
+    assert bench.stored[-1].offsets.tolist() == [4, 9]
+    bench.samples(b"1", ("b", 0), 0, [3, 4], session)
+    assert bench.taken[2] == 4
+
+
+def test_a_gap_begins_a_new_session_where_samples_are_missing() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    session = bench.sessions(b"1")["b", 0]
+    bench.samples(b"1", ("b", 0), 0, [3, 4], session)
+    bench.samples(b"1", ("b", 0), 3, [5], session)
+    lease = bench.heard(b"1", Lease)[-1]
+    assert (lease.first_seq, lease.cursor) == (2, (0, 0, 2))
+    assert bench.sessions(b"1")["b", 0] > session
+
+
+def test_a_lost_last_chunk_is_asked_for_when_the_producer_says_how_far_it_is() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    session = bench.sessions(b"1")["b", 0]
+    bench.produce(b"1", Sent(stream="b", partition=0, next_seq=0), session)
+    assert bench.sessions(b"1")["b", 0] == session
+    bench.produce(b"1", Sent(stream="b", partition=0, next_seq=2), session)
+    assert bench.sessions(b"1")["b", 0] > session
+
+
+def test_a_stream_that_ends_before_what_was_taken_is_refused() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    session = bench.sessions(b"1")["b", 0]
+    bench.samples(b"1", ("b", 0), 0, [3, 4], session)
+    bench.produce(b"1", Eos(stream="b", partition=0, total=1), session)
+    (refused,) = bench.heard(b"1", Reject)
+    assert refused.code == "short_stream"
+    assert "after 1 samples" in refused.detail
+    assert "the 2 taken" in refused.detail
+    assert "files have changed" in bench.core.leases.describe(2)
+
+
+def test_a_producer_that_fails_gives_its_leases_up_and_its_reason_is_told() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    bench.produce(b"1", ProducerPing(producer="one", failure="b.jsonl:7: is not JSON"))
+    assert "b.jsonl:7" in bench.core.leases.describe(2)
+    bench.produce(b"2", hello("two", "b"))
+    bench.samples(b"2", ("b", 0), 0, [3], bench.sessions(b"2")["b", 0])
+    assert "b.jsonl:7" not in bench.core.leases.describe(2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "lengths"), [("truncate", [3, 16, 4]), ("drop", [3, 4]), ("split", [3, 16, 4, 4]), ("error", [])]
+)
+def test_an_over_long_sample_meets_the_policy(policy: Overlong, lengths: list[int]) -> None:
+    bench = Bench(overlong=policy)
+    bench.produce(b"1", hello("one", "b"))
+    bench.samples(b"1", ("b", 0), 0, [3, 20, 4], bench.sessions(b"1")["b", 0])
+    stored = [length for store in bench.stored for length in store.lengths.tolist()]
+    assert stored == lengths
+    if policy == "error":
+        (refused,) = bench.heard(b"1", Reject)
+        assert "sample b:1" in refused.detail
+        assert "20 tokens" in refused.detail
+        assert bench.taken[2] == 0
+    else:
+        assert bench.taken[2] == 3
+        assert bench.feed.planner.admission.counts[1].overlong == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lengths_u32": b"abc"}, "expected 4 a sample"),
+        ({"crcs_u32": b"abcd"}, "expected 4 a sample"),
+        ({"lengths_u32": b"", "crcs_u32": b"", "loss_tokens_u32": b""}, "chunk of 0 samples"),
+        ({"loss_tokens_u32": np.array([2, 4], "<u4").tobytes()}, "as many loss tokens as tokens"),
+        ({"loss_tokens_u32": np.array([2, 2**32 - 1], "<u4").tobytes()}, "as many loss tokens as tokens"),
+        ({"rejected": {"empty": 1}}, "1 rejected samples"),
+        ({"base_seq": 3}, "ended after 4"),
+    ],
+)
+def test_a_malformed_chunk_is_refused_and_changes_nothing(changes: dict[str, Any], said: str) -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    session = bench.sessions(b"1")["b", 0]
+    bench.samples(b"1", ("b", 0), 0, [3, 4, 3, 4], session)
+    if "base_seq" in changes:
+        bench.produce(b"1", Eos(stream="b", partition=0, total=4), session)
+    chunk = msgspec.structs.replace(samples(("b", 0), 4, [3, 4]), **changes)
+    bench.produce(b"1", chunk, session, np.arange(7, dtype="<i4").tobytes())
+    assert said in bench.heard(b"1", Reject)[-1].detail
+    assert bench.taken[2] == 4
+    assert len(bench.stored) == 1
+
+
+def test_a_chunk_beyond_the_credits_is_not_taken() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "b"))
+    bench.samples(b"1", ("b", 0), 0, [1] * (QUOTA + 1), bench.sessions(b"1")["b", 0])
+    assert bench.taken[2] == 0
+    assert not bench.stored
+
+
+def read_to_the_end(bench: Bench, peer: bytes) -> None:
+    bench.read(peer, get(8))
+    bench.read(peer, get(8, start=5, done=5))
+    assert bench.heard(peer, End)
+
+
+def test_producers_are_told_to_go_when_everything_is_read_and_the_readers_have_left() -> None:
+    """Not before: another iteration, or a broker that was started again, would need them."""
+    bench = Bench(merged=1024)
+    bench.produce(b"p", hello("p", "a", "b"))
+    bench.read(b"1", attach("r"))
+    fill(bench)
+    read_to_the_end(bench, b"1")
+    bench.produce(b"p", ProducerPing(producer="p"))
+    assert not bench.heard(b"p", Done)
+    bench.read(b"1", Bye())
+    assert bench.heard(b"p", Done)
+    bench.produce(b"q", hello("q", "a", "b"))
+    assert bench.heard(b"q", Done), "and those that come later"
+
+
+def test_with_several_feeds_producers_stay() -> None:
+    rules = Rules(budget=BUDGET, packs=4, window=4, streams=(StreamRules("c", 1.0, 1),))
+    bench = Bench(merged=1024, more=[FeedPlan("valid", rules, needed_tokens(rules, MAX_SAMPLE))])
+    bench.produce(b"p", hello("p", "a", "b", "c"))
+    bench.read(b"1", attach("r"))
+    fill(bench)
+    read_to_the_end(bench, b"1")
+    bench.read(b"1", Bye())
+    assert bench.core.finished
+    assert not bench.heard(b"p", Done)
+
+
+def test_a_drain_says_farewell_to_both_sides_and_gives_no_lease() -> None:
+    bench = Bench()
+    bench.produce(b"1", hello("one", "a"))
+    bench.read(b"2", attach("r"))
+    bench.handle(Drain())
+    assert "stopping" in bench.heard(b"1", Bye)[-1].reason
+    assert "stopping" in bench.heard(b"2", Bye)[-1].reason
+    bench.produce(b"3", hello("two", "a", "b"))
+    assert bench.heard(b"3", Bye)
+    assert not bench.heard(b"3", Lease)
+
+
+# A producer's side
+
+
+def producer() -> ProducerSession:
+    return ProducerSession(run=0, producer="p", host="h", pid=1, offers=[Offer(stream="b", source_digest="d")])
+
+
+def from_broker(message: Message, fence: int = 1, epoch: int = EPOCH) -> FromBroker:
+    return FromBroker(Envelope(run=RUN, epoch=epoch, fence=fence, message=message))
+
+
+def lease(first: int = 0) -> Lease:
+    return Lease(
+        stream="b", partition=0, partitions=1, first_seq=first, cursor=None, seed=0, passes=1, dtype="int32",
+        overlong="error", poison="error", max_sample_tokens=16, max_chunk_bytes=64,
+    )  # fmt: skip
+
+
+def flow(grant_bytes: int, *, expected: int = 0, ended: bool = False) -> Flow:
+    return Flow(
+        stream="b", partition=0, expected_seq=expected, grant_seq=100, grant_bytes=grant_bytes, durable_seq=expected,
+        ended=ended,
+    )  # fmt: skip
+
+
+def chunk(num: int = 2, session: int = 1, epoch: int = EPOCH) -> Chunk:
+    column = np.full(num, 4, "<u4").tobytes()
+    return Chunk(
+        key=("b", 0), session=(epoch, session), lengths_u32=column, crcs_u32=column, loss_tokens_u32=column,
+        num_samples=num, num_bytes=16 * num, cursor=(0, 0, num), rejected={}, payload=(bytes(16 * num),),
+    )  # fmt: skip
+
+
+def sent(effects: list[Effect], kind: type[M]) -> list[M]:
+    return [e.envelope.message for e in effects if isinstance(e, Send) and isinstance(e.envelope.message, kind)]
+
+
+def test_a_producer_that_has_sent_everything_does_not_blame_the_trainers() -> None:
+    session = producer()
+    session.handle(Tick(0.0))
+    session.handle(from_broker(lease(), fence=1))
+    assert session.waiting_for() == ""
+    (held,) = session.held.values()
+    session.handle(EndOfPartition((held.lease.stream, held.lease.partition), held.session))
+    assert "everything leased here is sent" in session.waiting_for()
+
+
+def test_a_lost_lease_heals() -> None:
+    session = producer()
+    assert sent(session.handle(Tick(0.0)), Hello)
+    assert sent(session.handle(Tick(1.5)), Hello), "no lease came, so it asks again"
+    assert sent(session.handle(Tick(4.5)), Hello), "and again, later"
+    session.handle(from_broker(lease(), fence=1))
+    assert not sent(session.handle(Tick(9.0)), Hello)
+    assert sent(session.handle(from_broker(flow(64), fence=2)), Hello), "credit of a lease that it does not know"
+
+
+def test_a_lost_flow_heals() -> None:
+    bench, session = Bench(), producer()
+    bench.produce(b"1", hello("p", "b"))
+    fence = bench.sessions(b"1")["b", 0]
+    session.handle(from_broker(lease(), fence))
+    assert not sent(session.handle(chunk(session=fence)), Samples), "sent without credit"
+    bench.said.clear()
+    (ping,) = sent(session.handle(Tick(PING_S)), ProducerPing)
+    bench.produce(b"1", ping)
+    (again,) = bench.heard(b"1", Flow)
+    assert sent(session.handle(from_broker(again, fence)), Samples)
+
+
+def test_a_producer_keeps_its_credit_and_credits_are_absolute() -> None:
+    session = producer()
+    session.handle(from_broker(lease()))
+    session.handle(chunk(2))
+    assert not sent(session.handle(from_broker(flow(31))), Samples)
+    assert not sent(session.handle(from_broker(flow(31))), Samples)
+    assert sent(session.handle(from_broker(flow(32))), Samples)
+
+
+def test_a_producer_says_how_far_it_is_when_the_broker_does_not_know() -> None:
+    session = producer()
+    session.handle(from_broker(lease()))
+    session.handle(from_broker(flow(64)))
+    assert sent(session.handle(chunk(2)), Samples)
+    assert not sent(session.handle(Tick(PING_S)), Sent), "it has just sent"
+    assert [say.next_seq for say in sent(session.handle(Tick(2 * PING_S)), Sent)] == [2]
+    session.handle(from_broker(flow(64, expected=2)))
+    assert not sent(session.handle(Tick(3 * PING_S)), Sent)
+
+
+def test_the_end_is_said_until_it_is_known() -> None:
+    session = producer()
+    session.handle(from_broker(lease()))
+    assert sent(session.handle(EndOfPartition(("b", 0), (EPOCH, 1))), Eos)
+    assert sent(session.handle(Tick(PING_S)), Eos)
+    session.handle(from_broker(flow(64, ended=True)))
+    assert not sent(session.handle(Tick(2 * PING_S)), Eos)
+
+
+def test_a_stream_that_the_broker_closes_is_read_no_further_and_its_end_is_not_said() -> None:
+    """The feed has ended before it: neither a chunk that is still read nor its end may begin a session anew."""
+    session = producer()
+    session.handle(Tick(0.0))
+    session.handle(from_broker(lease()))
+    session.handle(from_broker(flow(1 << 20)))
+    effects = session.handle(from_broker(flow(1 << 20, ended=True)))
+    assert [e.key for e in effects if isinstance(e, Forget)] == [("b", 0)]
+    assert session.handle(chunk()) == []
+    assert session.handle(EndOfPartition(("b", 0), (EPOCH, 1))) == []
+    effects = session.handle(Tick(5.0))
+    assert not sent(effects, Eos) + sent(effects, Sent) + sent(effects, Samples)
+    assert [e for e in session.handle(from_broker(Done())) if isinstance(e, Finish)]
+
+
+def test_a_read_of_an_older_broker_is_not_taken_for_one_of_the_new() -> None:
+    session = producer()
+    session.handle(from_broker(lease()))
+    effects = session.handle(from_broker(lease(5), epoch=EPOCH + 1))
+    assert [e.session for e in effects if isinstance(e, Forget)] == [(EPOCH, 1)]
+    assert [(e.session, e.seq) for e in effects if isinstance(e, Read)] == [((EPOCH + 1, 1), 5)]
+    session.handle(chunk(session=1, epoch=EPOCH))
+    assert session.held["b", 0].chunk is None
+
+
+def test_a_lease_that_was_revoked_is_not_taken_up_again() -> None:
+    session = producer()
+    session.handle(from_broker(lease()))
+    session.handle(from_broker(Revoke(stream="b", partition=0)))
+    assert not session.handle(from_broker(lease()))
+    assert not session.held
+
+
+def test_a_producer_that_leaves_or_is_refused_does_nothing_more() -> None:
+    left, refused = producer(), producer()
+    assert sent(left.handle(Leave()), Bye)
+    assert not left.handle(Tick(9.0))
+    (finish,) = refused.handle(from_broker(Reject(code="short_stream", detail="why")))
+    assert isinstance(finish, Finish)
+    assert (finish.error, finish.code) == ("why", "short_stream")
+    assert sent(producer().handle(Failed("why")), ProducerPing)[0].failure == "why"
+
+
+# Hostile peers
+
+_SMALL = st.integers(0, 6)
+_COUNTS = st.one_of(_SMALL, _SMALL, st.sampled_from([63, 2**20 - 1, 2**31, 2**32, 2**62 - 1]))
+_NAMES = st.sampled_from(["a", "b", "p", "q", "train", "zz"])
+_LENGTHS = st.lists(st.sampled_from([0, 1, 4, 5, 16, 17, 40, 2**32 - 1]), max_size=6)
+
+
+def _snapshots() -> list[Snapshot]:
+    """What checkpoints may hold: the beginning, a place between steps, and what no feed can go on from."""
+    bench = Bench()
+    start = snapshot(bench.rules, merge_of(bench.rules), Former(bench.rules, SampleTable()), [(0, None)] * 3)
+    bench.produce(b"p", hello("p", "a", "b"))
+    bench.read(b"1", attach("r"))
+    fill(bench, chunks=4)
+    planner = bench.feed.planner
+    between = snapshot(bench.rules, planner.admission.merge, planner.former, [(0, None)] * 3)
+    assert between.step > 0
+    return [start, between, msgspec.structs.replace(between, rules="other")]
+
+
+_SNAPSHOTS = _snapshots()
+
+
+def _column(values: list[int]) -> bytes:
+    return np.array(values, "<u4").tobytes()
+
+
+@st.composite
+def _messages(draw: st.DrawFn) -> tuple[Message, bytes]:
+    """A message that decodes, of any type, with fields that are likely to hit; and its payload."""
+    often: list[type[Message]] = [
+        Hello, Samples, Samples, Samples, Eos, Sent, Attach, Attach, Brought, Get, Get,
+    ]  # fmt: skip
+    kind = draw(st.sampled_from([*often, *ALL]))
+    if kind is Samples:
+        lengths = draw(_LENGTHS)
+        size = 4 * sum(lengths)
+        column = _column(lengths)
+        other = draw(st.sampled_from([column, column, column, b"", column + b"\0"]))
+        message = Samples(
+            stream=draw(_NAMES), partition=draw(_SMALL), base_seq=draw(_COUNTS), lengths_u32=column, crcs_u32=other,
+            loss_tokens_u32=column, cursor=(0, 0, 0), rejected=draw(st.dictionaries(_NAMES, _COUNTS, max_size=2)),
+            keep=draw(st.sampled_from([msgspec.UNSET, msgspec.UNSET, "pack", "step"])),
+        )  # fmt: skip
+        return message, bytes(size if size < 4096 and draw(st.integers(0, 9)) else draw(_SMALL))
+    known: dict[type, Any] = {str: _NAMES, int: _COUNTS, bytes: st.binary(max_size=8), bool: st.booleans()}
+    fields: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        is_bool = field.type in (bool, bool | msgspec.UnsetType)
+        fields[field.name] = draw(known[bool] if is_bool else _field(kind, field.name, known))
+    return msgspec.convert(fields, kind), b""
+
+
+def _field(kind: type[Message], name: str, known: dict[type, Any]) -> Any:
+    if name == "offers":
+        return st.lists(st.builds(lambda s, d: {"stream": s, "source_digest": d}, _NAMES, st.just("d")), max_size=3)
+    if name == "frames":
+        return st.lists(_NAMES, max_size=3)
+    if name == "fields":
+        return st.sampled_from([(), [{"name": "a", "dtype": "int8"}]])
+    if name == "mesh":
+        sizes = st.sampled_from([1, 1, 1, 2, 3, 4096])
+        return st.builds(lambda d, c, t: {"dp": d, "cp": c, "tp": t, "dp_rank": d - 1}, sizes, sizes, sizes)
+    if name == "readers":
+        return st.sampled_from([{}, {}, {"tp": [0]}, {"pp": [-1], "tp": [1, 9]}])
+    if name == "ping_s":
+        return st.sampled_from([0.1, 1.0, 60.0])
+    if name in ("rejected", "stats"):
+        return st.just({})
+    if name == "sizes":
+        size = {"shards": 2**62 - 1, "opened": 1, "samples": 2**62 - 1, "squares": 1e36}
+        return st.sampled_from([{}, {"a": size, "zz": size}])
+    if name == "starvation":
+        waits = {"causes_s": {"zz": 1e12, "stream": 2.0}, "streams_s": {"a": 1.0}, "waits": [2**62 - 1] * 64}
+        return st.sampled_from([None, {}, waits])
+    if name == "cursor":
+        return st.none() if known is None else st.just((0, 0, 0))
+    if name == "rules":
+        return st.just({})
+    if name == "feed":
+        return st.sampled_from(["train", "train", "train", "zz"])
+    if name == "snapshot":
+        return st.sampled_from(_SNAPSHOTS)
+    if name == "snapshot_digest" or (name == "digest" and kind in (AskSnapshot, Brought)):
+        return st.sampled_from([b"", b"of none", *[snapshot.digest for snapshot in _SNAPSHOTS]])
+    if name in ("partition", "partitions", "part", "parts", "first", "micro_batches", "round"):
+        return _SMALL
+    if name.endswith(("_u32", "_u64")) or name in ("digest", "chain"):
+        return known[bytes]
+    if name in (
+        "stream", "producer", "host", "failure", "reason", "dtype", "overlong", "poison", "code", "detail", "reader",
+        "layout",
+    ):  # fmt: skip
+        return known[str]
+    return known[int]
+
+
+_EVENTS = st.tuples(
+    st.sampled_from([b"1", b"2", b"3"]), st.booleans(), st.integers(0, 5), st.sampled_from([EPOCH, EPOCH, EPOCH, 0, 5]),
+    st.sampled_from([RUN, RUN, RUN, 0, 3]), _messages(), st.sampled_from([0.0, 0.0, 0.3, 20.0]),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(_EVENTS, max_size=40), st.sampled_from(["error", "truncate", "drop", "split"]), st.integers(0, 4),
+    st.sampled_from([None, *_SNAPSHOTS]),
+)  # fmt: skip
+def test_no_sequence_of_messages_breaks_the_broker_or_moves_its_memory_beyond_its_bounds(
+    events: list[Any], overlong: Overlong, chunks: int, awaited: Snapshot | None
+) -> None:
+    bench, now = Bench(overlong=overlong), 0.0
+    script: list[Event] = []
+    if awaited is not None:
+        named = msgspec.structs.replace(attach("s", next_step=awaited.step), snapshot_digest=awaited.digest)
+        bench.read(b"3", named)
+        assert bench.heard(b"3", AskSnapshot)
+    if chunks:
+        bench.produce(b"1", hello("p", "a", "b", digest="d"))
+        bench.read(b"2", attach("r"))
+        fill(bench, b"1", chunks)
+    for peer, is_producer, fence, epoch, run, (message, payload), wait in events:
+        frames = (payload,) if isinstance(message, Samples) else ()
+        envelope = wire.decode(
+            wire.encode(Envelope(run=run, epoch=epoch, fence=fence, message=message, payload=frames))
+        )
+        script.append(FromProducer(peer, envelope) if is_producer else FromTrainer(peer, envelope))
+        now += wait
+        script.append(Tick(now))
+    for event in script:
+        bench.handle(event)
+    if awaited is not None:
+        bench.read(b"3", Brought(feed="train", digest=awaited.digest, snapshot=awaited))
+        bench.handle(Tick(now + 1.0))
+    leases = bench.core.leases
+    waiting = [intake.kept_tokens - intake.merged_tokens for intake in leases.intakes]
+    assert all(0 <= tokens <= QUOTA for tokens in waiting)
+    assert 0 <= bench.feed.memory.held_tokens <= bench.feed.plan.merged_tokens
+    assert int(bench.core.table.length[sorted(bench.live)].sum()) == sum(waiting) + bench.feed.memory.held_tokens
+    assert leases.num_producers <= 3
+    assert bench.feed.readers.num_readers <= 3

@@ -1,0 +1,387 @@
+"""``deploy/`` and ``streampack export``: what cannot be run here is held against schemas, linters and our own parsers.
+
+Kubernetes' own schemas (strict: a key that it does not know is an error), Compose's, systemd-analyze, ShellCheck and
+hadolint say whether a file means something; the rest of this says whether it means *us*: each command parses, each
+port is listened on, each file that is mounted is there, each broker has the memory that it takes and the time to drain.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from streampack_services.cli import main
+from streampack_services.export import FILES, RUN, limit_gib
+
+from streampack.config.config_files import read_broker, read_producer
+from streampack.config.daemon_settings import BrokerConfig
+from tests.integration.programs import program
+from tests.integration.running import in_process
+
+Tree = dict[str, Any]
+ROOT = Path(__file__).parents[3]
+BIN = Path(sys.executable).parent
+KUBERNETES = "1.33"
+"""Where native sidecars are stable."""
+
+
+def loaded(path: Path) -> list[Any]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def exported(what: str, folder: Path, *options: str | Path) -> Path:
+    result = in_process("export", what, folder, *options)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def run_tool(*words: str | Path) -> None:
+    """A linter that has nothing to say."""
+    result = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    assert (result.returncode, result.stdout + result.stderr) == (0, "")
+
+
+def parse(words: list[str]) -> tuple[str, Tree]:
+    """What our command line makes of the words behind ``streampack``; nothing is run."""
+    group: Any = typer.main.get_command(main.app)
+    context = group.make_context("streampack", list(words))
+    name, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])
+    return name, command.make_context(name, rest, parent=context).params
+
+
+# Configurations
+
+
+@pytest.mark.parametrize("path", sorted(FILES.rglob("broker.yaml")), ids=lambda path: path.parent.name)
+def test_a_brokers_configuration_is_accepted(path: Path) -> None:
+    result = in_process("check", path)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert read_broker(path).run == RUN
+
+
+@pytest.mark.parametrize("path", sorted(FILES.rglob("producer.yaml")), ids=lambda path: path.parent.name)
+def test_producers_find_the_broker_of_their_place(path: Path) -> None:
+    producer, broker = read_producer(path), read_broker(path.parent / "broker.yaml")
+    assert set(producer.streams) == set(broker.streams)
+    port = broker.listen.producers.rpartition(":")[2]
+    assert producer.broker in (broker.listen.producers, f"file://{broker.rendezvous}") or producer.broker.endswith(
+        f":{port}"
+    )
+
+
+# Kubernetes
+
+
+@pytest.fixture(scope="module")
+def kubernetes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return exported("k8s", tmp_path_factory.mktemp("k8s"))
+
+
+def merged(tree: Any, patch: Any) -> Any:
+    """As kustomize does it for a kind that it knows: lists of things with names are merged by name."""
+    if isinstance(tree, dict) and isinstance(patch, dict):
+        return tree | {key: merged(tree[key], value) if key in tree else value for key, value in patch.items()}
+    if isinstance(tree, list) and tree and isinstance(tree[0], dict) and "name" in tree[0]:
+        by_name = {each["name"]: each for each in tree}
+        return list(merged(by_name, {each["name"]: each for each in patch}).values())
+    return patch
+
+
+@pytest.fixture(scope="module")
+def sidecar(kubernetes: Path) -> Tree:
+    """The example's Job with the sidecar patched in."""
+    (job,), (patch,) = loaded(kubernetes / "sidecar/job.yaml"), loaded(kubernetes / "components/sidecar/job.yaml")
+    return dict(merged(job, patch | {"metadata": {}}))
+
+
+@pytest.fixture(scope="module")
+def pods(kubernetes: Path, sidecar: Tree) -> dict[str, Tree]:
+    """Every Pod's spec, by the kind and name of what makes it."""
+    found = [sidecar, *(tree for path in (kubernetes / "standalone").glob("*.yaml") for tree in loaded(path))]
+    return {
+        f"{tree['kind']}/{tree['metadata']['name']}": tree["spec"]["template"]["spec"]
+        for tree in found
+        if "template" in tree.get("spec", {})
+    }
+
+
+def containers(pod: Tree) -> list[Tree]:
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+def test_every_manifest_is_one_that_kubernetes_knows(kubernetes: Path, sidecar: Tree) -> None:
+    import kubernetes_validate
+
+    known = [tree for path in (kubernetes / "standalone").glob("*.yaml") for tree in loaded(path) if "kind" in tree]
+    native = [tree for tree in [*known, sidecar] if "kustomize" not in tree["apiVersion"]]
+    assert {tree["kind"] for tree in native} == {"StatefulSet", "Service", "Job", "NetworkPolicy"}
+    for tree in native:
+        kubernetes_validate.validate(tree, KUBERNETES, strict=True)
+
+
+def test_a_kustomization_names_files_that_are_there(kubernetes: Path) -> None:
+    files = sorted(kubernetes.rglob("kustomization.yaml"))
+    assert len(files) == 5
+    for name in ("producers", "trainers"):  # as the component says
+        result = in_process("keys", "new", kubernetes / "components/keys/keys", name, "--role", name[:-1])
+        assert result.returncode == 0, result.stderr
+    for path in files:
+        (tree,) = loaded(path)
+        named = [*tree.get("resources", []), *tree.get("components", [])]
+        named += [each["path"] for each in tree.get("patches", [])]
+        made = [*tree.get("configMapGenerator", []), *tree.get("secretGenerator", [])]
+        named += [name for each in made for name in each["files"]]
+        assert named
+        assert [name for name in named if not (path.parent / name).exists()] == []
+
+
+def test_with_keys_every_process_has_its_own_and_no_other(kubernetes: Path) -> None:
+    import kubernetes_validate
+
+    (component,) = loaded(kubernetes / "components/keys/kustomization.yaml")
+    secrets = {each["name"]: [Path(file).name for file in each["files"]] for each in component["secretGenerator"]}
+    assert secrets["streampack-broker"] == ["broker.key", "allowed.yaml"]
+    for name, secret in (("statefulset", "streampack-broker"), ("producers", "streampack-producers")):
+        (tree,), (patch,) = (loaded(kubernetes / f"{top}/{name}.yaml") for top in ("standalone", "components/keys"))
+        both = merged(tree, patch)
+        kubernetes_validate.validate(both, KUBERNETES, strict=True)
+        pod = both["spec"]["template"]["spec"]
+        volumes = {each["name"]: each for each in pod["volumes"]}
+        assert len(volumes) == len(tree["spec"]["template"]["spec"]["volumes"]) + 1
+        assert volumes["keys"]["secret"] == {"secretName": secret, "defaultMode": 0o400}
+        (container,) = pod["containers"]
+        (mount,) = (each["mountPath"] for each in container["volumeMounts"] if each["name"] == "keys")
+        files = [each["value"] for each in container.get("env", []) if each["name"] == "STREAMPACK_KEY_FILE"]
+        assert files == [f"{mount}/{file}" for file in secrets[secret] if secret != "streampack-broker"]
+
+
+def test_a_job_set_gets_what_a_job_gets(kubernetes: Path) -> None:
+    (job,), (operations,) = (loaded(kubernetes / f"components/sidecar/{name}.yaml") for name in ("job", "jobset"))
+    found: Tree = {}
+    for each in operations:
+        path = each["path"].removeprefix("/spec/replicatedJobs/0/template/spec/template/").split("/")
+        assert each["op"] == "add"
+        if path[-1] == "-":
+            found.setdefault(path[-2], []).append(each["value"])
+        else:
+            found[path[-1]] = each["value"]
+    template = job["spec"]["template"]
+    pod = template["spec"]
+    (trainer,) = pod["containers"]
+    both = {key: value for key, value in (pod | trainer).items() if key not in ("containers", "name")}
+    assert found == both | {"metadata": template["metadata"]}
+
+
+def test_a_sidecar_is_native_and_the_trainer_waits_for_it(sidecar: Tree) -> None:
+    broker, producer = sidecar["spec"]["template"]["spec"]["initContainers"]
+    assert broker["restartPolicy"] == producer["restartPolicy"] == "Always"
+    assert broker["startupProbe"]["httpGet"]["path"] == "/readyz"
+    assert broker["args"][0] == "broker"
+
+
+def test_pods_keep_to_the_restricted_standard(pods: dict[str, Tree]) -> None:
+    assert len(pods) == 3
+    for pod in pods.values():
+        for each in containers(pod):
+            both = pod.get("securityContext", {}) | each["securityContext"]
+            assert both["runAsNonRoot"] is True
+            assert both["runAsUser"] == 10001
+            assert both["seccompProfile"] == {"type": "RuntimeDefault"}
+            assert (both["allowPrivilegeEscalation"], both["readOnlyRootFilesystem"]) == (False, True)
+            assert both["capabilities"] == {"drop": ["ALL"]}
+            assert each["resources"]["requests"] == each["resources"]["limits"]
+
+
+def test_all_that_a_container_mounts_is_a_volume_of_its_pod(kubernetes: Path, pods: dict[str, Tree]) -> None:
+    (stateful,) = loaded(kubernetes / "standalone/statefulset.yaml")
+    claimed = [each["metadata"]["name"] for each in stateful["spec"]["volumeClaimTemplates"]]
+    for pod in pods.values():
+        volumes = {each["name"]: each for each in pod["volumes"]} | dict.fromkeys(claimed)
+        for each in containers(pod):
+            mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in each["volumeMounts"]}
+            if "args" in each:
+                config = Path(parse(each["args"])[1]["config"])
+                assert mounts[str(config.parent)]["configMap"] == {"name": "streampack"}
+                assert "/var/cache/streampack" in mounts
+
+
+def test_brokers_listen_where_they_are_looked_for(kubernetes: Path, pods: dict[str, Tree]) -> None:
+    for name, folder in (("StatefulSet/streampack", "standalone"), ("Job/train", "components/sidecar")):
+        broker = next(each for each in containers(pods[name]) if each.get("args", [""])[0] == "broker")
+        ports = {each["containerPort"]: each["name"] for each in broker["ports"]}
+        listen = read_broker(kubernetes / folder / "broker.yaml").listen
+        urls = [url for url in (listen.producers, listen.trainers, listen.http) if not url.startswith("ipc://")]
+        assert sorted(ports) == sorted(int(url.rpartition(":")[2]) for url in urls)
+        assert all("0.0.0.0" in url for url in urls)
+        for probe in ("startupProbe", "livenessProbe"):
+            assert broker[probe]["httpGet"]["port"] == ports[7400]
+        (monitor,) = loaded(kubernetes / "components/monitoring/pod-monitor.yaml")
+        assert monitor["spec"]["podMetricsEndpoints"][0]["port"] == ports[7400]
+
+
+def test_a_trainer_beside_the_broker_finds_its_sockets(kubernetes: Path, sidecar: Tree) -> None:
+    (trainer,) = sidecar["spec"]["template"]["spec"]["containers"]
+    listen = read_broker(kubernetes / "components/sidecar/broker.yaml").listen
+    assert {"name": "STREAMPACK_ENDPOINT", "value": listen.trainers} in trainer["env"]
+    folders = [mount["mountPath"] for mount in trainer["volumeMounts"]]
+    assert any(listen.trainers.removeprefix("ipc://").startswith(folder + "/") for folder in folders)
+    assert sidecar["spec"]["template"]["spec"]["shareProcessNamespace"] is True
+
+
+def test_selectors_select_what_they_mean(kubernetes: Path, sidecar: Tree) -> None:
+    """A sidecar's Pod, which is a trainer's, is neither in the Service nor under the broker's network policy."""
+    trees = {each["kind"]: each for path in (kubernetes / "standalone").glob("*.yaml") for each in loaded(path)
+             if "kind" in each}  # fmt: skip
+    labels = trees["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
+    beside = sidecar["spec"]["template"]["metadata"]["labels"]
+    for selector in (
+        trees["Service"]["spec"]["selector"],
+        trees["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+    ):
+        assert selector.items() <= labels.items()
+        assert not selector.items() <= beside.items()
+    producers = trees["NetworkPolicy"]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"]
+    assert producers.items() <= trees["Job"]["spec"]["template"]["metadata"]["labels"].items()
+    (monitor,) = loaded(kubernetes / "components/monitoring/pod-monitor.yaml")
+    (wanted,) = monitor["spec"]["selector"]["matchExpressions"]
+    assert {labels[wanted["key"]], beside[wanted["key"]]} == set(wanted["values"])
+
+
+def test_the_rule_and_the_dashboards_are_the_ones_of_prometheus_and_grafana(kubernetes: Path) -> None:
+    folder = kubernetes / "components/monitoring"
+    (rule,), (alerts,) = loaded(folder / "prometheus-rule.yaml"), loaded(FILES / "prometheus/alerts.yaml")
+    assert (rule["kind"], rule["spec"]) == ("PrometheusRule", alerts)
+    dashboards = {path.name: path.read_text() for path in folder.glob("*.json")}
+    assert dashboards == {path.name: path.read_text() for path in (FILES / "grafana/dashboards").glob("*.json")} != {}
+    assert all(len(text) < 2**18 for text in dashboards.values()), "kubectl apply keeps a copy in an annotation"
+
+
+# All places
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every ``streampack ...`` of deploy/, and where it stands; none of its words is a shell's."""
+    for path in sorted(FILES.rglob("*")):
+        if not path.is_file():
+            continue
+        text = path.read_text()
+        name = str(path.relative_to(FILES))
+        if path.suffix in (".service", ".sbatch"):
+            joined = text.replace("\\\n", " ")
+            for line in re.findall(r"^(?!#).*?\bstreampack ((?:broker|produce|run) --.*)$", joined, re.M):
+                yield name, shlex.split(line.rstrip("& ").replace("%i", RUN))
+        if path.suffix == ".yaml":
+            for found in re.findall(r"(?:args|command): \[((?:broker|produce),.*)\]", text):
+                yield name, yaml.safe_load(f"[{found}]")
+
+
+def test_every_command_is_one_of_ours() -> None:
+    found = list(commands())
+    assert len(found) == 13, found
+    for name, words in found:
+        assert parse(words)[0] in ("broker", "produce", "run"), name
+
+
+def brokers() -> Iterator[tuple[str, BrokerConfig, float, float]]:
+    """Of each container and unit with a broker: its file, its configuration, its memory in GiB, its time to end."""
+    (tree,) = loaded(FILES / "compose.yaml")
+    broker = tree["services"]["broker"]
+    grace = float(broker["stop_grace_period"].removesuffix("s"))
+    yield "compose", read_broker(FILES / "compose/broker.yaml"), float(broker["mem_limit"].removesuffix("g")), grace
+    for folder, name in (("standalone", "statefulset"), ("components/sidecar", "job")):
+        (tree,) = loaded(FILES / f"kubernetes/{folder}/{name}.yaml")
+        pod = tree["spec"]["template"]["spec"]
+        own = next(each for each in containers(pod) if each.get("args", [""])[0] == "broker")
+        memory = float(own["resources"]["limits"]["memory"].removesuffix("Gi"))
+        config = read_broker(FILES / f"kubernetes/{folder}/broker.yaml")
+        yield folder, config, memory, pod["terminationGracePeriodSeconds"]
+    unit = (FILES / "systemd/streampack-broker@.service").read_text()
+    stop = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.M)
+    assert stop is not None
+    yield "systemd", read_broker(FILES / "systemd/broker.yaml"), float("inf"), float(stop[1])
+
+
+def test_a_broker_has_the_memory_that_it_takes_and_the_time_to_drain() -> None:
+    for name, config, memory, grace in brokers():
+        assert grace > config.drain_timeout_s + 5, name
+        assert memory >= limit_gib(config), name
+
+
+def test_every_place_waits_five_minutes_for_kernels_to_compile(pods: dict[str, Tree]) -> None:
+    waits = [
+        probe["periodSeconds"] * probe["failureThreshold"]
+        for pod in pods.values()
+        for each in containers(pod)
+        if (probe := each.get("startupProbe"))
+    ]
+    assert len(waits) == 2, "a sidecar, a StatefulSet"
+    units = [(FILES / f"systemd/streampack-{name}@.service").read_text() for name in ("broker", "producer")]
+    waits += [int(found) for unit in units for found in re.findall(r"^TimeoutStartSec=(\d+)$", unit, re.M)]
+    waits += map(int, re.findall(r"--start-period=(\d+)s", (FILES / "docker/Dockerfile").read_text()))
+    assert len(waits) == 5
+    assert min(waits) >= 300
+    for name, words in commands():
+        command, options = parse(words)
+        assert command != "produce" or options["timeout"] >= 300 or name == "compose.yaml", name  # there it is healthy
+
+
+def test_compose_is_what_its_schema_allows_and_mounts_what_is_there() -> None:
+    import jsonschema
+
+    spec = importlib.util.find_spec("check_jsonschema")
+    assert spec is not None
+    assert spec.origin is not None
+    schema = json.loads((Path(spec.origin).parent / "builtin_schemas/vendor/compose-spec.json").read_text())
+    (tree,) = loaded(FILES / "compose.yaml")
+    jsonschema.validate(tree, schema)
+    mounted = [volume.split(":")[0] for service in tree["services"].values() for volume in service["volumes"]]
+    own = [name for name in mounted if name.startswith("./")]
+    assert len(own) > 4
+    assert [name for name in own if not (FILES / name).exists()] == []
+    assert {name for name in mounted if name[0] not in "./$"} == set(tree["volumes"])
+    (watched,) = loaded(FILES / "compose/prometheus.yaml")[0]["scrape_configs"][0]["static_configs"]
+    http = read_broker(FILES / "compose/broker.yaml").listen.http.rpartition(":")[2]
+    assert watched["targets"] == [f"broker:{http}"]
+    (source,) = loaded(FILES / "grafana/provisioning/datasources/prometheus.yaml")[0]["datasources"]
+    assert source["url"] == "$PROMETHEUS_URL"
+    assert tree["services"]["grafana"]["environment"]["PROMETHEUS_URL"] == "http://prometheus:9090"
+    (provider,) = loaded(FILES / "grafana/provisioning/dashboards/streampack.yaml")[0]["providers"]
+    assert f"./grafana/dashboards:{provider['options']['path']}:ro" in tree["services"]["grafana"]["volumes"]
+    assert "./prometheus/alerts.yaml:/etc/prometheus/alerts.yaml:ro" in tree["services"]["prometheus"]["volumes"]
+
+
+def test_a_dockerfile_copies_what_an_installation_needs() -> None:
+    run_tool(program("hadolint"), FILES / "docker/Dockerfile")
+    allowed = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.M)
+    assert [name for name in allowed if not (ROOT / name).exists()] == []
+    project = (ROOT / "pyproject.toml").read_text()
+    needed = {"pyproject.toml", "README.md", "LICENSE", "NOTICE", "streampack", "services", "deploy"}
+    assert needed | {"constraints.txt"} == set(allowed)
+    assert all(f'"{name}"' in project for name in ("README.md", "LICENSE", "NOTICE"))
+
+
+def test_systemd_takes_the_units(tmp_path: Path) -> None:
+    folder = exported("systemd", tmp_path, "--prefix", BIN.parent)
+    units = sorted(folder.glob("*.service"))
+    assert len(units) == 2
+    analyze = program("systemd-analyze")
+    run_tool(analyze, "verify", "--man=no", *units)
+    for unit in units:
+        words = [analyze, "security", "--offline=true", "--threshold=20", str(unit)]
+        assert subprocess.run(words, capture_output=True).returncode == 0, "more exposed than 2.0 of 10"
+
+
+def test_shellcheck_has_nothing_to_say_of_the_scripts() -> None:
+    scripts = sorted((FILES / "slurm").glob("*.sbatch"))
+    assert len(scripts) == 2
+    run_tool(program("shellcheck"), *scripts)

@@ -1,0 +1,182 @@
+"""``streampack export``: what it fills in, what it refuses, and that an installed package has all of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from streampack_services.broker.memory_peak import peak
+from streampack_services.broker.memory_plan import plan
+from streampack_services.export import FILES, IMAGE, PLACES, RUN, limit_gib
+
+from streampack.config.config_files import read_broker, read_producer
+from tests.integration.running import in_process, the_error, write
+
+ROOT = Path(__file__).parents[3]
+FILLED = {"image": "other:1", "namespace": "other", "prefix": "/other", "run": "other"}
+
+
+def exported(what: str, folder: Path, *options: str | Path) -> Path:
+    result = in_process("export", what, folder, *options)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A user's broker.yaml."""
+    return write(
+        tmp_path / "mine.yaml",
+        {"run": "sft-8b", "memory": "3GiB", "listen": {"http": "127.0.0.1:1", "token_file": "mine.token"},
+         "state_dir": "x", "rules": {"budget": 4096}, "streams": {"code": {}}},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("what", [name for name, place in PLACES.items() if "config" in place.options])
+def test_ones_own_configuration_takes_the_examples_place_but_for_where_things_are(
+    what: str, mine: Path, tmp_path: Path
+) -> None:
+    folder = exported(what, tmp_path / "out", "-c", mine)
+    found = {path: read_broker(path) for path in folder.rglob("broker.yaml")}
+    assert found
+    for path, config in found.items():
+        assert (config.run, config.rules.budget, list(config.streams)) == ("sft-8b", 4096, ["code"])
+        assert config.listen.http != "127.0.0.1:1"
+        assert config.listen.token_file == "mine.token", "nobody is let in who was not"
+        assert config.state_dir != "x", path
+    text = "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
+    assert RUN not in text.replace("my-run reads", "")
+    limit = limit_gib(read_broker(mine))
+    assert f"memory: {limit}Gi" in text or what != "k8s"
+    assert f"mem_limit: {limit}g" in text or what != "compose"
+
+
+@pytest.mark.parametrize("what", ["k8s", "compose", "systemd", "slurm"])
+def test_of_ones_own_files_no_word_is_taken_for_one_to_fill_in(what: str, mine: Path, tmp_path: Path) -> None:
+    """``memory: 3GiB`` holds what stands for a container's memory, paths and callables may hold the other words."""
+    path = f"/opt/streampack/{RUN}/namespace: default/{IMAGE}"
+    streams = {"code": {"source": "text", "shards": path}}
+    producer = write(tmp_path / "producers.yaml", {"broker": "tcp://x:1", "streams": streams})
+    options = [f"--{name}={value}" for name, value in FILLED.items() if name in PLACES[what].options]
+    folder = exported(what, tmp_path / "out", "-c", mine, "-p", producer, *options)
+    found = {name: list(folder.rglob(name)) for name in ("broker.yaml", "producer.yaml")}
+    assert all(found.values())
+    assert {read_broker(path).memory for path in found["broker.yaml"]} == {"3GiB"}
+    assert {read_broker(path).run for path in found["broker.yaml"]} == {"other"}
+    assert {str(read_producer(path).streams["code"].shards) for path in found["producer.yaml"]} == {path}
+
+
+def test_what_will_not_work_there_is_said(mine: Path, tmp_path: Path) -> None:
+    text: dict[str, Any] = {"source": "text", "shards": ["/data/a", "data/*.txt"]}
+    rows: dict[str, Any] = {"source": "jsonl", "path": "s3://x/y", "tokenizer": {"file": "/models/m"}}
+    near = write(tmp_path / "near.yaml", {"streams": {"code": text | {"shards": ["/data/a", "/data/*.txt"]}}})
+    far = write(tmp_path / "far.yaml", {"streams": {"code": rows}})
+
+    def warned(what: str, *options: str | Path) -> list[str]:
+        said = in_process("export", what, tmp_path / "x", "--json", "--force", *options).stdout
+        return list(json.loads(said)["warnings"])
+
+    assert warned("k8s") == []
+    of_example = "producer.yaml is that of an example: its streams are web, and broker.yaml's are code"
+    assert warned("k8s", "-c", mine) == [of_example]
+    assert warned("slurm", "-p", near) == [f"producer.yaml is {near}: its streams are code, and broker.yaml's are web"]
+    for what in ("k8s", "slurm"):
+        for tree, key, path in (
+            ({"streams": {"code": text}}, "streams.code.shards", "data/*.txt"),
+            ({"streams": {"code": rows}, "tokenizer": {"file": "models/m"}}, "tokenizer.file", "models/m"),
+        ):
+            relative = write(tmp_path / "relative.yaml", tree)
+            line = the_error(in_process("export", what, tmp_path / "none", "-c", mine, "-p", relative), 2)
+            assert f"{relative}: {key}: got the relative path {path}, expected an absolute one" in line
+            assert not (tmp_path / "none").exists()
+    assert warned("k8s", "-c", mine, "-p", near) == []
+    assert warned("systemd", "-c", mine, "-p", far) == []
+    assert f"but: {of_example}" in in_process("export", "slurm", tmp_path / "y", "-c", mine).stdout
+
+
+def test_options_are_filled_in_everywhere(tmp_path: Path) -> None:
+    options = ("--image", "registry:5000/streampack:1.0", "--namespace", "training", "--run", "sft")
+    folder = exported("k8s", tmp_path, *options)
+    text = "".join(path.read_text() for path in folder.rglob("*.yaml"))
+    assert IMAGE not in text
+    assert RUN not in text
+    assert text.count("image: registry:5000/streampack:1.0") == 7
+    assert text.count("namespace: training") == 2
+    assert text.count("run: sft") == 2
+
+
+def test_a_container_may_take_a_brokers_peak_and_what_compiling_takes(tmp_path: Path) -> None:
+    for mib in range(1024, 2049, 64):
+        path = write(tmp_path / "broker.yaml", {"memory": f"{mib}MiB", "streams": {"code": {}}})
+        config = read_broker(path)
+        most = peak(config, plan(config), mean_tokens=None).total
+        assert 200 << 20 <= (limit_gib(config) << 30) - most < (1 << 30) + (200 << 20)
+
+
+def test_nothing_is_written_over_unless_it_is_asked_for(tmp_path: Path) -> None:
+    exported("slurm", tmp_path)
+    (tmp_path / "steps.sbatch").write_text("mine")
+    (tmp_path / "run.sbatch").unlink()
+    assert "got a file that is there already" in the_error(in_process("export", "slurm", tmp_path), 2)
+    assert not (tmp_path / "run.sbatch").exists()
+    exported("slurm", tmp_path, "--force")
+    assert (tmp_path / "steps.sbatch").read_text() == (FILES / "slurm/steps.sbatch").read_text()
+
+
+def test_what_is_written_is_listed(tmp_path: Path) -> None:
+    result = in_process("export", "alerts", tmp_path / "new", "--json")
+    said = json.loads(result.stdout)
+    assert set(said) == {"files", "next", "warnings"}
+    assert said["warnings"] == []
+    assert sorted(map(Path, said["files"])) == sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    assert "rule_files" in said["next"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("helm",), "expected one of docker, compose, k8s"),
+        (("alerts", "--image", "x"), "--image: means nothing to alerts"),
+        (("k8s", "--run", "a b"), "--run: got 'a b'"),
+        (("systemd", "--run", "a/../b"), "--run: got 'a/../b'"),
+        (("k8s", "--namespace", "Training"), "--namespace: got 'Training'"),
+        (("slurm", "--prefix", "venv"), "--prefix: got 'venv', expected a whole path"),
+        (("slurm", "--config", "none.yaml"), "none.yaml"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    assert said in the_error(in_process("export", words[0], tmp_path / "out", *words[1:]), 2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_name_of_a_run_that_no_unit_and_no_job_can_have_is_refused(tmp_path: Path) -> None:
+    config = write(tmp_path / "mine.yaml", {"run": "sft\nrm -rf x", "streams": {"code": {}}})
+    error = the_error(in_process("export", "slurm", tmp_path / "out", "-c", config), 2)
+    assert "--run: got 'sft\\nrm -rf x', expected letters" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wheel_has_all_of_it(tmp_path: Path) -> None:
+    """Built of a copy: building leaves folders beside what it builds."""
+    source = tmp_path / "source"
+    source.mkdir()
+    names = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "services", "streampack", "deploy")
+    subprocess.run(["cp", "-R", *(ROOT / name for name in names), source], check=True)
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(installed)
+    there = installed / "streampack_services/deploy"
+    expected = {path.relative_to(FILES) for path in FILES.rglob("*") if path.is_file()}
+    assert {path.relative_to(there) for path in there.rglob("*") if path.is_file()} == expected
+    words = [sys.executable, "-m", "streampack", "export", "docker", str(tmp_path / "out")]
+    subprocess.run(words, cwd=tmp_path, env={"PYTHONPATH": str(installed)}, check=True, capture_output=True)
+    version = wheel.name.split("-")[1]
+    assert f'STREAMPACK="streampack[service]=={version}"' in (tmp_path / "out/Dockerfile").read_text()

@@ -1,0 +1,443 @@
+"""``streampack plan`` and ``report``: as commands, and their predictions beside what a real broker does."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import streampack
+from streampack.core.packers import PACKERS
+from tests.integration.running import (
+    RunningBroker,
+    in_process,
+    running,
+    running_broker,
+    the_error,
+    until,
+    write,
+    write_jsonl,
+)
+
+RULES = {"budget": 512, "window": {"samples": 64}, "step": {"packs": 4}, "overlong": "split"}
+STREAMS = {"web": {"weight": 0.7, "partitions": 3}, "code": {"weight": 0.3, "partitions": 2}}
+BROKER = {"rules": RULES, "planned_mesh": {"dp": 2, "cp": 2}, "streams": STREAMS, "run": "planned"}
+
+
+def ask(*arguments: str | Path) -> dict[str, Any]:
+    """What a command says as JSON."""
+    result = in_process(*arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def producer(folder: Path, shards: str) -> Path:
+    """A producer.yaml of one stream, data."""
+    return write(folder / "producer.yaml", {"streams": {"data": {"source": "jsonl", "shards": shards}}})
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_files(tmp_path_factory.mktemp("data"))
+
+
+def make_files(folder: Path) -> Path:
+    """broker.yaml, producer.yaml and the data of two streams, six files each, of samples of 1 to 700 tokens."""
+    draws = np.random.default_rng(3)
+    for name in STREAMS:
+        for number in range(6):
+            lengths = np.clip(draws.lognormal(4.3, 1.0, 60), 1, 700).astype(int).tolist()
+            write_jsonl(folder / f"{name}-{number}.jsonl", [{"text": "x" * length} for length in lengths])
+    streams = {name: {"source": "jsonl", "shards": str(folder / f"{name}-*.jsonl")} for name in STREAMS}
+    write(folder / "producer.yaml", {"streams": streams})
+    write(folder / "broker.yaml", {**BROKER, "state_dir": str(folder / "state")})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(files: Path) -> Iterator[RunningBroker]:
+    """A broker whose two ranks have read all of one pass."""
+    settings = json.loads((files / "broker.yaml").read_text())
+    with running_broker(settings) as broker:
+        tree = json.loads((files / "producer.yaml").read_text())
+        config = write(files / "real.yaml", {**tree, "broker": broker.producers, "processes": 2})
+        ranks = [{"dp": 2, "dp_rank": dp, "cp": 2, "cp_rank": cp} for dp in range(2) for cp in range(2)]
+        with running("producer", "produce", "-c", config):
+            clients = [streampack.connect(broker.trainers, mesh=mesh, format="numpy") for mesh in ranks]
+            broker.num_steps = sum(1 for _ in zip(*(client.steps() for client in clients), strict=True))
+            for client in clients:
+                client.close()
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def snapshot(served: RunningBroker) -> dict[str, Any]:
+    until(lambda: served.feed()["state"] == "ended" and served.feed()["steps"]["returned"] == served.num_steps)
+    return served.feed()
+
+
+def test_the_steps_predicted_from_the_sources_are_those_of_a_real_broker(
+    files: Path, served: RunningBroker, snapshot: dict[str, Any]
+) -> None:
+    found = ask("plan", "-c", files / "producer.yaml", "-c", files / "broker.yaml", "--samples", "5000")
+    base = found["settings"][0]
+    assert found["whole"]
+    assert (base["steps"], base["steps_low"], base["steps_high"]) == (served.num_steps,) * 3
+    totals = snapshot["totals"]
+    assert base["packs"] == totals["packs"] - totals["empty_packs"]
+    slots = totals["packs"] * RULES["budget"]
+    expected = {cause: tokens / slots for cause, tokens in snapshot["waste_tokens"].items()}
+    assert base["waste"] == pytest.approx(expected)
+    for name in ("utilisation", "bin_balance", "cost_max_over_mean"):
+        assert base[name] == pytest.approx(snapshot["figures"][name]), name
+
+
+def test_a_log_gives_the_lengths_of_a_run_back_in_their_order(
+    files: Path, served: RunningBroker, snapshot: dict[str, Any]
+) -> None:
+    found = ask("report", files / "state", "--gpus", "4", "--tokens-per-second", "1000")
+    totals = snapshot["totals"]
+    assert (found["samples"], found["tokens"], found["share"]) == (totals["samples"], totals["tokens"], 1.0)
+    assert found["run"]["slots"] == (totals["packs"] - totals["empty_packs"]) * 512
+    others = found["others"]
+    assert others["greedy"]["saved_share"] > 0.05, "what was packed full must not be found full again"
+    assert others["padding"]["slots"] > others["greedy"]["slots"] >= others["first_fit_decreasing"]["slots"]
+    for row in others.values():
+        assert row["saved_slots"] == row["slots"] - found["run"]["slots"]
+        assert row["saved_gpu_hours"] == pytest.approx(row["saved_slots"] / 1000 / 3600)
+        assert row["saved_hours"] == pytest.approx(row["saved_gpu_hours"] / 4)
+
+
+def test_a_broker_knows_the_lengths_that_it_has_served(
+    files: Path, served: RunningBroker, snapshot: dict[str, Any]
+) -> None:
+    by_log, by_status = ask("report", files / "state"), ask("report", served.http)
+    assert sum(row[0] for row in snapshot["lengths"]) == snapshot["totals"]["samples"]
+    assert sum(row[1] for row in snapshot["lengths"]) == snapshot["totals"]["tokens"]
+    assert by_status["run"] == by_log["run"]
+    for name, row in by_log["others"].items():
+        assert by_status["others"][name]["slots"] == pytest.approx(row["slots"], rel=0.1), "in another order"
+    assert ask("report", f"file://{served.rendezvous}")["tokens"] == by_log["tokens"]
+
+
+def test_a_plan_is_made_from_what_a_run_has_served(
+    files: Path, served: RunningBroker, snapshot: dict[str, Any]
+) -> None:
+    by_log, by_status = ask("plan", files / "state"), ask("plan", served.http)
+    for found in (by_log, by_status):
+        base = found["settings"][0]
+        assert base["mesh"]["dp"] == 1, "its ranks have left"
+        assert base["align"] == {"sample": 4, "pack": 4}, "as the run has it"
+        assert (base["budget"], base["window"], base["step_packs"]) == (512, 64, 4)
+        assert abs(base["steps"] - served.num_steps) <= 1, "streams are mixed nearly as they were"
+        assert found["lengths"]["tokens"] == snapshot["totals"]["tokens"]
+
+
+def test_a_part_of_a_source_says_so_and_the_steps_lie_between(files: Path, served: RunningBroker) -> None:
+    found = ask("plan", "-c", files / "producer.yaml", "-c", files / "broker.yaml", "--samples", "150")
+    base = found["settings"][0]
+    assert [stream["samples"] for stream in found["streams"]] == [150, 150]
+    assert all(stream["share"] == pytest.approx(150 / 360, rel=0.01) for stream in found["streams"])
+    assert base["steps_low"] < base["steps_high"]
+    assert 0.7 * served.num_steps < base["steps"] < 1.3 * served.num_steps
+
+
+@pytest.mark.parametrize("packer", ["exact_fill", "sliding_ffd", "first_fit_decreasing", "buffer_first_fit"])
+def test_the_packs_of_any_packer_are_those_of_a_real_broker(files: Path, tmp_path: Path, packer: str) -> None:
+    shards = str(files / "web-*.jsonl")
+    options = ("--budget", "512", "--packs", "4", "--window", "64", "--packer", packer, "--overlong", "truncate")
+    base = ask("plan", "-c", producer(tmp_path, shards), *options)["settings"][0]
+    with streampack.local(shards, budget=512, packs=4, window=64, packer=packer, overlong="truncate") as loader:
+        steps = [list(step) for step in loader.steps()]
+    assert base["packer"] == packer
+    assert base["steps"] == len(steps)
+    assert base["packs"] == sum(len(pack.sample_ids) > 0 for step in steps for pack in step)
+
+
+def test_samples_that_cannot_be_used_are_counted(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "x" * (i % 7)} for i in range(70)])
+    found = ask("plan", "-c", producer(tmp_path, str(tmp_path / "a.jsonl")), "--budget", "64")
+    assert (found["rejected"], found["lengths"]["samples"], found["whole"]) == (10, 60, True)
+    assert "data: rejected 10 samples: empty" in found["notes"]
+    assert "poison: drop}" in found["broker_yaml"]
+    write_jsonl(tmp_path / "b.jsonl", [{"text": ""}] * 3)
+    line = the_error(in_process("plan", "-c", producer(tmp_path, str(tmp_path / "b.jsonl"))), 1)
+    assert "data: got 3 samples, all rejected ({'empty': 3}), expected some that are good" in line
+
+
+def test_of_a_run_that_goes_on_nobody_knows_how_long_a_pass_is(files: Path) -> None:
+    shards = str(files / "web-*.jsonl")
+    with streampack.local(shards, budget=512, packs=4, overlong="split", repeat=True, http="127.0.0.1:0") as loader:
+        for _ in zip(range(40), loader.steps(), strict=False):
+            pass
+        assert loader.http is not None
+        until(lambda: bool(ask("status", str(loader.http))["feeds"]["train"]["totals"]["steps"] >= 40))
+        found = ask("plan", str(loader.http))
+        shown = " ".join(in_process("plan", str(loader.http)).stdout.split())
+        report = ask("report", str(loader.http))
+    assert found["settings"][0]["steps"] is None
+    assert found["settings"][0]["mesh"] == {"dp": 1, "cp": 1, "tp": 1, "pp": 1}
+    assert "samples were read; how many there are is not known" in shown
+    assert "How many steps a pass has is not known" in shown
+    assert report["others"]["greedy"]["saved_slots"] > 0
+
+
+def test_a_long_run_is_thinned_out(
+    files: Path, served: RunningBroker, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = ask("report", files / "state")
+    monkeypatch.setattr("streampack_services.forecast.run_lengths.MOST", 300)
+    found = ask("report", files / "state")
+    assert found["share"] < 0.7
+    assert found["run"] == whole["run"]
+    for name, row in found["others"].items():
+        assert row["slots"] == pytest.approx(whole["others"][name]["slots"], rel=0.2), name
+
+
+# The command line
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    drawn = np.clip(np.random.default_rng(0).lognormal(5, 1, 3000), 1, 3000).astype(np.int64)
+    np.save(tmp_path / "lengths.npy", drawn)
+    return tmp_path / "lengths.npy"
+
+
+def test_a_plan_says_what_to_take_and_why(lengths: Path) -> None:
+    shown = in_process("plan", lengths, "--budget", "2048", "--mesh", "dp=4,cp=2,tp=2")
+    assert shown.returncode == 0, shown.stderr
+    for text in (
+        "3,000 samples", "all of a pass was read", "budget 1,024", "window 4,096", "concatenative", "exact_fill *",
+        "align 8", "align 4", "useful:", "without overlong in broker.yaml a run would stop", "not proved on GPUs yet",
+        "step: {packs: 64}, overlong: truncate}", "planned_mesh: {dp: 4, cp: 2, tp: 2}",
+    ):  # fmt: skip
+        assert text in " ".join(shown.stdout.split()), text
+
+
+def test_the_lines_for_broker_yaml_can_be_used(lengths: Path, tmp_path: Path) -> None:
+    lines = ask("plan", lengths, "--budget", "2048", "--mesh", "dp=4,cp=2")["broker_yaml"]
+    file = tmp_path / "broker.yaml"
+    file.write_text(lines + "\nstreams: {web: {}}\n")
+    checked = ask("check", file)
+    values = {row["path"]: row["value"] for row in checked["values"]}
+    assert (values["rules.budget"], values["planned_mesh.cp"], values["rules.overlong"]) == (2048, 2, "truncate")
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lengths with a heavy tail."""
+    file = tmp_path_factory.mktemp("uneven") / "lengths.npy"
+    np.save(file, np.clip(np.random.default_rng(0).lognormal(6.5, 1.2, 12_000), 1, 32768).astype(np.int64))
+    return file
+
+
+@pytest.mark.parametrize(("window", "memory"), [("1024", "1GiB"), ("4096", "3GiB")])
+def test_where_costs_differ_joint_balance_is_advised_and_its_lines_can_be_used(
+    uneven: Path, tmp_path: Path, window: str, memory: str
+) -> None:
+    """Also where it needs more memory than a broker takes by itself."""
+    packers = ("--packer", "exact_fill,joint", "--window", f"{window},{window}", "--budget", "32768,32768")
+    found = ask("plan", uneven, *packers, "--mesh", "dp=8", "--packs", "8", "--total", "1000000")
+    of = {row["packer"]: row for row in found["settings"] if row["axis"] == "packer"}
+    assert of["exact_fill"]["cost_max_over_mean"] > 1.2
+    assert of["joint"]["cost_max_over_mean"] < 1.02
+    assert found["take"]["packer"] == "joint"
+    file = tmp_path / "broker.yaml"
+    file.write_text(found["broker_yaml"] + "\nstreams: {web: {}}\n")
+    values = {row["path"]: row["value"] for row in ask("check", file)["values"]}
+    assert (values["rules.packer"], values["rules.balance.kind"], values["rules.balance.group"]) == (
+        "exact_fill", "joint", 8,
+    )  # fmt: skip
+    assert values["memory"] == memory
+
+
+def test_a_run_that_balances_by_joint_is_planned_as_it_is_and_its_group_follows_the_mesh_unless_given(
+    uneven: Path, tmp_path: Path
+) -> None:
+    rules = {"budget": 32768, "step": {"packs": 8}}
+    options = ("--packer", "joint,exact_fill", "--window", "256,256", "--budget", "32768,32768")
+
+    def planned(**balance: Any) -> list[Any]:
+        tree = {**rules, "balance": {"kind": "joint", **balance}}
+        config = write(tmp_path / "broker.yaml", {"rules": tree, "planned_mesh": {"dp": 4}, "streams": {"web": {}}})
+        found = ask("plan", uneven, "-c", config, *options, "--mesh", "dp=8", "--packs", "16")
+        assert found["settings"][0]["packer"] == "joint"
+        return [found["settings"][0]["attention_max_over_mean"], "group: 2" in found["broker_yaml"]]
+
+    (own, _), (given, said) = planned(), planned(group=2)
+    assert own < given, "eight are alike, not two"
+    assert said
+
+
+def test_grids_and_meshes_are_what_was_asked_for(lengths: Path) -> None:
+    found = ask(
+        "plan", lengths, "--budget", "4096,1024", "--window", "64,128,", "--packer", "concatenative,exact_fill",
+        "--mesh", "dp=2", "--mesh", "dp=3,cp=3", "--shape", "exact", "--shape", "buckets=512,1024",
+    )  # fmt: skip
+    assert [row["shape"] for row in found["settings"] if row["axis"] == "shape"] == [
+        "exact", {"buckets": [512, 1024]},
+    ]  # fmt: skip
+    rows = [(row["axis"], row["budget"], row["window"], row["packer"], row["mesh"]["dp"], row["step_packs"])
+            for row in found["settings"] if row["axis"] != "shape"]  # fmt: skip
+    assert rows == [
+        ("base", 4096, 64, "concatenative", 2, 64),
+        ("budget", 1024, 64, "concatenative", 2, 256),
+        ("budget", 4096, 64, "concatenative", 2, 64),
+        ("window", 4096, 64, "concatenative", 2, 64),
+        ("window", 4096, 128, "concatenative", 2, 64),
+        ("packer", 4096, 64, "concatenative", 2, 64),
+        ("packer", 4096, 64, "exact_fill", 2, 64),
+        ("mesh", 4096, 64, "concatenative", 2, 64),
+        ("mesh", 4092, 64, "concatenative", 3, 63),
+    ]
+    assert found["take"]["packer"] == "exact_fill"
+    assert found["notes"] == []
+    said = next(sentence for sentence in found["why"] if sentence.startswith("Meshes, by"))
+    assert "dp=2 " in said
+    assert "dp=3 cp=3 " in said
+    found = ask("plan", lengths, "--mesh", "dp=3", "--packer", "exact_fill")
+    assert found["notes"] == ["a step has 63 packs instead of 64: a multiple of dp"]
+
+
+def test_a_key_of_one_packer_does_not_keep_the_others_from_being_forecast(lengths: Path, tmp_path: Path) -> None:
+    rules = {"packer": "modified_first_fit_decreasing", "leftovers": "emptiest", "budget": 2048}
+    write(tmp_path / "broker.yaml", {"rules": rules, "streams": {"web": {}}})
+    found = ask("plan", lengths, "-c", tmp_path / "broker.yaml")
+    tried = {row["packer"]: row for row in found["settings"] if row["axis"] == "packer"}
+    assert set(tried) == PACKERS.keys() - {"none"}
+    assert [name for name, row in tried.items() if "utilisation" not in row] == []
+    kept = {"modified_first_fit_decreasing": "leftovers: emptiest", "exact_fill": "packer: exact_fill"}
+    assert kept[found["take"]["packer"]] in found["broker_yaml"]
+
+
+def test_lengths_may_be_a_sample_of_a_pass(lengths: Path) -> None:
+    found = ask("plan", lengths, "--total", "300000", "--budget", "4096", "--packer", "exact_fill")
+    base = found["settings"][0]
+    assert found["streams"][0]["share"] == pytest.approx(0.01)
+    assert base["steps_low"] < base["steps"] < base["steps_high"]
+    shown = " ".join(in_process("plan", lengths, "--total", "300000").stdout.split())
+    assert "1.00% of a pass was read: 3,000 of about 300,000 samples" in shown
+    assert "most likely (95 %)" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "got no lengths, expected a whole number for each sample"),
+        ("5\n7\n-3\n", "sample 2: got -3 tokens, expected 1 to 2147483647"),
+        ("5\n0\n", "sample 1: got 0 tokens"),
+        ("5\n7.5\n", "sample 1: got '7.5', expected a whole number of tokens"),
+        ("5\nseven\n", "sample 1: got 'seven', expected"),
+        ("5\n99999999999\n", "sample 1: got 99999999999 tokens, expected 1 to 2147483647"),
+        ("5\n99999999999999999999999\n", "sample 1: got '99999999999999999999999', expected"),
+        ("5 \x00 6", "sample 1: got '\\x00', expected"),
+    ],
+)
+def test_what_is_no_length_is_named(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "lengths.txt").write_text(text)
+    assert said in the_error(in_process("plan", tmp_path / "lengths.txt"), 2)
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        (np.ones(3), "got shape (3,) and dtype float64, expected one array of integers of shape [samples]"),
+        (np.ones((2, 2), int), "got shape (2, 2) and dtype int64"),
+        (np.array([3, -1]), "sample 1: got -1 tokens"),
+        (np.zeros(0, int), "got no lengths"),
+    ],
+)
+def test_an_array_that_is_no_lengths_is_named(tmp_path: Path, array: Any, said: str) -> None:
+    np.save(tmp_path / "lengths.npy", array)
+    assert said in the_error(in_process("plan", tmp_path / "lengths.npy"), 2)
+
+
+def test_numbers_are_lengths_in_any_text(tmp_path: Path) -> None:
+    marked = "\ufeff3 4\n5"  # as Windows writes it
+    for name, text in (("a.txt", "3 4\n5"), ("b.txt", marked), ("a.jsonl", "3\n4\n5\n"), ("a", "3\n4\n5")):
+        (tmp_path / name).write_text(text)
+        assert ask("plan", tmp_path / name, "--budget", "64")["lengths"]["tokens"] == 12
+    np.save(tmp_path / "a.npy", np.array([3, 4, 5], np.uint16))
+    assert ask("plan", tmp_path / "a.npy", "--budget", "64")["lengths"]["tokens"] == 12
+
+
+def test_overlong_samples_are_an_error_where_they_should_be(lengths: Path) -> None:
+    line = the_error(in_process("plan", lengths, "--budget", "64", "--overlong", "error"), 2)
+    assert "tokens, expected at most 64, the budget: take a larger one, or --overlong truncate" in line
+    over = int((np.load(lengths) > 512).sum())
+    assert ask("plan", lengths, "--budget", "512")["take"]["overlong"] == over
+    assert ask("plan", lengths, "--budget", "512", "--overlong", "split")["settings"][0]["lost_share"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--budget", "8k"), "--budget: got '8k', expected whole numbers above 0"),
+        (("--window", "0"), "--window: got '0', expected whole numbers above 0"),
+        (("--packer", "best"), "--packer: got 'best', expected one of: exact_fill"),
+        (("--mesh", "dp=2,ep=2"), "--mesh: got 'dp=2,ep=2', expected sizes of dp, cp, tp and pp"),
+        (("--overlong", "cut"), "--overlong: got 'cut', expected one of: error"),
+        (("--mesh", "cp=3", "--budget", "1000"), "budget: got 1000, expected a multiple of 6"),
+        (("--shape", "tight"), "--shape: got 'tight', expected fixed, exact, multiple=512 or buckets=2048,4096"),
+        (("--shape", "multiple=1,2"), "--shape: got 'multiple=1,2', expected"),
+        (("--precision", "fp4"), "--precision: got 'fp4', expected one of: fp8_blockwise, mxfp8, fp8"),
+        (("--packs", "4", "--batch", "4"), "got --packs and --batch, expected one of them"),
+        (("--window", "4", "--batch", "4"), "got --window and steps that are batches, expected no window"),
+        (("--total", "7"), "got a total of 7 samples, expected at least the 3,000 lengths given"),
+        (("--budget", "134217728"), "expected less than 134217728 with packer: exact_fill"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(lengths: Path, arguments: tuple[str, ...], said: str) -> None:
+    assert said in the_error(in_process("plan", lengths, *arguments), 2)
+
+
+def test_what_is_missing_is_said(files: Path, tmp_path: Path) -> None:
+    assert "got nothing to plan for" in the_error(in_process("plan"), 2)
+    assert "got nothing to plan for" in the_error(in_process("plan", "-c", files / "broker.yaml"), 2)
+    assert "cannot be read" in the_error(in_process("plan", tmp_path / "no.npy"), 2)
+    for data in (tmp_path / "no.jsonl", files / "web-0.jsonl", files / "web-*.jsonl"):
+        assert "name them in a producer.yaml and give it with -c" in the_error(in_process("plan", data), 2)
+    assert "got a folder without a log" in the_error(in_process("plan", tmp_path), 2)
+    assert "got a folder without a log" in the_error(in_process("report", tmp_path), 2)
+    for file in (tmp_path / "no.npy", files / "web-0.jsonl"):
+        line = the_error(in_process("report", file), 2)
+        assert "expected a broker's state_dir or its address; for lengths, 'streampack plan" in line
+    assert "got no answer" in the_error(in_process("plan", "http://127.0.0.1:1"), 75)
+    assert "expected one of them to read" in the_error(in_process("plan", "x.npy", "-c", files / "producer.yaml"), 2)
+
+
+def test_pictures_are_drawn(files: Path, served: RunningBroker, lengths: Path, tmp_path: Path) -> None:
+    for command, what in (("plan", lengths), ("report", files / "state")):
+        png = tmp_path / f"{command}.png"
+        result = in_process(command, what, "--png", png)
+        assert result.returncode == 0, result.stderr
+        assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    wrong = in_process("report", files / "state", "--png", tmp_path / "no" / "a.png")
+    assert "cannot be written: No such file or directory" in the_error(wrong, 2)
+    wrong = in_process("plan", lengths, "--png", tmp_path / "a.pdf")
+    assert the_error(wrong, 2).endswith("a.pdf, expected a file that ends in .png")
+
+
+def test_without_matplotlib_a_picture_says_what_to_install(lengths: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    line = the_error(in_process("plan", lengths, "--png", "a.png"), 2)
+    assert "pip install matplotlib" in line
+    assert not os.path.exists("a.png")
+
+
+def test_fifty_thousand_lengths_take_seconds(tmp_path: Path) -> None:
+    drawn = np.clip(np.random.default_rng(0).lognormal(6, 1, 50_000), 1, 8192).astype(np.int64)
+    np.save(tmp_path / "lengths.npy", drawn)
+    begin = time.monotonic()
+    found = ask("plan", tmp_path / "lengths.npy", "--mesh", "dp=8")
+    assert found["lengths"]["samples"] == 50_000
+    assert time.monotonic() - begin < 30, "3 to 5 s where nothing else runs"

@@ -1,0 +1,151 @@
+"""What a socket reads ahead of its process is counted to the byte, and bounded, with keys and without."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from streampack.transport import curve
+from streampack.transport.curve import Door
+from streampack.transport.keys import Key
+from streampack.transport.sockets import Dealer, Poller, Router, drain
+from streampack.transport.unread import ADMITTED, HANDSHAKE_BYTES, MEMORY_SLACK, Unread, bytes_read
+from tests.integration.running import PATIENCE_S, until
+from tests.integration.transport.raw_peer import MORE, RawPeer, frame
+
+LIMIT = 1 << 20
+BROKER, FRIEND = curve.new_secret(), curve.new_secret()
+KEY = Key(name="friend", secret=FRIEND, broker=curve.public_of(BROKER))
+
+
+@contextlib.contextmanager
+def router(secured: bool, limit: int = LIMIT) -> Iterator[tuple[Router, Unread]]:
+    door = Door(BROKER, lambda key, _: key == KEY.public) if secured else None
+    unread = Unread(limit)
+    sock = Router("tcp://127.0.0.1:*", 1 << 24, door, unread)
+    try:
+        yield sock, unread
+    finally:
+        sock.close()
+
+
+@pytest.mark.parametrize("secured", [False, True])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(messages=st.lists(st.lists(st.integers(0, 600) | st.just(70_000), min_size=1, max_size=70), max_size=8))
+def test_bytes_that_were_taken_are_those_that_the_kernel_counted(secured: bool, messages: list[list[int]]) -> None:
+    with router(secured, 1 << 30) as (sock, unread), contextlib.closing(_dealer(sock, secured)) as dealer:
+        poller = Poller([sock])
+        _say(dealer, b"first", poller, sock)
+        [connection] = unread.connections
+        before = bytes_read(connection.fd) - connection.taken
+        assert 0 < before < HANDSHAKE_BYTES
+        count = connection.messages + len(messages)
+        for sizes in messages:
+            assert dealer.send([bytes(size) for size in sizes])
+        until(lambda: _take(poller, sock) == 0 and connection.messages == count)
+        assert bytes_read(connection.fd) - connection.taken == before
+
+
+def _dealer(sock: Router, secured: bool) -> Dealer:
+    return Dealer(sock.endpoint, 1 << 24, key=KEY if secured else None)
+
+
+def _say(dealer: Dealer, word: bytes, poller: Poller, sock: Router) -> None:
+    """Send a message once the dealer was let in, and take it."""
+    until(lambda: _take(poller, sock) == 0 and dealer.send([word]))
+    until(lambda: _take(poller, sock) == 1)
+
+
+def _take(poller: Poller, sock: Router) -> int:
+    """Take what has come; the number of messages."""
+    poller.wait(0.01)
+    return sum(1 for _ in drain(sock, 1000))
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_a_peer_that_sends_more_than_any_may_is_cut(secured: bool) -> None:
+    """It was heard before, with a valid key where there are keys; the other peer notices nothing."""
+    with router(secured) as (sock, unread), contextlib.ExitStack() as held:
+        honest, flood = (held.enter_context(contextlib.closing(_dealer(sock, secured))) for _ in range(2))
+        poller = Poller([sock])
+        for dealer in (honest, flood):
+            _say(dealer, b"hello", poller, sock)
+        before = bytes_read(next(iter(unread.connections)).fd)
+        for _ in range(2 * LIMIT // 10_000):
+            flood.send([bytes(10_000)])
+
+        def is_cut() -> bool:
+            poller.wait(0.01)  # nothing is taken meanwhile
+            return bool(cuts := sock.take_cuts()) and "wait to be read" in cuts[0].why
+
+        until(is_cut)
+        assert len(unread.connections) >= 1
+        assert bytes_read(next(iter(unread.connections)).fd) >= before
+        until(lambda: honest.send([b"still here"]) and any(_is(f, b"still here") for f in _taken(poller, sock)))
+
+
+def _taken(poller: Poller, sock: Router) -> list[list[bytes]]:
+    poller.wait(0.01)
+    return [[bytes(each) for each in frames] for frames in drain(sock, 1000)]
+
+
+def _is(frames: list[bytes], said: bytes) -> bool:
+    return frames[-1] == said
+
+
+def test_strangers_that_never_end_a_message_are_cut_while_they_are_small() -> None:
+    with router(False) as (sock, unread):
+        poller = Poller([sock])
+        peer = _shaken(sock, poller)
+        with peer:
+            deadline = time.monotonic() + PATIENCE_S
+            while peer.send(frame(b"x", MORE) * 10_000):
+                _take(poller, sock)
+                assert time.monotonic() < deadline
+        until(lambda: bool(_take(poller, sock)) or bool(sock.take_cuts()))
+        until(lambda: _take(poller, sock) == 0 and not unread.connections)
+
+
+def _shaken(sock: Router, poller: Poller) -> RawPeer:
+    """A raw peer that was let in: the router answers its handshake from another thread's turn."""
+    found: list[RawPeer] = []
+    thread = threading.Thread(target=lambda: found.append(RawPeer(sock.endpoint)))
+    thread.start()
+    while thread.is_alive():
+        _take(poller, sock)
+    return found[0]
+
+
+def test_no_more_connections_are_let_in_than_were_drained() -> None:
+    """Each may bring something; more come in once that was taken."""
+    unread = Unread(LIMIT)
+    assert unread.admissions() == ADMITTED
+    unread.admitted(ADMITTED)
+    assert unread.admissions() == 0
+    unread.drained()
+    assert unread.admissions() == ADMITTED
+
+
+def test_memory_that_grows_while_nothing_is_unread_is_nobodys_fault() -> None:
+    """A peer that sends a little afterwards is not cut for it."""
+    with router(False) as (sock, _), contextlib.closing(_dealer(sock, False)) as dealer:
+        poller = Poller([sock])
+        _say(dealer, b"hello", poller, sock)
+        grown = bytearray(4 * MEMORY_SLACK)
+        grown[::4096] = b"x" * len(grown[::4096])
+        for _ in range(30):  # as in a broker that runs on
+            assert _take(poller, sock) == 0
+        dealer.send([bytes(LIMIT // 2)])
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            poller.wait(0.01)  # nothing is taken meanwhile
+            time.sleep(0.01)
+        assert not sock.take_cuts()
+        assert _take(poller, sock) == 1
+        assert len(grown)

@@ -1,0 +1,425 @@
+"""``streampack top``: a real broker's figures on terminals of many sizes, and in JSON; and ``health`` beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fcntl
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from streampack_services.http.http_client import fetch_events
+from streampack_services.http.server import HttpServer
+from streampack_services.watch import status_report, top
+from streampack_services.watch.top import Asking, _Screen
+from streampack_services.watch.top_ranks import Measure, rank_lines
+from streampack_services.watch.top_view import Look, page
+from streampack_services.watch.view_model import HISTORY_S, View, Watch, rates_of
+
+import streampack as sp
+from streampack.errors import PeerError
+from streampack.sources import SourceSettings, open_source
+from tests.integration.running import (
+    PATIENCE_S,
+    STREAMPACK,
+    RunningBroker,
+    folder,
+    in_process,
+    producing_here,
+    running_broker,
+    the_error,
+    until,
+    write_jsonl,
+)
+
+Tree = dict[str, Any]
+STEPS = 20
+CAUSES = ("stream", "peers", "join", "memory", "forming", "log", "network")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[RunningBroker]:
+    """Two ranks have read 20 steps of a stream that goes on, and are there."""
+    settings = {
+        "run": "sft-8b", "rules": {"budget": 256, "window": {"samples": 64}, "step": {"packs": 4}},
+        "streams": {"web": {"partitions": 2, "repeat": True}},
+    }  # fmt: skip
+    with folder() as path, running_broker(settings) as broker:
+        rows = [{"tokens": [1] * (1 + 31 * i % 97)} for i in range(300)]
+        source = open_source(SourceSettings("jsonl", str(write_jsonl(path / "a.jsonl", rows))))
+        with (
+            producing_here(broker.producers, {"web": source}),
+            sp.connect(broker.trainers, mesh={"dp": 2, "dp_rank": 0}, format="numpy") as one,
+            sp.connect(broker.trainers, mesh={"dp": 2, "dp_rank": 1}, format="numpy") as other,
+        ):
+            threads = [threading.Thread(target=read, args=(each,)) for each in (one, other)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(PATIENCE_S)
+            until(lambda: [row["trainer_s"] > 0 for row in broker.feed()["readers"]] == [True, True])
+            yield broker
+
+
+def read(loader: Any) -> None:
+    steps = loader.steps()
+    for _ in range(STEPS):
+        next(steps)
+
+
+@pytest.fixture(scope="module")
+def snapshot(served: RunningBroker) -> Tree:
+    return served.status()
+
+
+# What is shown
+
+
+def test_top_shows_a_broker_once_where_nobody_looks(served: RunningBroker) -> None:
+    result = in_process("top", served.http)
+    assert result.returncode == 0, result.stderr
+    for text in ("sft-8b", "feed train", "utilisation", "1 stream", "web", "2 ranks", "dp=0", "dp=1", "1 producer",
+                 "attempt 1 of feed 'train' begins"):  # fmt: skip
+        assert text in result.stdout
+    assert "\x1b" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_top_for_machines_agrees_with_the_status(served: RunningBroker) -> None:
+    view = json.loads(in_process("top", served.http, "--once", "--json").stdout)
+    status = served.status()
+    (feed,) = view["feeds"]
+    assert (view["run"], feed["name"], feed["packs"]) == (
+        "sft-8b",
+        "train",
+        status["feeds"]["train"]["totals"]["packs"],
+    )
+    assert [rank["name"] for rank in feed["ranks"]] == ["dp=0", "dp=1"]
+    assert all(rank["waits"] is not None and 0 <= rank["waits"] <= 1 for rank in feed["ranks"]), served.said
+    assert sum(feed["waste"].values()) == pytest.approx(1 - feed["utilisation"])
+    assert [event["text"] for event in view["events"]] == [event["text"] for event in fetch_events(served.http, 0, 5)]
+
+
+def test_status_fits_a_screen_however_many_ranks_there_are(
+    served: RunningBroker, snapshot: Tree, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = in_process("status", served.http).stdout
+    for text in ("starved by", "of all ranks' time", "buffered", "dp=0", "dp=1"):
+        assert text in shown
+    status_report.show_status(many(snapshot, 512))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 50
+    assert max(map(len, lines)) <= 80
+    assert any(line.split()[:4] == ["dp=0", "cp=3", "100.0%", "peers"] for line in lines)
+
+
+def test_a_stall_and_how_long_it_lasts_are_in_the_status_and_at_the_top(
+    snapshot: Tree, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stalled = copy.deepcopy(snapshot) | {"state": "waiting", "stalled_s": 75.0}
+    stalled["feeds"]["train"] |= {"state": "waiting", "stalled_s": 75.0}
+    status_report.show_status(stalled)
+    run, feed = (line for line in capsys.readouterr().out.splitlines() if "waiting for 1m15s" in line)
+    assert stalled["run"] in run
+    assert "feed train" in feed
+    view = view_of(stalled, events=[])
+    first = page(view, Look(), 100)[0]
+    assert "waiting for 1m15s" in first.plain
+    assert "bold yellow" in {str(span.style) for span in first.spans}
+
+
+def many(snapshot: Tree, ranks: int) -> Tree:
+    """The same broker with as many ranks, of which number 3 waits for peers all the time, and a longer name."""
+    found = copy.deepcopy(snapshot)
+    feed = found["feeds"]["train"]
+    row = feed["readers"][0]
+    feed["readers"] = [
+        row | {"dp_rank": n // 4, "cp_rank": n % 4, "where": f"node{n // 8}:{n}", "cost": [1.0 + (n == 5)],
+               "trainer_s": 0.0 if n == 3 else 10.0, "starved_streams": {},
+               "starved_s": dict.fromkeys(CAUSES, 0.0) | {"peers": 10.0 if n == 3 else 0.0}}
+        for n in range(ranks)
+    ]  # fmt: skip
+    return found
+
+
+def view_of(*snapshots: Tree, events: list[Tree] | None = None) -> View:
+    watch = Watch()
+    for each in snapshots:
+        watch.add(each, events or [])
+    return watch.view()
+
+
+EVENT = {"seq": 1, "time": 1.8e9, "level": "error", "text": "producer n:1:\n\x1b[2Jthe 数据 file is gone " * 9}
+
+
+@settings(max_examples=25)
+@given(
+    ranks=st.sampled_from([0, 1, 4, 16, 17, 512, 1025]), width=st.integers(20, 250), height=st.integers(1, 70),
+    measure=st.sampled_from(["waits", "cost"]), keys=st.booleans(), trouble=st.sampled_from(["", "no answer " * 20]),
+)  # fmt: skip
+def test_a_page_fits_every_terminal(
+    snapshot: Tree, ranks: int, width: int, height: int, measure: Measure, keys: bool, trouble: str
+) -> None:
+    view = view_of(many(snapshot, ranks), events=[EVENT])
+    lines = page(view, Look(measure=measure, keys=keys, trouble=trouble), width, height)
+    assert len(lines) == height
+    assert max(line.cell_len for line in lines) <= width
+    assert all(line.plain.isprintable() for line in lines)
+    assert lines[0].plain.startswith("sft-8b")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (160, 50)])
+def test_of_many_ranks_the_worst_is_named_on_every_screen(snapshot: Tree, size: tuple[int, int]) -> None:
+    view = view_of(many(snapshot, 512), events=[EVENT])
+    shown = [line.plain for line in page(view, Look(keys=True), *size)]
+    assert any(line.split()[:4] == ["dp=0", "cp=3", "100.0%", "peers"] for line in shown)
+    assert "512 ranks" in "\n".join(shown)
+    assert "error: producer n:1" in "\n".join(shown)
+    dear = [line.plain for line in page(view, Look(measure="cost", keys=True), *size)]
+    assert any(line.split()[:3] == ["dp=1", "cp=1", "2.000"] for line in dear)
+
+
+def test_of_more_streams_than_lines_those_that_are_not_heard_are_shown(snapshot: Tree) -> None:
+    row = snapshot["streams"][0] | {"last_seen_s": 1.0, "ended_partitions": 0}
+    rows = [row | {"stream": f"s{n}"} for n in range(1000)]
+    rows[900] |= {"last_seen_s": 60.0}
+    rows[950] |= {"last_seen_s": None}
+    shown = "\n".join(line.plain for line in page(view_of(snapshot | {"streams": rows}), Look(), 160, 40))
+    assert "1000 streams" in shown
+    assert all(name in shown for name in ("s900 ", "s950 ", "s0 "))
+
+
+@pytest.mark.parametrize("ranks", [17, 64, 100, 512])
+def test_a_map_has_a_cell_for_each_rank_and_marks_the_one_that_waits(snapshot: Tree, ranks: int) -> None:
+    (feed,) = view_of(many(snapshot, ranks)).feeds
+    lines = [line for line in rank_lines(feed, "waits", 150, None)[1:] if line.plain.startswith("dp=")]
+    cells = "".join(line.plain[len("dp=000 cp=0") :] for line in lines if "·" in line.plain).replace(" ", "")
+    assert len(cells) == 2 * ranks
+    assert [n for n in range(ranks) if cells[2 * n] == "█"] == [3]
+
+
+# What is so lately
+
+
+def later(snapshot: Tree, seconds: float, **ranks: Tree) -> Tree:
+    """The same so much later; ``ranks``: what is new of rank ``r0``, ``r1``."""
+    found = copy.deepcopy(snapshot)
+    for key in ("uptime_s", "taken_at"):
+        found[key] += seconds
+    for name, news in ranks.items():
+        found["feeds"]["train"]["readers"][int(name[1:])] |= news
+    return found
+
+
+def test_waits_are_those_of_the_last_seconds_and_of_the_same_process(snapshot: Tree) -> None:
+    before = many(snapshot, 3)
+    starved = dict.fromkeys(CAUSES, 0.0) | {"stream": 3.0, "network": 1.0}
+    news = {"starved_s": starved, "starved_streams": {"web": 3.0}, "trainer_s": 16.0}
+    after = later(before, 10, r0=news, r1=news | {"where": "node9:1"})
+    (feed,) = view_of(before, after).feeds
+    one, other, same = feed.ranks
+    assert one.cause == "stream web"
+    assert one.waits == pytest.approx(4 / 10)
+    assert other.waits == pytest.approx(4 / 20), "another process: since it began"
+    assert same.waits == 0
+    assert feed.starved_streams == {"web": pytest.approx(6 / 40)}
+
+
+def test_ranks_of_one_process_are_told_apart(snapshot: Tree) -> None:
+    """As threads they have one pid; looked at once, and again."""
+    first = {"where": "node0:1", "starved_s": dict.fromkeys(CAUSES, 0.0) | {"stream": 4.0}, "trainer_s": 6.0}
+    other = first | {"starved_s": dict.fromkeys(CAUSES, 0.0) | {"stream": 3.0}, "trainer_s": 7.0}
+    before = later(many(snapshot, 2), 0, r0=first, r1=other)
+    assert [rank.waits for rank in view_of(before).feeds[0].ranks] == [pytest.approx(0.4), pytest.approx(0.3)]
+    news = {"starved_s": dict.fromkeys(CAUSES, 0.0) | {"stream": 5.0}, "trainer_s": 15.0}
+    after = later(before, 10, r0=news, r1=news)
+    assert [rank.waits for rank in view_of(before, after).feeds[0].ranks] == [pytest.approx(0.1), pytest.approx(0.2)]
+
+
+def test_the_rank_that_others_wait_for_is_named(snapshot: Tree) -> None:
+    peers = {"starved_s": dict.fromkeys(CAUSES, 0.0) | {"peers": 5.0}}
+    (feed,) = view_of(later(many(snapshot, 3), 0, r0=peers, r2=peers)).feeds
+    assert feed.waited_for is not None
+    assert feed.waited_for.name == "dp=0 cp=1"
+    assert view_of(many(snapshot, 3)).feeds[0].waited_for is None
+
+
+def test_another_broker_begins_anew(snapshot: Tree) -> None:
+    watch = Watch()
+    watch.add(snapshot, [EVENT, EVENT | {"seq": 2}])
+    assert watch.last_seq(snapshot["epoch"]) == 2
+    again = snapshot | {"epoch": snapshot["epoch"] + 1, "uptime_s": 0.5}
+    assert watch.last_seq(again["epoch"]) == 0
+    watch.add(again, [EVENT])
+    assert [event["seq"] for event in watch.view().events] == [1]
+    assert watch.view().streams[0].tokens_per_s is None
+
+
+@given(rate=st.floats(0, 1e9), seconds=st.integers(2, 400), columns=st.integers(1, 200), every=st.floats(0.5, 5))
+def test_a_steady_flow_is_a_level_line_as_far_back_as_it_is_known(
+    rate: float, seconds: int, columns: int, every: float
+) -> None:
+    points = [(every * n, rate * every * n) for n in range(seconds)]
+    rates = rates_of(points, columns)
+    assert len(rates) == columns
+    known = [each for each in rates if each is not None]
+    assert known == pytest.approx([rate] * len(known))
+    assert rates[len(rates) - len(known) :] == known, "unknown is what is long ago"
+    assert abs(len(known) - columns * min(points[-1][0] / HISTORY_S, 1)) <= 1 + columns * every / HISTORY_S
+
+
+# A terminal
+
+
+class Terminal:
+    """A terminal of 80 by 24 without colours that a command runs on; what it wrote."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, theirs = os.openpty()
+        self.resize(24, 80)
+        words = [*STREAMPACK, *arguments]
+        env = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1", "COLUMNS": "80", "LINES": "24"}
+        self.process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+        os.close(theirs)
+        self.said = self.written = ""
+
+    def resize(self, lines: int, columns: int) -> None:
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def wait_for(self, text: str) -> None:
+        """Until it is written from now on."""
+        self.said, deadline = "", time.monotonic() + PATIENCE_S
+        while text not in self.said:
+            assert time.monotonic() < deadline, self.said[-5000:]
+            self._read()
+
+    def _read(self) -> bool:
+        found = os.read(self._ours, 1 << 16).decode(errors="replace")
+        self.said += found
+        self.written += found
+        return bool(found)
+
+    def echoes(self) -> bool:
+        """Is what is typed shown, as before?"""
+        return bool(termios.tcgetattr(self._ours)[3] & termios.ECHO)
+
+    def press(self, key: str) -> None:
+        os.write(self._ours, key.encode())
+
+    def end(self) -> int:
+        """Its exit code; who does not read what it writes holds it up."""
+        with contextlib.suppress(OSError):
+            while self._read():
+                pass
+        return self.process.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+def test_on_a_terminal_top_follows_its_size_its_keys_and_a_broker_that_goes_and_comes(snapshot: Tree) -> None:
+    snapshot = many(snapshot, 20)
+    server = HttpServer("127.0.0.1:0", lambda: snapshot)
+    server.start()
+    address = server.url.removeprefix("http://")
+    terminal = Terminal("top", server.url, "--interval", "0.1")
+    try:
+        terminal.wait_for("ranks by cost")
+        terminal.press("c")
+        terminal.wait_for("ranks by waits")
+        terminal.resize(50, 150)
+        terminal.process.send_signal(signal.SIGWINCH)  # the kernel sends it to who has the terminal as its own
+        terminal.wait_for("starved by")
+        server.close()
+        terminal.wait_for("got no answer")
+        server = HttpServer(address, lambda: later(snapshot, 1) | {"run": "again"})
+        server.start()
+        terminal.wait_for("again")
+        terminal.process.terminate()
+        assert terminal.end() == 128 + signal.SIGTERM
+        assert "\x1b[?1049l" in terminal.said, "it leaves the terminal as it was"
+        assert terminal.echoes()
+        assert set(re.findall(r"\x1b\[([0-9;]*)m", terminal.written)) <= {"", "0", "1", "2", "1;2"}, "NO_COLOR"
+    finally:
+        server.close()
+        terminal.close()
+
+
+def test_q_ends_it_and_a_table_of_ranks_has_no_key_of_its_own(snapshot: Tree) -> None:
+    view = view_of(snapshot)
+    screen = _Screen(Console(), Asking(None, 1.0, 1.0))
+    assert screen._press(b"fc\t")
+    assert not screen._press(b"fq")
+    assert page(view, Look(keys=True), 80, 24)[-1].plain == "q quit"
+    assert page(view_of(many(snapshot, 17)), Look(keys=True), 80, 24)[-1].plain == "q quit  c ranks by cost"
+
+
+def test_a_loop_that_stands_still_and_a_broker_of_another_version_are_said(
+    snapshot: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top, "STUCK_AFTER_S", 0.0)
+    said = [snapshot]
+    server = HttpServer("127.0.0.1:0", lambda: said[-1])
+    server.start()
+    try:
+        asking = Asking(server.url, 1.0, PATIENCE_S)
+        asking.ask()
+        asking.ask()
+        assert "the broker's loop stands still, for 0 s" in asking.trouble
+        assert "stands still" in page(asking.ask(), Look(trouble=asking.trouble), 80, 24)[2].plain
+        said.append(later(snapshot, 1))
+        asking.ask()
+        assert not asking.trouble
+        said.append(later(snapshot, 2) | {"version": "9.9", "memory": {}})
+        with pytest.raises(PeerError, match=r"got a broker of streampack 9\.9, .* expected"):
+            asking.ask()
+        assert "got a broker of streampack 9.9" in the_error(in_process("status", server.url), 1)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("key", ["stalled_s", "epoch", "taken_at", "uptime_s", "feeds"])
+@pytest.mark.parametrize("version", [sp.__version__, "0.0.1"])
+def test_a_broker_that_says_less_is_said_in_one_line(snapshot: Tree, key: str, version: str) -> None:
+    less = {name: value for name, value in snapshot.items() if name != key} | {"version": version}
+    server = HttpServer("127.0.0.1:0", lambda: less)
+    server.start()
+    try:
+        for command in (("top", server.url, "--once"), ("status", server.url)):
+            result = in_process(*command)
+            if command[0] == "top" or result.returncode:
+                said = the_error(result, 1)
+                assert f"got a broker of streampack {version}" in said
+                assert repr(key) in said
+    finally:
+        server.close()
+
+
+# Health
+
+
+def test_health_says_why_not_and_1(served: RunningBroker) -> None:
+    assert in_process("health", served.http).stdout == "ready\n"
+    found = json.loads(in_process("health", served.http, "--live", "--json").stdout)
+    assert found == {"good": True, "asked": "live", "said": "alive"}
+    nobody = in_process("health", "127.0.0.1:1")
+    assert "got no answer (connection refused)" in the_error(nobody, 1)
+    nowhere = in_process("health", "file:///nowhere.json", "--timeout", "0", "--json")
+    assert nowhere.returncode == 1
+    assert json.loads(nowhere.stdout)["good"] is False
