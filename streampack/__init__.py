@@ -18,6 +18,7 @@ from streampack.errors import StreampackError
 from streampack.local import local
 from streampack.packs.pack import Pack, Step
 from streampack.planning import StepPlan, plan_step
+from streampack.version import __version__ as __version__
 from streampack.views.formats import rows
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from streampack.training.loss import packed_loss, per_sample, reduce_metrics
     from streampack.training.masks import block_causal_mask, block_causal_mask_mod, document_ids
 
-__version__ = "0.1.0.dev0"
 __all__ = [
     "Client",
     "Mesh",

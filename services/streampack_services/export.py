@@ -20,11 +20,11 @@ from urllib.parse import unquote, urlsplit
 
 import yaml
 
-import streampack
 from streampack.config.config_files import read_broker, read_producer
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
 from streampack.config.typed_yaml import parse_tree, read_tree
 from streampack.errors import UserError
+from streampack.version import __version__
 from streampack_services.broker.memory_peak import peak
 from streampack_services.broker.memory_plan import plan
 
@@ -247,7 +247,7 @@ def _image_of(folder: Path) -> _Image:
     words = {"context: .., dockerfile: deploy/docker/Dockerfile":
              f"context: {context.absolute()}, dockerfile: {folder.absolute() / 'Dockerfile'}"}  # fmt: skip
     if file is None:
-        words["streampack[service] @ file:///src"] = f"streampack[service]=={streampack.__version__}"
+        words["streampack[service] @ file:///src"] = f"streampack[service]=={__version__}"
     elif not file.is_dir():
         words["streampack[service] @ file:///src"] = f"streampack[service] @ file:///src/{file.name}"
     return _Image(context, words)

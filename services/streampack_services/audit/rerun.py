@@ -22,8 +22,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-import streampack
 from streampack.client import state
+from streampack.client.connect import Client, connect
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig, Retain
 from streampack.core.protocol.messages import State
 from streampack.errors import DataStall, InternalError, Rejected, SourceError, StreampackError, UserError
@@ -75,7 +75,7 @@ class Rerun:
     """Its sizes: dp, cp and pp. Of a pipeline the first stage reads, which gets all that others do."""
     timeout_s: float
     """How long nothing may move."""
-    clients: list[streampack.Client] = field(default_factory=list)
+    clients: list[Client] = field(default_factory=list)
     failure: StreampackError | None = None
 
     def steps(self, stack: contextlib.ExitStack, work: Path) -> list[Step]:
@@ -148,7 +148,7 @@ class Rerun:
         """A client for each rank, that begins at the step."""
         name = self.wanted.feed.name
         for dp_rank, cp_rank in product(range(self.mesh["dp"]), range(self.mesh["cp"])):
-            client = streampack.connect(
+            client = connect(
                 endpoint, feed=name, mesh={**self.mesh, "dp_rank": dp_rank, "cp_rank": cp_rank}, format="numpy",
                 readers={"pp": [0]}, prefetch=1, verify=True, variable_lengths=True, key_file="",
             )  # fmt: skip

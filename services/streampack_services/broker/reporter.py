@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-import streampack
 from streampack.core.broker import Broker
 from streampack.core.deal.dynamic_batches import PaddedFigures
 from streampack.core.feed.feed import Feed
@@ -27,6 +26,7 @@ from streampack.core.stats.data_wait import CAUSES as STARVED_BY
 from streampack.core.stats.data_wait import Missing, NextWaits, Starvation
 from streampack.core.stats.fill import from_moments
 from streampack.core.stats.padding import CAUSES
+from streampack.version import __version__
 from streampack_services.broker.steps_left import steps_left
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Reporter:
         self._watches = {name: _Watch() for name in service.core.feeds}
         self._rows: dict[tuple[str, str], tuple[float, list[Snapshot]]] = {}
         self._fixed: Snapshot = {
-            "version": streampack.__version__,
+            "version": __version__,
             "run": service.config.run,
             "epoch": service.core.epoch,
             "endpoints": service.endpoints,

@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-import streampack
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.core.broker import Broker
 from streampack.core.deal import deal_kernels
@@ -61,6 +60,7 @@ from streampack.transport.curve import Door
 from streampack.transport.sockets import Poller, Router, drain
 from streampack.transport.unread import STRANGERS_BYTES, CutConnection, Unread
 from streampack.transport.waker import Waker
+from streampack.version import __version__
 from streampack.wire import frames as wire
 from streampack_services.broker.arena import Arena
 from streampack_services.broker.authorization import Allowed
@@ -341,7 +341,7 @@ class BrokerService:
         if not self._version_answers.lets(time.monotonic()):
             return
         detail = (
-            f"got protocol version {version} from this process, but the broker of streampack {streampack.__version__} "
+            f"got protocol version {version} from this process, but the broker of streampack {__version__} "
             f"speaks {wire.VERSION}: install one version of streampack everywhere"
         )
         reject = Reject(code="version", detail=detail)

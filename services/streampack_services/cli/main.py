@@ -18,9 +18,9 @@ from typing import Annotated, Any, get_args
 import typer
 from msgspec.structs import replace
 
-import streampack
 from streampack.core.model.rules import PackerName
 from streampack.errors import InternalError, StreampackError, UserError
+from streampack.version import __version__
 from streampack_services import logs
 from streampack_services.cli import cli_audit, cli_control, cli_export, cli_keys, cli_plan, cli_watch
 
@@ -51,7 +51,7 @@ def main() -> int:
 
 def _our_bug() -> int:
     traceback.print_exc()
-    said = f"streampack: this is a bug of streampack {streampack.__version__}: please report it with the lines above"
+    said = f"streampack: this is a bug of streampack {__version__}: please report it with the lines above"
     print(said, file=sys.stderr)
     return 1
 
@@ -68,7 +68,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"streampack {streampack.__version__}")
+        print(f"streampack {__version__}")
         raise typer.Exit
 
 

@@ -12,9 +12,11 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-import streampack
-from streampack import Mesh, Pack, Step, StreampackError
+from streampack.client.connect import Client, connect
 from streampack.core.model.samples import I64, IGNORE_INDEX
+from streampack.core.protocol.messages import Mesh
+from streampack.errors import StreampackError
+from streampack.packs.pack import Pack, Step
 from streampack.wire.checksums import crc32c
 
 REPORT_EVERY_S = 0.1
@@ -47,7 +49,7 @@ def run_rank(
     """The process of one rank. ``peers``: to the group's first rank, or from all others."""
     found = RankReport()
     try:
-        with streampack.connect(endpoint, mesh=mesh, format="numpy", key_file=key_file) as loader:
+        with connect(endpoint, mesh=mesh, format="numpy", key_file=key_file) as loader:
             _train(loader, mesh, work_ms / 1000, peers, report, found)
     except (StreampackError, AssertionError, EOFError, BrokenPipeError) as error:
         found.error = f"rank {mesh}: {error or type(error).__name__}"
@@ -56,7 +58,7 @@ def run_rank(
 
 
 def _train(
-    loader: streampack.Client, mesh: Mesh, work_s: float, peers: list[Connection], report: Connection, found: RankReport
+    loader: Client, mesh: Mesh, work_s: float, peers: list[Connection], report: Connection, found: RankReport
 ) -> None:
     said = 0.0
     steps = loader.steps()

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import streampack
 from streampack.client.connect import read_rendezvous
 from streampack.config.config_files import read_broker
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.errors import PeerError, Rejected, StreampackError, Unreachable, UserError
+from streampack.version import __version__
 from streampack_services.http.http_guard import find_token, parse_address
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:7400"
@@ -142,7 +142,7 @@ def understood(snapshot: Tree) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError) as error:
-        if (version := snapshot.get("version")) == streampack.__version__:
+        if (version := snapshot.get("version")) == __version__:
             if not isinstance(error, KeyError):
                 raise
             raise PeerError(
@@ -151,7 +151,7 @@ def understood(snapshot: Tree) -> Iterator[None]:
             ) from error
         raise PeerError(
             f"got a broker of streampack {version}, which does not say what this one shows ({error!r}), expected "
-            f"{streampack.__version__}: take the command of the broker's version, or --json"
+            f"{__version__}: take the command of the broker's version, or --json"
         ) from None
 
 

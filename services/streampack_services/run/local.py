@@ -21,8 +21,7 @@ from typing import Any
 
 from msgspec.structs import fields, replace
 
-import streampack
-from streampack.client.connect import introduce_to_torch
+from streampack.client.connect import Client, connect, introduce_to_torch
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig, StreamSettings
 from streampack.config.typed_yaml import convert
@@ -51,7 +50,7 @@ FORMATS = {
     ".tar": "webdataset", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text",
     ".bin": "megatron", ".idx": "megatron",
 }  # fmt: skip
-Open = Callable[[contextlib.ExitStack], tuple[streampack.Client, str | None]]
+Open = Callable[[contextlib.ExitStack], tuple[Client, str | None]]
 
 
 class Local:
@@ -142,7 +141,7 @@ def open_local(
             raise UserError(f"got {name}, expected none: local is one rank's loader; 'streampack run' serves several")
     if not (http is None or isinstance(http, str)):
         raise UserError(f"http: got {http!r}, expected text such as '127.0.0.1:7400', or None")
-    inspect.signature(streampack.connect).bind_partial(**client)  # a misspelt one is said before anything starts
+    inspect.signature(connect).bind_partial(**client)  # a misspelt one is said before anything starts
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         log.warning("WORLD_SIZE is set: each rank's local loader reads all of the data; 'streampack run' shares it out")
     given = source if isinstance(source, Mapping) else {"data": source}
@@ -268,14 +267,14 @@ def _tokenizer(given: Any) -> Tokenizer:
 def _start(
     stack: contextlib.ExitStack, config: BrokerConfig, sources: dict[str, Source], http: str | None,
     client: dict[str, Any],
-) -> tuple[streampack.Client, str | None]:  # fmt: skip
+) -> tuple[Client, str | None]:  # fmt: skip
     """Start all threads; closing ``stack`` ends them, the last one first."""
     folder = tempfile.mkdtemp(prefix="streampack-")
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
     service = BrokerService(replace(config, listen=replace(config.listen, **endpoints_in(folder))))
     stack.callback(service.close)
     service.warm_up()
-    found: list[streampack.Client] = []
+    found: list[Client] = []
 
     def serve() -> None:
         try:
@@ -294,9 +293,7 @@ def _start(
         stack.callback(server.close)
         server.start()
         url = server.url
-    reader = streampack.connect(
-        service.endpoints["trainers"], feed=next(iter(config.feeds)), mesh=streampack.Mesh(), key_file="", **client
-    )
+    reader = connect(service.endpoints["trainers"], feed=next(iter(config.feeds)), mesh=Mesh(), key_file="", **client)
     stack.callback(reader.close)
     found.append(reader)
     loop = ProducerLoop(service.endpoints["producers"], sources)
@@ -329,7 +326,7 @@ def start_thread(stack: contextlib.ExitStack, body: Callable[[], None], stop: Ca
     stack.callback(end)
 
 
-def _tell(clients: list[streampack.Client], error: Exception) -> None:
+def _tell(clients: list[Client], error: Exception) -> None:
     """Raise a thread's error where the packs are taken."""
     if not isinstance(error, StreampackError):
         bug = InternalError(f"a thread of the local loader failed: {error!r}")
