@@ -20,22 +20,23 @@ import numpy as np
 from benchmarks.traffic import MEAN_SAMPLE_TOKENS, SAMPLE_SIGMA
 from streampack.core.broker import Broker
 from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Append, Safe
 from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Rules, StreamRules
 from streampack.core.protocol.effects import (
-    Append,
     Form,
     Formed,
     FromProducer,
     FromTrainer,
     Release,
-    Safe,
     SendProducer,
     SendShard,
     SendTrainer,
 )
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
-from streampack.core.protocol.messages import Envelope, Mesh, Offer
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.producer_messages import Offer
 from streampack.core.sessions.client_events import Broken, Deliver, Returned
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_base import Chunk

@@ -24,7 +24,7 @@ from benchmarks.traffic import WARM_UP_S
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
-from streampack.core.protocol.messages import Lease
+from streampack.core.protocol.producer_messages import Lease
 from streampack.producer.chunks import Batch
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor

@@ -25,7 +25,7 @@ from streampack.client.reading_stats import ReadingFigures
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
 from streampack.core.feed.feed import Feed
-from streampack.core.protocol.messages import Mesh, ReadBy
+from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.serve.rank_registry import Reader, ReaderPhase
 from streampack.core.stats.data_wait import CAUSES, WAIT_BOUNDS_S, Starvation
 

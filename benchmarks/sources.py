@@ -29,7 +29,7 @@ import webdataset
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import arguments, head, say
-from streampack.core.protocol.messages import Lease
+from streampack.core.protocol.producer_messages import Lease
 from streampack.producer.chunks import batches
 from streampack.sources import SourceSettings, TokenizerSettings, open_source, open_tokenizer
 

@@ -32,9 +32,10 @@ from benchmarks.traffic import NUM_PRODUCERS, PACK_TOKENS, Traffic
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
+from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.effects import FromProducer, FromTrainer
 from streampack.core.protocol.events import Event, FromBroker, Send, Tick
-from streampack.core.protocol.messages import Mesh, Offer
+from streampack.core.protocol.producer_messages import Offer
 from streampack.core.sessions.client_events import Deliver, Returned
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_session import ProducerSession, Read

@@ -28,7 +28,7 @@ import streampack
 from benchmarks.processes import START_TIMEOUT_S, Processes
 from benchmarks.traffic import NUM_PRODUCERS, PACK_TOKENS, WARM_UP_S, PipeResult, Traffic
 from streampack.client.connect import read_rendezvous
-from streampack.core.protocol.messages import Lease
+from streampack.core.protocol.producer_messages import Lease
 from streampack.packs.kernel_loader import kernels
 from streampack.producer.chunks import CHUNK_SAMPLES, Batch
 from streampack.producer.loop import ProducerLoop

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
-from streampack.core.protocol.messages import Mesh
 from streampack.errors import UserError
 from streampack.packs.pack import Step
 

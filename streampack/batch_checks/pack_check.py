@@ -15,9 +15,9 @@ from streampack.batch_checks.expectations import equal, expect
 from streampack.batch_checks.view_check import canonical, check_keys
 from streampack.core.layout.layout import shard_slices
 from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, IGNORE_INDEX
-from streampack.core.protocol.messages import Mesh
 from streampack.errors import InvariantError
 
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from streampack.batch_checks.expectations import equal, expect
 from streampack.batch_checks.pack_check import LabelCheck, PackCheck
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
-from streampack.core.protocol.messages import Mesh
 from streampack.packs.pack import Step
 
 

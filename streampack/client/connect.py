@@ -21,8 +21,8 @@ import msgspec
 from streampack.client.prefetch import TWICE
 from streampack.client.ranks import mesh_of
 from streampack.client.reader import Reading
+from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
-from streampack.core.protocol.messages import Mesh, ReadBy
 from streampack.core.sessions.patience import Patience
 from streampack.errors import MeshError, StreampackError, Unreachable, UserError
 from streampack.packs.pack import Step

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from streampack.client.reading_stats import ReadingFigures
+from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick, Unsent
-from streampack.core.protocol.messages import Attached, Committed, Mesh, State
+from streampack.core.protocol.trainer_messages import Attached, Committed, State
 from streampack.core.sessions.client_events import Answered, Broken, Damaged, Deliver, Detach, Ended, Waiting
 from streampack.core.sessions.client_session import ClientSession
 from streampack.errors import (

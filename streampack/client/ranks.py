@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from streampack.core.protocol.messages import Mesh
+from streampack.core.model.mesh import Mesh
 from streampack.errors import MeshError
 
 AXES = ("dp", "cp", "tp", "pp")

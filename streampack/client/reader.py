@@ -21,8 +21,9 @@ import msgspec
 from streampack.client import state as checkpoint
 from streampack.client.prefetch import Prefetching
 from streampack.client.reading_stats import ReadingFigures
+from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
-from streampack.core.protocol.messages import AskState, Commit, Committed, Mesh, ReadBy, State
+from streampack.core.protocol.trainer_messages import AskState, Commit, Committed, State
 from streampack.core.sessions.client_events import Again, Ask, Begin, Returned, Waiting
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.patience import Patience

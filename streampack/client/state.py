@@ -20,7 +20,7 @@ from msgspec import Meta, Struct, UnsetType
 
 from streampack.core.model.rules import Rules
 from streampack.core.model.snapshot import Count
-from streampack.core.protocol.messages import State
+from streampack.core.protocol.trainer_messages import State
 from streampack.core.sessions.client_events import Begin
 from streampack.errors import StateError, WireError
 from streampack.wire import frames as wire

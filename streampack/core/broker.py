@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from streampack.core.feed.feed import Feed
 from streampack.core.intake.leases import Leases
 from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Cut, Recalled, Safe, WasCut
 from streampack.core.journal.log_records import (
     Base,
     BatchMarked,
@@ -29,36 +30,19 @@ from streampack.core.model.samples import SampleTable
 from streampack.core.protocol.effects import (
     Answer,
     Change,
-    Cut,
     Drain,
     Formed,
     FromProducer,
     FromTrainer,
     NotSent,
-    Recalled,
-    Safe,
     SendTrainer,
-    WasCut,
     Withdrawn,
 )
 from streampack.core.protocol.events import Effect, Event, Report, Tick
-from streampack.core.protocol.messages import (
-    WRONG_SIDE,
-    Attach,
-    Bye,
-    Envelope,
-    Eos,
-    Get,
-    Hello,
-    Mark,
-    Message,
-    ProducerPing,
-    ReaderPing,
-    Reject,
-    Samples,
-    Who,
-)
+from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Message, Reject, Who
+from streampack.core.protocol.producer_messages import Eos, Hello, Mark, ProducerPing, Samples
 from streampack.core.protocol.rights import Rights, forbidden, key_of
+from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
 from streampack.core.serve.attempts import Departure
 
 OfStream = SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded

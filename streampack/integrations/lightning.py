@@ -29,7 +29,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from streampack.client.connect import Client, connect
 from streampack.client.ranks import mesh_of
-from streampack.core.protocol.messages import Mesh
+from streampack.core.model.mesh import Mesh
 from streampack.errors import StreampackError, UserError
 from streampack.packs.pack import Step
 from streampack.views.formats import View

@@ -23,9 +23,11 @@ from streampack.core.layout import layout as in_numpy
 from streampack.core.layout.layout import Boundaries, Layouts, Slices, cut, derive_positions, layouts
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
 from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I32, I64
-from streampack.core.protocol.messages import Attached, Envelope, Mesh, StepPart
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.trainer_messages import Attached, StepPart
 from streampack.errors import WireError
 from streampack.packs.columns import Column, Columns, part, rebased, rows
 from streampack.packs.kernel_loader import kernels

@@ -19,9 +19,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, to_bfloat16
 from streampack.core.model.samples import I64, IGNORE_INDEX
-from streampack.core.protocol.messages import MAX_CHUNK_SAMPLES, OVERLONG, Lease
+from streampack.core.protocol.producer_messages import OVERLONG, Lease
 from streampack.core.sessions.producer_base import Chunk, Key, Session
 from streampack.errors import ConfigError, DamagedFile, SampleError
 from streampack.sources import Cursor, ManySource, Record, Records, Room, Source

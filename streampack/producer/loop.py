@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from streampack.core.protocol.events import Effect, FromBroker, Report, Send, Tick, Unsent
-from streampack.core.protocol.messages import Flow, Lease, Offer, SourceSize
+from streampack.core.protocol.producer_messages import Flow, Lease, Offer, SourceSize
 from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Key, Leave, Session
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError

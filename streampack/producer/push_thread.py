@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick, Unsent
-from streampack.core.protocol.messages import Lease
+from streampack.core.protocol.producer_messages import Lease
 from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Leave
 from streampack.core.sessions.push_buffer import PushBuffer, size_of
 from streampack.core.sessions.push_session import End, EndBatch, Push, PushSession

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.model.fields import GROUP, LOSS_MASK, POLICY_VERSION, Field
 from streampack.core.model.samples import Keep
-from streampack.core.protocol.messages import Lease
+from streampack.core.protocol.producer_messages import Lease
 from streampack.core.sessions.producer_base import Chunk
 from streampack.errors import SampleError, UserError
 from streampack.producer.chunks import CHUNK_SAMPLES, batches_of, chunk_of

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 
 from streampack.core.model.fields import POSITION_IDS
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
-from streampack.core.protocol.messages import Mesh
 from streampack.errors import UserError
 
 _SHARDED_LATER = {

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.batch_checks.step_check import check_step, follows
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import IGNORE_INDEX
-from streampack.core.protocol.messages import Mesh
 from streampack.errors import UserError
 from streampack.packs.columns import Columns
 from streampack.packs.lazy import Packs

@@ -26,13 +26,16 @@ import msgspec
 from streampack.core.journal.log_records import ALL_RECORDS, Record
 from streampack.core.model.fields import MAX_FIELDS
 from streampack.core.model.snapshot import Snapshot
-from streampack.core.protocol.messages import ALL, Envelope, Message
+from streampack.core.protocol.message import SHARED_MESSAGES, Envelope, Message
+from streampack.core.protocol.producer_messages import PRODUCER_MESSAGES
+from streampack.core.protocol.trainer_messages import TRAINER_MESSAGES
 from streampack.errors import WireError
 from streampack.wire.checksums import crc32c
 
 MAGIC = b"SPK1"
 VERSION = 1
 """Every version has the same header, and ``Reject`` as message 14, so that a peer of another one can be told why."""
+ALL_MESSAGES = (*SHARED_MESSAGES, *PRODUCER_MESSAGES, *TRAINER_MESSAGES)
 MAX_PAYLOAD_FRAMES = 2 + MAX_FIELDS
 MAX_META_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
@@ -44,7 +47,7 @@ _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CRC.size
 
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {kind.TYPE: msgspec.msgpack.Decoder(kind) for kind in ALL}
+_decoders = {kind.TYPE: msgspec.msgpack.Decoder(kind) for kind in ALL_MESSAGES}
 _record_decoders = {kind.TYPE: msgspec.msgpack.Decoder(kind) for kind in ALL_RECORDS}
 _snapshot_decoder = msgspec.msgpack.Decoder(Snapshot)
 _SIZES = struct.Struct("<IH")

@@ -15,8 +15,8 @@ from hypothesis import given
 import streampack
 from streampack.batch_checks.step_check import follows
 from streampack.core.model.fields import Field
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align
-from streampack.core.protocol.messages import Mesh
 from streampack.errors import InvariantError
 from streampack.packs.pack import Pack, Step
 from streampack.views.formats import Views

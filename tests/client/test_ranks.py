@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.client.ranks import AXES, mesh_of, of_dims
-from streampack.core.protocol.messages import Mesh
+from streampack.core.model.mesh import Mesh
 from streampack.errors import MeshError
 
 sizes = st.fixed_dictionaries(dict.fromkeys(AXES, st.integers(1, 4)))

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from streampack.client.state import Origin, load, save
 from streampack.core.feed.resume import snapshot
 from streampack.core.form.former import Former
+from streampack.core.journal.log_effects import Safe
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import SampleTable
 from streampack.core.model.snapshot import Snapshot
-from streampack.core.protocol.effects import Safe
-from streampack.core.protocol.messages import State
+from streampack.core.protocol.trainer_messages import State
 from streampack.core.sessions.client_events import Begin
 from streampack.errors import StateError
 from tests.core.live import Live

@@ -21,13 +21,13 @@ from streampack.core.deal.step_cache import mesh_refusal
 from streampack.core.layout.layout import LAYOUTS
 from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.fields import Field
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Balance, Batch, Rules, StreamRules, Warmup
 from streampack.core.model.shapes import Sizes
 from streampack.core.packers.blocks.first_fit import FirstFitShuffle
 from streampack.core.packers.blocks.modified_first_fit import ModifiedFirstFitDecreasing
 from streampack.core.packers.blocks.unpacked import Unpacked
 from streampack.core.packers.joint.joint import Joint, held_tokens
-from streampack.core.protocol.messages import Mesh
 from streampack.errors import ConfigError
 
 # Rules

@@ -17,31 +17,30 @@ from crc32c import crc32c
 
 from streampack.core.broker import Broker
 from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Append, Cut, Recall, Recalled, Safe
 from streampack.core.journal.log_records import Record, RulesChanged
 from streampack.core.model.capacity import Capacity, FeedPlan
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import Ask
 from streampack.core.model.rules import Rules, RulesChange
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.effects import (
     Answer,
-    Append,
     Change,
-    Cut,
     Form,
     Formed,
     FromProducer,
     FromTrainer,
-    Recall,
-    Recalled,
     Release,
-    Safe,
     SendProducer,
     SendShard,
     SendTrainer,
     Store,
 )
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
-from streampack.core.protocol.messages import Envelope, Mesh, Offer, State, StepPart
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.producer_messages import Offer
+from streampack.core.protocol.trainer_messages import State, StepPart
 from streampack.core.sessions.client_events import Broken, Deliver, Detach, Ended, Returned
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_base import Chunk, Finish

@@ -13,24 +13,14 @@ from streampack_services.broker import report_limit
 from streampack.core.broker import OUTBID_BY, Broker
 from streampack.core.intake import producers
 from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.effects import FromProducer, FromTrainer, SendProducer, SendTrainer
 from streampack.core.protocol.events import Effect, Tick
-from streampack.core.protocol.messages import (
-    AskSnapshot,
-    Attach,
-    Attached,
-    Brought,
-    Bye,
-    Envelope,
-    Hello,
-    Lease,
-    Mesh,
-    Message,
-    Offer,
-    Reject,
-)
+from streampack.core.protocol.message import Bye, Envelope, Message, Reject
+from streampack.core.protocol.producer_messages import Hello, Lease, Offer
+from streampack.core.protocol.trainer_messages import AskSnapshot, Attach, Attached, Brought
 from streampack.core.serve.snapshot_requests import MOST_BROUGHT
 from streampack.errors import WireError
 from streampack.wire import frames as wire

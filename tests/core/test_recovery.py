@@ -13,49 +13,36 @@ from streampack.core.feed.resume import snapshot
 from streampack.core.form.former import Former
 from streampack.core.journal.history import ChunkPlace, History
 from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Append, Cut, Recall, Recalled, Safe, WasCut
 from streampack.core.journal.log_records import Base, ChunkAdmitted, Record
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.capacity import Capacity, FeedPlan
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import Restream
 from streampack.core.model.rules import Rules, RulesChange, StreamRules
 from streampack.core.model.samples import ROW, SampleTable
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.effects import (
-    Append,
     Change,
-    Cut,
     Form,
     Formed,
     FromProducer,
     FromTrainer,
-    Recall,
-    Recalled,
-    Safe,
     SendProducer,
     SendShard,
     SendTrainer,
-    WasCut,
 )
 from streampack.core.protocol.events import Effect, Event, Tick
-from streampack.core.protocol.messages import (
+from streampack.core.protocol.message import Bye, Envelope, Message, Reject
+from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Lease, Offer, Samples
+from streampack.core.protocol.trainer_messages import (
     AskSnapshot,
     Attach,
     Brought,
-    Bye,
     Commit,
     Committed,
     End,
-    Envelope,
-    Eos,
-    Flow,
     Get,
-    Hello,
-    Lease,
-    Mesh,
-    Message,
-    Offer,
-    Reject,
-    Samples,
     StepPart,
     Wait,
 )

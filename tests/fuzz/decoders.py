@@ -23,23 +23,16 @@ from streampack.client import connect
 from streampack.client import state as checkpoint
 from streampack.config.config_files import read_either
 from streampack.core.model.rules import Rules
-from streampack.core.protocol.messages import (
-    ALL,
+from streampack.core.protocol.message import Bye, Envelope, Message, Reject
+from streampack.core.protocol.producer_messages import Done, Mark, ProducerPing, Sent
+from streampack.core.protocol.trainer_messages import (
     AskSnapshot,
     AskState,
     Brought,
-    Bye,
     Commit,
     Committed,
-    Done,
-    Envelope,
     Fenced,
-    Mark,
-    Message,
     Probe,
-    ProducerPing,
-    Reject,
-    Sent,
     State,
 )
 from streampack.errors import (
@@ -53,6 +46,7 @@ from streampack.errors import (
 )
 from streampack.transport.shared_memory import MAGIC, SPEAKS, Known, Link, Slots
 from streampack.wire import frames as wire
+from streampack.wire.frames import ALL_MESSAGES
 from tests.fuzz.engine import Target
 from tests.fuzz.forms import JSON, MSGPACK, YAML, packed, unpacked
 from tests.fuzz.machines import honest
@@ -70,7 +64,7 @@ def messages() -> list[Envelope]:
     found = {type(envelope.message): envelope for envelope in said}
     for given in honest().said:
         if given[0] == "m":
-            kind = next(kind for kind in ALL if given[3] == kind.TYPE)
+            kind = next(kind for kind in ALL_MESSAGES if given[3] == kind.TYPE)
             message = msgspec.convert(given[7], type=kind, builtin_types=(bytes,))
             found.setdefault(
                 kind, Envelope(run=RUN, epoch=7, fence=1, message=message, payload=tuple(given[8]))

@@ -9,25 +9,12 @@ import msgspec
 import numpy as np
 from streampack_services.http.control import BODIES
 
+from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.effects import Drain
 from streampack.core.protocol.events import Effect, Event, FromBroker, Tick
-from streampack.core.protocol.messages import (
-    AskState,
-    Attach,
-    Brought,
-    Commit,
-    Envelope,
-    Eos,
-    Flow,
-    Hello,
-    Lease,
-    Mark,
-    Mesh,
-    Offer,
-    ProducerPing,
-    Revoke,
-    Who,
-)
+from streampack.core.protocol.message import Envelope, Who
+from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Lease, Mark, Offer, ProducerPing, Revoke
+from streampack.core.protocol.trainer_messages import AskState, Attach, Brought, Commit
 from streampack.core.sessions.client_events import Again, Ask, Begin, Deliver, Returned, Waiting
 from streampack.core.sessions.client_session import MOST_AHEAD, ClientSession
 from streampack.core.sessions.producer_base import Chunk, Failed

@@ -16,48 +16,35 @@ from streampack_services.broker.arena import SLACK, Arena
 
 from streampack.core.broker import Broker
 from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Append, Cut, Recall, Recalled, Safe, WasCut
 from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.protocol.effects import (
     Answer,
-    Append,
     Change,
-    Cut,
     Drain,
     Form,
     Formed,
     FromProducer,
     FromTrainer,
-    Recall,
-    Recalled,
     Release,
-    Safe,
     SendProducer,
     SendShard,
     SendTrainer,
     Store,
-    WasCut,
 )
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
-from streampack.core.protocol.messages import (
-    ALL,
-    Attached,
-    Envelope,
-    Eos,
-    Lease,
-    Mark,
-    Mesh,
-    Message,
-    Offer,
-    Samples,
-    Sent,
-)
+from streampack.core.protocol.message import Envelope, Message
+from streampack.core.protocol.producer_messages import Eos, Lease, Mark, Offer, Samples, Sent
+from streampack.core.protocol.trainer_messages import Attached
 from streampack.core.sessions.client_events import Deliver, Detach, Ended, Returned
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_base import Chunk, Finish
 from streampack.core.sessions.producer_session import EndOfPartition, ProducerSession, Read
 from streampack.errors import WireError
 from streampack.wire import frames as wire
+from streampack.wire.frames import ALL_MESSAGES
 from tests.fuzz.forms import packed
 from tests.simulation.disk import Disk
 
@@ -65,7 +52,7 @@ RUN, EPOCH, RIGHT = 9, 7, -1
 BUDGET, LONGEST, QUOTA, MOST_PEERS = 16, 24, 64, 8
 LENGTHS = (3, 5, 16, 1, 0, 7)
 SIDES = (FromProducer, FromTrainer)
-KINDS = {kind.TYPE: kind for kind in ALL}
+KINDS = {kind.TYPE: kind for kind in ALL_MESSAGES}
 READ = Rules(
     budget=BUDGET, packs=2, window=4,
     streams=(StreamRules("a", 1.0, 2, poison="drop"), StreamRules("b", 2.0, 1, poison="drop", overlong="split")),

@@ -16,8 +16,8 @@ from itertools import product
 import zmq
 
 from streampack.client.reading_stats import ReadingFigures
+from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.events import Effect, FromBroker, Send, Tick
-from streampack.core.protocol.messages import Mesh
 from streampack.core.sessions.client_events import Deliver, Detach, Returned
 from streampack.core.sessions.client_session import ClientSession
 from streampack.transport.sockets import HIGH_WATER

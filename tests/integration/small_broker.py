@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.protocol.messages import Bye, Envelope, Eos, Flow, Hello, Lease, Mark, Message, Samples, Who
+from streampack.core.protocol.message import Bye, Envelope, Message, Who
+from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Lease, Mark, Samples
 from streampack.transport.sockets import Poller, Router, drain
 from streampack.wire import frames as wire
 from tests.integration.running import PATIENCE_S

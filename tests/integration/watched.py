@@ -19,7 +19,7 @@ from streampack_services.logs import Ring
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
-from streampack.core.protocol.messages import Lease
+from streampack.core.protocol.producer_messages import Lease
 from streampack.producer.chunks import Batch
 from streampack.sources import Cursor
 from tests.integration.many_ranks import many_ranks

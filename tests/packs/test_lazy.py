@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import streampack
-from streampack.core.protocol.messages import Mesh
+from streampack.core.model.mesh import Mesh
 from streampack.errors import InternalError, PeerError, UserError
 from streampack.packs import lazy
 from streampack.packs.build import build_step

@@ -17,10 +17,12 @@ from streampack_services.broker.arena_kernels import copy_slices, slices_of
 from streampack.core.layout.layout import LAYOUTS, Contents, positions_of, round_up, shard_slices
 from streampack.core.layout.step_frames import frames_for
 from streampack.core.model.fields import DType, Field, from_bfloat16
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import I64
 from streampack.core.model.shapes import Shape, Sizes
-from streampack.core.protocol.messages import Attached, Envelope, Mesh, StepPart, Wait
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.trainer_messages import Attached, StepPart, Wait
 from streampack.errors import WireError
 from streampack.packs.build import build_step
 from streampack.packs.kernel_loader import kernels

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import streampack
 from streampack.core.layout.layout import round_up
 from streampack.core.model.fields import Field
-from streampack.core.protocol.messages import Mesh
+from streampack.core.model.mesh import Mesh
 from streampack.errors import UserError
 from streampack.packs import regroup
 from streampack.packs.pack import Pack, Step

@@ -27,7 +27,8 @@ from streampack.core.model.fields import Field, from_bfloat16, to_bfloat16
 from streampack.core.model.rules import Overlong
 from streampack.core.model.samples import SampleTable
 from streampack.core.protocol.effects import Store
-from streampack.core.protocol.messages import Envelope, Lease, Samples
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.producer_messages import Lease, Samples
 from streampack.errors import ConfigError, SampleError
 from streampack.producer.chunks import Batch, batches, chunk_of
 from streampack.sources import Cursor, Record, SourceSettings, TokenizerSettings, open_source, open_tokenizer

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from streampack_services import logs
 from streampack_services.logs import Ring
 
+from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.events import Report
-from streampack.core.protocol.messages import Mesh
 
 LEVELS: tuple[logs.Level, ...] = ("debug", "info", "warning", "error")
 

@@ -15,13 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import SampleTable
 from streampack.core.model.snapshot import FormState, MergeState, Snapshot
 from streampack.core.model.steps import Packs, Step
 from streampack.core.protocol.effects import SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
-from streampack.core.protocol.messages import Attach, Bye, Envelope, Mesh, State, StepPart, Who
+from streampack.core.protocol.message import Bye, Envelope, Who
+from streampack.core.protocol.trainer_messages import Attach, State, StepPart
 from streampack.core.serve.readers import Readers
 from streampack.core.sessions.client_events import Begin, Broken, Deliver, Detach, Ended, Returned
 from streampack.core.sessions.client_session import ClientSession

@@ -14,27 +14,24 @@ from streampack_services.broker.arena import SLACK, Arena
 
 from streampack.core.broker import Broker
 from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Append, Cut, Recall, Recalled, Safe, WasCut
 from streampack.core.model.capacity import Capacity, FeedPlan, wanted_tokens
 from streampack.core.protocol.effects import (
-    Append,
-    Cut,
     Form,
     Formed,
     FromProducer,
     FromTrainer,
     NotSent,
-    Recall,
-    Recalled,
     Release,
-    Safe,
     SendProducer,
     SendShard,
     SendTrainer,
     Store,
-    WasCut,
 )
 from streampack.core.protocol.events import Effect, Event, Report, Tick
-from streampack.core.protocol.messages import Committed, End, Envelope, Flow
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.producer_messages import Flow
+from streampack.core.protocol.trainer_messages import Committed, End
 from tests.simulation.checks import BrokerChecks
 from tests.simulation.data import BATCH, BUDGET, MAX_SAMPLE, Case
 from tests.simulation.disk import Disk

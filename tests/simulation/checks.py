@@ -10,22 +10,17 @@ from typing import TYPE_CHECKING, Any
 from streampack.core.journal.log_records import ChunkAdmitted, FeedEnded, Record, StepFormed
 from streampack.core.protocol.effects import FromProducer, FromTrainer, SendProducer, SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Event
-from streampack.core.protocol.messages import (
+from streampack.core.protocol.message import Bye
+from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Mark, Samples, Sent
+from streampack.core.protocol.trainer_messages import (
     AskState,
     Attach,
     Attached,
     Brought,
-    Bye,
     Commit,
     End,
-    Eos,
-    Flow,
     Get,
-    Hello,
-    Mark,
     ReaderPing,
-    Samples,
-    Sent,
     StepPart,
 )
 from streampack.core.serve.rank_registry import ReaderPhase

@@ -11,9 +11,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect, Event
-from streampack.core.protocol.messages import AskState, Commit, Mesh, State
+from streampack.core.protocol.trainer_messages import AskState, Commit, State
 from streampack.core.sessions.client_events import Again, Answered, Ask, Begin, Broken, Deliver, Detach, Ended, Returned
 from streampack.core.sessions.client_session import ClientPhase, ClientSession
 from tests.simulation.processes import TICK_S, Process

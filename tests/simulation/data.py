@@ -18,6 +18,7 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import (
     Align,
     Balance,
@@ -31,7 +32,8 @@ from streampack.core.model.rules import (
 )
 from streampack.core.model.samples import I64, Keep
 from streampack.core.model.shapes import Shape, Sizes
-from streampack.core.protocol.messages import Envelope, Mesh, StepPart
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.trainer_messages import StepPart
 
 FIRST_ARRIVAL, FIRST_PUSHED, FIRST_BATCH, FIRST_READ_BATCH, FIRST_PADDED, NUM_CASES = 8, 10, 12, 14, 16, 18
 """Cases from the first on are merged in the order of arrival, from the second on pushed, that before the third in part.

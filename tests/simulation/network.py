@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from streampack.core.protocol.messages import Envelope
+from streampack.core.protocol.message import Envelope
 from streampack.wire import frames as wire
 
 

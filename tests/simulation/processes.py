@@ -12,7 +12,7 @@ import numpy as np
 from crc32c import crc32c
 
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
-from streampack.core.protocol.messages import Offer
+from streampack.core.protocol.producer_messages import Offer
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_base import Chunk, Finish, Key, Leave, Session
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read

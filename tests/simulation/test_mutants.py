@@ -32,24 +32,17 @@ from streampack.core.intake.leases import Leases
 from streampack.core.intake.partition_accounts import Books
 from streampack.core.intake.producers import Producer
 from streampack.core.journal.history import History
+from streampack.core.journal.log_effects import Recalled
 from streampack.core.journal.log_records import ChunkAdmitted
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.core.model.steps import Step
-from streampack.core.protocol.effects import Formed, Recalled
+from streampack.core.protocol.effects import Formed
 from streampack.core.protocol.events import Effect, FromBroker, Send
-from streampack.core.protocol.messages import (
-    Envelope,
-    Eos,
-    Flow,
-    Get,
-    Hello,
-    Mesh,
-    ProducerPing,
-    ReaderPing,
-    Samples,
-    StepPart,
-)
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.producer_messages import Eos, Flow, Hello, ProducerPing, Samples
+from streampack.core.protocol.trainer_messages import Get, ReaderPing, StepPart
 from streampack.core.serve.attempts import AttemptCoordinator
 from streampack.core.serve.rank_registry import RankRegistry, ReaderPhase
 from streampack.core.serve.readers import Readers

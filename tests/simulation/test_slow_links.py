@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.messages import Envelope, StepPart
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.trainer_messages import StepPart
 from streampack.core.sessions.client_session import RETRY_S, ClientSession
 from tests.simulation.world import Slow, World
 

@@ -10,8 +10,11 @@ import hashlib
 import random
 from dataclasses import dataclass
 
+from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.events import FromBroker
-from streampack.core.protocol.messages import Attach, Envelope, Mesh, Samples
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.producer_messages import Samples
+from streampack.core.protocol.trainer_messages import Attach
 from tests.simulation.broker import FIRST_EPOCH, BrokerProcess
 from tests.simulation.client import Checkpoint, ClientProcess
 from tests.simulation.data import NUM_CASES, case

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 
 import streampack
-from streampack.core.protocol.messages import Mesh
+from streampack.core.model.mesh import Mesh
 from streampack.errors import UserError
 from streampack.training.loss import reduce_metrics
 from streampack.views.formats import View, Views

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import streampack
-from streampack.core.protocol.messages import Mesh
+from streampack.core.model.mesh import Mesh
 from streampack.errors import UserError
 from streampack.training.masks import block_causal_mask, block_causal_mask_mod, document_ids
 from streampack.views.formats import View, Views

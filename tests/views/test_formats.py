@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from streampack.core.protocol.messages import Mesh
+from streampack.core.model.mesh import Mesh
 from streampack.errors import UserError
 from streampack.packs.build import build_step
 from streampack.packs.pack import Step
@@ -225,7 +225,7 @@ def test_transformers_own_context_parallelism_is_refused(monkeypatch: pytest.Mon
 
 def test_torch_is_the_default_where_it_is_installed_and_imported_only_for_a_view() -> None:
     code = (
-        "import sys, streampack, streampack.views.formats as f, streampack.core.protocol.messages as m\n"
+        "import sys, streampack, streampack.views.formats as f, streampack.core.model.mesh as m\n"
         "f.Views('numpy', m.Mesh())\n"
         "assert 'torch' not in sys.modules\n"
         "assert f.Views(None, m.Mesh()).format == 'thd'\n"

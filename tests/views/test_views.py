@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 import streampack
 from streampack.core.model.fields import POSITION_IDS, Field
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Rules
 from streampack.core.model.shapes import Sizes
-from streampack.core.protocol.messages import Mesh
 from streampack.errors import UserError
 from streampack.packs.build import build_step
 from streampack.packs.pack import Pack

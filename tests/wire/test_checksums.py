@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from streampack.core.model.fields import Field
-from streampack.core.protocol.messages import Envelope, Lease, Samples
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.producer_messages import Lease, Samples
 from streampack.producer.chunks import Batch, chunk_of
 from streampack.sources import Cursor
 from streampack.wire import frames as wire

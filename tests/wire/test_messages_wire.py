@@ -18,27 +18,14 @@ from msgspec import UNSET, inspect
 from msgspec.structs import replace
 
 from streampack.core.model.fields import DType, Field
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, PackerName, Rules, StreamRules
-from streampack.core.protocol.messages import (
-    ALL,
-    Attach,
-    Envelope,
-    Eos,
-    Flow,
-    Hello,
-    Lease,
-    Mesh,
-    Message,
-    Offer,
-    ProducerPing,
-    ReaderPing,
-    Reject,
-    Samples,
-    StepPart,
-    Who,
-)
+from streampack.core.protocol.message import Envelope, Message, Reject, Who
+from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Lease, Offer, ProducerPing, Samples
+from streampack.core.protocol.trainer_messages import Attach, ReaderPing, StepPart
 from streampack.errors import WireError
 from streampack.wire import frames as wire
+from streampack.wire.frames import ALL_MESSAGES
 
 # Messages of any type, from what their fields are declared to hold
 
@@ -131,7 +118,7 @@ def as_bytes(frames: Sequence[Any]) -> list[bytes]:
     return [bytes(frame) for frame in frames]
 
 
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ALL_MESSAGES, ids=lambda kind: kind.__name__)
 @settings(max_examples=30)
 @given(data=st.data())
 def test_every_message_survives_the_trip(kind: type[Message], data: st.DataObject) -> None:
@@ -144,7 +131,7 @@ def test_every_message_survives_the_trip(kind: type[Message], data: st.DataObjec
     assert as_bytes(wire.encode(got)) == frames, "one message has one form"
 
 
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ALL_MESSAGES, ids=lambda kind: kind.__name__)
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_msgpack_library_reads_and_writes_the_meta(kind: type[Message], data: st.DataObject) -> None:
@@ -215,7 +202,7 @@ def test_golden_bytes_of_a_chunk_that_is_no_group_say_nothing_of_groups() -> Non
 
 
 def test_golden_numbers_of_messages_are_held_still() -> None:
-    numbers = {kind.__name__: kind.TYPE for kind in ALL}
+    numbers = {kind.__name__: kind.TYPE for kind in ALL_MESSAGES}
     assert len(set(numbers.values())) == len(numbers)
     assert numbers.items() >= {
         "Hello": 1, "Samples": 2, "Eos": 3, "ProducerPing": 4, "Bye": 5,
@@ -295,7 +282,7 @@ def test_noise_is_no_message(frames: list[bytes]) -> None:
 
 
 @settings(max_examples=300)
-@given(st.sampled_from([kind.TYPE for kind in ALL]), st.binary(max_size=60))
+@given(st.sampled_from([kind.TYPE for kind in ALL_MESSAGES]), st.binary(max_size=60))
 def test_noise_under_a_right_checksum_is_an_error_or_a_message(kind: int, meta: bytes) -> None:
     with suppress(WireError):
         assert isinstance(wire.decode(made(kind, meta)).message, Message)
@@ -309,7 +296,7 @@ JUNK = st.recursive(
 )
 
 
-@given(st.sampled_from(ALL), JUNK, st.data())
+@given(st.sampled_from(ALL_MESSAGES), JUNK, st.data())
 def test_a_field_of_another_type_is_an_error_or_allowed(kind: type[Message], junk: Any, data: st.DataObject) -> None:
     """Whatever decodes holds what its type declares, so that the state machines need not ask."""
     message = data.draw(structs(kind))

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from streampack.client import state
 from streampack.client.connect import Client, connect
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig, Retain
-from streampack.core.protocol.messages import State
+from streampack.core.protocol.trainer_messages import State
 from streampack.errors import DataStall, InternalError, Rejected, SourceError, StreampackError, UserError
 from streampack.packs.pack import Step
 from streampack.producer.loop import ProducerLoop

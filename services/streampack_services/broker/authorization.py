@@ -33,7 +33,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from streampack.config.typed_yaml import convert, parse_tree
-from streampack.core.protocol.messages import Name, Small
+from streampack.core.model.bounded import Name, Small
 from streampack.core.protocol.rights import NO_RIGHTS, Rights, Side, key_of
 from streampack.errors import ConfigError, StreampackError, UserError
 from streampack.transport.curve import new_secret, public_of

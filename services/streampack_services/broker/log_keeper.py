@@ -18,8 +18,8 @@ from typing import Any
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import parse_size
 from streampack.core.broker import Broker
+from streampack.core.journal.log_effects import Append, Recall, Recalled, Safe, WasCut
 from streampack.core.journal.log_records import Record
-from streampack.core.protocol.effects import Append, Recall, Recalled, Safe, WasCut
 from streampack.errors import ConfigError, LogDamaged, StreampackError, WireError
 from streampack.wire import frames as wire
 from streampack_services.ledger.state_dir import open_ledger

@@ -29,6 +29,7 @@ from streampack.core.deal import deal_kernels
 from streampack.core.form import former as form
 from streampack.core.intake import admission_kernels
 from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Append, Cut, Recall
 from streampack.core.layout.layout import Contents
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS
 from streampack.core.merge import schedule
@@ -36,16 +37,13 @@ from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.rule_changes import Ask
 from streampack.core.protocol.effects import (
     Answer,
-    Append,
     Change,
-    Cut,
     Drain,
     Form,
     Formed,
     FromProducer,
     FromTrainer,
     NotSent,
-    Recall,
     Release,
     SendProducer,
     SendShard,
@@ -54,7 +52,7 @@ from streampack.core.protocol.effects import (
     Withdrawn,
 )
 from streampack.core.protocol.events import Effect, Event, Report, Tick
-from streampack.core.protocol.messages import Envelope, Reject
+from streampack.core.protocol.message import Envelope, Reject
 from streampack.errors import ConfigError, InternalError, WireError
 from streampack.transport.curve import Door
 from streampack.transport.sockets import Poller, Router, drain

@@ -18,7 +18,7 @@ import numpy as np
 from streampack.core.broker import Broker
 from streampack.core.feed.feed import Feed
 from streampack.core.model.rules import Rules, StreamRules
-from streampack.core.protocol.messages import SourceSize
+from streampack.core.protocol.producer_messages import SourceSize
 
 _BOUNDS = ("estimate", "low", "high")
 

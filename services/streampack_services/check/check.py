@@ -23,9 +23,9 @@ from streampack.config.config_files import read_either
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
 from streampack.core.deal.assignment import packs_of_mesh
 from streampack.core.deal.step_cache import mesh_refusal
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.packers.joint.joint import Joint, max_wait
-from streampack.core.protocol.messages import Mesh
 from streampack.errors import UserError
 from streampack.producer.first_rows import check_rows
 from streampack.sources import open_tokenizer

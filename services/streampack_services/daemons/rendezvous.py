@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from streampack.core.protocol.messages import Envelope, ProducerPing
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.producer_messages import ProducerPing
 from streampack.errors import Rejected, WireError
 from streampack.transport.keys import Key
 from streampack.transport.sockets import Dealer, Poller

@@ -28,7 +28,7 @@ from streampack.client.connect import read_rendezvous
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
-from streampack.core.protocol.messages import Mesh
+from streampack.core.model.mesh import Mesh
 from streampack.errors import StreampackError
 from streampack_services.broker.authorization import new_key
 from streampack_services.demo.demo_rank import RankReport, run_rank

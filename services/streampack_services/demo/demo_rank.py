@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from streampack.client.connect import Client, connect
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.samples import I64, IGNORE_INDEX
-from streampack.core.protocol.messages import Mesh
 from streampack.errors import StreampackError
 from streampack.packs.pack import Pack, Step
 from streampack.wire.checksums import crc32c

@@ -32,7 +32,7 @@ from streampack.core.intake.lease_terms import terms_of
 from streampack.core.journal.log_records import ChunkAdmitted, Record, SamplesRejected, SnapshotTaken, StepFormed
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Snapshot
-from streampack.core.protocol.messages import OVERLONG
+from streampack.core.protocol.producer_messages import OVERLONG
 from streampack.wire import frames as wire
 from streampack.wire.checksums import crc32c
 from streampack_services.ledger import step_rows

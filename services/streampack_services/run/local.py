@@ -25,8 +25,8 @@ from streampack.client.connect import Client, connect, introduce_to_torch
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig, StreamSettings
 from streampack.config.typed_yaml import convert
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
-from streampack.core.protocol.messages import Mesh
 from streampack.errors import InternalError, StreampackError, UserError
 from streampack.packs.pack import Step
 from streampack.producer.first_rows import refuse_chats, refuse_chats_in

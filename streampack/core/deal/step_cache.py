@@ -18,10 +18,11 @@ from streampack.core.deal.deal_kernels import lay_out
 from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.layout.layout import Contents
 from streampack.core.layout.step_frames import frames_for
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, PACK, SampleTable
 from streampack.core.model.steps import Packs, Step
-from streampack.core.protocol.messages import Mesh, StepPart
+from streampack.core.protocol.trainer_messages import StepPart
 from streampack.core.stats.padding import depends_on_mesh, waste_of, waste_of_rows
 
 PART_BYTES = 2 << 20

@@ -14,15 +14,15 @@ from streampack.core.feed.resume import snapshot
 from streampack.core.form.former import Former
 from streampack.core.journal.history import History
 from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Recall
 from streampack.core.journal.log_records import CheckpointCommitted
 from streampack.core.merge.queues import NOWHERE
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import SampleTable
 from streampack.core.model.steps import FIRST_CHAIN
-from streampack.core.protocol.effects import Recall
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.messages import State
+from streampack.core.protocol.trainer_messages import State
 
 
 class Checkpoints:

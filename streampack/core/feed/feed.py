@@ -25,6 +25,7 @@ from streampack.core.form.form_stats import FormedFigures
 from streampack.core.intake.leases import Leases
 from streampack.core.journal.history import History
 from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Recall, Recalled
 from streampack.core.journal.log_records import CheckpointCommitted, FeedFacts, Record, RulesChanged, SnapshotTaken
 from streampack.core.journal.recorder import Recorder
 from streampack.core.model.capacity import FeedPlan
@@ -32,9 +33,9 @@ from streampack.core.model.rules import Rules, difference
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.model.steps import Step
-from streampack.core.protocol.effects import Formed, Recall, Recalled, Release
+from streampack.core.protocol.effects import Formed, Release
 from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.messages import State
+from streampack.core.protocol.trainer_messages import State
 from streampack.core.serve.readers import Readers
 from streampack.core.stats.data_wait import Missing
 from streampack.core.stats.padding import depends_on_mesh

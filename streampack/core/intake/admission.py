@@ -25,7 +25,7 @@ from streampack.core.model.fields import LABELS, LOSS_MASK, Field
 from streampack.core.model.samples import I64, IGNORE_INDEX, KEEPS, SampleTable, index_of
 from streampack.core.protocol.effects import Store
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.messages import OVERLONG
+from streampack.core.protocol.producer_messages import OVERLONG
 
 POLICY_LAG = "policy_lag"
 """Why samples are rejected whose policy was too old when they came."""

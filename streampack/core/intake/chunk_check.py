@@ -14,8 +14,10 @@ import numpy as np
 
 from streampack.core.intake.admission_kernels import measure
 from streampack.core.intake.lease_terms import StreamTerms
+from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.samples import I64, U32, index_of
-from streampack.core.protocol.messages import MAX_CHUNK_SAMPLES, Envelope, Samples
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.producer_messages import Samples
 
 Unfit = tuple[str, str]
 """Why something cannot be taken: (code, detail)."""

@@ -16,7 +16,8 @@ from streampack.core.journal.journal import Journal
 from streampack.core.model.capacity import Capacity
 from streampack.core.protocol.effects import SendProducer
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.messages import Envelope, Eos, Flow, Lease, Mark, Message, Revoke, Samples, Sent
+from streampack.core.protocol.message import Envelope, Message
+from streampack.core.protocol.producer_messages import Eos, Flow, Lease, Mark, Revoke, Samples, Sent
 
 
 class Credits:

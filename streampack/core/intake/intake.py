@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from streampack.core.journal.history import ChunkPlace
+from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Cursor, Floor
-from streampack.core.protocol.messages import MAX_CHUNK_SAMPLES
 
 MAX_UNMERGED = MAX_CHUNK_SAMPLES
 """Samples of one partition that may wait for the merge: bounds what short samples cost beside their tokens. A partition

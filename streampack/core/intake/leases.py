@@ -13,23 +13,9 @@ from streampack.core.intake.rebalance import FAREWELL, Sharing
 from streampack.core.journal.journal import Journal
 from streampack.core.model.capacity import Capacity
 from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.messages import (
-    WRONG_SIDE,
-    Attach,
-    Bye,
-    Done,
-    Envelope,
-    Eos,
-    Get,
-    Hello,
-    Mark,
-    ProducerPing,
-    ReaderPing,
-    Reject,
-    Samples,
-    Sent,
-    Who,
-)
+from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Reject, Who
+from streampack.core.protocol.producer_messages import Done, Eos, Hello, Mark, ProducerPing, Samples, Sent
+from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
 
 REPEAT_S = 1.0
 """Credits are said again this often, whether or not they changed."""

@@ -15,13 +15,15 @@ from streampack.core.intake.admission import POLICY_LAG
 from streampack.core.intake.chunk_check import Received, received
 from streampack.core.intake.partitions import Partitions
 from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Recall, Recalled
 from streampack.core.journal.log_records import BatchMarked, ChunkAdmitted, PartitionEnded
 from streampack.core.merge.arrival import Arrival
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Floor
-from streampack.core.protocol.effects import Recall, Recalled, Store
+from streampack.core.protocol.effects import Store
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.messages import OVERLONG, Envelope, Mark, Samples
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.producer_messages import OVERLONG, Mark, Samples
 
 
 class Books(Partitions):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from streampack.core.intake.partition_accounts import Books
-from streampack.core.protocol.messages import Hello, Offer, SourceSize
+from streampack.core.protocol.producer_messages import Hello, Offer, SourceSize
 
 HOSTS_SHOWN = 32
 MOST_CLAIMS = 4096

@@ -16,13 +16,14 @@ from streampack.core.intake.partition_accounts import Books
 from streampack.core.intake.producers import Producer, Producers, Seen
 from streampack.core.journal.history import History
 from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Recalled
 from streampack.core.model.capacity import Capacity
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Floor
-from streampack.core.protocol.effects import Recalled
 from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.messages import Bye, Done, Hello
+from streampack.core.protocol.message import Bye
+from streampack.core.protocol.producer_messages import Done, Hello
 
 FAREWELL = Bye(reason="the broker is stopping")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from streampack.core.journal.log_effects import Append
 from streampack.core.journal.log_records import Record
-from streampack.core.protocol.effects import Append
 from streampack.core.protocol.events import Effect
 
 

@@ -8,7 +8,7 @@ where slices end inside a sample the tokens that follow them, for the labels the
 from __future__ import annotations
 
 from streampack.core.model.fields import LABELS, POSITION_IDS, Field
-from streampack.core.protocol.messages import Mesh
+from streampack.core.model.mesh import Mesh
 
 INPUT_IDS, EDGES = "input_ids", "edges"
 

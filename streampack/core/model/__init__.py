@@ -9,6 +9,8 @@
 - ``rule_changes``: what may be asked of a running feed, and the rules that follow.
 - ``snapshot``: all that decides later steps, beside samples that were not merged yet.
 - ``capacity``: what a broker is given before it runs: its feeds, and how much each side may hold.
+- ``mesh``: the trainers' mesh, and one process's ranks in it.
+- ``bounded``: types with bounds on what a peer may send.
 - ``phases``: the phases of a peer, and which may follow which.
 
 The modules rely on ``packers`` for the parameters of each packer. They decide nothing, and know no peers and no

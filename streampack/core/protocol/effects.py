@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from streampack.core.form.former import Request
-from streampack.core.journal.log_records import Record
 from streampack.core.layout.layout import Contents
 from streampack.core.model.rule_changes import Ask
 from streampack.core.model.samples import I64
 from streampack.core.packers import Choice
 from streampack.core.protocol.events import Effect, Event
-from streampack.core.protocol.messages import Envelope
+from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.rights import Rights
 
 
@@ -70,31 +69,6 @@ class Change(Event, frozen=True):
     ask: Ask
     at_step: int | None = None
     note: str = ""
-
-
-class Safe(Event, frozen=True):
-    """The log has every record below ``upto``, as safely as was asked for; ``stalled`` is why the rest waits,
-    ``full`` why nothing should be taken in that has to be written down."""
-
-    upto: int
-    stalled: str = ""
-    full: str = ""
-
-
-class Recalled(Event, frozen=True):
-    """The record that ``Recall`` asked for, with its payload."""
-
-    feed: str
-    lsn: int
-    record: Record
-    payload: tuple[Any, ...] = ()
-    generation: int = 0
-
-
-class WasCut(Event, frozen=True):
-    """The log begins with record ``first_lsn``."""
-
-    first_lsn: int
 
 
 class SendProducer(Effect, frozen=True):
@@ -156,24 +130,3 @@ class SendShard(Effect, frozen=True):
     layout: str
     cp: int
     cp_rank: int
-
-
-class Append(Effect, frozen=True):
-    """Write a record into the log; its number is the one after the last's. ``Safe`` says when it is there."""
-
-    record: Record
-    payload: tuple[Any, ...] = ()
-
-
-class Recall(Effect, frozen=True):
-    """Read a record back and say ``Recalled``, of the same ``generation``, before any other event."""
-
-    feed: str
-    lsn: int
-    generation: int = 0
-
-
-class Cut(Effect, frozen=True):
-    """Records below ``lsn`` are wanted no more."""
-
-    lsn: int

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from streampack.core.protocol.messages import Envelope
+from streampack.core.protocol.message import Envelope
 
 
 class Event(Struct, frozen=True):

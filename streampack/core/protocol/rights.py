@@ -11,7 +11,10 @@ from typing import Annotated, Literal
 
 from msgspec import Struct
 
-from streampack.core.protocol.messages import Attach, Eos, Hello, Mark, Message, Name, Samples, Sent, Small
+from streampack.core.model.bounded import Name, Small
+from streampack.core.protocol.message import Message
+from streampack.core.protocol.producer_messages import Eos, Hello, Mark, Samples, Sent
+from streampack.core.protocol.trainer_messages import Attach
 
 KEY_DIGITS = 64
 Side = Literal["producer", "trainer"]

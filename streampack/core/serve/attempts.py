@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from enum import Enum
 
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.messages import Attached, Bye, Mesh, Probe, Wait
+from streampack.core.protocol.message import Bye
+from streampack.core.protocol.trainer_messages import Attached, Probe, Wait
 from streampack.core.serve.rank_registry import CLAIM_S, RESTART_S, RankRegistry, Reader, clash
 from streampack.core.serve.reader_link import ReaderLink
 from streampack.core.serve.step_server import ACKS, StepServer

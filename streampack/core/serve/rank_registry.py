@@ -20,11 +20,12 @@ from math import prod
 from typing import Literal
 
 from streampack.core.deal.step_cache import mesh_refusal
+from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.phases import Phases
 from streampack.core.model.rules import Rules
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Report
-from streampack.core.protocol.messages import Attach, Mesh, ReadBy
+from streampack.core.protocol.trainer_messages import Attach
 from streampack.core.stats.data_wait import Starvation
 
 CLAIM_S = 3.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streampack.core.protocol.effects import SendTrainer
 from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.messages import Envelope, Message, Reject
+from streampack.core.protocol.message import Envelope, Message, Reject
 from streampack.core.serve.rank_registry import Reader
 
 

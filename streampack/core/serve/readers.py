@@ -14,19 +14,17 @@ from streampack.core.model.samples import SampleTable
 from streampack.core.model.steps import Step
 from streampack.core.protocol.effects import SendTrainer
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.messages import (
+from streampack.core.protocol.message import Bye, Envelope, Who
+from streampack.core.protocol.trainer_messages import (
     AskSnapshot,
     AskState,
     Attach,
     Brought,
-    Bye,
     Commit,
     Committed,
-    Envelope,
     Fenced,
     Get,
     ReaderPing,
-    Who,
 )
 from streampack.core.serve.attempts import AttemptCoordinator, Departure, diverged
 from streampack.core.serve.rank_registry import RankRegistry, Reader, refusal

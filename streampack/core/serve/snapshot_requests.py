@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from streampack.core.model.snapshot import Snapshot
-from streampack.core.protocol.messages import Attach
+from streampack.core.protocol.trainer_messages import Attach
 from streampack.core.serve.rank_registry import RankRegistry, Reader
 
 MOST_BROUGHT = 4

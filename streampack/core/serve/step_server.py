@@ -24,7 +24,8 @@ from streampack.core.model.samples import SampleTable
 from streampack.core.model.steps import Step
 from streampack.core.protocol.effects import Release, SendShard, SendTrainer
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.messages import Bye, End, Envelope, Get, ReaderPing, Reject, StepPart, Wait
+from streampack.core.protocol.message import Bye, Envelope, Reject
+from streampack.core.protocol.trainer_messages import End, Get, ReaderPing, StepPart, Wait
 from streampack.core.serve.progress import Progress
 from streampack.core.serve.rank_registry import RankRegistry, Ranks, Reader, rank_name
 from streampack.core.serve.reader_link import ReaderLink

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect
-from streampack.core.protocol.messages import State
+from streampack.core.protocol.trainer_messages import State
 from streampack.core.stats.data_wait import Missing
 
 

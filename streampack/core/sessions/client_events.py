@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect, Event
-from streampack.core.protocol.messages import AskState, Attached, Commit, Committed, Envelope, State
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.trainer_messages import AskState, Attached, Commit, Committed, State
 
 
 class Returned(Event, frozen=True):

@@ -26,32 +26,27 @@ from enum import Enum
 
 from msgspec import Struct
 
+from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.phases import Phases
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick, Unsent
-from streampack.core.protocol.messages import (
+from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
+from streampack.core.protocol.trainer_messages import (
     AskSnapshot,
     AskState,
     Attach,
     Attached,
     Brought,
-    Bye,
     Commit,
     Committed,
     End,
-    Envelope,
     Fenced,
     Get,
-    Mesh,
-    Message,
     Probe,
-    ReadBy,
     ReaderPing,
-    Reject,
     State,
     StepPart,
     Wait,
-    Who,
 )
 from streampack.core.sessions.backoff import Backoff, spread
 from streampack.core.sessions.client_events import (

@@ -17,17 +17,8 @@ from msgspec import Struct, UnsetType
 from streampack.core.model.samples import Keep
 from streampack.core.model.snapshot import Cursor
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick, Unsent
-from streampack.core.protocol.messages import (
-    Bye,
-    Envelope,
-    Flow,
-    Hello,
-    Lease,
-    Message,
-    Offer,
-    ProducerPing,
-    SourceSize,
-)
+from streampack.core.protocol.message import Bye, Envelope, Message
+from streampack.core.protocol.producer_messages import Flow, Hello, Lease, Offer, ProducerPing, SourceSize
 from streampack.core.sessions.backoff import Backoff
 
 PING_S = 1.0

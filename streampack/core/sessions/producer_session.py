@@ -14,20 +14,8 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from streampack.core.protocol.events import Effect, Event, Report
-from streampack.core.protocol.messages import (
-    Bye,
-    Done,
-    Eos,
-    Flow,
-    Lease,
-    Message,
-    Offer,
-    Reject,
-    Revoke,
-    Samples,
-    Sent,
-    Who,
-)
+from streampack.core.protocol.message import Bye, Message, Reject, Who
+from streampack.core.protocol.producer_messages import Done, Eos, Flow, Lease, Offer, Revoke, Samples, Sent
 from streampack.core.sessions.producer_base import Chunk, Finish, Key, Sender, Session, Window
 
 

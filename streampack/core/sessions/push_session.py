@@ -19,21 +19,8 @@ from dataclasses import dataclass, field
 
 from streampack.core.model.snapshot import Cursor
 from streampack.core.protocol.events import Effect, Event, Report
-from streampack.core.protocol.messages import (
-    Bye,
-    Done,
-    Eos,
-    Flow,
-    Lease,
-    Mark,
-    Message,
-    Offer,
-    Reject,
-    Revoke,
-    Samples,
-    Sent,
-    Who,
-)
+from streampack.core.protocol.message import Bye, Message, Reject, Who
+from streampack.core.protocol.producer_messages import Done, Eos, Flow, Lease, Mark, Offer, Revoke, Samples, Sent
 from streampack.core.sessions.producer_base import Chunk, Finish, Sender, Session, Window
 from streampack.core.sessions.push_buffer import Kept, PushBuffer
 

@@ -18,10 +18,12 @@ from streampack.config.config_files import read_broker
 from streampack.core.deal.step_cache import KeptSteps, mesh_refusal
 from streampack.core.form.former import Former
 from streampack.core.intake.intake import apply_overlong
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Balance, Batch, Rules, Warmup
 from streampack.core.model.samples import I64, ROW, SampleTable
 from streampack.core.model.shapes import Sizes
-from streampack.core.protocol.messages import Attach, Attached, Envelope, Mesh, StepPart
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.trainer_messages import Attach, Attached, StepPart
 from streampack.core.serve.rank_registry import refusal
 from streampack.core.stats.padding import CAUSES
 from streampack.errors import InvariantError, UserError, WireError

@@ -17,13 +17,15 @@ from streampack.core.feed.resume import snapshot
 from streampack.core.form.former import Former
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.capacity import Capacity, FeedPlan
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import Restream
 from streampack.core.model.rules import Align, Rules, RulesChange, StreamRules
 from streampack.core.model.samples import ROW, SampleTable
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.effects import Change, FromTrainer, SendTrainer
 from streampack.core.protocol.events import Tick
-from streampack.core.protocol.messages import AskSnapshot, Attach, Attached, Brought, Envelope, Mesh, Reject
+from streampack.core.protocol.message import Envelope, Reject
+from streampack.core.protocol.trainer_messages import AskSnapshot, Attach, Attached, Brought
 from streampack.wire import frames as wire
 
 STREAMS = (StreamRules("a", 0.7, 2), StreamRules("b", 0.3, 1, on_exhaust="stop"))

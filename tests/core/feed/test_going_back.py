@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack.core.form.former import Former
+from streampack.core.journal.log_effects import Safe
 from streampack.core.journal.log_records import ChunkAdmitted, LineageBegan, SamplesRejected
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import ROW, SampleTable, index_of
-from streampack.core.protocol.effects import Safe
 from streampack.core.protocol.events import Tick
 from streampack.core.sessions.producer_base import Chunk
 from streampack.core.sessions.push_buffer import PushBuffer, size_of

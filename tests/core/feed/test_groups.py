@@ -31,13 +31,15 @@ from streampack.core.journal.log_records import (
 )
 from streampack.core.merge.arrival import Arrival
 from streampack.core.merge.schedule import merge_of
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import Restream
 from streampack.core.model.rules import Align, Balance, Batch, PackerName, Rules, StreamRules
 from streampack.core.model.samples import KEEPS, ROW, Keep, SampleTable, index_of
 from streampack.core.model.snapshot import FormState
 from streampack.core.model.steps import Step
 from streampack.core.protocol.events import Tick
-from streampack.core.protocol.messages import Envelope, Mesh, Samples
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.producer_messages import Samples
 from streampack.core.sessions.push_buffer import PushBuffer, size_of
 from streampack.core.sessions.push_session import End, EndBatch, Push, PushSession
 from tests.core.feed import test_going_back as rollouts

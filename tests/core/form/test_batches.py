@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from streampack.core.deal.step_cache import KeptSteps, mesh_refusal
 from streampack.core.form.former import Former
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Balance, Batch, Rules, Warmup
 from streampack.core.model.samples import ROW, SampleTable
 from streampack.core.model.steps import Step
-from streampack.core.protocol.messages import Mesh
 
 PACKERS = [
     "exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative", "modified_first_fit_decreasing",

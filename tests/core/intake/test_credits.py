@@ -12,7 +12,7 @@ from streampack.core.model.capacity import Capacity, FeedPlan
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.protocol.effects import Form, Formed, FromProducer, SendProducer
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
-from streampack.core.protocol.messages import Flow, Offer, Samples
+from streampack.core.protocol.producer_messages import Flow, Offer, Samples
 from streampack.core.sessions.producer_base import Chunk
 from streampack.core.sessions.producer_session import ProducerSession, Read
 

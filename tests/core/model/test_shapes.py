@@ -11,11 +11,11 @@ from streampack import pack_lengths
 from streampack.core.deal.step_cache import KeptSteps, mesh_refusal
 from streampack.core.form.former import Former
 from streampack.core.intake.intake import apply_overlong
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import ROW, SampleTable
 from streampack.core.model.shapes import Shape, Sizes, check_widths, own_widths, step_widths, width_unit
 from streampack.core.model.steps import Step
-from streampack.core.protocol.messages import Mesh
 from streampack.errors import ConfigError, SampleError
 
 BUDGET, ALIGN = 48, 4

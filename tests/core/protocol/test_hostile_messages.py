@@ -11,9 +11,12 @@ import pytest
 from crc32c import crc32c
 from msgspec.structs import replace
 
-from streampack.core.protocol.messages import ALL, Attach, Envelope, Get, Hello, Message, Offer, Samples
+from streampack.core.protocol.message import Envelope, Message
+from streampack.core.protocol.producer_messages import Hello, Offer, Samples
+from streampack.core.protocol.trainer_messages import Attach, Get
 from streampack.errors import WireError
 from streampack.wire import frames as wire
+from streampack.wire.frames import ALL_MESSAGES
 from tests.fuzz.decoders import messages
 from tests.fuzz.machines import honest
 from tests.fuzz.stage import EPOCH, QUOTA, RUN, Stage, chunk_message, read_item
@@ -28,10 +31,10 @@ def frames_of(kind: type[Message]) -> list[bytes]:
 
 
 def test_every_type_is_among_those_that_are_damaged() -> None:
-    assert set(SAID) == set(ALL)
+    assert set(SAID) == set(ALL_MESSAGES)
 
 
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ALL_MESSAGES, ids=lambda kind: kind.__name__)
 def test_a_flipped_bit_is_noticed_in_every_type_of_message(kind: type[Message]) -> None:
     frames, rng = frames_of(kind), Random(kind.TYPE)
     assert wire.decode(frames).message == SAID[kind].message
@@ -44,7 +47,7 @@ def test_a_flipped_bit_is_noticed_in_every_type_of_message(kind: type[Message]) 
             wire.decode([*frames[:number], bytes(damaged), *frames[number + 1 :]])
 
 
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ALL_MESSAGES, ids=lambda kind: kind.__name__)
 def test_what_is_cut_short_says_so_also_under_right_checksums(kind: type[Message]) -> None:
     header, meta, *payload = frames_of(kind)
     for size in sorted({0, 1, len(meta) // 2, len(meta) - 1} - {len(meta)}):
@@ -63,7 +66,7 @@ def sealed(kind: int, meta: bytes, payload: list[bytes], run: int = RUN, epoch: 
 
 
 @pytest.mark.parametrize("value", [2**62, 2**63, 2**64 - 1, -1, -(2**63)])
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ALL_MESSAGES, ids=lambda kind: kind.__name__)
 def test_counts_beyond_what_is_counted_are_refused(kind: type[Message], value: int) -> None:
     """Of every whole number that a message has, so that no sum of two overflows 64 bits."""
     plain = msgpack.unpackb(frames_of(kind)[1])
@@ -76,9 +79,9 @@ def test_counts_beyond_what_is_counted_are_refused(kind: type[Message], value: i
 
 @pytest.mark.parametrize("number", ["epoch", "fence"])
 def test_fences_of_which_none_is_higher_are_refused(number: str) -> None:
-    meta = frames_of(ALL[0])[1]
+    meta = frames_of(ALL_MESSAGES[0])[1]
     for value, fits in ((wire.MAX_FENCE - 1, True), (wire.MAX_FENCE, False), (2**64 - 1, False)):
-        frames = [sealed(ALL[0].TYPE, meta, [], **{number: value}), meta]
+        frames = [sealed(ALL_MESSAGES[0].TYPE, meta, [], **{number: value}), meta]
         if fits:
             wire.decode(frames)
             continue

@@ -16,34 +16,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import SampleTable
 from streampack.core.model.snapshot import FormState, MergeState, Snapshot
 from streampack.core.model.steps import Packs, Step
 from streampack.core.protocol.effects import Release, SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Report
-from streampack.core.protocol.messages import (
+from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
+from streampack.core.protocol.trainer_messages import (
     AskSnapshot,
     AskState,
     Attach,
     Attached,
     Brought,
-    Bye,
     Commit,
     Committed,
-    Envelope,
     Fenced,
     Get,
-    Mesh,
-    Message,
     Probe,
-    ReadBy,
     ReaderPing,
-    Reject,
     State,
     StepPart,
     Wait,
-    Who,
 )
 from streampack.core.serve.attempts import NEWS_A_TICK
 from streampack.core.serve.rank_registry import CLAIM_S, RESTART_S

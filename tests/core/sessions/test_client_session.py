@@ -16,10 +16,12 @@ from msgspec import structs
 from streampack.core.feed.resume import snapshot
 from streampack.core.form.former import Former
 from streampack.core.merge.schedule import merge_of
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import SampleTable
 from streampack.core.protocol.events import Effect, FromBroker, Send, Tick, Unsent
-from streampack.core.protocol.messages import (
+from streampack.core.protocol.message import Envelope, Message, Reject, Who
+from streampack.core.protocol.trainer_messages import (
     AskSnapshot,
     AskState,
     Attach,
@@ -28,18 +30,13 @@ from streampack.core.protocol.messages import (
     Commit,
     Committed,
     End,
-    Envelope,
     Fenced,
     Get,
-    Mesh,
-    Message,
     Probe,
     ReaderPing,
-    Reject,
     State,
     StepPart,
     Wait,
-    Who,
 )
 from streampack.core.sessions.client_events import (
     Again,

@@ -18,22 +18,18 @@ from hypothesis import strategies as st
 
 from streampack.core.model.snapshot import Cursor
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
-from streampack.core.protocol.messages import (
-    Bye,
+from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
+from streampack.core.protocol.producer_messages import (
     Done,
-    Envelope,
     Eos,
     Flow,
     Hello,
     Lease,
     Mark,
-    Message,
     ProducerPing,
-    Reject,
     Revoke,
     Samples,
     Sent,
-    Who,
 )
 from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Leave
 from streampack.core.sessions.push_buffer import CHUNK_BYTES, PushBuffer, size_of

@@ -21,6 +21,7 @@ from streampack.core.intake.intake import MAX_UNMERGED
 from streampack.core.intake.leases import SILENT_S
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Overlong, Rules, StreamRules
 from streampack.core.model.samples import SampleTable
 from streampack.core.model.snapshot import Snapshot
@@ -37,37 +38,34 @@ from streampack.core.protocol.effects import (
     Store,
 )
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
-from streampack.core.protocol.messages import (
-    ALL,
+from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
+from streampack.core.protocol.producer_messages import (
+    Done,
+    Eos,
+    Flow,
+    Hello,
+    Lease,
+    Offer,
+    ProducerPing,
+    Revoke,
+    Samples,
+    Sent,
+)
+from streampack.core.protocol.trainer_messages import (
     AskSnapshot,
     Attach,
     Attached,
     Brought,
-    Bye,
-    Done,
     End,
-    Envelope,
-    Eos,
-    Flow,
     Get,
-    Hello,
-    Lease,
-    Mesh,
-    Message,
-    Offer,
-    ProducerPing,
     ReaderPing,
-    Reject,
-    Revoke,
-    Samples,
-    Sent,
     StepPart,
     Wait,
-    Who,
 )
 from streampack.core.sessions.producer_base import PING_S, Chunk, Failed, Finish, Leave
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
 from streampack.wire import frames as wire
+from streampack.wire.frames import ALL_MESSAGES
 
 RUN, EPOCH, BUDGET, QUOTA, MAX_SAMPLE = 9, 4, 16, 64, 32
 M = TypeVar("M", bound=Message)
@@ -1121,7 +1119,7 @@ def _messages(draw: st.DrawFn) -> tuple[Message, bytes]:
     often: list[type[Message]] = [
         Hello, Samples, Samples, Samples, Eos, Sent, Attach, Attach, Brought, Get, Get,
     ]  # fmt: skip
-    kind = draw(st.sampled_from([*often, *ALL]))
+    kind = draw(st.sampled_from([*often, *ALL_MESSAGES]))
     if kind is Samples:
         lengths = draw(_LENGTHS)
         size = 4 * sum(lengths)

@@ -14,10 +14,10 @@ from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.form.form_stats import FILL_BOUNDS, SAMPLES_BOUNDS, FormedFigures
 from streampack.core.form.waits import Waits
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Batch, Rules
 from streampack.core.model.shapes import Shape, Sizes
 from streampack.core.packers import packer
-from streampack.core.protocol.messages import Mesh
 from streampack.core.stats.length_histogram import BUCKETS, bucket_of, least_of
 from streampack.core.stats.padding import CAUSES, depends_on_mesh, waste_of
 from tests.core.model.test_shapes import BUDGET, SHAPES, formed, rules_of

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 
 import streampack
-from streampack.core.protocol.messages import Lease
+from streampack.core.protocol.producer_messages import Lease
 from streampack.errors import StreampackError
 from streampack.producer.chunks import Batch
 from streampack.producer.loop import ProducerLoop

@@ -14,7 +14,7 @@ import psutil
 
 import streampack
 from streampack.core.intake.intake import MAX_UNMERGED
-from streampack.core.protocol.messages import Lease
+from streampack.core.protocol.producer_messages import Lease
 from streampack.producer.chunks import Batch
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor

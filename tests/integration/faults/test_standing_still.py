@@ -21,7 +21,9 @@ import streampack as sp
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
 from streampack.core.intake.leases import SILENT_S
-from streampack.core.protocol.messages import Attach, Envelope, Mesh
+from streampack.core.model.mesh import Mesh
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.trainer_messages import Attach
 from streampack.sources import SourceSettings, open_source
 from streampack.transport.sockets import Dealer
 from streampack.wire import frames as wire

@@ -16,7 +16,8 @@ from streampack_services.daemons.progress import Overall
 
 import streampack
 from streampack.config.typed_yaml import convert
-from streampack.core.protocol.messages import Envelope, Lease, ProducerPing, Samples
+from streampack.core.protocol.message import Envelope
+from streampack.core.protocol.producer_messages import Lease, ProducerPing, Samples
 from streampack.producer import loop as producer
 from streampack.producer.chunks import CHUNK_S, Batch, batches
 from streampack.producer.loop import ProducerLoop

@@ -18,7 +18,8 @@ from msgspec import UNSET
 
 import streampack
 from streampack.core.model.fields import Field
-from streampack.core.protocol.messages import Bye, Done, ProducerPing, Reject
+from streampack.core.protocol.message import Bye, Reject
+from streampack.core.protocol.producer_messages import Done, ProducerPing
 from streampack.errors import DataStall, PeerError, Rejected, SampleError, Unreachable, UserError
 from streampack.producer import push_thread
 from tests.integration.running import PATIENCE_S, until

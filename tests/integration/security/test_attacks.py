@@ -28,7 +28,10 @@ from streampack_services.http.server import HttpServer
 
 import streampack as sp
 from streampack.config.typed_yaml import convert
-from streampack.core.protocol.messages import Attach, Envelope, Hello, Mesh, Message, Offer, ProducerPing, Samples, Who
+from streampack.core.model.mesh import Mesh
+from streampack.core.protocol.message import Envelope, Message, Who
+from streampack.core.protocol.producer_messages import Hello, Offer, ProducerPing, Samples
+from streampack.core.protocol.trainer_messages import Attach
 from streampack.errors import WireError
 from streampack.sources import SourceSettings, open_source
 from streampack.transport import curve, shared_memory, sockets, unread

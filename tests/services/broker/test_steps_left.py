@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from streampack_services.broker.steps_left import Left, estimate, size_left
 
-from streampack.core.protocol.messages import SourceSize
+from streampack.core.protocol.producer_messages import SourceSize
 
 
 def size_of(samples: list[int], shards: int) -> SourceSize:

@@ -14,11 +14,11 @@ from streampack_services.forecast.lengths import StreamLengths, Workload, of_len
 from streampack import pack_lengths
 from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.form.form_stats import FormedFigures
+from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Balance, Batch, Overlong, Rules, StreamRules, Warmup
 from streampack.core.model.samples import I64
 from streampack.core.model.shapes import Shape
 from streampack.core.packers import PACKERS
-from streampack.core.protocol.messages import Mesh
 from streampack.core.stats.fill import Totals
 from streampack.core.stats.padding import CAUSES
 from streampack.errors import UserError

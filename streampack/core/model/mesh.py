@@ -1,0 +1,70 @@
+"""The mesh of the trainers: sizes, and the ranks of one process. Also which ranks of a mesh read."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from streampack.core.model.bounded import Small
+
+
+class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sizes and ranks of the trainers' mesh, as one rank sees it.
+
+    Raises ValueError for a rank outside its size.
+    """
+
+    dp: Annotated[int, Meta(ge=1, le=65_536)] = 1
+    cp: Annotated[int, Meta(ge=1, le=4096)] = 1
+    tp: Annotated[int, Meta(ge=1, le=4096)] = 1
+    pp: Annotated[int, Meta(ge=1, le=4096)] = 1
+    dp_rank: Small = 0
+    cp_rank: Small = 0
+    tp_rank: Small = 0
+    pp_rank: Small = 0
+
+    def __post_init__(self) -> None:
+        for size, rank, name in zip(self.sizes, self.ranks, ("dp", "cp", "tp", "pp"), strict=True):
+            if rank >= size:
+                raise ValueError(f"got {name}_rank={rank} with {name}={size}, expected {name}_rank < {name}")
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.dp, self.cp, self.tp, self.pp
+
+    @property
+    def ranks(self) -> tuple[int, int, int, int]:
+        return self.dp_rank, self.cp_rank, self.tp_rank, self.pp_rank
+
+    @property
+    def rank(self) -> str:
+        """``dp=3 cp=1``: of the dimensions that this mesh has, dp always."""
+        names = zip(("dp", "cp", "tp", "pp"), self.ranks, self.sizes, strict=True)
+        return " ".join(f"{name}={rank}" for name, rank, size in names if size > 1 or name == "dp")
+
+    def __str__(self) -> str:
+        names = ("dp", "cp", "tp", "pp")
+        return " ".join(f"{n}={r}/{s}" for n, r, s in zip(names, self.ranks, self.sizes, strict=True))
+
+
+class ReadBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which tensor and pipeline ranks read, equal on all ranks: negative ones count from the last; None: every one."""
+
+    tp: Annotated[tuple[int, ...], Meta(min_length=1, max_length=4096)] | None = None
+    pp: Annotated[tuple[int, ...], Meta(min_length=1, max_length=4096)] | None = None
+
+    def ranks(self, mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tp and pp ranks of a mesh that read, in order. Raises ValueError for one that it does not have."""
+        return _named_ranks("tp", self.tp, mesh.tp), _named_ranks("pp", self.pp, mesh.pp)
+
+    def __str__(self) -> str:
+        said = [f"{name}={list(ranks)}" for name, ranks in (("tp", self.tp), ("pp", self.pp)) if ranks is not None]
+        return " ".join(said) or "all"
+
+
+def _named_ranks(name: str, ranks: tuple[int, ...] | None, size: int) -> tuple[int, ...]:
+    for rank in ranks or ():
+        if not -size <= rank < size:
+            raise ValueError(f"got readers {name}={list(ranks or ())}, expected ranks of a mesh with {name}={size}")
+    return tuple(range(size)) if ranks is None else tuple(sorted({rank % size for rank in ranks}))
