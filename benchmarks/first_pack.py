@@ -18,8 +18,8 @@ import streampack
 from benchmarks.processes import START_TIMEOUT_S, Processes
 from benchmarks.streampack_pipe import DISK, MemorySource, Service, broker_command
 from benchmarks.traffic import NUM_PRODUCERS, Traffic
-from streampack.client.connect import read_rendezvous
 from streampack.producer.loop import ProducerLoop
+from streampack.transport.rendezvous import read_rendezvous
 
 
 def first_pack(how: str, traffic: Traffic, service: Service) -> dict[str, float]:

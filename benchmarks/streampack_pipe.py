@@ -27,13 +27,13 @@ from streampack_services.broker.authorization import new_key
 import streampack
 from benchmarks.processes import START_TIMEOUT_S, Processes
 from benchmarks.traffic import NUM_PRODUCERS, PACK_TOKENS, WARM_UP_S, PipeResult, Traffic
-from streampack.client.connect import read_rendezvous
 from streampack.core.protocol.producer_messages import Lease
 from streampack.packs.kernel_loader import kernels
 from streampack.producer.chunks import CHUNK_SAMPLES, Batch
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor
 from streampack.transport.keys import find_key
+from streampack.transport.rendezvous import read_rendezvous
 
 POOL_TOKENS = 4 << 20
 DISK = "/var/tmp"

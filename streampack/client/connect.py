@@ -6,10 +6,8 @@ The work is done by a thread, in ``reader``, which knows no client: so a client 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,9 +22,10 @@ from streampack.client.reader import Reading
 from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
 from streampack.core.sessions.patience import Patience
-from streampack.errors import MeshError, StreampackError, Unreachable, UserError
+from streampack.errors import MeshError, StreampackError, UserError
 from streampack.packs.pack import Step
 from streampack.transport.keys import find_key
+from streampack.transport.rendezvous import read_rendezvous
 from streampack.views.formats import Views
 
 
@@ -120,30 +119,6 @@ def _endpoint(endpoint: str | None, timeout_s: float) -> str:
     if found.startswith("file://"):
         return read_rendezvous(Path(found.removeprefix("file://")), "trainers", timeout_s)
     return found
-
-
-def read_rendezvous(path: Path, side: str, timeout_s: float = 60.0) -> str:
-    """The broker's address for ``side`` (``producers`` or ``trainers``) from its rendezvous file.
-
-    Waits up to ``timeout_s`` for the file, and for another than that of a run which has ended. Raises Unreachable.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        missing = "no such file"
-        try:
-            found = json.loads(path.read_text())
-            if "failed" not in found:
-                return str(found[side])
-            missing = f"only that of a run which has ended ({found['failed']})"
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Unreachable(f"{path}: is no rendezvous file of a broker: {error}") from None
-        if time.monotonic() > deadline:
-            raise Unreachable(
-                f"{path}: got {missing} in {timeout_s:g} s, expected a broker's rendezvous file: is the broker running?"
-            )
-        time.sleep(0.2)
 
 
 class Client:

@@ -15,13 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, SupportsIndex
 
-from streampack.client.connect import read_rendezvous
 from streampack.config.typed_yaml import parse_size
 from streampack.core.sessions.push_session import EndBatch
 from streampack.errors import UserError
 from streampack.producer.push_thread import Pushing
 from streampack.producer.pushed_samples import Given, as_mapping, check_declared, chunk_of_group, chunks_of
 from streampack.transport.keys import find_key
+from streampack.transport.rendezvous import read_rendezvous
 
 
 class Producer:

@@ -26,13 +26,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from streampack.client.connect import read_rendezvous
 from streampack.config.daemon_settings import ProducerConfig
 from streampack.errors import StreampackError
 from streampack.producer.first_rows import refuse_chats
 from streampack.producer.loop import ProducerLoop, Progress, StreamProgress
 from streampack.sources import OpenedSource, open_source, open_tokenizer
 from streampack.transport.keys import find_key
+from streampack.transport.rendezvous import read_rendezvous
 from streampack_services import logs
 from streampack_services.daemons.progress import Overall, figures, line, summary, table
 from streampack_services.daemons.systemd import Systemd

@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from streampack.client.connect import read_rendezvous
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
 from streampack.core.model.mesh import Mesh
 from streampack.errors import StreampackError
+from streampack.transport.rendezvous import read_rendezvous
 from streampack_services.broker.authorization import new_key
 from streampack_services.demo.demo_rank import RankReport, run_rank
 from streampack_services.demo.demo_text import write_shards

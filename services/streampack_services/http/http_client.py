@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from streampack.client.connect import read_rendezvous
 from streampack.config.config_files import read_broker
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.errors import PeerError, Rejected, StreampackError, Unreachable, UserError
+from streampack.transport.rendezvous import read_rendezvous
 from streampack.version import __version__
 from streampack_services.http.http_guard import find_token, parse_address
 

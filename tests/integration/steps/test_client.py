@@ -14,10 +14,10 @@ import pytest
 
 import streampack
 from streampack.client import prefetch
-from streampack.client.connect import read_rendezvous
 from streampack.config.typed_yaml import convert
 from streampack.errors import InternalError, MeshError, PeerError, Unreachable, UserError
 from streampack.sources import SourceSettings, open_source
+from streampack.transport.rendezvous import read_rendezvous
 from tests.integration.running import PATIENCE_S, RunningBroker, producing_here, running_broker, until, write_jsonl
 
 SETTINGS: dict[str, Any] = {

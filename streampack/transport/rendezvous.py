@@ -1,0 +1,33 @@
+"""Reads the rendezvous file, in which a broker says where it is."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from streampack.errors import Unreachable
+
+
+def read_rendezvous(path: Path, side: str, timeout_s: float = 60.0) -> str:
+    """The broker's address for ``side`` (``producers`` or ``trainers``) from its rendezvous file.
+
+    Waits up to ``timeout_s`` for the file, and for another than that of a run which has ended. Raises Unreachable.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        missing = "no such file"
+        try:
+            found = json.loads(path.read_text())
+            if "failed" not in found:
+                return str(found[side])
+            missing = f"only that of a run which has ended ({found['failed']})"
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise Unreachable(f"{path}: is no rendezvous file of a broker: {error}") from None
+        if time.monotonic() > deadline:
+            raise Unreachable(
+                f"{path}: got {missing} in {timeout_s:g} s, expected a broker's rendezvous file: is the broker running?"
+            )
+        time.sleep(0.2)
