@@ -27,7 +27,8 @@ from streampack.core.model.shapes import Sizes
 from streampack.core.packers.blocks.first_fit import FirstFitShuffle
 from streampack.core.packers.blocks.modified_first_fit import ModifiedFirstFitDecreasing
 from streampack.core.packers.blocks.unpacked import Unpacked
-from streampack.core.packers.joint.joint import Joint, held_tokens
+from streampack.core.packers.joint.joint import Joint
+from streampack.core.packers.joint.joint_bounds import held_tokens
 from streampack.errors import ConfigError
 
 # Rules

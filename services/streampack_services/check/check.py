@@ -25,7 +25,8 @@ from streampack.core.deal.assignment import packs_of_mesh
 from streampack.core.deal.step_cache import mesh_refusal
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
-from streampack.core.packers.joint.joint import Joint, max_wait
+from streampack.core.packers.joint.joint import Joint
+from streampack.core.packers.joint.joint_bounds import max_wait
 from streampack.errors import UserError
 from streampack.producer.first_rows import check_rows
 from streampack.sources import open_tokenizer

@@ -25,7 +25,7 @@ from streampack.core.model.rules import PACKER_KEYS, Balance, Overlong, Rules, S
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.steps import Step
 from streampack.core.packers import parameters_of
-from streampack.core.packers.joint.joint import PATIENCE
+from streampack.core.packers.joint.joint_bounds import PATIENCE
 from streampack.core.stats.fill import figures
 from streampack.core.stats.padding import CAUSES
 from streampack.errors import UserError

@@ -30,12 +30,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streampack.core.deal.deal import deal
+from streampack.core.deal.deal import MOST, deal
 from streampack.core.model.samples import I64
 from streampack.core.packers.blocks.karmarkar_karp import karmarkar_karp
 
-MOST = 1 << 62
-"""More than any cost."""
 LOOKS = 128
 """Pairs of samples that leveling looks at, for each sample."""
 MAX_DIFFERENCED = 2**16

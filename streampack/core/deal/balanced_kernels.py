@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
-from streampack.core.deal.balanced import MOST
+from streampack.core.deal.deal import MOST
 from streampack.core.jit import njit
 from streampack.core.model.samples import I64
 

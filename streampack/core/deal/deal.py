@@ -28,6 +28,9 @@ import numpy as np
 from streampack.core.model.samples import I64
 from streampack.core.packers.blocks.karmarkar_karp import difference_columns, karmarkar_karp
 
+MOST = 1 << 62
+"""More than any cost."""
+
 BALANCES = ("none", "deal", "karmarkar_karp")
 ORDERS = ("packer", "largest_first", "small_at_edges")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streampack.core.model.rules import Rules
-from streampack.core.packers.joint import joint
+from streampack.core.packers.joint import joint_bounds
 
 MAX_PEERS = 16_384
 
@@ -49,7 +49,7 @@ def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
     held = (rules.window + 2) * rules.budget
     if rules.balance.kind == "joint" and rules.balance.group is not None:
         align = rules.align.sample
-        held = align * joint.held_tokens(rules.budget // align, rules.balance.group, rules.window)
+        held = align * joint_bounds.held_tokens(rules.budget // align, rules.balance.group, rules.window)
     return held + 2 * rules.packs * rules.budget + max_sample_tokens
 
 

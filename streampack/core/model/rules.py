@@ -20,7 +20,7 @@ from streampack.core.packers import Packer, packer, parameters_of
 from streampack.core.packers.blocks.modified_first_fit import Leftovers
 from streampack.core.packers.exact_fill.exact_fill import MAX_BUDGET as MAX_EXACT_FILL
 from streampack.core.packers.joint.joint import MAX_BUDGET as MAX_JOINT
-from streampack.core.packers.joint.joint import PATIENCE
+from streampack.core.packers.joint.joint_bounds import PATIENCE
 
 Positive = Annotated[int, Meta(ge=1, lt=2**62)]
 """A count, as large as every message, record and kernel can hold."""

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.deal import balanced_kernels
-from streampack.core.deal.balanced import LOOKS, MAX_SAMPLES, MOST
+from streampack.core.deal.balanced import LOOKS, MAX_SAMPLES
 from streampack.core.deal.balanced_kernels import best_by_arrays, best_by_loops, difference, level
+from streampack.core.deal.deal import MOST
 from streampack.core.model.samples import I64
 from streampack.core.packers.blocks.karmarkar_karp import karmarkar_karp
 from streampack.planning import StepPlan, plan_step

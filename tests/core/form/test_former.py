@@ -16,7 +16,7 @@ from streampack.core.form.former import Former
 from streampack.core.model.rules import Align, Balance, PackerName, Rules, Warmup
 from streampack.core.model.samples import I64, ROW, SampleTable
 from streampack.core.model.steps import Step
-from streampack.core.packers.joint.joint import held_tokens
+from streampack.core.packers.joint.joint_bounds import held_tokens
 
 PACKERS = get_args(PackerName)
 

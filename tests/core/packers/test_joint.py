@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.lengths import lengths_of
-from streampack.core.packers.joint.joint import Joint, held_tokens, max_wait, num_outliers
+from streampack.core.packers.joint.joint import Joint
+from streampack.core.packers.joint.joint_bounds import held_tokens, max_wait, num_outliers
 from streampack.core.packers.joint.joint_kernels import joint
 from streampack.core.packers.window import I64
 from streampack.errors import ConfigError

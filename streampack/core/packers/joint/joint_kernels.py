@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from streampack.core.packers.joint.joint import WAITING
+from streampack.core.packers.joint.joint_bounds import WAITING
 from streampack.core.packers.packer_kernels import MAX_TRIED, _compiled, _fill_exactly, _sort_in
 
 #: Ordinary samples leave 3/32 of the packs open, and 1/16 of each.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from streampack.core.packers.joint.joint import WAITING
+from streampack.core.packers.joint.joint_bounds import WAITING
 from streampack.core.packers.joint.joint_kernels import OPEN
 from streampack.core.packers.window import I64, choice_of
 from tests.core.packers.oracles.exact_fill import fill_exactly
