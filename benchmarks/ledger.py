@@ -30,7 +30,7 @@ from streampack.core.journal.log_records import Base, FeedFacts, Record, StepFor
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.model.samples import I64, ROW
 from streampack.core.model.steps import FIRST_CHAIN, chain_digest, pack_digests, step_digest
-from streampack.wire.frames import decode_record, encode_record
+from streampack.wire.record_frames import decode_record, encode_record
 
 QUICK_SAMPLES, FULL_SAMPLES = 300_000, 3_000_000
 ROUNDS = 3

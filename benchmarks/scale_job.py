@@ -42,6 +42,7 @@ from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_base import Chunk
 from streampack.core.sessions.producer_session import ProducerSession, Read
 from streampack.wire import frames as wire
+from streampack.wire import record_frames
 
 C = 8192
 TOKEN_BYTES = 4
@@ -253,7 +254,7 @@ class Job:
                 choice = self._timed("choose", effect.request.choose)
                 self._formed.append(Formed(effect.feed, choice, effect.generation))
             elif isinstance(effect, Append):
-                record = self._timed("log", wire.encode_record, effect.record, effect.payload)
+                record = self._timed("log", record_frames.encode_record, effect.record, effect.payload)
                 kind = type(effect.record).__name__
                 self.messages[kind] += 1
                 self.bytes[kind] += sum(map(len, record))

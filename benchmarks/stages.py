@@ -46,7 +46,7 @@ from streampack.packs.slabs import Slabs
 from streampack.producer.chunks import Batch, chunk_of
 from streampack.views.formats import Views
 from streampack.wire import frames as wire
-from streampack.wire.checksums import compiled, plain
+from streampack.wire.sample_checksums import compiled, plain
 
 QUICK_TOKENS, FULL_TOKENS = 100e6, 400e6
 WARM_TOKENS = 20e6

@@ -23,7 +23,7 @@ from streampack.core.model.snapshot import Count
 from streampack.core.protocol.trainer_messages import State
 from streampack.core.sessions.client_events import Begin
 from streampack.errors import StateError, WireError
-from streampack.wire import frames as wire
+from streampack.wire import record_frames
 
 VERSION = 1
 Digest = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", max_length=128)]
@@ -67,7 +67,7 @@ class Origin(Struct, frozen=True):
 
 def save(origin: Origin, round_: int, state: State) -> dict[str, Any]:
     """The state of a loader whose next step is ``state.step``."""
-    snapshot = b"" if state.snapshot is None else wire.encode_snapshot(state.snapshot)
+    snapshot = b"" if state.snapshot is None else record_frames.encode_snapshot(state.snapshot)
     rules = RulesSaid(origin.rules.digest, msgspec.json.encode(origin.rules, order="sorted").decode())
     said = LoaderState(
         version=VERSION, run=origin.name, feed=origin.feed, round=round_, lineage=state.lineage, next_step=state.step,
@@ -106,7 +106,7 @@ def _snapshot(said: LoaderState) -> Any:
     if not said.snapshot:
         return None
     try:
-        found = wire.decode_snapshot(base64.b64decode(said.snapshot, validate=True))
+        found = record_frames.decode_snapshot(base64.b64decode(said.snapshot, validate=True))
     except (WireError, binascii.Error, ValueError) as error:
         raise StateError(f"snapshot: {error}; expected what state_dict() gave, as it was") from None
     if found.step > said.next_step:

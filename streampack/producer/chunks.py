@@ -28,7 +28,8 @@ from streampack.errors import ConfigError, DamagedFile, SampleError
 from streampack.sources import Cursor, ManySource, Record, Records, Room, Source
 from streampack.sources.formats.rows import NO_MASK
 from streampack.sources.records import DAMAGED
-from streampack.wire.checksums import Column, CrcsOf, plain
+from streampack.wire.checksums import Column, CrcsOf
+from streampack.wire.sample_checksums import plain
 
 CHUNK_SAMPLES = 4096
 CHUNK_S = 0.5

@@ -30,7 +30,8 @@ from streampack.transport.keys import Key as PeerKey
 from streampack.transport.sockets import Dealer, Poller, drain
 from streampack.transport.waker import Waker
 from streampack.wire import frames as wire
-from streampack.wire.checksums import CrcsOf, compiled, plain
+from streampack.wire.checksums import CrcsOf
+from streampack.wire.sample_checksums import compiled, plain
 
 log = logging.getLogger("streampack.producer")
 

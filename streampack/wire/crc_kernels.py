@@ -1,4 +1,4 @@
-"""CRC32C by the processor's instructions, compiled by numba: the kernels of ``checksums.compiled``. x86-64 alone.
+"""CRC32C by the processor's instructions, compiled by numba: the kernels of ``sample_checksums.compiled``. x86-64 alone.
 
 The crc32 instruction takes eight bytes and three cycles, and a processor begins one in each cycle: so three samples are
 gone through side by side, each of another third of the bytes. The checksum of two parts, one behind the other, is that
@@ -7,7 +7,7 @@ checksum by a power of x, which two carry-less multiplications do for up to 64 K
 "Fast CRC Computation for iSCSI Polynomial Using CRC32 Instruction", Intel 2011). Their product has 63 bits; the crc32
 instruction reduces it, and multiplies by x^33 as it does so, which the table of powers makes up for.
 
-No twin in plain Python: ``checksums.plain`` is the oracle.
+No twin in plain Python: ``sample_checksums.plain`` is the oracle.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def runs_here() -> bool:
 
 
 def crcs_of(columns: Sequence[Column]) -> Crcs:
-    """As ``checksums.plain``, and the checksum of all columns. Raises ValueError for bounds that are not a column's."""
+    """As ``sample_checksums.plain``, and the checksum of all columns. Raises ValueError for bounds that are not a column's."""
     crcs = np.zeros(len(columns[0][1]) - 1, np.uint32)
     own, whole = np.empty_like(crcs), 0
     for data, bounds in columns:

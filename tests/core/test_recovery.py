@@ -46,7 +46,7 @@ from streampack.core.protocol.trainer_messages import (
     StepPart,
     Wait,
 )
-from streampack.wire import frames as wire
+from streampack.wire import record_frames
 
 LENGTH, CHAIN = 8, b"x" * 16
 CAPACITY = Capacity(1024, 64, 4096)
@@ -88,8 +88,8 @@ class Desk:
                 self.fence = effect.envelope.fence or self.fence
             elif isinstance(effect, Append):
                 assert self.records is not None
-                body = b"".join(map(bytes, wire.encode_record(effect.record, effect.payload)))
-                self.records.append(wire.decode_record(effect.record.TYPE, body)[0])
+                body = b"".join(map(bytes, record_frames.encode_record(effect.record, effect.payload)))
+                self.records.append(record_frames.decode_record(effect.record.TYPE, body)[0])
             elif isinstance(effect, Form):
                 self.events.append(Formed(effect.feed, effect.request.choose(), effect.generation))
             elif isinstance(effect, Recall):

@@ -19,7 +19,6 @@ from streampack_services.ledger.ledger import Ledger
 from streampack_services.log import segments
 from streampack_services.log.log import Entry
 
-from streampack.client import connect
 from streampack.client import state as checkpoint
 from streampack.config.config_files import read_either
 from streampack.core.model.rules import Rules
@@ -35,17 +34,11 @@ from streampack.core.protocol.trainer_messages import (
     Probe,
     State,
 )
-from streampack.errors import (
-    LedgerDamaged,
-    LogDamaged,
-    StateError,
-    StreampackError,
-    Unreachable,
-    UserError,
-    WireError,
-)
+from streampack.errors import LedgerDamaged, LogDamaged, StateError, StreampackError, Unreachable, UserError, WireError
+from streampack.transport.rendezvous import read_rendezvous
 from streampack.transport.shared_memory import MAGIC, SPEAKS, Known, Link, Slots
 from streampack.wire import frames as wire
+from streampack.wire import record_frames
 from streampack.wire.frames import ALL_MESSAGES
 from tests.fuzz.engine import Target
 from tests.fuzz.forms import JSON, MSGPACK, YAML, packed, unpacked
@@ -143,7 +136,7 @@ def _records() -> list[tuple[int, bytes]]:
 def _record_seeds() -> list[bytes]:
     found = []
     for kind, body in dict(_records()).items():
-        record, payload = wire.decode_record(kind, body)
+        record, payload = record_frames.decode_record(kind, body)
         meta = msgspec.msgpack.encode(record)
         found.append(packed([kind, unpacked(meta), [bytes(frame) for frame in payload], b""]))
         found.append(packed([kind, body, [], b""]))
@@ -162,10 +155,10 @@ def _run_record(data: bytes) -> None:
         body = b"".join([struct.pack("<IH", len(meta), len(frames)), sizes, meta, *frames])
     body += more if isinstance(more, bytes) else b""
     try:
-        found = wire.decode_record(kind, body)
+        found = record_frames.decode_record(kind, body)
     except WireError:
         return
-    assert b"".join(bytes(part) for part in wire.encode_record(*found))
+    assert b"".join(bytes(part) for part in record_frames.encode_record(*found))
 
 
 def _segment_seeds() -> list[bytes]:
@@ -285,7 +278,7 @@ def _run_snapshot(data: bytes) -> None:
     """What a trainer brings: it decodes or not, and a feed says what is wrong with it, or goes on from it."""
     for form in (data, zlib.compress(data, 1)):
         try:
-            found = wire.decode_snapshot(form)
+            found = record_frames.decode_snapshot(form)
         except WireError:
             continue
         feed = _fresh_feed()
@@ -322,7 +315,7 @@ def _run_rendezvous(data: bytes) -> None:
     rendezvous.read(path)
     for side in ("producers", "trainers"):
         try:
-            assert isinstance(connect.read_rendezvous(path, side, 0.0), str)
+            assert isinstance(read_rendezvous(path, side, 0.0), str)
         except Unreachable:
             continue
 

@@ -31,7 +31,7 @@ from streampack.core.merge.schedule import merge_of
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import ROW, SampleTable, index_of
 from streampack.core.model.steps import FIRST_CHAIN, Step, chain_digest, pack_digests, step_digest
-from streampack.wire.frames import encode_record
+from streampack.wire.record_frames import encode_record
 
 FEED = "train"
 

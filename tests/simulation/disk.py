@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from streampack.core.journal.log_records import Record
-from streampack.wire import frames as wire
+from streampack.wire import record_frames
 
 
 class Disk:
@@ -22,7 +22,7 @@ class Disk:
 
     def append(self, record: Record, payload: Sequence[Any] = ()) -> None:
         """A record and its payload, as bytes: what becomes of the payload afterwards is no matter."""
-        frames = [memoryview(part).tobytes() for part in wire.encode_record(record, payload)]
+        frames = [memoryview(part).tobytes() for part in record_frames.encode_record(record, payload)]
         self.records.append((record.TYPE, b"".join(frames)))
 
     def read(self, lsn: int) -> tuple[Record, tuple[memoryview, ...]]:
@@ -32,7 +32,7 @@ class Disk:
 
     def decode(self, lsn: int) -> tuple[Record, tuple[memoryview, ...]]:
         """A record, be it cut or not."""
-        record, frames = wire.decode_record(*self.records[lsn])
+        record, frames = record_frames.decode_record(*self.records[lsn])
         return record, tuple(memoryview(frame) for frame in frames)
 
     def cut(self, lsn: int) -> None:

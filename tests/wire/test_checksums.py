@@ -18,7 +18,8 @@ from streampack.core.protocol.producer_messages import Lease, Samples
 from streampack.producer.chunks import Batch, chunk_of
 from streampack.sources import Cursor
 from streampack.wire import frames as wire
-from streampack.wire.checksums import Column, CrcsOf, compiled, crc32c, plain
+from streampack.wire.checksums import Column, CrcsOf, crc32c
+from streampack.wire.sample_checksums import compiled, plain
 
 CRCS_OF = compiled()
 of_the_kernel = pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernel is of x86-64's instructions")

@@ -21,7 +21,7 @@ from streampack.core.broker import Broker
 from streampack.core.journal.log_effects import Append, Recall, Recalled, Safe, WasCut
 from streampack.core.journal.log_records import Record
 from streampack.errors import ConfigError, LogDamaged, StreampackError, WireError
-from streampack.wire import frames as wire
+from streampack.wire import record_frames
 from streampack_services.ledger.state_dir import open_ledger
 from streampack_services.log.log import Entry, Log
 
@@ -61,7 +61,7 @@ class Keeper:
 
     def append(self, effect: Append) -> None:
         """Take a record; ``news`` says when it is safe."""
-        self._log.append(effect.record.TYPE, wire.encode_record(effect.record, effect.payload))
+        self._log.append(effect.record.TYPE, record_frames.encode_record(effect.record, effect.payload))
 
     def recall(self, effect: Recall) -> Recalled:
         """Read a record back."""
@@ -129,6 +129,6 @@ class Keeper:
 
     def _decoded(self, entry: Entry) -> tuple[int, Record, tuple[memoryview, ...]]:
         try:
-            return entry.lsn, *wire.decode_record(entry.kind, entry.body)
+            return entry.lsn, *record_frames.decode_record(entry.kind, entry.body)
         except WireError as error:
             raise LogDamaged(f"{self._where}: record {entry.lsn}: {error}") from None

@@ -33,7 +33,7 @@ from streampack.core.journal.log_records import ChunkAdmitted, Record, SamplesRe
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.protocol.producer_messages import OVERLONG
-from streampack.wire import frames as wire
+from streampack.wire import record_frames
 from streampack.wire.checksums import crc32c
 from streampack_services.ledger import step_rows
 from streampack_services.ledger.ledger_tables import TABLES, State, Tables
@@ -142,7 +142,7 @@ class Ledger:
             self._load()  # another process may have been here
             batch = self._new(batch)
             for entry in batch:
-                record, _ = wire.decode_record(entry.kind, entry.body)
+                record, _ = record_frames.decode_record(entry.kind, entry.body)
                 self._add(entry.lsn, entry.kind, entry.body, record)
             if batch:
                 self.state.run = self.history.run_name
@@ -344,7 +344,7 @@ class Ledger:
     def _read_history(self) -> History:
         history = History()
         for lsn, kind, body in self._tables.rows("records", "1 ORDER BY lsn"):
-            record, _ = wire.decode_record(kind, body)
+            record, _ = record_frames.decode_record(kind, body)
             history.add(lsn, record, self._is_brought(history, lsn, record))
         history.obsolete.clear()
         return history

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from streampack.core.journal.log_records import ALL_RECORDS, Base, ChunkAdmitted, FeedFacts, StreamFacts
 from streampack.core.model.rules import Rules, RulesChange, StreamRules
 from streampack.errors import WireError
-from streampack.wire.frames import decode_record, encode_record
+from streampack.wire.record_frames import decode_record, encode_record
 
 BASE = Base(
     run=7, run_name="sft", epoch=3,

@@ -15,7 +15,7 @@ from streampack_services.log.log import Log, read_entries
 import streampack as sp
 from streampack.core.journal.log_records import LineageBegan, Record, SamplesRejected, StepFormed
 from streampack.core.model.rules import Align, Rules, StreamRules
-from streampack.wire.frames import encode_record
+from streampack.wire.record_frames import encode_record
 from tests.integration.running import (
     RunningBroker,
     folder,

@@ -22,7 +22,7 @@ import streampack as sp
 from streampack.config.config_files import read_broker
 from streampack.core.journal.log_records import Base
 from streampack.packs.pack import Step
-from streampack.wire.frames import decode_record, encode_record
+from streampack.wire.record_frames import decode_record, encode_record
 from tests.integration.running import (
     Daemon,
     RunningBroker,

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 
-from streampack.wire.checksums import compiled
+from streampack.wire.sample_checksums import compiled
 
 KERNELS = """
 import sys
@@ -57,7 +57,7 @@ assert arena.moved_tokens
 print([name for name, count in signatures().items() if count != before[name]])
 """
 SUMMED = f"""{KERNELS}
-from streampack.wire.checksums import compiled
+from streampack.wire.sample_checksums import compiled
 from streampack.wire import crc_kernels
 
 crcs_of, bounds = compiled(), np.array([0, 40, 100])
@@ -67,7 +67,7 @@ print(len(crc_kernels._pieces.signatures))
 """
 EVERYWHERE = """
 import numpy as np
-from streampack.wire.checksums import compiled
+from streampack.wire.sample_checksums import compiled
 from streampack.packs.kernel_loader import kernels
 from streampack.core.form import form_kernels as form_kernel
 from streampack.core.packers.exact_fill import exact_fill_kernels as exact_fill_kernel

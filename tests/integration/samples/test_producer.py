@@ -24,7 +24,7 @@ from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor, SourceSettings, open_source, open_tokenizer
 from streampack.tokenizers.base import TokenizerSettings
 from streampack.wire import frames as wire
-from streampack.wire.checksums import compiled
+from streampack.wire.sample_checksums import compiled
 from tests.integration.running import PATIENCE_S, running_broker, until, write_jsonl
 
 SETTINGS: dict[str, Any] = {

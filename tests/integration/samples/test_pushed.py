@@ -18,7 +18,7 @@ from streampack_services.log.log import read_entries
 import streampack
 from streampack.core.journal.log_records import ChunkAdmitted, LineageBegan, SamplesRejected, StepFormed
 from streampack.errors import Rejected
-from streampack.wire.frames import decode_record
+from streampack.wire.record_frames import decode_record
 from tests.integration.running import PATIENCE_S, RunningBroker, folder, until
 from tests.integration.running import streampack as command
 
