@@ -1,4 +1,4 @@
-"""CRC32C by the processor's instructions, compiled by numba: the kernels of ``sample_checksums.compiled``. x86-64 alone.
+"""CRC32C by the processor's instructions, compiled by numba for ``sample_checksums.compiled``. x86-64 alone.
 
 The crc32 instruction takes eight bytes and three cycles, and a processor begins one in each cycle: so three samples are
 gone through side by side, each of another third of the bytes. The checksum of two parts, one behind the other, is that
@@ -49,7 +49,11 @@ def runs_here() -> bool:
 
 
 def crcs_of(columns: Sequence[Column]) -> Crcs:
-    """As ``sample_checksums.plain``, and the checksum of all columns. Raises ValueError for bounds that are not a column's."""
+    """Return the checksum of each sample, as ``sample_checksums.plain`` does, and that of all columns.
+
+    Raises:
+        ValueError: The bounds are not those of a column.
+    """
     crcs = np.zeros(len(columns[0][1]) - 1, np.uint32)
     own, whole = np.empty_like(crcs), 0
     for data, bounds in columns:
