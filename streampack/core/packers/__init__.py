@@ -4,8 +4,8 @@
 
 - ``window``: what a packer is and returns, and the sliding window of the packers that stream.
 - ``arguments``: checks what a caller gives.
-- ``registry``: every packer by name, and ``pack_lengths``.
-- ``closed``: how many packs a closed set makes, and the way back to its samples.
+- ``registry``: every packer by name.
+- ``closed``: ``pack_lengths``, how many packs a closed set makes, and the way back to its samples.
 - ``sliding/``: packers over a sliding window.
 - ``blocks/``: packers that need all lengths first, and pack a stream block by block.
 - ``exact_fill/``: packs that are full to the token. The default.
@@ -19,8 +19,8 @@ lengths alone. No packer imports numba until it forms a pack, and all work witho
 [[0, 1], [2, 3], [4, 5], [6], [7]]
 """
 
-from streampack.core.packers.closed import way_back
-from streampack.core.packers.registry import PACKERS, pack_lengths, packer, parameters_of
+from streampack.core.packers.closed import pack_lengths, way_back
+from streampack.core.packers.registry import PACKERS, packer, parameters_of
 from streampack.core.packers.window import Choice, Packer
 
 __all__ = ["PACKERS", "Choice", "Packer", "pack_lengths", "packer", "parameters_of", "way_back"]
