@@ -17,12 +17,12 @@ from msgspec.structs import replace
 
 from streampack.core.model.fields import Field
 from streampack.errors import SourceError, StreampackError, UserError
-from streampack.sources import Cursor, Record, SourceSettings, Tokenizer
 from streampack.sources.formats.python import ItemReader
-from streampack.sources.order import sample_order
-from streampack.sources.records import why_of
-from streampack.sources.settings import as_words
+from streampack.sources.order import Cursor, sample_order
+from streampack.sources.records import Record, why_of
+from streampack.sources.settings import SourceSettings, as_words
 from streampack.sources.walk import mask_words, vocab_size_of
+from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.token_ids import NO_TOKENS
 
 

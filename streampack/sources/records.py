@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.model.fields import Field
-from streampack.sources.files.listing import File
+from streampack.sources.files.byte_source import File
 from streampack.sources.order import Cursor
 from streampack.tokenizers.token_ids import Tokens
 

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from streampack.errors import ConfigError
+from streampack.tokenizers.base import Tokenizer
 
 _ROW_KEYS = ("text_key", "tokens_key", "messages_key", "prompt_key", "completion_key", "fields")
 _OF_ROWS = (*_ROW_KEYS, "missing_mask")
@@ -110,3 +111,10 @@ def as_words(settings: SourceSettings) -> dict[str, Any]:
     if settings.modes is not None:  # left out otherwise: digests of sources without it stay what they were
         found["modes"] = sorted(set(settings.modes))
     return found
+
+
+def rejects_unmasked(settings: SourceSettings, tokenizer: Tokenizer) -> bool:
+    """Return whether samples without a declared ``loss_mask`` are rejected: see ``SourceSettings.missing_mask``."""
+    if settings.missing_mask is not None:
+        return settings.missing_mask == "reject"
+    return settings.source == "webdataset" and tokenizer.train_on != "all"

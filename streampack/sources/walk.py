@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from streampack.core.model.fields import Field
 from streampack.errors import DamagedFile, SourceError, UserError
 from streampack.sources.arrays import Records, Room
+from streampack.sources.files.byte_source import File, Head, ShardFile
 from streampack.sources.files.compressed import plain
-from streampack.sources.files.listing import File, Head, ShardFile, open_file
-from streampack.sources.formats.rows import rejects_unmasked
+from streampack.sources.files.listing import open_file
 from streampack.sources.order import Cursor, sample_order, shard_order
 from streampack.sources.records import (
     DAMAGED,
@@ -36,7 +36,7 @@ from streampack.sources.records import (
     Shard,
     why_of,
 )
-from streampack.sources.settings import SourceSettings, as_words
+from streampack.sources.settings import SourceSettings, as_words, rejects_unmasked
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.token_ids import NO_TOKENS
 

@@ -28,7 +28,7 @@ from streampack.core.protocol.producer_messages import Lease
 from streampack.errors import SampleError, SourceError
 from streampack.producer.chunks import Batch, batches
 from streampack.sources import Cursor, ManySource, Record, Records, Room, Source, SourceSettings, arrays, open_source
-from streampack.sources.files import listing
+from streampack.sources.files import byte_source, listing
 from streampack.sources.formats import webdataset
 from streampack.sources.formats.huggingface import ArrowShard
 from streampack.sources.formats.parquet import ParquetShard
@@ -431,4 +431,4 @@ def test_a_file_that_cannot_be_mapped_is_read(tmp_path: Path) -> None:
 
 
 def test_docstrings() -> None:
-    assert doctest.testmod(arrays).failed == doctest.testmod(listing).failed == 0
+    assert sum(doctest.testmod(module).failed for module in (arrays, byte_source, listing)) == 0

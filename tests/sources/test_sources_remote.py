@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from streampack.errors import ConfigError, SourceError
 from streampack.sources import Record, Source, SourceSettings, open_source
 from streampack.sources.files import remote
-from streampack.sources.files.listing import File, measure
+from streampack.sources.files.byte_source import File
+from streampack.sources.files.listing import measure
 from tests.sources.test_sources_formats import PLAIN, WRITERS
 
 KINDS = ["jsonl", "webdataset", "parquet", "text", "megatron", "huggingface"]

@@ -1,7 +1,9 @@
 """Files: names, sizes and exact reads at an offset, on this machine or at a URL.
 
+- ``byte_source``: what a file is, and an open one.
 - ``listing``: from a path or a pattern to a list of files with their sizes; opens one file for reading.
 - ``braces``: patterns such as ``{000..127}`` as the paths that they stand for.
+- ``local_files``: files of this machine.
 - ``remote``: files at URLs, read through fsspec in ranges, with a bounded cache of blocks.
 - ``compressed``: a gzip or Zstandard file, read as the plain file in it.
 

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from streampack.errors import ConfigError, DamagedFile, SourceError
-from streampack.sources.files.listing import LocalFile, ShardFile, Stream
+from streampack.sources.files.byte_source import ShardFile, Stream
+from streampack.sources.files.local_files import LocalFile
 
 _BLOCK_BYTES = 1 << 20
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"

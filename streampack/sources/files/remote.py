@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.errors import ConfigError, SourceError
-from streampack.sources.files.listing import File, changed
+from streampack.sources.files.byte_source import File, changed
 
 _BLOCK_BYTES = 4 << 20
 _BLOCKS = 64

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from streampack.core.model.fields import Field
 from streampack.errors import DamagedFile, SourceError
-from streampack.sources.files.listing import ShardFile, find, measure, read_file
+from streampack.sources.files.byte_source import ShardFile
+from streampack.sources.files.listing import find, measure, read_file
 from streampack.sources.formats.arrow import Rows, choose_columns, need_pyarrow, said
 from streampack.sources.formats.list_columns import ListShard, plan_of
 from streampack.sources.formats.rows import MISSING, RowReader, missing_from

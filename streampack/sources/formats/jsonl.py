@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 
 from streampack.core.model.fields import Field
-from streampack.sources.files.listing import ShardFile, find, measure, refuse_compressed
+from streampack.sources.files.byte_source import ShardFile, refuse_compressed
+from streampack.sources.files.listing import find, measure
 from streampack.sources.formats.rows import MISSING, RowReader, missing_from
 from streampack.sources.records import Because, Format, Sample, Shard
 from streampack.sources.settings import SourceSettings

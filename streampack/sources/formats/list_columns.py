@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from streampack.core.model.fields import LOSS_MASK, Field
 from streampack.sources.arrays import as_samples, fitting, one_sample
-from streampack.sources.files.listing import join_pieces
+from streampack.sources.files.byte_source import join_pieces
 from streampack.sources.formats.arrow import Rows, is_number, is_plain_list, need_pyarrow
 from streampack.sources.formats.rows import RowReader, as_field
 from streampack.sources.records import Sample, Samples

@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 from streampack.core.model.fields import Field
 from streampack.errors import ConfigError, SourceError
 from streampack.sources.arrays import as_samples, fitting
-from streampack.sources.files.listing import File, ShardFile, find, measure, open_file
+from streampack.sources.files.byte_source import File, ShardFile
+from streampack.sources.files.listing import find, measure, open_file
 from streampack.sources.formats.rows import FieldReader
 from streampack.sources.records import AnyShard, Format, OpenShard, Samples
 from streampack.sources.settings import SourceSettings

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from streampack.core.model.fields import Field
 from streampack.sources.arrays import as_samples, fitting, one_sample
-from streampack.sources.files.listing import ShardFile
+from streampack.sources.files.byte_source import ShardFile
 from streampack.sources.formats.npy import parse_header
 from streampack.sources.records import Sample, Samples
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from streampack.core.model.fields import Field
 from streampack.errors import DamagedFile, SourceError
-from streampack.sources.files.listing import ShardFile, Stream, find, measure
+from streampack.sources.files.byte_source import ShardFile, Stream
+from streampack.sources.files.listing import find, measure
 from streampack.sources.formats.arrow import Rows, choose_columns, need_pyarrow, said
 from streampack.sources.formats.list_columns import ListShard, plan_of
 from streampack.sources.formats.rows import MISSING, RowReader, missing_from

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from streampack.core.model.fields import LOSS_MASK, Field
 from streampack.errors import ConfigError
 from streampack.sources.records import NO_FIELDS, Because, Sample
-from streampack.sources.settings import SourceSettings
+from streampack.sources.settings import SourceSettings, rejects_unmasked
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.token_ids import Encoded, Tokens, as_tokens
 
@@ -125,13 +125,6 @@ class FieldReader:
         if mask is not None:
             found.setdefault(LOSS_MASK, mask)  # not declared: the producer says so
         return Sample(tokens, found or NO_FIELDS)
-
-
-def rejects_unmasked(settings: SourceSettings, tokenizer: Tokenizer) -> bool:
-    """Whether samples without a declared ``loss_mask`` are rejected: see SourceSettings.missing_mask."""
-    if settings.missing_mask is not None:
-        return settings.missing_mask == "reject"
-    return settings.source == "webdataset" and tokenizer.train_on != "all"
 
 
 def missing_from(keys: Iterable[str], what: str = "the keys") -> Because:

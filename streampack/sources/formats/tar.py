@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator
 from typing import TypeAlias
 
 from streampack.errors import DamagedFile, SourceError
-from streampack.sources.files.listing import ShardFile, Stream, refuse_compressed
+from streampack.sources.files.byte_source import ShardFile, Stream, refuse_compressed
 
 Member: TypeAlias = tuple[str, int, int]  # name, offset of the data, size; of regular files only
 

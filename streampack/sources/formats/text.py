@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from streampack.core.model.fields import Field
-from streampack.sources.files.listing import ShardFile, find, measure, refuse_compressed
+from streampack.sources.files.byte_source import ShardFile, refuse_compressed
+from streampack.sources.files.listing import find, measure
 from streampack.sources.formats.jsonl import index_lines
 from streampack.sources.formats.rows import FieldReader
 from streampack.sources.records import Format, Sample, Shard

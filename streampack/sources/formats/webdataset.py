@@ -21,7 +21,8 @@ import numpy as np
 
 from streampack.core.model.fields import LOSS_MASK, Field
 from streampack.errors import ConfigError, DamagedFile
-from streampack.sources.files.listing import ShardFile, find, measure
+from streampack.sources.files.byte_source import ShardFile
+from streampack.sources.files.listing import find, measure
 from streampack.sources.formats.jsonl import missing_in, open_row
 from streampack.sources.formats.npy import load_npy
 from streampack.sources.formats.npy_shard import Members, NpyShard, given_dtype
