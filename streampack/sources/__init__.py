@@ -33,7 +33,8 @@ from streampack.sources.open_source import open_source
 from streampack.sources.order import Cursor
 from streampack.sources.records import OpenedSource, Record, Sample, Source
 from streampack.sources.settings import SourceSettings
-from streampack.tokenizers.base import Tokenizer, TokenizerSettings, open_tokenizer
+from streampack.tokenizers.base import Tokenizer, TokenizerSettings
+from streampack.tokenizers.open_tokenizer import open_tokenizer
 from streampack.tokenizers.token_ids import as_tokens
 
 __all__ = [

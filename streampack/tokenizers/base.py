@@ -1,10 +1,7 @@
-"""Tokenizers: text in, token ids out; what names one, and what each can do.
+"""What a tokenizer is: text, chats and pairs in, token ids out; and the settings that name one.
 
-Theory of operation. A tokenizer is found by name: ``bytes``, which needs no vocabulary, or any callable of the
-user's own by its import path, ``package.module:function``; or it is a tokenizer.json (``tokenizer_json``). What token
-ids are, and what becomes of those that are none, says ``token_ids``.
-
-This module knows text and ids: never files or orders.
+This module knows text and ids: never files or orders. ``token_ids`` says what token ids are, and what becomes of those
+that are none.
 """
 
 from typing import Annotated, Literal, Protocol
@@ -12,9 +9,6 @@ from typing import Annotated, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
-from streampack.errors import ConfigError
-from streampack.tokenizers.bytes_tokenizer import BytesTokenizer, UnnamedTokenizer
-from streampack.tokenizers.callable_tokenizer import CallableTokenizer
 from streampack.tokenizers.token_ids import Encoded, Tokens
 
 
@@ -92,27 +86,3 @@ class Tokenizer(Protocol):
 
     def encode_pair(self, prompt: object, completion: object) -> Encoded | str:
         """A prompt and its completion, which alone is learned: two texts, or two lists of messages."""
-
-
-def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:
-    """The tokenizer that ``settings`` name.
-
-    Raises ConfigError where there is no such module or attribute, or it cannot be called.
-
-    >>> open_tokenizer(TokenizerSettings()).encode("hé").tokens
-    array([104, 195, 169, 256], dtype=int32)
-    """
-    if settings.file is not None:
-        if settings.name is not None:
-            raise ConfigError(f"tokenizer: got name {settings.name!r} and file {settings.file!r}, expected one of them")
-        from streampack.tokenizers.tokenizer_json import FileTokenizer  # the library is wanted only here
-
-        return FileTokenizer(settings)
-    for key in ("eos_token", "bos_token", "chat_template", "date", "allow_special"):
-        if getattr(settings, key):
-            raise ConfigError(f"tokenizer.{key}: got {getattr(settings, key)!r} without file: give both or neither")
-    if settings.name in (None, "bytes"):
-        kind = UnnamedTokenizer if settings.name is None else BytesTokenizer
-        return kind(append_eos=settings.append_eos, train_on=settings.train_on)
-    assert settings.name is not None
-    return CallableTokenizer(settings.name, train_on=settings.train_on)

@@ -5,38 +5,15 @@ that sample and is said, but not millions of times.
 """
 
 import importlib
-import logging
-import tempfile
 from collections.abc import Callable
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from streampack.errors import ConfigError
 from streampack.tokenizers.chat import pair_messages
+from streampack.tokenizers.rejections import Rejections
 from streampack.tokenizers.token_ids import Encoded, Tokens, as_encoded, digest_of_words
-
-if TYPE_CHECKING:
-    from streampack.tokenizers.tokenizer_json import FileTokenizer
-
-_log = logging.getLogger(__name__)
-
-
-class Rejections:
-    """Warnings about rejected samples: each error once, and ``MOST`` at all, since millions may be rejected."""
-
-    MOST = 20
-
-    def __init__(self) -> None:
-        self._said: set[str] = set()
-
-    def warn(self, what: str, error: BaseException) -> None:
-        text = f"{type(error).__name__}: {error}"
-        if len(self._said) < self.MOST and text not in self._said:
-            self._said.add(text)
-            last = "; more are counted, and not said" if len(self._said) == self.MOST else ""
-            _log.warning("%s: %r%s", what, error, last)
 
 
 class CallableTokenizer:
@@ -122,41 +99,6 @@ class CallableTokenizer:
             kind = "characters" if isinstance(what[0], str) else "messages"
             self._rejections.warn(f"the tokenizer {self.name} rejects a text of {size} {kind}", error)
             return "tokenizer"
-
-
-class TransformersTokenizer(CallableTokenizer):
-    """A fast tokenizer of transformers, such as AutoTokenizer gives: texts by its ``encode``, chats by its template.
-
-    Chats are written by its files, as with ``tokenizer.file``: it is saved to a temporary folder when the first comes.
-    """
-
-    def __init__(self, given: Any) -> None:
-        def encode(text: str) -> object:
-            return given.encode(text)
-
-        template = given.chat_template
-        encode.vocab_size = len(given)  # type: ignore[attr-defined]
-        encode.digest = "" if template is None else digest_of_words(str(template))  # type: ignore[attr-defined]
-        super().__init__(type(given).__qualname__, encode)
-        self._given = given
-        self.has_chat_template = template is not None
-
-    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
-        return self._of_file.encode_chat(messages, tools)
-
-    def decode(self, tokens: Tokens) -> str:
-        return str(self._given.decode(tokens.tolist()))
-
-    @cached_property
-    def _of_file(self) -> "FileTokenizer":
-        from streampack.tokenizers.base import TokenizerSettings
-        from streampack.tokenizers.tokenizer_json import FileTokenizer
-
-        if not getattr(self._given, "is_fast", False):
-            raise ConfigError(f"tokenizer: got a slow {self.name} and a chat, expected a fast one: use_fast=True")
-        with tempfile.TemporaryDirectory(prefix="streampack-") as folder:
-            self._given.save_pretrained(folder)
-            return FileTokenizer(TokenizerSettings(file=folder, append_eos=False))
 
 
 def import_path(key: str, path: str) -> Any:

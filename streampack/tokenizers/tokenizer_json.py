@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from streampack.errors import ConfigError
 from streampack.tokenizers import chat
 from streampack.tokenizers.base import TokenizerSettings
-from streampack.tokenizers.callable_tokenizer import Rejections
 from streampack.tokenizers.chat import SPLIT, Rendered, TemplateError, any_of, pair_messages, read_messages
+from streampack.tokenizers.rejections import Rejections
 from streampack.tokenizers.token_ids import Encoded, Tokens
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from streampack.sources import (
 )
 from streampack.sources.formats import jsonl, rows, tar, webdataset
 from streampack.sources.formats import npy as npy_files
-from streampack.tokenizers import base
+from streampack.tokenizers import open_tokenizer as opening
 
 SIZES = (5, 0, 7, 1, 3, 4)  # samples a shard; the second has none
 NUM_SAMPLES = sum(SIZES)
@@ -745,7 +745,7 @@ def test_no_file_stays_open_when_a_reader_is_dropped(source: Source) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("module", [order, base, jsonl, npy_files, rows, walk])
+@pytest.mark.parametrize("module", [order, opening, jsonl, npy_files, rows, walk])
 def test_the_examples_in_the_docstrings_hold(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0

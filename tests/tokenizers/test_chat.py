@@ -16,9 +16,9 @@ from streampack.errors import ConfigError
 from streampack.sources import SourceSettings, TokenizerSettings, open_tokenizer
 from streampack.sources.formats.rows import RowReader
 from streampack.tokenizers.base import Tokenizer
-from streampack.tokenizers.callable_tokenizer import TransformersTokenizer
 from streampack.tokenizers.chat import read_messages
 from streampack.tokenizers.token_ids import Encoded
+from streampack.tokenizers.transformers_tokenizer import TransformersTokenizer
 
 SPECIAL = [
     "<|bos|>",

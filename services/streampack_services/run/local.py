@@ -35,7 +35,8 @@ from streampack.sources import Source, SourceSettings, TokenizerSettings, open_s
 from streampack.sources.in_memory import InMemory
 from streampack.sources.settings import check_settings
 from streampack.tokenizers.base import Tokenizer
-from streampack.tokenizers.callable_tokenizer import CallableTokenizer, TransformersTokenizer
+from streampack.tokenizers.callable_tokenizer import CallableTokenizer
+from streampack.tokenizers.transformers_tokenizer import TransformersTokenizer
 from streampack_services.broker.memory_plan import with_enough_memory
 from streampack_services.broker.service import BrokerService
 from streampack_services.http.http_guard import find_token

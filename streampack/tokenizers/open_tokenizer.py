@@ -1,0 +1,32 @@
+"""From settings to a tokenizer: ``bytes``, a callable by its import path, or a tokenizer.json."""
+
+from __future__ import annotations
+
+from streampack.errors import ConfigError
+from streampack.tokenizers.base import Tokenizer, TokenizerSettings
+from streampack.tokenizers.bytes_tokenizer import BytesTokenizer, UnnamedTokenizer
+from streampack.tokenizers.callable_tokenizer import CallableTokenizer
+
+
+def open_tokenizer(settings: TokenizerSettings) -> Tokenizer:
+    """The tokenizer that ``settings`` name.
+
+    Raises ConfigError where there is no such module or attribute, or it cannot be called.
+
+    >>> open_tokenizer(TokenizerSettings()).encode("hé").tokens
+    array([104, 195, 169, 256], dtype=int32)
+    """
+    if settings.file is not None:
+        if settings.name is not None:
+            raise ConfigError(f"tokenizer: got name {settings.name!r} and file {settings.file!r}, expected one of them")
+        from streampack.tokenizers.tokenizer_json import FileTokenizer  # the library is wanted only here
+
+        return FileTokenizer(settings)
+    for key in ("eos_token", "bos_token", "chat_template", "date", "allow_special"):
+        if getattr(settings, key):
+            raise ConfigError(f"tokenizer.{key}: got {getattr(settings, key)!r} without file: give both or neither")
+    if settings.name in (None, "bytes"):
+        kind = UnnamedTokenizer if settings.name is None else BytesTokenizer
+        return kind(append_eos=settings.append_eos, train_on=settings.train_on)
+    assert settings.name is not None
+    return CallableTokenizer(settings.name, train_on=settings.train_on)
