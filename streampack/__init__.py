@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from streampack.batch_checks.step_check import verify
 from streampack.client.connect import Client, connect
 from streampack.core.model.mesh import Mesh
-from streampack.core.packers import pack_lengths, way_back
+from streampack.core.packers.closed import pack_lengths, way_back
 from streampack.errors import StreampackError
 from streampack.local import local
 from streampack.packs.pack import Pack, Step

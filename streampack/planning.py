@@ -26,9 +26,9 @@ from streampack.core.deal.deal import BALANCES, ORDERS, arrange, deal, num_packs
 from streampack.core.deal.dynamic_batches import PaddedBatches, PaddedFigures, padded_batches
 from streampack.core.model.rules import Balance
 from streampack.core.model.samples import I64
-from streampack.core.packers import pack_lengths, way_back
-from streampack.core.packers import packer as named
 from streampack.core.packers.arguments import aligned_units, check_numbers, integers
+from streampack.core.packers.closed import pack_lengths, way_back
+from streampack.core.packers.registry import packer as named
 from streampack.core.stats.fill import Figures, figures
 from streampack.errors import ConfigError, SampleError
 

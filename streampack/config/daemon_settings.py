@@ -37,7 +37,8 @@ from streampack.core.model.samples import IGNORE_INDEX
 from streampack.core.model.shapes import Shape
 from streampack.core.packers.blocks.modified_first_fit import Leftovers
 from streampack.errors import ConfigError
-from streampack.sources import SourceSettings, TokenizerSettings
+from streampack.sources.settings import SourceSettings
+from streampack.tokenizers.base import TokenizerSettings
 
 MEMORY = "1GiB"
 """A broker's, where nothing else is said."""

@@ -25,9 +25,10 @@ from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.core.protocol.producer_messages import OVERLONG, Lease
 from streampack.core.sessions.producer_base import Chunk, Key, Session
 from streampack.errors import ConfigError, DamagedFile, SampleError
-from streampack.sources import Cursor, ManySource, Record, Records, Room, Source
+from streampack.sources.arrays import ManySource, Records, Room
 from streampack.sources.formats.rows import NO_MASK
-from streampack.sources.records import DAMAGED
+from streampack.sources.order import Cursor
+from streampack.sources.records import DAMAGED, Record, Source
 from streampack.wire.checksums import Column, CrcsOf
 from streampack.wire.sample_checksums import plain
 

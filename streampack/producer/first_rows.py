@@ -12,12 +12,14 @@ from msgspec.structs import replace
 
 from streampack.config.daemon_settings import ProducerConfig, ProducerStream
 from streampack.errors import ConfigError, SourceError, StreampackError
-from streampack.sources import Record, SourceSettings, Tokenizer, open_source, open_tokenizer
 from streampack.sources.formats.rows import MISSING
 from streampack.sources.in_memory import InMemory
-from streampack.sources.records import DAMAGED
-from streampack.sources.settings import KEYS
+from streampack.sources.open_source import open_source
+from streampack.sources.records import DAMAGED, Record
+from streampack.sources.settings import KEYS, SourceSettings
+from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.bytes_tokenizer import BytesTokenizer, UnnamedTokenizer
+from streampack.tokenizers.open_tokenizer import open_tokenizer
 
 ROWS, ROWS_AT_START = 100, 16
 _SAMPLE_KEYS = ("text_key", "tokens_key", "messages_key", "prompt_key", "completion_key")

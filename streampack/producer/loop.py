@@ -23,8 +23,7 @@ from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Key, L
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError
 from streampack.producer.chunks import Batch, BatchSource, batches, chunk_of
-from streampack.sources import Source
-from streampack.sources.records import DAMAGED
+from streampack.sources.records import DAMAGED, Source
 from streampack.sources.walk import ShardedSource
 from streampack.transport.keys import Key as PeerKey
 from streampack.transport.sockets import Dealer, Poller, drain

@@ -24,8 +24,10 @@ from streampack.core.protocol.producer_messages import Lease
 from streampack.core.sessions.producer_base import Chunk
 from streampack.errors import SampleError, UserError
 from streampack.producer.chunks import CHUNK_SAMPLES, batches_of, chunk_of
-from streampack.sources import Cursor, Record, SourceSettings
 from streampack.sources.formats.rows import RowReader
+from streampack.sources.order import Cursor
+from streampack.sources.records import Record
+from streampack.sources.settings import SourceSettings
 from streampack.tokenizers.bytes_tokenizer import BytesTokenizer
 
 _SETTINGS = SourceSettings("python", tokens_key=INPUT_IDS)

@@ -31,9 +31,9 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, PACK, ROW, SampleTable
 from streampack.core.model.snapshot import FormState
 from streampack.core.model.steps import FIRST_CHAIN, Packs, Step, chain_digest, digests_of, step_digest
-from streampack.core.packers import Choice, Packer
 from streampack.core.packers.joint.joint import Joint
 from streampack.core.packers.joint.joint_bounds import num_outliers
+from streampack.core.packers.window import Choice, Packer
 from streampack.errors import InternalError
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from streampack.core.model.samples import I64
-from streampack.core.packers import Packer
 from streampack.core.packers.exact_fill.exact_fill import ExactFill
 from streampack.core.packers.joint.joint import Joint
 from streampack.core.packers.joint.joint_bounds import max_wait
+from streampack.core.packers.window import Packer
 from streampack.core.stats.length_histogram import BUCKETS, bucket_of, least_of
 
 AT_ONCE = 1 << 14

@@ -16,11 +16,12 @@ from msgspec import Meta, Struct
 from streampack.core.model.fields import OF_ROWS, Field, check_fields
 from streampack.core.model.samples import I64
 from streampack.core.model.shapes import Shape, check_shape, own_widths, step_widths, width_unit
-from streampack.core.packers import Packer, packer, parameters_of
 from streampack.core.packers.blocks.modified_first_fit import Leftovers
 from streampack.core.packers.exact_fill.exact_fill import MAX_BUDGET as MAX_EXACT_FILL
 from streampack.core.packers.joint.joint import MAX_BUDGET as MAX_JOINT
 from streampack.core.packers.joint.joint_bounds import PATIENCE
+from streampack.core.packers.registry import packer, parameters_of
+from streampack.core.packers.window import Packer
 
 Positive = Annotated[int, Meta(ge=1, lt=2**62)]
 """A count, as large as every message, record and kernel can hold."""
