@@ -7,6 +7,7 @@ import functools
 from concurrent.futures import Future
 from typing import Any
 
+from streampack_services.broker.status import BrokerStatus
 from streampack_services.http.history import History
 from streampack_services.http.http_guard import App, Guard
 from streampack_services.http.server import make_app
@@ -14,6 +15,7 @@ from streampack_services.logs import Ring
 
 from streampack.core.model.rule_changes import Ask
 from streampack.core.protocol.effects import Answer
+from tests.blank import blank
 from tests.fuzz.engine import Target
 from tests.fuzz.forms import JSON, MSGPACK, packed, unpacked
 from tests.fuzz.machines import CONTROL
@@ -33,11 +35,8 @@ def _asked(_feed: str, _ask: Ask, _at_step: int | None, _note: str) -> Future[An
 @functools.cache
 def _apps() -> tuple[App, ...]:
     """Open, and for those who bring a token."""
-    snapshot: dict[str, Any] = {
-        "run": "x", "feeds": {}, "state": "serving", "ready": False, "taken_at": 1.0, "uptime_s": 1.0, "epoch": 1,
-        "version": "0", "streams": [], "messages": {}, "memory": {},
-    }  # fmt: skip
-    app = make_app(lambda: snapshot, History(lambda: snapshot), _asked, ring=Ring())
+    status = blank(BrokerStatus, run="x", state="serving", taken_at=1.0, uptime_s=1.0, epoch=1, version="0")
+    app = make_app(lambda: status, History(lambda: status), _asked, ring=Ring())
     return Guard(app, None, True), Guard(app, "0123456789abcdef", False)
 
 

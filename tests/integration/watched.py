@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-from streampack_services.broker.reporter import Snapshot
 from streampack_services.broker.service import BrokerService
+from streampack_services.broker.status import BrokerStatus
 from streampack_services.http.server import HttpServer
 from streampack_services.logs import Ring
 
@@ -52,16 +54,23 @@ class Watched:
 
     service: BrokerService
     url: str = ""
-    held: Snapshot | None = None
+    held: BrokerStatus | None = None
     stuck: bool = False
     """No time passes for it, too."""
 
-    def shown(self) -> Snapshot:
-        """What ``/status`` says."""
+    def status(self) -> dict[str, Any]:
+        """Return the JSON of ``/status``."""
+        found: dict[str, Any] = json.loads(msgspec.json.encode(self.shown()))
+        return found
+
+    def shown(self) -> BrokerStatus:
+        """Return the snapshot that the HTTP side serves."""
         now = self.service.snapshot
         if self.stuck and self.held is not None:
             return self.held
-        return now if self.held is None else self.held | {key: now[key] for key in ("taken_at", "uptime_s")}
+        if self.held is None:
+            return now
+        return msgspec.structs.replace(self.held, taken_at=now.taken_at, uptime_s=now.uptime_s)
 
     @property
     def endpoints(self) -> dict[str, str]:

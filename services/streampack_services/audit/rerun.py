@@ -186,18 +186,15 @@ class Rerun:
         with _progress() as show:
             while not over.wait(LOOK_S):
                 status = service.snapshot
-                feed = status["feeds"][self.wanted.feed.name]
-                samples = sum(row["samples"] for row in status["streams"] if row["feed"] == self.wanted.feed.name)
-                now = (feed["totals"]["steps"], samples)
+                feed = status.feeds[self.wanted.feed.name]
+                samples = sum(row.samples for row in status.streams if row.feed == self.wanted.feed.name)
+                now = (feed.totals.steps, samples)
                 if now != before:
                     moved, before = time.monotonic(), now
                 show(f"step {self.wanted.step:,}: {now[0]:,} steps formed of {samples:,} samples read again")
                 if time.monotonic() - moved > self.timeout_s:
-                    why = feed["waiting_for"] or {"reason": "stream", "detail": "nothing is known"}
-                    raise DataStall(
-                        f"step {self.wanted.step}: nothing has moved for {self.timeout_s:g} s: waiting for "
-                        f"{why['reason']}: {why['detail']}"
-                    )
+                    why = feed.waiting_for.text if feed.waiting_for is not None else "waiting for samples"
+                    raise DataStall(f"step {self.wanted.step}: nothing has moved for {self.timeout_s:g} s: {why}")
 
     def _explained(self, service: BrokerService, error: Rejected) -> StreampackError:
         """Why the broker refused: where a step came out otherwise, the first sample that is another, if one is."""

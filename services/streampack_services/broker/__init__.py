@@ -6,7 +6,8 @@
 - ``machine_memory``, ``memory_plan``, ``memory_peak``: the memory there is, how it is shared out, and what the process
   takes at its peak.
 - ``log_keeper``: the broker's log: records in and out, what is safe, and when old records may go.
-- ``reporter``, ``steps_left``: a snapshot of plain values about the broker, twice a second.
+- ``status``: the types of the broker's snapshot: every field, its unit and its meaning.
+- ``reporter``, ``steps_left``: the snapshot, taken twice a second, and log lines about long waits.
 - ``report_limit``: how many log lines peers can cause.
 
 The package relies on ``streampack.core.broker``, which decides. HTTP and metrics read the snapshot; the broker's thread

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import parse_size
@@ -22,6 +21,7 @@ from streampack.core.journal.log_effects import Append, Recall, Recalled, Safe, 
 from streampack.core.journal.log_records import Record
 from streampack.errors import ConfigError, LogDamaged, StreampackError, WireError
 from streampack.wire import record_frames
+from streampack_services.broker.status import LogStatus
 from streampack_services.ledger.state_dir import open_ledger
 from streampack_services.log.log import Entry, Log
 
@@ -91,15 +91,21 @@ class Keeper:
             self._trimming = threading.Thread(target=self._index, name="streampack-ledger", daemon=True)
             self._trimming.start()
 
-    def figures(self) -> dict[str, Any]:
-        """For /status and the metrics."""
+    def status(self) -> LogStatus:
+        """Return the log's part of the broker's snapshot."""
         log_ = self._log
-        return {
-            "durability": self.durability, "bytes": log_.num_bytes, "limit_bytes": self._retain,
-            "records": log_.next_lsn, "first_record": log_.first_lsn, "unsafe_records": log_.next_lsn - log_.safe_upto,
-            "syncs": log_.syncs, "sync_seconds": log_.sync_seconds, "stalled": log_.stalled or self._full(),
-            "free_bytes": log_.free_bytes,
-        }  # fmt: skip
+        return LogStatus(
+            durability=self.durability,
+            bytes=log_.num_bytes,
+            limit_bytes=self._retain,
+            records=log_.next_lsn,
+            first_record=log_.first_lsn,
+            unsafe_records=log_.next_lsn - log_.safe_upto,
+            syncs=log_.syncs,
+            sync_seconds=log_.sync_seconds,
+            stalled=log_.stalled or self._full(),
+            free_bytes=log_.free_bytes,
+        )
 
     def close(self) -> None:
         """Write what waits, and let others open the log; idempotent."""

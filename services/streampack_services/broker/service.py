@@ -66,7 +66,8 @@ from streampack_services.broker.log_keeper import Keeper
 from streampack_services.broker.memory_peak import peak
 from streampack_services.broker.memory_plan import check_machine, plan
 from streampack_services.broker.report_limit import Budget
-from streampack_services.broker.reporter import Reporter, Snapshot
+from streampack_services.broker.reporter import Counters, Reporter
+from streampack_services.broker.status import BrokerStatus
 
 log = logging.getLogger("streampack.broker")
 
@@ -95,15 +96,10 @@ class BrokerService:
         check_machine(config)
         self.plan = plan(config)
         capacity = self.plan.capacity
-        self.started = time.monotonic()
-        self.ready = False
-        self.damaged = self.cut = 0
+        self.counters = Counters(started=time.monotonic())
         self._say_damaged_at = 0.0
         self._lines = Budget()
         self._version_answers = Budget()
-        self.unsent = 0
-        self.form_seconds = 0.0
-        self.tokens_sent = 0
         self._exit_when_finished = exit_when_finished
         self._formed: deque[tuple[Formed, float] | BaseException] = deque()
         self._tokens = itertools.count()
@@ -137,12 +133,14 @@ class BrokerService:
             opened.callback(self._producers.close)
             opened.callback(self._trainers.close)
             self._poller = Poller([self._producers, self._trainers], self._waker)
-            self._reporter = Reporter(self)
-            self.snapshot: Snapshot = self._reporter.take(self.started)
-            """Replaced whole twice a second; any thread may read it, nobody changes it."""
+            self._reporter = Reporter(
+                config.run, self.endpoints, self.core, self.plan, self.arena, self.keeper, self.counters
+            )
+            self.snapshot: BrokerStatus = self._reporter.take(self.counters.started)
+            """Replaced twice a second; any thread may read it."""
             opened.pop_all()
-        self.on_snapshot: Callable[[Snapshot], None] = lambda _: None
-        """Told of each, in the broker's thread."""
+        self.on_snapshot: Callable[[BrokerStatus], None] = lambda _: None
+        """Called with each snapshot, in the broker's thread."""
 
     def _allocate(self) -> Arena:
         """Raises ConfigError where the system does not give the memory."""
@@ -190,11 +188,6 @@ class BrokerService:
     def endpoints(self) -> dict[str, str]:
         return {"producers": self._producers.endpoint, "trainers": self._trainers.endpoint}
 
-    @property
-    def strangers(self) -> int:
-        """Peers that were not let in, as their key is not allowed."""
-        return self._allowed.refused if self._allowed is not None else 0
-
     def drain(self) -> None:
         """Stop gently; a second call stops at once. Any thread or signal handler may."""
         if self._drain_asked.is_set():
@@ -233,7 +226,7 @@ class BrokerService:
             self._perform_all(self.core.begin())
             self._ticked = time.monotonic()
             self._handle(Tick(self._clock))
-            self.ready = True
+            self.counters.ready = True
             self._publish(self._reporter.take(time.monotonic()))
             log.info("ready")
             while not self._done():
@@ -248,7 +241,7 @@ class BrokerService:
 
     def close(self) -> None:
         """Give up sockets and threads; idempotent."""
-        self.ready = False
+        self.counters.ready = False
         if self._packing.is_alive():
             self._to_form.put(None)
             self._packing.join()
@@ -282,6 +275,8 @@ class BrokerService:
             self._clock += min(now - self._ticked, TURN_AT_MOST_S)
             self._ticked = now
             self._handle(Tick(self._clock))
+            if self._allowed is not None:
+                self.counters.strangers = self._allowed.refused
             if (snapshot := self._reporter.tick(now)) is not None:
                 self._publish(snapshot)
         for router, kind in ((self._trainers, FromTrainer), (self._producers, FromProducer)):
@@ -301,18 +296,18 @@ class BrokerService:
             self._answers[change.token] = future
             self._handle(change)
         if self._drain_asked.is_set() and self._drain_until is None:
-            self.ready = False
+            self.counters.ready = False
             self._drain_until = now + self.config.drain_timeout_s
             log.info("draining: serving what is formed, for %.0f s at most", self.config.drain_timeout_s)
             self._handle(Drain())
             self._publish(self._reporter.take(now))
 
-    def _publish(self, snapshot: Snapshot) -> None:
+    def _publish(self, snapshot: BrokerStatus) -> None:
         self.snapshot = snapshot
         self.on_snapshot(snapshot)
 
     def _note_cut(self, cut: CutConnection) -> None:
-        self.cut += 1
+        self.counters.cut += 1
         of = ""
         if self._allowed is not None and cut.peer:
             of = f", of key {self._allowed.rights(cut.peer).name!r}"
@@ -323,11 +318,11 @@ class BrokerService:
         try:
             envelope = wire.decode(frames[1:])
         except WireError as error:
-            self.damaged += 1
+            self.counters.damaged += 1
             router.note_damaged(frames[0].bytes)
             if time.monotonic() >= self._say_damaged_at:  # whoever finds the port may send any number of them
                 self._say_damaged_at = time.monotonic() + SAY_S
-                log.warning("dropped a message, of %d so far: %s", self.damaged, error)
+                log.warning("dropped a message, of %d so far: %s", self.counters.damaged, error)
             if isinstance(error, wire.OtherVersion):
                 self._refuse_version(frames[0].bytes, error.version, kind)
             return
@@ -345,12 +340,12 @@ class BrokerService:
         reject = Reject(code="version", detail=detail)
         answer = Envelope(run=self.core.run, epoch=self.core.epoch, fence=0, message=reject)
         router = self._producers if kind is FromProducer else self._trainers
-        self.unsent += not router.send(peer, wire.encode(answer, version))
+        self.counters.unsent += not router.send(peer, wire.encode(answer, version))
 
     def _on_formed(self, found: tuple[Formed, float] | BaseException) -> None:
         if isinstance(found, BaseException):
             raise found
-        self.form_seconds += found[1]
+        self.counters.form_seconds += found[1]
         self._handle(found[0])
 
     def _handle(self, event: Event) -> None:
@@ -378,7 +373,7 @@ class BrokerService:
         elif isinstance(effect, SendTrainer):
             self._send_trainer(effect.peer, effect.envelope)
         elif isinstance(effect, SendProducer):
-            self.unsent += not self._producers.send(effect.peer, wire.encode(effect.envelope))
+            self.counters.unsent += not self._producers.send(effect.peer, wire.encode(effect.envelope))
         elif isinstance(effect, Release):
             self.arena.release(effect.handles)
         elif isinstance(effect, Form):
@@ -420,11 +415,11 @@ class BrokerService:
         )
         self._send_trainer(effect.peer, whole)
         if INPUT_IDS in effect.frames:
-            self.tokens_sent += payload[0].size
+            self.counters.sent_tokens += payload[0].size
 
     def _send_trainer(self, peer: bytes, envelope: Envelope) -> None:
         if not self._trainers.send(peer, wire.encode(envelope)):
-            self.unsent += 1
+            self.counters.unsent += 1
             self._events.append(NotSent(peer, msgspec.structs.replace(envelope, payload=())))
 
     def _pack(self) -> None:

@@ -19,8 +19,7 @@ from streampack.core.broker import Broker
 from streampack.core.feed.feed import Feed
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.protocol.producer_messages import SourceSize
-
-_BOUNDS = ("estimate", "low", "high")
+from streampack_services.broker.status import StepsLeft
 
 
 class Left(NamedTuple):
@@ -35,11 +34,12 @@ class Left(NamedTuple):
     share: float | None = None
 
 
-def steps_left(core: Broker, feed: Feed) -> dict[str, int] | None:
-    """Steps that some rank has yet to return: the ``estimate``, ``low`` and ``high``; None where nobody knows."""
+def steps_left(core: Broker, feed: Feed) -> StepsLeft | None:
+    """Estimate the steps that some rank has yet to return; None where they cannot be estimated."""
     readers, rules, totals = feed.readers, feed.latest_rules, feed.figures.totals
     if readers.steps.end is not None:
-        return dict.fromkeys(_BOUNDS, readers.steps.end.num_steps - readers.steps.released_upto)
+        left_now = readers.steps.end.num_steps - readers.steps.released_upto
+        return StepsLeft(estimate=left_now, low=left_now, high=left_now)
     if not rules.finite or not totals.steps:
         return None
     every = [_left(core, feed, number, stream) for number, stream in enumerate(rules.streams) if stream.weight]
@@ -58,7 +58,8 @@ def steps_left(core: Broker, feed: Feed) -> dict[str, int] | None:
     if not ways or not of_step:
         return None
     formed = readers.steps.formed_upto - readers.steps.released_upto
-    return dict(zip(_BOUNDS, (formed + steps for steps in min(ways)), strict=True))
+    likely, low, high = min(ways)
+    return StepsLeft(estimate=formed + likely, low=formed + low, high=formed + high)
 
 
 def estimate(left: Sequence[Left], held: float, of_step: float, spread: float) -> tuple[int, int, int]:

@@ -34,8 +34,7 @@ def status(endpoint: Endpoint = None, as_json: AsJson = False, timeout: Timeout 
     if as_json:
         print(json.dumps(snapshot))
     else:
-        with http_client.understood(snapshot):
-            status_report.show_status(snapshot)
+        status_report.show_status(http_client.understand(snapshot))
 
 
 def top(

@@ -12,10 +12,9 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from streampack_services.amounts import count_text
-from streampack_services.broker.reporter import describe
+from streampack_services.broker.status import BrokerStatus, FeedStatus
 
 STATUS_EVERY_S = 5.0
 """A line that only moves on is said no more often."""
@@ -52,10 +51,10 @@ class Systemd:
         if lines:
             self._send("\n".join(lines))
 
-    def tell_of_broker(self, snapshot: Mapping[str, Any]) -> None:
-        """How a broker is, by its snapshot; from the thread that takes it."""
-        stopping = snapshot["state"] == "draining"
-        self.tell(ready=snapshot["ready"] or stopping, stopping=stopping, status=in_a_line(snapshot))
+    def tell_of_broker(self, broker: BrokerStatus) -> None:
+        """Tell systemd the state of a broker; the thread that takes its snapshots calls it."""
+        stopping = broker.state == "draining"
+        self.tell(ready=broker.ready or stopping, stopping=stopping, status=in_a_line(broker))
 
     def _send(self, text: str) -> None:
         with (
@@ -65,12 +64,11 @@ class Systemd:
             sender.sendto(text.encode(), self._address)
 
 
-def in_a_line(snapshot: Mapping[str, Any]) -> str:
+def in_a_line(broker: BrokerStatus) -> str:
     """``serving: train step 120, 3.2M tokens/s``."""
-    return f"{snapshot['state']}: " + "; ".join(_feed(name, feed) for name, feed in snapshot["feeds"].items())
+    return f"{broker.state}: " + "; ".join(_feed(name, feed) for name, feed in broker.feeds.items())
 
 
-def _feed(name: str, feed: Mapping[str, Any]) -> str:
-    waits = feed["waiting_for"]
-    why = f", {describe(**waits)}" if waits is not None and not feed["tokens_per_s"] else ""
-    return f"{name} step {feed['steps']['formed']}, {count_text(feed['tokens_per_s'])} tokens/s{why}"
+def _feed(name: str, feed: FeedStatus) -> str:
+    why = f", {feed.waiting_for.text}" if feed.waiting_for is not None and not feed.tokens_per_s else ""
+    return f"{name} step {feed.steps.formed}, {count_text(feed.tokens_per_s)} tokens/s{why}"

@@ -15,19 +15,19 @@ average.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
-from streampack.errors import PeerError, UserError
+from streampack.errors import UserError
 from streampack.sources.order import sample_order
 from streampack_services.audit import why
+from streampack_services.broker.status import BrokerStatus, FeedStatus
 from streampack_services.forecast.lengths import STRETCHES, stretches_of
 from streampack_services.forecast.rank_loads import PlanMesh
 from streampack_services.ledger.run_history import NEVER
@@ -158,43 +158,43 @@ def arrival_order(stream: Any, index: Any, part: Any, pack: I64) -> I64:
     return found
 
 
-def from_status(snapshot: dict[str, Any], feed: str | None) -> Served:
-    """Of a broker's snapshot. Raises UserError for a feed that it does not have, or that has served nothing."""
-    feeds = snapshot["feeds"]
+def from_status(status: BrokerStatus, feed: str | None) -> Served:
+    """Return what a broker's feed has served, by default its first.
+
+    Raises UserError for a feed that the broker does not have, or that has formed no step.
+    """
+    feeds = status.feeds
     name = next(iter(feeds)) if feed is None else feed
     if name not in feeds:
         raise UserError(f"got feed {name!r}, expected one of: {', '.join(feeds)}")
     found = feeds[name]
-    if "lengths" not in found:
-        raise PeerError("got a status without lengths, expected a broker of this version: name its state_dir instead")
-    totals, tree = found["totals"], {key: value for key, value in found["rules"].items() if key != "digest"}
-    if not totals["samples"]:
+    totals, rules = found.totals, Rules(**{key: getattr(found.rules, key) for key in Rules.__struct_fields__})
+    if not totals.samples:
         raise UserError(f"got a broker whose feed {name!r} has formed no step yet, expected one that has")
-    rules = msgspec.convert(tree, Rules)
-    lengths, filled = spread(found["lengths"], rules.seed), totals["packs"] - totals["empty_packs"]
+    lengths, filled = spread(found.lengths, rules.seed), totals.packs - totals.empty_packs
     slots = rules.budget * filled
-    if rules.padded:
-        slots = found["dynamic_batching"]["actual_tokens"]
+    if found.dynamic_batching is not None:
+        slots = found.dynamic_batching.actual_tokens
     elif rules.shape != "fixed":
-        slots = totals["tokens"] + sum(found["waste_tokens"][cause] for cause in ("alignment", "pack_tail", "shape"))
-    batches = max(round(totals["steps"] * len(lengths) / totals["samples"]), 1) if rules.batch is not None else 1
+        slots = totals.tokens + sum(found.waste_tokens[cause] for cause in ("alignment", "pack_tail", "shape"))
+    batches = max(round(totals.steps * len(lengths) / totals.samples), 1) if rules.batch is not None else 1
     return Served(
-        f"{snapshot['run']}, feed {name}, {totals['steps']:,} steps", lengths, rules, totals["samples"],
-        totals["packs"], totals["empty_packs"], totals["tokens"], slots,
-        np.linspace(0, len(lengths), batches + 1).astype(np.int64), totals["steps"], found["state"] == "ended",
-        "in no order: shuffled, and by buckets of 3 %", found["tokens_per_s"], len(found["readers"]), _mesh_of(found),
+        f"{status.run}, feed {name}, {totals.steps:,} steps", lengths, rules, totals.samples, totals.packs,
+        totals.empty_packs, totals.tokens, slots, np.linspace(0, len(lengths), batches + 1).astype(np.int64),
+        totals.steps, found.state == "ended", "in no order: shuffled, and by buckets of 3 %", found.tokens_per_s,
+        len(found.readers), _mesh_of(found),
     )  # fmt: skip
 
 
-def _mesh_of(feed: dict[str, Any]) -> PlanMesh | None:
-    """Of the ranks that are attached to a feed, if they are all of theirs."""
-    if not feed["all_ranks_attached"] or not feed["readers"]:
+def _mesh_of(feed: FeedStatus) -> PlanMesh | None:
+    """Return the mesh of the ranks that are attached, if all are."""
+    if not feed.all_ranks_attached or not feed.readers:
         return None
     names = PlanMesh.__struct_fields__
-    return PlanMesh(**{name: 1 + max(row[f"{name}_rank"] for row in feed["readers"]) for name in names})
+    return PlanMesh(**{name: 1 + max(getattr(row, f"{name}_rank") for row in feed.readers) for name in names})
 
 
-def spread(buckets: list[list[int]], seed: int) -> I64:
+def spread(buckets: Sequence[Sequence[int]], seed: int) -> I64:
     """Lengths, int64 [n], as (samples, tokens) of ``buckets`` say: each bucket's as equal as can be, shuffled.
 
     >>> sorted(spread([[2, 6], [2, 201]], 0).tolist())

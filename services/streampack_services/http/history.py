@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from streampack.core.stats.data_wait import CAUSES as STARVED_BY
 from streampack.core.stats.padding import CAUSES
-from streampack_services.broker.reporter import Snapshot
-from streampack_services.http.metric_rows import RANKS, has_spoken
+from streampack_services.broker.status import BrokerStatus, FeedStatus, RankStatus
+from streampack_services.http.metric_rows import Labels, rank_labels
 from streampack_services.http.timeline import TIERS, Row, Timeline
 
 EVERY_S = 1.0
@@ -34,7 +33,7 @@ MOST_ROWS = sum(tier.rows for tier in TIERS)
 class History:
     """A timeline of each feed of ``snapshot()``, from ``start`` to ``close``."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, snapshot: Callable[[], BrokerStatus]) -> None:
         self._snapshot = snapshot
         self._timelines: dict[str, Timeline] = {}
         self._starved: dict[str, Starved] = {}
@@ -55,20 +54,20 @@ class History:
         """JSON: ``columns``, ``epoch`` and ``began`` of the broker, and by feed the rows after ``second``: those of one
         ``feed``, or the last ones of each, all together no more than one has. None where there is no such feed."""
         now = self._snapshot()
-        if feed is not None and feed not in now["feeds"]:
+        if feed is not None and feed not in now.feeds:
             return None
         with self._lock:
             wanted = {name: each for name, each in self._timelines.items() if feed in (None, name)}
             rows = {name: timeline.since(second)[-(MOST_ROWS // len(wanted)) :] for name, timeline in wanted.items()}
-        began = now["taken_at"] - now["uptime_s"]
+        began = now.taken_at - now.uptime_s
         # Row by row: days of them at once would keep the broker's thread from running for as long as that takes.
         feeds = {name: [msgspec.Raw(msgspec.json.encode(list(row))) for row in rows[name]] for name in rows}
-        return msgspec.json.encode({"columns": COLUMNS, "epoch": str(now["epoch"]), "began": began, "feeds": feeds})
+        return msgspec.json.encode({"columns": COLUMNS, "epoch": str(now.epoch), "began": began, "feeds": feeds})
 
-    def note(self, now: Snapshot) -> None:
+    def note(self, now: BrokerStatus) -> None:
         """Add a row of each feed."""
-        for name, feed in now["feeds"].items():
-            starved = self._starved.setdefault(name, Starved()).add(now["uptime_s"], feed["readers"])
+        for name, feed in now.feeds.items():
+            starved = self._starved.setdefault(name, Starved()).add(now.uptime_s, feed.readers)
             row = row_of(now, feed, starved)
             with self._lock:
                 self._timelines.setdefault(name, Timeline()).add(row)
@@ -84,16 +83,16 @@ class Starved:
 
     def __init__(self) -> None:
         self._sums = dict.fromkeys(STARVED_BY, 0.0)
-        self._ranks: dict[tuple[str, ...], tuple[float, dict[str, float] | None]] = {}
-        """By process and rank: when it was first there, and what it has said last."""
+        self._ranks: dict[Labels, tuple[float, dict[str, float] | None]] = {}
+        """By process and rank: when it was first there, and the seconds that it reported last."""
 
-    def add(self, second: float, readers: list[dict[str, Any]]) -> dict[str, float]:
+    def add(self, second: float, readers: list[RankStatus]) -> dict[str, float]:
         """The sums by now. Of what a rank says first, no more counts than the time that it was there."""
         before, self._ranks = self._ranks, {}
         for row in readers:
-            who = (row["where"], *(str(row[rank]) for rank in RANKS))
+            who = rank_labels(row.where, row)
             came, last = before.get(who, (second, None))
-            said = row["starved_s"] if has_spoken(row) else None
+            said = row.starved_s if row.has_reported else None
             self._ranks[who] = came, said or last
             if said is None:
                 continue
@@ -103,11 +102,10 @@ class Starved:
         return dict(self._sums)
 
 
-def row_of(now: Snapshot, feed: dict[str, Any], starved: dict[str, float]) -> Row:
-    """The ``COLUMNS`` of a feed of a snapshot."""
+def row_of(now: BrokerStatus, feed: FeedStatus, starved: dict[str, float]) -> Row:
+    """Return the ``COLUMNS`` of a feed."""
     return (
-        now["uptime_s"], feed["totals"]["tokens"], feed["delivered_tokens"],
-        *(feed["waste_tokens"][cause] for cause in CAUSES),
-        feed["steps"]["formed"], feed["steps"]["returned"], len(feed["readers"]),
-        *starved.values(), feed["window"]["tokens"], feed["held_tokens"], now["memory"]["live_tokens"],
+        now.uptime_s, feed.totals.tokens, feed.delivered_tokens, *(feed.waste_tokens[cause] for cause in CAUSES),
+        feed.steps.formed, feed.steps.returned, len(feed.readers), *starved.values(), feed.window.tokens,
+        feed.held_tokens, now.memory.live_tokens,
     )  # fmt: skip

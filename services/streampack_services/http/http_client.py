@@ -6,20 +6,21 @@ STREAMPACK_HTTP_TOKEN_FILE names); what an answer looks like to a person is for 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from streampack.config.config_files import read_broker
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.errors import PeerError, Rejected, StreampackError, Unreachable, UserError
 from streampack.transport.rendezvous import read_rendezvous
 from streampack.version import __version__
+from streampack_services.broker.status import BrokerStatus
 from streampack_services.http.http_guard import find_token, parse_address
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:7400"
@@ -136,23 +137,25 @@ def fetch_status(endpoint: str | None, timeout_s: float) -> Tree:
     raise PeerError(f"{base}/status: got an answer {code} that is no broker's, expected one: check the address")
 
 
-@contextlib.contextmanager
-def understood(snapshot: Tree) -> Iterator[None]:
-    """What is done with a snapshot: a broker of another version or build may say less. Raises PeerError for that."""
+def read_status(endpoint: str | None, timeout_s: float) -> BrokerStatus:
+    """Return the broker's status. Raises Unreachable, or PeerError for an answer that this command cannot read."""
+    return understand(fetch_status(endpoint, timeout_s))
+
+
+def understand(tree: Tree) -> BrokerStatus:
+    """Return the status that the JSON of ``/status`` holds.
+
+    Raises PeerError if a field is missing or has another type: the broker is of another version or build.
+    """
     try:
-        yield
-    except (LookupError, TypeError, ValueError) as error:
-        if (version := snapshot.get("version")) == __version__:
-            if not isinstance(error, KeyError):
-                raise
-            raise PeerError(
-                f"got a broker of streampack {version} whose status has no {error}, expected one of the same build as "
-                f"this command: use the broker's own installation, or --json"
-            ) from error
-        raise PeerError(
-            f"got a broker of streampack {version}, which does not say what this one shows ({error!r}), expected "
-            f"{__version__}: take the command of the broker's version, or --json"
-        ) from None
+        return msgspec.convert(tree, BrokerStatus)
+    except msgspec.ValidationError as error:
+        got = f"got a broker of streampack {tree.get('version')}, whose status this command cannot read ({error})"
+        if tree.get("version") == __version__:
+            expected = "expected one of the same build: use the command of the broker's installation, or --json"
+        else:
+            expected = f"expected {__version__}: use the command of the broker's version, or --json"
+        raise PeerError(f"{got}, {expected}") from None
 
 
 def fetch_events(endpoint: str | None, since: int, timeout_s: float) -> list[Tree]:
@@ -163,13 +166,19 @@ def fetch_events(endpoint: str | None, since: int, timeout_s: float) -> list[Tre
 
 
 def fetch_history(endpoint: str | None, since_s: float, timeout_s: float) -> dict[str, list[tuple[float, float]]]:
-    """By feed (uptime, tokens formed) about every second after that uptime. Raises Unreachable."""
+    """Return by feed (uptime in seconds, tokens formed) about every second after that uptime.
+
+    Empty where the broker has no history that this command can read. Raises Unreachable.
+    """
     code, text = _fetch(_base(endpoint, timeout_s), f"/history?since={since_s}", timeout_s)
     if code != 200:
         return {}
-    found = json.loads(text)
-    time, tokens = (found["columns"].index(name) for name in ("second", "tokens"))
-    return {name: [(row[time], row[tokens]) for row in rows] for name, rows in found["feeds"].items()}
+    try:
+        found = json.loads(text)
+        time, tokens = (found["columns"].index(name) for name in ("second", "tokens"))
+        return {name: [(row[time], row[tokens]) for row in rows] for name, rows in found["feeds"].items()}
+    except (LookupError, TypeError, ValueError):
+        return {}
 
 
 def fetch_health(endpoint: str | None, path: str, timeout_s: float) -> tuple[bool, str]:

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from streampack.errors import UserError
-from streampack_services.broker.reporter import Snapshot
+from streampack_services.broker.status import BrokerStatus
 from streampack_services.http import control, page
 from streampack_services.http.control import Asking
 from streampack_services.http.history import History
@@ -37,7 +37,7 @@ STUCK_AFTER_S = 30.0
 
 
 def make_app(
-    snapshot: Callable[[], Snapshot], history: History, asking: Asking | None = None, anybody: bool = False,
+    snapshot: Callable[[], BrokerStatus], history: History, asking: Asking | None = None, anybody: bool = False,
     ring: Ring | None = None,
 ) -> Starlette:  # fmt: skip
     """The application; ``snapshot()`` is the last one taken, and may come from any thread.
@@ -51,21 +51,21 @@ def make_app(
 
     def livez(_: Request) -> Response:
         now = snapshot()
-        age = time.time() - now["taken_at"]
-        if now["ready"] and age > STUCK_AFTER_S:
+        age = time.time() - now.taken_at
+        if now.ready and age > STUCK_AFTER_S:
             return PlainTextResponse(f"stuck: the broker's loop has not turned for {age:.0f} s\n", 503)
         return PlainTextResponse("alive\n")
 
     def readyz(_: Request) -> Response:
         now = snapshot()
-        return PlainTextResponse("ready\n") if now["ready"] else PlainTextResponse(f"not ready: {now['state']}\n", 503)
+        return PlainTextResponse("ready\n") if now.ready else PlainTextResponse(f"not ready: {now.state}\n", 503)
 
-    said = (Snapshot(), b"")
+    said: tuple[BrokerStatus | None, bytes] = (None, b"")
 
     def status(_: Request) -> Response:
         nonlocal said
         now = snapshot()
-        if now is not said[0]:  # each snapshot is put into bytes once, however many ask
+        if now is not said[0]:  # each snapshot is encoded once, however many ask
             said = now, msgspec.json.encode(now)
         return Response(said[1], media_type="application/json")
 
@@ -88,7 +88,7 @@ class HttpServer:
     only to those who bring it."""
 
     def __init__(
-        self, address: str, snapshot: Callable[[], Snapshot], asking: Asking | None = None, anybody: bool = False,
+        self, address: str, snapshot: Callable[[], BrokerStatus], asking: Asking | None = None, anybody: bool = False,
         ring: Ring | None = None, token: str | None = None,
     ) -> None:  # fmt: skip
         host, port = parse_address(address)

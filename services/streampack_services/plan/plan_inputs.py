@@ -86,7 +86,7 @@ def run_of(what: str | None, feed: str | None, timeout_s: float) -> Served:
 def _run(what: str | None, feed: str | None, timeout_s: float) -> Served | None:
     """A broker at an address (None: where one would be), or a state_dir; None for anything else."""
     if what is None or what.startswith(("http://", "https://", "file://")):
-        return run_lengths.from_status(http_client.fetch_status(what, timeout_s), feed)
+        return run_lengths.from_status(http_client.read_status(what, timeout_s), feed)
     if Path(what).is_dir() and segment_files(Path(what)):
         return run_lengths.from_ledger(Path(what), feed)
     return None

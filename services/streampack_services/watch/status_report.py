@@ -1,47 +1,47 @@
-"""What ``streampack status`` shows a person: the snapshot of ``broker.reporter``, laid out. Ranks are as in ``top``."""
+"""What ``streampack status`` shows a person: a broker's status, laid out. Ranks are as in ``top``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
-from streampack_services.broker.reporter import describe
+from streampack_services.broker.status import BrokerStatus, FeedStatus, PackFigures, StreamStatus
 from streampack_services.watch.top_ranks import rank_lines
 from streampack_services.watch.top_text import Cell, printable, table, title
 from streampack_services.watch.top_view import SILENT_S, WORDS
 from streampack_services.watch.view_model import Feed, Watch
 
-Tree = dict[str, Any]
 
-
-def show_status(snapshot: Tree) -> None:
-    """Print a snapshot."""
-    console, memory = _console(), snapshot["memory"]
-    state = state_text(snapshot["state"], snapshot["stalled_s"])
-    about = f"  {state}  up {duration_text(snapshot['uptime_s'])}  streampack {snapshot['version']}"
-    console.print(Text.assemble((snapshot["run"], "bold"), about))
-    live, arena = memory["live_tokens"] * memory["token_bytes"], memory["arena_bytes"]
+def show_status(status: BrokerStatus) -> None:
+    """Print a broker's status."""
+    console, memory = _console(), status.memory
+    state = state_text(status.state, status.stalled_s)
+    about = f"  {state}  up {duration_text(status.uptime_s)}  streampack {status.version}"
+    console.print(Text.assemble((status.run, "bold"), about))
+    live, arena = memory.live_tokens * memory.token_bytes, memory.arena_bytes
     facts = Table.grid(padding=(0, 2))
     facts.add_row("memory", f"{size_text(live)} of {size_text(arena)}")
-    if (log := snapshot["log"]) is not None:
-        safe = f", {log['unsafe_records']} records not safe yet" if log["unsafe_records"] else ""
-        free = f"; disk {size_text(log['free_bytes'])} free"
-        facts.add_row("log", f"{size_text(log['bytes'])}, {log['records']} records{safe}{free}")
-        if log["stalled"]:
-            facts.add_row("", f"takes no more: {log['stalled']}")
-    facts.add_row("bad messages", ", ".join(f"{what} {count}" for what, count in snapshot["messages"].items()))
-    facts.add_row("producers", str(snapshot["producers"]))
+    if (log := status.log) is not None:
+        safe = f", {log.unsafe_records} records not safe yet" if log.unsafe_records else ""
+        free = f"; disk {size_text(log.free_bytes)} free"
+        facts.add_row("log", f"{size_text(log.bytes)}, {log.records} records{safe}{free}")
+        if log.stalled:
+            facts.add_row("", f"takes no more: {log.stalled}")
+    facts.add_row(
+        "bad messages", ", ".join(f"{what} {count}" for what, count in msgspec.structs.asdict(status.messages).items())
+    )
+    facts.add_row("producers", str(status.producers))
     console.print(facts)
     watch = Watch()
-    watch.add(snapshot)
+    watch.add(status)
     for feed in watch.view().feeds:
-        _show_feed(console, feed, snapshot["feeds"][feed.name])
-        streams = [row for row in snapshot["streams"] if row["feed"] == feed.name]
+        _show_feed(console, feed, status.feeds[feed.name])
+        streams = [row for row in status.streams if row.feed == feed.name]
         _print(console, _stream_lines(streams, console.width), rank_lines(feed, "waits", console.width, None))
 
 
@@ -51,55 +51,53 @@ def _print(console: Console, *blocks: list[Text]) -> None:
             console.print(printable(line))
 
 
-def _show_feed(console: Console, view: Feed, feed: Tree) -> None:
-    steps, figures = feed["steps"], feed["figures"]
+def _show_feed(console: Console, view: Feed, feed: FeedStatus) -> None:
+    steps, figures = feed.steps, feed.figures
     console.print()
-    again = f", iteration {feed['round']}" if feed["round"] else ""
-    console.print(
-        Text.assemble((f"feed {view.name}", "bold"), f"  {state_text(feed['state'], feed['stalled_s'])}{again}")
-    )
-    if feed["waiting_for"]:
-        console.print(describe(**feed["waiting_for"]))
-    end = "" if steps["end"] is None else f" of {steps['end']}"
-    packed = f"{count_text(feed['totals']['tokens'])} tokens in {count_text(feed['totals']['packs'])} packs"
+    again = f", iteration {feed.round}" if feed.round else ""
+    console.print(Text.assemble((f"feed {view.name}", "bold"), f"  {state_text(feed.state, feed.stalled_s)}{again}"))
+    if feed.waiting_for:
+        console.print(feed.waiting_for.text)
+    end = "" if steps.end is None else f" of {steps.end}"
+    packed = f"{count_text(feed.totals.tokens)} tokens in {count_text(feed.totals.packs)} packs"
     causes = {"alignment", "pack_tail"}  # and others where there are any
     waste = [
         f"{WORDS.get(cause, cause)} {count_text(tokens)}"
-        for cause, tokens in feed["waste_tokens"].items()
+        for cause, tokens in feed.waste_tokens.items()
         if tokens or cause in causes
     ]
-    cost = f"{figures['cost_max_over_mean']:.3f}" if figures["cost_max_over_mean"] else "-"  # no rank has come yet
+    cost = f"{figures.cost_max_over_mean:.3f}" if figures.cost_max_over_mean else "-"  # no rank has come yet
     if cost != "-":
-        cost += f" by micro-batch, {figures['step_cost_max_over_mean']:.3f} by step"
-    lost = [f"{policy} {count_text(tokens)}" for policy, tokens in feed["lost_tokens"].items()]
+        cost += f" by micro-batch, {figures.step_cost_max_over_mean:.3f} by step"
+    lost = [f"{policy} {count_text(tokens)}" for policy, tokens in msgspec.structs.asdict(feed.lost_tokens).items()]
     ranks = [
-        f"{when} balancing {count_text(each['min'])} to {count_text(each['max'])}"
-        for when, each in feed["rank_tokens"].items()
+        f"{when} balancing {count_text(each.min)} to {count_text(each.max)}"
+        for when, each in (("before", feed.rank_tokens.before), ("after", feed.rank_tokens.after))
     ]
-    waits = feed["waits"]
-    bound = "" if waits["bound_steps"] is None else f", none waits beyond {waits['bound_steps']}"
-    longest = f"99 of 100 up to {waits['p99_steps']}, all up to {counted(waits['longest_steps'], 'step')}{bound}"
-    outliers = "" if waits["outliers"] is None else f"; {counted(waits['outliers'], 'outlier')} there now"
+    waits = feed.waits
+    bound = "" if waits.bound_steps is None else f", none waits beyond {waits.bound_steps}"
+    longest = f"99 of 100 up to {waits.p99_steps}, all up to {counted(waits.longest_steps, 'step')}{bound}"
+    outliers = "" if waits.outliers is None else f"; {counted(waits.outliers, 'outlier')} there now"
     rows = [
-        ("steps", f"{steps['formed']} formed{end}, {steps['returned']} returned by every rank"),
-        ("packed", f"{packed}, {count_text(feed['tokens_per_s'])} tokens/s"),
-        ("utilisation", f"{_filled(figures)}; with alignment {_filled(feed['padded_figures'])}"),
-        ("balance", f"{figures['bin_balance']:.3f} of fill, cost max/mean {cost}"),
+        ("steps", f"{steps.formed} formed{end}, {steps.returned} returned by every rank"),
+        ("packed", f"{packed}, {count_text(feed.tokens_per_s)} tokens/s"),
+        ("utilisation", f"{_filled(figures)}; with alignment {_filled(feed.padded_figures)}"),
+        ("balance", f"{figures.bin_balance:.3f} of fill, cost max/mean {cost}"),
         ("rank's tokens", ", ".join(ranks)),
-        ("wasted tokens", f"{', '.join(waste)}, of {count_text(feed['delivered_tokens'])} delivered"),
+        ("wasted tokens", f"{', '.join(waste)}, of {count_text(feed.delivered_tokens)} delivered"),
         ("lost tokens", ", ".join(lost)),
         ("starved by", f"{_starved(view)}; of all ranks' time since the start"),
-        ("window", f"{feed['window']['samples']} samples, {count_text(feed['window']['tokens'])} tokens"),
+        ("window", f"{feed.window.samples} samples, {count_text(feed.window.tokens)} tokens"),
         ("waited", f"{longest}{outliers}"),
-        ("held", f"{count_text(feed['held_tokens'])} of {count_text(feed['held_limit_tokens'])} tokens"),
+        ("held", f"{count_text(feed.held_tokens)} of {count_text(feed.held_limit_tokens)} tokens"),
     ]
-    if (padded := feed["dynamic_batching"]) is not None:
-        removed = f"{count_text(padded['removed_padding_tokens'])}, {padded['removed_padding_ratio']:.2%}"
+    if (padded := feed.dynamic_batching) is not None:
+        removed = f"{count_text(padded.removed_padding_tokens)}, {padded.removed_padding_ratio:.2%}"
         rows.insert(4, ("no padding", f"{removed} of batches as wide as their longest sample"))
-    if feed["committed"] is not None:
-        rows.insert(1, ("checkpoint", f"step {feed['committed']} is committed"))
-    if (left := feed["steps_left"]) is not None:
-        estimate, low, high = (f"{left[key]:,.0f}" for key in ("estimate", "low", "high"))
+    if feed.committed is not None:
+        rows.insert(1, ("checkpoint", f"step {feed.committed} is committed"))
+    if (left := feed.steps_left) is not None:
+        estimate, low, high = (f"{steps:,.0f}" for steps in (left.estimate, left.low, left.high))
         between = f", between {low} and {high}" if low != high else ""
         rows.insert(1, ("steps left", f"about {estimate}{between}"))
     facts = Table.grid(padding=(0, 2))
@@ -116,31 +114,31 @@ def _starved(view: Feed) -> str:
     return ", ".join(f"{cause} {share:.2%}" for cause, share in worst) or "nothing"
 
 
-def _filled(figures: Tree) -> str:
-    return f"{figures['utilisation']:.2%}, packing efficiency {figures['packing_efficiency']:.2%}"
+def _filled(figures: PackFigures) -> str:
+    return f"{figures.utilisation:.2%}, packing efficiency {figures.packing_efficiency:.2%}"
 
 
-def _stream_lines(streams: Sequence[Tree], width: int) -> list[Text]:
+def _stream_lines(streams: Sequence[StreamStatus], width: int) -> list[Text]:
     """A row a stream; what none has is left out."""
     header = ("", "weight", "samples", "tokens", "buffered", "lag", "heard", "ended", "over-long", "lost", "rejected")
     rows: list[list[Cell]] = []
     for row in streams:
-        granted, rejected = row["credits"]["granted_tokens"], sum(row["rejected"].values())
+        granted, rejected = row.credits.granted_tokens, sum(row.rejected.values())
         rows.append(
             [
-                row["stream"], f"{row['weight']:g}", count_text(row["samples"]), count_text(row["tokens"]),
-                f"{row['credits']['used_tokens'] / max(granted, 1):.0%}", count_text(row["lag"]["tokens"]),
-                _heard(row["last_seen_s"]), f"{row['ended_partitions']} of {row['partitions']}",
-                str(row["overlong"] or ""), count_text(row["lost_tokens"]) if row["lost_tokens"] else "",
+                row.stream, f"{row.weight:g}", count_text(row.samples), count_text(row.tokens),
+                f"{row.credits.used_tokens / max(granted, 1):.0%}", count_text(row.lag.tokens),
+                _heard(row.last_seen_s), f"{row.ended_partitions} of {row.partitions}",
+                str(row.overlong or ""), count_text(row.lost_tokens) if row.lost_tokens else "",
                 str(rejected or ""),
             ]
         )  # fmt: skip
     lines = [title(counted(len(streams), "stream"), "lag: tokens that might wait here, and have not come", width)]
     lines += table(header, rows, width)
     reasons = [
-        f"{row['stream']}: rejected {', '.join(f'{reason} {count}' for reason, count in row['rejected'].items())}"
+        f"{row.stream}: rejected {', '.join(f'{reason} {count}' for reason, count in row.rejected.items())}"
         for row in streams
-        if row["rejected"]
+        if row.rejected
     ]
     return lines + [Text(each, overflow="fold") for each in reasons]
 

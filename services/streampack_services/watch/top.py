@@ -51,18 +51,16 @@ class Asking:
 
     def ask(self) -> View:
         """Ask once. Raises StreampackError."""
-        snapshot = http_client.fetch_status(self._endpoint, self._timeout_s)
-        now = time.monotonic()
-        with http_client.understood(snapshot):
-            if snapshot["taken_at"] != self._taken_at:
-                self._taken_at, self._turned = snapshot["taken_at"], now
-            epoch, history = snapshot["epoch"], {}
-            events = http_client.fetch_events(self._endpoint, self._watch.last_seq(epoch), self._timeout_s)
-            if not self._watch.knows(epoch):
-                since = snapshot["uptime_s"] - HISTORY_S - SMOOTH_S
-                history = http_client.fetch_history(self._endpoint, since, self._timeout_s)
-            self._watch.add(snapshot, events, history)
-            self.view = self._watch.view()
+        status = http_client.read_status(self._endpoint, self._timeout_s)
+        now, history = time.monotonic(), {}
+        if status.taken_at != self._taken_at:
+            self._taken_at, self._turned = status.taken_at, now
+        events = http_client.fetch_events(self._endpoint, self._watch.last_seq(status.epoch), self._timeout_s)
+        if not self._watch.knows(status.epoch):
+            since = status.uptime_s - HISTORY_S - SMOOTH_S
+            history = http_client.fetch_history(self._endpoint, since, self._timeout_s)
+        self._watch.add(status, events, history)
+        self.view = self._watch.view()
         stuck = now - self._turned
         self.trouble = f"the broker's loop stands still, for {stuck:.0f} s" if stuck > STUCK_AFTER_S else ""
         return self.view

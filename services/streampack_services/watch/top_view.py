@@ -128,7 +128,7 @@ def _head(view: View, feed: Feed, look: Look, width: int) -> list[Text]:
     if feed.committed is not None:
         steps.append(f"{feed.committed:,} committed")
     if feed.steps_left is not None:
-        steps.append(f"about {feed.steps_left['estimate']:,.0f} left")
+        steps.append(f"about {feed.steps_left.estimate:,.0f} left")
     again = f"iteration {feed.round}" if feed.round else ""
     second = row((f"feed {feed.name}", "bold"), again, "steps " + ", ".join(steps))
     why = look.trouble or feed.waiting_for
@@ -212,11 +212,11 @@ def _storage(view: View) -> Text:
     line = row(bar(used, BAR, "red" if used > FULL else "cyan"), memory)
     if view.log is None:
         return line
-    free = view.log["free_bytes"]
-    line.append(f"  log {size_text(view.log['bytes'])}")
+    free = view.log.free_bytes
+    line.append(f"  log {size_text(view.log.bytes)}")
     line.append(f", disk {size_text(free)} free", style="bold red" if free < LOW_BYTES else "")
-    if view.log["stalled"]:
-        line.append(f", takes no more: {view.log['stalled']}", style="bold red")
+    if view.log.stalled:
+        line.append(f", takes no more: {view.log.stalled}", style="bold red")
     return line
 
 

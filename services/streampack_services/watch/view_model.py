@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streampack_services.broker.reporter import describe
+import msgspec
+
+from streampack_services.broker.status import BrokerStatus, FeedStatus, LogStatus, RankStatus, StepsLeft
 
 Tree = dict[str, Any]
 Point = tuple[float, float]
@@ -74,7 +76,7 @@ class Feed:
     returned: int
     end: int | None
     committed: int | None
-    steps_left: Tree | None
+    steps_left: StepsLeft | None
     tokens_per_s: float
     rates: tuple[Point, ...]
     """As far as known, for ``rates_of``."""
@@ -122,7 +124,7 @@ class View:
     producers: int
     memory_bytes: int
     memory_limit_bytes: int
-    log: Tree | None
+    log: LogStatus | None
     bad_messages: int
     events: tuple[Tree, ...]
 
@@ -131,32 +133,34 @@ class Watch:
     """Takes what a broker says, and makes a view of it."""
 
     def __init__(self) -> None:
-        self._seen: deque[Tree] = deque()
+        self._seen: deque[BrokerStatus] = deque()
         self._rates: dict[str, deque[Point]] = {}
         self._events: deque[Tree] = deque(maxlen=EVENTS)
 
     def knows(self, epoch: int) -> bool:
         """Whether the last snapshot was of the broker of this epoch."""
-        return bool(self._seen) and bool(self._seen[-1]["epoch"] == epoch)
+        return bool(self._seen) and bool(self._seen[-1].epoch == epoch)
 
     def last_seq(self, epoch: int) -> int:
         """Of the events that are known of the broker of this epoch."""
         return int(self._events[-1]["seq"]) if self.knows(epoch) and self._events else 0
 
-    def add(self, snapshot: Tree, events: Iterable[Tree] = (), history: Mapping[str, Iterable[Point]] = {}) -> None:
-        """A later snapshot, what has happened since, and by feed what was before; another broker's begins anew."""
-        if not self.knows(snapshot["epoch"]):
+    def add(
+        self, status: BrokerStatus, events: Iterable[Tree] = (), history: Mapping[str, Iterable[Point]] = {}
+    ) -> None:
+        """Add a later snapshot, the events since the last one, and earlier points by feed; forget another broker's."""
+        if not self.knows(status.epoch):
             self._seen.clear()
             self._rates.clear()
             self._events.clear()
-        if not self._seen or self._seen[-1]["taken_at"] != snapshot["taken_at"]:
-            self._seen.append(snapshot)
-        now = snapshot["uptime_s"]
-        while len(self._seen) > 2 and now - self._seen[1]["uptime_s"] >= LATELY_S:
+        if not self._seen or self._seen[-1].taken_at != status.taken_at:
+            self._seen.append(status)
+        now = status.uptime_s
+        while len(self._seen) > 2 and now - self._seen[1].uptime_s >= LATELY_S:
             self._seen.popleft()
-        for name, feed in snapshot["feeds"].items():
-            self._add_points(name, [*history.get(name, ()), (now, feed["totals"]["tokens"])])
-        self._events.extend(event for event in events if event["seq"] > self.last_seq(snapshot["epoch"]))
+        for name, feed in status.feeds.items():
+            self._add_points(name, [*history.get(name, ()), (now, feed.totals.tokens)])
+        self._events.extend(event for event in events if event["seq"] > self.last_seq(status.epoch))
 
     def _add_points(self, feed: str, points: Iterable[Point]) -> None:
         kept = self._rates.setdefault(feed, deque())
@@ -165,21 +169,18 @@ class Watch:
             kept.popleft()
 
     def view(self) -> View:
-        """What is so now; there must be a snapshot."""
+        """Return the view of the last snapshot; there must be one."""
         now, then = self._seen[-1], self._seen[0]
-        memory = now["memory"]
         return View(
-            run=now["run"], state=now["state"], stalled_s=now["stalled_s"],
-            version=now["version"], uptime_s=now["uptime_s"],
-            taken_at=now["taken_at"],
+            run=now.run, state=now.state, stalled_s=now.stalled_s, version=now.version, uptime_s=now.uptime_s,
+            taken_at=now.taken_at,
             feeds=tuple(
-                _feed(name, feed, then["feeds"].get(name, {}), tuple(self._rates[name]))
-                for name, feed in now["feeds"].items()
+                _feed(name, feed, then.feeds.get(name), tuple(self._rates[name])) for name, feed in now.feeds.items()
             ),
             streams=_streams(now, then),
-            producers=now["producers"], memory_bytes=memory["live_tokens"] * memory["token_bytes"],
-            memory_limit_bytes=memory["arena_bytes"], log=now["log"], bad_messages=sum(now["messages"].values()),
-            events=tuple(self._events),
+            producers=now.producers, memory_bytes=now.memory.live_tokens * now.memory.token_bytes,
+            memory_limit_bytes=now.memory.arena_bytes, log=now.log,
+            bad_messages=sum(msgspec.structs.astuple(now.messages)), events=tuple(self._events),
         )  # fmt: skip
 
 
@@ -202,39 +203,38 @@ def rates_of(points: Sequence[Point], columns: int) -> list[float | None]:
     return found
 
 
-def _feed(name: str, now: Tree, then: Tree, rates: tuple[Point, ...]) -> Feed:
-    figures, steps = now["figures"], now["steps"]
-    delivered = max(now["delivered_tokens"], 1)
+def _feed(name: str, now: FeedStatus, then: FeedStatus | None, rates: tuple[Point, ...]) -> Feed:
+    delivered = max(now.delivered_tokens, 1)
     changes = [_Waited(row, before) for row, before in _same_ranks(now, then)]
     whole = sum(each.seconds for each in changes)
     return Feed(
-        name=name, state=now["state"], round=now["round"], formed=steps["formed"], returned=steps["returned"],
-        end=steps["end"], committed=now["committed"], steps_left=now["steps_left"],
-        tokens_per_s=now["tokens_per_s"], rates=rates, packs=now["totals"]["packs"],
-        utilisation=figures["utilisation"], packing_efficiency=figures["packing_efficiency"],
-        waste={cause: tokens / delivered for cause, tokens in now["waste_tokens"].items()},
-        waits_for=now["waiting_for"]["reason"] if now["waiting_for"] else "",
-        waiting_for=describe(**now["waiting_for"]) if now["waiting_for"] else "",
+        name=name, state=now.state, round=now.round, formed=now.steps.formed, returned=now.steps.returned,
+        end=now.steps.end, committed=now.committed, steps_left=now.steps_left,
+        tokens_per_s=now.tokens_per_s, rates=rates, packs=now.totals.packs,
+        utilisation=now.figures.utilisation, packing_efficiency=now.figures.packing_efficiency,
+        waste={cause: tokens / delivered for cause, tokens in now.waste_tokens.items()},
+        waits_for=now.waiting_for.reason if now.waiting_for else "",
+        waiting_for=now.waiting_for.text if now.waiting_for else "",
         starved=_shares((each.causes for each in changes), whole),
         starved_streams=_shares((each.streams for each in changes), whole),
-        cost_max_over_mean=figures["cost_max_over_mean"] or None, window_samples=now["window"]["samples"],
-        oldest_steps=now["window"]["oldest_steps"],
-        ranks=_ranks(now["readers"], changes), all_attached=now["all_ranks_attached"],
+        cost_max_over_mean=now.figures.cost_max_over_mean or None, window_samples=now.window.samples,
+        oldest_steps=now.window.oldest_steps,
+        ranks=_ranks(now.readers, changes), all_attached=now.all_ranks_attached,
     )  # fmt: skip
 
 
 class _Waited:
-    """What a rank waited for, by cause, and what its trainer did meanwhile, since ``before``; in seconds."""
+    """Seconds that a rank waited, by cause, and that its trainer had a step, since ``before`` or since it began."""
 
-    def __init__(self, row: Tree, before: Tree) -> None:
-        self.causes = _less(row["starved_s"], before.get("starved_s", {}))
-        self.streams = _less(row["starved_streams"], before.get("starved_streams", {}))
+    def __init__(self, row: RankStatus, before: RankStatus | None) -> None:
+        self.causes = _less(row.starved_s, before.starved_s if before else {})
+        self.streams = _less(row.starved_streams, before.starved_streams if before else {})
         self.waited = sum(self.causes.values())
-        self.seconds = self.waited + max(row["trainer_s"] - before.get("trainer_s", 0.0), 0.0)
+        self.seconds = self.waited + max(row.trainer_s - (before.trainer_s if before else 0.0), 0.0)
 
     @property
     def cause(self) -> str:
-        """Of most of it; a stream by its name."""
+        """The cause of most of the wait; ``stream NAME`` for a stream."""
         if not self.waited:
             return ""
         cause = max(self.causes, key=self.causes.__getitem__)
@@ -243,18 +243,18 @@ class _Waited:
         return cause
 
 
-def _same_ranks(now: Tree, then: Tree) -> Iterable[tuple[Tree, Tree]]:
-    """Each rank's row and, if it was the same process and has said anything since, that of before."""
-    before = {_process(row): row for row in then.get("readers", ())}
-    for row in now["readers"]:
-        old = before.get(_process(row), {})
-        has_news = any(row[key] != old.get(key) for key in ("starved_s", "trainer_s"))
-        yield row, old if has_news else {}
+def _same_ranks(now: FeedStatus, then: FeedStatus | None) -> Iterable[tuple[RankStatus, RankStatus | None]]:
+    """Yield each rank's row, with its earlier row if that is of the same process and the rank has reported since."""
+    before = {_process(row): row for row in (then.readers if then else ())}
+    for row in now.readers:
+        old = before.get(_process(row))
+        has_news = old is not None and (row.starved_s, row.trainer_s) != (old.starved_s, old.trainer_s)
+        yield row, old if has_news else None
 
 
-def _process(row: Tree) -> tuple[Any, ...]:
-    """What it is known by; one process may be several ranks, in threads."""
-    return (row["where"], *(row[f"{name}_rank"] for name in DIMENSIONS))
+def _process(row: RankStatus) -> tuple[str, int, int, int, int]:
+    """Return the name of a rank in its process: one process may be several ranks, in threads."""
+    return row.where, row.dp_rank, row.cp_rank, row.tp_rank, row.pp_rank
 
 
 def _less(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
@@ -262,7 +262,7 @@ def _less(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
 
 
 def _shares(parts: Iterable[dict[str, float]], whole: float) -> dict[str, float]:
-    """The sums by key, over ``whole``; what is nothing is left out."""
+    """Return the sums by key over ``whole``, without those that are 0."""
     sums: dict[str, float] = {}
     for part in parts:
         for key, seconds in part.items():
@@ -270,32 +270,33 @@ def _shares(parts: Iterable[dict[str, float]], whole: float) -> dict[str, float]
     return {key: seconds / whole for key, seconds in sums.items() if seconds > 0}
 
 
-def _ranks(rows: Sequence[Tree], changes: Sequence[_Waited]) -> tuple[Rank, ...]:
-    named = [name for name in DIMENSIONS if name == "dp" or any(row[f"{name}_rank"] for row in rows)]
+def _ranks(rows: Sequence[RankStatus], changes: Sequence[_Waited]) -> tuple[Rank, ...]:
+    places = [dict(zip(DIMENSIONS, _process(row)[1:], strict=True)) for row in rows]
+    named = [name for name in DIMENSIONS if name == "dp" or any(place[name] for place in places)]
     return tuple(
         Rank(
-            name=" ".join(f"{name}={row[f'{name}_rank']}" for name in named), where=row["where"],
-            step=row["done_upto"], ahead=max(0, row["have_upto"] - row["done_upto"]),
+            name=" ".join(f"{name}={place[name]}" for name in named), where=row.where,
+            step=row.done_upto, ahead=max(0, row.have_upto - row.done_upto),
             waits=waited.waited / waited.seconds if waited.seconds else None, cause=waited.cause,
-            cost=sum(row["cost"]) / len(row["cost"]) if row["cost"] else None,
-            p99_ms=row["stats"].get("next_p99_ms"), silent_s=row["silent_s"],
+            cost=sum(row.cost) / len(row.cost) if row.cost else None,
+            p99_ms=row.stats.get("next_p99_ms"), silent_s=row.silent_s,
         )
-        for row, waited in zip(rows, changes, strict=True)
+        for row, place, waited in zip(rows, places, changes, strict=True)
     )  # fmt: skip
 
 
-def _streams(now: Tree, then: Tree) -> tuple[Stream, ...]:
-    seconds = now["uptime_s"] - then["uptime_s"]
-    before = {(row["feed"], row["stream"]): row["tokens"] for row in then["streams"]}
+def _streams(now: BrokerStatus, then: BrokerStatus) -> tuple[Stream, ...]:
+    seconds = now.uptime_s - then.uptime_s
+    before = {(row.feed, row.stream): row.tokens for row in then.streams}
     return tuple(
         Stream(
-            name=row["stream"], feed=row["feed"], weight=row["weight"], tokens=row["tokens"],
-            tokens_per_s=max(row["tokens"] - before[row["feed"], row["stream"]], 0) / seconds
-            if seconds > 0 and (row["feed"], row["stream"]) in before else None,
-            buffered=row["credits"]["used_tokens"] / max(row["credits"]["granted_tokens"], 1),
-            lag_tokens=row["lag"]["tokens"], last_seen_s=row["last_seen_s"], producers=row["producers"],
-            hosts=tuple(row["hosts"]), rejected=sum(row["rejected"].values()),
-            ended=row["ended_partitions"] == row["partitions"],
+            name=row.stream, feed=row.feed, weight=row.weight, tokens=row.tokens,
+            tokens_per_s=max(row.tokens - before[row.feed, row.stream], 0) / seconds
+            if seconds > 0 and (row.feed, row.stream) in before else None,
+            buffered=row.credits.used_tokens / max(row.credits.granted_tokens, 1),
+            lag_tokens=row.lag.tokens, last_seen_s=row.last_seen_s, producers=row.producers,
+            hosts=tuple(row.hosts), rejected=sum(row.rejected.values()),
+            ended=row.ended_partitions == row.partitions,
         )
-        for row in now["streams"]
+        for row in now.streams
     )  # fmt: skip

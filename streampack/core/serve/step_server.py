@@ -13,6 +13,7 @@ The server knows steps and packs by number, never tokens. It does not know how a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,7 +31,7 @@ from streampack.core.serve.progress import Progress
 from streampack.core.serve.rank_registry import RankRegistry, Ranks, Reader, rank_name
 from streampack.core.serve.reader_link import ReaderLink
 from streampack.core.serve.step_source import StepSource
-from streampack.core.stats.data_wait import Missing, NextWaits
+from streampack.core.stats.data_wait import Missing, NextWaits, Starvation
 
 MAX_AHEAD = 64
 """Steps that one ``Get`` may ask for."""
@@ -46,6 +47,23 @@ RESEND_S = 1.0
 
 OUT = 1 << 62
 """Steps that a rank outside the current round counts as having returned: all."""
+
+
+class RankProgress(NamedTuple):
+    """The progress of one reader and the figures that its client sent.
+
+    Steps are those of iteration ``round``; ``silent_s`` is the time in seconds since the reader was heard.
+    """
+
+    ranks: Ranks
+    where: str
+    round: int
+    done_upto: int
+    have_upto: int
+    queued_bytes: int
+    silent_s: float
+    stats: dict[str, float]
+    starvation: Starvation | None
 
 
 class StepServer:
@@ -147,17 +165,15 @@ class StepServer:
             return f"{rank_name(ranks)} left {when}: start it again"
         return f"rank {held[ranks].mesh} at {held[ranks].where} has returned {self.returned[ranks]} steps"
 
-    def stats(self) -> list[dict[str, object]]:
-        """Return one row for each reader: its rank, host, progress and own figures."""
-        rows: list[dict[str, object]] = []
-        for ranks, reader in sorted(self._registry.held.items()):
-            row: dict[str, object] = dict(zip(("dp_rank", "cp_rank", "tp_rank", "pp_rank"), ranks, strict=True))
-            done = self.returned[ranks] if reader.entered else 0
-            row |= {"where": reader.where, "host": reader.where.rpartition(":")[0], "round": reader.round}
-            row |= {"done_upto": done, "have_upto": reader.have_upto, "queued_bytes": reader.queued_bytes}
-            row |= {"silent_s": round(self._registry.now - reader.heard, 3), "stats": reader.stats}
-            rows.append(row | {"starvation": reader.starvation})
-        return rows
+    def stats(self) -> list[RankProgress]:
+        """Return one row for each reader, in the order of their ranks."""
+        return [
+            RankProgress(
+                ranks, reader.where, reader.round, self.returned[ranks] if reader.entered else 0, reader.have_upto,
+                reader.queued_bytes, round(self._registry.now - reader.heard, 3), reader.stats, reader.starvation,
+            )
+            for ranks, reader in sorted(self._registry.held.items())
+        ]  # fmt: skip
 
     def skip(self, first: int, last: int) -> None:
         """Pass over steps ``first`` to ``last``, those that are kept, too."""

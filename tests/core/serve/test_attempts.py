@@ -465,14 +465,14 @@ def test_what_a_process_has_waited_goes_on_where_it_comes_back_to_its_rank() -> 
     desk.die("a0")
     desk.wait(SILENT_S + 1)
     desk.come("a0", 4)
-    row = next(row for row in desk.readers.steps.stats() if row["dp_rank"] == 0)
-    assert (row["starvation"], row["stats"]) == (said, {"steps": 7.0})
+    row = next(row for row in desk.readers.steps.stats() if row.ranks[0] == 0)
+    assert (row.starvation, row.stats) == (said, {"steps": 7.0})
     desk.say(b"a0", structs.replace(ping("a0"), starvation=Starvation(causes_s={"stream": 41.0}, waits=[4])))
     assert (desk.readers.steps.next_waits.sum, desk.readers.steps.next_waits.counts[0]) == (41.0, 4)
     desk.die("a0")
     desk.wait(SILENT_S + 1)
     desk.come("other", 4)
-    assert next(row["starvation"] for row in desk.readers.steps.stats() if row["dp_rank"] == 0) is None
+    assert next(row.starvation for row in desk.readers.steps.stats() if row.ranks[0] == 0) is None
 
 
 def test_a_process_that_said_goodbye_leaves_its_rank_to_the_next_at_once() -> None:

@@ -147,7 +147,7 @@ def test_a_rank_that_waits_for_others_says_so_before_they_are_there() -> None:
 
 def said_of(desk: Desk) -> object:
     (row,) = desk.readers.steps.stats()
-    return row["starvation"]
+    return row.starvation
 
 
 def test_a_cause_that_only_a_later_broker_knows_is_the_brokers_work() -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from streampack_services.broker.reporter import Snapshot
+from streampack_services.broker.status import BrokerStatus
 from streampack_services.http import control, http_client
 from streampack_services.http.server import HttpServer
 
 from streampack.core.model.rule_changes import Ask, Restream, Reweigh, Skip
 from streampack.core.model.rules import StreamRules
 from streampack.core.protocol.effects import Answer
+from tests.blank import blank
 from tests.integration.running import PATIENCE_S, RunningBroker, in_process, running_broker, the_error, write
 
 Asked = tuple[str, Ask, int | None, str]
@@ -40,9 +41,9 @@ class Desk:
         return future
 
 
-def nothing() -> Snapshot:
-    """What a broker without feeds would say."""
-    return {"run": "sft", "feeds": {}}
+def nothing() -> BrokerStatus:
+    """Return the status of a broker without feeds."""
+    return blank(BrokerStatus, run="sft")
 
 
 @pytest.fixture

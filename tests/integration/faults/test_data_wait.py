@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from streampack_services.broker.reporter import Reporter
 from streampack_services.broker.service import BrokerService
 
 import streampack
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
-from streampack.core.serve.readers import Readers
+from streampack.core.serve.step_server import StepServer
 from streampack.core.stats.data_wait import CAUSES
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer
 from streampack.sources.in_memory import InMemory
@@ -50,7 +51,7 @@ class Served:
 
     @property
     def feed(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.service.snapshot["feeds"]["train"]
+        found: dict[str, Any] = json.loads(msgspec.json.encode(self.service.snapshot.feeds["train"]))
         return found
 
     def row(self, rank: int = 0) -> dict[str, Any]:
@@ -142,13 +143,15 @@ def test_a_stream_that_nobody_sends_is_named_and_then_a_broker_that_is_not_heard
 
 def test_a_broker_is_waiting_while_a_rank_has_no_step_and_says_for_how_long(served: Served) -> None:
     with served.producing("web"), Trainer(served.trainers):
-        until(lambda: served.service.snapshot["state"] == "waiting")
+        until(lambda: served.service.snapshot.state == "waiting")
         now = served.service.snapshot
-        assert now["stalled_s"] == now["feeds"]["train"]["stalled_s"] >= 5
-        assert now["feeds"]["train"]["state"] == "waiting"
+        assert now.stalled_s is not None
+        assert now.stalled_s == now.feeds["train"].stalled_s
+        assert now.stalled_s >= 5
+        assert now.feeds["train"].state == "waiting"
         with served.producing("code"):
-            until(lambda: served.service.snapshot["state"] == "serving")
-            assert served.service.snapshot["stalled_s"] is None
+            until(lambda: served.service.snapshot.state == "serving")
+            assert served.service.snapshot.stalled_s is None
 
 
 def test_a_feed_that_no_rank_waits_for_is_logged_once(
@@ -165,10 +168,11 @@ def test_a_feed_that_no_rank_waits_for_is_logged_once(
         return [text for record in caplog.records if "no step for" in (text := record.getMessage())]
 
     try:
-        reporter = Reporter(service)
+        reporter = service._reporter
         idle = lines(1, 1000)
         assert len(idle) == len(feeds), idle
-        monkeypatch.setattr(Readers, "any_starved", property(lambda self: self is service.core.feeds["eval"].readers))
+        evaluation = service.core.feeds["eval"].readers.steps
+        monkeypatch.setattr(StepServer, "any_starved", property(lambda self: self is evaluation))
         starved = lines(1000, 1300)
         assert len(starved) > 5, "a rank waits now"
         assert all("feed 'eval'" in line for line in starved)

@@ -24,6 +24,7 @@ import zmq
 from msgspec.structs import replace
 from streampack_services.http import http_limits
 from streampack_services.http.control import MAX_BODY_BYTES
+from streampack_services.http.http_client import read_status
 from streampack_services.http.server import HttpServer
 
 import streampack as sp
@@ -381,8 +382,8 @@ def test_damaged_messages_are_counted_and_harm_nobody(broker: RunningBroker) -> 
 
 @pytest.fixture
 def server(broker: RunningBroker) -> Iterator[HttpServer]:
-    snapshot = broker.status()
-    server = HttpServer("127.0.0.1:0", lambda: snapshot)
+    status = read_status(broker.http, PATIENCE_S)
+    server = HttpServer("127.0.0.1:0", lambda: status)
     server.start()
     yield server
     server.close()

@@ -18,20 +18,22 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from streampack_services.broker.status import BrokerStatus
 from streampack_services.http import http_client
 from streampack_services.http.http_guard import Guard, find_token
 from streampack_services.http.server import HttpServer
 
 from streampack.errors import Rejected, UserError
+from tests.blank import blank
 from tests.integration.running import PATIENCE_S, in_process
 
 TOKEN = "a-token.of_40+characters/that~nobody-has=="
-SNAPSHOT = {"run": "guarded", "ready": True, "state": "serving", "taken_at": 1e12, "feeds": {}}
+STATUS = blank(BrokerStatus, run="guarded", ready=True, state="serving", taken_at=1e12)
 
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[str]:
-    server = HttpServer("127.0.0.1:0", lambda: SNAPSHOT, token=TOKEN)
+    server = HttpServer("127.0.0.1:0", lambda: STATUS, token=TOKEN)
     server.start()
     yield server.url
     server.close()
@@ -39,7 +41,7 @@ def guarded() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def open_one() -> Iterator[str]:
-    server = HttpServer("127.0.0.1:0", lambda: SNAPSHOT)
+    server = HttpServer("127.0.0.1:0", lambda: STATUS)
     server.start()
     yield server.url
     server.close()

@@ -151,7 +151,7 @@ def test_a_trainer_that_is_not_let_in_is_told_why(broker: BrokerService, keys: P
     assert why in str(refused.value)
     assert not broker.core.num_readers
     if key == "../unknown.key":
-        until(lambda: broker.snapshot["messages"]["strangers"] > 0)
+        until(lambda: broker.snapshot.messages.strangers > 0)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +360,7 @@ def test_a_broker_whose_door_fails_ends(keys: Path, monkeypatch: pytest.MonkeyPa
     try:
         thread.join(PATIENCE_S)
         assert ended
-        assert not service.ready
+        assert not service.counters.ready
     finally:
         dealer.close()
         service.close()

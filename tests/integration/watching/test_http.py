@@ -17,16 +17,19 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
-from streampack_services.broker.reporter import Reporter
 from streampack_services.broker.service import BrokerService
+from streampack_services.broker.status import BrokerStatus, FeedStatus, StepCounts, StreamStatus
 from streampack_services.http import metric_rows, metrics
 from streampack_services.http.metrics import METRICS
 from streampack_services.http.server import HttpServer
 
 import streampack as sp
 from streampack.config.daemon_settings import BrokerConfig, Listen, StreamSettings
+from streampack.core.serve.step_server import RankProgress
 from streampack.core.stats.data_wait import CAUSES, WAIT_BOUNDS_S, Starvation
+from tests.blank import blank
 from tests.integration.programs import program
 from tests.integration.running import PATIENCE_S, RunningBroker, running, running_broker, until, write, write_jsonl
 
@@ -195,11 +198,12 @@ def test_any_name_is_read_back_as_it_is(name: str) -> None:
 
 def test_when_a_stream_was_heard_and_whether_a_feed_has_ended_by_hand() -> None:
     """What the alerts go by: a stream that nobody ever sent has no time, one that is read has not ended."""
-    streams = [{"stream": "web", "last_seen_s": 40.0}, {"stream": "code", "last_seen_s": None}]
-    assert list(metric_rows.last_seen({"taken_at": 100.0, "streams": streams})) == [(("web",), 60.0)]
-    places = {"new": (0, None), "last": (4, 5), "over": (5, 5)}
-    feeds = {name: {"steps": {"returned": done, "end": end}} for name, (done, end) in places.items()}
-    assert dict(metric_rows.ended({"feeds": feeds})) == {("new",): 0.0, ("last",): 0.0, ("over",): 1.0}
+    streams = [blank(StreamStatus, stream=name, last_seen_s=age) for name, age in (("web", 40.0), ("code", None))]
+    status = blank(BrokerStatus, taken_at=100.0, streams=streams)
+    assert list(metric_rows.last_seen(status)) == [(("web",), 60.0)]
+    for returned, end, ended in ((0, None, False), (4, 5, False), (5, 5, True)):
+        steps = blank(StepCounts, returned=returned, end=end)
+        assert metric_rows.ended(blank(FeedStatus, steps=steps)) is ended
 
 
 def test_the_table_of_metrics_that_is_checked_in_is_that_of_all_of_them() -> None:
@@ -290,12 +294,12 @@ def test_readiness_follows_the_state_and_liveness_the_loop() -> None:
     try:
         assert answer(server.url + "/readyz") == (503, "not ready: starting\n")
         assert answer(server.url + "/livez") == (200, "alive\n")
-        service.snapshot = service.snapshot | {"ready": True, "state": "serving"}
+        service.snapshot = replace(service.snapshot, ready=True, state="serving")
         assert answer(server.url + "/readyz") == (200, "ready\n")
-        service.snapshot = service.snapshot | {"ready": False, "state": "draining"}
+        service.snapshot = replace(service.snapshot, ready=False, state="draining")
         assert answer(server.url + "/readyz") == (503, "not ready: draining\n")
         assert answer(server.url + "/livez") == (200, "alive\n")
-        service.snapshot = service.snapshot | {"ready": True, "taken_at": time.time() - 60}
+        service.snapshot = replace(service.snapshot, ready=True, taken_at=time.time() - 60)
         assert answer(server.url + "/livez")[0] == 503
     finally:
         server.close()
@@ -306,24 +310,14 @@ def test_figures_of_a_client_that_are_no_numbers_or_nobody_knows_are_left_out(mo
     listen = Listen(producers="tcp://127.0.0.1:*", trainers="tcp://127.0.0.1:*")
     service = BrokerService(BrokerConfig(streams={"web": StreamSettings()}, listen=listen, memory="64MiB"))
     stats = {"starved_fraction": math.nan, "next_p99_ms": math.inf, "steps": 3.0}
-    ranks = dict.fromkeys(("dp_rank", "cp_rank", "tp_rank", "pp_rank"), 0)
-    row = {
-        **ranks,
-        "where": "node1:7",
-        "host": "node1",
-        "done_upto": 0,
-        "have_upto": 0,
-        "silent_s": 0.1,
-        "stats": stats,
-    }
     said = Starvation(causes_s={"stream": 2.5, "made up": 1.0}, streams_s={"web": 2.5, "made up": 1.0}, trainer_s=0.5)
     server = HttpServer("127.0.0.1:0", lambda: service.snapshot)
     server.start()
     try:
-        silent = row | {"dp_rank": 1, "stats": {}, "starvation": None}
-        rows = [row | {"starvation": said}, silent]
-        monkeypatch.setattr(service.core.feeds["train"].readers, "stats", lambda: rows)
-        service.snapshot = Reporter(service).take(time.monotonic())
+        row = RankProgress((0, 0, 0, 0), "node1:7", 0, 0, 0, 0, 0.1, stats, said)
+        rows = [row, row._replace(ranks=(1, 0, 0, 0), stats={}, starvation=None)]
+        monkeypatch.setattr(service.core.feeds["train"].readers.steps, "stats", lambda: rows)
+        service.snapshot = service._reporter.take(time.monotonic())
         code, text = answer(server.url + "/status")
         assert code == 200
         found, _ = json.loads(text)["feeds"]["train"]["readers"]

@@ -34,8 +34,8 @@ def browser() -> Iterator[Browser]:
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """4 ranks, 2 streams and a log; it has served a while, and says from then on what it has said last."""
     with small(tmp_path_factory.mktemp("state")) as broker:
-        until(lambda: broker.shown()["feeds"]["train"]["steps"]["returned"] > 30)
-        until(lambda: all(row["stats"]["starved_fraction"] for row in broker.shown()["feeds"]["train"]["readers"]))
+        until(lambda: broker.status()["feeds"]["train"]["steps"]["returned"] > 30)
+        until(lambda: all(row["stats"]["starved_fraction"] for row in broker.status()["feeds"]["train"]["readers"]))
         broker.held = broker.service.snapshot
         yield broker
 
@@ -111,7 +111,7 @@ def test_the_page_asks_nobody_else_and_nothing_is_wrong(page: Page, four: Watche
 
 
 def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
-    now = four.shown()
+    now = four.status()
     feed = now["feeds"]["train"]
     assert page.text("#run") == now["run"] == "sft-8b"
     assert page.text("#state") == now["state"] == "serving"
@@ -209,7 +209,7 @@ def test_the_steps_that_are_left_are_said_with_the_time_that_they_take(page: Pag
         });
       })"""
     left = [None, {"estimate": 100, "low": 100, "high": 100}, {"estimate": 2000, "low": 1500, "high": 2500}]
-    formed = f"{four.shown()['feeds']['train']['steps']['formed']:,} formed"
+    formed = f"{four.status()['feeds']['train']['steps']['formed']:,} formed"
     assert page.value(script.replace("LEFT", ", ".join(map(json.dumps, left)))) == [
         formed, f"{formed}, 100 left: 5 min 50 s", f"{formed}, 1.5k to 2.5k left: 1 h 56 min",
     ]  # fmt: skip
@@ -251,7 +251,7 @@ def test_a_rank_waits_as_much_as_it_did_in_the_last_minute(page: Page) -> None:
 
 
 def test_4_ranks_have_their_figures_in_their_cells(page: Page, four: Watched) -> None:
-    readers = four.shown()["feeds"]["train"]["readers"]
+    readers = four.status()["feeds"]["train"]["readers"]
     press(page, "#measures", "cost")
     costs = [(f"dp {row['dp_rank']}, cp {row['cp_rank']}", sum(row["cost"]) / len(row["cost"])) for row in readers]
     assert len(costs) == 4
@@ -363,7 +363,7 @@ def test_a_broker_whose_loop_stands_still_is_said_to_though_it_answers(page: Pag
 
 def test_512_ranks_are_cells_that_keys_go_through_and_tell_of(browser: Browser) -> None:
     with large(MANY) as broker:
-        until(lambda: broker.shown()["feeds"]["train"]["steps"]["returned"] > 1)
+        until(lambda: broker.status()["feeds"]["train"]["steps"]["returned"] > 1)
         page = opened(browser, broker)
         assert page.value("document.querySelectorAll('.cell').length") == MANY
         assert page.value("document.querySelectorAll('.cell.absent').length") == 0
@@ -436,9 +436,9 @@ def test_a_feed_that_has_ended_is_said_to_have(browser: Browser) -> None:
         producing_here(broker.endpoints["producers"], {"web": Texts(300, chunks=1)}),
         many_ranks(broker.endpoints["trainers"], {"dp": 2}, lambda _: 0.0),
     ):
-        until(lambda: broker.shown()["state"] == "ended" and broker.shown()["feeds"]["train"]["waiting_for"] is None)
+        until(lambda: broker.status()["state"] == "ended" and broker.status()["feeds"]["train"]["waiting_for"] is None)
         page = opened(browser, broker)
-        steps = broker.shown()["feeds"]["train"]["steps"]["end"]
+        steps = broker.status()["feeds"]["train"]["steps"]["end"]
         assert page.text("#notice") == f"The feed has ended after {steps} steps: all were returned."
         assert page.text("#state") == "ended"
         assert page.text("#streams tbody tr td:last-child") == "1 of 1"

@@ -14,14 +14,15 @@ import subprocess
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from streampack_services.http.http_client import fetch_events
+from streampack_services.http.http_client import fetch_events, understand
 from streampack_services.http.server import HttpServer
 from streampack_services.watch import status_report, top
 from streampack_services.watch.top import Asking, _Screen
@@ -119,7 +120,7 @@ def test_status_fits_a_screen_however_many_ranks_there_are(
     shown = in_process("status", served.http).stdout
     for text in ("starved by", "of all ranks' time", "buffered", "dp=0", "dp=1"):
         assert text in shown
-    status_report.show_status(many(snapshot, 512))
+    status_report.show_status(understand(many(snapshot, 512)))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 50
     assert max(map(len, lines)) <= 80
@@ -131,7 +132,7 @@ def test_a_stall_and_how_long_it_lasts_are_in_the_status_and_at_the_top(
 ) -> None:
     stalled = copy.deepcopy(snapshot) | {"state": "waiting", "stalled_s": 75.0}
     stalled["feeds"]["train"] |= {"state": "waiting", "stalled_s": 75.0}
-    status_report.show_status(stalled)
+    status_report.show_status(understand(stalled))
     run, feed = (line for line in capsys.readouterr().out.splitlines() if "waiting for 1m15s" in line)
     assert stalled["run"] in run
     assert "feed train" in feed
@@ -158,7 +159,7 @@ def many(snapshot: Tree, ranks: int) -> Tree:
 def view_of(*snapshots: Tree, events: list[Tree] | None = None) -> View:
     watch = Watch()
     for each in snapshots:
-        watch.add(each, events or [])
+        watch.add(understand(each), events or [])
     return watch.view()
 
 
@@ -259,11 +260,11 @@ def test_the_rank_that_others_wait_for_is_named(snapshot: Tree) -> None:
 
 def test_another_broker_begins_anew(snapshot: Tree) -> None:
     watch = Watch()
-    watch.add(snapshot, [EVENT, EVENT | {"seq": 2}])
+    watch.add(understand(snapshot), [EVENT, EVENT | {"seq": 2}])
     assert watch.last_seq(snapshot["epoch"]) == 2
     again = snapshot | {"epoch": snapshot["epoch"] + 1, "uptime_s": 0.5}
     assert watch.last_seq(again["epoch"]) == 0
-    watch.add(again, [EVENT])
+    watch.add(understand(again), [EVENT])
     assert [event["seq"] for event in watch.view().events] == [1]
     assert watch.view().streams[0].tokens_per_s is None
 
@@ -335,7 +336,7 @@ class Terminal:
 
 def test_on_a_terminal_top_follows_its_size_its_keys_and_a_broker_that_goes_and_comes(snapshot: Tree) -> None:
     snapshot = many(snapshot, 20)
-    server = HttpServer("127.0.0.1:0", lambda: snapshot)
+    server = HttpServer("127.0.0.1:0", lambda: understand(snapshot))
     server.start()
     address = server.url.removeprefix("http://")
     terminal = Terminal("top", server.url, "--interval", "0.1")
@@ -348,7 +349,7 @@ def test_on_a_terminal_top_follows_its_size_its_keys_and_a_broker_that_goes_and_
         terminal.wait_for("starved by")
         server.close()
         terminal.wait_for("got no answer")
-        server = HttpServer(address, lambda: later(snapshot, 1) | {"run": "again"})
+        server = HttpServer(address, lambda: understand(later(snapshot, 1) | {"run": "again"}))
         server.start()
         terminal.wait_for("again")
         terminal.process.terminate()
@@ -375,10 +376,8 @@ def test_a_loop_that_stands_still_and_a_broker_of_another_version_are_said(
 ) -> None:
     monkeypatch.setattr(top, "STUCK_AFTER_S", 0.0)
     said = [snapshot]
-    server = HttpServer("127.0.0.1:0", lambda: said[-1])
-    server.start()
-    try:
-        asking = Asking(server.url, 1.0, PATIENCE_S)
+    with saying(lambda: said[-1]) as url:
+        asking = Asking(url, 1.0, PATIENCE_S)
         asking.ask()
         asking.ask()
         assert "the broker's loop stands still, for 0 s" in asking.trouble
@@ -389,26 +388,44 @@ def test_a_loop_that_stands_still_and_a_broker_of_another_version_are_said(
         said.append(later(snapshot, 2) | {"version": "9.9", "memory": {}})
         with pytest.raises(PeerError, match=r"got a broker of streampack 9\.9, .* expected"):
             asking.ask()
-        assert "got a broker of streampack 9.9" in the_error(in_process("status", server.url), 1)
-    finally:
-        server.close()
+        assert "got a broker of streampack 9.9" in the_error(in_process("status", url), 1)
 
 
 @pytest.mark.parametrize("key", ["stalled_s", "epoch", "taken_at", "uptime_s", "feeds"])
 @pytest.mark.parametrize("version", [sp.__version__, "0.0.1"])
 def test_a_broker_that_says_less_is_said_in_one_line(snapshot: Tree, key: str, version: str) -> None:
     less = {name: value for name, value in snapshot.items() if name != key} | {"version": version}
-    server = HttpServer("127.0.0.1:0", lambda: less)
-    server.start()
+    with saying(lambda: less) as url:
+        for command in (("top", url, "--once"), ("status", url)):
+            said = the_error(in_process(*command), 1)
+            assert f"got a broker of streampack {version}" in said
+            assert f"`{key}`" in said
+
+
+@contextlib.contextmanager
+def saying(status: Callable[[], Tree]) -> Iterator[str]:
+    """An HTTP server whose ``/status`` is any JSON, as a broker of another version may send it; yields its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(status()).encode() if self.path == "/status" else b"[]"
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
     try:
-        for command in (("top", server.url, "--once"), ("status", server.url)):
-            result = in_process(*command)
-            if command[0] == "top" or result.returncode:
-                said = the_error(result, 1)
-                assert f"got a broker of streampack {version}" in said
-                assert repr(key) in said
+        yield f"http://127.0.0.1:{server.server_port}"
     finally:
-        server.close()
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 # Health

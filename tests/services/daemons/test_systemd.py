@@ -8,7 +8,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from streampack_services.broker.status import BrokerStatus
 from streampack_services.daemons.systemd import STATUS_EVERY_S, Systemd
+
+from tests.blank import blank
 
 
 @pytest.fixture
@@ -52,10 +55,10 @@ def test_each_state_is_said_once_and_a_status_now_and_then(
 
 def test_a_broker_is_ready_once_it_serves_and_none_that_is_told_to_stop_is_waited_for(manager: socket.socket) -> None:
     systemd = Systemd(env())
-    systemd.tell_of_broker({"state": "starting", "ready": False, "feeds": {}})
-    systemd.tell_of_broker({"state": "serving", "ready": True, "feeds": {}})
+    systemd.tell_of_broker(blank(BrokerStatus, state="starting"))
+    systemd.tell_of_broker(blank(BrokerStatus, state="serving", ready=True))
     assert heard(manager) == [["STATUS=starting:"], ["READY=1", "STATUS=serving:"]]
-    Systemd(env()).tell_of_broker({"state": "draining", "ready": False, "feeds": {}})
+    Systemd(env()).tell_of_broker(blank(BrokerStatus, state="draining"))
     assert heard(manager) == [["READY=1", "STOPPING=1", "STATUS=draining:"]]
 
 

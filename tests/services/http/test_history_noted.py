@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from streampack_services.broker.status import BrokerStatus, FeedStatus, PackTotals, RankStatus
 from streampack_services.http.history import COLUMNS, MOST_ROWS, History, Starved
 
 from streampack.core.stats.data_wait import CAUSES as STARVED_BY
 from streampack.core.stats.padding import CAUSES
+from tests.blank import blank
 
 
-def row(rank: int, waited: float | None, cause: str = "stream") -> dict[str, Any]:
-    """What a rank says; None: nothing yet."""
-    return {
-        "where": "node:1", "host": "node", "dp_rank": rank, "cp_rank": 0, "tp_rank": 0, "pp_rank": 0,
-        "stats": {} if waited is None else {"steps": 1.0},
-        "starved_s": dict.fromkeys(STARVED_BY, 0.0) | {cause: waited or 0.0},
-    }  # fmt: skip
+def row(rank: int, waited: float | None, cause: str = "stream") -> RankStatus:
+    """Return the row of a rank that has reported so many seconds of waiting; None: that has not reported."""
+    return blank(
+        RankStatus, where="node:1", host="node", dp_rank=rank, stats={} if waited is None else {"steps": 1.0},
+        starved_s=dict.fromkeys(STARVED_BY, 0.0) | {cause: waited or 0.0},
+    )  # fmt: skip
 
 
 @given(st.lists(st.dictionaries(st.integers(0, 3), st.one_of(st.none(), st.floats(0, 1)), max_size=4), max_size=30))
@@ -55,21 +55,20 @@ def test_a_rank_that_comes_from_another_broker_has_waited_no_longer_than_it_is_h
     assert starved.add(8.0, [row(0, 5009.0)])["stream"] == pytest.approx(3.0), "it has come again"
 
 
-def snapshot(second: float, feeds: int) -> dict[str, Any]:
-    feed = {
-        "totals": {"tokens": 10 * second}, "delivered_tokens": 10 * second, "waste_tokens": dict.fromkeys(CAUSES, 0),
-        "steps": {"formed": 0, "returned": 0}, "readers": [], "window": {"tokens": 0}, "held_tokens": 0,
-    }  # fmt: skip
-    return {
-        "uptime_s": second, "taken_at": 1e9 + second, "epoch": 7, "memory": {"live_tokens": 0},
-        "feeds": {f"feed{n}": feed for n in range(feeds)},
-    }  # fmt: skip
+def status(second: float, feeds: int) -> BrokerStatus:
+    tokens = 10 * int(second)
+    feed = blank(
+        FeedStatus, totals=blank(PackTotals, tokens=tokens), delivered_tokens=tokens,
+        waste_tokens=dict.fromkeys(CAUSES, 0),
+    )  # fmt: skip
+    names = [f"feed{n}" for n in range(feeds)]
+    return blank(BrokerStatus, uptime_s=second, taken_at=1e9 + second, epoch=7, feeds=dict.fromkeys(names, feed))
 
 
 def test_an_answer_is_no_longer_of_many_feeds_than_of_one() -> None:
-    history = History(lambda: snapshot(1e6, 8))
+    history = History(lambda: status(1e6, 8))
     for second in range(2000):
-        history.note(snapshot(second, 8))
+        history.note(status(second, 8))
     every, one = (json.loads(history.since(-1, feed) or b"") for feed in (None, "feed3"))
     assert sum(map(len, every["feeds"].values())) <= MOST_ROWS
     assert {len(rows) for rows in every["feeds"].values()} == {MOST_ROWS // 8}

@@ -1,0 +1,498 @@
+"""The status of a broker: the types of its snapshot, field by field.
+
+``reporter`` takes a snapshot twice a second. ``/status`` sends it as JSON, encoded by msgspec, so the names and the
+order of the fields are an interface; a test records them. ``/metrics``, ``/history``, systemd, ``streampack status``
+and ``streampack top`` read the same fields. A new metric is one field here and one row in ``http.metrics``.
+
+All structs are frozen. Counters count from the start of this broker process, unless the field says otherwise. "Formed"
+means that FORM has chosen the packs of a step; "returned" that all ranks have returned it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from streampack.core.model.rules import Rules
+
+State = Literal["starting", "serving", "waiting", "draining", "ended"]
+FeedState = Literal["serving", "waiting", "ended"]
+_WAITS = {"peers": "trainers", "join": "ranks", "stream": "samples", "memory": "room", "forming": "the packer"}
+
+
+class WaitingFor(Struct, frozen=True, kw_only=True):
+    """The reason that a feed's next step is missing."""
+
+    reason: str
+    """One of ``core.stats.data_wait.CAUSES``, or another word, such as ``failed``."""
+    detail: str
+    """A description for a person."""
+    stream: str | None
+    """The stream whose samples are missing; None for other reasons."""
+    batch: bool
+    """True while a program that pushes has not ended its batch, which is normal in on-policy training."""
+
+    @property
+    def text(self) -> str:
+        """One line: ``waiting for trainers: no rank is attached``."""
+        if self.reason == "failed":
+            return self.detail
+        if self.batch:
+            return f"waiting for {self.detail}"
+        return f"waiting for {_WAITS.get(self.reason, self.reason)}: {self.detail}"
+
+
+class StepCounts(Struct, frozen=True, kw_only=True):
+    """The steps of the iteration that is served."""
+
+    formed: int
+    """Steps formed."""
+    returned: int
+    """Steps that all ranks have returned."""
+    end: int | None
+    """Steps of the whole iteration; None until the broker knows it."""
+
+
+class StepsLeft(Struct, frozen=True, kw_only=True):
+    """An estimate of the steps that some rank has yet to return."""
+
+    estimate: int
+    """The most likely number of steps."""
+    low: int
+    """Lower bound, two standard deviations away, in steps."""
+    high: int
+    """Upper bound, two standard deviations away, in steps."""
+
+
+class PackTotals(Struct, frozen=True, kw_only=True):
+    """Totals over all steps formed, in all iterations."""
+
+    steps: int
+    """Steps formed."""
+    packs: int
+    """Packs, empty ones included. With dynamic batching: micro-batches dealt."""
+    empty_packs: int
+    """Packs without a sample."""
+    samples: int
+    """Samples in these packs."""
+    tokens: int
+    """Tokens of these samples, without padding."""
+    slot_tokens: int
+    """Tokens of these samples, each padded to ``align.sample``."""
+    square_tokens: int
+    """Sum over packs of the square of ``tokens``."""
+    square_slot_tokens: int
+    """Sum over packs of the square of ``slot_tokens``."""
+    dropped_samples: int
+    """Samples that ``tail: drop`` left out."""
+    dropped_tokens: int
+    """Tokens of these samples."""
+
+
+class PackFigures(Struct, frozen=True, kw_only=True):
+    """How full the packs are; ratios are of 1. ``core.stats.fill`` defines the figures."""
+
+    packs: int
+    """Packs."""
+    tokens: int
+    """Tokens in them."""
+    utilisation: float
+    """``tokens`` / (``packs`` * budget)."""
+    waste_ratio: float
+    """1 - ``utilisation``."""
+    bin_balance: float
+    """1 - standard deviation of the packs' tokens / their mean; may be negative."""
+    theoretical_min_packs: int
+    """Packs that the tokens alone would need."""
+    packing_efficiency: float
+    """``theoretical_min_packs`` / ``packs``."""
+
+
+class FeedFigures(PackFigures, frozen=True, kw_only=True):
+    """How full the packs are, and how evenly their cost is spread over ranks."""
+
+    cost_max_over_mean: float
+    """Cost of the most expensive pack / mean of its micro-batch; mean over all micro-batches dealt; 0 before one."""
+    step_cost_max_over_mean: float
+    """Cost of a step's most expensive rank / mean over its ranks; mean over all steps dealt; 0 before one."""
+
+
+class LostTokens(Struct, frozen=True, kw_only=True):
+    """Tokens that came and that no rank trains, by cause."""
+
+    truncated: int
+    """Tokens cut off by ``overlong: truncate``."""
+    dropped: int
+    """Tokens of samples dropped by ``overlong: drop``."""
+    policy_lag: int
+    """Tokens of samples whose policy was older than ``max_policy_lag`` allows."""
+    tail: int
+    """Tokens that ``tail: drop`` left out."""
+    skipped: int
+    """Tokens of steps that were skipped."""
+
+
+class TokenSpread(Struct, frozen=True, kw_only=True):
+    """Tokens of a rank's step, without padding; each is a mean over all steps dealt."""
+
+    min: float
+    """Tokens of the rank with the fewest."""
+    max: float
+    """Tokens of the rank with the most."""
+    mean: float
+    """Mean over ranks, in tokens."""
+    spread: float
+    """``max`` - ``min``, in tokens."""
+
+
+class RankTokens(Struct, frozen=True, kw_only=True):
+    """Tokens of a rank's step, before and after DEAL balances the ranks."""
+
+    before: TokenSpread
+    """With packs dealt in the order of their numbers."""
+    after: TokenSpread
+    """With packs as they were dealt."""
+
+
+class DealtPacks(Struct, frozen=True, kw_only=True):
+    """Packs that the trainers' mesh added to batches."""
+
+    split_packs: int
+    """Packs added because a pack was split."""
+    empty_packs: int
+    """Empty packs added."""
+
+
+class DynamicBatching(Struct, frozen=True, kw_only=True):
+    """Tokens of padded micro-batches, summed over all ranks and steps."""
+
+    valid_tokens: int
+    """Tokens without padding."""
+    original_tokens: int
+    """Tokens of batches as wide as their longest sample."""
+    actual_tokens: int
+    """Tokens that ranks compute."""
+    removed_padding_tokens: int
+    """``original_tokens`` - ``actual_tokens``."""
+    removed_padding_ratio: float
+    """``removed_padding_tokens`` / ``original_tokens``, of 1."""
+
+
+class Histogram(Struct, frozen=True, kw_only=True):
+    """Counts of values by bucket."""
+
+    bounds: list[float]
+    """Upper bound of each bucket but the last, in the unit of the values."""
+    counts: list[int]
+    """``counts[i]`` values are at most ``bounds[i]`` and above the bound before; the last are above all bounds."""
+    sum: float
+    """Sum of the values, in their unit."""
+
+
+class Histograms(Struct, frozen=True, kw_only=True):
+    """The histograms of a feed."""
+
+    pack_fill_ratio: Histogram
+    """Tokens of each pack / budget, without padding, of 1."""
+    pack_samples: Histogram
+    """Samples of each pack."""
+    next_wait_seconds: Histogram
+    """Time that each rank waited for each step, in seconds."""
+
+
+class WindowStatus(Struct, frozen=True, kw_only=True):
+    """Samples that are merged and not in a step yet."""
+
+    samples: int
+    """Samples in the window."""
+    tokens: int
+    """Their tokens, without padding."""
+    oldest_steps: int
+    """Steps that the oldest sample has waited."""
+
+
+class WindowWaits(Struct, frozen=True, kw_only=True):
+    """How long samples wait in the window, in steps."""
+
+    p99_steps: int
+    """Steps that 99 of 100 samples waited at most."""
+    longest_steps: int
+    """Most steps that a sample has waited."""
+    bound_steps: int | None
+    """Most steps that a sample can wait; None where the packer gives no bound."""
+    outliers: int | None
+    """Samples in the window that wait for others as long (``balance: joint``); None with other packers."""
+
+
+class RankStatus(Struct, frozen=True, kw_only=True):
+    """One attached rank."""
+
+    dp_rank: int
+    """Data-parallel rank."""
+    cp_rank: int
+    """Context-parallel rank."""
+    tp_rank: int
+    """Tensor-parallel rank."""
+    pp_rank: int
+    """Pipeline stage."""
+    where: str
+    """Host and process id: ``host:pid``."""
+    host: str
+    """Host."""
+    round: int
+    """Iteration over the feed that the rank reads, from 0."""
+    done_upto: int
+    """Steps of this iteration that the rank has returned."""
+    have_upto: int
+    """Steps of this iteration that the rank has received."""
+    queued_bytes: int
+    """Bytes sent to the rank and not confirmed."""
+    silent_s: float
+    """Seconds since the broker heard the rank."""
+    stats: dict[str, float]
+    """Figures that the client sends, by name; empty until it has sent any."""
+    cost: list[float]
+    """Cost of each micro-batch of the step dealt last / mean over the step; the first 64 micro-batches."""
+    starved_s: dict[str, float]
+    """Seconds that the rank has waited for steps since its client began, by each of ``data_wait.CAUSES``."""
+    starved_streams: dict[str, float]
+    """Seconds of the cause ``stream``, by stream."""
+    trainer_s: float
+    """Seconds that the trainer had a step and did not ask for the next."""
+    step_s: float | None
+    """Seconds from one step to the next, mean of the last ones; None until the client has sent it."""
+
+    @property
+    def has_reported(self) -> bool:
+        """True once the client has sent its figures. Until then ``starved_s`` and ``trainer_s`` are not known."""
+        return bool(self.stats)
+
+
+class FeedRules(Rules, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=False):
+    """The rules of a feed, without those that have their default, and their digest."""
+
+    digest: str
+    """32 hex digits that name the rules."""
+
+
+class FeedStatus(Struct, frozen=True, kw_only=True):
+    """One feed."""
+
+    state: FeedState
+    """``ended`` when the end of the iteration is known, ``waiting`` while ``stalled_s`` is set, else ``serving``."""
+    stalled_s: float | None
+    """Seconds since the last step, if a rank waits for data for 5 s or more; else None."""
+    waiting_for: WaitingFor | None
+    """What keeps the next step from being formed or read; None at the end and while the broker drains."""
+    round: int
+    """Iteration over the feed that is served, from 0."""
+    steps: StepCounts
+    """Steps of this iteration."""
+    lineage: int
+    """Number of the history of steps that the feed is on, from 0."""
+    recorded_steps: int
+    """Steps of this lineage that the log has recorded, over the life of the log."""
+    committed: int | None
+    """Step at which the last durable checkpoint begins; None before one."""
+    steps_left: StepsLeft | None
+    """Steps left of the iteration; None where they cannot be estimated."""
+    totals: PackTotals
+    """Totals over all steps formed."""
+    figures: FeedFigures
+    """How full the packs are, by ``totals.tokens``."""
+    padded_figures: PackFigures
+    """How full the packs are, by ``totals.slot_tokens``."""
+    waste_tokens: dict[str, int]
+    """Padding of the packs delivered, in tokens, by each of ``core.stats.padding.CAUSES``."""
+    delivered_tokens: int
+    """Tokens of the packs delivered, padding included."""
+    lost_tokens: LostTokens
+    """Tokens that came and that no rank trains."""
+    rank_tokens: RankTokens
+    """Tokens of a rank's step."""
+    dealt: DealtPacks
+    """Packs that the trainers' mesh added."""
+    dynamic_batching: DynamicBatching | None
+    """Padding that dynamic batching removes; None without ``padded: true``."""
+    lengths: list[tuple[int, int]]
+    """(samples, tokens) of each bucket of lengths that holds any, shortest first."""
+    fills: list[tuple[float, int]]
+    """(upper bound of the fill ratio, packs) of each bucket of ``histograms.pack_fill_ratio``."""
+    histograms: Histograms
+    """Histograms of packs and of waits."""
+    tokens_per_s: float
+    """Tokens formed per second over the last 5 seconds, without padding."""
+    readers: list[RankStatus]
+    """The ranks that are attached. A snapshot may be some seconds old here: at most 2 ms for each rank."""
+    queued_bytes: int
+    """Bytes sent to ranks and not confirmed."""
+    queued_limit_bytes: int
+    """Most bytes that may be sent to ranks and not confirmed."""
+    resent_bytes: int
+    """Bytes sent to ranks again because they were lost."""
+    num_ranks: int
+    """Ranks of the trainers' mesh that read."""
+    all_ranks_attached: bool
+    """True while every rank of the mesh is attached."""
+    window: WindowStatus
+    """Samples that are not in a step yet."""
+    waits: WindowWaits
+    """How long samples wait in the window."""
+    held_tokens: int
+    """Tokens merged and not yet returned by all ranks."""
+    held_limit_tokens: int
+    """Most tokens that may be held."""
+    rules: FeedRules
+    """The rules that the feed began with."""
+
+
+class StreamCredits(Struct, frozen=True, kw_only=True):
+    """Tokens of a stream that may wait for the merge."""
+
+    granted_tokens: int
+    """Tokens that may wait."""
+    used_tokens: int
+    """Tokens that wait."""
+
+
+class StreamLag(Struct, frozen=True, kw_only=True):
+    """What producers may send of a stream and have not sent."""
+
+    samples: int
+    """Samples that have not come."""
+    tokens: int
+    """Tokens that have not come: ``granted_tokens`` - ``used_tokens``."""
+
+
+class StreamStatus(Struct, frozen=True, kw_only=True):
+    """One stream of a feed."""
+
+    stream: str
+    """Name of the stream."""
+    feed: str
+    """Name of its feed."""
+    weight: float
+    """Its weight among the streams of the feed; 0 after it was removed."""
+    partitions: int
+    """Partitions of the stream."""
+    ended_partitions: int
+    """Partitions that have ended."""
+    samples: int
+    """Samples taken from producers."""
+    tokens: int
+    """Tokens taken from producers and kept."""
+    overlong: int
+    """Samples that the over-long policy cut, split or dropped."""
+    lost_tokens: int
+    """Tokens that the over-long policy cut off or dropped."""
+    rejected: dict[str, int]
+    """Samples that could not be used and were dropped, by reason."""
+    producers: int
+    """Producers that offer the stream."""
+    hosts: list[str]
+    """The first of their hosts, by name."""
+    last_seen_s: float | None
+    """Seconds since the broker heard a producer of the stream; None if it never did."""
+    credits: StreamCredits
+    """Tokens that may wait for the merge."""
+    lag: StreamLag
+    """Samples and tokens that have not come."""
+
+
+class MemoryStatus(Struct, frozen=True, kw_only=True):
+    """The arena, which holds the tokens and fields of all samples."""
+
+    arena_bytes: int
+    """Size of the arena, in bytes."""
+    token_bytes: int
+    """Bytes of one token with its fields."""
+    live_tokens: int
+    """Tokens held."""
+    moved_tokens: int
+    """Tokens copied within the arena to make room."""
+    partition_limit_tokens: int
+    """Most tokens of one partition that may wait for the merge."""
+
+
+class LogStatus(Struct, frozen=True, kw_only=True):
+    """The broker's log on disk. Records are counted over the life of the log."""
+
+    durability: Literal["os", "process"]
+    """What a record survives: a power cut (``os``), or a crash of the broker (``process``)."""
+    bytes: int
+    """Size of the log's files."""
+    limit_bytes: int
+    """Most bytes that the files may take: ``retain.bytes``."""
+    records: int
+    """Records appended."""
+    first_record: int
+    """Number of the oldest record that is kept."""
+    unsafe_records: int
+    """Records that are not yet as safe as ``durability`` asks."""
+    syncs: int
+    """Syncs to disk."""
+    sync_seconds: float
+    """Time spent in syncs, in seconds."""
+    stalled: str
+    """Why the log takes no more records; empty while it does."""
+    free_bytes: int
+    """Free bytes of the log's disk."""
+
+
+class MessageCounts(Struct, frozen=True, kw_only=True):
+    """Messages and connections that went wrong."""
+
+    damaged: int
+    """Messages that cannot be decoded."""
+    refused: int
+    """Producers and clients that the broker refused."""
+    unsent: int
+    """Messages that the broker could not send."""
+    foreign: int
+    """Messages of another run or of a newer broker."""
+    strangers: int
+    """Connections of peers whose key is not allowed."""
+    cut: int
+    """Connections that the broker cut because the peer sent too much."""
+
+
+class BrokerStatus(Struct, frozen=True, kw_only=True):
+    """A snapshot of a broker."""
+
+    version: str
+    """Version of streampack."""
+    run: str
+    """Name of the run."""
+    epoch: int
+    """Number of this broker process: the time at which it began, in nanoseconds since 1970."""
+    endpoints: dict[str, str]
+    """Addresses for ``producers`` and ``trainers``."""
+    taken_at: float
+    """Time of the snapshot, in seconds since 1970."""
+    uptime_s: float
+    """Seconds since the broker began."""
+    state: State
+    """``waiting`` while ``stalled_s`` is set, ``ended`` when all feeds have."""
+    stalled_s: float | None
+    """The longest ``stalled_s`` of the feeds; None if no rank waits for data for 5 s or more."""
+    ready: bool
+    """True while the broker serves: not while it starts or drains."""
+    feeds: dict[str, FeedStatus]
+    """The feeds, by name."""
+    streams: list[StreamStatus]
+    """The streams of all feeds."""
+    producers: int
+    """Producers that are connected."""
+    vanished_producers: int
+    """Producers that went without a goodbye: they fell silent or started again."""
+    memory: MemoryStatus
+    """The arena."""
+    log: LogStatus | None
+    """The log; None without ``state_dir``."""
+    messages: MessageCounts
+    """Messages and connections that went wrong."""
+    form_seconds: float
+    """Time spent in FORM, in seconds."""
+    sent_tokens: int
+    """Tokens sent to trainers, padding included."""
