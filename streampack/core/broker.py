@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from streampack.core.feed.feed import Feed
 from streampack.core.intake.leases import Leases
+from streampack.core.intake.producers import ProducerDeparture
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_effects import Cut, Recalled, Safe, WasCut
 from streampack.core.journal.log_records import (
@@ -64,7 +65,7 @@ class Broker:
         self.run, self.run_name, self.epoch, self.capacity = run, run_name, epoch, capacity
         self.table = SampleTable()
         self.journal = journal or Journal()
-        self.leases = Leases(run, epoch, capacity, self.journal)
+        self.leases = Leases(run, epoch, capacity, self.table, self.journal)
         self.feeds = {
             plan.name: Feed(
                 run, epoch, plan, capacity.max_sample_tokens, steps_ahead, self.table, self.leases, self.journal
@@ -104,7 +105,8 @@ class Broker:
                 return self._trainer(event.peer, event.envelope)
             effects = self.leases.receive(event.peer, event.envelope, self._now)
             message = event.envelope.message
-            of = self.leases.books.streams.get(message.stream) if isinstance(message, Samples | Eos | Mark) else None
+            streams = self.leases.partitions.streams
+            of = streams.get(message.stream) if isinstance(message, Samples | Eos | Mark) else None
             feed = self.feeds[of.feed] if of is not None else None
             return effects + (feed.settle(feed.advance()) if feed is not None else [])
         if isinstance(event, Formed):
@@ -112,7 +114,7 @@ class Broker:
             return self._moved(feed, feed.formed(event))
         if isinstance(event, Safe):
             self.journal.safe(event.upto, event.stalled, event.full)
-            effects = self.leases.safe(event.upto) + self._answer()
+            effects = self.leases.credits.safe(event.upto) + self._answer()
             return effects + [e for feed in self.feeds.values() for e in self._moved(feed, feed.safe(event.upto))]
         if isinstance(event, Recalled):
             feed = self.feeds[event.feed]
@@ -131,7 +133,7 @@ class Broker:
         if isinstance(event, Change):
             return self._change(event)
         if isinstance(event, WasCut):
-            self.leases.books.forget_below(event.first_lsn)
+            self.leases.records.forget_below(event.first_lsn)
             for feed in self.feeds.values():
                 feed.history.forget_below(event.first_lsn)
             return []
@@ -174,8 +176,8 @@ class Broker:
     def _away(self, peer: bytes, is_trainer: bool, word: Message) -> list[Effect]:
         """Whoever speaks from there holds nothing any more, and is told ``word``."""
         if not is_trainer:
-            why = "its key does not allow what it does, or has changed"
-            return self.leases.leave(peer, why) + self.leases.credits.send(peer, word)
+            effects = self.leases.leave(peer, ProducerDeparture.KEY_CHANGED)
+            return effects + self.leases.credits.send(peer, word)
         reads = next((feed for feed in self.feeds.values() if feed.readers.knows(peer)), None)
         effects = [] if reads is None else self._moved(reads, reads.readers.leave(peer, Departure.KEY_CHANGED))
         return effects + self._send(peer, word)
@@ -192,8 +194,8 @@ class Broker:
         if isinstance(record, Base):
             self._recover_base(record)
         elif isinstance(record, OfStream):
-            if record.stream in self.leases.books.streams:
-                self.leases.books.recover(lsn, record)
+            if record.stream in self.leases.partitions.streams:
+                self.leases.records.recover(lsn, record)
             else:
                 self._early.append((lsn, record))
         elif record.feed in self.feeds:  # type: ignore[attr-defined]  # all others are of a feed; see _recover_base
@@ -210,16 +212,16 @@ class Broker:
         for name, facts in base.feeds.items():
             self.feeds[name].recover_facts(facts, base.released.get(name, 0))
         for stream, known in base.streams.items():
-            self.leases.books.learn(stream, known)
+            self.leases.records.learn(stream, known)
         for lsn, record in self._early:
-            self.leases.books.recover(lsn, record)
+            self.leases.records.recover(lsn, record)
         for feed in self.feeds.values() if self._early else ():
             feed.history.order.sort(key=lambda place: place.lsn)
         self._early.clear()
 
     def begin(self) -> list[Effect]:
         """Begin to work: where the log, if there is one, ends."""
-        self.leases.epoch = self.epoch
+        self.leases.credits.epoch = self.epoch
         for feed in self.feeds.values():
             feed.readers.link.epoch = self.epoch
             feed.readers.begin(max(feed.history.released, feed.history.oldest_step))
@@ -233,7 +235,8 @@ class Broker:
         """What must survive when the records before it go."""
         return Base(
             run=self.run, run_name=self.run_name, epoch=self.epoch,
-            feeds={name: feed.history.facts() for name, feed in self.feeds.items()}, streams=self.leases.books.facts(),
+            feeds={name: feed.history.facts() for name, feed in self.feeds.items()},
+            streams=self.leases.records.facts(),
             released={name: feed.readers.steps.released_upto for name, feed in self.feeds.items()},
         )  # fmt: skip
 
@@ -275,7 +278,7 @@ class Broker:
         formed = any(feed.next_step for feed in self.feeds.values())
         believed = envelope.epoch < self._highest_epoch
         if not formed and believed and not self.num_readers and not self.leases.num_producers:
-            self.epoch = self.leases.epoch = envelope.epoch + 1
+            self.epoch = self.leases.credits.epoch = envelope.epoch + 1
             for feed in self.feeds.values():
                 feed.readers.link.epoch = self.epoch
 
@@ -306,7 +309,7 @@ class Broker:
         if isinstance(ask, Skip):
             return feed.skip(ask.first, ask.last), ask.first
         for stream in ask.add if isinstance(ask, Restream) else ():  # a stream is of one feed
-            of = self.leases.books.streams.get(stream.name)
+            of = self.leases.partitions.streams.get(stream.name)
             if of is not None and of.feed != feed.name:
                 raise ValueError(f"got a new stream {stream.name!r}, which feed {of.feed!r} has, expected a new name")
         note = described(ask) + (f" ({event.note})" if event.note else "")

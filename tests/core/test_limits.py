@@ -12,6 +12,7 @@ from streampack_services.broker import report_limit
 
 from streampack.core.broker import OUTBID_BY, Broker
 from streampack.core.intake import producers
+from streampack.core.intake.admission import MAX_REASONS
 from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules, StreamRules
@@ -118,14 +119,14 @@ def test_names_that_claim_a_partition_are_forgotten_the_oldest_first(monkeypatch
     assert bench.heard(b"0", Lease)
     for n in range(100):
         bench.say(FromProducer, b"x", hello(f"other{n}", mine))
-    assert list(bench.core.leases.producers._claims) == [f"other{n}" for n in range(90, 100)]
+    assert list(bench.core.leases.producers.claims) == [f"other{n}" for n in range(90, 100)]
     for n in range(100):  # each in turn takes it over from one that is silent
         for _ in range(3):
             now = bench.core._now + producers.CLAIM_S + 1
             bench.core.handle(Tick(now))
             bench.say(FromProducer, b"y%d" % n, hello(f"taker{n}", mine))
         assert bench.core.leases.producers.named(f"taker{n}") is not None
-    assert len(bench.core.leases.producers._replaced) == 10
+    assert len(bench.core.leases.producers.replaced) == 10
 
 
 def test_snapshots_that_differ_are_held_for_a_few_readers_at_a_time() -> None:
@@ -181,10 +182,8 @@ def test_no_peer_can_use_up_the_epochs_that_will_ever_be() -> None:
 def test_a_peer_that_invents_reasons_makes_few_labels() -> None:
     """Each is a label of a metric, and is kept."""
     counts = Bench().core.feeds["train"].planner.admission.counts[0]
-    from streampack.core.intake.admission import MAX_REASONS, _count_reasons
-
     for n in range(10_000):
-        _count_reasons(counts, {f"reason{n}": 1})
+        counts.count_rejected({f"reason{n}": 1})
     assert len(counts.rejected) == MAX_REASONS + 1
     assert sum(counts.rejected.values()) == 10_000
 

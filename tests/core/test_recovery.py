@@ -189,7 +189,7 @@ def test_samples_that_are_held_are_read_again_when_another_stream_has_stopped_th
     desk.get("train", 5, 60, 5)
     assert [part.step for part in desk.heard(StepPart)] == [5, 6]
     assert [end.num_steps for end in desk.heard(End)] == [7]
-    assert desk.core.leases.ended
+    assert desk.core.leases.partitions.ended
 
 
 def test_samples_of_a_removed_stream_that_are_held_are_read_again() -> None:
@@ -203,7 +203,7 @@ def test_samples_of_a_removed_stream_that_are_held_are_read_again() -> None:
     desk.get("train", 5, 60, 5)
     assert [part.step for part in desk.heard(StepPart)] == [5, 6]
     assert [end.num_steps for end in desk.heard(End)] == [7]
-    assert desk.core.leases.ended
+    assert desk.core.leases.partitions.ended
 
 
 def test_a_step_whose_samples_are_awaited_names_the_partition_and_who_should_send_it() -> None:
@@ -307,9 +307,9 @@ def test_a_log_that_was_cut_may_begin_with_chunks_of_a_stream_that_joined_before
     again = Desk(("train", ARRIVAL), records=desk.records)
     for lsn, record in enumerate(desk.records[first:], first):
         again.core.recover(lsn, record)
-    history, late = again.core.feeds["train"].history, again.core.leases.books.partition("late", 0)
+    history, late = again.core.feeds["train"].history, again.core.leases.partitions.find("late", 0)
     assert late is not None
-    assert again.core.leases.intakes[late].recorded_seq == 6
+    assert again.core.leases.partitions.intakes[late].recorded_seq == 6
     assert [place.lsn for place in history.order] == sorted(place.lsn for place in history.order)
     assert len(history.order) == sum(isinstance(record, ChunkAdmitted) for record in desk.records[first:])
     assert history.is_cut

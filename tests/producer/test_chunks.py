@@ -22,9 +22,9 @@ from streampack.core.intake.admission import Admission
 from streampack.core.intake.chunk_check import Received, received
 from streampack.core.intake.intake import Intake
 from streampack.core.intake.lease_terms import StreamTerms
-from streampack.core.merge.schedule import Merge
+from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import Field, from_bfloat16, to_bfloat16
-from streampack.core.model.rules import Overlong
+from streampack.core.model.rules import Overlong, Rules, StreamRules
 from streampack.core.model.samples import SampleTable
 from streampack.core.protocol.effects import Store
 from streampack.core.protocol.message import Envelope
@@ -225,7 +225,7 @@ def test_pieces_keep_their_own_labels_and_bytes(
     given_lease = lease(fields, overlong=policy)
     batch = next(batches(Listed(rows), given_lease))
     chunk = chunk_of(batch, given_lease, (1, 1))
-    table, merge = SampleTable(), Merge([1.0], [1], 0)
+    table, merge = SampleTable(), FeedMerge(Rules(streams=(StreamRules("s", 1.0, 1),)))
     terms = StreamTerms("s", 1, LIMIT, 1, policy, "drop")
     admission = Admission([terms], "int32", fields, 1000, table, merge)
     intake = Intake(1 << 20, admission.token_bytes)

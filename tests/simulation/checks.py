@@ -136,7 +136,7 @@ class BrokerChecks:
         """Waiting, merged and live tokens are within their bounds, and the books agree with the arena."""
         core, process = self._core, self._process
         waiting = 0
-        for intake in core.leases.intakes:
+        for intake in core.leases.partitions.intakes:
             tokens = intake.kept_tokens - intake.merged_tokens
             assert 0 <= tokens * intake.token_bytes <= intake.quota_bytes, "a partition is over its quota"
             waiting += tokens
@@ -144,7 +144,7 @@ class BrokerChecks:
             assert 0 <= feed.memory.held_tokens <= feed.plan.merged_tokens, f"{feed.name} holds more than its share"
             self._queues(feed.readers)
         held = sum(feed.memory.held_tokens for feed in core.feeds.values())
-        absent = sum(int(core.table.length[handle]) for handle in core.leases.books.absent)
+        absent = sum(int(core.table.length[handle]) for handle in core.leases.accounts.absent)
         assert process.arena.live_tokens == waiting + held - absent, "the books differ from the arena"
 
     def _queues(self, readers: Readers) -> None:
@@ -168,9 +168,10 @@ class BrokerChecks:
     def _is_stale(self, event: FromProducer) -> bool:
         message, envelope = event.envelope.message, event.envelope
         if isinstance(message, Samples | Eos | Mark | Sent):
-            p = self._core.leases.books.partition(message.stream, message.partition)
+            p = self._core.leases.partitions.find(message.stream, message.partition)
             assert p is not None
-            return (envelope.epoch, envelope.fence) != (self._core.epoch, self._core.leases.intakes[p].session)
+            session = self._core.leases.partitions.intakes[p].session
+            return (envelope.epoch, envelope.fence) != (self._core.epoch, session)
         return envelope.epoch < self._core.epoch and not isinstance(message, Hello | Bye)
 
     def _leases(self, event: FromProducer) -> list[Any]:
@@ -178,7 +179,7 @@ class BrokerChecks:
         leases = self._core.leases
         books = [
             (i.expected_seq, i.total, i.session, i.session_bytes, i.kept_tokens, i.cursor, i.num_marks)
-            for i in leases.intakes
+            for i in leases.partitions.intakes
         ]
         old = event.envelope.epoch < self._core.epoch
         return [books, [producer.heard for producer in leases.producers] if old else None]

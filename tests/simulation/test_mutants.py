@@ -29,7 +29,7 @@ from streampack.core.intake import admission
 from streampack.core.intake.credits import Credits
 from streampack.core.intake.intake import Intake
 from streampack.core.intake.leases import Leases
-from streampack.core.intake.partition_accounts import Books
+from streampack.core.intake.partition_accounts import PartitionAccounts
 from streampack.core.intake.producers import Producer
 from streampack.core.journal.history import History
 from streampack.core.journal.log_effects import Recalled
@@ -164,9 +164,9 @@ def a_step_is_dealt_anew_each_time_it_is_read(patch: Patch) -> None:
 def samples_of_an_old_session_are_taken(patch: Patch) -> None:
     def receive(original: Any, self: Leases, peer: bytes, envelope: Envelope, now: float) -> Any:
         if isinstance(envelope.message, Samples | Eos):
-            p = self.books.partition(envelope.message.stream, envelope.message.partition)
+            p = self.partitions.find(envelope.message.stream, envelope.message.partition)
             assert p is not None
-            envelope = _changed(envelope, fence=self.intakes[p].session)
+            envelope = _changed(envelope, fence=self.partitions.intakes[p].session)
         return original(self, peer, envelope, now)
 
     _wrap(patch, Leases, "receive", receive)
@@ -175,7 +175,7 @@ def samples_of_an_old_session_are_taken(patch: Patch) -> None:
 @mutant("R5")
 def producers_of_an_old_broker_are_believed(patch: Patch) -> None:
     def receive(original: Any, self: Leases, peer: bytes, envelope: Envelope, now: float) -> Any:
-        return original(self, peer, _changed(envelope, epoch=self.epoch), now)
+        return original(self, peer, _changed(envelope, epoch=self.credits.epoch), now)
 
     _wrap(patch, Leases, "receive", receive)
 
@@ -209,7 +209,7 @@ def a_client_believes_an_old_broker(patch: Patch) -> None:
 @mutant("R5")
 def a_partition_moves_without_a_new_session(patch: Patch) -> None:
     def begin(original: Any, self: Credits, p: int) -> None:
-        if not self._books.intakes[p].session:
+        if not self._partitions.intakes[p].session:
             original(self, p)
 
     _wrap(patch, Credits, "begin", begin)
@@ -289,7 +289,7 @@ def a_gap_is_not_asked_for(patch: Patch) -> None:
 @mutant("go-back-N")
 def a_chunk_is_taken_whatever_its_number(patch: Patch) -> None:
     def samples(original: Any, self: Leases, producer: Producer, p: int, envelope: Envelope, message: Samples) -> Any:
-        placed = msgspec.structs.replace(message, base_seq=self.intakes[p].expected_seq)
+        placed = msgspec.structs.replace(message, base_seq=self.partitions.intakes[p].expected_seq)
         return original(self, producer, p, envelope, placed)
 
     _wrap(patch, Leases, "_samples", samples)
@@ -403,11 +403,11 @@ def a_feed_does_not_go_back(patch: Patch) -> None:
 @mutant("rounds")
 def a_feed_goes_back_without_new_sessions(patch: Patch) -> None:
     def go_to(original: Any, self: Leases, feed: str, floors: Any, held: Any) -> Any:
-        before = [intake.session for intake in self.intakes]
+        before = [intake.session for intake in self.partitions.intakes]
         original(self, feed, floors, held)
-        for intake, session in zip(self.intakes, before, strict=True):
+        for intake, session in zip(self.partitions.intakes, before, strict=True):
             intake.session = session
-        return [e for p in self.books.of_feed(feed) for e in self.credits.lease(p)]
+        return [e for p in self.partitions.of_feed(feed) for e in self.credits.lease(p)]
 
     _wrap(patch, Leases, "go_to", go_to)
 
@@ -422,7 +422,7 @@ def a_choice_from_before_a_feed_went_back_is_taken(patch: Patch) -> None:
 
 @mutant("feeds")
 def producers_go_when_everything_is_taken(patch: Patch) -> None:
-    _wrap(patch, Leases, "dismiss", lambda original, self, done: original(self, self.ended))
+    _wrap(patch, Leases, "dismiss", lambda original, self, done: original(self, self.partitions.ended))
 
 
 @mutant("feeds")
@@ -526,12 +526,12 @@ def a_batch_ends_inside_a_group(patch: Patch) -> None:
 
 @mutant("groups", GROUPS)
 def a_group_that_comes_out_of_the_log_is_none(patch: Patch) -> None:
-    def recalled(original: Any, self: Books, event: Recalled) -> Any:
+    def recalled(original: Any, self: PartitionAccounts, event: Recalled) -> Any:
         assert isinstance(event.record, ChunkAdmitted)
         record = msgspec.structs.replace(event.record, keep=msgspec.UNSET)
         return original(self, msgspec.structs.replace(event, record=record))
 
-    _wrap(patch, Books, "recalled", recalled)
+    _wrap(patch, PartitionAccounts, "recalled", recalled)
 
 
 @mutant("groups", GROUPS)
@@ -570,7 +570,7 @@ def a_snapshot_holds_no_pending_packs(patch: Patch) -> None:
 
 @mutant("R10")
 def a_partition_is_read_again_from_behind_the_window(patch: Patch) -> None:
-    _wrap(patch, Books, "floors", lambda original, self, feed, held: original(self, feed, held[:0]))
+    _wrap(patch, PartitionAccounts, "floors", lambda original, self, feed, held: original(self, feed, held[:0]))
 
 
 @mutant("script", ARRIVAL)

@@ -154,7 +154,7 @@ class Reporter:
             feeds=feeds,
             streams=[row for name, feed in core.feeds.items() for row in self._streams[name].at(now, feed)],
             producers=core.leases.num_producers,
-            vanished_producers=core.leases.vanished,
+            vanished_producers=core.leases.rebalancer.vanished,
             memory=MemoryStatus(
                 arena_bytes=self._plan.memory_bytes,
                 token_bytes=self._plan.token_bytes,
@@ -229,14 +229,15 @@ class Reporter:
         leases, counted = self._core.leases, feed.planner.admission.counts
         rows = []
         for stream, counts in zip(feed.latest_rules.streams, counted, strict=False):
-            seen, credits = leases.seen(stream.name), leases.books.credits_of(stream.name)
+            every, seen = leases.partitions, leases.seen(stream.name)
+            credits = every.granted(stream.name)
             rows.append(
                 StreamStatus(
                     stream=stream.name,
                     feed=feed.name,
                     weight=stream.weight,
                     partitions=stream.partitions,
-                    ended_partitions=sum(leases.books.intakes[p].ended for p in leases.books.partitions(stream.name)),
+                    ended_partitions=sum(every.intakes[p].ended for p in every.of_stream(stream.name)),
                     samples=counts.samples,
                     tokens=counts.tokens,
                     overlong=counts.overlong,

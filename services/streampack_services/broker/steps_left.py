@@ -85,11 +85,11 @@ def size_left(size: SourceSize, passes: int) -> tuple[float, float]:
 
 
 def _left(core: Broker, feed: Feed, number: int, stream: StreamRules) -> Left | None:
-    """What is left of a stream; None where nobody knows."""
-    books, admission = core.leases.books, feed.planner.admission
-    partitions, counts = books.partitions(stream.name), admission.counts[number]
-    merged = int(sum(admission.merge.merged_samples[books.stream_of[p].mine(p)] for p in partitions))
-    known = [books.intakes[p].known_total for p in partitions]
+    """Return what is left of a stream; None where nobody knows."""
+    every, merge, counts = core.leases.partitions, feed.planner.merge.current, feed.planner.admission.counts[number]
+    mine = every.of_stream(stream.name)
+    merged = int(sum(merge.merged_samples[every.stream_of[p].number_in_feed(p)] for p in mine))
+    known = [every.intakes[p].known_total for p in mine]
     if None not in known:
         total, variance = float(sum(each or 0 for each in known)), 0.0
     elif stream.passes is not None and (size := core.leases.producers.size(stream.name)) is not None:

@@ -1,7 +1,7 @@
-"""Whether a feed can go on from a snapshot that a trainer has brought, with its checkpoint, over the network.
+"""Check whether a feed can go on from a snapshot that a trainer has brought, with its checkpoint, over the network.
 
-Nothing of it is believed, so that it is refused before anything is changed. ``problem`` finds whatever the merge,
-FORM or the books could not go on from; the feed's history and books say whether what is sound is of this run.
+No field of the snapshot is trusted, and it is checked before anything changes. ``problem`` finds what the merge, FORM
+or the intake could not go on from. The feed's history and partitions show whether a sound snapshot is of this run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from streampack.core.feed.live_rules import LiveRules
 from streampack.core.feed.merged_memory import MergedMemory
-from streampack.core.intake.partition_accounts import Books
+from streampack.core.intake.partitions import Partitions
 from streampack.core.journal.history import History
 from streampack.core.merge.schedule import strides
 from streampack.core.model.rules import Rules, difference
@@ -31,10 +31,11 @@ class Brought:
     """What may come to one feed: with its ``rules`` as it began, what it knows, and the memory it has."""
 
     def __init__(
-        self, feed: str, rules: Rules, history: History, live: LiveRules, memory: MergedMemory, books: Books
+        self, feed: str, rules: Rules, history: History, live: LiveRules, memory: MergedMemory,
+        partitions: Partitions,
     ) -> None:  # fmt: skip
         self._feed, self._rules, self._history = feed, rules, history
-        self._live, self._memory, self._books = live, memory, books
+        self._live, self._memory, self._partitions = live, memory, partitions
         self._sound: Snapshot | None = None  # the last that nothing was wrong with in itself: all ranks bring it
 
     def wrong(self, given: Snapshot) -> str:
@@ -91,12 +92,12 @@ class Brought:
     def _other_streams(self, given: Snapshot) -> str:
         """What of its streams another feed has, or is not in the log."""
         for name in {stream.name for change in given.changes for stream in change.rules.streams}:
-            of = self._books.streams.get(name)
+            of = self._partitions.streams.get(name)
             if of is not None and of.feed != self._feed:
                 return f"got a stream {name!r}, which feed {of.feed!r} has, expected one of this feed"
-        for p, merged in zip(self._books.of_feed(self._feed), given.merge.merged_samples, strict=False):
-            recorded = self._books.intakes[p].recorded_seq
-            if self._books.stream_of[p].terms.pushed and merged > recorded:
+        for p, merged in zip(self._partitions.of_feed(self._feed), given.merge.merged_samples, strict=False):
+            recorded = self._partitions.intakes[p].recorded_seq
+            if self._partitions.stream_of[p].terms.pushed and merged > recorded:
                 return (
                     f"got {merged} samples that were pushed, but only {recorded} of them are in the log: samples were "
                     f"lost with a state_dir: put back the one that has them, or start a new run"

@@ -55,7 +55,8 @@ class Feed:
     ) -> None:  # fmt: skip
         self.plan, self.name, self.rules = plan, plan.name, plan.rules
         self._steps_ahead = steps_ahead
-        self._table, self._leases, self._books, self._journal = table, leases, leases.books, journal
+        self._table, self._leases, self._journal = table, leases, journal
+        self._partitions, self._producers = leases.partitions, leases.producers
         name, rules = plan.name, plan.rules
         self.history = History(rules, sum(stream.partitions for stream in rules.streams))
         self.memory = MergedMemory(plan.merged_tokens, rules, max_sample_tokens, table)
@@ -70,7 +71,7 @@ class Feed:
         """The steps that are served, and what each rank has had of them."""
         self._outbox = Outbox(self.readers, self.history, journal, leases)
         self._checkpoints = Checkpoints(name, rules, plan.keeps, self.history, journal, table)
-        self._brought = Brought(name, rules, self.history, self.planner.live, self.memory, self._books)
+        self._brought = Brought(name, rules, self.history, self.planner.live, self.memory, leases.partitions)
         self.figures = FormedFigures(plan.rules)
         self._waits_for: int | None = None
         """The record of the snapshot to begin from, which is not at hand."""
@@ -123,20 +124,20 @@ class Feed:
         if planner.blocked is not None and self._journal.full and self.history.in_order:
             return Missing("log", self._journal.full)
         if planner.blocked is not None:
-            missing = self._books.of_feed(self.name)[planner.blocked]
-            stream = self._books.name_of(missing)
+            missing = self._partitions.of_feed(self.name)[planner.blocked]
+            stream = self._partitions.name_of(missing)
             if lost := self._lost(missing):
                 return Missing("stream", lost, stream)
-            end = f"end_of_batch {self._books.intakes[missing].num_marks}"
+            end = f"end_of_batch {self._partitions.intakes[missing].num_marks}"
             if not self._ends_by_marks:
-                who = self._leases.describe(missing)
-                if not (planner.admission.merge.has_barriers and self._books.stream_of[missing].terms.pushed):
+                who = self._producers.describe(missing)
+                if not (planner.merge.current.has_barriers and self._partitions.stream_of[missing].terms.pushed):
                     return Missing("stream", f"no sample has come from {who}", stream)
                 both = f"no sample and no {end} has come from {who}, and another partition has ended this batch"
                 return Missing("stream", both, stream)
-            if (where := self._leases.pushed_from(missing)) is None:
-                return Missing("stream", f"no {end} has come from {self._leases.describe(missing)}", stream)
-            partition = missing - self._books.stream_of[missing].first
+            if (where := self._producers.pushed_from(missing)) is None:
+                return Missing("stream", f"no {end} has come from {self._producers.describe(missing)}", stream)
+            partition = missing - self._partitions.stream_of[missing].first
             text = f"{end} from partition {partition} of stream {stream!r}, held by the producer at {where}"
             return Missing("stream", text, stream, batch=True)
         return FORMING
@@ -149,8 +150,8 @@ class Feed:
 
     def _lost(self, p: int) -> str:
         """What the log lacks of the steps before those that trainers read, where it lacks it; or empty."""
-        stream, begins = self._books.stream_of[p], self.steps.released_upto
-        if not stream.terms.pushed or self._books.intakes[p].behind or self.planner.former.next_step >= begins:
+        stream, begins = self._partitions.stream_of[p], self.steps.released_upto
+        if not stream.terms.pushed or self._partitions.intakes[p].behind or self.planner.former.next_step >= begins:
             return ""
         return (
             f"samples that were pushed to stream {stream.terms.name!r} are lost: trainers go on from step {begins}, "
@@ -184,11 +185,11 @@ class Feed:
         return self._publish(self.planner.formed(event))
 
     def settle(self, effects: list[Effect]) -> list[Effect]:
-        """Take what is released off the books; effects are performed in order, so nobody still reads it."""
+        """Note the samples that are released. Effects are performed in order, so no part of a step still needs them."""
         for effect in effects:
             if isinstance(effect, Release):
                 self.memory.release(effect.handles)
-                self._books.forget(effect.handles)
+                self._leases.accounts.forget(effect.handles)
                 self._table.free(effect.handles)
         return effects
 
@@ -271,7 +272,7 @@ class Feed:
             since = self.history.begin_of(step)
             why = f"trainers went back to step {step} from {self.history.num_steps}, what was pushed since is dropped"
             effects += self._branch(step, why, since)
-            effects += self._books.discard(self.name)
+            effects += self._leases.records.discard(self.name)
         return effects + self.go_to(step, given, discards)
 
     def go_to(self, step: int, given: Snapshot | None = None, anew: bool = False) -> list[Effect]:
@@ -368,7 +369,7 @@ class Feed:
         """Go to where the log ends: to the first step that some rank has not returned."""
         step = self.steps.formed_upto
         self.steps.lineage = self.history.lineage
-        effects = self._books.discard(self.name)  # what the last broker was killed before it had counted
+        effects = self._leases.records.discard(self.name)  # what the last broker was killed before it had counted
         return effects + self.go_to(step, anew=True) if self.history.order or step else []
 
     @property

@@ -18,6 +18,7 @@ from streampack.core.intake.lease_terms import terms_of
 from streampack.core.intake.leases import Leases
 from streampack.core.journal.history import History
 from streampack.core.journal.recorder import Recorder
+from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.queues import NOWHERE
 from streampack.core.merge.schedule import change as change_merge
 from streampack.core.model.rules import Rules, RulesChange
@@ -26,14 +27,14 @@ from streampack.core.protocol.events import Effect
 
 
 class LiveRules:
-    """One feed's, which began with ``rules``; the changes themselves are in its ``history``."""
+    """The rules of one feed, which began with ``rules``; the changes themselves are in its ``history``."""
 
     def __init__(
-        self, feed: str, rules: Rules, history: History, admission: Admission, memory: MergedMemory, leases: Leases,
-        recorder: Recorder,
+        self, feed: str, rules: Rules, history: History, admission: Admission, merge: FeedMerge,
+        memory: MergedMemory, leases: Leases, recorder: Recorder,
     ) -> None:  # fmt: skip
         self._feed, self._rules, self._history, self._recorder = feed, rules, history, recorder
-        self._admission, self._memory, self._leases = admission, memory, leases
+        self._admission, self._merge, self._memory, self._leases = admission, merge, memory, leases
         self.applied = 0
         """Changes that the merge goes by."""
 
@@ -61,7 +62,7 @@ class LiveRules:
     @property
     def spare_partitions(self) -> int:
         """How many may join before memory is short."""
-        return max(self._memory.limit_tokens - self._memory.needed_tokens, 0) // self._leases.quota_tokens
+        return max(self._memory.limit_tokens - self._memory.needed_tokens, 0) // self._leases.partitions.quota_tokens
 
     @property
     def next_position(self) -> int:
@@ -92,7 +93,7 @@ class LiveRules:
         if history.end is not None:
             raise ValueError(f"got a change of a feed that has ended after {history.end[0]} steps, expected one before")
         more = _partitions(rules) - self.num_partitions
-        left = self._memory.limit_tokens - more * self._leases.quota_tokens
+        left = self._memory.limit_tokens - more * self._leases.partitions.quota_tokens
         if left < (least := self._memory.needed_tokens):
             raise ValueError(
                 f"got {more} more partitions, which leaves {left} tokens of memory for the window and the steps, "
@@ -105,15 +106,15 @@ class LiveRules:
         return effects, step
 
     def know(self, rules: Rules) -> None:
-        """Streams that are new, of which the merge may know later; their partitions take from what is merged."""
-        books = self._leases.books
-        before = len(books.of_feed(self._feed))
+        """Add new streams, before the merge has them. Their partitions take their quota from what is merged."""
+        partitions = self._leases.partitions
+        before = len(partitions.of_feed(self._feed))
         self._admission.extend(terms_of(rules))
-        self._leases.open(self._feed, rules, self._admission, self._history)
-        new = books.of_feed(self._feed)[before:]
-        self._memory.limit_tokens -= len(new) * self._leases.quota_tokens
+        self._leases.open(self._feed, rules, self._admission, self._merge, self._history)
+        new = partitions.of_feed(self._feed)[before:]
+        self._memory.limit_tokens -= len(new) * self._leases.partitions.quota_tokens
         for p in new:
-            books.intakes[p].closed = True
+            partitions.intakes[p].closed = True
 
     def apply(self, next_step: int, in_group: bool = False) -> list[Effect]:
         """Go by other rules, where a change was asked for or is recorded; the first time, record where.
@@ -121,7 +122,7 @@ class LiveRules:
         ``next_step`` is about to be formed; ``in_group``: the last sample merged has others of its group behind it.
         """
         effects: list[Effect] = []
-        merge, changes = self._admission.merge, self._history.changes
+        merge, changes = self._merge.current, self._history.changes
         while self.applied < len(changes):
             change, known = changes[self.applied], len(merge.merged_samples)
             may_be_here = not in_group and merge.position >= self._history.last_position
@@ -136,7 +137,7 @@ class LiveRules:
             effects += self._leases.join(self._feed, known)
             self._memory.hold(dropped)
             effects += [Release(dropped)] if len(dropped) else []
-            effects += self._leases.remove(self._feed, change.rules)
+            effects += self._leases.remove(change.rules)
         return effects
 
 

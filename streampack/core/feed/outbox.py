@@ -37,7 +37,7 @@ class Outbox:
     def hand_out(self) -> list[Effect]:
         """Give the readers what is safe and whole; steps before the one that was gone to have been served."""
         effects: list[Effect] = []
-        absent, readers = self._leases.books.absent, self._readers
+        absent, readers = self._leases.accounts.absent, self._readers
         while self._waiting and self._waiting[0][0] < self._journal.safe_upto:
             step = self._waiting[0][1]
             if not isinstance(step, Step):
@@ -61,10 +61,11 @@ class Outbox:
             return Missing("log", self._journal.stalled or "the step is being written to the log")
         if not isinstance(step, Step):
             return None
-        absent = self._leases.books.absent
+        absent = self._leases.accounts.absent
         again = f"samples of step {step.number} are read again"
         for p in (absent[h][0] for h in step.packs.handles.tolist() if h in absent):
-            return Missing("stream", f"{again}, from {self._leases.describe(p)}", self._leases.books.name_of(p))
+            who, stream = self._leases.producers.describe(p), self._leases.partitions.name_of(p)
+            return Missing("stream", f"{again}, from {who}", stream)
         return Missing("stream", again)
 
     def let_go(self) -> list[I64]:

@@ -1,8 +1,8 @@
-"""What one feed's steps are formed of, and how far it has come: admitted samples, merged, in a window, in packs.
+"""Plan one feed's steps: merge admitted samples into a window, and have packs chosen from it.
 
-It merges while the next step may need more and there is memory for it, asks for packs to be chosen, and can be put
-anywhere: where a snapshot was taken, or at the first sample. ``generation`` tells one stay from the next, so that
-what was asked for in an earlier one is known to be of no use. Knows nothing of readers, nor of what becomes of steps.
+The planner merges while the next step may need more and there is memory for it. It can go anywhere: to the place where
+a snapshot was taken, or to the first sample. ``generation`` counts these moves, so that packs that were asked for
+before a move are not used after it. The planner does not know readers, or what becomes of steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from streampack.core.intake.leases import Leases
 from streampack.core.journal.history import History
 from streampack.core.journal.recorder import Recorder
 from streampack.core.merge.arrival import Arrival
-from streampack.core.merge.schedule import merge_of
+from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.snapshot import Floor, Snapshot
@@ -34,7 +34,7 @@ many as that one holds: one for each step of many samples would be most of the l
 
 
 class Planner:
-    """One feed's; ``admission`` gets its samples from ``leases``, ``memory`` bounds what is merged."""
+    """The planner of one feed; ``admission`` gets its samples from ``leases``, ``memory`` bounds what is merged."""
 
     def __init__(
         self, feed: str, rules: Rules, history: History, memory: MergedMemory, max_sample_tokens: int,
@@ -42,10 +42,11 @@ class Planner:
     ) -> None:  # fmt: skip
         self._feed, self._rules, self._history = feed, rules, history
         self._memory, self._table, self._leases = memory, table, leases
-        merge = merge_of(rules)
-        self.admission = Admission(terms_of(rules), rules.tokens, rules.fields, max_sample_tokens, table, merge)
-        leases.open(feed, rules, self.admission, history)
-        self.live = LiveRules(feed, rules, history, self.admission, memory, leases, recorder)
+        self.merge = FeedMerge(rules)
+        """The feed's merge, which begins anew wherever the feed goes."""
+        self.admission = Admission(terms_of(rules), rules.tokens, rules.fields, max_sample_tokens, table, self.merge)
+        leases.open(feed, rules, self.admission, self.merge, history)
+        self.live = LiveRules(feed, rules, history, self.admission, self.merge, memory, leases, recorder)
         self.former = Former(rules, table)
         self.generation = 0
         self.forming = False
@@ -61,7 +62,7 @@ class Planner:
 
     def fill(self) -> list[Effect]:
         """Merge while the next step may need more, and there is room."""
-        merge, target = self.admission.merge, 2 * self._rules.packs * self._rules.budget
+        merge, target = self.merge.current, 2 * self._rules.packs * self._rules.budget
         effects = self._change_rules()
         while (room := self._memory.room) > 0 and (self.former.hungry or self._waits_for_group):
             taken = merge.take(1 if self._waits_for_group else min(room, target), self.live.next_position)
@@ -112,22 +113,25 @@ class Planner:
         return [Form(self._feed, request, self.generation)]
 
     def formed(self, event: Formed) -> list[Step]:
-        """The steps of a packer's choice."""
+        """Return the steps of a packer's choice."""
         self.forming = False
         return self._count(self.former.apply(event.choice))
 
     def cut(self) -> list[Step]:
-        """The last steps of a feed, or of a pass over it, which nothing more comes to."""
+        """Return the last steps of a feed, or of a pass over it, whose samples are all there."""
         return self._count(self.former.cut())
 
     def end_pass(self) -> I64:
-        """Everything held is in a step: go on with the next pass, or be at the end; what ``tail: drop`` has left over,
-        int64 [n]."""
+        """Go on with the next pass, or end, once everything held is in a step.
+
+        Returns:
+            Handles of the samples that ``tail: drop`` has left over, int64 [n].
+        """
         dropped, self.former.dropped = self.former.dropped, self.former.dropped[:0]
-        if self.admission.merge.closed:
+        if self.merge.current.closed:
             self.ended = True
         else:
-            self.admission.merge.next_pass()
+            self.merge.current.next_pass()
             self.former.closed = False
         return dropped
 
@@ -142,39 +146,44 @@ class Planner:
         return [*([Release(handles)] if len(handles) else []), *self._leases.close(self._feed)]
 
     def _drop_waiting(self) -> I64:
-        """What waits for the merge, int64 [n]: no longer there, and counted as merged until it is released."""
-        handles = self.admission.merge.drop()
+        """Drop what waits for the merge, and count it as merged until it is released.
+
+        Returns:
+            Handles of its samples, int64 [n].
+        """
+        handles = self.merge.current.drop()
         self._memory.hold(handles)
         return handles
 
     # Being elsewhere
 
     def snapshot(self) -> Snapshot | None:
-        """One to begin from here, between two steps; None where the last is near enough, or beyond this place."""
+        """Return a snapshot of this place, between two steps; None where the last one is near enough, or beyond."""
         history = self._history
         if self._since_snapshot < max(SNAPSHOT_WINDOWS * self._rules.window, history.in_last_snapshot):
             return None
         self._since_snapshot = 0
-        floors = self._leases.books.floors(self._feed, self.former.held())
+        floors = self._leases.accounts.floors(self._feed, self.former.held())
         return msgspec.structs.replace(
-            snapshot(self._rules, self.admission.merge, self.former, floors), lineage=history.lineage,
+            snapshot(self._rules, self.merge.current, self.former, floors), lineage=history.lineage,
             changes=list(history.changes), applied=self.live.applied, skips=list(history.skips),
         )  # fmt: skip
 
     def let_go(self) -> I64:
-        """Forget where it is; handles, int64 [n], of all that it held."""
+        """Forget this place, and return the handles of all samples held, int64 [n]."""
         held = np.concatenate([self._drop_waiting(), self.former.held()])
-        self.admission.merge, self.former = merge_of(self._rules), Former(self._rules, self._table)
+        self.merge.restart(self._rules)
+        self.former = Former(self._rules, self._table)
         self.generation += 1
         self.forming, self.ended, self.blocked = False, False, None
         self._since_snapshot = 0
         return held
 
     def restore(self, taken: Snapshot | None) -> list[Effect]:
-        """Be where a snapshot was taken, or at the first sample; everything was let go of."""
+        """Go to the place where a snapshot was taken, or to the first sample, after ``let_go``."""
         self.live.applied = taken.applied if taken is not None else 0
         rules = self.live.current
-        merge = self.admission.merge = merge_of(rules)
+        merge = self.merge.restart(rules)
         floors: list[Floor] = [(0, None)] * len(merge.merged_samples) if taken is None else taken.floors
         if taken is not None:
             restore(taken, self._rules, merge, self.former)
@@ -184,4 +193,4 @@ class Planner:
                     merge.script(place.partition, place.base_seq, place.count)
         held = self.former.held()
         self._memory.hold(held)
-        return self._leases.go_to(self._feed, floors, held) + self._leases.remove(self._feed, rules)
+        return self._leases.go_to(self._feed, floors, held) + self._leases.remove(rules)

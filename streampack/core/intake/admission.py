@@ -1,9 +1,8 @@
-"""Admission: how the samples of a chunk that was found good (``chunk_check``) enter the books.
+"""Admission: enter the samples of a chunk that was found good (``chunk_check``) into the table and the merge.
 
-The over-long policy acts, each piece gets a row in the table and its turn in the
-merge, and the arena is told what to copy. Knows streams by number, partitions by number in their
-stream, and tokens only as frames that it passes on; of a sample that is cut it counts the labels
-that each piece keeps, which takes the loss mask or the labels sent.
+The over-long policy acts, each piece gets a row in the table and its turn in the merge, and the arena is told what to
+copy. Streams are known by number, and partitions by the feed's own number. Tokens are only passed on. Where a sample
+is cut, the labels that each piece keeps are counted from the loss mask or the labels that were sent.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from streampack.core.intake.chunk_check import Frames, Received, Unfit, malforme
 from streampack.core.intake.intake import Admitted, Intake, rejected_whole
 from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.layout.step_frames import INPUT_IDS
-from streampack.core.merge.schedule import AnyMerge
+from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import LABELS, LOSS_MASK, Field
 from streampack.core.model.samples import I64, IGNORE_INDEX, KEEPS, SampleTable, index_of
 from streampack.core.protocol.effects import Store
@@ -36,7 +35,7 @@ _NONE = np.zeros(0, np.int64)
 
 @dataclass(slots=True)
 class StreamCounts:
-    """What became of a stream's samples, since the broker started."""
+    """Counts of a stream's samples since the broker started."""
 
     samples: int = 0
     tokens: int = 0
@@ -46,14 +45,24 @@ class StreamCounts:
     stale_tokens: int = 0
     """Of samples whose policy was too old."""
     rejected: dict[str, int] = field_(default_factory=dict)
+    """Samples that were rejected, by reason. Beyond ``MAX_REASONS`` reasons, the others are counted as "other"."""
+
+    def count_rejected(self, reasons: dict[str, int]) -> None:
+        """Count rejected samples by reason."""
+        for reason, count in reasons.items():
+            if reason == OVERLONG:
+                self.overlong += count
+                continue
+            known = reason if reason in self.rejected or len(self.rejected) < MAX_REASONS else "other"
+            self.rejected[known] = self.rejected.get(known, 0) + count
 
 
 class Admission:
-    """Takes a feed's chunks into ``table`` and ``merge``; ``streams`` in the order of the rules."""
+    """Enter a feed's chunks into ``table`` and ``merge``; ``streams`` are in the order of the rules."""
 
     def __init__(
         self, streams: list[StreamTerms], tokens: str, fields: tuple[Field, ...], max_sample_tokens: int,
-        table: SampleTable, merge: AnyMerge,
+        table: SampleTable, merge: FeedMerge,
     ) -> None:  # fmt: skip
         self._streams, self._fields = streams, fields
         widths = [(np.dtype(tokens).itemsize, 0)] + [
@@ -62,17 +71,17 @@ class Admission:
         self._frames = Frames([INPUT_IDS, *(field.name for field in fields)], widths)
         self.token_bytes = sum(width for width, _ in widths)
         self._max_sample_tokens = max_sample_tokens
-        self.table, self.merge = table, merge
+        self._table, self._merge = table, merge
         self.counts = [StreamCounts() for _ in streams]
 
     def extend(self, streams: list[StreamTerms]) -> None:
-        """More streams, after those there are."""
+        """Add streams, after those that are known."""
         more = streams[len(self._streams) :]
         self._streams = [*self._streams, *more]
         self.counts += [StreamCounts() for _ in more]
 
     def refusal(self, stream: int, intake: Intake, chunk: Received) -> Unfit | None:
-        """Why this chunk cannot be believed or is not wanted: (code, detail), or None."""
+        """Return why this chunk cannot be believed or is not wanted: (code, detail); None where it is good."""
         if wrong := malformed(chunk, self._frames, self._max_sample_tokens, intake.total):
             return "malformed", wrong
         if intake.awaited and (changed := self._changed(stream, intake, chunk)):
@@ -82,10 +91,17 @@ class Admission:
     def admit(
         self, stream: int, p: int, intake: Intake, chunk: Received, stale: bool = False
     ) -> tuple[list[Effect], I64]:
-        """Enter the samples of a chunk that are not taken yet; ``p`` is the partition's number in the merge. Of a chunk
-        that is ``stale`` none is kept.
+        """Enter the samples of a chunk that are not taken yet. No sample of a ``stale`` chunk is kept.
 
-        What to store, and the sequence numbers, int64 [n], of new samples that are in no step.
+        Args:
+            stream: Number of the stream in its feed.
+            p: Number of the partition in the merge.
+            intake: What was taken of the partition.
+            chunk: The chunk, found good.
+            stale: Whether the policy that made the samples is too old.
+
+        Returns:
+            What to store, and the sequence numbers, int64 [n], of new samples that are in no step.
         """
         counts, message, every = self.counts[stream], chunk.message, chunk.lengths
         stop, begin = chunk.stop_seq, intake.expected_seq
@@ -99,20 +115,20 @@ class Admission:
             store, kept_tokens = self._enter(stream, p, chunk, skip, pieces)
             effects.append(store)
             if message.pass_ended and self._streams[stream].barriers:
-                self.merge.end_pass(p)
+                self._merge.current.end_pass(p)
             if len(store.handles) < len(pieces.length):
                 rejected = known + pieces.source[pieces.length == 0]
             counts.samples += stop - known
             counts.tokens += kept_tokens
             if stale:
-                _count_reasons(counts, {POLICY_LAG: pieces.num_touched})
+                counts.count_rejected({POLICY_LAG: pieces.num_touched})
                 counts.stale_tokens += pieces.lost_tokens
             else:
                 counts.overlong += pieces.num_touched
                 counts.lost_tokens += pieces.lost_tokens
         if message.base_seq == known < stop:
             counts.lost_tokens += message.lost_tokens
-            _count_reasons(counts, message.rejected)
+            counts.count_rejected(message.rejected)
         had = int(every[: begin - message.base_seq].sum()) if begin > message.base_seq else 0
         intake.accept(stop, (chunk.num_tokens - had) * self.token_bytes, kept_tokens, message.cursor)
         return effects, rejected
@@ -120,9 +136,10 @@ class Admission:
     def _enter(self, stream: int, p: int, chunk: Received, skip: int, pieces: Admitted) -> tuple[Store, int]:
         """Give the ``pieces`` of a chunk's samples from its ``skip``-th on rows in the table and turns in the merge.
 
-        What to store, and its tokens.
+        Returns:
+            What to store, and its tokens.
         """
-        terms, table, message = self._streams[stream], self.table, chunk.message
+        terms, table, message = self._streams[stream], self._table, chunk.message
         handles = table.take(int(np.count_nonzero(pieces.length)))
         entries, stored = np.empty(len(pieces.length), np.int64), np.empty((3, len(pieces.length)), np.int64)
         first = int(index_of(message.base_seq, message.partition, terms.partitions))
@@ -136,18 +153,18 @@ class Admission:
         if cut:
             at = np.flatnonzero(lengths != chunk.lengths[rows])
             table.loss_tokens[handles[at]] = self._loss_tokens(chunk.envelope.payload, starts[at], lengths[at])
-        self.merge.push(p, entries, pieces.length, pieces.part)
+        self._merge.current.push(p, entries, pieces.length, pieces.part)
         return Store(handles, starts, lengths, rows, chunk.envelope.payload), tokens
 
     def _awaited(self, intake: Intake, begin: int, stop: int) -> Iterator[tuple[int, int]]:
-        """(sequence number, handle) of the samples from ``begin`` to ``stop`` whose payload is awaited."""
+        """Yield (sequence number, handle) of the samples from ``begin`` to ``stop`` whose payload is awaited."""
         for seq in range(begin, stop):
             for handle in intake.awaited.get(seq, ()):
                 yield seq, handle
 
     def _changed(self, stream: int, intake: Intake, chunk: Received) -> str:
-        """What differs of a sample that was had before: its source gives other data the second time; or empty."""
-        terms, table, message = self._streams[stream], self.table, chunk.message
+        """Return how a sample differs from the first time that it came; empty where none does."""
+        terms, table, message = self._streams[stream], self._table, chunk.message
         lengths, crcs, stop = chunk.lengths, chunk.crcs, min(intake.known_seq, chunk.stop_seq)
         for seq, handle in self._awaited(intake, max(intake.expected_seq, message.base_seq), stop):
             at, part, held = seq - message.base_seq, int(table.part[handle]), int(table.length[handle])
@@ -169,13 +186,16 @@ class Admission:
             return []
         rows, every = np.array([seq - chunk.message.base_seq for seq, _ in found]), chunk.lengths
         handles = np.array([handle for _, handle in found])
-        offsets = (np.cumsum(every) - every)[rows] + self.table.part[handles] * self._streams[stream].limit
+        offsets = (np.cumsum(every) - every)[rows] + self._table.part[handles] * self._streams[stream].limit
         for seq, _ in found:
             intake.awaited.pop(seq, None)
-        return [Store(handles, offsets, self.table.length[handles].astype(np.int64), rows, chunk.envelope.payload)]
+        return [Store(handles, offsets, self._table.length[handles].astype(np.int64), rows, chunk.envelope.payload)]
 
     def _loss_tokens(self, payload: tuple[Any, ...], starts: I64, lengths: I64) -> I64:
-        """Labels that count in pieces of a chunk, int64 [n]: all but each first token, where no field says less."""
+        """Return the labels that count in pieces of a chunk, int64 [n].
+
+        All tokens of a piece but the first count, where no field says less.
+        """
         counts = True
         frames = dict(zip((field.name for field in self._fields), payload[1:], strict=True))
         for field in self._fields:
@@ -187,13 +207,3 @@ class Admission:
         upto = np.concatenate([[0], np.cumsum(counts)])
         found: I64 = upto[starts + lengths] - upto[starts + 1]
         return found
-
-
-def _count_reasons(counts: StreamCounts, rejected: dict[str, int]) -> None:
-    counted = counts.rejected
-    for reason, count in rejected.items():
-        if reason == OVERLONG:
-            counts.overlong += count
-            continue
-        known = reason if reason in counted or len(counted) < MAX_REASONS else "other"
-        counted[known] = counted.get(known, 0) + count

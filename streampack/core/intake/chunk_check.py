@@ -1,7 +1,7 @@
 """A chunk as it came, and what it must be: nothing that a producer sends is believed before it is checked.
 
-It is checked against itself, against what the feed declares, and against the stream's terms. What was granted is the
-intake's matter, what was had before the books'.
+It is checked against itself, against what the feed declares, and against the stream's terms. ``intake`` checks it
+against the credits, and ``admission`` against samples that came before.
 """
 
 from __future__ import annotations

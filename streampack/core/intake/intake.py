@@ -35,16 +35,20 @@ to grow into."""
 
 @dataclass(slots=True)
 class Intake:
-    """The books of one partition.
+    """What was taken of one partition.
 
-    ``expected_seq`` is the next sample number, ``cursor`` where the source goes on there,
-    ``total`` the number of samples once the end is known. ``closed``: the feed has ended and wants no more
-    of it, but for what is ``awaited``. ``session_bytes`` were taken in this
-    session; tokens that are kept but not merged yet, times ``token_bytes``, stay below
-    ``quota_bytes``. ``known_total`` is the number of samples as an earlier broker, or pass, has found it.
-
-    Of samples in the log: ``recorded_seq`` is the next that is not in it, ``places`` their chunks,
-    of which those before ``place`` have been taken; ``unsafe`` those appended and not yet safe.
+    Attributes:
+        expected_seq: Number of the next sample.
+        cursor: Where the source goes on at that sample.
+        total: Number of samples, once the end is taken.
+        known_total: Number of samples, as this broker or an earlier one has learned it.
+        closed: The feed has ended and takes no more, but for the samples in ``awaited``.
+        session_bytes: Bytes taken in this session.
+        kept_tokens, merged_tokens: Their difference waits for the merge; it stays below ``quota_bytes``.
+        recorded_seq: Number of the next sample that is not in the log.
+        places: The partition's chunks in the log; the chunks before ``place`` have been taken.
+        unsafe: Records that are appended and not safe yet.
+        recalling: The chunk at ``place`` is being read from the log.
     """
 
     quota_bytes: int

@@ -1,36 +1,142 @@
-"""The producers' side of the broker: what they say, and what they hear of it.
+"""The producers' side of the broker: what producers send, and what a feed needs of them.
 
-A producer offers streams and is leased partitions (``rebalance``), with credits; what it sends is taken if it is the
-next that its books miss. Messages of an older session or of an older broker change nothing. A producer that breaks
-the protocol, or says that it must stop, loses its leases, and what it said is what the trainers then wait for.
+A producer offers streams and is leased partitions (``rebalance``), with credits (``credits``). A chunk is taken if it
+is the next that its partition misses (``partition_accounts``). Messages of an older session or of an older broker
+change nothing. A producer that breaks the protocol, or says that it must stop, loses its leases; trainers that wait
+for its samples are told why. When a feed goes to another place, its partitions are read from there in new sessions.
+
+Partitions are known by number (``p``), numbered through over all feeds.
 """
 
 from __future__ import annotations
 
+from streampack.core.intake.admission import Admission
 from streampack.core.intake.chunk_check import received
-from streampack.core.intake.producers import CLAIM_S, Producer, refusal
-from streampack.core.intake.rebalance import FAREWELL, Sharing
+from streampack.core.intake.credits import Credits
+from streampack.core.intake.partition_accounts import PartitionAccounts
+from streampack.core.intake.partition_records import PartitionRecords
+from streampack.core.intake.partitions import Partitions
+from streampack.core.intake.producers import CLAIM_S, Producer, ProducerDeparture, Producers, Seen, refusal
+from streampack.core.intake.rebalance import Rebalancer
+from streampack.core.journal.history import History
 from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_effects import Recalled
+from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.capacity import Capacity
+from streampack.core.model.rules import Rules
+from streampack.core.model.samples import I64, SampleTable
+from streampack.core.model.snapshot import Floor
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import WRONG_SIDE, Bye, Envelope, Reject, Who
 from streampack.core.protocol.producer_messages import Done, Eos, Hello, Mark, ProducerPing, Samples, Sent
 from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
 
+FAREWELL = Bye(reason="the broker is stopping")
 REPEAT_S = 1.0
-"""Credits are said again this often, whether or not they changed."""
+"""Seconds after which credits are sent again, whether or not they changed."""
 SILENT_S = 15.0
-"""A producer not heard of for so long has lost its leases."""
+"""Seconds of silence after which a producer has lost its leases."""
 
 
-class Leases(Sharing):
-    """What every producer says of its partitions; ``tick`` drops those that fell silent."""
+class Leases:
+    """The owner of the producers' side; it joins the parts below, which all feeds share.
 
-    def __init__(self, run: int, epoch: int, capacity: Capacity, journal: Journal) -> None:
-        super().__init__(run, epoch, capacity, journal)
-        self._repeated = 0.0
+    Attributes:
+        partitions: The partitions of all feeds, and the intake of each.
+        records: What the log has of each partition.
+        accounts: What was taken of each partition, and where it is read again from.
+        producers: The producers that are there, and the holder of each partition.
+        credits: What holders are told.
+        rebalancer: Decides who holds which partition.
+    """
+
+    def __init__(self, run: int, epoch: int, capacity: Capacity, table: SampleTable, journal: Journal) -> None:
+        self._max_producers = capacity.max_peers
+        self.partitions = Partitions(capacity.quota_tokens)
+        self.records = PartitionRecords(self.partitions, journal)
+        self.accounts = PartitionAccounts(run, self.partitions, self.records, table)
+        self.producers = Producers(self.partitions)
+        self.credits = Credits(run, epoch, capacity, self.partitions, self.producers, journal)
+        self.rebalancer = Rebalancer(self.partitions, self.records, self.producers, self.credits)
         self.refused = 0
         """Messages that broke the protocol."""
+        self._now = 0.0
+        self._repeated = 0.0
+        """When credits were sent again last."""
+        self._done = False
+        """Nobody will ask for samples again."""
+
+    @property
+    def num_producers(self) -> int:
+        """The number of producers that are there."""
+        return len(self.producers)
+
+    def seen(self, stream: str) -> Seen:
+        """Return who offers a stream, and when one of them was heard."""
+        return self.producers.seen(stream, self._now)
+
+    # What a feed needs
+
+    def open(self, feed: str, rules: Rules, admission: Admission, merge: FeedMerge, history: History) -> None:
+        """Add the streams of ``feed`` that are not there yet, whose samples go to ``admission`` and ``merge``."""
+        self.partitions.open(feed, rules, admission, merge, history)
+        self.producers.open()
+        self.credits.open()
+
+    def merged(self, feed: str, moved: I64) -> list[Effect]:
+        """Widen the credits of the partitions ``moved``, int64 [n], in which the merge of ``feed`` has moved on."""
+        effects: list[Effect] = []
+        for p in self.accounts.note_merged(feed, moved):
+            effects += self.credits.flow(p) + self._pull(p)
+        return effects
+
+    def close(self, feed: str) -> list[Effect]:
+        """Take no more of any stream of ``feed``, which has ended before them."""
+        return [e for p in self.partitions.of_feed(feed) for e in self._close(p)]
+
+    def join(self, feed: str, known: int) -> list[Effect]:
+        """Lease the partitions beyond the ``known`` ones, which the merge of ``feed`` has now, from their beginning."""
+        more = self.accounts.join(feed, known)
+        return self._read_from(more) if more else []
+
+    def remove(self, rules: Rules) -> list[Effect]:
+        """Take no more of the streams of weight 0, which were removed; what waited of them is dropped."""
+        gone = [stream.name for stream in rules.streams if not stream.weight]
+        return [e for name in gone for p in self.partitions.of_stream(name) for e in self._close(p)]
+
+    def go_to(self, feed: str, floors: list[Floor], held: I64) -> list[Effect]:
+        """Read the partitions of ``feed`` again, in new sessions; see ``PartitionAccounts.go_to``."""
+        self.accounts.go_to(feed, floors, held)
+        mine = self.partitions.of_feed(feed)
+        for p in mine:
+            self.producers.failures.pop(p, None)
+        return self._read_from(mine)
+
+    def recalled(self, event: Recalled) -> list[Effect]:
+        """Take a chunk of a pushed partition that was read from the log."""
+        p, effects = self.accounts.recalled(event)
+        if p is None:
+            return effects
+        return effects + self._pull(p) + self.credits.flow(p, repeat=not self.partitions.intakes[p].behind)
+
+    def _read_from(self, mine: list[int]) -> list[Effect]:
+        """Read partitions from where their intakes stand, in new sessions."""
+        return self.rebalancer.begin(mine) + [e for p in mine for e in self._pull(p)]
+
+    def _close(self, p: int) -> list[Effect]:
+        intake = self.partitions.intakes[p]
+        intake.merged_tokens = intake.kept_tokens  # what waited is dropped
+        if intake.ended:
+            return []
+        intake.closed = True
+        return self.credits.flow(p, repeat=True)
+
+    def _pull(self, p: int) -> list[Effect]:
+        """Read on in the log, where it has more of a partition, and tell the holder if the partition ends with that."""
+        intake = self.partitions.intakes[p]
+        ended = intake.ended
+        effects = self.accounts.pull(p)
+        return effects + (self.credits.flow(p, repeat=True) if intake.ended and not ended else [])
 
     # What else happens
 
@@ -40,22 +146,27 @@ class Leases(Sharing):
         effects: list[Effect] = []
         for producer in self.producers:
             if now - producer.heard > SILENT_S:
-                self.vanished += 1
-                effects += self._leave(producer, f"silent for {SILENT_S:.0f} s")
+                effects += self.rebalancer.leave(producer, ProducerDeparture.SILENT, round(SILENT_S))
         if now - self._repeated >= REPEAT_S:
             self._repeated = now
-            open_ = [p for p, intake in enumerate(self.intakes) if not intake.ended]
+            open_ = [p for p, intake in enumerate(self.partitions.intakes) if not intake.ended]
             effects += [e for p in open_ for e in self.credits.flow(p, repeat=True)]
         return effects
 
-    def safe(self, upto: int) -> list[Effect]:
-        """Records below ``upto`` are safe: tell those who keep what they push until then."""
-        return self.credits.safe(upto)
+    def dismiss(self, done: bool) -> list[Effect]:
+        """Tell producers that they may go, once nobody will ask for samples again (``done``)."""
+        tell, self._done = done and not self._done, done
+        return [e for producer in self.producers for e in self.credits.send(producer.peer, Done())] if tell else []
 
-    # What they say
+    def drain(self) -> list[Effect]:
+        """Give no further credit, lease nothing, and send every producer away."""
+        self.credits.drained = True
+        return [e for producer in self.producers for e in self.credits.send(producer.peer, FAREWELL)]
+
+    # What producers send
 
     def receive(self, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
-        """A producer's message."""
+        """Take a producer's message."""
         self._now = now
         message = envelope.message
         if isinstance(message, Hello):
@@ -66,8 +177,8 @@ class Leases(Sharing):
             )
         producer = self.producers.at(peer)
         if isinstance(message, Bye):
-            return self.leave(peer, message.reason or "said goodbye")
-        if producer is None or envelope.epoch < self.epoch:
+            return self.leave(peer, ProducerDeparture.GOODBYE)
+        if producer is None or envelope.epoch < self.credits.epoch:
             return self.credits.send(peer, Who())
         producer.heard = now
         if isinstance(message, ProducerPing):
@@ -76,15 +187,16 @@ class Leases(Sharing):
             return self._of_partition(producer, envelope, message)
         return self._refuse(peer, "protocol", f"got {type(message).__name__} from a producer")
 
-    def leave(self, peer: bytes, why: str) -> list[Effect]:
-        """A peer has gone, whether or not it was known."""
+    def leave(self, peer: bytes, why: ProducerDeparture) -> list[Effect]:
+        """Forget a peer that is gone, whether or not it was known."""
         producer = self.producers.at(peer)
-        return [] if producer is None else self._leave(producer, why)
+        return [] if producer is None else self.rebalancer.leave(producer, why)
 
     def _hello(self, peer: bytes, hello: Hello) -> list[Effect]:
+        """Let a producer in, refuse it, or leave it unanswered while its claim waits."""
         producers = self.producers
         for offer in hello.offers:
-            if unfit := refusal(offer, self.books):
+            if unfit := refusal(offer, self.partitions, self.records.digests):
                 return self._refuse(peer, *unfit)
         if self.credits.drained:
             return self.credits.send(peer, FAREWELL)
@@ -102,39 +214,42 @@ class Leases(Sharing):
             return []
         effects: list[Effect] = []
         for silent in claim.silent:
-            self.vanished += 1
-            effects += self._leave(silent, f"silent for {CLAIM_S:.0f} s, and another came")
+            effects += self.rebalancer.leave(silent, ProducerDeparture.TAKEN_OVER, round(CLAIM_S))
         for offer in hello.offers:
-            effects += self.books.accept(offer.stream, offer.source_digest)
+            effects += self.records.accept_source(offer.stream, offer.source_digest)
         other = producers.at(peer)
         if other is not None and other.name != hello.producer:
-            effects += self._leave(other, "its peer took another name")
-        return effects + self._join(peer, hello) + (self.credits.send(peer, Done()) if self._done else [])
+            effects += self.rebalancer.leave(other, ProducerDeparture.OTHER_NAME)
+        effects += self.rebalancer.join(peer, hello, self._now)
+        return effects + (self.credits.send(peer, Done()) if self._done else [])
 
     def _ping(self, producer: Producer, message: ProducerPing) -> list[Effect]:
+        """Note what a producer says of itself, and repeat what it is to do."""
         mine = self.producers.held_by(producer.name)
         producer.sizes = {name: size for name, size in message.sizes.items() if name in producer.offers}
         if message.failure:
-            self._failed |= dict.fromkeys([p for p in mine if not self.intakes[p].ended], message.failure)
+            open_ = [p for p in mine if not self.partitions.intakes[p].ended]
+            self.producers.failures |= dict.fromkeys(open_, message.failure)
             text = f"producer {producer.where}: {message.failure}"
-            return [
-                Report("error", text, producer=producer.where, host=producer.host),
-                *self._leave(producer, "it failed"),
-            ]
+            report = Report("error", text, producer=producer.where, host=producer.host)
+            return [report, *self.rebalancer.leave(producer, ProducerDeparture.FAILED)]
         if self._done:
             return self.credits.send(producer.peer, Done())
         if self.credits.drained:
             return self.credits.send(producer.peer, FAREWELL)
         return [e for p in mine for e in self.credits.flow(p, repeat=True)]
 
-    # Samples
+    # What the holder of a partition sends
 
     def _of_partition(
         self, producer: Producer, envelope: Envelope, message: Samples | Eos | Sent | Mark
     ) -> list[Effect]:  # fmt: skip
-        """What a producer says of a partition: only in the session in which it holds it."""
-        p = self.books.partition(message.stream, message.partition)
-        if p is None or self.producers.holder[p] != producer.name or envelope.fence != self.intakes[p].session:
+        """Take a producer's message about a partition, in the session in which it holds the partition."""
+        p = self.partitions.find(message.stream, message.partition)
+        if p is None or self.producers.holder[p] != producer.name:
+            return self.credits.revoke(producer, envelope.fence, message)
+        intake = self.partitions.intakes[p]
+        if envelope.fence != intake.session:
             return self.credits.revoke(producer, envelope.fence, message)
         if isinstance(message, Samples):
             return self._samples(producer, p, envelope, message)
@@ -142,11 +257,12 @@ class Leases(Sharing):
             return self._eos(producer, p, message)
         if isinstance(message, Mark):
             return self._mark(p, message)
-        lost = message.next_seq > self.books.next_seq(p) and not self.credits.drained and not self.intakes[p].unwanted
+        lost = message.next_seq > self.partitions.next_seq(p) and not self.credits.drained and not intake.unwanted
         return self.credits.again(p) if lost else self.credits.flow(p, repeat=True)
 
     def _samples(self, producer: Producer, p: int, envelope: Envelope, message: Samples) -> list[Effect]:
-        intake, stream = self.intakes[p], self.books.stream_of[p]
+        """Take a chunk, refuse it, or ask for the samples that are missing before it."""
+        intake, stream = self.partitions.intakes[p], self.partitions.stream_of[p]
         if self.credits.drained:
             return []
         if intake.unwanted or (intake.closed and stream.terms.pushed):
@@ -157,24 +273,25 @@ class Leases(Sharing):
         unfit = stream.admission.refusal(stream.number, intake, chunk)
         if unfit is not None:
             return self._expel(producer, *unfit, p)
-        if chunk.stop_seq <= self.books.next_seq(p):
+        if chunk.stop_seq <= self.partitions.next_seq(p):
             return self.credits.flow(p, repeat=True)
         fits = intake.fits(chunk.stop_seq, chunk.num_tokens * intake.token_bytes) and not intake.behind
         if message.base_seq > intake.expected_seq or not fits:
             return self.credits.again(p)
         if stream.terms.pushed and message.base_seq < intake.recorded_seq:
             return self.credits.again(p)  # half of it is in the log
-        self._failed.pop(p, None)
-        taken = self.books.take(p, chunk)
+        self.producers.failures.pop(p, None)
+        taken = self.accounts.take(p, chunk)
         return taken + self.credits.settle(p) + self.credits.flow(p, repeat=intake.closed)
 
     def _eos(self, producer: Producer, p: int, message: Eos) -> list[Effect]:
-        intake = self.intakes[p]
+        """Take the end of a partition, once all samples before it are there."""
+        intake = self.partitions.intakes[p]
         if intake.unwanted:
             return self.credits.flow(p, repeat=True)
-        if message.total > self.books.next_seq(p):
+        if message.total > self.partitions.next_seq(p):
             return self.credits.again(p)
-        taken = max(self.books.next_seq(p), intake.known_seq)
+        taken = max(self.partitions.next_seq(p), intake.known_seq)
         if message.total < taken or message.total != (
             message.total if intake.known_total is None else intake.known_total
         ):
@@ -184,27 +301,27 @@ class Leases(Sharing):
                 f"stream {message.stream!r} partition {message.partition}: got an end after {message.total} samples, "
                 f"expected {expected}: the files have changed", p,
             )  # fmt: skip
-        return self.books.end(p, message.total) + self.credits.flow(p, repeat=True)
+        return self.accounts.end(p, message.total) + self.credits.flow(p, repeat=True)
 
     def _mark(self, p: int, message: Mark) -> list[Effect]:
-        """A batch of a pushed partition has ended."""
-        intake, stream = self.intakes[p], self.books.stream_of[p]
+        """Take the end of a batch of a pushed partition."""
+        intake, stream = self.partitions.intakes[p], self.partitions.stream_of[p]
         if not stream.terms.pushed or message.number < intake.num_marks:
             return self.credits.flow(p, repeat=True)
         if message.number > intake.num_marks or message.seq != intake.recorded_seq:
             return self.credits.again(p)
-        return self.books.mark(p, message) + self._pull(p) + self.credits.settle(p)
+        return self.records.append_mark(p, message) + self._pull(p) + self.credits.settle(p)
 
     def _expel(self, producer: Producer, code: str, detail: str, p: int) -> list[Effect]:
         """Refuse what a producer sent, and send it away: its leases go to others."""
-        stream = self.books.stream_of[p]
+        stream = self.partitions.stream_of[p]
         about = Report(
             "error", f"refused a producer: {detail}", feed=stream.feed, stream=stream.terms.name,
             partition=p - stream.first, producer=producer.where, host=producer.host,
         )  # fmt: skip
         effects = self._refuse(producer.peer, code, detail, about)
-        self._failed[p] = detail
-        return effects + self._leave(producer, code)
+        self.producers.failures[p] = detail
+        return effects + self.rebalancer.leave(producer, ProducerDeparture.EXPELLED, code)
 
     def _refuse(self, peer: bytes, code: str, detail: str, report: Report | None = None) -> list[Effect]:
         self.refused += 1

@@ -1,51 +1,71 @@
-"""Who offers which streams, and who holds which partition.
+"""The producers that are there: which streams each offers, and which partitions each holds.
 
-A producer is a process: its name is its own for as long as it lives. Partitions of a stream that is read are shared
-out evenly among the producers that offer it; one that is pushed is its who names it. Where another holds that one, it
-*claims* it: a holder that is heard after the claim came is alive, and the claim is refused; one that was silent for
-``CLAIM_S`` has lost it for good. Knows nothing of samples but whether a partition has ended.
+A producer is a process, whose name is its own for as long as it lives. A stream that is read is shared out among the
+producers that offer it (``rebalance``). A partition of a pushed stream belongs to the producer that names it. Where
+another producer holds that partition, the new one *claims* it. A holder that is heard after the claim came is alive,
+and the claim is refused. A holder that was silent for ``CLAIM_S`` has lost the partition for good. Of samples, the
+module knows nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
-from streampack.core.intake.partition_accounts import Books
+from streampack.core.intake.partitions import Partitions
 from streampack.core.protocol.producer_messages import Hello, Offer, SourceSize
 
 HOSTS_SHOWN = 32
 MOST_CLAIMS = 4096
-"""That are remembered, and producers that lost theirs: names cost whoever invents them nothing."""
+"""Claims, and producers that lost their partition, that are remembered: peers can invent any number of names."""
 CLAIM_S = 3.0
-"""One that pushes has lost its partition to another that names it after so long."""
+"""Seconds of silence after which a producer that pushes loses its partition to another that claims it."""
+
+
+class ProducerDeparture(Enum):
+    """Why a producer has left; ``text`` is for the log.
+
+    ``vanished``: it did not say so itself, and may be dead.
+    """
+
+    GOODBYE = ("it said goodbye", False)
+    SILENT = ("silent for {} s", True)
+    TAKEN_OVER = ("silent for {} s, and another producer took its partition over", True)
+    OTHER_NAME = ("its peer took another name", False)
+    FAILED = ("it failed", False)
+    EXPELLED = ("it was refused ({})", False)
+    KEY_CHANGED = ("its key does not allow what it does, or has changed", False)
+
+    def __init__(self, text: str, vanished: bool) -> None:
+        self.text, self.vanished = text, vanished
 
 
 @dataclass(slots=True)
 class Producer:
-    """A process that sends samples, and when it was last heard."""
+    """A process that sends samples.
+
+    Attributes:
+        name: Name that the process chose, its own for as long as it lives.
+        peer: Its connection.
+        where: Its host and process id.
+        offers: The streams that it offers, each with the partition where it pushes, else None.
+        heard: When it was last heard, in seconds.
+        sizes: What it knows of the streams' sources, in the shards that it has opened.
+    """
 
     name: str
     peer: bytes
     where: str
     offers: dict[str, int | None]
-    """By stream; the partition of one that is pushed."""
     heard: float
     sizes: dict[str, SourceSize] = field(default_factory=dict)
-    """What it knows of the streams' sources, in the shards that it has opened."""
 
     @property
     def host(self) -> str:
+        """Name of its host."""
         return self.where.rpartition(":")[0]
-
-
-class Move(NamedTuple):
-    """Partition ``p`` goes ``to`` another producer, or to none; ``taken``: its holder still sends it."""
-
-    p: int
-    to: str | None
-    taken: bool = False
 
 
 class Claim(NamedTuple):
@@ -57,8 +77,13 @@ class Claim(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Of a stream: the producers that offer it, the first hosts of them by name, and seconds since one was heard, None
-    where none ever was."""
+    """Who offers a stream.
+
+    Attributes:
+        producers: Number of producers that offer it.
+        hosts: The first of their hosts, by name.
+        last_s: Seconds since one of them was heard; None where none ever was.
+    """
 
     producers: int
     hosts: list[str]
@@ -66,16 +91,23 @@ class Seen(NamedTuple):
 
 
 class Producers:
-    """The producers, and the ``holder`` of every partition in ``books``."""
+    """The producers that are there, and the holder of every partition."""
 
-    def __init__(self, books: Books) -> None:
-        self._books = books
+    def __init__(self, partitions: Partitions) -> None:
+        self._partitions = partitions
         self.holder: list[str | None] = []
+        """Name of the producer that holds each partition."""
+        self.failures: dict[int, str] = {}
+        """Why the last holder of a partition stopped; forgotten when samples come again."""
+        self.claims: dict[str, float] = {}
+        """When each producer first named a partition that another holds."""
+        self.replaced: dict[str, None] = {}
+        """Producers that lost their partition to a claim, the oldest first."""
         self._named: dict[str, Producer] = {}
-        self._names: dict[bytes, str] = {}  # by peer
-        self._claims: dict[str, float] = {}  # when producers first named a partition that another holds
-        self._left: dict[str, float] = {}  # when one that has gone was last heard, by stream
-        self._replaced: dict[str, None] = {}
+        self._names: dict[bytes, str] = {}
+        """Name of the producer of each peer."""
+        self._left: dict[str, float] = {}
+        """When a producer of each stream that has left was last heard."""
 
     def __len__(self) -> int:
         return len(self._named)
@@ -84,41 +116,44 @@ class Producers:
         return iter(list(self._named.values()))
 
     def open(self) -> None:
-        """The books have more partitions: nobody holds them."""
-        self.holder += [None] * (len(self._books.intakes) - len(self.holder))
+        """Add the partitions that were opened: nobody holds them."""
+        self.holder += [None] * (len(self._partitions) - len(self.holder))
 
     def named(self, name: str) -> Producer | None:
+        """Return the producer of this name."""
         return self._named.get(name)
 
     def at(self, peer: bytes) -> Producer | None:
+        """Return the producer of this connection."""
         name = self._names.get(peer)
         return None if name is None else self._named[name]
 
     def holder_of(self, p: int) -> Producer | None:
+        """Return the producer that holds partition ``p``."""
         name = self.holder[p]
         return None if name is None else self._named[name]
 
     def held_by(self, name: str) -> list[int]:
-        """The partitions of a producer."""
+        """Return the partitions of a producer."""
         return [p for p, holder in enumerate(self.holder) if holder == name]
 
     def is_replaced(self, name: str) -> bool:
-        """Has another taken its partition since?"""
-        return name in self._replaced
+        """Return whether another producer has claimed this one's partition."""
+        return name in self.replaced
 
-    def offers(self, stream: str) -> bool:
-        """Does anybody offer it?"""
-        return any(stream in producer.offers for producer in self._named.values())
+    def offering(self, stream: str) -> list[Producer]:
+        """Return the producers that offer a stream, in the order in which they came."""
+        return [producer for producer in self._named.values() if stream in producer.offers]
 
     def seen(self, stream: str, now: float) -> Seen:
-        """Who offers a stream, and when one was heard."""
-        there = [producer for producer in self._named.values() if stream in producer.offers]
+        """Return who offers a stream, and when one of them was heard."""
+        there = self.offering(stream)
         heard = [*(producer.heard for producer in there), *([self._left[stream]] if stream in self._left else [])]
         hosts = sorted({producer.host for producer in there})[:HOSTS_SHOWN]
         return Seen(len(there), hosts, max(now - max(heard), 0.0) if heard else None)
 
     def size(self, stream: str) -> SourceSize | None:
-        """How much a stream has, as far as those that are there know: each reads other shards."""
+        """Return how much a stream has, as far as its producers know. Each of them reads other shards."""
         sizes = [each.sizes[stream] for each in self._named.values() if stream in each.sizes]
         if not sizes:
             return None
@@ -127,8 +162,24 @@ class Producers:
             samples=sum(size.samples for size in sizes), squares=sum(size.squares for size in sizes),
         )  # fmt: skip
 
+    def describe(self, p: int) -> str:
+        """Return a text that names partition ``p`` and who should send it."""
+        stream, holder = self._partitions.stream_of[p], self.holder_of(p)
+        text = f"stream {stream.terms.name!r} partition {p - stream.first} of {stream.terms.partitions}"
+        if p in self.failures:
+            return f"{text}: {self.failures[p]}"
+        if holder is None:
+            how = "a streampack.Producer of it" if stream.terms.pushed else "one with 'streampack produce'"
+            return f"{text}: no producer offers it, start {how}"
+        return f"{text}: held by the producer at {holder.where}"
+
+    def pushed_from(self, p: int) -> str | None:
+        """Return the address of the producer that pushes to partition ``p``; None without one, or if it has failed."""
+        holder = self.holder_of(p)
+        return None if holder is None or p in self.failures else holder.where
+
     def add(self, hello: Hello, peer: bytes, now: float) -> Producer:
-        """A producer says what it offers, for the first time or again."""
+        """Take what a producer says that it offers, for the first time or again."""
         known = self._named.get(hello.producer)
         if known is not None:
             self._names.pop(known.peer, None)
@@ -139,7 +190,7 @@ class Producers:
         return producer
 
     def remove(self, name: str) -> Producer:
-        """It is gone; nobody holds its partitions."""
+        """Forget a producer that has left, and return it. Nobody holds its partitions then."""
         producer = self._named.pop(name)
         self._names.pop(producer.peer, None)
         self._left |= {stream: max(producer.heard, self._left.get(stream, 0.0)) for stream in producer.offers}
@@ -150,21 +201,22 @@ class Producers:
     # Claims
 
     def claim(self, hello: Hello, now: float) -> Claim:
-        """What becomes of a producer that names partitions which others hold; an empty ``Claim`` where none does.
+        """Decide the claim of a producer to partitions that others hold; an empty ``Claim`` where none does.
 
-        The other keeps them while it is heard; killed, it is silent, and cannot say goodbye.
+        A holder keeps them while it is heard. A holder that was killed is silent, and cannot say goodbye.
         """
-        wanted = {self._books.streams[offer.stream].first + (offer.partition or 0): offer for offer in hello.offers}
+        streams = self._partitions.streams
+        wanted = {streams[offer.stream].first + (offer.partition or 0): offer for offer in hello.offers}
         others = {self.holder[p]: offer for p, offer in wanted.items() if offer.partition is not None}
         held = [(self._named[name], offer) for name, offer in others.items() if name not in (None, hello.producer)]
         if not held:
-            self._claims.pop(hello.producer, None)
+            self.claims.pop(hello.producer, None)
             return Claim()
-        since = self._claims.setdefault(hello.producer, now)
-        _forget_oldest(self._claims)
+        since = self.claims.setdefault(hello.producer, now)
+        _forget_oldest(self.claims)
         for holder, offer in held:
             if holder.heard > since:
-                self._claims.pop(hello.producer)
+                self.claims.pop(hello.producer)
                 return Claim(
                     refusal=f"got partition {offer.partition} of stream {offer.stream!r} from "
                     f"{hello.host}:{hello.pid}, which the producer at {holder.where} holds: give each producer a "
@@ -173,49 +225,10 @@ class Producers:
         silent = tuple(holder for holder, _ in held if now - holder.heard > CLAIM_S)
         if len(silent) < len(held):
             return Claim(waits=True)
-        self._claims.pop(hello.producer)
-        self._replaced |= dict.fromkeys(holder.name for holder in silent)
-        _forget_oldest(self._replaced)
+        self.claims.pop(hello.producer)
+        self.replaced |= dict.fromkeys(holder.name for holder in silent)
+        _forget_oldest(self.replaced)
         return Claim(silent=silent)
-
-    # Sharing out
-
-    def moves(self) -> list[Move]:
-        """What must move so that every open partition is with a producer that offers its stream, evenly."""
-        moves: list[Move] = []
-        for stream in self._books.streams:
-            able = [name for name, producer in self._named.items() if stream in producer.offers]
-            mine = self._books.partitions(stream)
-            if self._books.streams[stream].terms.pushed:
-                moves += self._move_pushed(mine, {self._named[name].offers[stream]: name for name in able})
-            elif able:
-                moves += self._even_out(able, [p for p in mine if not self._books.intakes[p].ended])
-            else:
-                moves += [Move(p, None) for p in mine]
-        return moves
-
-    def _even_out(self, able: list[str], open_: list[int]) -> list[Move]:
-        moves: list[Move] = []
-        load: dict[str | None, list[int]] = {name: [] for name in able}
-        orphans = list[int]()
-        for p in open_:
-            load.get(self.holder[p], orphans).append(p)
-        while True:
-            least = min(able, key=lambda name: len(load[name]))
-            most = max(able, key=lambda name: len(load[name]))
-            if orphans:
-                move = Move(orphans.pop(0), least)
-            elif len(load[most]) - len(load[least]) > 1:
-                move = Move(load[most].pop(), least, taken=True)
-            else:
-                return moves
-            load[least].append(move.p)
-            moves.append(move)
-
-    def _move_pushed(self, mine: range, named: dict[int | None, str]) -> list[Move]:
-        """Each partition of a pushed stream is the producer's that names it."""
-        to = {p: named.get(p - mine.start) for p in mine}
-        return [Move(p, name) for p, name in to.items() if name != self.holder[p]]
 
 
 def _forget_oldest(names: dict[str, Any]) -> None:
@@ -223,14 +236,20 @@ def _forget_oldest(names: dict[str, Any]) -> None:
         del names[next(iter(names))]
 
 
-def refusal(offer: Offer, books: Books) -> tuple[str, str] | None:
-    """Why a stream cannot be offered so: (code, detail), or None."""
-    if offer.stream not in books.streams:
-        return "unknown_stream", f"got stream {offer.stream!r}, expected one of: {', '.join(books.streams)}"
-    wrong = _misplaced(offer, books)
+def refusal(offer: Offer, partitions: Partitions, digests: dict[str, str]) -> tuple[str, str] | None:
+    """Return why a stream cannot be offered so: (code, detail); None where it can.
+
+    Args:
+        offer: A stream that a producer offers.
+        partitions: The partitions of all feeds.
+        digests: Digest of each stream's source, as accepted.
+    """
+    if offer.stream not in partitions.streams:
+        return "unknown_stream", f"got stream {offer.stream!r}, expected one of: {', '.join(partitions.streams)}"
+    wrong = _misplaced(offer, partitions)
     if wrong:
         return "partition", wrong
-    digest = books.digests.get(offer.stream, offer.source_digest)
+    digest = digests.get(offer.stream, offer.source_digest)
     if digest == offer.source_digest:
         return None
     return "source_digest", (
@@ -240,9 +259,9 @@ def refusal(offer: Offer, books: Books) -> tuple[str, str] | None:
     )
 
 
-def _misplaced(offer: Offer, books: Books) -> str:
-    """Only one that pushes names its partition."""
-    terms = books.streams[offer.stream].terms
+def _misplaced(offer: Offer, partitions: Partitions) -> str:
+    """Return what is wrong with the partition of an offer. Only a producer that pushes names one."""
+    terms = partitions.streams[offer.stream].terms
     if terms.pushed and offer.partition is None:
         return (
             f"got an offer to read stream {offer.stream!r}, expected none: it is pushed, by streampack.Producer: "

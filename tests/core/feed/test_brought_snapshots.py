@@ -246,7 +246,7 @@ def test_no_damage_of_a_snapshot_breaks_the_broker_or_its_bounds(given_: Snapsho
         core.handle(Tick(float(now)))
     assert feed.memory.held_tokens <= TOKENS
     assert len(core.table) <= TOKENS
-    assert len(core.leases.intakes) <= PARTITIONS + 8
+    assert len(core.leases.partitions.intakes) <= PARTITIONS + 8
     if isinstance(answer, Reject):
         assert feed.memory.held_tokens == 0
         assert answer.code == "snapshot"

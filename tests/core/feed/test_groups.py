@@ -29,7 +29,7 @@ from streampack.core.journal.log_records import (
     SamplesRejected,
     StepFormed,
 )
-from streampack.core.merge.arrival import Arrival
+from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import Restream
@@ -288,7 +288,8 @@ PUSHED = StreamTerms("s", 1, 64, overlong="error", pushed=True, align=4)
 
 def refused(terms: StreamTerms, keep: Keep, lengths: list[int]) -> tuple[str, str] | None:
     """What is said to a chunk of samples of such lengths."""
-    admission = Admission([terms], "int32", (), 1000, SampleTable(), Arrival([1]))
+    merge = FeedMerge(Rules(streams=(StreamRules("s", 1.0, 1, pushed=True),), merge="arrival"))
+    admission = Admission([terms], "int32", (), 1000, SampleTable(), merge)
     column = np.array(lengths, "<u4").tobytes()
     chunk = Samples(
         stream="s", partition=0, base_seq=7, lengths_u32=column, crcs_u32=column, loss_tokens_u32=bytes(len(column)),

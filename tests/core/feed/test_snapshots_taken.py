@@ -81,10 +81,10 @@ def test_a_killed_broker_merges_again_four_windows_or_what_was_held_and_a_few_st
     """And not all that there ever was: what it merges again, it reads again."""
     live = Live(rules, DATA, seed, quota=AT_HAND, slow_packer=slow_packer)
     live.read(steps)
-    merged, held = live.feed.planner.admission.merge.position, len(live.feed.planner.former.held())
+    merged, held = live.feed.planner.merge.current.position, len(live.feed.planner.former.held())
     step = max(record.num_samples for record in live.records() if isinstance(record, StepFormed))
     live.start_broker()
     planner = live.feed.planner
     in_snapshot = len(planner.former.held())
-    again = merged - planner.admission.merge.position + in_snapshot
+    again = merged - planner.merge.current.position + in_snapshot
     assert again <= due_after(in_snapshot, rules) + (1 + STEPS_AHEAD) * step + held

@@ -140,7 +140,7 @@ class Bench:
 
     @property
     def taken(self) -> list[int]:
-        return [intake.expected_seq for intake in self.core.leases.intakes]
+        return [intake.expected_seq for intake in self.core.leases.partitions.intakes]
 
 
 def samples(key: tuple[str, int], base: int, lengths: list[int]) -> Samples:
@@ -670,7 +670,7 @@ def test_leases_are_shared_evenly_and_moved_when_a_producer_joins_or_leaves() ->
     assert moved[1] > max(before.values()), "a move begins a new session"
     bench.produce(b"1", Bye())
     assert set(bench.sessions(b"2")) == {("a", 0), ("a", 1)}
-    assert "no producer offers it" in bench.core.leases.describe(2)
+    assert "no producer offers it" in bench.core.leases.producers.describe(2)
 
 
 def test_a_producer_that_falls_silent_loses_its_leases() -> None:
@@ -681,7 +681,7 @@ def test_a_producer_that_falls_silent_loses_its_leases() -> None:
     bench.produce(b"2", ProducerPing(producer="two"))
     bench.handle(Tick(SILENT_S + 1))
     assert set(bench.sessions(b"2")) == {("a", 0), ("a", 1)}
-    assert bench.core.leases.vanished == 1
+    assert bench.core.leases.rebalancer.vanished == 1
     bench.produce(b"1", ProducerPing(producer="one"))
     assert bench.heard(b"1", Who)
 
@@ -699,7 +699,7 @@ def test_a_producer_started_again_under_its_name_goes_on_at_once_where_it_was() 
     assert bench.taken == [2, 0, 0]
     bench.samples(b"1'", ("a", 0), 2, [3], after["a", 0])
     assert bench.taken == [3, 0, 0]
-    assert (bench.core.leases.num_producers, bench.core.leases.vanished) == (1, 1)
+    assert (bench.core.leases.num_producers, bench.core.leases.rebalancer.vanished) == (1, 1)
 
 
 def test_a_producer_that_only_connects_again_keeps_its_sessions() -> None:
@@ -707,7 +707,7 @@ def test_a_producer_that_only_connects_again_keeps_its_sessions() -> None:
     bench.produce(b"1", hello("one", "a"))
     bench.produce(b"1'", hello("one", "a"))
     assert bench.sessions(b"1'") == bench.sessions(b"1")
-    assert bench.core.leases.vanished == 0
+    assert bench.core.leases.rebalancer.vanished == 0
 
 
 def test_messages_of_an_old_session_are_revoked_and_change_nothing() -> None:
@@ -720,7 +720,7 @@ def test_messages_of_an_old_session_are_revoked_and_change_nothing() -> None:
     bench.produce(b"1", Sent(stream="a", partition=1, next_seq=7), old)
     assert bench.taken == [0, 0, 0]
     assert len(bench.heard(b"1", Revoke)) == 3
-    assert not bench.core.leases.intakes[1].ended
+    assert not bench.core.leases.partitions.intakes[1].ended
 
 
 def test_messages_of_an_older_broker_change_nothing() -> None:
@@ -832,17 +832,17 @@ def test_a_stream_that_ends_before_what_was_taken_is_refused() -> None:
     assert refused.code == "short_stream"
     assert "after 1 samples" in refused.detail
     assert "the 2 taken" in refused.detail
-    assert "files have changed" in bench.core.leases.describe(2)
+    assert "files have changed" in bench.core.leases.producers.describe(2)
 
 
 def test_a_producer_that_fails_gives_its_leases_up_and_its_reason_is_told() -> None:
     bench = Bench()
     bench.produce(b"1", hello("one", "b"))
     bench.produce(b"1", ProducerPing(producer="one", failure="b.jsonl:7: is not JSON"))
-    assert "b.jsonl:7" in bench.core.leases.describe(2)
+    assert "b.jsonl:7" in bench.core.leases.producers.describe(2)
     bench.produce(b"2", hello("two", "b"))
     bench.samples(b"2", ("b", 0), 0, [3], bench.sessions(b"2")["b", 0])
-    assert "b.jsonl:7" not in bench.core.leases.describe(2)
+    assert "b.jsonl:7" not in bench.core.leases.producers.describe(2)
 
 
 @pytest.mark.parametrize(
@@ -1101,7 +1101,7 @@ def _snapshots() -> list[Snapshot]:
     bench.read(b"1", attach("r"))
     fill(bench, chunks=4)
     planner = bench.feed.planner
-    between = snapshot(bench.rules, planner.admission.merge, planner.former, [(0, None)] * 3)
+    between = snapshot(bench.rules, planner.merge.current, planner.former, [(0, None)] * 3)
     assert between.step > 0
     return [start, between, msgspec.structs.replace(between, rules="other")]
 
@@ -1221,7 +1221,7 @@ def test_no_sequence_of_messages_breaks_the_broker_or_moves_its_memory_beyond_it
         bench.read(b"3", Brought(feed="train", digest=awaited.digest, snapshot=awaited))
         bench.handle(Tick(now + 1.0))
     leases = bench.core.leases
-    waiting = [intake.kept_tokens - intake.merged_tokens for intake in leases.intakes]
+    waiting = [intake.kept_tokens - intake.merged_tokens for intake in leases.partitions.intakes]
     assert all(0 <= tokens <= QUOTA for tokens in waiting)
     assert 0 <= bench.feed.memory.held_tokens <= bench.feed.plan.merged_tokens
     assert int(bench.core.table.length[sorted(bench.live)].sum()) == sum(waiting) + bench.feed.memory.held_tokens

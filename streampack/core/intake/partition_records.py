@@ -1,0 +1,216 @@
+"""What the log has of each partition.
+
+The log gets the digest of each stream's source, chunks and ends of batches in the order in which they came, the ends
+of partitions, and rejected samples. What is appended is noted in the partition's ``Intake`` and in the feed's
+``History``. Before anything else happens, ``recover`` is told the records of earlier brokers, and ``learn`` what
+survives of records that are gone. The module does not know producers, or who asks for a record.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+from msgspec import UNSET
+
+from streampack.core.intake.chunk_check import Received
+from streampack.core.intake.partitions import Partitions
+from streampack.core.journal.history import ChunkPlace
+from streampack.core.journal.journal import Journal
+from streampack.core.journal.log_records import (
+    BatchMarked,
+    ChunkAdmitted,
+    PartitionEnded,
+    SamplesRejected,
+    SourceAccepted,
+    StreamFacts,
+)
+from streampack.core.model.samples import I64, index_of
+from streampack.core.protocol.events import Effect
+from streampack.core.protocol.producer_messages import Mark
+
+DISCARDED = "discarded"
+"""Why samples are rejected that were pushed before trainers went back."""
+
+
+class PartitionRecords:
+    """Append records of partitions to ``journal``, and learn from those of earlier brokers."""
+
+    def __init__(self, partitions: Partitions, journal: Journal) -> None:
+        self._partitions, self._journal = partitions, journal
+        self.digests: dict[str, str] = {}
+        """Digest of each stream's source, as accepted."""
+
+    # Appending
+
+    def accept_source(self, stream: str, digest: str) -> list[Effect]:
+        """Record the digest of a stream's source, where it is new."""
+        if self.digests.get(stream) == digest:
+            return []
+        self.digests[stream] = digest
+        return self._journal.append(SourceAccepted(stream=stream, source_digest=digest))
+
+    def forget_source(self, stream: str) -> None:
+        """Let the next producer read other data, where nothing of the stream was taken or recorded."""
+        of = self._partitions.streams[stream]
+        if not self._journal.keeps and not of.admission.counts[of.number].samples:
+            self.digests.pop(stream, None)
+
+    def append_chunk(self, p: int, chunk: Received, stale: bool) -> list[Effect]:
+        """Record that a chunk came, where that decides the order; with its payload where it cannot be sent again."""
+        intake, stream, message = self._partitions.intakes[p], self._partitions.stream_of[p], chunk.message
+        stop, first = chunk.stop_seq, max(message.base_seq, intake.recorded_seq)
+        if not stream.in_order or first >= stop or intake.closed:
+            return []
+        skip = first - message.base_seq
+        record = ChunkAdmitted(
+            stream=message.stream, partition=message.partition, base_seq=first,
+            lengths_u32=message.lengths_u32[4 * skip :], crcs_u32=message.crcs_u32[4 * skip :],
+            loss_tokens_u32=message.loss_tokens_u32[4 * skip :], cursor=message.cursor,
+            rejected=message.rejected if not skip else {}, lost_tokens=message.lost_tokens if not skip else 0,
+            pass_ended=message.pass_ended, keep=message.keep, policy_version=message.policy_version,
+            stale=stale or UNSET,
+        )  # fmt: skip
+        effects = self._journal.append(record, chunk.envelope.payload if stream.terms.pushed else ())
+        lsn = self._journal.next_lsn - 1
+        self._note_chunk(p, lsn, record)
+        if stream.terms.pushed:
+            intake.place = len(intake.places)
+            intake.unsafe.append((lsn, stop, intake.num_marks))
+        return effects
+
+    def append_mark(self, p: int, message: Mark) -> list[Effect]:
+        """Record that a batch of a pushed partition has ended."""
+        intake = self._partitions.intakes[p]
+        record = BatchMarked(
+            stream=message.stream, partition=message.partition, number=message.number, seq=message.seq,
+            batch=message.batch,
+        )  # fmt: skip
+        effects = self._journal.append(record)
+        lsn = self._journal.next_lsn - 1
+        self._note_mark(p, message.number, message.seq, lsn)
+        intake.unsafe.append((lsn, intake.recorded_seq, intake.num_marks))
+        return effects
+
+    def append_end(self, p: int, total: int) -> list[Effect]:
+        """Record that a partition has ``total`` samples, where that is new."""
+        intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
+        if intake.known_total is not None:
+            return []
+        intake.known_total, intake.end_lsn = total, self._journal.next_lsn
+        ended = PartitionEnded(stream=stream.terms.name, partition=p - stream.first, total=total)
+        effects = self._journal.append(ended)
+        if stream.terms.pushed:
+            intake.unsafe.append((intake.end_lsn, intake.recorded_seq, intake.num_marks))
+        return effects
+
+    def append_rejection(self, p: int, seqs: I64, reasons: dict[str, int]) -> list[Effect]:
+        """Record that the samples of numbers ``seqs``, int64 [n], were rejected. ``reasons`` counts each reason."""
+        stream = self._partitions.stream_of[p]
+        indices = np.asarray(index_of(seqs, p - stream.first, stream.terms.partitions), "<u8")
+        record = SamplesRejected(stream=stream.terms.name, indices_u64=indices.tobytes(), reasons=reasons)
+        return self._journal.append(record)
+
+    def discard(self, feed: str) -> list[Effect]:
+        """Record which samples that were pushed to ``feed`` are lost, where that is not recorded yet."""
+        effects: list[Effect] = []
+        mine = self._partitions.of_feed(feed)
+        for place in self._partitions.stream_of[mine[0]].history.order if mine else ():
+            p = mine[place.partition]
+            pushed = self._partitions.stream_of[p].terms.pushed
+            if place.lost and place.count and not place.counted and pushed:
+                place.counted = True
+                seqs = np.arange(place.base_seq, place.stop_seq)
+                effects += self.append_rejection(p, seqs, {DISCARDED: place.count})
+        return effects
+
+    def _note_chunk(self, p: int, lsn: int, record: ChunkAdmitted) -> None:
+        """Note the place of a chunk in the log's order."""
+        intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
+        lengths = np.frombuffer(record.lengths_u32, "<u4")
+        version = -1 if record.policy_version is UNSET else record.policy_version
+        place = ChunkPlace(
+            stream.number_in_feed(p), record.base_seq, len(lengths), lsn, int(lengths.sum()), version=version
+        )
+        if record.base_seq > intake.recorded_seq:
+            stream.history.is_cut = True
+        intake.recorded_seq = place.stop_seq
+        if stream.terms.pushed:
+            intake.places.append(place)
+        stream.history.came(place)
+
+    def _note_mark(self, p: int, number: int, seq: int, lsn: int) -> None:
+        """Note the place of a batch's end in the log's order."""
+        intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
+        place = ChunkPlace(stream.number_in_feed(p), seq, 0, lsn, 0, mark=number)
+        intake.end_batch(number, seq)
+        intake.places.append(place)
+        stream.history.came(place)
+
+    # What earlier brokers wrote, and what survives
+
+    def facts(self) -> dict[str, StreamFacts]:
+        """Return what must survive of each stream when records of the log go."""
+        intakes = {
+            name: [self._partitions.intakes[p] for p in self._partitions.of_stream(name)]
+            for name in self._partitions.streams
+        }
+        return {
+            name: StreamFacts(
+                source_digest=self.digests.get(name, ""),
+                totals=[intake.known_total for intake in mine],
+                recorded=[intake.recorded_seq for intake in mine],
+                marks=[intake.num_marks for intake in mine],
+            )
+            for name, mine in intakes.items()
+        }
+
+    def learn(self, stream: str, facts: StreamFacts) -> None:
+        """Take over what an earlier broker knew of a stream."""
+        if facts.source_digest:
+            self.digests[stream] = facts.source_digest
+        mine = [self._partitions.intakes[p] for p in self._partitions.of_stream(stream)]
+        for intake, total in zip(mine, facts.totals, strict=False):
+            intake.known_total = total
+        for intake, recorded, marks in zip(mine, facts.recorded, facts.marks, strict=False):
+            intake.recorded_seq = intake.durable_seq = max(intake.recorded_seq, recorded)
+            intake.batch_seq = intake.recorded_seq
+            intake.num_marks = intake.durable_marks = max(intake.num_marks, marks)
+
+    def recover(
+        self, lsn: int, record: SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded
+    ) -> None:
+        """Take over a record of the log, before anything else happens."""
+        if isinstance(record, SourceAccepted):
+            self.digests[record.stream] = record.source_digest
+            return
+        if isinstance(record, SamplesRejected):
+            self._recover_rejection(record)
+            return
+        p = self._partitions.streams[record.stream].first + record.partition
+        intake = self._partitions.intakes[p]
+        if isinstance(record, PartitionEnded):
+            intake.known_total = record.total
+            return
+        if isinstance(record, ChunkAdmitted):
+            self._note_chunk(p, lsn, record)
+        else:
+            self._note_mark(p, record.number, record.seq, lsn)
+        intake.durable_seq, intake.durable_marks = intake.recorded_seq, intake.num_marks
+
+    def _recover_rejection(self, record: SamplesRejected) -> None:
+        stream = self._partitions.streams[record.stream]
+        count = stream.terms.partitions
+        for index in np.frombuffer(record.indices_u64, "<u8").tolist():
+            intake, seq = self._partitions.intakes[stream.first + index % count], index // count
+            intake.rejected_seq = max(intake.rejected_seq, seq + 1)
+            at = bisect_right(intake.places, seq, key=lambda place: place.stop_seq)
+            if DISCARDED in record.reasons and at < len(intake.places) and intake.places[at].base_seq <= seq:
+                intake.places[at].counted = True
+
+    def forget_below(self, lsn: int) -> None:
+        """Forget the places of records below ``lsn``, which are gone from the log."""
+        for intake in self._partitions.intakes:
+            gone = sum(place.lsn < lsn for place in intake.places)
+            del intake.places[:gone]
+            intake.place = max(intake.place - gone, 0)
