@@ -130,6 +130,7 @@ def packed(samples: list[I64], budget: int, device: str, packer: str) -> Iterato
     with streampack.local(samples, packer=packer, budget=budget, shuffle=False, device=device) as loader:
         for pack in loader:
             attend = partial(within, pack)
+            assert pack.canonical is not None, "a loader's view has its pack"
             lengths = np.diff(pack.canonical.cu_seqlens)[: pack.num_samples].astype(np.int64)
             yield Batch(pack.input_ids, pack.position_ids, pack.labels, attend, lengths)
 

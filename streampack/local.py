@@ -8,23 +8,26 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, Unpack, overload
 
+from streampack.client.connect import ConnectOptions
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
-from streampack.packs.pack import Step
+from streampack.packs.batch_type import BatchT
+from streampack.packs.pack import Pack, Step
+from streampack.views.formats import TorchFormat, View
 
 
-class LocalLoader(Protocol):
+class LocalLoader(Protocol[BatchT]):
     """What ``local`` gives: a Client's interface, whose ``close`` ends its broker and producer too."""
 
     http: str | None
     """The address of its status and metrics, where one was asked for."""
 
-    def __iter__(self) -> Iterator[Any]: ...
-    def __next__(self) -> Any: ...
-    def steps(self) -> Iterator[Step]: ...
+    def __iter__(self) -> Iterator[BatchT]: ...
+    def __next__(self) -> BatchT: ...
+    def steps(self) -> Iterator[Step[BatchT]]: ...
     @property
     def rules(self) -> Rules: ...
     @property
@@ -36,12 +39,46 @@ class LocalLoader(Protocol):
     def commit(self, step: int) -> None: ...
     def stats(self) -> dict[str, float]: ...
     def close(self) -> None: ...
-    def __enter__(self) -> LocalLoader: ...
+    def __enter__(self) -> LocalLoader[BatchT]: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
 
+class LocalOptions(ConnectOptions, total=False):
+    """Arguments of ``local`` beside ``source`` and ``format``, for type checkers."""
+
+    tokenizer: Any
+    budget: int
+    packs: int
+    samples: int | None
+    padded: bool
+    window: int
+    packer: str
+    align: int
+    shape: Any
+    overlong: str
+    poison: str
+    tail: str
+    seed: int
+    shuffle: bool
+    passes: int
+    repeat: bool
+    weights: Mapping[str, float] | None
+    text_key: str | None
+    tokens_key: str | None
+    fields: Mapping[str, Mapping[str, Any]] | None
+    tokens: str
+    memory: str | int
+    http: str | None
+
+
+@overload
+def local(source: Any, *, format: Literal["numpy"], **options: Unpack[LocalOptions]) -> LocalLoader[Pack]: ...
+@overload
+def local(source: Any, *, format: TorchFormat | None = None, **options: Unpack[LocalOptions]) -> LocalLoader[View]: ...
+@overload
+def local(source: Any, *, format: str | None, **options: Unpack[LocalOptions]) -> LocalLoader[Pack | View]: ...
 def local(
     source: Any,
     *,
@@ -69,7 +106,7 @@ def local(
     memory: str | int = "1GiB",
     http: str | None = None,
     **client: Any,
-) -> LocalLoader:
+) -> LocalLoader[Any]:
     """The loader that ``connect`` gives, with no daemon: for notebooks, tests and training on one GPU.
 
     ``source``: files, as a path, a glob, a brace pattern or a list of these, the format being that of their
@@ -116,5 +153,5 @@ def local(
         },
     }  # fmt: skip
     stream = {"passes": passes, "repeat": repeat, "shuffle": shuffle, "text_key": text_key, "tokens_key": tokens_key}
-    loader: LocalLoader = service.open_local(source, run, stream, weights or {}, tokenizer, http, client)
+    loader: LocalLoader[Any] = service.open_local(source, run, stream, weights or {}, tokenizer, http, client)
     return loader

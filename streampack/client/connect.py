@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, Literal, TypedDict, Unpack, overload
 
 import msgspec
 
@@ -23,12 +23,43 @@ from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
 from streampack.core.sessions.patience import Patience
 from streampack.errors import MeshError, StreampackError, UserError
-from streampack.packs.pack import Step
+from streampack.packs.batch_type import BatchT
+from streampack.packs.pack import Pack, Step
 from streampack.transport.keys import find_key
 from streampack.transport.rendezvous import read_rendezvous
-from streampack.views.formats import Views
+from streampack.views.formats import TorchFormat, View, Views
 
 
+class ConnectOptions(TypedDict, total=False):
+    """Arguments of ``connect`` beside ``endpoint`` and ``format``, for type checkers."""
+
+    feed: str
+    mesh: Any
+    order: str | None
+    readers: Mapping[str, Sequence[int]] | None
+    device: Any
+    key_file: str | Path | None
+    variable_lengths: bool
+    verify: bool
+    prefetch: int
+    timeout_s: float
+    stall_timeout_s: float
+    join_timeout_s: float
+
+
+# Without ``format`` packs are views where torch is installed: without torch, a type checker knows no tensors anyway.
+@overload
+def connect(
+    endpoint: str | None = None, *, format: Literal["numpy"], **options: Unpack[ConnectOptions]
+) -> Client[Pack]: ...
+@overload
+def connect(
+    endpoint: str | None = None, *, format: TorchFormat | None = None, **options: Unpack[ConnectOptions]
+) -> Client[View]: ...
+@overload
+def connect(
+    endpoint: str | None = None, *, format: str | None, **options: Unpack[ConnectOptions]
+) -> Client[Pack | View]: ...
 def connect(
     endpoint: str | None = None,
     *,
@@ -45,7 +76,7 @@ def connect(
     timeout_s: float = 60.0,
     stall_timeout_s: float = 300.0,
     join_timeout_s: float = 300.0,
-) -> Client:
+) -> Client[Any]:
     """Attach to a broker and iterate its packs.
 
     ``endpoint``: the broker's trainers' address, ``tcp://host:port`` or ``ipc:///path``, or
@@ -121,7 +152,7 @@ def _endpoint(endpoint: str | None, timeout_s: float) -> str:
     return found
 
 
-class Client:
+class Client(Generic[BatchT]):
     """An iterable of packs, and ``steps()`` of steps; a context manager. Made by ``connect``.
 
     One thread of the trainer uses it, in the process that made it.
@@ -131,15 +162,16 @@ class Client:
         self._reading = reading
         self._close = weakref.finalize(self, reading.close)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[BatchT]:
         self._reading.begin()
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> BatchT:
         """The rank's next pack. Raises StopIteration at the end, on the same step on every rank."""
-        return self._reading.next_pack()
+        pack: BatchT = self._reading.next_pack()
+        return pack
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[Step[BatchT]]:
         """The rank's steps; a step is returned when the one after it is asked for.
 
         From the first one on, where the feed is finite and any of this iteration was had; else from the next; or from
@@ -148,7 +180,7 @@ class Client:
         self._reading.begin()
         return self._steps_of(self._reading.round)
 
-    def _steps_of(self, round_: int) -> Iterator[Step]:  # of the client, which lives as long as its steps
+    def _steps_of(self, round_: int) -> Iterator[Step[BatchT]]:  # of the client, which lives as long as its steps
         while round_ == self._reading.round and (step := self._reading.next_step()) is not None:
             yield step
 
@@ -201,7 +233,7 @@ class Client:
         """Raise ``error`` where the next step is asked for, once what is ready is taken. Any thread may."""
         self._reading.fail(error)
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Client[BatchT]:
         return self
 
     def __exit__(

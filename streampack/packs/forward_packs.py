@@ -15,19 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.errors import UserError
+from streampack.packs.batch_type import BatchT
 
 if TYPE_CHECKING:
     from streampack.packs.pack import Pack
 
 
-class ForwardPacks(Sequence[Any]):
+class ForwardPacks(Sequence[BatchT]):
     """A rank's forward packs, in the format of its step; made by ``Step.regroup``.
 
     What was computed of them goes back to the step's micro-batches, numpy arrays or torch tensors: from a mapping with
     the packs for keys, or from a sequence in their order.
     """
 
-    def __init__(self, shown: tuple[Any, ...], packs: tuple[Pack, ...], micro_batches: tuple[Pack, ...]) -> None:
+    def __init__(self, shown: tuple[BatchT, ...], packs: tuple[Pack, ...], micro_batches: tuple[Pack, ...]) -> None:
         self._shown, self._packs, self._micro_batches = shown, packs, micro_batches
 
     def tokens_back(self, values: Mapping[Any, Any] | Sequence[Any]) -> tuple[Any, ...]:
@@ -68,14 +69,18 @@ class ForwardPacks(Sequence[Any]):
         return [_values(value) for value in found]
 
     @overload
-    def __getitem__(self, at: int) -> Any: ...
+    def __getitem__(self, at: int) -> BatchT: ...
     @overload
-    def __getitem__(self, at: slice) -> tuple[Any, ...]: ...
-    def __getitem__(self, at: int | slice) -> Any:
+    def __getitem__(self, at: slice) -> tuple[BatchT, ...]: ...
+    def __getitem__(self, at: int | slice) -> BatchT | tuple[BatchT, ...]:
         return self._shown[at]
 
     def __len__(self) -> int:
         return len(self._shown)
+
+    def __repr__(self) -> str:
+        tokens = sum(int(pack.cu_seqlens[-1]) for pack in self._packs)
+        return f"ForwardPacks(packs={len(self)}, tokens={tokens}, micro_batches={len(self._micro_batches)})"
 
 
 def held(pack: Pack) -> int:

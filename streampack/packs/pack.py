@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from dataclasses import fields as dataclass_fields
-from typing import Any, SupportsIndex
+from typing import Any, Generic, SupportsIndex, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from streampack.core.layout.layout import positions_of
 from streampack.core.model.samples import I32, I64
 from streampack.errors import UserError
+from streampack.packs.batch_type import BatchT
 from streampack.packs.forward_packs import ForwardPacks
 from streampack.packs.regroup import Regrouping
 
@@ -94,16 +95,35 @@ class Pack(Mapping[str, Any]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def __repr__(self) -> str:
+        return f"Pack({summary(self)}, {shapes_of(self)})"
+
+
+def summary(pack: Pack) -> str:
+    """Return where the pack is and what it holds, for a repr: step, micro-batch, samples, real tokens."""
+    return (
+        f"step={pack.step}, micro_batch={pack.micro_batch}/{pack.num_micro_batches}, pack={pack.pack}, "
+        f"samples={pack.num_samples}, tokens={int(pack.cu_seqlens[-1])}"
+    )
+
+
+def shapes_of(batch: Mapping[str, Any]) -> str:
+    """Return the shape of the tokens, or of the positions where a rank has no tokens, as ``input_ids=[4096]``."""
+    key = next(
+        (key for key in ("input_ids", "tokens", "input", "position_ids") if hasattr(batch.get(key), "shape")), None
+    )
+    return f"keys={len(batch)}" if key is None else f"{key}={list(batch[key].shape)}"
+
 
 _KEYS = tuple(field.name for field in dataclass_fields(Pack) if field.name != "fields")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Step(Generic[BatchT]):
     """One optimizer update's micro-batches for one rank, with the denominators of all ranks."""
 
     index: int
-    packs: Sequence[Any]
+    packs: Sequence[BatchT]
     """Packs, or views of them, as ``connect``'s format says; made when they are asked for, and kept.
     Not always a tuple: ``tuple(step)`` is."""
     num_tokens: int
@@ -118,7 +138,7 @@ class Step:
     regrouping: Regrouping | None = dataclass_field(default=None, repr=False, compare=False)
     """What ``regroup`` knows of it."""
 
-    def regroup(self, budget: SupportsIndex, *, min_packs: SupportsIndex = 1) -> ForwardPacks:
+    def regroup(self, budget: SupportsIndex, *, min_packs: SupportsIndex = 1) -> ForwardPacks[BatchT]:
         """Forward packs of up to ``budget`` tokens, in the step's format: its samples on this rank, in its order, for
         passes without gradients. ``ForwardPacks.tokens_back`` gives what was computed back to the micro-batches.
 
@@ -137,18 +157,27 @@ class Step:
             raise UserError("got a step that no loader has made, expected one of loader.steps()")
         from streampack.views.formats import canonical  # which knows packs
 
-        packs = tuple(canonical(batch) for batch in self.packs)
+        packs = tuple(canonical(cast(Any, batch)) for batch in self.packs)
         return self.regrouping.regroup(packs, budget, min_packs)
 
     @property
     def sample_ids(self) -> I64:
         """[samples of this rank's packs, 3] stream number, index, part: for the trainer's own log."""
-        return np.concatenate([np.zeros((0, 3), np.int64), *(np.asarray(pack.sample_ids) for pack in self.packs)])
+        return np.concatenate(
+            [np.zeros((0, 3), np.int64), *(np.asarray(cast(Any, pack).sample_ids) for pack in self.packs)]
+        )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __repr__(self) -> str:
+        """One line. Makes no packs."""
+        return (
+            f"Step(index={self.index}, packs={len(self)}, samples={self.num_samples}, tokens={self.num_tokens}, "
+            f"loss_tokens={self.num_loss_tokens})"
+        )
+
+    def __iter__(self) -> Iterator[BatchT]:
         return iter(self.packs)
 
-    def __getitem__(self, micro_batch: int) -> Any:
+    def __getitem__(self, micro_batch: int) -> BatchT:
         return self.packs[micro_batch]
 
     def __len__(self) -> int:

@@ -50,7 +50,7 @@ class Regrouping:
     pp: int
     show: Callable[[Pack, Rules], Any] = as_it_is
 
-    def regroup(self, packs: tuple[Pack, ...], budget: SupportsIndex, min_packs: SupportsIndex) -> ForwardPacks:
+    def regroup(self, packs: tuple[Pack, ...], budget: SupportsIndex, min_packs: SupportsIndex) -> ForwardPacks[Any]:
         """See ``Step.regroup``; of its canonical packs."""
         budget, min_packs = _number("budget", budget), _number("min_packs", min_packs)
         rules, first = self.rules, packs[0]

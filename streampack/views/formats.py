@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +31,16 @@ from streampack.core.model.samples import IGNORE_INDEX
 from streampack.errors import UserError
 from streampack.packs.columns import Columns
 from streampack.packs.lazy import Packs
-from streampack.packs.pack import Pack, Step
+from streampack.packs.pack import Pack, Step, shapes_of, summary
 from streampack.packs.slabs import Slabs
 from streampack.views.format_validation import check_feed, check_mesh
 
 if TYPE_CHECKING:
     import torch
 
-FORMATS = ("thd", "hf", "hf_shifted", "megatron", "bshd", "torchtitan", "padded", "numpy")
+TorchFormat = Literal["thd", "hf", "hf_shifted", "megatron", "bshd", "torchtitan", "padded"]
+"""Formats whose batches are ``View``; those of ``numpy`` are ``Pack``."""
+FORMATS = (*get_args(TorchFormat), "numpy")
 _ON_HOST = frozenset({"sample_ids", "slices"})
 """Read by the host alone: reading them must not wait for a device."""
 
@@ -55,6 +57,29 @@ class View(dict[str, Any]):
     __eq__ = object.__eq__  # a dict's would compare tensors
     __ne__ = object.__ne__
     __hash__ = object.__hash__  # type: ignore[assignment]
+
+    if TYPE_CHECKING:  # what every format has, by ``__getattr__``; a middle stage of a pipeline has no tokens
+        input_ids: torch.Tensor
+        labels: torch.Tensor
+        position_ids: torch.Tensor
+        padding_mask: torch.Tensor
+        cu_seqlens: torch.Tensor
+        cu_seqlens_padded: torch.Tensor
+        sample_ids: torch.Tensor
+        slices: torch.Tensor
+        max_seqlen: int
+        num_samples: int
+        num_segments: int
+        num_loss_tokens: int
+        step: int
+        step_num_loss_tokens: int
+        micro_batch: int
+        num_micro_batches: int
+        dp_rank: int
+        pack: int
+        layout: str
+        cp: int
+        cp_rank: int
 
     canonical: Pack | None
     rest: dict[str, Any]
@@ -81,6 +106,9 @@ class View(dict[str, Any]):
             if name in values:
                 return values[name]
         raise AttributeError(f"got the name {name!r}, expected one of: {', '.join([*self, *self.rest])}")
+
+    def __repr__(self) -> str:
+        return f"View({f'{summary(self.canonical)}, ' if self.canonical is not None else ''}{shapes_of(self)})"
 
     def to(self, device: Any, *, non_blocking: bool = False) -> View:
         """The same with its tensors on ``device``; ``sample_ids`` and ``slices`` stay with the host."""

@@ -1,0 +1,15 @@
+"""The type variable of loaders and steps: what a trainer gets for each pack, a ``Pack`` or a ``View``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    # The default keeps annotations such as ``loader: streampack.Client`` valid under mypy's strict mode.
+    from typing_extensions import TypeVar
+
+    BatchT = TypeVar("BatchT", default=Any)
+else:
+    from typing import TypeVar
+
+    BatchT = TypeVar("BatchT")
