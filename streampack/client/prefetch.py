@@ -17,8 +17,8 @@ from typing import Any
 from streampack.client.reading_stats import ReadingFigures
 from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick, Unsent
-from streampack.core.protocol.trainer_messages import Attached, Committed, State
-from streampack.core.sessions.client_events import Answered, Broken, Damaged, Deliver, Detach, Ended, Waiting
+from streampack.core.protocol.trainer_messages import AskState, Attached, Commit, Committed, State
+from streampack.core.sessions.client_events import Answered, Ask, Broken, Damaged, Deliver, Detach, Ended, Waiting
 from streampack.core.sessions.client_session import ClientSession
 from streampack.errors import (
     DataStall,
@@ -99,6 +99,24 @@ class Prefetching:
         with self._changed:
             self.round, self.ended = round_, False
             self.ready.clear()
+
+    def take_step(self) -> Step | None:
+        """Wait for the next step, and take it; None at the end of the iteration. Raises as ``wait_for``."""
+        with self._changed:
+            self.wait_for(lambda: bool(self.ready) or self.ended)
+            return self.ready.popleft() if self.ready else None
+
+    def ask(self, question: AskState | Commit) -> State | Committed:
+        """Ask the broker, wait for its answer, and take it. Raises as ``wait_for``."""
+        with self._changed:
+            self.answers.clear()
+        self.tell(Ask(question))
+        try:
+            with self._changed:
+                self.wait_for(lambda: bool(self.answers))
+                return self.answers.popleft()
+        finally:
+            self.tell(Waiting(False))  # the session stops asking
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Until ``condition()``; raises the session's error; says every 5 s what it waits for.

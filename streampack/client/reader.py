@@ -23,8 +23,8 @@ from streampack.client.prefetch import Prefetching
 from streampack.client.reading_stats import ReadingFigures
 from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
-from streampack.core.protocol.trainer_messages import AskState, Commit, Committed, State
-from streampack.core.sessions.client_events import Again, Ask, Begin, Returned, Waiting
+from streampack.core.protocol.trainer_messages import AskState, Commit, State
+from streampack.core.sessions.client_events import Again, Begin, Returned
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.patience import Patience
 from streampack.errors import (
@@ -137,14 +137,15 @@ class Reading:
         if self._in_use is not None:
             self._prefetching.tell(Returned(self._in_use + 1))
             self._in_use = None
+        step = None
         self._figures.begin_wait()
         try:
-            self._prefetching.wait_for(lambda: bool(self._prefetching.ready) or self._prefetching.ended)
+            step = self._prefetching.take_step()
         finally:
-            self._figures.end_wait(bool(self._prefetching.ready))
-        if not self._prefetching.ready:
+            self._figures.end_wait(step is not None)
+        if step is None:
             return None
-        step = self._views.arrive(self._prefetching.ready.popleft())
+        step = self._views.arrive(step)
         self._delivered = True
         self._in_use = step.index
         self._figures.note_step(len(step), step.num_tokens)
@@ -160,7 +161,7 @@ class Reading:
         next_step = upto if step is None else _step(step, begins - 1, upto) + 1
         origin = self._origin
         if next_step > begins:
-            found = self._ask(AskState(feed=origin.feed, step=next_step))
+            found = self._prefetching.ask(AskState(feed=origin.feed, step=next_step))
             assert isinstance(found, State)
             return checkpoint.save(origin, self.round, found)
         if self._loaded is not None:
@@ -180,7 +181,7 @@ class Reading:
         """Returns when the broker has in its log that a checkpoint made after ``step`` is durable."""
         self._prefetching.check_usable()
         upto = self._place.next_step if self._upto is None else self._upto
-        self._ask(Commit(feed=self._origin.feed, step=_step(step, 0, upto)))
+        self._prefetching.ask(Commit(feed=self._origin.feed, step=_step(step, 0, upto)))
 
     def _turn_to(self, place: Begin) -> None:
         """Have nothing any more, and be about to begin at ``place``."""
@@ -193,15 +194,6 @@ class Reading:
     @property
     def _origin(self) -> checkpoint.Origin:
         return checkpoint.Origin(self._session.run, self._session.feed, self.rules)
-
-    def _ask(self, question: AskState | Commit) -> State | Committed:
-        self._prefetching.answers.clear()
-        self._prefetching.tell(Ask(question))
-        try:
-            self._prefetching.wait_for(lambda: bool(self._prefetching.answers))
-        finally:
-            self._prefetching.tell(Waiting(False))  # nor asks it any longer
-        return self._prefetching.answers.popleft()
 
     def stats(self) -> dict[str, float]:
         """See ``Client.stats``."""
