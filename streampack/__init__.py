@@ -16,10 +16,11 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.packers.closed import pack_lengths, way_back
 from streampack.errors import StreampackError
 from streampack.local import local
-from streampack.packs.pack import Pack, Step
+from streampack.packs.pack import Pack
+from streampack.packs.step import Step
 from streampack.planning import StepPlan, plan_step
 from streampack.version import __version__ as __version__
-from streampack.views.formats import rows
+from streampack.views.padded import rows
 
 if TYPE_CHECKING:
     from streampack import integrations as integrations

@@ -15,8 +15,10 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
 from streampack.packs.batch_type import BatchT
-from streampack.packs.pack import Pack, Step
-from streampack.views.formats import TorchFormat, View
+from streampack.packs.pack import Pack
+from streampack.packs.step import Step
+from streampack.views.formats import TorchFormat
+from streampack.views.view import View
 
 
 class LocalLoader(Protocol[BatchT]):

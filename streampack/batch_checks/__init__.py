@@ -1,7 +1,8 @@
 """Batch checks: does a batch hold what it promises? Behind ``streampack.verify``.
 
-- ``view_check``: reads a batch of any view back into the canonical pack's names; checks the keys of frameworks.
+- ``view_check``: reads a batch of any view back into the canonical pack's names.
 - ``pack_check``: checks one pack or shard: boundaries, slices, tokens, labels and fields.
+- ``view_keys``: checks what only the keys of a framework promise.
 - ``step_check``: checks what packs, shards and ranks make up together.
 - ``expectations``: the text of a check that fails.
 

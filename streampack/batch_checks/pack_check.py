@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.batch_checks.expectations import equal, expect
-from streampack.batch_checks.view_check import canonical, check_keys
+from streampack.batch_checks.view_check import canonical
 from streampack.core.layout.layout import shard_slices
 from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
 from streampack.core.model.mesh import Mesh
@@ -28,7 +28,6 @@ class PackCheck:
         self.pack = canonical(batch)
         self._mesh = mesh
         self.rules: Rules | None = rules or getattr(batch, "rules", None)
-        self._batch = batch
         self.what = f"step {self.pack['step']}, pack {self.pack['pack']}"
         self.padded, self.real = (np.asarray(self.pack[k], np.int64) for k in ("cu_seqlens_padded", "cu_seqlens"))
         self.total = int(self.padded[-1]) if self.padded.ndim == 1 and self.padded.size else 0
@@ -40,7 +39,6 @@ class PackCheck:
         self._slices()
         self._tokens()
         self._fields()
-        check_keys(self._batch, self)
 
     def _boundaries(self) -> None:
         padded, real = self.padded, self.real

@@ -16,10 +16,11 @@ import numpy as np
 
 from streampack.batch_checks.expectations import equal, expect
 from streampack.batch_checks.pack_check import LabelCheck, PackCheck
+from streampack.batch_checks.view_keys import check_keys
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
-from streampack.packs.pack import Step
+from streampack.packs.step import Step
 
 
 def verify(batch: Any, mesh: Mesh | None = None, rules: Rules | None = None) -> None:
@@ -44,7 +45,15 @@ def verify(batch: Any, mesh: Mesh | None = None, rules: Rules | None = None) -> 
         else:
             _check_shards(many, rules)
     else:
-        PackCheck(batch, mesh, rules).run()
+        _check_pack(batch, mesh, rules)
+
+
+def _check_pack(batch: Any, mesh: Mesh | None, rules: Rules | None) -> PackCheck:
+    """Check a pack, or a shard of one, and the keys of its framework. Raises InvariantError."""
+    check = PackCheck(batch, mesh, rules)
+    check.run()
+    check_keys(batch, check)
+    return check
 
 
 def check_step(step: Step, mesh: Mesh | None = None, rules: Rules | None = None) -> None:
@@ -56,9 +65,7 @@ def check_step(step: Step, mesh: Mesh | None = None, rules: Rules | None = None)
     )  # fmt: skip
     equal("step", what, [batch.step for batch in step], [step.index] * len(step))
     equal("micro_batch", what, [batch.micro_batch for batch in step], list(range(len(step))))
-    checked = [PackCheck(batch, mesh, rules) for batch in step]
-    for each in checked:
-        each.run()
+    checked = [_check_pack(batch, mesh, rules) for batch in step]
     if mesh is not None and mesh.pp > 1 and not (rules is not None and rules.padded):
         equal("shape", f"{what}, tokens of its packs in a pipeline", len({each.total for each in checked}), 1)
     _check_totals(what, step, checked, whole=mesh is not None and mesh.dp == 1)
@@ -124,8 +131,7 @@ def _check_shards(shards: Sequence[Any], rules: Rules | None) -> None:
     expect(len(shards) > 0, "shards", "got no shards, expected those of all context-parallel ranks of a pack")
     checked: dict[bytes, PackCheck] = {}
     for shard in shards:
-        each = PackCheck(shard, None, rules)
-        each.run()
+        each = _check_pack(shard, None, rules)
         twin = checked.setdefault(each.pack["slices"].tobytes(), each)
         for name in ("input_ids", "labels", "position_ids"):
             if name in each.pack and name in twin.pack:

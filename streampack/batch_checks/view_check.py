@@ -1,4 +1,4 @@
-"""A batch of any view read back into the canonical pack's names, and what only its framework's keys promise.
+"""A batch of any view, read back into the canonical pack's names.
 
 A pack is then checked in one way, whatever it looks like (``pack_check``). What was changed in a view is changed in
 what is read back of it.
@@ -7,7 +7,7 @@ what is read back of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from streampack.core.model.samples import IGNORE_INDEX
 from streampack.errors import InvariantError
 from streampack.packs.pack import Pack
 
-if TYPE_CHECKING:
-    from streampack.batch_checks.pack_check import PackCheck
-
 Checked = Mapping[str, Any]
 """A batch as the canonical pack in numpy, whatever view it came from."""
 
@@ -29,9 +26,9 @@ def canonical(batch: Any) -> Checked:
     """A batch's own values, by the canonical pack's names and in numpy. Raises InvariantError for what is no pack."""
     if isinstance(batch, Pack):
         return batch
-    beside, keys = ({name: _numpy(value) for name, value in of.items()} for of in (getattr(batch, "rest", {}), batch))
+    beside, keys = ({name: numpy_of(value) for name, value in of.items()} for of in (getattr(batch, "rest", {}), batch))
     found, rules = {**beside, **keys}, getattr(batch, "rules", None)
-    match _format(keys):
+    match format_of(keys):
         case "hf":
             _unrow(found, "input_ids", "labels", "position_ids")
             found["cu_seqlens_padded"], found["max_seqlen"] = found["cu_seq_lens_q"], found["max_length_q"]
@@ -60,7 +57,7 @@ def canonical(batch: Any) -> Checked:
     return found
 
 
-def _format(keys: Mapping[str, Any]) -> str:
+def format_of(keys: Mapping[str, Any]) -> str:
     """Which framework's keys these are; none for the pack's own."""
     if "cu_seq_lens_q" in keys:
         return "hf"
@@ -107,47 +104,7 @@ def _flatten(found: dict[str, Any], rules: Rules) -> None:
     found[POSITION_IDS] = places.reshape(*places.shape[:-2], -1)
 
 
-def check_keys(batch: Any, check: PackCheck) -> None:
-    """What only the keys of a framework promise. Raises InvariantError."""
-    if isinstance(batch, Pack):
-        return
-    keys = {name: _numpy(value) for name, value in batch.items()}
-    match _format(keys):
-        case "hf":
-            _check_hf(keys, check)
-        case "megatron":
-            equal("cu_seqlens", check.what, keys["cu_seqlens"], keys["cu_seqlens_padded"])
-            if "labels" in keys:
-                _agree(keys, "loss_mask", check, check.pack["labels"] != IGNORE_INDEX)
-        case "bshd":
-            _check_bshd(keys, check)
-
-
-def _check_hf(keys: Mapping[str, Any], check: PackCheck) -> None:
-    equal("cu_seq_lens_k", check.what, keys["cu_seq_lens_k"], keys["cu_seq_lens_q"])
-    equal("max_length_k", check.what, keys["max_length_k"], keys["max_length_q"])
-    _agree(keys, "seq_idx", check, check.segment)
-    if "labels" in keys:
-        equal("labels", f"{check.what}, position 0", int(keys["labels"][0, 0]), IGNORE_INDEX)
-    if "shift_labels" in keys:
-        _agree(keys, "shift_labels", check, check.pack["labels"])
-
-
-def _agree(keys: Mapping[str, Any], name: str, check: PackCheck, expected: Any) -> None:
-    """A key [1, T] has the ``expected`` values [T]."""
-    equal(name, f"{check.what}, its shape", keys[name].shape, (1, len(expected)))
-    check.agree(name, keys[name][0], expected)
-
-
-def _check_bshd(keys: Mapping[str, Any], check: PackCheck) -> None:
-    count = max(int(check.pack["num_samples"]), 1)
-    slots = check.slots[:count].copy()
-    slots[-1] += check.slots[count:].sum()
-    equal("seq_lens", check.what, keys["seq_lens"], check.lengths[None, :count])
-    equal("seq_lens_padded", check.what, keys["seq_lens_padded"], slots[None])
-
-
-def _numpy(value: Any) -> Any:
+def numpy_of(value: Any) -> Any:
     """A tensor as an array, whatever device it is on; bfloat16 as float32."""
     if not hasattr(value, "detach"):
         return value

@@ -24,10 +24,12 @@ from streampack.core.model.rules import Rules
 from streampack.core.sessions.patience import Patience
 from streampack.errors import MeshError, StreampackError, UserError
 from streampack.packs.batch_type import BatchT
-from streampack.packs.pack import Pack, Step
+from streampack.packs.pack import Pack
+from streampack.packs.step import Step
 from streampack.transport.keys import find_key
 from streampack.transport.rendezvous import read_rendezvous
-from streampack.views.formats import TorchFormat, View, Views
+from streampack.views.formats import TorchFormat, Views
+from streampack.views.view import View
 
 
 class ConnectOptions(TypedDict, total=False):

@@ -35,8 +35,8 @@ from streampack.packs import forks
 from streampack.packs.build import build_step
 from streampack.packs.kernel_loader import kernels
 from streampack.packs.lazy import Ahead, Packs
-from streampack.packs.pack import Step
 from streampack.packs.slabs import Slabs
+from streampack.packs.step import Step
 from streampack.transport.keys import Key
 from streampack.transport.sockets import Dealer, Poller, drain
 from streampack.transport.waker import Waker

@@ -27,12 +27,9 @@ from streampack.core.protocol.trainer_messages import AskState, Commit, State
 from streampack.core.sessions.client_events import Again, Begin, Returned
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.patience import Patience
-from streampack.errors import (
-    StreampackError,
-    UserError,
-)
+from streampack.errors import StreampackError, UserError
 from streampack.packs.lazy import Packs
-from streampack.packs.pack import Step
+from streampack.packs.step import Step
 from streampack.transport.keys import Key
 from streampack.views.formats import Views
 

@@ -29,8 +29,8 @@ from transformers.trainer_callback import ExportableState
 
 from streampack.errors import StateError, UserError
 from streampack.integrations import hf_checks
-from streampack.packs.pack import Step
-from streampack.views.formats import View, real_tokens
+from streampack.packs.step import Step
+from streampack.views.view import View, real_tokens
 
 log = logging.getLogger("streampack.hf")
 

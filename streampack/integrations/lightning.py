@@ -31,8 +31,8 @@ from streampack.client.connect import Client, connect
 from streampack.client.ranks import mesh_of
 from streampack.core.model.mesh import Mesh
 from streampack.errors import StreampackError, UserError
-from streampack.packs.pack import Step
-from streampack.views.formats import View
+from streampack.packs.step import Step
+from streampack.views.view import View
 
 
 class PackedDataModule(LightningDataModule):

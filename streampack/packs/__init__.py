@@ -5,7 +5,8 @@
 - ``kernel_loader``: loads the compiled kernels of ``core.layout`` beside the work.
 - ``lazy``: makes the packs of a step a few at a time, when they are asked for.
 - ``slabs``: memory for packs that is used again when the trainer has dropped them.
-- ``pack``: the canonical pack, and the step, which is a sequence of packs.
+- ``pack``: the canonical pack.
+- ``step``: the micro-batches of one update: a sequence of packs, or of views of them.
 - ``batch_type``: the type variable of what a trainer gets for a pack: a pack or a view.
 - ``regroup``: forward packs: the samples of a step under another budget.
 - ``forward_packs``: the way back: values of forward packs, given to the packs that their samples are of.

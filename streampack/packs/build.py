@@ -32,9 +32,10 @@ from streampack.errors import WireError
 from streampack.packs.columns import Column, Columns, part, rebased, rows
 from streampack.packs.kernel_loader import kernels
 from streampack.packs.lazy import Packs, Show
-from streampack.packs.pack import Pack, Step
+from streampack.packs.pack import Pack
 from streampack.packs.regroup import Regrouping
 from streampack.packs.slabs import Slabs
+from streampack.packs.step import Step
 
 _OF_TOKENS = ("input_ids", "labels", "position_ids", "padding_mask")
 _REST = tuple(field.name for field in dataclass_fields(Pack))[len(_OF_TOKENS) : -1]

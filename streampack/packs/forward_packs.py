@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from streampack.errors import UserError
 from streampack.packs.batch_type import BatchT
-
-if TYPE_CHECKING:
-    from streampack.packs.pack import Pack
+from streampack.packs.pack import Pack
 
 
 class ForwardPacks(Sequence[BatchT]):

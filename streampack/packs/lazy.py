@@ -18,23 +18,30 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Protocol, overload
 
 from streampack.errors import InternalError, PeerError, UserError
 from streampack.packs import forks
 from streampack.packs.columns import Columns
-
-if TYPE_CHECKING:
-    from streampack.packs.build import Content
-    from streampack.packs.pack import Pack
+from streampack.packs.pack import Pack
 
 GROUP_TOKENS = 1 << 16
 """Made together, at least a pack: 1.6 MB. With fewer it is Python that takes the time, more leave the cache."""
 SLOW_S = 0.01
 """A trainer that works so long on a group has the next one made meanwhile; a faster one would only wait for it."""
 
-Show = Callable[[Columns, list["Pack"]], Sequence[Any]]
+Show = Callable[[Columns, list[Pack]], Sequence[Any]]
 """What a format makes of some packs of a message."""
+
+
+class PackMaker(Protocol):
+    """A message that is checked, and makes its packs when they are asked for."""
+
+    def groups(self, num_tokens: int) -> list[tuple[int, int]]:
+        """Return packs [first, stop) of up to ``num_tokens`` tokens, or one pack of more, in turn."""
+
+    def make(self, first: int, stop: int, show: Show | None) -> Sequence[Any]:
+        """Return packs [first, stop), or what ``show`` makes of them."""
 
 
 class Ahead:
@@ -78,7 +85,7 @@ class Ahead:
         self._stopped, self._wanted = True, None
 
 
-_Group = tuple["Content", int, int]
+_Group = tuple[PackMaker, int, int]
 
 
 class Packs(Sequence[Any]):
@@ -105,7 +112,7 @@ class Packs(Sequence[Any]):
         """Who makes groups before they are asked for."""
 
     @classmethod
-    def of(cls, contents: Sequence[Content]) -> Packs:
+    def of(cls, contents: Sequence[PackMaker]) -> Packs:
         """The packs of messages, one's behind another's."""
         return cls([(content, *span) for content in contents for span in content.groups(GROUP_TOKENS)])
 

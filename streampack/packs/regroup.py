@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import index
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,7 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.errors import UserError
 from streampack.packs.forward_packs import ForwardPacks
-
-if TYPE_CHECKING:
-    from streampack.packs.pack import Pack
+from streampack.packs.pack import Pack
 
 UNKNOWN = -1
 """Loss tokens of a forward pack with a part of a pack, where other ranks hold labels of it."""
@@ -41,14 +39,22 @@ def as_it_is(pack: Pack, rules: Rules) -> Any:
     return pack
 
 
+def pack_itself(pack: Pack) -> Pack:
+    """The canonical pack of a pack in the format ``numpy``."""
+    return pack
+
+
 @dataclass(frozen=True, slots=True)
 class Regrouping:
-    """What a step must know to be regrouped: the run's rules, the stages of the pipeline, and how a pack is shown, with
-    rules of its own length."""
+    """What a step must know to be regrouped: the run's rules, and the stages of the pipeline.
+
+    ``show`` makes a view of a pack, with rules of its own length; ``read`` gives the canonical pack of a view.
+    """
 
     rules: Rules
     pp: int
     show: Callable[[Pack, Rules], Any] = as_it_is
+    read: Callable[[Any], Pack] = pack_itself
 
     def regroup(self, packs: tuple[Pack, ...], budget: SupportsIndex, min_packs: SupportsIndex) -> ForwardPacks[Any]:
         """See ``Step.regroup``; of its canonical packs."""

@@ -24,7 +24,7 @@ import torch
 
 from streampack.errors import UserError
 from streampack.packs.pack import Pack
-from streampack.views.formats import View, canonical
+from streampack.views.view import View, canonical
 
 Backend = Literal["flash_attn", "torch", "sdpa"]
 Kernel = Callable[..., Any]

@@ -22,7 +22,7 @@ import torch
 from streampack.core.model.samples import I64
 from streampack.errors import UserError
 from streampack.packs.pack import Pack
-from streampack.views.formats import View, canonical
+from streampack.views.view import View, canonical
 
 
 def per_sample(outputs: torch.Tensor, pack: Pack | View) -> list[torch.Tensor]:

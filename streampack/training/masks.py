@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from streampack.packs.pack import Pack
-from streampack.views.formats import View, canonical
+from streampack.views.view import View, canonical
 
 
 def document_ids(batch: Pack | View, *, whole: bool = False) -> torch.Tensor:

@@ -18,8 +18,8 @@ from streampack.core.model.samples import IGNORE_INDEX
 from streampack.packs.columns import Column, Columns
 from streampack.packs.pack import Pack
 from streampack.packs.slabs import Slabs
-from streampack.views.formats import View, canonical
 from streampack.views.tensors import Rows, beside, cut, tensor
+from streampack.views.view import View, canonical
 
 
 def form(columns: Columns, of_packs: Rows, slabs: Slabs) -> tuple[Rows, Rows]:

@@ -18,7 +18,8 @@ from streampack.core.model.fields import Field
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align
 from streampack.errors import InvariantError
-from streampack.packs.pack import Pack, Step
+from streampack.packs.pack import Pack
+from streampack.packs.step import Step
 from streampack.views.formats import Views
 from tests.packs.test_packs import Case, attached, cases
 from tests.views.test_formats import steps_of

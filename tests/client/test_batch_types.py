@@ -13,7 +13,8 @@ from hypothesis import given, settings
 import streampack
 from streampack.core.model.mesh import Mesh
 from streampack.packs.pack import Pack
-from streampack.views.formats import FORMATS, View, Views
+from streampack.views.formats import FORMATS, Views
+from streampack.views.view import View
 from tests.packs.test_packs import Case, attached, cases
 from tests.views.test_formats import steps_of
 
@@ -43,12 +44,12 @@ def test_type_checkers_know_the_batches_of_every_format(tmp_path: Path) -> None:
     loaders, expected = "", list[str]()
     for format in ("", *FORMATS):
         numpy = format == "numpy"
-        batch = "streampack.packs.pack.Pack" if numpy else "streampack.views.formats.View"
+        batch = "streampack.packs.pack.Pack" if numpy else "streampack.views.view.View"
         arguments, tokens = format and f"format={format!r}", "numpy.ndarray" if numpy else "torch._tensor.Tensor"
         for maker in (f"streampack.connect({arguments})", f"streampack.local([[1]], {arguments})"):
             loaders += f"def f{len(expected)}() -> None:" + LOADER.format(maker=maker).replace("\n", "\n    ") + "\n"
             expected += [batch] * 4 + [tokens, "int"]
-    expected.append("streampack.packs.pack.Pack | streampack.views.formats.View")
+    expected.append("streampack.packs.pack.Pack | streampack.views.view.View")
     program = tmp_path / "program.py"
     program.write_text(USE.format(loaders=loaders))
     command = [

@@ -21,9 +21,11 @@ from streampack.errors import InternalError, PeerError, UserError
 from streampack.packs import lazy
 from streampack.packs.build import build_step
 from streampack.packs.kernel_loader import kernels
-from streampack.packs.pack import Pack, Step
+from streampack.packs.pack import Pack
 from streampack.packs.slabs import Slabs
-from streampack.views.formats import View, Views
+from streampack.packs.step import Step
+from streampack.views.formats import Views
+from streampack.views.view import View
 from tests.packs.test_packs import Case, attached, cases, equal, parts
 
 MANY = Case([[[number + 1] * 5, [number + 2] * 2] for number in range(10)], align=4, budget=16, cp=1)

@@ -26,8 +26,9 @@ from streampack.core.protocol.trainer_messages import Attached, StepPart, Wait
 from streampack.errors import WireError
 from streampack.packs.build import build_step
 from streampack.packs.kernel_loader import kernels
-from streampack.packs.pack import Pack, Step
+from streampack.packs.pack import Pack
 from streampack.packs.slabs import Slabs
+from streampack.packs.step import Step
 
 IGNORED = -100
 SLABS = Slabs()

@@ -23,7 +23,8 @@ from streampack.core.model.fields import Field
 from streampack.core.model.mesh import Mesh
 from streampack.errors import UserError
 from streampack.packs import regroup
-from streampack.packs.pack import Pack, Step
+from streampack.packs.pack import Pack
+from streampack.packs.step import Step
 from streampack.views.formats import FORMATS, Views, shown, view
 from tests.packs.test_packs import Case, attached, built, cases, check_counts, check_fields, naive, parts, reassembled
 

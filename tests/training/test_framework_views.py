@@ -19,8 +19,8 @@ from streampack.core.model.fields import Field
 from streampack.errors import UserError
 from streampack.training.masks import block_causal_mask
 from streampack.views.bshd import SENTINEL, stack, strip, thd_chunks
-from streampack.views.formats import View
 from streampack.views.megatron import packed_seq_params
+from streampack.views.view import View
 from tests.packs.test_packs import Case
 from tests.views.test_formats import TWO, seen
 

@@ -14,7 +14,8 @@ import streampack
 from streampack.core.model.mesh import Mesh
 from streampack.errors import UserError
 from streampack.training.loss import reduce_metrics
-from streampack.views.formats import View, Views
+from streampack.views.formats import Views
+from streampack.views.view import View
 from tests.packs.test_packs import Case, attached, cases
 from tests.views.test_formats import steps_of
 

@@ -15,7 +15,8 @@ import streampack
 from streampack.core.model.mesh import Mesh
 from streampack.errors import UserError
 from streampack.training.masks import block_causal_mask, block_causal_mask_mod, document_ids
-from streampack.views.formats import View, Views
+from streampack.views.formats import Views
+from streampack.views.view import View
 from tests.packs.test_packs import Case, attached, cases
 from tests.views.test_formats import TWO, seen, steps_of
 

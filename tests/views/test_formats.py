@@ -15,9 +15,11 @@ from hypothesis import given
 from streampack.core.model.mesh import Mesh
 from streampack.errors import UserError
 from streampack.packs.build import build_step
-from streampack.packs.pack import Step
 from streampack.packs.slabs import Slabs
-from streampack.views.formats import SideStream, View, Views, view
+from streampack.packs.step import Step
+from streampack.views.device import SideStream
+from streampack.views.formats import Views, view
+from streampack.views.view import View
 from tests.packs.test_packs import Case, attached, cases, equal, parts
 
 IGNORED = -100

@@ -17,7 +17,8 @@ from streampack.errors import UserError
 from streampack.packs.build import build_step
 from streampack.packs.pack import Pack
 from streampack.packs.slabs import Slabs
-from streampack.views.formats import View, Views
+from streampack.views.formats import Views
+from streampack.views.view import View
 from tests.packs.test_packs import Case, attached, cases, equal, parts
 from tests.views.test_formats import steps_of
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from streampack.config.config_files import read_broker, read_producer
 from streampack.errors import UserError
-from streampack.packs.pack import Step
+from streampack.packs.step import Step
 from streampack_services.audit import why
 from streampack_services.audit.rerun import Rerun, Wanted
 from streampack_services.ledger.ledger import Ledger

@@ -27,7 +27,7 @@ from streampack.client.connect import Client, connect
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig, Retain
 from streampack.core.protocol.trainer_messages import State
 from streampack.errors import DataStall, InternalError, Rejected, SourceError, StreampackError, UserError
-from streampack.packs.pack import Step
+from streampack.packs.step import Step
 from streampack.producer.loop import ProducerLoop
 from streampack_services.broker.service import BrokerService
 from streampack_services.daemons.producer import open_sources

@@ -16,7 +16,8 @@ from streampack.client.connect import Client, connect
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.errors import StreampackError
-from streampack.packs.pack import Pack, Step
+from streampack.packs.pack import Pack
+from streampack.packs.step import Step
 from streampack.wire.checksums import crc32c
 
 REPORT_EVERY_S = 0.1

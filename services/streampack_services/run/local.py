@@ -28,7 +28,7 @@ from streampack.config.typed_yaml import convert
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.errors import InternalError, StreampackError, UserError
-from streampack.packs.pack import Step
+from streampack.packs.step import Step
 from streampack.producer.first_rows import refuse_chats, refuse_chats_in
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Source, SourceSettings, TokenizerSettings, open_source, open_tokenizer

@@ -28,9 +28,11 @@ from streampack.core.serve.rank_registry import refusal
 from streampack.core.stats.padding import CAUSES
 from streampack.errors import InvariantError, UserError, WireError
 from streampack.packs.build import build_step
-from streampack.packs.pack import Pack, Step
+from streampack.packs.pack import Pack
 from streampack.packs.slabs import Slabs
-from streampack.views.formats import Views, rows, view
+from streampack.packs.step import Step
+from streampack.views.formats import Views, view
+from streampack.views.padded import rows
 from streampack.wire import frames as wire
 
 ROLL = [7, 6, 8, 5, 1, 3, 8, 6]

@@ -21,7 +21,7 @@ from streampack_services.log.log import Log, read_entries
 import streampack as sp
 from streampack.config.config_files import read_broker
 from streampack.core.journal.log_records import Base
-from streampack.packs.pack import Step
+from streampack.packs.step import Step
 from streampack.wire.record_frames import decode_record, encode_record
 from tests.integration.running import (
     Daemon,

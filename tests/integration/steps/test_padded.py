@@ -15,7 +15,7 @@ import pytest
 import streampack
 from streampack.config.typed_yaml import convert
 from streampack.errors import MeshError, UserError
-from streampack.packs.pack import Step
+from streampack.packs.step import Step
 from streampack.sources import Source, SourceSettings, open_source
 from tests.integration.running import (
     PATIENCE_S,

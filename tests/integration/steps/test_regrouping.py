@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import streampack
 from streampack.config.typed_yaml import convert
 from streampack.packs.forward_packs import ForwardPacks
-from streampack.packs.pack import Step
+from streampack.packs.step import Step
 from streampack.sources import SourceSettings, open_source
 from tests.integration.running import PATIENCE_S, producing_here, running_broker, write_jsonl
 
