@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from streampack.batch_checks.expectations import equal, expect
 from streampack.batch_checks.view_check import canonical
-from streampack.core.layout.layout import shard_slices
+from streampack.core.layout.shards import shard_slices
 from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules

@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.layout import layout as in_numpy
-from streampack.core.layout.layout import Boundaries, Layouts, Slices, cut, derive_positions, layouts
+from streampack.core.layout import targets
+from streampack.core.layout.boundaries import Boundaries, Layouts, layouts
+from streampack.core.layout.shards import Slices, cut
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
+from streampack.core.layout.targets import derive_positions
 from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
@@ -204,7 +206,7 @@ class _Tokens:
                 labels[:] = sent.values
             counted = _ALL if LOSS_MASK not in fields else _flags(fields[LOSS_MASK].values)
             edges = self.edges[span] if len(self.edges) else self.edges
-            (kernels.derive or in_numpy.derive)(
+            (kernels.derive or targets.derive)(
                 self.input_ids[begin : begin + size], edges, counted, *places, sent is not None,
                 input_ids, labels, position_ids, padding_mask,
             )  # fmt: skip

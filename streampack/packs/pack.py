@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.layout.layout import positions_of
+from streampack.core.layout.targets import positions_of
 from streampack.core.model.samples import I32, I64
 
 

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from typing import Any
 
-from streampack.core.layout.layout import round_up
+from streampack.core.layout.boundaries import round_up
 
 
 class Slabs:

@@ -18,7 +18,7 @@ from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
 from streampack.config.typed_yaml import convert, parse_size
 from streampack.core.deal.step_cache import mesh_refusal
-from streampack.core.layout.layout import LAYOUTS
+from streampack.core.layout.shards import LAYOUTS
 from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.fields import Field
 from streampack.core.model.mesh import Mesh

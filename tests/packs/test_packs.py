@@ -14,8 +14,10 @@ from streampack_services.broker import arena as arena_module
 from streampack_services.broker.arena import Arena
 from streampack_services.broker.arena_kernels import copy_slices, slices_of
 
-from streampack.core.layout.layout import LAYOUTS, Contents, positions_of, round_up, shard_slices
+from streampack.core.layout.boundaries import Contents, round_up
+from streampack.core.layout.shards import LAYOUTS, shard_slices
 from streampack.core.layout.step_frames import frames_for
+from streampack.core.layout.targets import positions_of
 from streampack.core.model.fields import DType, Field, from_bfloat16
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Rules

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streampack
-from streampack.core.layout.layout import round_up
+from streampack.core.layout.boundaries import round_up
 from streampack.core.model.fields import Field
 from streampack.core.model.mesh import Mesh
 from streampack.errors import UserError

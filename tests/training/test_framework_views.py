@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from streampack.core.layout.layout import round_up
+from streampack.core.layout.boundaries import round_up
 from streampack.core.model.fields import Field
 from streampack.errors import UserError
 from streampack.training.masks import block_causal_mask

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.layout.layout import Contents, cut, layouts
+from streampack.core.layout.boundaries import Contents, layouts
+from streampack.core.layout.shards import cut
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS
 from streampack.core.model.fields import Field
 from streampack.core.model.samples import I32, I64

@@ -30,7 +30,7 @@ from streampack.core.form import former as form
 from streampack.core.intake import admission_kernels
 from streampack.core.journal.journal import Journal
 from streampack.core.journal.log_effects import Append, Cut, Recall
-from streampack.core.layout.layout import Contents
+from streampack.core.layout.boundaries import Contents
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS
 from streampack.core.merge import schedule
 from streampack.core.model.capacity import needed_tokens

@@ -28,7 +28,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from streampack.core.layout.layout import round_up
+from streampack.core.layout.boundaries import round_up
 from streampack.core.model.samples import I64
 from streampack.errors import ConfigError, SampleError
 

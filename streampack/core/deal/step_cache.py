@@ -16,7 +16,7 @@ import numpy as np
 from streampack.core.deal.assignment import deal_padded, deal_step, packs_of_mesh, split
 from streampack.core.deal.deal_kernels import lay_out
 from streampack.core.deal.deal_stats import DealtFigures
-from streampack.core.layout.layout import Contents
+from streampack.core.layout.boundaries import Contents
 from streampack.core.layout.step_frames import frames_for
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules

@@ -1,7 +1,7 @@
 """What a client derives for every sample and token of a message, compiled: one pass over memory, no GIL meanwhile.
 
-``layout`` says the same in numpy, ``layouts`` and ``derive``, for machines without numba, and is what the tests compare
-with. Kept apart from ``merge_kernels``, which broker and producers import: a trainer's process imports this one, and
+``boundaries.layouts`` and ``targets.derive`` say the same in numpy, for machines without numba, and are what the tests
+compare with. Kept apart from ``merge_kernels``, which broker and producers import: a trainer's process imports this one, and
 numba with it, in a thread of its own (``streampack.packs.kernel_loader``). The types are given, so that importing is
 compiling; numba keeps the result on disk.
 """
@@ -52,7 +52,7 @@ def lay_out(
     cu_seqlens: I32,
     cu_seqlens_padded: I32,
 ) -> int:
-    """``layout.layouts`` of packs, and their boundaries: all but the first four is filled in.
+    """``boundaries.layouts`` of packs, and their boundaries: all but the first four is filled in.
 
     Of each segment, int64 [samples + packs], ``real``, ``start`` and ``stop``; of each pack, int64 [packs + 1], its
     ``first_sample`` and ``first_segment``, and [packs] its ``widest`` slot; boundaries as ``Layouts.boundaries`` has

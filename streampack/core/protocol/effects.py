@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from streampack.core.form.former import Request
-from streampack.core.layout.layout import Contents
+from streampack.core.layout.boundaries import Contents
 from streampack.core.model.rule_changes import Ask
 from streampack.core.model.samples import I64
 from streampack.core.packers.window import Choice

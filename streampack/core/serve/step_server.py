@@ -19,7 +19,7 @@ import msgspec
 
 from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.step_cache import KeptSteps
-from streampack.core.layout.layout import Contents
+from streampack.core.layout.boundaries import Contents
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import SampleTable
 from streampack.core.model.steps import Step

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from streampack.core.layout import layout as in_numpy
-from streampack.core.layout.layout import round_up
+from streampack.core.layout import boundaries, targets
+from streampack.core.layout.boundaries import round_up
 from streampack.core.layout.layout_kernels import derive, lay_out
 from streampack.packs.kernel_loader import Kernels
 
@@ -60,7 +60,7 @@ def held(draw: st.DrawFn) -> Held:
 
 @given(held())
 def test_the_compiled_kernel_its_plain_twin_and_numpy_derive_the_same(held: Held) -> None:
-    expected = held.run(in_numpy.derive)
+    expected = held.run(targets.derive)
     assert held.run(derive) == expected
     assert held.run(derive.py_func) == expected
 
@@ -74,7 +74,7 @@ def test_packs_are_laid_out_as_by_numpy_or_refused(data: st.DataObject) -> None:
     lengths, counts = np.array([*chain(*packs)], np.int64), np.array([*map(len, packs)], np.int64)
     own, totals = np.array(aligns, np.int64), np.array(widths, np.int64)
     try:
-        laid = in_numpy.layouts(lengths, counts, own, totals)
+        laid = boundaries.layouts(lengths, counts, own, totals)
     except ValueError:
         laid = None
     for kernel in (lay_out, lay_out.py_func):

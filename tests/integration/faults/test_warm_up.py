@@ -40,7 +40,7 @@ print([(name, later[name] - count) for name, count in warm.items() if later[name
 CLEANED = f"""{KERNELS}
 from streampack_services.broker.arena import Arena
 from streampack.core.model.fields import Field
-from streampack.core.layout.layout import Contents
+from streampack.core.layout.boundaries import Contents
 
 arena = Arena(4 * 64 * 5, "int32", 64, (Field(name="mask", dtype="uint8"),))
 def store(handle):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from streampack_services.broker.arena import SLACK, Arena, arena_tokens
 
-from streampack.core.layout.layout import Contents
+from streampack.core.layout.boundaries import Contents
 from streampack.core.model.samples import I64
 from streampack.errors import InternalError
 

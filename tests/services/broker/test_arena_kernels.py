@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from streampack_services.broker.arena_kernels import KINDS, copy_slices, let_go, slices_of
 
-from streampack.core.layout.layout import LAYOUTS, cut, layouts
+from streampack.core.layout.boundaries import layouts
+from streampack.core.layout.shards import LAYOUTS, cut
 from streampack.core.model.samples import I64
 
 GUARD = 7777

@@ -1,0 +1,97 @@
+"""Which tokens of a pack a context-parallel rank holds.
+
+Context parallelism over W ranks, ``zigzag``, cuts each segment [s, e) in 2W equal chunks, c = (e - s) / 2W; rank r holds
+chunks r and 2W - 1 - r, so that causal attention costs every rank the same. It is the layout of TransformerEngine's
+``thd_get_partitioned_indices`` (context_parallel.cu), which Megatron-Core and the RL frameworks built on it use. Its
+preconditions (boundaries that end at T, every segment a multiple of 2W) are checked here, since the kernel loses tokens
+silently without. ``zigzag_pack`` cuts the whole pack so (Megatron without masks between documents, torch's head-tail
+balancer), ``contiguous`` gives rank r the stretch [r * T / W, (r + 1) * T / W) (Ulysses, llama3-style ring attention).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from streampack.core.layout.boundaries import Layouts
+from streampack.core.model.samples import I32, I64
+
+LAYOUTS = ("zigzag", "zigzag_pack", "contiguous", "whole")
+"""Context-parallel layouts: two chunks of every segment a rank, or of the pack; a stretch of the pack; all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """What one context-parallel rank holds of some packs, in its order.
+
+    ``start`` and ``stop`` int64 [k]: places in the slice's own pack; ``segment`` int64 [k]: which of the
+    ``Layouts``' segments it lies in; ``first`` int64 [packs + 1]: slices by pack.
+    """
+
+    start: I64
+    stop: I64
+    segment: I64
+    first: I64
+
+
+def cut(laid: Layouts, cp: int, rank: int, kind: str) -> Slices:
+    """What ``rank`` of ``cp`` holds of each pack: slices that lie in one segment each.
+
+    ``whole`` gives every segment, ``zigzag`` two slices of each; ``zigzag_pack`` and ``contiguous`` cut the pack
+    as one, and what they give is cut again where segments meet. Raises ValueError, naming it, for what
+    cannot be shared out evenly.
+
+    >>> laid = layouts(np.array([8, 8]), np.array([2]), 1, 16)
+    >>> [a.tolist() for a in (cut(laid, 2, 0, "zigzag").start, cut(laid, 2, 0, "zigzag").stop)]
+    [[0, 6, 8, 14], [2, 8, 10, 16]]
+    """
+    if kind not in LAYOUTS:
+        raise ValueError(f"got context-parallel layout {kind!r}, expected one of {', '.join(LAYOUTS)}")
+    if not 0 <= rank < cp:
+        raise ValueError(f"got context-parallel rank {rank}, expected 0 <= rank < {cp}")
+    every = np.arange(len(laid.start))
+    if kind == "whole" or cp == 1:
+        return Slices(laid.start, laid.stop, every, laid.first_segment)
+    if kind == "zigzag":
+        size = laid.stop - laid.start
+        _check_even(size, 2 * cp, "segment", "set align.sample and align.pack to multiples of it")
+        chunk = size // (2 * cp)
+        start = np.stack([laid.start + rank * chunk, laid.stop - (rank + 1) * chunk], axis=1).ravel()
+        return Slices(start, start + np.repeat(chunk, 2), np.repeat(every, 2), 2 * laid.first_segment)
+    total = laid.stop[laid.first_segment[1:] - 1]
+    parts = 2 * cp if kind == "zigzag_pack" else cp
+    _check_even(total, parts, "pack", "set the budget to a multiple of it")
+    chunk = total // parts
+    numbers = (rank, 2 * cp - 1 - rank) if kind == "zigzag_pack" else (rank,)
+    return _intersect(laid, [(number * chunk, (number + 1) * chunk) for number in numbers])
+
+
+def _check_even(sizes: I64, parts: int, what: str, advice: str) -> None:
+    ragged = sizes % parts != 0
+    if ragged.any():
+        at = int(np.argmax(ragged))
+        raise ValueError(f"got {what} {at} of {int(sizes[at])} tokens, expected a multiple of {parts}: {advice}")
+
+
+def _intersect(laid: Layouts, intervals: list[tuple[I64, I64]]) -> Slices:
+    """Each pack's intervals [a, b), int64 [packs] each, cut where segments meet; none is empty."""
+    counts = np.diff(laid.first_segment)
+    pack = np.repeat(np.arange(len(counts)), counts)
+    start = np.stack([np.maximum(laid.start, a[pack]) for a, _ in intervals], axis=1)
+    stop = np.stack([np.minimum(laid.stop, b[pack]) for _, b in intervals], axis=1)
+    segment, interval = np.nonzero(start < stop)
+    order = np.argsort(pack[segment] * len(intervals) + interval, kind="stable")
+    segment, interval = segment[order], interval[order]
+    first = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(np.bincount(pack[segment], minlength=len(counts)), out=first[1:])
+    return Slices(start[segment, interval], stop[segment, interval], segment, first)
+
+
+def shard_slices(cu_seqlens_padded: I32, cp: int, rank: int, kind: str) -> tuple[I64, I64]:
+    """``cut`` of one pack of these boundaries: starts and stops, int64 [k] each; same errors."""
+    cu = np.asarray(cu_seqlens_padded, np.int64)
+    size = np.diff(cu)
+    number = np.array([0, len(size)])
+    slices = cut(Layouts(size, size, cu[:-1], cu[1:], number, number), cp, rank, kind)
+    return slices.start, slices.stop
