@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import parse_size
-from streampack.core.deal.step_cache import batch_refusal, mesh_refusal
+from streampack.core.deal.mesh_validation import batch_refusal, mesh_refusal
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import MAX_WEIGHT_RATIO, Rules
 from streampack.errors import ConfigError, UserError

@@ -17,7 +17,7 @@ from streampack.config.config_files import read_broker, read_either, read_produc
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
 from streampack.config.typed_yaml import convert, parse_size
-from streampack.core.deal.step_cache import mesh_refusal
+from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.layout.shards import LAYOUTS
 from streampack.core.model.capacity import needed_tokens
 from streampack.core.model.fields import Field

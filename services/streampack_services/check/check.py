@@ -22,7 +22,7 @@ from streampack.config.alignment import AlignSettings
 from streampack.config.config_files import read_either
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
 from streampack.core.deal.assignment import packs_of_mesh
-from streampack.core.deal.step_cache import mesh_refusal
+from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.packers.joint.joint import Joint

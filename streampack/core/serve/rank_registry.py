@@ -19,7 +19,7 @@ from itertools import islice, product
 from math import prod
 from typing import Literal
 
-from streampack.core.deal.step_cache import mesh_refusal
+from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.phases import Phases
 from streampack.core.model.rules import Rules

@@ -15,7 +15,8 @@ from streampack_services.broker.arena import Arena
 
 import streampack
 from streampack.config.config_files import read_broker
-from streampack.core.deal.step_cache import KeptSteps, mesh_refusal
+from streampack.core.deal.mesh_validation import mesh_refusal
+from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.form.former import Former
 from streampack.core.intake.intake import apply_overlong
 from streampack.core.model.mesh import Mesh

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.deal.step_cache import KeptSteps, mesh_refusal
+from streampack.core.deal.mesh_validation import mesh_refusal
+from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.form.former import Former
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Balance, Batch, Rules, Warmup

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack import pack_lengths
-from streampack.core.deal.step_cache import KeptSteps, mesh_refusal
+from streampack.core.deal.mesh_validation import mesh_refusal
+from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.form.former import Former
 from streampack.core.intake.intake import apply_overlong
 from streampack.core.model.mesh import Mesh

@@ -1,0 +1,55 @@
+"""Which meshes the rules of a run cannot serve, and why."""
+
+from __future__ import annotations
+
+from streampack.core.deal.assignment import packs_of_mesh
+from streampack.core.model.mesh import Mesh
+from streampack.core.model.rules import Rules
+
+
+def mesh_refusal(mesh: Mesh, rules: Rules, layout: str) -> str:
+    """Why these rules cannot serve a mesh, naming both; empty if they can."""
+    if rules.batch is not None:
+        if wrong := batch_refusal(mesh, rules):
+            return wrong
+    elif rules.packs % mesh.dp:
+        divisors = ", ".join(str(d) for d in range(1, min(rules.packs, 512) + 1) if rules.packs % d == 0)
+        return (
+            f"got dp={mesh.dp}, expected one that divides the {rules.packs} packs of a step "
+            f"({divisors}): change the mesh or rules.step.packs"
+        )
+    if mesh.cp == 1 or layout == "whole":
+        return ""
+    if rules.padded and layout != "zigzag":
+        return (
+            f"got cp={mesh.cp} and cp_layout: {layout} with padded: true, expected zigzag, which cuts each row by "
+            f"itself, or whole"
+        )
+    parts = mesh.cp if layout == "contiguous" else 2 * mesh.cp
+    how = f"{'' if layout == 'contiguous' else '2 * '}cp = {parts}"
+    if layout == "zigzag" and (rules.align.sample % parts or rules.align.pack % parts):
+        return (
+            f"got cp={mesh.cp} and align sample={rules.align.sample} pack={rules.align.pack}, expected multiples "
+            f"of {how}: set rules.align or planned_mesh.cp before the run starts"
+        )
+    if rules.width_unit % parts:
+        what = f"a budget of {rules.budget}" if rules.shape == "fixed" else f"packs of multiples of {rules.width_unit}"
+        keys = "rules.budget" if rules.shape == "fixed" else "rules.align.pack, rules.shape"
+        return (
+            f"got cp={mesh.cp} and {what}, expected a multiple of {how}, which the layout {layout} cuts it into: "
+            f"change {keys} or the mesh"
+        )
+    return ""
+
+
+def batch_refusal(mesh: Mesh, rules: Rules) -> str:
+    """Why batches of these rules would leave ranks of a mesh without a sample, if they must not; or empty."""
+    batch = rules.batch
+    least = packs_of_mesh(rules, 1, mesh.dp, mesh.pp)
+    if batch is None or batch.empty == "pad" or least <= (samples := batch.samples or batch.min_samples):
+        return ""
+    key = "samples" if batch.samples else "min_samples"
+    return (
+        f"got dp={mesh.dp} and batches of {samples} samples with empty: error, expected {least} at least, for "
+        f"{least // mesh.dp} micro-batches of each rank: change the mesh, rules.step.{key} or rules.step.empty"
+    )
