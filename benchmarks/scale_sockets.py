@@ -25,7 +25,7 @@ from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
 from streampack.core.protocol.producer_messages import Lease
-from streampack.producer.chunks import Batch
+from streampack.producer.chunk import Batch
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor
 

@@ -43,7 +43,8 @@ from streampack.packs.build import build_step
 from streampack.packs.kernel_loader import kernels
 from streampack.packs.lazy import Packs
 from streampack.packs.slabs import Slabs
-from streampack.producer.chunks import Batch, chunk_of
+from streampack.producer.chunk import Batch
+from streampack.producer.chunks import chunk_of
 from streampack.views.formats import Views
 from streampack.wire import frames as wire
 from streampack.wire.sample_checksums import compiled, plain

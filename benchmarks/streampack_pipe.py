@@ -29,7 +29,7 @@ from benchmarks.processes import START_TIMEOUT_S, Processes
 from benchmarks.traffic import NUM_PRODUCERS, PACK_TOKENS, WARM_UP_S, PipeResult, Traffic
 from streampack.core.protocol.producer_messages import Lease
 from streampack.packs.kernel_loader import kernels
-from streampack.producer.chunks import CHUNK_SAMPLES, Batch
+from streampack.producer.chunk import CHUNK_SAMPLES, Batch
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor
 from streampack.transport.keys import find_key

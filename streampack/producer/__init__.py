@@ -4,7 +4,9 @@ A producer that reads files:
 
 - ``first_rows``: before a run, whether the first rows of each source have the keys that are asked for.
 - ``loop``: one thread owns the socket, another one reads, tokenizes and cuts chunks.
-- ``chunks``: from records to chunks, under the terms of the lease, with fields and checksums.
+- ``chunks``: from records to chunks, with checksums.
+- ``chunk``: what a chunk is made of.
+- ``lease_limits``: what a lease asks of samples and of chunks.
 
 A program that pushes its own samples:
 

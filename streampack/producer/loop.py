@@ -22,7 +22,8 @@ from streampack.core.protocol.producer_messages import Flow, Lease, Offer, Sourc
 from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Key, Leave, Session
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError
-from streampack.producer.chunks import Batch, BatchSource, batches, chunk_of
+from streampack.producer.chunk import Batch, BatchSource
+from streampack.producer.chunks import batches, chunk_of
 from streampack.sources.records import DAMAGED, Source
 from streampack.sources.walk import ShardedSource
 from streampack.transport.keys import Key as PeerKey

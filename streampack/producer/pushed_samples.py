@@ -23,7 +23,8 @@ from streampack.core.model.samples import Keep
 from streampack.core.protocol.producer_messages import Lease
 from streampack.core.sessions.producer_base import Chunk
 from streampack.errors import SampleError, UserError
-from streampack.producer.chunks import CHUNK_SAMPLES, batches_of, chunk_of
+from streampack.producer.chunk import CHUNK_SAMPLES
+from streampack.producer.chunks import batches_of, chunk_of
 from streampack.sources.formats.rows import RowReader
 from streampack.sources.order import Cursor
 from streampack.sources.records import Record

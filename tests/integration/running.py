@@ -20,7 +20,7 @@ from typing import Any
 
 from streampack_services.cli import main
 
-from streampack.producer.chunks import BatchSource
+from streampack.producer.chunk import BatchSource
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Source
 from tests.integration.forked import Command

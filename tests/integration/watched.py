@@ -22,7 +22,7 @@ from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
 from streampack.core.protocol.producer_messages import Lease
-from streampack.producer.chunks import Batch
+from streampack.producer.chunk import Batch
 from streampack.sources import Cursor
 from tests.integration.many_ranks import many_ranks
 from tests.integration.running import PATIENCE_S, producing_here

@@ -30,7 +30,8 @@ from streampack.core.protocol.effects import Store
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Lease, Samples
 from streampack.errors import ConfigError, SampleError
-from streampack.producer.chunks import Batch, batches, chunk_of
+from streampack.producer.chunk import Batch
+from streampack.producer.chunks import batches, chunk_of
 from streampack.sources import Cursor, Record, SourceSettings, TokenizerSettings, open_source, open_tokenizer
 
 MASK = Field(name="loss_mask", dtype="uint8", align="target")

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from streampack.core.model.fields import Field
 from streampack.core.protocol.producer_messages import Lease
 from streampack.errors import SampleError, SourceError
-from streampack.producer.chunks import Batch, batches
+from streampack.producer.chunk import Batch
+from streampack.producer.chunks import batches
 from streampack.sources import Cursor, ManySource, Record, Records, Room, Source, SourceSettings, arrays, open_source
 from streampack.sources.files import byte_source, listing
 from streampack.sources.formats import webdataset

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from streampack.core.model.fields import Field
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Lease, Samples
-from streampack.producer.chunks import Batch, chunk_of
+from streampack.producer.chunk import Batch
+from streampack.producer.chunks import chunk_of
 from streampack.sources import Cursor
 from streampack.wire import frames as wire
 from streampack.wire.checksums import Column, CrcsOf, crc32c

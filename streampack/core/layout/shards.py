@@ -1,11 +1,12 @@
 """Which tokens of a pack a context-parallel rank holds.
 
-Context parallelism over W ranks, ``zigzag``, cuts each segment [s, e) in 2W equal chunks, c = (e - s) / 2W; rank r holds
-chunks r and 2W - 1 - r, so that causal attention costs every rank the same. It is the layout of TransformerEngine's
-``thd_get_partitioned_indices`` (context_parallel.cu), which Megatron-Core and the RL frameworks built on it use. Its
-preconditions (boundaries that end at T, every segment a multiple of 2W) are checked here, since the kernel loses tokens
-silently without. ``zigzag_pack`` cuts the whole pack so (Megatron without masks between documents, torch's head-tail
-balancer), ``contiguous`` gives rank r the stretch [r * T / W, (r + 1) * T / W) (Ulysses, llama3-style ring attention).
+Context parallelism over W ranks, ``zigzag``, cuts each segment [s, e) in 2W equal chunks, c = (e - s) / 2W; rank r
+holds chunks r and 2W - 1 - r, so that causal attention costs every rank the same. It is the layout of
+TransformerEngine's ``thd_get_partitioned_indices`` (context_parallel.cu), which Megatron-Core and the RL frameworks
+built on it use. Its preconditions (boundaries that end at T, every segment a multiple of 2W) are checked here, since
+the kernel loses tokens silently without. ``zigzag_pack`` cuts the whole pack so (Megatron without masks between
+documents, torch's head-tail balancer), ``contiguous`` gives rank r the stretch [r * T / W, (r + 1) * T / W) (Ulysses,
+llama3-style ring attention).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import psutil
 import streampack
 from streampack.core.protocol.producer_messages import Lease
 from streampack.errors import StreampackError
-from streampack.producer.chunks import Batch
+from streampack.producer.chunk import Batch
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor
 from tests.integration.proxy import Proxy, Weather

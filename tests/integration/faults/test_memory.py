@@ -15,7 +15,7 @@ import psutil
 import streampack
 from streampack.core.intake.intake import MAX_UNMERGED
 from streampack.core.protocol.producer_messages import Lease
-from streampack.producer.chunks import Batch
+from streampack.producer.chunk import Batch
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor
 from tests.integration.running import PATIENCE_S, executed, folder, in_process, running_broker, until

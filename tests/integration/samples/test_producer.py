@@ -19,7 +19,8 @@ from streampack.config.typed_yaml import convert
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Lease, ProducerPing, Samples
 from streampack.producer import loop as producer
-from streampack.producer.chunks import CHUNK_S, Batch, batches
+from streampack.producer.chunk import Batch
+from streampack.producer.chunks import CHUNK_S, batches
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor, SourceSettings, open_source, open_tokenizer
 from streampack.tokenizers.base import TokenizerSettings

@@ -1,0 +1,232 @@
+"""What a lease asks of samples: limits of a chunk, policies, and values that every declared field can hold.
+
+A record that the limits do not admit keeps its place, with no tokens and a reason that is counted, or ends the producer
+with one line that names it, as the run's policies say. Many records that come in arrays stay so, but for those of which
+a policy decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, to_bfloat16
+from streampack.core.model.samples import IGNORE_INDEX
+from streampack.core.protocol.producer_messages import OVERLONG, Lease
+from streampack.errors import DamagedFile, SampleError
+from streampack.producer.chunk import CHUNK_SAMPLES, TOKENS, Batch, Gathered, Values
+from streampack.sources.arrays import Records, Room
+from streampack.sources.formats.rows import NO_MASK
+from streampack.sources.order import Cursor
+from streampack.sources.records import DAMAGED, Record
+
+
+class LeaseLimits:
+    """The limits of one lease, for each sample and for a batch of samples."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._dtype = np.dtype(lease.dtype)
+        self._largest = int(np.iinfo(self._dtype).max)
+        self._masked = any(each.name == LOSS_MASK for each in lease.fields)
+        self._needs_mask = any(each.name == LOSS_MASK and each.default is None for each in lease.fields)
+        self._rejected = {
+            each.name: np.zeros((int(is_by_sample(each)), *each.shape), each.storage) for each in lease.fields
+        }
+        self._rejected[TOKENS] = np.zeros(0, self._dtype)
+        token_bytes = self._dtype.itemsize + sum(each.value_bytes for each in lease.fields if not is_by_sample(each))
+        self.room = lease.max_chunk_bytes // token_bytes
+        """Tokens that a chunk may hold."""
+        sample_bytes = sum(each.value_bytes for each in lease.fields if is_by_sample(each))
+        self.most = min(CHUNK_SAMPLES, max(lease.max_chunk_bytes // max(sample_bytes, 1), 1))
+        """Samples that it may hold: the frames of their own values are no larger than the tokens'."""
+
+    def lacks_mask(self, record: Record | Records) -> bool:
+        """Whether the run declares a loss mask and no default, and these come without one."""
+        fields = record.samples.fields if isinstance(record, Records) else record.fields
+        return self._needs_mask and LOSS_MASK not in fields
+
+    def apart(self, records: Records) -> Iterator[Record | Records]:
+        """The same samples; each of which a policy or the lack of a field decides comes alone."""
+        tokens, lengths, _, fields = records.samples
+        odd = (lengths == 0) | (lengths > self._lease.max_sample_tokens)
+        if tokens.dtype != np.uint16 and self._largest < 2**31 - 1:
+            outside = tokens > self._largest
+            if outside.any():
+                odd[np.repeat(np.arange(len(lengths)), lengths)[outside]] = True
+        if (LOSS_MASK in fields and not self._masked) or isinstance(self._columns(tokens, fields, lengths), str):
+            odd[:] = True
+        return records.apart(odd) if odd.any() else iter((records,))
+
+    def admitted(self, record: Record | Records) -> tuple[Values, str | None]:
+        """The record's tokens and fields, empty with a reason where the policies drop it; many as they are."""
+        if isinstance(record, Records):
+            tokens, lengths, _, fields = record.samples
+            columns = self._columns(tokens, fields, lengths)
+            assert not isinstance(columns, str), "records that came apart have all their fields"
+            return columns, None
+        lease, tokens = self._lease, record.tokens
+        reason = record.reason
+        if reason is None and self._largest < 2**31 - 1 and int(tokens.max()) > self._largest:
+            reason = "range"
+        if reason is None and not self._masked and LOSS_MASK in record.fields:
+            self._refuse_mask(record)
+        sample: Values | str = reason or self._values(record)
+        if isinstance(sample, str):
+            if lease.poison == "error" and sample == DAMAGED:
+                raise DamagedFile(f"{record.where}; or set poison: drop to count it and go on with the rest")
+            if lease.poison == "error" and sample == NO_MASK:
+                raise SampleError(
+                    f"{record.where}: got a sample without a loss_mask, but the run declares one: add it, or set "
+                    f"missing_mask: train in producer.yaml to train on the whole of such samples, or poison: drop "
+                    f"(rules.poison, or the stream's) to count it and go on"
+                )
+            if lease.poison == "error":
+                raise SampleError(
+                    f"{record.place}: got a sample that cannot be used ({sample}), expected a 1-D array of ids within "
+                    f"{lease.dtype}, and every declared field: mend it, or set poison: drop "
+                    f"(rules.poison, or the stream's) to count it and go on"
+                )
+            return self._rejected, sample
+        if len(tokens) <= lease.max_sample_tokens:
+            return sample, None
+        if lease.overlong == "truncate":
+            for each in lease.fields:
+                if not is_by_sample(each):
+                    sample[each.name] = sample[each.name][: lease.max_sample_tokens]
+            sample[TOKENS] = tokens[: lease.max_sample_tokens]
+            return sample, None
+        if lease.overlong == "drop":
+            return self._rejected, OVERLONG
+        advice = (
+            "set rules.overlong, or the stream's, to truncate, split or drop, or raise rules.budget"
+            if lease.overlong == "error"
+            else "raise limits.sample_tokens"
+        )
+        raise SampleError(
+            f"{record.where}: got a sample of {len(tokens)} tokens, expected at most {lease.max_sample_tokens}: "
+            f"{advice}"
+        )
+
+    def _values(self, record: Record) -> Values | str:
+        """Every field as its bytes hold it, and the tokens; or the reason why not."""
+        if not self._lease.fields:
+            return {TOKENS: record.tokens}
+        by_sample = {each.name for each in self._lease.fields if is_by_sample(each)}
+        fields = {name: np.asarray(value) for name, value in record.fields.items()}
+        fields |= {name: value[np.newaxis] for name, value in fields.items() if name in by_sample}
+        return self._columns(record.tokens, fields, np.array([len(record.tokens)]))
+
+    def _columns(
+        self, tokens: NDArray[Any], fields: Mapping[str, NDArray[Any]], lengths: NDArray[np.int64]
+    ) -> Values | str:
+        """The same of one sample or more, of ``lengths`` int64 [n], end to end."""
+        found: Values = {TOKENS: tokens}
+        for each in self._lease.fields:
+            shape = (len(lengths) if is_by_sample(each) else len(tokens), *each.shape)
+            value = fields.get(each.name)
+            if value is None:
+                default = _default(each, tokens, lengths, shape)
+                if default is None:
+                    return f"{each.name}: missing"
+                found[each.name] = default
+                continue
+            if value.shape != shape:
+                return f"{each.name}: length" if value.ndim == len(shape) else f"{each.name}: shape"
+            stored = _stored(each, value)
+            if stored is None:
+                return f"{each.name}: dtype"
+            found[each.name] = stored
+        return found
+
+    def _refuse_mask(self, record: Record) -> None:
+        """A loss mask that would be lost is an error of the configuration, unless it masks nothing."""
+        if np.asarray(record.fields[LOSS_MASK]).all():
+            return
+        raise SampleError(
+            f"{record.where}: got a loss mask, which the run does not declare: prompts would be trained on; add "
+            f"'fields: {{loss_mask: {{}}}}' to broker.yaml"
+        )
+
+    def full(self, gathered: Gathered, sample: Values, chunk_s: float) -> bool:
+        """One more would be too many, or those there have taken long enough."""
+        tokens, count = gathered.tokens + len(sample[TOKENS]), len(gathered.lengths)
+        return tokens > self.room or count >= self.most or time.monotonic() - gathered.began > chunk_s
+
+    def leave(self, room: Room, gathered: Gathered) -> None:
+        """What is left in the batch; a whole one's where that is little, since each part costs a copy of the whole."""
+        room.samples, room.tokens = self.most - len(gathered.lengths), self.room - gathered.tokens
+        if room.samples <= self.most // 8 or room.tokens <= self.room // 8:
+            room.samples, room.tokens = self.most, self.room
+
+    def batch(self, gathered: Gathered, cursor: Cursor, pass_ended: bool) -> Batch:
+        """Samples put together."""
+
+        def whole(name: str) -> NDArray[Any]:
+            parts = [part[name] for part in gathered.parts]
+            return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+        lengths = np.array(gathered.lengths, np.uint32)
+        fields = {each.name: whole(each.name) for each in self._lease.fields}
+        return Batch(
+            whole(TOKENS).astype(self._dtype, copy=False), lengths, cursor, gathered.rejected,
+            tuple(gathered.examples), gathered.lost, fields, _loss_tokens(lengths, fields), pass_ended,
+            gathered.unmasked,
+        )  # fmt: skip
+
+
+def is_by_sample(each: Field) -> bool:
+    return each.axis == "sample"
+
+
+def _stored(each: Field, value: NDArray[Any]) -> NDArray[Any] | None:
+    """``value`` as the field's bytes hold it; None if they cannot: no number, or one out of range."""
+    if value.dtype == each.storage and each.dtype != "bfloat16":
+        return value
+    if value.dtype.kind not in "buif":
+        return None
+    if each.dtype == "bfloat16":
+        return to_bfloat16(value.astype(np.float32))
+    if each.storage.kind == "f":
+        return value.astype(each.storage)
+    with np.errstate(invalid="ignore"):
+        stored = value.astype(each.storage)
+    return stored if np.array_equal(stored, value) else None
+
+
+def _default(
+    each: Field, tokens: NDArray[Any], lengths: NDArray[np.int64], shape: tuple[int, ...]
+) -> NDArray[Any] | None:
+    """The values of a field that samples come without; None where they must not."""
+    if each.default is not None:
+        return np.broadcast_to(each.fill(each.default), shape)
+    if each.name == LOSS_MASK:  # all of it is trained on
+        return np.ones(shape, each.storage)
+    if each.name == LABELS:
+        return tokens.astype(each.storage)
+    if each.name == POSITION_IDS:  # of a text: the same along each axis
+        begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        positions = (np.arange(len(tokens)) - begins).astype(each.storage)
+        return np.broadcast_to(positions.reshape(-1, *(1 for _ in each.shape)), shape)
+    return None
+
+
+def _loss_tokens(lengths: NDArray[np.uint32], fields: Values) -> NDArray[np.uint32] | None:
+    """Labels that count, uint32 [n]; None where no field says less than all."""
+    counts: NDArray[np.bool_] | None = None
+    if LOSS_MASK in fields:
+        counts = fields[LOSS_MASK] != 0
+    if LABELS in fields:
+        given = fields[LABELS] != IGNORE_INDEX
+        counts = given if counts is None else counts & given
+    if counts is None:
+        return None
+    upto = np.concatenate([[0], np.cumsum(counts)])
+    ends = np.cumsum(lengths.astype(np.int64))
+    begins = np.minimum(ends - lengths + 1, ends)  # a first token is nobody's target
+    found: NDArray[np.uint32] = (upto[ends] - upto[begins]).astype(np.uint32)
+    return found
