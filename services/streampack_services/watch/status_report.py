@@ -1,4 +1,4 @@
-"""What ``streampack status`` shows a person: a broker's status, laid out. Ranks are as in ``top``."""
+"""``streampack status``: the view of a broker, printed once in full. Streams and ranks are laid out as in ``top``."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from rich.table import Table
 from rich.text import Text
 
 from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
-from streampack_services.broker.status import BrokerStatus, FeedStatus, PackFigures, StreamStatus
+from streampack_services.broker.status import BrokerStatus, PackFigures
 from streampack_services.watch.top_ranks import rank_lines
-from streampack_services.watch.top_text import Cell, printable, table, title
-from streampack_services.watch.top_view import SILENT_S, WORDS
-from streampack_services.watch.view_model import Feed, Watch
+from streampack_services.watch.top_text import printable
+from streampack_services.watch.top_view import WORDS, stream_lines
+from streampack_services.watch.view_model import Feed, Stream, Watch
+
+STREAM_COLUMNS = ("weight", "samples", "tokens", "buffered", "lag", "heard", "ended", "over-long", "lost", "rejected")
 
 
 def show_status(status: BrokerStatus) -> None:
     """Print a broker's status."""
-    console, memory = _console(), status.memory
+    watch = Watch()
+    watch.add(status)
+    console, view = _console(), watch.view()
     state = state_text(status.state, status.stalled_s)
     about = f"  {state}  up {duration_text(status.uptime_s)}  streampack {status.version}"
     console.print(Text.assemble((status.run, "bold"), about))
-    live, arena = memory.live_tokens * memory.token_bytes, memory.arena_bytes
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("memory", f"{size_text(live)} of {size_text(arena)}")
+    facts.add_row("memory", f"{size_text(view.memory_bytes)} of {size_text(status.memory.arena_bytes)}")
     if (log := status.log) is not None:
         safe = f", {log.unsafe_records} records not safe yet" if log.unsafe_records else ""
         free = f"; disk {size_text(log.free_bytes)} free"
@@ -37,12 +40,11 @@ def show_status(status: BrokerStatus) -> None:
     )
     facts.add_row("producers", str(status.producers))
     console.print(facts)
-    watch = Watch()
-    watch.add(status)
-    for feed in watch.view().feeds:
-        _show_feed(console, feed, status.feeds[feed.name])
-        streams = [row for row in status.streams if row.feed == feed.name]
-        _print(console, _stream_lines(streams, console.width), rank_lines(feed, "waits", console.width, None))
+    for feed in view.feeds:
+        _show_feed(console, feed)
+        streams = view.streams_of(feed)
+        lines = stream_lines(streams, STREAM_COLUMNS, "lag: tokens that may be sent and have not come", console.width)
+        _print(console, lines, _rejected(streams), rank_lines(feed, "waits", console.width, None))
 
 
 def _print(console: Console, *blocks: list[Text]) -> None:
@@ -51,7 +53,8 @@ def _print(console: Console, *blocks: list[Text]) -> None:
             console.print(printable(line))
 
 
-def _show_feed(console: Console, view: Feed, feed: FeedStatus) -> None:
+def _show_feed(console: Console, view: Feed) -> None:
+    feed = view.status
     steps, figures = feed.steps, feed.figures
     console.print()
     again = f", iteration {feed.round}" if feed.round else ""
@@ -74,6 +77,7 @@ def _show_feed(console: Console, view: Feed, feed: FeedStatus) -> None:
         f"{when} balancing {count_text(each.min)} to {count_text(each.max)}"
         for when, each in (("before", feed.rank_tokens.before), ("after", feed.rank_tokens.after))
     ]
+    starved = ", ".join(f"{cause} {share:.2%}" for cause, share in view.starved_by) or "nothing"
     waits = feed.waits
     bound = "" if waits.bound_steps is None else f", none waits beyond {waits.bound_steps}"
     longest = f"99 of 100 up to {waits.p99_steps}, all up to {counted(waits.longest_steps, 'step')}{bound}"
@@ -86,7 +90,7 @@ def _show_feed(console: Console, view: Feed, feed: FeedStatus) -> None:
         ("rank's tokens", ", ".join(ranks)),
         ("wasted tokens", f"{', '.join(waste)}, of {count_text(feed.delivered_tokens)} delivered"),
         ("lost tokens", ", ".join(lost)),
-        ("starved by", f"{_starved(view)}; of all ranks' time since the start"),
+        ("starved by", f"{starved}; of all ranks' time since the start"),
         ("window", f"{feed.window.samples} samples, {count_text(feed.window.tokens)} tokens"),
         ("waited", f"{longest}{outliers}"),
         ("held", f"{count_text(feed.held_tokens)} of {count_text(feed.held_limit_tokens)} tokens"),
@@ -106,52 +110,22 @@ def _show_feed(console: Console, view: Feed, feed: FeedStatus) -> None:
     console.print(facts)
 
 
-def _starved(view: Feed) -> str:
-    """By cause, a stream by its name, the worst first."""
-    shares = {cause: share for cause, share in view.starved.items() if cause != "stream" or not view.starved_streams}
-    shares |= {f"stream {name}": share for name, share in view.starved_streams.items()}
-    worst = sorted(shares.items(), key=lambda each: -each[1])
-    return ", ".join(f"{cause} {share:.2%}" for cause, share in worst) or "nothing"
-
-
 def _filled(figures: PackFigures) -> str:
     return f"{figures.utilisation:.2%}, packing efficiency {figures.packing_efficiency:.2%}"
 
 
-def _stream_lines(streams: Sequence[StreamStatus], width: int) -> list[Text]:
-    """A row a stream; what none has is left out."""
-    header = ("", "weight", "samples", "tokens", "buffered", "lag", "heard", "ended", "over-long", "lost", "rejected")
-    rows: list[list[Cell]] = []
-    for row in streams:
-        granted, rejected = row.credits.granted_tokens, sum(row.rejected.values())
-        rows.append(
-            [
-                row.stream, f"{row.weight:g}", count_text(row.samples), count_text(row.tokens),
-                f"{row.credits.used_tokens / max(granted, 1):.0%}", count_text(row.lag.tokens),
-                _heard(row.last_seen_s), f"{row.ended_partitions} of {row.partitions}",
-                str(row.overlong or ""), count_text(row.lost_tokens) if row.lost_tokens else "",
-                str(rejected or ""),
-            ]
-        )  # fmt: skip
-    lines = [title(counted(len(streams), "stream"), "lag: tokens that might wait here, and have not come", width)]
-    lines += table(header, rows, width)
-    reasons = [
-        f"{row.stream}: rejected {', '.join(f'{reason} {count}' for reason, count in row.rejected.items())}"
-        for row in streams
+def _rejected(streams: Sequence[Stream]) -> list[Text]:
+    """Return a line for each stream with rejected samples: how many, by reason."""
+    return [
+        Text(
+            f"{row.stream}: rejected {', '.join(f'{why} {count}' for why, count in row.rejected.items())}",
+            overflow="fold",
+        )
+        for row in (stream.status for stream in streams)
         if row.rejected
     ]
-    return lines + [Text(each, overflow="fold") for each in reasons]
-
-
-def _heard(seconds: float | None) -> Cell:
-    if seconds is None:
-        return "never"
-    return f"{duration_text(seconds)} ago", "bold red" if seconds > SILENT_S else ""
-
-
-# For people
 
 
 def _console() -> Console:
-    """One that prints names as they are: what users write in brackets or between colons means nothing to it."""
+    """Return a console that prints names as they are, with brackets and colons."""
     return Console(highlight=False, markup=False, emoji=False)

@@ -18,8 +18,7 @@ import threading
 import time
 import tty
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -28,7 +27,7 @@ from streampack.errors import StreampackError
 from streampack_services.http import http_client
 from streampack_services.watch.top_text import plain
 from streampack_services.watch.top_view import Look, page
-from streampack_services.watch.view_model import HISTORY_S, SMOOTH_S, View, Watch
+from streampack_services.watch.view_model import HISTORY_S, SMOOTH_S, View, Watch, as_tree
 
 STUCK_AFTER_S = 5.0
 """A snapshot is taken twice a second."""
@@ -124,14 +123,6 @@ def _print_json(asking: Asking, interval_s: float, once: bool) -> None:
             return
         time.sleep(interval_s)
         asking.ask()
-
-
-def as_tree(view: View) -> dict[str, Any]:
-    """A view for machines: without the points that only the line of tokens/s is drawn from."""
-    tree = asdict(view)
-    for feed in tree["feeds"]:
-        del feed["rates"]
-    return tree
 
 
 def _lines(console: Console, view: View, look: Look, height: int | None) -> Group:

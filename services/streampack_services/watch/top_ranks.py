@@ -25,7 +25,7 @@ _WORST = 8
 
 def rank_lines(feed: Feed, measure: Measure, width: int, room: int | None) -> list[Text]:
     """In at most ``room`` lines, from 2 on."""
-    ranks, missing = feed.ranks, "" if feed.all_attached or not feed.ranks else ", more are to come"
+    ranks, missing = feed.ranks, "" if feed.status.all_ranks_attached or not feed.ranks else ", more are to come"
     name = counted(len(ranks), "rank") + missing
     if not ranks:
         return [title(name, "", width)]

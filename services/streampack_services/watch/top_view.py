@@ -1,8 +1,8 @@
-"""How ``streampack top`` looks: a view of ``view_model`` as lines of text, none wider than the terminal, nor more.
+"""The page of ``streampack top``: a view of ``view_model`` as lines of text that fit the terminal.
 
-A page is a head and blocks, each a title and its lines; a wide terminal has two columns of them. Blocks are given the
-least that they need and then, in order, what is left; one that has no room for all says so. Colour only repeats what
-letters and bars say: nothing is lost without.
+A page is a head and blocks, each a title and its lines; a wide terminal has two columns of blocks. Each block gets the
+least lines that it needs, then, in order, what is left; a block without room for all says so. Color only repeats what
+letters and bars say.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ CHART = 6
 """Lines of the chart of tokens/s."""
 AT_ONCE = 10
 """Events, where there is no end of a page."""
-SILENT_S = 10.0
-"""A stream whose producers were heard longer ago is marked."""
 FULL, LOW, LOW_BYTES = 0.9, 0.05, 2 << 30
 """Memory that is fuller, a stream of which less is buffered and a disk with less space are marked."""
 LEVELS = {"info": "", "warning": "yellow", "error": "bold red", "critical": "bold red"}
@@ -62,8 +60,8 @@ class _Block:
 
 def page(view: View, look: Look, width: int, height: int | None = None) -> list[Text]:
     """At most ``height`` lines (None: as many as it takes) of at most ``width`` characters."""
-    feed = view.feeds[look.feed % len(view.feeds)]
-    streams = [stream for stream in view.streams if stream.feed == feed.name]
+    feed, now = view.feeds[look.feed % len(view.feeds)], view.status
+    streams = view.streams_of(feed)
     head = _head(view, feed, look, width)
     foot = [_keys(view, feed, look)] if look.keys else []
     room = None if height is None else max(height - len(head) - len(foot), 0)
@@ -72,7 +70,9 @@ def page(view: View, look: Look, width: int, height: int | None = None) -> list[
     facts = _Block(lambda _: _facts(view, feed, wide), 6)
     chart = _Block(lambda _: _chart(feed, wide), 0, extra=True)
     ranks = _Block(lambda lines: rank_lines(feed, look.measure, wide, lines), 6)
-    streamed = _Block(lambda lines: _streams(view, streams, narrow, lines), 3)
+    streamed = _Block(
+        lambda lines: stream_lines(streams, STREAM_COLUMNS, counted(now.producers, "producer"), narrow, lines), 3
+    )
     shares = _Block(lambda _: _shares(feed, narrow), 0, extra=True)
     events = _Block(lambda lines: _events(view, narrow, lines), 3)
     if width >= WIDE:
@@ -111,28 +111,30 @@ def _beside(left: list[Text], right: list[Text], width: int) -> list[Text]:
 
 
 def _head(view: View, feed: Feed, look: Look, width: int) -> list[Text]:
+    now, served = view.status, feed.status
     state = (
-        ("lost", "bold red")
-        if look.trouble
-        else (state_text(view.state, view.stalled_s), STATES.get(view.state, "bold"))
+        ("lost", "bold red") if look.trouble else (state_text(now.state, now.stalled_s), STATES.get(now.state, "bold"))
     )
-    clock = time.strftime("%H:%M:%S", time.localtime(view.taken_at))
-    first = row((view.run, "bold"), state, f"up {duration_text(view.uptime_s)}")
-    about = Text(f"streampack {view.version}  {clock}", style="dim")
+    clock = time.strftime("%H:%M:%S", time.localtime(now.taken_at))
+    first = row((now.run, "bold"), state, f"up {duration_text(now.uptime_s)}")
+    about = Text(f"streampack {now.version}  {clock}", style="dim")
     if first.cell_len + about.cell_len + 2 <= width:
         first.pad_right(width - first.cell_len - about.cell_len)
         first.append_text(about)
-    steps = [f"{feed.formed:,} formed", f"{feed.returned:,} returned"]
-    if feed.end is not None:
-        steps.append(f"{feed.end:,} in all")
-    if feed.committed is not None:
-        steps.append(f"{feed.committed:,} committed")
-    if feed.steps_left is not None:
-        steps.append(f"about {feed.steps_left.estimate:,.0f} left")
-    again = f"iteration {feed.round}" if feed.round else ""
+    steps = [f"{served.steps.formed:,} formed", f"{served.steps.returned:,} returned"]
+    if served.steps.end is not None:
+        steps.append(f"{served.steps.end:,} in all")
+    if served.committed is not None:
+        steps.append(f"{served.committed:,} committed")
+    if served.steps_left is not None:
+        steps.append(f"about {served.steps_left.estimate:,.0f} left")
+    again = f"iteration {served.round}" if served.round else ""
     second = row((f"feed {feed.name}", "bold"), again, "steps " + ", ".join(steps))
-    why = look.trouble or feed.waiting_for
-    busy = feed.waits_for in ("peers", "forming") and feed.all_attached  # they train, and it packs, as they should
+    waits = served.waiting_for
+    why = look.trouble or (waits.text if waits else "")
+    busy = (
+        waits is not None and waits.reason in ("peers", "forming") and served.all_ranks_attached
+    )  # they train, and it packs, as they should
     third = Text(why, style="bold red" if look.trouble else "dim" if busy else "yellow")
     return [first, second, third]
 
@@ -151,19 +153,17 @@ def _facts(view: View, feed: Feed, width: int) -> list[Text]:
     rest = width - LABEL
     rates = rates_of(feed.rates, max(min(rest - 18, 60), 10))
     wasted = [_share(WORDS.get(cause, cause), share) for cause, share in feed.waste.items() if share]
-    starved = sorted(feed.starved.items(), key=lambda each: -each[1])
-    named = [_share(f"stream {stream}", share) for stream, share in feed.starved_streams.items()]
-    causes = [_share(cause, share) for cause, share in starved if not (cause == "stream" and named)]
-    cost = "" if feed.cost_max_over_mean is None else f"cost {feed.cost_max_over_mean:.3f} of the mean"
-    oldest = f", oldest {counted(feed.oldest_steps, 'step')}" if feed.oldest_steps else ""
-    window = f"window {counted(feed.window_samples, 'sample')}{oldest}"
+    now, starved = feed.status, feed.starved_by
+    cost = f"cost {now.figures.cost_max_over_mean:.3f} of the mean" if now.figures.cost_max_over_mean else ""
+    oldest = f", oldest {counted(now.window.oldest_steps, 'step')}" if now.window.oldest_steps else ""
+    window = f"window {counted(now.window.samples, 'sample')}{oldest}"
     rows = [
-        ("tokens/s", row((count_text(feed.tokens_per_s).rjust(6), "bold"), spark(rates), f"{HISTORY_S / 60:.0f} min")),
-        ("utilisation", row(bar(feed.utilisation, BAR), f"{feed.utilisation:.2%}",
-                            f"packing efficiency {feed.packing_efficiency:.2%}")),
+        ("tokens/s", row((count_text(now.tokens_per_s).rjust(6), "bold"), spark(rates), f"{HISTORY_S / 60:.0f} min")),
+        ("utilisation", row(bar(now.figures.utilisation, BAR), f"{now.figures.utilisation:.2%}",
+                            f"packing efficiency {now.figures.packing_efficiency:.2%}")),
         ("waste", Text(", ".join(wasted) or "none")),
-        ("starved", Text(", ".join(named + causes) or ("no rank waits" if feed.ranks else "-"),
-                         style="yellow" if starved and starved[0][1] >= 0.05 else "")),
+        ("starved", Text(", ".join(_share(*each) for each in starved) or ("no rank waits" if feed.ranks else "-"),
+                         style="yellow" if max(feed.starved.values(), default=0.0) >= 0.05 else "")),
         ("balance", Text(", ".join(each for each in (cost, window) if each))),
         ("memory", _storage(view)),
     ]  # fmt: skip
@@ -190,16 +190,15 @@ def _chart(feed: Feed, width: int) -> list[Text]:
 
 def _shares(feed: Feed, width: int) -> list[Text]:
     """Bars of what ranks wait for, and of what is wasted."""
-    starved = {cause: share for cause, share in feed.starved.items() if cause != "stream"}
-    starved |= {f"stream {stream}": share for stream, share in feed.starved_streams.items()}
-    wasted = {WORDS.get(cause, cause): share for cause, share in feed.waste.items() if share}
+    wasted = [(WORDS.get(cause, cause), share) for cause, share in feed.waste.items() if share]
+    wasted.sort(key=lambda each: -each[1])
     lines = []
     for name, note, shares in (
-        ("starved by", "share of all ranks' time", starved), ("wasted by", "share of what was delivered", wasted)
-    ):  # fmt: skip
+        ("starved by", "share of all ranks' time", feed.starved_by),
+        ("wasted by", "share of what was delivered", wasted),
+    ):
         rows: list[list[Cell]] = [
-            [cause, f"{share:.2%}", bar(share, max(width - 30, 10), "magenta")]
-            for cause, share in sorted(shares.items(), key=lambda each: -each[1])[:5]
+            [cause, f"{share:.2%}", bar(share, max(width - 30, 10), "magenta")] for cause, share in shares[:5]
         ]
         if rows:
             lines += [title(name, note, width), *table(("", "", ""), rows, width, left=(0, 2))[1:]]
@@ -207,51 +206,60 @@ def _shares(feed: Feed, width: int) -> list[Text]:
 
 
 def _storage(view: View) -> Text:
-    used = view.memory_bytes / max(view.memory_limit_bytes, 1)
-    memory = f"{size_text(view.memory_bytes)} of {size_text(view.memory_limit_bytes)}"
+    limit, log = view.status.memory.arena_bytes, view.status.log
+    used = view.memory_bytes / max(limit, 1)
+    memory = f"{size_text(view.memory_bytes)} of {size_text(limit)}"
     line = row(bar(used, BAR, "red" if used > FULL else "cyan"), memory)
-    if view.log is None:
+    if log is None:
         return line
-    free = view.log.free_bytes
-    line.append(f"  log {size_text(view.log.bytes)}")
+    free = log.free_bytes
+    line.append(f"  log {size_text(log.bytes)}")
     line.append(f", disk {size_text(free)} free", style="bold red" if free < LOW_BYTES else "")
-    if view.log.stalled:
-        line.append(f", takes no more: {view.log.stalled}", style="bold red")
+    if log.stalled:
+        line.append(f", takes no more: {log.stalled}", style="bold red")
     return line
 
 
-def _streams(view: View, streams: Sequence[Stream], width: int, room: int | None) -> list[Text]:
-    """Where there is no room for all, those that are not heard come first."""
-    note, every = counted(view.producers, "producer"), len(streams)
+_CELLS: dict[str, Callable[[Stream], Cell]] = {
+    "weight": lambda stream: f"{stream.status.weight:g}",
+    "samples": lambda stream: count_text(stream.status.samples),
+    "tokens": lambda stream: count_text(stream.status.tokens),
+    "tokens/s": lambda stream: "-" if stream.tokens_per_s is None else count_text(stream.tokens_per_s),
+    "buffered": lambda stream: (
+        f"{stream.buffered:.0%}", "yellow" if stream.buffered < LOW and not stream.ended else "",
+    ),
+    "lag": lambda stream: count_text(stream.status.lag.tokens),
+    "heard": lambda stream: _heard(stream),
+    "ended": lambda stream: f"{stream.status.ended_partitions} of {stream.status.partitions}",
+    "over-long": lambda stream: str(stream.status.overlong or ""),
+    "lost": lambda stream: count_text(stream.status.lost_tokens) if stream.status.lost_tokens else "",
+    "rejected": lambda stream: (f"{stream.rejected:,}", "yellow") if stream.rejected else "",
+    "hosts": lambda stream: ", ".join(stream.status.hosts),
+}  # fmt: skip
+"""The cell of a stream in each column."""
+STREAM_COLUMNS = ("weight", "tokens", "tokens/s", "buffered", "lag", "heard", "rejected", "hosts")
+
+
+def stream_lines(
+    streams: Sequence[Stream], columns: Sequence[str], note: str, width: int, room: int | None = None
+) -> list[Text]:
+    """Return a title and a row for each stream; where there is no room for all, silent streams come first."""
+    every = len(streams)
     if room is not None and every + 2 > room:
-        streams = sorted(streams, key=lambda stream: not _is_silent(stream))[: max(room - 3, 1)]
+        streams = sorted(streams, key=lambda stream: not stream.is_silent)[: max(room - 3, 1)]
         note = f"{every - len(streams)} more, {note}"
-    rows: list[list[Cell]] = [
-        [
-            stream.name, f"{stream.weight:g}", count_text(stream.tokens),
-            "-" if stream.tokens_per_s is None else count_text(stream.tokens_per_s),
-            (f"{stream.buffered:.0%}", "yellow" if stream.buffered < LOW and not stream.ended else ""),
-            count_text(stream.lag_tokens), _seen(stream),
-            (f"{stream.rejected:,}", "yellow" if stream.rejected else ""), ", ".join(stream.hosts),
-        ]
-        for stream in streams
-    ]  # fmt: skip
-    header = ("", "weight", "tokens", "tokens/s", "buffered", "lag", "heard", "rejected", "hosts")
-    return [title(counted(every, "stream"), note, width), *table(header, rows, width, left=(0, 8))]
+    rows = [[stream.status.stream, *(_CELLS[name](stream) for name in columns)] for stream in streams]
+    left = [n for n, name in enumerate(("", *columns)) if name in ("", "hosts")]
+    return [title(counted(every, "stream"), note, width), *table(("", *columns), rows, width, left)]
 
 
-def _seen(stream: Stream) -> Cell:
+def _heard(stream: Stream) -> Cell:
+    seen = stream.status.last_seen_s
     if stream.ended:
         return "ended"
-    if stream.last_seen_s is None:
+    if seen is None:
         return "never", "yellow"
-    if not _is_silent(stream):
-        return f"{stream.last_seen_s:.0f} s ago"
-    return f"{duration_text(stream.last_seen_s)} ago", "bold red"
-
-
-def _is_silent(stream: Stream) -> bool:
-    return not stream.ended and (stream.last_seen_s is None or stream.last_seen_s > SILENT_S)
+    return (f"{duration_text(seen)} ago", "bold red" if stream.is_silent else "")
 
 
 def _events(view: View, width: int, room: int | None) -> list[Text]:

@@ -1,8 +1,8 @@
-"""What ``streampack top`` shows, as plain values: out of a broker's snapshots and events, as they come.
+"""The view of a broker that ``streampack top`` and ``streampack status`` render: its status, and what changed lately.
 
-A snapshot counts from the start; what is so *lately* is the difference to an earlier one, of the same broker and the
-same process of a rank, and from the start where there is none. Knows nothing of terminals, addresses or clocks: time is
-the broker's uptime.
+A status counts from the start. A figure of the *last seconds* is the difference to an earlier status of the same broker
+and of the same process of a rank; where there is none, it counts from the start. The view does not know terminals,
+addresses or clocks: time is the broker's uptime.
 """
 
 from __future__ import annotations
@@ -10,30 +10,35 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
 
-from streampack_services.broker.status import BrokerStatus, FeedStatus, LogStatus, RankStatus, StepsLeft
+from streampack_services.broker.status import BrokerStatus, FeedStatus, RankStatus, StreamStatus
 
 Tree = dict[str, Any]
 Point = tuple[float, float]
-"""(uptime, tokens since the start)."""
+"""(uptime in seconds, tokens since the start)."""
 
 LATELY_S = 10.0
 HISTORY_S = 300.0
-"""What the line of tokens/s shows."""
+"""Seconds that the line of tokens/s shows."""
 SMOOTH_S = 10.0
-"""Steps come at once: tokens/s of less time than one takes would jump."""
+"""Least seconds that a point of that line covers: steps come at once, so tokens/s of less would jump."""
+SILENT_S = 10.0
+"""A stream is silent when its producers were heard longer ago."""
 EVENTS = 200
 DIMENSIONS = ("dp", "cp", "tp", "pp")
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank: the share of its time lately that it waited for a step (None: not known) and what for, mostly; its cost
-    of the last step over the mean of all."""
+    """A rank of a feed.
+
+    ``waits`` is the share of its time lately that it waited for a step (None: not known), ``cause`` the main cause, and
+    ``cost`` that of its last step over the mean of all ranks.
+    """
 
     name: str
     where: str
@@ -48,52 +53,59 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A stream: ``buffered``, the share of the tokens that may wait for the merge which do; ``lag_tokens``, those that
-    might and have not come; ``last_seen_s``, since a producer of it was heard."""
+    """A stream, and its tokens per second lately (None: not known)."""
 
-    name: str
-    feed: str
-    weight: float
-    tokens: int
+    status: StreamStatus
     tokens_per_s: float | None
-    buffered: float
-    lag_tokens: int
-    last_seen_s: float | None
-    producers: int
-    hosts: tuple[str, ...]
-    rejected: int
-    ended: bool
+
+    @property
+    def buffered(self) -> float:
+        """The tokens that wait for the merge, as a share of those that may."""
+        return self.status.credits.used_tokens / max(self.status.credits.granted_tokens, 1)
+
+    @property
+    def rejected(self) -> int:
+        """Samples that could not be used."""
+        return sum(self.status.rejected.values())
+
+    @property
+    def ended(self) -> bool:
+        """True when all partitions have ended."""
+        return self.status.ended_partitions == self.status.partitions
+
+    @property
+    def is_silent(self) -> bool:
+        """True when no producer of a stream that goes on was heard lately."""
+        seen = self.status.last_seen_s
+        return not self.ended and (seen is None or seen > SILENT_S)
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """A feed: ``waste`` by cause, of what was delivered; ``starved`` by cause, of all ranks' time lately."""
+    """A feed. ``starved`` (by cause) and ``starved_streams`` are shares of all ranks' time lately."""
 
     name: str
-    state: str
-    round: int
-    formed: int
-    returned: int
-    end: int | None
-    committed: int | None
-    steps_left: StepsLeft | None
-    tokens_per_s: float
+    status: FeedStatus
     rates: tuple[Point, ...]
-    """As far as known, for ``rates_of``."""
-    packs: int
-    utilisation: float
-    packing_efficiency: float
-    waste: dict[str, float]
-    waits_for: str
-    """One of the causes, or none."""
-    waiting_for: str
+    """Points for ``rates_of``."""
     starved: dict[str, float]
     starved_streams: dict[str, float]
-    cost_max_over_mean: float | None
-    window_samples: int
-    oldest_steps: int | None
     ranks: tuple[Rank, ...]
-    all_attached: bool
+
+    @property
+    def waste(self) -> dict[str, float]:
+        """Padding by cause, as a share of the tokens delivered."""
+        delivered = max(self.status.delivered_tokens, 1)
+        return {cause: tokens / delivered for cause, tokens in self.status.waste_tokens.items()}
+
+    @property
+    def starved_by(self) -> list[tuple[str, float]]:
+        """(cause, share of all ranks' time), the worst first; streams by name instead of the cause ``stream``."""
+        shares = {
+            cause: share for cause, share in self.starved.items() if cause != "stream" or not self.starved_streams
+        }
+        shares |= {f"stream {name}": share for name, share in self.starved_streams.items()}
+        return sorted(shares.items(), key=lambda each: -each[1])
 
     @property
     def worst(self) -> list[Rank]:
@@ -102,7 +114,7 @@ class Feed:
 
     @property
     def waited_for(self) -> Rank | None:
-        """The rank that waits least, where others wait for it more than for anything else."""
+        """The rank that waits least, if waiting for peers is the main cause of the others' waits."""
         if max(self.starved, key=self.starved.__getitem__, default="") != "peers" or self.starved["peers"] < 0.01:
             return None
         known = [rank for rank in self.ranks if rank.waits is not None]
@@ -111,26 +123,30 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A broker."""
+    """A broker: its last status, its feeds and streams, and its last events."""
 
-    run: str
-    state: str
-    stalled_s: float | None
-    version: str
-    uptime_s: float
-    taken_at: float
+    status: BrokerStatus
     feeds: tuple[Feed, ...]
     streams: tuple[Stream, ...]
-    producers: int
-    memory_bytes: int
-    memory_limit_bytes: int
-    log: LogStatus | None
-    bad_messages: int
     events: tuple[Tree, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the tokens held."""
+        return self.status.memory.live_tokens * self.status.memory.token_bytes
+
+    @property
+    def bad_messages(self) -> int:
+        """Messages and connections that went wrong."""
+        return sum(msgspec.structs.astuple(self.status.messages))
+
+    def streams_of(self, feed: Feed) -> list[Stream]:
+        """Return the streams of a feed."""
+        return [stream for stream in self.streams if stream.status.feed == feed.name]
 
 
 class Watch:
-    """Takes what a broker says, and makes a view of it."""
+    """Collects what a broker says and makes a view of it."""
 
     def __init__(self) -> None:
         self._seen: deque[BrokerStatus] = deque()
@@ -138,17 +154,17 @@ class Watch:
         self._events: deque[Tree] = deque(maxlen=EVENTS)
 
     def knows(self, epoch: int) -> bool:
-        """Whether the last snapshot was of the broker of this epoch."""
+        """Say whether the last status was of the broker of this epoch."""
         return bool(self._seen) and bool(self._seen[-1].epoch == epoch)
 
     def last_seq(self, epoch: int) -> int:
-        """Of the events that are known of the broker of this epoch."""
+        """Return the number of the last known event of the broker of this epoch, or 0."""
         return int(self._events[-1]["seq"]) if self.knows(epoch) and self._events else 0
 
     def add(
         self, status: BrokerStatus, events: Iterable[Tree] = (), history: Mapping[str, Iterable[Point]] = {}
     ) -> None:
-        """Add a later snapshot, the events since the last one, and earlier points by feed; forget another broker's."""
+        """Add a later status, the events since the last one, and earlier points by feed; forget another broker's."""
         if not self.knows(status.epoch):
             self._seen.clear()
             self._rates.clear()
@@ -169,23 +185,14 @@ class Watch:
             kept.popleft()
 
     def view(self) -> View:
-        """Return the view of the last snapshot; there must be one."""
+        """Return the view of the last status; there must be one."""
         now, then = self._seen[-1], self._seen[0]
-        return View(
-            run=now.run, state=now.state, stalled_s=now.stalled_s, version=now.version, uptime_s=now.uptime_s,
-            taken_at=now.taken_at,
-            feeds=tuple(
-                _feed(name, feed, then.feeds.get(name), tuple(self._rates[name])) for name, feed in now.feeds.items()
-            ),
-            streams=_streams(now, then),
-            producers=now.producers, memory_bytes=now.memory.live_tokens * now.memory.token_bytes,
-            memory_limit_bytes=now.memory.arena_bytes, log=now.log,
-            bad_messages=sum(msgspec.structs.astuple(now.messages)), events=tuple(self._events),
-        )  # fmt: skip
+        feeds = (_feed(name, feed, then.feeds.get(name), tuple(self._rates[name])) for name, feed in now.feeds.items())
+        return View(now, tuple(feeds), _streams(now, then), tuple(self._events))
 
 
 def rates_of(points: Sequence[Point], columns: int) -> list[float | None]:
-    """Tokens a second in each of ``columns`` equal parts of the last ``HISTORY_S``, None where nothing is known.
+    """Return tokens per second in each of ``columns`` equal parts of the last ``HISTORY_S``; None where not known.
 
     >>> rates_of([(t, 100 * t) for t in range(0, 151)], 4)
     [None, None, 100.0, 100.0]
@@ -204,23 +211,10 @@ def rates_of(points: Sequence[Point], columns: int) -> list[float | None]:
 
 
 def _feed(name: str, now: FeedStatus, then: FeedStatus | None, rates: tuple[Point, ...]) -> Feed:
-    delivered = max(now.delivered_tokens, 1)
     changes = [_Waited(row, before) for row, before in _same_ranks(now, then)]
     whole = sum(each.seconds for each in changes)
-    return Feed(
-        name=name, state=now.state, round=now.round, formed=now.steps.formed, returned=now.steps.returned,
-        end=now.steps.end, committed=now.committed, steps_left=now.steps_left,
-        tokens_per_s=now.tokens_per_s, rates=rates, packs=now.totals.packs,
-        utilisation=now.figures.utilisation, packing_efficiency=now.figures.packing_efficiency,
-        waste={cause: tokens / delivered for cause, tokens in now.waste_tokens.items()},
-        waits_for=now.waiting_for.reason if now.waiting_for else "",
-        waiting_for=now.waiting_for.text if now.waiting_for else "",
-        starved=_shares((each.causes for each in changes), whole),
-        starved_streams=_shares((each.streams for each in changes), whole),
-        cost_max_over_mean=now.figures.cost_max_over_mean or None, window_samples=now.window.samples,
-        oldest_steps=now.window.oldest_steps,
-        ranks=_ranks(now.readers, changes), all_attached=now.all_ranks_attached,
-    )  # fmt: skip
+    starved, by_stream = (_shares((getattr(each, part) for each in changes), whole) for part in ("causes", "streams"))
+    return Feed(name, now, rates, starved, by_stream, _ranks(now.readers, changes))
 
 
 class _Waited:
@@ -287,16 +281,46 @@ def _ranks(rows: Sequence[RankStatus], changes: Sequence[_Waited]) -> tuple[Rank
 
 def _streams(now: BrokerStatus, then: BrokerStatus) -> tuple[Stream, ...]:
     seconds = now.uptime_s - then.uptime_s
-    before = {(row.feed, row.stream): row.tokens for row in then.streams}
+    before = {(row.feed, row.stream): row.tokens for row in then.streams if seconds > 0}
     return tuple(
-        Stream(
-            name=row.stream, feed=row.feed, weight=row.weight, tokens=row.tokens,
-            tokens_per_s=max(row.tokens - before[row.feed, row.stream], 0) / seconds
-            if seconds > 0 and (row.feed, row.stream) in before else None,
-            buffered=row.credits.used_tokens / max(row.credits.granted_tokens, 1),
-            lag_tokens=row.lag.tokens, last_seen_s=row.last_seen_s, producers=row.producers,
-            hosts=tuple(row.hosts), rejected=sum(row.rejected.values()),
-            ended=row.ended_partitions == row.partitions,
-        )
+        Stream(row, max(row.tokens - old, 0) / seconds if old is not None else None)
         for row in now.streams
-    )  # fmt: skip
+        for old in (before.get((row.feed, row.stream)),)
+    )
+
+
+def as_tree(view: View) -> Tree:
+    """Return the JSON of ``streampack top --json``."""
+    status = view.status
+    return {
+        "run": status.run, "state": status.state, "stalled_s": status.stalled_s, "version": status.version,
+        "uptime_s": status.uptime_s, "taken_at": status.taken_at, "feeds": list(map(_feed_tree, view.feeds)),
+        "streams": list(map(_stream_tree, view.streams)), "producers": status.producers,
+        "memory_bytes": view.memory_bytes, "memory_limit_bytes": status.memory.arena_bytes,
+        "log": msgspec.to_builtins(status.log), "bad_messages": view.bad_messages, "events": list(view.events),
+    }  # fmt: skip
+
+
+def _feed_tree(feed: Feed) -> Tree:
+    now = feed.status
+    return {
+        "name": feed.name, "state": now.state, "round": now.round, "formed": now.steps.formed,
+        "returned": now.steps.returned, "end": now.steps.end, "committed": now.committed,
+        "steps_left": msgspec.to_builtins(now.steps_left), "tokens_per_s": now.tokens_per_s, "packs": now.totals.packs,
+        "utilisation": now.figures.utilisation, "packing_efficiency": now.figures.packing_efficiency,
+        "waste": feed.waste, "waits_for": now.waiting_for.reason if now.waiting_for else "",
+        "waiting_for": now.waiting_for.text if now.waiting_for else "", "starved": feed.starved,
+        "starved_streams": feed.starved_streams, "cost_max_over_mean": now.figures.cost_max_over_mean or None,
+        "window_samples": now.window.samples, "oldest_steps": now.window.oldest_steps,
+        "ranks": list(map(asdict, feed.ranks)), "all_attached": now.all_ranks_attached,
+    }  # fmt: skip
+
+
+def _stream_tree(stream: Stream) -> Tree:
+    row = stream.status
+    return {
+        "name": row.stream, "feed": row.feed, "weight": row.weight, "tokens": row.tokens,
+        "tokens_per_s": stream.tokens_per_s, "buffered": stream.buffered, "lag_tokens": row.lag.tokens,
+        "last_seen_s": row.last_seen_s, "producers": row.producers, "hosts": row.hosts, "rejected": stream.rejected,
+        "ended": stream.ended,
+    }  # fmt: skip

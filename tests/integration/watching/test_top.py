@@ -58,7 +58,7 @@ def served() -> Iterator[RunningBroker]:
         "run": "sft-8b", "rules": {"budget": 256, "window": {"samples": 64}, "step": {"packs": 4}},
         "streams": {"web": {"partitions": 2, "repeat": True}},
     }  # fmt: skip
-    with folder() as path, running_broker(settings) as broker:
+    with folder() as path, running_broker(settings | {"state_dir": str(path / "log")}) as broker:
         rows = [{"tokens": [1] * (1 + 31 * i % 97)} for i in range(300)]
         source = open_source(SourceSettings("jsonl", str(write_jsonl(path / "a.jsonl", rows))))
         with (
@@ -109,6 +109,7 @@ def test_top_for_machines_agrees_with_the_status(served: RunningBroker) -> None:
         status["feeds"]["train"]["totals"]["packs"],
     )
     assert [rank["name"] for rank in feed["ranks"]] == ["dp=0", "dp=1"]
+    assert view["log"].keys() == status["log"].keys()
     assert all(rank["waits"] is not None and 0 <= rank["waits"] <= 1 for rank in feed["ranks"]), served.said
     assert sum(feed["waste"].values()) == pytest.approx(1 - feed["utilisation"])
     assert [event["text"] for event in view["events"]] == [event["text"] for event in fetch_events(served.http, 0, 5)]
