@@ -24,7 +24,6 @@ from streampack.core.model.rules import (
     MergeOrder,
     OnExhaust,
     Overlong,
-    PackerName,
     Poison,
     Positive,
     Rules,
@@ -36,6 +35,7 @@ from streampack.core.model.rules import (
 from streampack.core.model.samples import IGNORE_INDEX
 from streampack.core.model.shapes import Shape
 from streampack.core.packers.blocks.modified_first_fit import Leftovers
+from streampack.core.packers.registry import PackerName
 from streampack.errors import ConfigError
 from streampack.sources.settings import SourceSettings
 from streampack.tokenizers.base import TokenizerSettings

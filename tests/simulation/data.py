@@ -25,13 +25,13 @@ from streampack.core.model.rules import (
     Batch,
     OnExhaust,
     Overlong,
-    PackerName,
     Poison,
     Rules,
     StreamRules,
 )
 from streampack.core.model.samples import I64, Keep
 from streampack.core.model.shapes import Shape, Sizes
+from streampack.core.packers.registry import PackerName
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import StepPart
 

@@ -19,7 +19,8 @@ from msgspec.structs import replace
 
 from streampack.core.model.fields import DType, Field
 from streampack.core.model.mesh import Mesh
-from streampack.core.model.rules import Align, PackerName, Rules, StreamRules
+from streampack.core.model.rules import Align, Rules, StreamRules
+from streampack.core.packers.registry import PackerName
 from streampack.core.protocol.message import Envelope, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Eos, Flow, Hello, Lease, Offer, ProducerPing, Samples
 from streampack.core.protocol.trainer_messages import Attach, ReaderPing, StepPart

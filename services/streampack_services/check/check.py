@@ -26,7 +26,6 @@ from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.packers.joint.joint import Joint
-from streampack.core.packers.joint.joint_bounds import max_wait
 from streampack.errors import UserError
 from streampack.producer.first_rows import check_rows
 from streampack.sources import open_tokenizer
@@ -273,10 +272,11 @@ def _follows_feed(path: str, config: BrokerConfig, rules: Rules, layout: str) ->
     per_cent = f"{pad / (500 + pad):.1%} at a mean of 500 tokens"
     yield _derived(f"{path}.padding", pad, f"tokens a sample that alignment is expected to waste: {per_cent}")
     if rules.batch is None:
-        steps = -(-2 * rules.window // rules.packs)
+        packer = rules.new_packer()
+        packs = packer.max_wait(rules.window, rules.window) or 2 * rules.window
+        steps = -(-packs // rules.packs)
         waits = f"steps that a sample may wait, about: as many packs as the window of {rules.window} has samples, twice"
-        if isinstance(packer := rules.new_packer(), Joint):
-            steps = -(-max_wait(packer.group, packer.patience, rules.window) * packer.group // rules.packs)
+        if isinstance(packer, Joint):
             waits = (
                 f"steps that a sample may wait, about: {packer.patience} groups of {packer.group} packs, twice, and "
             )

@@ -13,12 +13,12 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 from msgspec.structs import replace
 
-from streampack.core.model.rules import PackerName
+from streampack.core.packers.registry import PACKER_NAMES
 from streampack.errors import InternalError, StreampackError, UserError
 from streampack.version import __version__
 from streampack_services import logs
@@ -54,9 +54,6 @@ def _our_bug() -> int:
     said = f"streampack: this is a bug of streampack {__version__}: please report it with the lines above"
     print(said, file=sys.stderr)
     return 1
-
-
-PACKERS: tuple[str, ...] = get_args(PackerName)
 
 
 # Options that several commands share
@@ -245,7 +242,7 @@ def demo(
     window: Annotated[
         int, typer.Option("--window", metavar="SAMPLES", min=1, help="Samples that the packer looks over.")
     ] = 1024,
-    packer: Annotated[str, typer.Option("--packer", metavar="NAME", help=f"{', '.join(PACKERS)}.")] = "exact_fill",
+    packer: Annotated[str, typer.Option("--packer", metavar="NAME", help=f"{', '.join(PACKER_NAMES)}.")] = "exact_fill",
     dp: Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Data-parallel ranks.")] = 2,
     cp: Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Context-parallel ranks of each.")] = 2,
     source: Annotated[

@@ -10,9 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from streampack.core.model.samples import I64
-from streampack.core.packers.exact_fill.exact_fill import ExactFill
-from streampack.core.packers.joint.joint import Joint
-from streampack.core.packers.joint.joint_bounds import max_wait
 from streampack.core.packers.window import Packer
 from streampack.core.stats.length_histogram import BUCKETS, bucket_of, least_of
 
@@ -66,11 +63,5 @@ class Waits:
         window, or promise nothing."""
         if self._packs is None:
             return None
-        match self._packer:
-            case ExactFill():
-                packs = self._window + self._most_held
-            case Joint():
-                packs = self._packer.group * max_wait(self._packer.group, self._packer.patience, self._most_held)
-            case _:
-                return None
-        return -(-packs // self._packs)
+        packs = self._packer.max_wait(self._window, self._most_held)
+        return None if packs is None else -(-packs // self._packs)

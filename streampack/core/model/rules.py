@@ -17,10 +17,8 @@ from streampack.core.model.fields import OF_ROWS, Field, check_fields
 from streampack.core.model.samples import I64
 from streampack.core.model.shapes import Shape, check_shape, own_widths, step_widths, width_unit
 from streampack.core.packers.blocks.modified_first_fit import Leftovers
-from streampack.core.packers.exact_fill.exact_fill import MAX_BUDGET as MAX_EXACT_FILL
-from streampack.core.packers.joint.joint import MAX_BUDGET as MAX_JOINT
 from streampack.core.packers.joint.joint_bounds import PATIENCE
-from streampack.core.packers.registry import packer, parameters_of
+from streampack.core.packers.registry import PackerName, packer, parameters_of
 from streampack.core.packers.window import Packer
 
 Positive = Annotated[int, Meta(ge=1, lt=2**62)]
@@ -35,13 +33,6 @@ MergeOrder = Literal["schedule", "arrival"]
 MAX_WEIGHT_RATIO = 4096
 """Between the heaviest and the lightest stream: keeps the merge's clocks inside 64 bits."""
 MicroBatchOrder = Literal["packer", "largest_first", "small_at_edges"]
-PackerName = Literal[
-    "exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative", "modified_first_fit_decreasing",
-    "first_fit_shuffle", "best_fit_decreasing", "greedy_knapsack", "buffer_first_fit", "karmarkar_karp", "none",
-]  # fmt: skip
-
-MAX_BUDGETS = {"exact_fill": MAX_EXACT_FILL, "joint": MAX_JOINT}
-"""What a budget must be below, in units of ``align.sample``, for the memory of some packers."""
 PACKER_KEYS = ("max_samples_per_pack", "leftovers", "micro_batch_size")
 """Rules that are parameters of packers; None: as the packer has it."""
 
@@ -238,12 +229,12 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         check_fields(self.fields)
         if self.balance.kind == "joint":
             self._check_joint()
-        units, most = self.budget // self.align.sample, MAX_BUDGETS.get(name := self.new_packer().name)
-        if most is not None and units >= most:
-            key, other = ("balance.kind", "deal") if name == "joint" else ("packer", "sliding_ffd")
+        units, chosen = self.budget // self.align.sample, self.new_packer()
+        if chosen.max_budget is not None and units >= chosen.max_budget:
+            key = chosen.config_key
             raise ValueError(
-                f"got a budget of {units} times align.sample, expected less than {most} with {key}: {name}: take a "
-                f"smaller one, or {key}: {other}"
+                f"got a budget of {units} times align.sample, expected less than {chosen.max_budget} with {key}: "
+                f"{chosen.name}: take a smaller one, or {key}: {'sliding_ffd' if key == 'packer' else 'deal'}"
             )
 
     def _check_padded(self) -> None:

@@ -15,6 +15,8 @@
 Packers know lengths, never tokens or samples. They keep nothing between calls, so packs are a function of the order of
 lengths alone. No packer imports numba until it forms a pack, and all work without numba.
 
+A new packer is one file, and one entry in ``registry``: configuration, validation and ``--help`` follow from it.
+
 >>> pack_lengths([4, 1, 3, 2, 1, 3, 4, 5], 5, "concatenative")
 [[0, 1], [2, 3], [4, 5], [6], [7]]
 """

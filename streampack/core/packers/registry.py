@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from streampack.core.packers.arguments import is_integer
 from streampack.core.packers.blocks.best_fit import BestFitDecreasing
@@ -24,11 +24,27 @@ from streampack.core.packers.window import Packer
 from streampack.errors import ConfigError
 
 _EVERY: tuple[Packer, ...] = (
-    ExactFill(), Joint(), SlidingFFD(), FirstFitDecreasing(), Concatenative(), ModifiedFirstFitDecreasing(),
-    FirstFitShuffle(), BestFitDecreasing(), GreedyKnapsack(), BufferFirstFit(), KarmarkarKarp(), Unpacked(),
-)  # fmt: skip
+    ExactFill(),
+    Joint(),
+    SlidingFFD(),
+    FirstFitDecreasing(),
+    Concatenative(),
+    ModifiedFirstFitDecreasing(),
+    FirstFitShuffle(),
+    BestFitDecreasing(),
+    GreedyKnapsack(),
+    BufferFirstFit(),
+    KarmarkarKarp(),
+    Unpacked(),
+)
 PACKERS: Mapping[str, Packer] = MappingProxyType({each.name: each for each in _EVERY})
 """Each with its defaults."""
+PACKER_NAMES = tuple(each.name for each in _EVERY if each.config_key == "packer")
+"""Packers that the rule ``packer`` may name."""
+if TYPE_CHECKING:
+    PackerName = str
+else:
+    PackerName = Literal[PACKER_NAMES]
 
 
 def packer(name: str, **parameters: Any) -> Packer:

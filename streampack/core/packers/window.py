@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,11 +47,23 @@ class Choice:
 
 
 class Packer(Protocol):
-    """A pure function of (lengths, ages, parameters); the registry names the packers there are."""
+    """A pure function of (lengths, ages, parameters), and the facts that the rest of the program asks of it.
+
+    A new packer is one file and one entry in the registry.
+    """
+
+    config_key: ClassVar[str]
+    """The rule that chooses the packer: ``packer``, whose value is its name, or ``balance.kind``."""
+    max_budget: ClassVar[int | None]
+    """Budgets must be below, in units of ``align.sample``; None: any budget works."""
 
     @property
     def name(self) -> str:
         """What configuration calls it."""
+        ...
+
+    def max_wait(self, window: int, held: int) -> int | None:
+        """Packs formed without a sample at most, where ``held`` samples were held when it came; None: no promise."""
         ...
 
     def choose(
@@ -78,10 +90,17 @@ def check_cap(max_samples_per_pack: int | None) -> None:
 class Capped:
     """What packers have in common: ``max_samples_per_pack``, None for no cap. Raises ValueError for one below 1."""
 
+    config_key: ClassVar[str] = "packer"
+    max_budget: ClassVar[int | None] = None
+
     max_samples_per_pack: int | None = None
 
     def __post_init__(self) -> None:
         check_cap(self.max_samples_per_pack)
+
+    def max_wait(self, window: int, held: int) -> int | None:
+        """See ``Packer``; no promise."""
+        return None
 
 
 def sample_counts(sizes: I64 | None, num_items: int) -> list[int]:

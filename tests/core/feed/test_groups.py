@@ -33,10 +33,11 @@ from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rule_changes import Restream
-from streampack.core.model.rules import Align, Balance, Batch, PackerName, Rules, StreamRules
+from streampack.core.model.rules import Align, Balance, Batch, Rules, StreamRules
 from streampack.core.model.samples import KEEPS, ROW, Keep, SampleTable, index_of
 from streampack.core.model.snapshot import FormState
 from streampack.core.model.steps import Step
+from streampack.core.packers.registry import PackerName
 from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Samples

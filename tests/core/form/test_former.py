@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack.core.form.former import Former
-from streampack.core.model.rules import Align, Balance, PackerName, Rules, Warmup
+from streampack.core.model.rules import Align, Balance, Rules, Warmup
 from streampack.core.model.samples import I64, ROW, SampleTable
 from streampack.core.model.steps import Step
 from streampack.core.packers.joint.joint_bounds import held_tokens
+from streampack.core.packers.registry import PackerName
 
 PACKERS = get_args(PackerName)
 

@@ -8,17 +8,17 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.model.rules import PackerName
 from streampack.core.packers import PACKERS, Choice, Packer, pack_lengths, packer, parameters_of
 from streampack.core.packers.blocks.tumbling import Tumbling
 from streampack.core.packers.joint.joint import Joint
+from streampack.core.packers.registry import PackerName
 from streampack.core.packers.window import I64
 from streampack.errors import ConfigError, SampleError
 from tests.core.packers.oracles.exact_fill import exact_fill_oracle
@@ -35,7 +35,12 @@ ROOT = Path(__file__).resolve().parents[3]
 class ExactFillOracle:
     """The oracle of exact_fill, held to the same rules as the packers."""
 
+    config_key: ClassVar[str] = "packer"
+    max_budget: ClassVar[int | None] = None
     name: str = "exact_fill oracle"
+
+    def max_wait(self, window: int, held: int) -> int:
+        return window + held
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None

@@ -92,7 +92,7 @@ def test_overlong_samples_are_cut_dropped_or_split_as_the_broker_does(
 def test_the_packs_are_those_of_pack_lengths(
     lengths: list[int], packer: str, align: int, window: int, packs: int
 ) -> None:
-    rules = Rules(budget=64, packs=packs, packer=packer, window=window, align=Align(align, align))  # type: ignore[arg-type]
+    rules = Rules(budget=64, packs=packs, packer=packer, window=window, align=Align(align, align))
     try:
         expected = pack_lengths(lengths, 64, packer, window, align)
     except UserError:

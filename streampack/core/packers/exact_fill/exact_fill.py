@@ -52,6 +52,7 @@ Lengths and budget are in any one unit: tokens, or multiples of the alignment, w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -70,11 +71,18 @@ class ExactFill:
     ``max_samples_per_pack``: None for no cap.
     """
 
+    config_key: ClassVar[str] = "packer"
+    max_budget: ClassVar[int | None] = MAX_BUDGET
+
     name: str = "exact_fill"
     max_samples_per_pack: int | None = None
 
     def __post_init__(self) -> None:
         check_cap(self.max_samples_per_pack)
+
+    def max_wait(self, window: int, held: int) -> int:
+        """See ``Packer`` and the module."""
+        return window + held
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None

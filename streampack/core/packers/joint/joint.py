@@ -54,9 +54,11 @@ Lengths and budget are in any one unit, the budget below 2**24, so that sums of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
+from streampack.core.packers.joint import joint_bounds
 from streampack.core.packers.joint.joint_bounds import PATIENCE
 from streampack.core.packers.window import I64, Choice
 from streampack.errors import ConfigError
@@ -72,6 +74,9 @@ class Joint:
     protocol's; it returns whole groups, so packs may come that were not asked for.
     """
 
+    config_key: ClassVar[str] = "balance.kind"
+    max_budget: ClassVar[int | None] = MAX_BUDGET
+
     name: str = "joint"
     group: int = 8
     patience: int = PATIENCE
@@ -82,6 +87,10 @@ class Joint:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"got {name}={value}, expected at least 1")
+
+    def max_wait(self, window: int, held: int) -> int:
+        """See ``Packer``; what ``joint_bounds`` promises in groups, in packs."""
+        return self.group * joint_bounds.max_wait(self.group, self.patience, held)
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
