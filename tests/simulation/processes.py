@@ -15,7 +15,7 @@ from streampack.core.protocol.events import Effect, Event, FromBroker, Report, S
 from streampack.core.protocol.producer_messages import Offer
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_base import Chunk, Finish, Key, Leave, Session
-from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
+from streampack.core.sessions.producer_session import EndOfPartition, Forget, LeasePhase, ProducerSession, Read
 from streampack.core.sessions.push_session import PushSession
 from tests.simulation.data import Case
 
@@ -104,6 +104,13 @@ class ProducerProcess(Process):
         """Stop with a farewell."""
         self._leaving = True
         self.handle(Leave())
+
+    def handle(self, event: Event) -> None:
+        super().handle(event)
+        for held in self.session.held.values():
+            phase = held.phases.now
+            assert phase is not LeasePhase.OVER, held.phases
+            assert (phase is LeasePhase.HOLDING) == (held.chunk is not None), held.phases
 
     def perform(self, effect: Effect) -> None:
         if isinstance(effect, Read):

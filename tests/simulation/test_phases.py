@@ -11,12 +11,13 @@ import pytest
 from streampack.core.model.phases import Phases
 from streampack.core.serve.rank_registry import READER_PHASES, ReaderPhase
 from streampack.core.sessions.client_session import CLIENT_PHASES, ClientPhase
+from streampack.core.sessions.producer_session import LEASE_PHASES, LeasePhase
 from streampack.errors import InternalError
 from tests.simulation.attaching import Walk
 from tests.simulation.world import run
 
 MAX_SEEDS, MAX_WALKS, TURNS = 30, 2000, 400
-TABLES: tuple[dict[Any, frozenset[Any]], ...] = (CLIENT_PHASES, READER_PHASES)
+TABLES: tuple[dict[Any, frozenset[Any]], ...] = (CLIENT_PHASES, READER_PHASES, LEASE_PHASES)
 
 
 def test_every_transition_is_reached_in_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,3 +57,4 @@ def test_only_the_phase_over_has_no_way_out() -> None:
     closed = [phase for phase, following in CLIENT_PHASES.items() if following <= {phase}]
     assert closed == [ClientPhase.OVER]
     assert [phase for phase, following in READER_PHASES.items() if not following] == [ReaderPhase.GONE]
+    assert [phase for phase, following in LEASE_PHASES.items() if not following] == [LeasePhase.OVER]

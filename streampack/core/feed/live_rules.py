@@ -1,11 +1,11 @@
 """The rules that a feed goes by, as they change while it runs.
 
-A change holds from a step on that nobody has had when it is asked for. It is recorded at once, so that it is not
-forgotten, and again when that step is about to be formed: the position, in samples merged, is known then, and the
-merge goes by it whenever it comes to that position again. No position is inside a group, of which a stream that is
-removed would leave a part, nor before that of the last snapshot, which was taken without the change. Streams that join
-are known from the moment that they are asked for, since their producers may come; their partitions take their quota
-from what may be merged.
+A change holds from a step on that no rank has had when the change is asked for. It is recorded at once, so that it is
+not forgotten, and again when that step is about to be formed. The position, in samples merged, is known then, and the
+merge follows the change whenever it comes to that position again. No position is inside a group, because a stream that
+is removed would leave a part of the group. No position is before that of the last snapshot, which was taken without
+the change. A stream that joins is known from the moment that it is asked for, since its producers may come. Its
+partitions take their quota from what may be merged.
 """
 
 from __future__ import annotations
@@ -36,43 +36,43 @@ class LiveRules:
         self._feed, self._rules, self._history, self._recorder = feed, rules, history, recorder
         self._admission, self._merge, self._memory, self._leases = admission, merge, memory, leases
         self.applied = 0
-        """Changes that the merge goes by."""
+        """Number of changes that the merge follows."""
 
     @property
     def latest(self) -> Rules:
-        """With every change that was asked for."""
+        """The rules with every change that was asked for."""
         changes = self._history.changes
         return changes[-1].rules if changes else self._rules
 
     @property
     def current(self) -> Rules:
-        """As the merge goes by them."""
+        """The rules that the merge follows."""
         return self._history.changes[self.applied - 1].rules if self.applied else self._rules
 
     @property
     def waiting(self) -> bool:
-        """Are there changes that the merge does not go by yet?"""
+        """Whether there are changes that the merge does not follow yet."""
         return self.applied < len(self._history.changes)
 
     @property
     def num_partitions(self) -> int:
-        """Of all streams, those asked for too."""
+        """Number of partitions of all streams, with those that were asked for."""
         return _partitions(self.latest)
 
     @property
     def spare_partitions(self) -> int:
-        """How many may join before memory is short."""
+        """Number of partitions that may join before memory is short."""
         return max(self._memory.limit_tokens - self._memory.needed_tokens, 0) // self._leases.partitions.quota_tokens
 
     @property
     def next_position(self) -> int:
-        """The position that the merge must not pass before the rules change; NOWHERE if they do not."""
+        """The position that the merge must not pass before the rules change; ``NOWHERE`` if they do not."""
         changes = self._history.changes
         position = changes[self.applied].position if self.applied < len(changes) else -1
         return position if position >= 0 else NOWHERE
 
     def waits_for_group(self, next_step: int, in_group: bool) -> bool:
-        """Is a change due at ``next_step``, which must wait until a group is merged whole?"""
+        """Return whether a change is due at ``next_step`` that must wait until a group is merged whole."""
         changes = self._history.changes[self.applied : self.applied + 1]
         return in_group and any(self._is_due(change, next_step) for change in changes)
 
@@ -85,9 +85,19 @@ class LiveRules:
         return change.position < 0 and max(change.step, self._history.num_steps) <= next_step
 
     def ask(self, rules: Rules, unformed: int, at_step: int | None, note: str) -> tuple[list[Effect], int]:
-        """Go by ``rules`` from ``at_step`` on, or a later step that nobody has: ``unformed`` is the first; which.
+        """Change to ``rules`` from ``at_step`` on, or from a later step that no rank has.
 
-        Raises ValueError where the feed has ended, or memory is short.
+        Args:
+            rules: The new rules.
+            unformed: The first step that no rank has.
+            at_step: The step that was asked for, if one was.
+            note: A text for the record.
+
+        Returns:
+            The effects, and the step.
+
+        Raises:
+            ValueError: The feed has ended, or memory is short.
         """
         history = self._history
         if history.end is not None:
@@ -117,9 +127,11 @@ class LiveRules:
             partitions.intakes[p].closed = True
 
     def apply(self, next_step: int, in_group: bool = False) -> list[Effect]:
-        """Go by other rules, where a change was asked for or is recorded; the first time, record where.
+        """Have the merge follow the changes that are due, and record the position of each the first time.
 
-        ``next_step`` is about to be formed; ``in_group``: the last sample merged has others of its group behind it.
+        Args:
+            next_step: The step that is about to be formed.
+            in_group: Whether the last sample merged has others of its group behind it.
         """
         effects: list[Effect] = []
         merge, changes = self._merge.current, self._history.changes

@@ -7,6 +7,7 @@
 - ``backoff``: when a message without an answer is sent again.
 - ``patience``: how long a trainer waits before it is told that nothing will come.
 
-A session says states and repeats them until they hold, so no message has to arrive. Sessions know the protocol. They do
-not know the broker's insides, sockets or clocks: time comes as an event.
+A session sends states and repeats them until they hold, so no message has to arrive. A client, and each lease of a
+producer, is in one phase of an enum; a table has the phases that may follow. Sessions know the protocol. They do not
+know the broker's insides, sockets or clocks: time comes as an event.
 """

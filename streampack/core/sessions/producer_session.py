@@ -1,18 +1,19 @@
 """A producer's side of the protocol, as a pure state machine: ``handle(event) -> effects``.
 
-The broker leases partitions and says where each begins; the session asks its shell to read there,
-holds at most one chunk a partition until the credits allow it, and sends it once. It never sends
-again what it sent: if something was lost the broker begins a new session at the gap, and the
-source, which can seek, reads it again. Where nothing follows that would show the gap, the session
-says how far it has sent. What a chunk holds is the shell's business.
+The broker leases partitions and says where each begins. The session asks its shell to read there, holds at most one
+chunk of a partition until the credits allow it, and sends it once. It never sends a chunk again: if something was lost,
+the broker begins a new session at the gap, and the source, which can seek, reads it again. Where nothing follows that
+would show the gap, the session tells the broker how far it has sent. It does not know what a chunk holds.
+
+Each lease is in a ``LeasePhase``; ``LEASE_PHASES`` has the phases that may follow.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
-from msgspec import Struct
-
+from streampack.core.model.phases import Phases
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.protocol.message import Bye, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Done, Eos, Flow, Lease, Offer, Revoke, Samples, Sent
@@ -41,36 +42,85 @@ class Forget(Effect, frozen=True):
     session: Session
 
 
-class _Held(Struct):
+class LeasePhase(Enum):
+    """How far a lease is. ``ended``: nothing more is read or sent but the end."""
+
+    READING = ("its next chunk is being read", False)
+    HOLDING = ("its next chunk waits for credit", False)
+    ENDED = ("all is sent, and the broker has not confirmed the end", True)
+    SETTLED = ("the broker wants no more of it", True)
+    OVER = ("the broker has begun another session, or given it to another producer", True)
+
+    def __init__(self, text: str, ended: bool) -> None:
+        self.text, self.ended = text, ended
+
+
+_CLOSED = frozenset({LeasePhase.SETTLED, LeasePhase.OVER})
+LEASE_PHASES = {
+    LeasePhase.READING: _CLOSED | {LeasePhase.HOLDING, LeasePhase.ENDED},
+    LeasePhase.HOLDING: _CLOSED | {LeasePhase.READING},
+    LeasePhase.ENDED: _CLOSED,
+    LeasePhase.SETTLED: frozenset({LeasePhase.OVER}),
+    LeasePhase.OVER: frozenset[LeasePhase](),
+}
+"""The phases that may follow each. A chunk is held (``HOLDING``) for no time where the credits allow it."""
+
+
+@dataclass(slots=True)
+class HeldLease:
+    """A partition that is leased, and how far it was read and sent.
+
+    Attributes:
+        lease: The broker's terms.
+        session: The session that the lease has begun.
+        next_seq: Number of the next sample to send.
+        window: How far may be sent.
+        chunk: The chunk that waits for credit.
+        phases: How far the lease is.
+    """
+
     lease: Lease
     session: Session
     next_seq: int
     window: Window
-    reading: bool = False
     chunk: Chunk | None = None
-    ended: bool = False
-    ended_known: bool = False
+    phases: Phases[LeasePhase] = field(init=False)
+
+    def __post_init__(self) -> None:
+        who = f"the lease of stream {self.lease.stream!r} partition {self.lease.partition}"
+        self.phases = Phases(who, LEASE_PHASES, LeasePhase.READING)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more is read or sent but the end."""
+        return self.phases.now.ended
+
+    def close(self, to: LeasePhase) -> None:
+        """Drop the chunk, which nobody wants any more, and enter the phase ``to``."""
+        self.chunk = None
+        self.phases.go(to)
 
 
 @dataclass(slots=True, kw_only=True)
 class ProducerSession(Sender):
-    """State of one producer process; ``offers`` are the streams it can read."""
+    """State of one producer process; ``offers`` are the streams that it can read."""
 
     offers: list[Offer]
-    held: dict[Key, _Held] = field(default_factory=dict)
+    held: dict[Key, HeldLease] = field(default_factory=dict)
     _last_session: dict[Key, Session] = field(default_factory=dict)
 
     def waiting_for(self) -> str:
-        """What keeps the producer from sending, for a person; empty if nothing does."""
+        """Return a text that says why the producer sends nothing; empty where it sends."""
         if self._last_heard is None or self.silent_s > 5:
             return "an answer of the broker"
         if not self.held:
             return "a lease: other producers hold every partition, or all have ended"
-        if all(held.ended_known for held in self.held.values()):
+        phases = {held.phases.now for held in self.held.values()}
+        if phases == {LeasePhase.SETTLED}:
             return "the trainers to read it: everything is delivered, and would be sent again if they begin again"
-        if all(held.ended for held in self.held.values()):
+        if all(phase.ended for phase in phases):
             return "the other producers: everything leased here is sent"
-        if all(held.chunk is not None or held.ended for held in self.held.values()):
+        if LeasePhase.READING not in phases:
             return (
                 "credit: the broker holds all it may until trainers, other streams or its log move on: see its status"
             )
@@ -92,9 +142,14 @@ class ProducerSession(Sender):
         return self._end(event) if isinstance(event, EndOfPartition) else []
 
     def _forget_sessions(self) -> list[Effect]:
-        forgotten: list[Effect] = [Forget(key, held.session) for key, held in self.held.items()]
+        effects = [self._forget(key, held) for key, held in self.held.items()]
         self.held.clear()
-        return forgotten
+        return effects
+
+    def _forget(self, key: Key, held: HeldLease) -> Effect:
+        """End the session of a lease."""
+        held.close(LeasePhase.OVER)
+        return Forget(key, held.session)
 
     def _remind_all(self) -> list[Effect]:
         return [e for held in self.held.values() for e in self._remind(held)]
@@ -112,31 +167,33 @@ class ProducerSession(Sender):
 
     def _lease(self, lease: Lease, number: int) -> list[Effect]:
         key = (lease.stream, lease.partition)
-        known, session = self.held.get(key), (self.epoch, number)
+        session = (self.epoch, number)
         if self._last_session.get(key, (0, 0)) >= session:
             return []
         self._last_session[key] = session
-        effects: list[Effect] = [Forget(key, known.session)] if known is not None else []
-        held = self.held[key] = _Held(lease, session, lease.first_seq, Window(lease.first_seq))
-        return effects + self._move(held)
+        known = self.held.get(key)
+        effects = [self._forget(key, known)] if known is not None else []
+        self.held[key] = HeldLease(lease, session, lease.first_seq, Window(lease.first_seq))
+        return [*effects, Read(lease, session, lease.first_seq)]
 
     def _flow(self, flow: Flow, number: int) -> list[Effect]:
         held, session = self.held.get((flow.stream, flow.partition)), (self.epoch, number)
         if held is None or held.session != session:
             return self._hello_again() if held is None or held.session < session else []
         held.window.widen(flow)
-        held.ended_known = held.ended_known or flow.ended
-        if flow.ended and not held.ended:  # the feed ends before the stream does
-            held.ended, held.chunk = True, None
-            return [Forget((flow.stream, flow.partition), session)]
-        return self._move(held)
+        if not flow.ended:
+            return self._move(held)
+        early = not held.ended  # the feed ends before the stream does
+        if held.phases.now is not LeasePhase.SETTLED:
+            held.close(LeasePhase.SETTLED)
+        return [Forget((flow.stream, flow.partition), session)] if early else []
 
     def _revoke(self, key: Key, number: int) -> list[Effect]:
         held, session = self.held.get(key), (self.epoch, number)
         if held is None or held.session != session:
             return []
         del self.held[key]
-        return [Forget(key, session)]
+        return [self._forget(key, held)]
 
     def _over(self, message: Reject | Done | Bye) -> list[Effect]:
         self._finished = True
@@ -151,7 +208,7 @@ class ProducerSession(Sender):
         held = self.held.get(chunk.key)
         if held is None or held.session != chunk.session or held.ended:
             return []
-        held.reading = False
+        held.phases.go(LeasePhase.HOLDING)
         held.chunk = chunk
         return self._move(held)
 
@@ -159,43 +216,39 @@ class ProducerSession(Sender):
         held = self.held.get(event.key)
         if held is None or held.session != event.session or held.ended:
             return []
-        held.reading = False
-        held.ended = True
+        held.phases.go(LeasePhase.ENDED)
         return [self._eos(held)]
 
     # Moving on
 
-    def _move(self, held: _Held) -> list[Effect]:
+    def _move(self, held: HeldLease) -> list[Effect]:
         """Send the chunk held if the credits allow it, and read the next."""
-        effects: list[Effect] = []
         chunk = held.chunk
-        if chunk is not None:
-            stop = held.next_seq + chunk.num_samples
-            if not held.window.allows(stop, chunk.num_bytes):
-                return []
-            samples = Samples(
-                stream=chunk.key[0], partition=chunk.key[1], base_seq=held.next_seq, lengths_u32=chunk.lengths_u32,
-                crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=chunk.cursor,
-                rejected=chunk.rejected, lost_tokens=chunk.lost_tokens, pass_ended=chunk.pass_ended,
-            )  # fmt: skip
-            effects.append(self._send(samples, held.session, chunk))
-            held.next_seq = stop
-            held.window.sent_bytes += chunk.num_bytes
-            held.chunk = None
-        if not held.reading and not held.ended:
-            held.reading = True
-            effects.append(Read(held.lease, held.session, held.next_seq))
-        return effects
+        if chunk is None:
+            return []
+        stop = held.next_seq + chunk.num_samples
+        if not held.window.allows(stop, chunk.num_bytes):
+            return []
+        samples = Samples(
+            stream=chunk.key[0], partition=chunk.key[1], base_seq=held.next_seq, lengths_u32=chunk.lengths_u32,
+            crcs_u32=chunk.crcs_u32, loss_tokens_u32=chunk.loss_tokens_u32, cursor=chunk.cursor,
+            rejected=chunk.rejected, lost_tokens=chunk.lost_tokens, pass_ended=chunk.pass_ended,
+        )  # fmt: skip
+        held.next_seq = stop
+        held.window.sent_bytes += chunk.num_bytes
+        held.chunk = None
+        held.phases.go(LeasePhase.READING)
+        return [self._send(samples, held.session, chunk), Read(held.lease, held.session, stop)]
 
-    def _remind(self, held: _Held) -> list[Effect]:
-        """Say again what the broker seems not to know: the end, or that all of this was sent."""
+    def _remind(self, held: HeldLease) -> list[Effect]:
+        """Repeat what the broker seems not to know: the end, or that all of this was sent."""
         if held.ended:
-            return [] if held.ended_known else [self._eos(held)]
+            return [self._eos(held)] if held.phases.now is LeasePhase.ENDED else []
         if not held.window.seems_lost(held.next_seq):
             return []
         stream, partition = held.lease.stream, held.lease.partition
         return [self._send(Sent(stream=stream, partition=partition, next_seq=held.next_seq), held.session)]
 
-    def _eos(self, held: _Held) -> Effect:
+    def _eos(self, held: HeldLease) -> Effect:
         eos = Eos(stream=held.lease.stream, partition=held.lease.partition, total=held.next_seq)
         return self._send(eos, held.session)

@@ -64,6 +64,7 @@ from streampack.core.protocol.trainer_messages import (
 )
 from streampack.core.sessions.producer_base import PING_S, Chunk, Failed, Finish, Leave
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
+from streampack.errors import InternalError
 from streampack.wire import frames as wire
 from streampack.wire.frames import ALL_MESSAGES
 
@@ -1065,6 +1066,14 @@ def test_a_read_of_an_older_broker_is_not_taken_for_one_of_the_new() -> None:
     assert [(e.session, e.seq) for e in effects if isinstance(e, Read)] == [((EPOCH + 1, 1), 5)]
     session.handle(chunk(session=1, epoch=EPOCH))
     assert session.held["b", 0].chunk is None
+
+
+def test_a_chunk_that_was_not_asked_for_raises_with_the_phases_of_its_lease() -> None:
+    session = producer()
+    session.handle(from_broker(lease()))
+    session.handle(chunk())
+    with pytest.raises(InternalError, match=r"stream 'b' partition 0 .* from HOLDING to HOLDING.*READING -> HOLDING$"):
+        session.handle(chunk())
 
 
 def test_a_lease_that_was_revoked_is_not_taken_up_again() -> None:
