@@ -5,6 +5,16 @@
 update over a mesh, and ``way_back`` puts results in the packs' order back into that of the samples.
 The library needs no torch and no numba, which a client uses where it is installed (extra ``fast``); what the daemons
 need is the extra ``service``.
+
+The folders are stages of the data's way; ``__init__`` of each says what its files do. Beside them:
+
+- ``local``: the loader with no daemon.
+- ``planning``: ``plan_step``.
+- ``errors``: every error, in one tree.
+- ``version``: the version, of the library and of the services.
+- ``__main__``: the command ``streampack``.
+
+No module imports this one: it imports each name from where the name is defined.
 """
 
 from importlib import import_module

@@ -1,7 +1,13 @@
-"""How trainers' frameworks take a loader: one module a framework, which is imported when it is asked for.
+"""Integrations: how trainers' frameworks take a loader. A module is imported when it is asked for.
 
-Each is thin: what a framework calls is translated to what a loader has (``steps``, ``state_dict``, ``commit``), and
-what it would do wrong with packs is refused with a line that says what to set instead.
+- ``hf``: the Trainer of transformers, and TRL. ``hf_checks``: settings that it refuses. ``hf_isolation``: whether a
+  model keeps the samples of a pack apart.
+- ``lightning``: Lightning's Trainer.
+- ``megatron``: Megatron-LM.
+- ``torchtitan``: torchtitan.
+
+Each is thin. It translates what a framework calls to what a loader has (``steps``, ``state_dict``, ``commit``), and
+refuses what the framework would do wrong with packs, with a line that says what to set instead.
 """
 
 from __future__ import annotations
