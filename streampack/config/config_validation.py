@@ -14,7 +14,7 @@ from streampack.errors import ConfigError, UserError
 from streampack.transport.endpoints import check_endpoint
 
 _MAX_CHUNK_BYTES = 256 << 20
-"""A quarter of the payload that a message may have (``wire.MAX_PAYLOAD_BYTES``)."""
+"""A quarter of the payload that a message may have (``wire.frames.MAX_PAYLOAD_BYTES``)."""
 _MIN_LOG_BYTES = 256 << 20
 """Four files: one is written, one is ready, and only whole ones can go."""
 

@@ -180,6 +180,7 @@ class LeaseLimits:
 
 
 def is_by_sample(each: Field) -> bool:
+    """Return whether the field has one value for each sample, not for each token."""
     return each.axis == "sample"
 
 

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 
 
 def side_stream(device: Any) -> SideStream | None:
+    """Return what copies to ``device``, None for the CPU and for no device.
+
+    Raises:
+        UserError: torch cannot use the device.
+    """
     if device is None:
         return None
     import torch

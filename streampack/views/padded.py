@@ -36,6 +36,7 @@ def rows(pack: Pack, rules: Rules) -> dict[str, NDArray[Any]]:
 
 
 def padded_view(pack: Pack, format: str, rules: Rules, halves: frozenset[str]) -> View:
+    """Return a padded micro-batch as a view in ``format``. The fields ``halves`` are bfloat16."""
     from streampack.views.tensors import tensor
 
     arrays = {**pack, **rows(pack, rules)}

@@ -3,7 +3,7 @@
 The log is the only truth of a run: whoever reads it from its first record on knows which step holds
 which samples, and can go on. A record states a fact and is never changed; what it says of a step, a
 partition or a feed, a later one may only add to. Names of streams and feeds, not numbers, so that a
-record can be read without the one before it; arrays as little-endian bytes, as in ``messages``.
+record can be read without the one before it; arrays as little-endian bytes, as in messages.
 How a record becomes bytes is ``wire``'s, where they lie the log's.
 """
 

@@ -19,6 +19,7 @@ from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.form.former import Former
 from streampack.core.intake.intake import apply_overlong
+from streampack.core.model.fields import Field
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Balance, Batch, Rules, Warmup
 from streampack.core.model.samples import I64, ROW, SampleTable
@@ -300,7 +301,7 @@ def test_fields_by_token_are_rows_too_and_those_by_sample_are_not() -> None:
             {"name": "advantages", "dtype": "float32", "shape": [2]},
             {"name": "reward", "dtype": "float32", "axis": "sample"},
         ],
-        type=tuple[streampack.core.fields.Field, ...],
+        type=tuple[Field, ...],
     )
     formed = Formed(rules_of(8), ROLL)
     values = {"advantages": np.arange(16, dtype=np.float32).reshape(8, 2), "reward": np.ones(2, np.float32)}
@@ -366,7 +367,7 @@ def test_what_speaks_of_packs_is_refused_beside_padded(key: str, value: Any) -> 
 
 @pytest.mark.parametrize("name", ["attention_mask", "shift_labels"])
 def test_a_field_of_a_name_that_rows_have_is_refused(name: str) -> None:
-    fields = (streampack.core.fields.Field(name=name, dtype="int32"),)
+    fields = (Field(name=name, dtype="int32"),)
     with pytest.raises(ValueError, match=f"got the field {name} with padded: true, expected another name"):
         msgspec.structs.replace(rules_of(8), fields=fields)
     msgspec.structs.replace(Rules(), fields=fields)
