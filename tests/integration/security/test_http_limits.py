@@ -11,15 +11,16 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
+from streampack_services.broker.status import BrokerStatus
 from streampack_services.http import http_limits
 from streampack_services.http.server import HttpServer
 
+from tests.blank import blank
 from tests.integration.running import PATIENCE_S
 
-SNAPSHOT = {"run": "limited", "ready": True, "state": "serving", "taken_at": 1e12, "feeds": {}}
+STATUS = blank(BrokerStatus, run="limited", ready=True, state="serving", taken_at=1e12)
 WHOLE_S = 0.4
 HEAD = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -34,9 +35,9 @@ class Served:
         self.host, port = self.server.url.removeprefix("http://").split(":")
         self.port = int(port)
 
-    def _snapshot(self) -> Any:
+    def _snapshot(self) -> BrokerStatus:
         self.go.wait(PATIENCE_S)
-        return SNAPSHOT
+        return STATUS
 
     def connect(self) -> socket.socket:
         return socket.create_connection((self.host, self.port), timeout=PATIENCE_S)
