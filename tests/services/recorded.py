@@ -30,7 +30,7 @@ from streampack.core.journal.log_records import (
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import ROW, SampleTable, index_of
-from streampack.core.model.steps import FIRST_CHAIN, Step, chain_digest, pack_digests, step_digest
+from streampack.core.model.steps import FIRST_CHAIN, PlannedStep, chain_digest, pack_digests, step_digest
 from streampack.wire.record_frames import encode_record
 
 FEED = "train"
@@ -111,7 +111,7 @@ class Run:
                 self.records.append(TailDropped(feed=FEED, lineage=self.lineage, step=step, rows=rows))
             self.records.append(FeedEnded(feed=FEED, lineage=self.lineage, num_steps=step, chain=chain))
 
-    def _write(self, steps: list[Step]) -> None:
+    def _write(self, steps: list[PlannedStep]) -> None:
         for step in steps:
             counts, rows = step.packs.counts.astype("<u4"), self.table.rows(step.packs.handles)
             self.records.append(

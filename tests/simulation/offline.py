@@ -22,7 +22,7 @@ from streampack.core.intake.intake import apply_overlong
 from streampack.core.journal.log_records import BatchMarked, ChunkAdmitted, PartitionEnded
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.samples import I64, KEEPS, Keep, SampleTable
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 from tests.simulation.data import BUDGET, Case, Id, case
 from tests.simulation.disk import Disk
 
@@ -32,7 +32,7 @@ class Reference:
     """The steps of a case; ``rows[step][pack]`` are a pack's tokens [T], ``ids[step][pack]`` its samples; ``left``
     those of ``tail: drop``, ``rejected`` (stream, index) of those that are in no step."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedStep, ...]
     rows: tuple[NDArray[Any], ...]
     ids: tuple[tuple[list[Id], ...], ...]
     chain: bytes
@@ -95,7 +95,7 @@ class Packing:
     def steps(self) -> Reference:
         """Everything is entered; every sample is seen to be in exactly one place."""
         this, merge, former = self.this, self.merge, Former(self.this.rules, self.table)
-        steps: list[Step] = []
+        steps: list[PlannedStep] = []
         while not former.closed:
             taken = merge.take(1 << 40)
             former.admit(taken.handles, taken.lengths)

@@ -37,7 +37,7 @@ from streampack.core.journal.log_records import ChunkAdmitted
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Formed
 from streampack.core.protocol.events import Effect, FromBroker, Send
 from streampack.core.protocol.message import Envelope
@@ -446,7 +446,7 @@ def samples_are_lost_that_were_said_to_be_safe(patch: Patch) -> None:
 @mutant("R2")
 def a_step_goes_out_before_its_record_is_safe(patch: Patch) -> None:
     def hand_out(original: Any, self: Outbox) -> Any:
-        self._waiting = deque((-1 if isinstance(what, Step) else lsn, what) for lsn, what in self._waiting)
+        self._waiting = deque((-1 if isinstance(what, PlannedStep) else lsn, what) for lsn, what in self._waiting)
         return original(self)
 
     _wrap(patch, Outbox, "hand_out", hand_out)
@@ -484,7 +484,7 @@ def the_end_is_recorded_each_time(patch: Patch) -> None:
 @mutant("R8")
 def the_end_goes_out_before_its_record_is_safe(patch: Patch) -> None:
     def hand_out(original: Any, self: Outbox) -> Any:
-        self._waiting = deque((lsn if isinstance(what, Step) else -1, what) for lsn, what in self._waiting)
+        self._waiting = deque((lsn if isinstance(what, PlannedStep) else -1, what) for lsn, what in self._waiting)
         return original(self)
 
     _wrap(patch, Outbox, "hand_out", hand_out)

@@ -21,7 +21,7 @@ from streampack.core.intake.intake import apply_overlong
 from streampack.core.merge.schedule import Merge, merge_of
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, IGNORE_INDEX, SampleTable
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 from streampack.sources import Cursor, Source, SourceSettings, open_source
 from tests.soak.checksum import crc_of
 from tests.soak.job import Job
@@ -124,7 +124,7 @@ def pack_offline(job: Job) -> Golden:
     def identify(handles: I64) -> list[Id]:
         return [(int(table.stream[h]), int(table.index[h]), int(table.part[h])) for h in handles]
 
-    def golden(step: Step) -> GoldenStep:
+    def golden(step: PlannedStep) -> GoldenStep:
         packs = (GoldenPack(identify(p.handles), [tokens[h] for h in p.handles.tolist()]) for p in step.packs)
         return GoldenStep(
             step.digest.hex(), step.chain.hex(), step.num_loss_tokens, step.num_samples, tuple(packs)

@@ -23,7 +23,7 @@ from streampack.core.intake.intake import apply_overlong
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.rules import PACKER_KEYS, Balance, Overlong, Rules, StreamRules
 from streampack.core.model.samples import I64, SampleTable
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 from streampack.core.packers import parameters_of
 from streampack.core.packers.joint.joint_bounds import PATIENCE
 from streampack.core.stats.fill import figures
@@ -36,7 +36,7 @@ from streampack_services.forecast.rank_loads import Dealt, Samples, dealt, waste
 ALONE = Balance("joint", group=1)
 AT_ONCE = 16_384
 """Samples that are admitted together: each choice goes over all that are held."""
-Formed = tuple[list[Step], int]
+Formed = tuple[list[PlannedStep], int]
 """Steps, and how many of them were formed before the end was known."""
 
 
@@ -224,7 +224,7 @@ def formed(lengths: I64, rules: Rules, parts: I64 | None = None, at_once: int = 
     handles = table.take(len(lengths))
     table.length[handles] = lengths
     table.part[handles] = 0 if parts is None else parts
-    former, steps = Former(rules, table), list[Step]()
+    former, steps = Former(rules, table), list[PlannedStep]()
 
     def form() -> int:
         while (request := former.request(max(len(lengths), 1))) is not None:

@@ -17,7 +17,7 @@ from streampack.config.daemon_settings import PlannedMesh
 from streampack.core.deal.assignment import deal_step, packs_of_mesh, split
 from streampack.core.model.rules import Positive, Rules
 from streampack.core.model.samples import I64
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 from streampack.core.stats.padding import CAUSES, waste_of
 from streampack.errors import UserError
 
@@ -84,7 +84,7 @@ class _OneStep:
     formed: int
 
 
-def dealt(steps: list[Step], samples: Samples, dp: int, pp: int) -> Dealt:
+def dealt(steps: list[PlannedStep], samples: Samples, dp: int, pp: int) -> Dealt:
     """``steps`` whose handles are places in ``samples``, over ``dp`` ranks and ``pp`` stages.
 
     Raises UserError where the rules forbid what the mesh would need.
@@ -119,7 +119,7 @@ def _without_tail(steps: list[_OneStep], rules: Rules) -> list[_OneStep]:
     return [each for each in steps if each.slots.all()] or steps
 
 
-def _deal(step: Step, samples: Samples, dp: int, pp: int) -> _OneStep:
+def _deal(step: PlannedStep, samples: Samples, dp: int, pp: int) -> _OneStep:
     rules = samples.rules
     handles, bounds = step.packs.handles, step.packs.bounds
     columns = samples.columns[:, handles]

@@ -21,7 +21,7 @@ from streampack.core.layout.step_frames import frames_for
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, PACK, SampleTable
-from streampack.core.model.steps import Packs, Step
+from streampack.core.model.steps import Packs, PlannedStep
 from streampack.core.protocol.trainer_messages import StepPart
 from streampack.core.stats.padding import depends_on_mesh, waste_of, waste_of_rows
 
@@ -66,7 +66,7 @@ class _Dealt:
 
 @dataclass(slots=True)
 class _Kept:
-    step: Step
+    step: PlannedStep
     skipped: bool = False
     dealt: _Dealt | None = None
 
@@ -81,7 +81,7 @@ class KeptSteps:
         self.lineage = 0
         self.figures = DealtFigures()
 
-    def add(self, step: Step, skipped: bool = False) -> None:
+    def add(self, step: PlannedStep, skipped: bool = False) -> None:
         """Keep a step; of one that is ``skipped`` readers get the digests and no packs."""
         self._steps[step.number] = _Kept(step, skipped)
         if skipped:
@@ -139,7 +139,7 @@ class KeptSteps:
             handles, counts, widths, aligns = dealt.contents
             yield plan, Contents(handles[c:d], counts[a:b], widths[a:b], aligns[a:b])
 
-    def _passed_over(self, step: Step, resend: int) -> StepPart:
+    def _passed_over(self, step: PlannedStep, resend: int) -> StepPart:
         return StepPart(
             feed=self._feed, lineage=self.lineage, step=step.number, part=0, parts=1, first=0, micro_batches=0,
             digest=step.digest, chain=step.chain, num_loss_tokens=step.num_loss_tokens, num_samples=step.num_samples,

@@ -32,7 +32,7 @@ from streampack.core.model.capacity import FeedPlan
 from streampack.core.model.rules import Rules, difference
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.snapshot import Snapshot
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Formed, Release
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.trainer_messages import State
@@ -197,7 +197,7 @@ class Feed:
     def _is_ahead(self) -> bool:
         return self.next_step >= self.steps.released_upto + self._steps_ahead
 
-    def _publish(self, steps: list[Step]) -> list[Effect]:
+    def _publish(self, steps: list[PlannedStep]) -> list[Effect]:
         effects: list[Effect] = []
         for step in steps:
             self.figures.add(step, self._table.length[step.packs.handles])
@@ -212,7 +212,7 @@ class Feed:
             effects += self._close()
         return effects + self._outbox.hand_out()
 
-    def _note(self, step: Step) -> list[Effect]:
+    def _note(self, step: PlannedStep) -> list[Effect]:
         """Record a step, or see that it is what was recorded."""
         if not self._recorder.contradicts(step):
             return self._recorder.step(step, self.steps.released_upto)

@@ -13,7 +13,7 @@ from streampack.core.intake.leases import Leases
 from streampack.core.journal.history import History
 from streampack.core.journal.journal import Journal
 from streampack.core.model.samples import I64
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Release
 from streampack.core.protocol.events import Effect
 from streampack.core.serve.readers import Readers
@@ -28,9 +28,9 @@ class Outbox:
 
     def __init__(self, readers: Readers, history: History, journal: Journal, leases: Leases) -> None:
         self._readers, self._history, self._journal, self._leases = readers, history, journal, leases
-        self._waiting: deque[tuple[int, Step | Ended]] = deque()  # behind which record each
+        self._waiting: deque[tuple[int, PlannedStep | Ended]] = deque()  # behind which record each
 
-    def put(self, what: Step | Ended) -> None:
+    def put(self, what: PlannedStep | Ended) -> None:
         """A step, or the end, that everything in the log by now decides."""
         self._waiting.append((self._journal.next_lsn - 1, what))
 
@@ -40,7 +40,7 @@ class Outbox:
         absent, readers = self._leases.accounts.absent, self._readers
         while self._waiting and self._waiting[0][0] < self._journal.safe_upto:
             step = self._waiting[0][1]
-            if not isinstance(step, Step):
+            if not isinstance(step, PlannedStep):
                 effects += readers.steps.finish(*step)
             elif step.number < readers.steps.formed_upto:
                 effects.append(Release(step.packs.handles))
@@ -59,7 +59,7 @@ class Outbox:
         lsn, step = self._waiting[0]
         if lsn >= self._journal.safe_upto:
             return Missing("log", self._journal.stalled or "the step is being written to the log")
-        if not isinstance(step, Step):
+        if not isinstance(step, PlannedStep):
             return None
         absent = self._leases.accounts.absent
         again = f"samples of step {step.number} are read again"
@@ -70,6 +70,6 @@ class Outbox:
 
     def let_go(self) -> list[I64]:
         """Forget them; the handles of each step, int64 [n]."""
-        held = [step.packs.handles for _, step in self._waiting if isinstance(step, Step)]
+        held = [step.packs.handles for _, step in self._waiting if isinstance(step, PlannedStep)]
         self._waiting.clear()
         return held

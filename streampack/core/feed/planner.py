@@ -24,7 +24,7 @@ from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.snapshot import Floor, Snapshot
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Form, Formed, Release
 from streampack.core.protocol.events import Effect
 
@@ -112,12 +112,12 @@ class Planner:
         self.forming = True
         return [Form(self._feed, request, self.generation)]
 
-    def formed(self, event: Formed) -> list[Step]:
+    def formed(self, event: Formed) -> list[PlannedStep]:
         """Return the steps of a packer's choice."""
         self.forming = False
         return self._count(self.former.apply(event.choice))
 
-    def cut(self) -> list[Step]:
+    def cut(self) -> list[PlannedStep]:
         """Return the last steps of a feed, or of a pass over it, whose samples are all there."""
         return self._count(self.former.cut())
 
@@ -135,7 +135,7 @@ class Planner:
             self.former.closed = False
         return dropped
 
-    def _count(self, steps: list[Step]) -> list[Step]:
+    def _count(self, steps: list[PlannedStep]) -> list[PlannedStep]:
         recorded = self._history.last_snapshot
         self._since_snapshot += sum(step.num_samples for step in steps if step.number >= recorded)
         return steps

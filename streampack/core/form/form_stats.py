@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I32, I64
-from streampack.core.model.steps import Packs, Step
+from streampack.core.model.steps import Packs, PlannedStep
 from streampack.core.stats.fill import Totals
 from streampack.core.stats.length_histogram import LengthCounts
 from streampack.core.stats.padding import CAUSES, depends_on_mesh, waste_of_packs
@@ -59,7 +59,7 @@ class FormedFigures:
         self._num_waiting = 0
         self._tails: set[Tail] = set()
 
-    def add(self, step: Step, lengths: I32) -> None:
+    def add(self, step: PlannedStep, lengths: I32) -> None:
         """A step was formed, of samples of ``lengths``, int32 [samples]."""
         self._packs.append(step.packs)
         self._of_samples.append(lengths)

@@ -30,7 +30,7 @@ from streampack.core.model.items import item_sizes, num_whole
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, PACK, ROW, SampleTable
 from streampack.core.model.snapshot import FormState
-from streampack.core.model.steps import FIRST_CHAIN, Packs, Step, chain_digest, digests_of, step_digest
+from streampack.core.model.steps import FIRST_CHAIN, Packs, PlannedStep, chain_digest, digests_of, step_digest
 from streampack.core.packers.joint.joint import Joint
 from streampack.core.packers.joint.joint_bounds import num_outliers
 from streampack.core.packers.window import Choice, Packer
@@ -161,7 +161,7 @@ class Former:
         sizes = self._sizes[:size] if len(self._sizes) < len(self._handles) else None
         return Request(self._packer, lengths, self._ages[:size], budget, count, closed, window, sizes)
 
-    def apply(self, choice: Choice) -> list[Step]:
+    def apply(self, choice: Choice) -> list[PlannedStep]:
         """Take the packer's choice over the samples of the last ``request``; the steps now whole."""
         num_held = len(self._handles)
         taken, waited = np.empty(num_held, np.int64), np.empty(len(choice.indices), np.int64)
@@ -186,7 +186,7 @@ class Former:
         self._asked_held = self._asked_of - len(taken) if len(packs) < self._asked_count else -1
         return self.cut()
 
-    def cut(self) -> list[Step]:
+    def cut(self) -> list[PlannedStep]:
         """Whole steps out of the pending packs; once closed, the tail by its policy."""
         if self._rules.batch is not None:
             self._drop_tail()
@@ -308,11 +308,11 @@ class Former:
         )  # fmt: skip
         return Packs(handles, bounds, sums, digests_of(memoryview(identities.tobytes()), bounds))
 
-    def _make_step(self, packs: Packs) -> Step:
+    def _make_step(self, packs: Packs) -> PlannedStep:
         loss, samples = int(packs.loss_tokens.sum()), len(packs.handles)
         digest = step_digest(self.next_step, loss, samples, packs.digests)
         self.chain = chain_digest(self.chain, digest)
-        step = Step(self.next_step, packs, loss, samples, digest, self.chain)
+        step = PlannedStep(self.next_step, packs, loss, samples, digest, self.chain)
         self.next_step += 1
         return step
 

@@ -21,7 +21,7 @@ from streampack.core.journal.log_records import (
 from streampack.core.model.rules import RulesChange
 from streampack.core.model.samples import I64, ROW, SampleTable
 from streampack.core.model.snapshot import Snapshot
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.events import Effect, Report
 
 
@@ -31,11 +31,11 @@ class Recorder:
     def __init__(self, feed: str, history: History, journal: Journal, table: SampleTable) -> None:
         self._feed, self._history, self._journal, self._table = feed, history, journal, table
 
-    def contradicts(self, step: Step) -> bool:
+    def contradicts(self, step: PlannedStep) -> bool:
         """Did a step come out otherwise than it is recorded?"""
         return self._history.chain_after(step.number) not in (None, step.chain)
 
-    def step(self, step: Step, released: int) -> list[Effect]:
+    def step(self, step: PlannedStep, released: int) -> list[Effect]:
         """A step was formed; those below ``released`` were returned by every rank."""
         history = self._history
         if history.is_gone(step.number) or history.chain_after(step.number) is not None:

@@ -151,7 +151,7 @@ class Packs(Struct, frozen=True, eq=False):
         )
 
 
-class Step(Struct, frozen=True, eq=False):
+class PlannedStep(Struct, frozen=True, eq=False):
     """G packs, one optimizer update, with the denominators of the whole of it."""
 
     number: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 from streampack.core.model.capacity import MAX_PEERS
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import SampleTable
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import SendTrainer
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.message import Bye, Envelope, Who
@@ -70,7 +70,7 @@ class Readers:
         """Go on at ``step``: an earlier broker of this run has served the steps before."""
         self.steps.released_upto = self.steps.formed_upto = step
 
-    def add(self, step: Step, skipped: bool = False) -> list[Effect]:
+    def add(self, step: PlannedStep, skipped: bool = False) -> list[Effect]:
         """Take a step that was formed, and serve the readers that wait for it. A ``skipped`` one is passed over."""
         self.steps.keep(step, skipped)
         effects = self.attempts.check(self.steps.formed_upto, step.chain)

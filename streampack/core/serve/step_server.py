@@ -22,7 +22,7 @@ from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.layout.boundaries import Contents
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import SampleTable
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 from streampack.core.protocol.effects import Release, SendShard, SendTrainer
 from streampack.core.protocol.events import Effect
 from streampack.core.protocol.message import Bye, Envelope, Reject
@@ -179,7 +179,7 @@ class StepServer:
         """Pass over steps ``first`` to ``last``, those that are kept, too."""
         self.kept.skip(first, last)
 
-    def keep(self, step: Step, skipped: bool) -> None:
+    def keep(self, step: PlannedStep, skipped: bool) -> None:
         """Keep the next step; readers get only the digests of one that is ``skipped``."""
         self._missing = None  # the step after it may wait for something else
         self.kept.add(step, skipped)

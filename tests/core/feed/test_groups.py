@@ -36,7 +36,7 @@ from streampack.core.model.rule_changes import Restream
 from streampack.core.model.rules import Align, Balance, Batch, Rules, StreamRules
 from streampack.core.model.samples import KEEPS, ROW, Keep, SampleTable, index_of
 from streampack.core.model.snapshot import FormState
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 from streampack.core.packers.registry import PackerName
 from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Envelope
@@ -56,7 +56,7 @@ class Run:
     """A former fed with groups, as a merge gives them: any number of samples at a time."""
 
     def __init__(self, rules: Rules, groups: list[Group]) -> None:
-        self.rules, self.table, self.steps = rules, SampleTable(8), list[Step]()
+        self.rules, self.table, self.steps = rules, SampleTable(8), list[PlannedStep]()
         self.former, self.admitted = Former(rules, self.table), 0
         self.samples = [
             (number, length, 0 if at == len(lengths) - 1 or not keep else KEEPS[keep])  # type: ignore[index]
@@ -92,7 +92,7 @@ class Run:
         assert self.former.finished
         return [step.digest for step in self.steps]
 
-    def packs(self, step: Step) -> list[list[int]]:
+    def packs(self, step: PlannedStep) -> list[list[int]]:
         """Sample numbers by pack."""
         return [self.table.index[pack.handles].tolist() for pack in step.packs]
 

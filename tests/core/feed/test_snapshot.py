@@ -16,7 +16,7 @@ from streampack.core.merge.schedule import merge_of
 from streampack.core.model.rules import Align, Balance, Rules, StreamRules
 from streampack.core.model.samples import I64, ROW, SampleTable
 from streampack.core.model.snapshot import Snapshot
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 
 PACKERS = (
     "exact_fill",
@@ -48,7 +48,7 @@ class Planner:
         self.merge = merge_of(rules)
         self.former = Former(rules, self.table)
         self.pushed = [0] * len(partitions)
-        self.steps: list[Step] = []
+        self.steps: list[PlannedStep] = []
 
     def feed(self, partition: int, count: int) -> None:
         """Push the partition's next samples, up to the end of a pass, or its end; merge and form what can be."""

@@ -16,7 +16,7 @@ from streampack.core.form.former import Former
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Balance, Batch, Rules, Warmup
 from streampack.core.model.samples import ROW, SampleTable
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 
 PACKERS = [
     "exact_fill", "sliding_ffd", "first_fit_decreasing", "concatenative", "modified_first_fit_decreasing",
@@ -28,7 +28,7 @@ class Run:
     """A former fed with ``samples``: each the lengths of its pieces, admitted whole as a merge does."""
 
     def __init__(self, rules: Rules, samples: list[list[int]]) -> None:
-        self.samples, self.table, self.steps = samples, SampleTable(8), list[Step]()
+        self.samples, self.table, self.steps = samples, SampleTable(8), list[PlannedStep]()
         self.former, self.admitted = Former(rules, self.table), 0
 
     def admit(self, count: int) -> None:
@@ -51,7 +51,7 @@ class Run:
         self.form()
         assert self.former.finished
 
-    def ids(self, step: Step) -> list[list[tuple[int, int]]]:
+    def ids(self, step: PlannedStep) -> list[list[tuple[int, int]]]:
         """(index, part) of each sample by pack."""
         index, part = self.table.index, self.table.part
         return [[(int(index[h]), int(part[h])) for h in pack.handles] for pack in step.packs]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from streampack.core.form.former import Former
 from streampack.core.model.rules import Align, Balance, Rules, Warmup
 from streampack.core.model.samples import I64, ROW, SampleTable
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 from streampack.core.packers.joint.joint_bounds import held_tokens
 from streampack.core.packers.registry import PackerName
 
@@ -50,7 +50,7 @@ class Run:
             getattr(self.table, name)[self.handles] = [getattr(sample, name) for sample in samples]
         self.former = Former(rules, self.table)
         self.admitted = 0
-        self.steps: list[Step] = []
+        self.steps: list[PlannedStep] = []
 
     def admit(self, count: int) -> None:
         handles = self.handles[self.admitted : self.admitted + count]
@@ -74,7 +74,7 @@ class Run:
         self.steps += self.former.cut()
         assert self.former.finished
 
-    def numbers(self, step: Step) -> list[list[int]]:
+    def numbers(self, step: PlannedStep) -> list[list[int]]:
         """Sample numbers by pack."""
         of = {handle: number for number, handle in enumerate(self.handles.tolist())}
         return [[of[handle] for handle in pack.handles.tolist()] for pack in step.packs]

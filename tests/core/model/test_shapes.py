@@ -16,7 +16,7 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import ROW, SampleTable
 from streampack.core.model.shapes import Shape, Sizes, check_widths, own_widths, step_widths, width_unit
-from streampack.core.model.steps import Step
+from streampack.core.model.steps import PlannedStep
 from streampack.errors import ConfigError, SampleError
 
 BUDGET, ALIGN = 48, 4
@@ -63,7 +63,7 @@ def rules_of(shape: Shape) -> Rules:
     return Rules(budget=BUDGET, packs=6, window=8, align=Align(sample=ALIGN, pack=ALIGN), shape=shape)
 
 
-def formed(rules: Rules, lengths: list[int]) -> tuple[SampleTable, list[Step]]:
+def formed(rules: Rules, lengths: list[int]) -> tuple[SampleTable, list[PlannedStep]]:
     """The steps of samples of these lengths, in order."""
     table = SampleTable(8)
     rows = np.zeros(len(lengths), ROW)
@@ -71,7 +71,7 @@ def formed(rules: Rules, lengths: list[int]) -> tuple[SampleTable, list[Step]]:
     former = Former(rules, table)
     former.admit(table.enter(rows), np.array(lengths, np.int64))
     former.closed = True
-    steps: list[Step] = []
+    steps: list[PlannedStep] = []
     while (request := former.request()) is not None:
         steps += former.apply(request.choose())
     return table, steps + former.cut()
