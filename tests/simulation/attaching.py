@@ -19,7 +19,7 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import SampleTable
 from streampack.core.model.snapshot import FormState, MergeState, Snapshot
-from streampack.core.model.steps import Packs, PlannedStep
+from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.core.protocol.effects import SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Event, FromBroker, Send, Tick
 from streampack.core.protocol.message import Bye, Envelope, Who
@@ -46,7 +46,7 @@ def _chain(step: int) -> bytes:
 
 def _step(number: int) -> PlannedStep:
     sums = np.array([[0] * 4, [0] * 4, [0] * 4, range(4)], np.int64)
-    packs = Packs(np.zeros(0, np.int64), np.zeros(5, np.int64), sums, [b""] * 4)
+    packs = PlannedPacks(np.zeros(0, np.int64), np.zeros(5, np.int64), sums, [b""] * 4)
     return PlannedStep(number, packs, 10, 1, _chain(number), _chain(number + 1))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from streampack.core.deal.deal_kernels import loads
 from streampack.core.deal.dynamic_batches import PaddedFigures
 from streampack.core.model.samples import I64
-from streampack.core.model.steps import Packs
+from streampack.core.model.steps import PlannedPacks
 from streampack.core.stats.fill import Totals
 from streampack.core.stats.padding import CAUSES
 
@@ -51,7 +51,7 @@ class DealtFigures:
         self._ranks = 1
         self._latest: tuple[I64, I64] | None = None  # costs of the packs of the step that was dealt last, and the deal
 
-    def skip(self, packs: Packs) -> None:
+    def skip(self, packs: PlannedPacks) -> None:
         """A step of these packs is passed over."""
         self.skipped_tokens += int(packs.tokens.sum())
 

@@ -21,7 +21,7 @@ from streampack.core.layout.step_frames import frames_for
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, PACK, SampleTable
-from streampack.core.model.steps import Packs, PlannedStep
+from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.core.protocol.trainer_messages import StepPart
 from streampack.core.stats.padding import depends_on_mesh, waste_of, waste_of_rows
 
@@ -171,7 +171,7 @@ class KeptSteps:
 
     def _deal_packs(self, kept: _Kept, mesh: Mesh) -> _Dealt:
         formed, rules, is_first = kept.step.packs, self._rules, kept.dealt is None
-        packs: Packs | Portions = formed
+        packs: PlannedPacks | Portions = formed
         count = packs_of_mesh(rules, len(formed), mesh.dp, mesh.pp)
         if count > len(formed):
             packs = self._split(formed, count)
@@ -199,7 +199,7 @@ class KeptSteps:
             self.figures.deliver(packs.tokens, wasted)
         return self._in_order(packs, dealt, widths, found.widths, mesh)
 
-    def _in_order(self, packs: Packs | Portions, dealt: I64, widths: I64, aligns: I64, mesh: Mesh) -> _Dealt:
+    def _in_order(self, packs: PlannedPacks | Portions, dealt: I64, widths: I64, aligns: I64, mesh: Mesh) -> _Dealt:
         """What was dealt, rank by rank."""
         numbers, table, rules = dealt.T.ravel(), self._table, self._rules
         bounds, count = np.zeros(len(numbers) + 1, np.int64), len(packs.handles)
@@ -218,7 +218,7 @@ class KeptSteps:
             rows_u32=_u32(aligns) if rules.padded else b"",
         )  # fmt: skip
 
-    def _split(self, packs: Packs, count: int) -> Portions:
+    def _split(self, packs: PlannedPacks, count: int) -> Portions:
         slots = self._slots(packs.handles)
         keeps = self._table.keep[packs.handles]
         parts, _ = split(packs.bounds, self._rules.balance.costs(slots), keeps, count)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I32, I64
-from streampack.core.model.steps import Packs, PlannedStep
+from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.core.stats.fill import Totals
 from streampack.core.stats.length_histogram import LengthCounts
 from streampack.core.stats.padding import CAUSES, depends_on_mesh, waste_of_packs
@@ -54,7 +54,7 @@ class FormedFigures:
         self._totals, self._lengths = Totals(), LengthCounts()
         self._waste: I64 = np.zeros(len(CAUSES), np.int64)
         self._fill, self._samples = Spread(FILL_BOUNDS), Spread(SAMPLES_BOUNDS)
-        self._packs: list[Packs] = []
+        self._packs: list[PlannedPacks] = []
         self._of_samples: list[I32] = []
         self._num_waiting = 0
         self._tails: set[Tail] = set()
@@ -111,7 +111,7 @@ class FormedFigures:
     def _count(self) -> None:
         if not self._packs:
             return
-        packs = Packs.joined(self._packs)
+        packs = PlannedPacks.joined(self._packs)
         self._totals.add(packs, len(self._packs))
         if not depends_on_mesh(self._rules):
             self._waste = self._waste + waste_of_packs(packs, self._rules)

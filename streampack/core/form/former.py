@@ -30,7 +30,7 @@ from streampack.core.model.items import item_sizes, num_whole
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, PACK, ROW, SampleTable
 from streampack.core.model.snapshot import FormState
-from streampack.core.model.steps import FIRST_CHAIN, Packs, PlannedStep, chain_digest, digests_of, step_digest
+from streampack.core.model.steps import FIRST_CHAIN, PlannedPacks, PlannedStep, chain_digest, digests_of, step_digest
 from streampack.core.packers.joint.joint import Joint
 from streampack.core.packers.joint.joint_bounds import num_outliers
 from streampack.core.packers.window import Choice, Packer
@@ -76,7 +76,7 @@ class Former:
         self._ages: I64 = np.zeros(0, np.int64)
         self._since: I64 = np.zeros(0, np.int64)  # the step at which a packer first saw each, or UNSEEN
         self._arrived: list[tuple[I64, I64]] = []
-        self._pending = Packs.empty()
+        self._pending = PlannedPacks.empty()
         self._asked_held = -1  # samples held when the packer last said that it needs more
         self._asked_of = self._asked_count = 0
         self.num_samples = 0
@@ -182,7 +182,7 @@ class Former:
         if self._rules.batch is not None:
             return [self._make_step(packs)]
         self.waits.chosen(waited, seen)
-        self._pending = Packs.joined([self._pending, packs])
+        self._pending = PlannedPacks.joined([self._pending, packs])
         self._asked_held = self._asked_of - len(taken) if len(packs) < self._asked_count else -1
         return self.cut()
 
@@ -197,11 +197,11 @@ class Former:
             packs, self._pending = self._pending.cut(size)
             steps.append(self._make_step(packs))
         if self.closed and not self.num_samples and self._pending:
-            tail, self._pending = self._pending, Packs.empty()
+            tail, self._pending = self._pending, PlannedPacks.empty()
             if self._rules.tail == "drop":
                 self.dropped = np.concatenate([self.dropped, tail.handles])
             else:
-                steps.append(self._make_step(Packs.joined([tail, Packs.empty(size - len(tail))])))
+                steps.append(self._make_step(PlannedPacks.joined([tail, PlannedPacks.empty(size - len(tail))])))
         return steps
 
     @property
@@ -297,18 +297,18 @@ class Former:
         unseen = np.full(len(sizes), UNSEEN, np.int64)
         self._ages, self._since = np.concatenate([self._ages, unseen]), np.concatenate([self._since, unseen])
 
-    def _make_packs(self, handles: I64, bounds: I64) -> Packs:
+    def _make_packs(self, handles: I64, bounds: I64) -> PlannedPacks:
         if len(bounds) == 1:
-            return Packs.empty()
+            return PlannedPacks.empty()
         table, rules = self._table, self._rules
         sums, identities = np.empty((4, len(bounds) - 1), np.int64), np.empty((len(handles), 6), np.uint32)
         describe(
             handles, bounds, table.stream, table.index, table.part, table.length, table.loss_tokens, table.crc,
             rules.align.sample, *rules.balance.factors, sums, identities,
         )  # fmt: skip
-        return Packs(handles, bounds, sums, digests_of(memoryview(identities.tobytes()), bounds))
+        return PlannedPacks(handles, bounds, sums, digests_of(memoryview(identities.tobytes()), bounds))
 
-    def _make_step(self, packs: Packs) -> PlannedStep:
+    def _make_step(self, packs: PlannedPacks) -> PlannedStep:
         loss, samples = int(packs.loss_tokens.sum()), len(packs.handles)
         digest = step_digest(self.next_step, loss, samples, packs.digests)
         self.chain = chain_digest(self.chain, digest)

@@ -65,7 +65,7 @@ class Pack(Struct, frozen=True, eq=False):
     digest: bytes
 
 
-class Packs(Struct, frozen=True, eq=False):
+class PlannedPacks(Struct, frozen=True, eq=False):
     """Packs in their order; ``packs[i]`` is the ``Pack``.
 
     ``handles`` int64 [n] of all their samples; pack i holds ``handles[bounds[i]:bounds[i + 1]]``, ``bounds`` int64
@@ -79,7 +79,7 @@ class Packs(Struct, frozen=True, eq=False):
     digests: list[bytes]
 
     @classmethod
-    def empty(cls, count: int = 0) -> Packs:
+    def empty(cls, count: int = 0) -> PlannedPacks:
         """So many packs without a sample."""
         digest = hashlib.blake2b(digest_size=16).digest()
         zeros = np.zeros((4, count), np.int64)
@@ -126,7 +126,7 @@ class Packs(Struct, frozen=True, eq=False):
         return map(self.__getitem__, range(len(self)))
 
     @classmethod
-    def joined(cls, parts: Sequence[Packs]) -> Packs:
+    def joined(cls, parts: Sequence[PlannedPacks]) -> PlannedPacks:
         """All of ``parts``, one behind the other."""
         held = [part for part in parts if len(part)]
         if len(held) < 2:
@@ -140,14 +140,14 @@ class Packs(Struct, frozen=True, eq=False):
             list(chain.from_iterable(part.digests for part in held)),
         )
 
-    def cut(self, count: int) -> tuple[Packs, Packs]:
+    def cut(self, count: int) -> tuple[PlannedPacks, PlannedPacks]:
         """The first ``count``, and those behind."""
         if count == len(self):
-            return self, Packs.empty()
+            return self, PlannedPacks.empty()
         at = self.bounds[count]
         return (
-            Packs(self.handles[:at], self.bounds[: count + 1], self.sums[:, :count], self.digests[:count]),
-            Packs(self.handles[at:], self.bounds[count:] - at, self.sums[:, count:], self.digests[count:]),
+            PlannedPacks(self.handles[:at], self.bounds[: count + 1], self.sums[:, :count], self.digests[:count]),
+            PlannedPacks(self.handles[at:], self.bounds[count:] - at, self.sums[:, count:], self.digests[count:]),
         )
 
 
@@ -155,7 +155,7 @@ class PlannedStep(Struct, frozen=True, eq=False):
     """G packs, one optimizer update, with the denominators of the whole of it."""
 
     number: int
-    packs: Packs
+    packs: PlannedPacks
     num_loss_tokens: int
     num_samples: int
     digest: bytes

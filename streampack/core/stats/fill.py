@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.model.steps import Packs
+from streampack.core.model.steps import PlannedPacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Totals:
     dropped_samples: int = 0
     dropped_tokens: int = 0
 
-    def add(self, packs: Packs, steps: int = 1) -> None:
+    def add(self, packs: PlannedPacks, steps: int = 1) -> None:
         """Count the packs of a step, or of some."""
         self.steps += steps
         self.packs += len(packs)

@@ -16,7 +16,7 @@ import numpy as np
 
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
-from streampack.core.model.steps import Packs
+from streampack.core.model.steps import PlannedPacks
 
 CAUSES = ("alignment", "pack_tail", "shape", "pipeline", "empty_pack")
 
@@ -43,6 +43,6 @@ def waste_of_rows(tokens: I64, slots: I64, held: I64, rows: I64, widths: I64) ->
     return np.array(sums, np.int64)
 
 
-def waste_of_packs(packs: Packs, rules: Rules) -> I64:
+def waste_of_packs(packs: PlannedPacks, rules: Rules) -> I64:
     """The same for a step as FORM made it, where no mesh has a say."""
     return waste_of(packs.tokens, packs.slots, rules.own_widths(packs.slots), rules)

@@ -20,7 +20,7 @@ from streampack.core.model.mesh import Mesh, ReadBy
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import SampleTable
 from streampack.core.model.snapshot import FormState, MergeState, Snapshot
-from streampack.core.model.steps import Packs, PlannedStep
+from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.core.protocol.effects import Release, SendShard, SendTrainer
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.message import Bye, Envelope, Message, Reject, Who
@@ -63,7 +63,7 @@ def chain_of(step: int) -> bytes:
 
 def made_up(number: int) -> PlannedStep:
     sums = np.array([[0] * 4, [0] * 4, [0] * 4, range(4)], np.int64)
-    packs = Packs(np.zeros(0, np.int64), np.zeros(5, np.int64), sums, [b""] * 4)
+    packs = PlannedPacks(np.zeros(0, np.int64), np.zeros(5, np.int64), sums, [b""] * 4)
     return PlannedStep(number, packs, 10 * number, number, digest_of(number), chain_of(number + 1))
 
 
