@@ -1,7 +1,7 @@
 """The nouns that FORM makes: packs and steps, and the digests that name them.
 
 The packs of a step are flat: the handles of all samples in one array, and where each pack begins. A step has hundreds
-of them, and an object and an array for each would cost more than forming them does. ``Pack`` is one of them by itself,
+of them, and an object and an array for each would cost more than forming them does. ``PlannedPack`` is one of them by itself,
 made for whoever asks for it. A step's digest is a hash of its packs' digests, a pack's one of its samples' identities,
 lengths and checksums.
 """
@@ -51,7 +51,7 @@ def chain_digest(chain: bytes, digest: bytes) -> bytes:
     return hashlib.blake2b(chain + digest, digest_size=16).digest()
 
 
-class Pack(Struct, frozen=True, eq=False):
+class PlannedPack(Struct, frozen=True, eq=False):
     """Samples that share one budget: their ``handles`` int64 [n], empty for an empty pack.
 
     ``num_tokens`` real, ``num_slot_tokens`` with alignment, ``num_loss_tokens`` and ``cost`` are sums over them.
@@ -66,7 +66,7 @@ class Pack(Struct, frozen=True, eq=False):
 
 
 class PlannedPacks(Struct, frozen=True, eq=False):
-    """Packs in their order; ``packs[i]`` is the ``Pack``.
+    """Packs in their order; ``packs[i]`` is the ``PlannedPack``.
 
     ``handles`` int64 [n] of all their samples; pack i holds ``handles[bounds[i]:bounds[i + 1]]``, ``bounds`` int64
     [packs + 1] from 0 to n. ``sums`` int64 [4, packs]: of each its ``tokens``, ``slots`` (tokens with alignment),
@@ -117,12 +117,12 @@ class PlannedPacks(Struct, frozen=True, eq=False):
     def __len__(self) -> int:
         return len(self.digests)
 
-    def __getitem__(self, number: int) -> Pack:
+    def __getitem__(self, number: int) -> PlannedPack:
         begin, end = self.bounds[: len(self)][number], self.bounds[1:][number]
         tokens, slots, loss_tokens, cost = self.sums[:, number].tolist()
-        return Pack(self.handles[begin:end], tokens, slots, loss_tokens, cost, self.digests[number])
+        return PlannedPack(self.handles[begin:end], tokens, slots, loss_tokens, cost, self.digests[number])
 
-    def __iter__(self) -> Iterator[Pack]:
+    def __iter__(self) -> Iterator[PlannedPack]:
         return map(self.__getitem__, range(len(self)))
 
     @classmethod
