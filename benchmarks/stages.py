@@ -41,7 +41,7 @@ from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.producer_session import ProducerSession, Read
 from streampack.packs.build import build_step
 from streampack.packs.kernel_loader import kernels
-from streampack.packs.lazy import Packs
+from streampack.packs.lazy import LazyPacks
 from streampack.packs.slabs import Slabs
 from streampack.producer.chunk import Batch
 from streampack.producer.chunks import chunk_of
@@ -212,7 +212,7 @@ class Run:
         self._handle = meter.timed("client: session", self._client.handle)
         self._build = meter.timed("client: check a step", build_step)
         self._make = meter.timed("client: check a step", self._views.make)
-        self._take = meter.timed("client: make packs", Packs.take)
+        self._take = meter.timed("client: make packs", LazyPacks.take)
 
     def until(self, tokens: float) -> None:
         """Go on until the client has had so many."""

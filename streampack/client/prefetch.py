@@ -34,7 +34,7 @@ from streampack.errors import (
 from streampack.packs import forks
 from streampack.packs.build import build_step
 from streampack.packs.kernel_loader import kernels
-from streampack.packs.lazy import Ahead, Packs
+from streampack.packs.lazy import Ahead, LazyPacks
 from streampack.packs.slabs import Slabs
 from streampack.packs.step import Step
 from streampack.transport.keys import Key
@@ -222,7 +222,7 @@ class Prefetching:
             elif isinstance(effect, Deliver):
                 step = build_step(effect.parts, effect.attached, self._mesh, self._slabs)
                 step = self._views.make(step, effect.attached.rules)
-                if isinstance(step.packs, Packs):
+                if isinstance(step.packs, LazyPacks):
                     self._prepare(step.packs)
                 with self._changed:
                     if self.session.round == self.round:  # the trainer may have begun another by now
@@ -243,7 +243,7 @@ class Prefetching:
                 self.attached = self.session.attached
                 self._changed.notify_all()
 
-    def _prepare(self, packs: Packs) -> None:
+    def _prepare(self, packs: LazyPacks) -> None:
         """Make what the trainer should not have to make."""
         packs.ahead = self._ahead
         if kernels.derive is None:  # numpy takes ten times as long

@@ -28,7 +28,7 @@ from streampack.core.sessions.client_events import Again, Begin, Returned
 from streampack.core.sessions.client_session import ClientSession
 from streampack.core.sessions.patience import Patience
 from streampack.errors import StreampackError, UserError
-from streampack.packs.lazy import Packs
+from streampack.packs.lazy import LazyPacks
 from streampack.packs.step import Step
 from streampack.transport.keys import Key
 from streampack.views.formats import Views
@@ -60,7 +60,7 @@ class Reading:
         self._in_use: int | None = None
         # What is left of step ``_packs_of``, where packs are asked for: some that are made, and groups after them.
         self._packs: deque[Any] = deque()
-        self._source: Packs | None = None
+        self._source: LazyPacks | None = None
         self._group = self._left = self._packs_of = 0
         self._prefetching = Prefetching(endpoint, self._session, mesh, views, patience.answer_s, self._figures, key)
         try:
@@ -112,7 +112,7 @@ class Reading:
             step = self._take_step()
             if step is None:
                 raise StopIteration
-            if isinstance(step.packs, Packs):
+            if isinstance(step.packs, LazyPacks):
                 self._source, self._group = step.packs, 0
             else:
                 self._packs.extend(step.packs)

@@ -33,7 +33,7 @@ from streampack.core.protocol.trainer_messages import Attached, StepPart
 from streampack.errors import WireError
 from streampack.packs.columns import Column, Columns, part, rebased, rows
 from streampack.packs.kernel_loader import kernels
-from streampack.packs.lazy import Packs, Show
+from streampack.packs.lazy import LazyPacks, Show
 from streampack.packs.pack import Pack
 from streampack.packs.regroup import Regrouping
 from streampack.packs.slabs import Slabs
@@ -70,7 +70,7 @@ def build_step(parts: Sequence[Envelope], attached: Attached, mesh: Mesh, slabs:
     if first is None or count != first.micro_batches:
         raise WireError(f"got {count} micro-batches, expected {first.micro_batches if first else 'some'}")
     return Step(
-        first.step, Packs.of(contents), sum(content.num_tokens for content in contents), first.num_loss_tokens,
+        first.step, LazyPacks.of(contents), sum(content.num_tokens for content in contents), first.num_loss_tokens,
         first.num_samples, first.digest.hex(), first.chain.hex(), Regrouping(attached.rules, mesh.pp),
     )  # fmt: skip
 

@@ -54,7 +54,7 @@ class Ahead:
         self.slow = True
         """The trainer works long on a group: so the first of a step should be made, too, before it is asked for."""
         self._wake = wake
-        self._wanted: tuple[Packs, int] | None = None
+        self._wanted: tuple[LazyPacks, int] | None = None
         self._stopped = False
         self._handed_out_at = time.perf_counter()
 
@@ -62,7 +62,7 @@ class Ahead:
         """The trainer asks for a group, now."""
         self.slow = time.perf_counter() - self._handed_out_at > SLOW_S
 
-    def handed_out(self, packs: Packs, number: int) -> None:
+    def handed_out(self, packs: LazyPacks, number: int) -> None:
         """The trainer has got a group, and asks for the one behind it next."""
         if self.slow and number + 1 < packs.num_groups and not self._stopped:
             self._wanted = packs, number + 1
@@ -75,7 +75,7 @@ class Ahead:
         if wanted is not None:
             self.make_group(*wanted)
 
-    def make_group(self, packs: Packs, number: int) -> None:
+    def make_group(self, packs: LazyPacks, number: int) -> None:
         """One group, if it can be made."""
         with contextlib.suppress(Exception):
             packs.make_group(number)
@@ -88,7 +88,7 @@ class Ahead:
 _Group = tuple[PackMaker, int, int]
 
 
-class Packs(Sequence[Any]):
+class LazyPacks(Sequence[Any]):
     """The packs in ``groups``, of each a message's content, the first and the end; or what ``show`` makes of them.
 
     A sequence that is no tuple: who wants one, as functions do that go through any collection of tensors, takes
@@ -112,16 +112,16 @@ class Packs(Sequence[Any]):
         """Who makes groups before they are asked for."""
 
     @classmethod
-    def of(cls, contents: Sequence[PackMaker]) -> Packs:
+    def of(cls, contents: Sequence[PackMaker]) -> LazyPacks:
         """The packs of messages, one's behind another's."""
         return cls([(content, *span) for content in contents for span in content.groups(GROUP_TOKENS)])
 
-    def shown(self, show: Show) -> Packs:
+    def shown(self, show: Show) -> LazyPacks:
         """What ``show`` makes of the same packs, none of which is made yet."""
         groups = [group for group in self._groups if group is not None]
         if len(groups) < len(self._groups):
             raise InternalError("got a step some of whose packs are made, expected one that nobody has looked into")
-        return Packs(groups, show)
+        return LazyPacks(groups, show)
 
     @property
     def num_groups(self) -> int:
@@ -198,7 +198,7 @@ class Packs(Sequence[Any]):
             yield from self._group(number)
 
     def __eq__(self, other: object) -> bool:
-        return tuple(self) == (tuple(other) if isinstance(other, Packs) else other)
+        return tuple(self) == (tuple(other) if isinstance(other, LazyPacks) else other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))

@@ -27,7 +27,7 @@ from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
 from streampack.errors import UserError
 from streampack.packs.columns import Columns
-from streampack.packs.lazy import Packs
+from streampack.packs.lazy import LazyPacks
 from streampack.packs.pack import Pack
 from streampack.packs.slabs import Slabs
 from streampack.packs.step import Step
@@ -131,7 +131,7 @@ class Views:
         """``step`` with views for packs, verified where asked, and on the device. Raises InvariantError."""
         packs, regrouping = step.packs, step.regrouping
         if self.format != "numpy":
-            assert isinstance(packs, Packs), "as build_step has made them"
+            assert isinstance(packs, LazyPacks), "as build_step has made them"
             packs = packs.shown(partial(views, format=self.format, rules=rules, slabs=self._slabs))
         if regrouping is not None:
             device = None if self._stream is None else self._stream.device

@@ -233,7 +233,7 @@ def test_who_is_interrupted_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> No
     texts = [f"text number {number} " * 3 for number in range(40)]
     with streampack.local(texts, budget=64, packs=8, format="numpy", repeat=True) as loader:
         whole = [pack.sample_ids.tolist() for pack, _ in zip(loader, range(40), strict=False)]
-    failing, make = [KeyboardInterrupt, MemoryError], lazy.Packs._make
+    failing, make = [KeyboardInterrupt, MemoryError], lazy.LazyPacks._make
 
     def breaks(packs: Any, number: int) -> Any:
         if failing and threading.current_thread() is threading.main_thread():
@@ -242,7 +242,7 @@ def test_who_is_interrupted_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> No
             raise MemoryError("none for what is made ahead")
         return make(packs, number)
 
-    monkeypatch.setattr(lazy.Packs, "_make", breaks)
+    monkeypatch.setattr(lazy.LazyPacks, "_make", breaks)
     monkeypatch.setattr(lazy, "SLOW_S", 0.0)
     kernels.load()
     kernels.wait()
