@@ -54,7 +54,7 @@ class Bounds(NamedTuple):
     cap: int
 
 
-class Packs(NamedTuple):
+class BalancedPacks(NamedTuple):
     """``where`` int64 [n]: the pack of each sample, m * dp + r for rank r's m-th of ``rows``."""
 
     where: I64
@@ -95,7 +95,7 @@ def balanced_packs(
 # Below, samples are sorted, longest first.
 
 
-def _by_rank(work: I64, slots: I64, bounds: Bounds, rows: int) -> Packs | None:
+def _by_rank(work: I64, slots: I64, bounds: Bounds, rows: int) -> BalancedPacks | None:
     """Leveled; None where the samples of a rank do not fit its packs."""
     dp = bounds.dp
     rank_of = dp - 1 - _differenced(work, dp, dp)
@@ -113,7 +113,7 @@ def _by_rank(work: I64, slots: I64, bounds: Bounds, rows: int) -> Packs | None:
     return found
 
 
-def _of_ranks(rank_of: I64, work: I64, slots: I64, bounds: Bounds, rows: int, most: int) -> Packs | None:
+def _of_ranks(rank_of: I64, work: I64, slots: I64, bounds: Bounds, rows: int, most: int) -> BalancedPacks | None:
     """The same, where the ranks of samples are ``rank_of`` int64 [n] to begin with, the dearest with ``most`` work."""
     dp, budget, cap = bounds
     if len(work) * rows > MAX_PLACED or _sums(rank_of, slots, dp).max() > rows * budget:
@@ -126,26 +126,26 @@ def _of_ranks(rank_of: I64, work: I64, slots: I64, bounds: Bounds, rows: int, mo
         fits = bool(_sums(where, slots, rows * dp).max() <= budget and _sums(where, 1, rows * dp).max() <= cap)
     if not fits:
         where, fits = _kernel().place(work, slots, rank_of, dp, rows, budget, cap)
-    return _leveled(Packs(where, rows), work, slots, bounds, most) if fits else None
+    return _leveled(BalancedPacks(where, rows), work, slots, bounds, most) if fits else None
 
 
-def _by_cost(work: I64, slots: I64, bounds: Bounds, rows: int) -> Packs | None:
+def _by_cost(work: I64, slots: I64, bounds: Bounds, rows: int) -> BalancedPacks | None:
     """Not leveled; None where samples do not fit."""
     dp, budget, cap = bounds
     if len(work) * rows * dp > MAX_PLACED:
         return None
     where, fits = _kernel().place(work, slots, np.full(len(work), -1), dp, rows, budget, cap)
-    return _in_rows(Packs(where, rows), work, bounds, MOST) if fits else None
+    return _in_rows(BalancedPacks(where, rows), work, bounds, MOST) if fits else None
 
 
-def _filled(packs: list[list[int]], order: I64, work: I64, bounds: Bounds) -> Packs:
+def _filled(packs: list[list[int]], order: I64, work: I64, bounds: Bounds) -> BalancedPacks:
     where = np.empty_like(order)
     for number, pack in enumerate(packs):
         where[pack] = number
-    return _in_rows(Packs(where[order], len(packs) // bounds.dp), work, bounds, MOST)
+    return _in_rows(BalancedPacks(where[order], len(packs) // bounds.dp), work, bounds, MOST)
 
 
-def _leveled(packs: Packs, work: I64, slots: I64, bounds: Bounds, most: int) -> Packs:
+def _leveled(packs: BalancedPacks, work: I64, slots: I64, bounds: Bounds, most: int) -> BalancedPacks:
     """After exchanges; ``most`` is what the work of a rank may grow to."""
     dp, budget, cap = bounds
     where, rows = _in_rows(packs, work, bounds, most)
@@ -154,10 +154,10 @@ def _leveled(packs: Packs, work: I64, slots: I64, bounds: Bounds, most: int) -> 
     _kernel().level(
         np.append(work, free), np.append(slots, free), where, dp, rows, budget, cap, most, LOOKS * len(work)
     )
-    return _in_rows(Packs(where[: len(work)], rows), work, bounds, most)
+    return _in_rows(BalancedPacks(where[: len(work)], rows), work, bounds, most)
 
 
-def _in_rows(packs: Packs, work: I64, bounds: Bounds, most: int) -> Packs:
+def _in_rows(packs: BalancedPacks, work: I64, bounds: Bounds, most: int) -> BalancedPacks:
     """With packs numbered so that those of a micro-batch cost alike, dearest first; unless ``most`` is no bound, a rank
     keeps its packs."""
     where, rows = packs
@@ -168,10 +168,10 @@ def _in_rows(packs: Packs, work: I64, bounds: Bounds, most: int) -> Packs:
         dealt = np.argsort(-cost.reshape(rows, -1), axis=0, kind="stable") * bounds.dp + np.arange(bounds.dp)
     number = np.empty(rows * bounds.dp, np.int64)
     number[dealt.ravel()] = np.arange(rows * bounds.dp)
-    return Packs(number[where], rows)
+    return BalancedPacks(number[where], rows)
 
 
-def _path(packs: Packs, work: I64, bounds: Bounds) -> int:
+def _path(packs: BalancedPacks, work: I64, bounds: Bounds) -> int:
     """The critical path."""
     return int(_sums(packs.where, work, packs.rows * bounds.dp).reshape(packs.rows, -1).max(axis=1).sum())
 
