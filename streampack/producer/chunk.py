@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from streampack.core.protocol.producer_messages import OVERLONG, Lease
 from streampack.sources.arrays import Records
 from streampack.sources.order import Cursor
-from streampack.sources.records import DAMAGED, Record
+from streampack.sources.records import DAMAGED, RawSample
 
 CHUNK_SAMPLES = 4096
 Values = dict[str, NDArray[Any]]
@@ -68,7 +68,7 @@ class Gathered:
     unmasked: int = 0
     began: float = field(default_factory=time.monotonic)
 
-    def add(self, record: Record | Records, sample: Values, reason: str | None, unmasked: bool) -> None:
+    def add(self, record: RawSample | Records, sample: Values, reason: str | None, unmasked: bool) -> None:
         """A record, as what is left of it by the policies; or many, all of which is left.
 
         ``unmasked``: they came without a declared loss mask.

@@ -23,7 +23,7 @@ from streampack.producer.chunk import Batch, Gathered
 from streampack.producer.lease_limits import LeaseLimits, is_by_sample
 from streampack.sources.arrays import ManySource, Records, Room
 from streampack.sources.order import Cursor
-from streampack.sources.records import Record, Source
+from streampack.sources.records import RawSample, Source
 from streampack.wire.checksums import Column, CrcsOf
 from streampack.wire.sample_checksums import plain
 
@@ -54,7 +54,7 @@ def batches(source: Source, lease: Lease) -> Iterator[Batch]:
     yield from _batches(records, terms, CHUNK_S, room)
 
 
-def batches_of(records: Iterable[Record], lease: Lease) -> Iterator[Batch]:
+def batches_of(records: Iterable[RawSample], lease: Lease) -> Iterator[Batch]:
     """Records gathered into batches that keep the lease's limits.
 
     Raises SampleError for what the lease's policies do not admit, naming the sample.
@@ -63,7 +63,7 @@ def batches_of(records: Iterable[Record], lease: Lease) -> Iterator[Batch]:
     return _batches(records, terms, math.inf, Room(terms.most, terms.room))
 
 
-def _batches(records: Iterable[Record | Records], terms: LeaseLimits, chunk_s: float, room: Room) -> Iterator[Batch]:
+def _batches(records: Iterable[RawSample | Records], terms: LeaseLimits, chunk_s: float, room: Room) -> Iterator[Batch]:
     """One ends early if it took ``chunk_s`` to gather. ``room``: tells ``records`` what the batch still takes."""
     cursor: Cursor | None = None
     pass_ = math.inf

@@ -15,7 +15,7 @@ from streampack.errors import ConfigError, SourceError, StreampackError
 from streampack.sources.formats.rows import MISSING
 from streampack.sources.in_memory import InMemory
 from streampack.sources.open_source import open_source
-from streampack.sources.records import DAMAGED, Record
+from streampack.sources.records import DAMAGED, RawSample
 from streampack.sources.settings import KEYS, SourceSettings
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.bytes_tokenizer import BytesTokenizer, UnnamedTokenizer
@@ -62,7 +62,7 @@ def refuse_chats_in(rows: InMemory, tokenizer: Tokenizer) -> None:
         _read(rows.peek(ROWS_AT_START))
 
 
-def _read(records: Iterable[Record]) -> None:
+def _read(records: Iterable[RawSample]) -> None:
     """Other errors than of the configuration are raised where the producer meets them."""
     with contextlib.suppress(SourceError):
         for _ in records:
@@ -80,14 +80,14 @@ def _check_field(path: str, stream: ProducerStream, key: str) -> None:
         )
 
 
-def _peek(path: str, stream: ProducerStream, tokenizer: Tokenizer) -> list[Record]:
+def _peek(path: str, stream: ProducerStream, tokenizer: Tokenizer) -> list[RawSample]:
     try:
         return list(open_source(stream, tokenizer).peek(ROWS))
     except StreampackError as error:
         raise type(error)(f"{path}: {error}") from None
 
 
-def _lacking(records: list[Record]) -> str:
+def _lacking(records: list[RawSample]) -> str:
     """What the first of them has instead, where the sample is missing in all that can be read; else nothing."""
     read = [record for record in records if record.reason not in _TORN]
     if not read or any(record.reason != MISSING for record in read):

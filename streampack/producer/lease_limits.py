@@ -22,7 +22,7 @@ from streampack.producer.chunk import CHUNK_SAMPLES, TOKENS, Batch, Gathered, Va
 from streampack.sources.arrays import Records, Room
 from streampack.sources.formats.rows import NO_MASK
 from streampack.sources.order import Cursor
-from streampack.sources.records import DAMAGED, Record
+from streampack.sources.records import DAMAGED, RawSample
 
 
 class LeaseLimits:
@@ -45,12 +45,12 @@ class LeaseLimits:
         self.most = min(CHUNK_SAMPLES, max(lease.max_chunk_bytes // max(sample_bytes, 1), 1))
         """Samples that it may hold: the frames of their own values are no larger than the tokens'."""
 
-    def lacks_mask(self, record: Record | Records) -> bool:
+    def lacks_mask(self, record: RawSample | Records) -> bool:
         """Whether the run declares a loss mask and no default, and these come without one."""
         fields = record.samples.fields if isinstance(record, Records) else record.fields
         return self._needs_mask and LOSS_MASK not in fields
 
-    def apart(self, records: Records) -> Iterator[Record | Records]:
+    def apart(self, records: Records) -> Iterator[RawSample | Records]:
         """The same samples; each of which a policy or the lack of a field decides comes alone."""
         tokens, lengths, _, fields = records.samples
         odd = (lengths == 0) | (lengths > self._lease.max_sample_tokens)
@@ -62,7 +62,7 @@ class LeaseLimits:
             odd[:] = True
         return records.apart(odd) if odd.any() else iter((records,))
 
-    def admitted(self, record: Record | Records) -> tuple[Values, str | None]:
+    def admitted(self, record: RawSample | Records) -> tuple[Values, str | None]:
         """The record's tokens and fields, empty with a reason where the policies drop it; many as they are."""
         if isinstance(record, Records):
             tokens, lengths, _, fields = record.samples
@@ -112,7 +112,7 @@ class LeaseLimits:
             f"{advice}"
         )
 
-    def _values(self, record: Record) -> Values | str:
+    def _values(self, record: RawSample) -> Values | str:
         """Every field as its bytes hold it, and the tokens; or the reason why not."""
         if not self._lease.fields:
             return {TOKENS: record.tokens}
@@ -143,7 +143,7 @@ class LeaseLimits:
             found[each.name] = stored
         return found
 
-    def _refuse_mask(self, record: Record) -> None:
+    def _refuse_mask(self, record: RawSample) -> None:
         """A loss mask that would be lost is an error of the configuration, unless it masks nothing."""
         if np.asarray(record.fields[LOSS_MASK]).all():
             return

@@ -27,7 +27,7 @@ from streampack.producer.chunk import CHUNK_SAMPLES
 from streampack.producer.chunks import batches_of, chunk_of
 from streampack.sources.formats.rows import RowReader
 from streampack.sources.order import Cursor
-from streampack.sources.records import Record
+from streampack.sources.records import RawSample
 from streampack.sources.settings import SourceSettings
 from streampack.tokenizers.bytes_tokenizer import BytesTokenizer
 
@@ -115,18 +115,18 @@ def check_declared(names: Sequence[str], lease: Lease) -> None:
         )
 
 
-def _record(sample: Given, lease: Lease, seq: int, reader: RowReader) -> Record:
+def _record(sample: Given, lease: Lease, seq: int, reader: RowReader) -> RawSample:
     """The sample as a source would give it."""
     given = as_mapping(sample)
     row = {key: _plain(given[key]) for key in (*reader.keys, LOSS_MASK) if key in given}
     where = f"stream {lease.stream!r} partition {lease.partition} sample {seq}"
     found, cursor = reader(row), Cursor(0, 0, seq + 1)
     if isinstance(found, str):
-        return Record(np.zeros(0, np.int32), found, where, cursor)
+        return RawSample(np.zeros(0, np.int32), found, where, cursor)
     fields = found.fields
     if LOSS_MASK in row and LOSS_MASK not in fields:
         fields = {**fields, LOSS_MASK: np.asarray(row[LOSS_MASK])}  # not declared: what holds to the terms says so
-    return Record(found.tokens, None, where, cursor, fields)
+    return RawSample(found.tokens, None, where, cursor, fields)
 
 
 def _plain(value: Any) -> Any:

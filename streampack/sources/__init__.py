@@ -31,7 +31,7 @@ numba, webdataset or datasets; it imports pyarrow and fsspec only where a format
 from streampack.sources.arrays import ManySource, Records, Room
 from streampack.sources.open_source import open_source
 from streampack.sources.order import Cursor
-from streampack.sources.records import OpenedSource, Record, Sample, Source
+from streampack.sources.records import OpenedSource, RawSample, Sample, Source
 from streampack.sources.settings import SourceSettings
 from streampack.tokenizers.base import Tokenizer, TokenizerSettings
 from streampack.tokenizers.open_tokenizer import open_tokenizer
@@ -41,7 +41,7 @@ __all__ = [
     "Cursor",
     "ManySource",
     "OpenedSource",
-    "Record",
+    "RawSample",
     "Records",
     "Room",
     "Sample",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from streampack.core.model.fields import Field
 from streampack.sources.order import Cursor
-from streampack.sources.records import NO_FIELDS, NO_REASONS, Record, Sample, Samples
+from streampack.sources.records import NO_FIELDS, NO_REASONS, RawSample, Sample, Samples
 from streampack.tokenizers.token_ids import NO_TOKENS
 
 
@@ -36,7 +36,7 @@ class Records:
     def __len__(self) -> int:
         return len(self.samples.lengths)
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[RawSample]:
         """Each as a Record; their arrays share memory with these."""
         tokens, lengths, reasons, fields = self.samples
         tokens = tokens.astype(np.int32, copy=False)
@@ -46,14 +46,14 @@ class Records:
             own = {name: value[i] if name in self.by_sample else value[at:end] for name, value in fields.items()}
             reason = reasons.get(i)
             cursor = self._after(i + 1)
-            yield Record(tokens[at:end], reason, self.where(i), cursor, own if own and not reason else NO_FIELDS)
+            yield RawSample(tokens[at:end], reason, self.where(i), cursor, own if own and not reason else NO_FIELDS)
             at = end
 
     def _after(self, count: int) -> Cursor:
         """The place after the first ``count``."""
         return self.cursor if count == len(self) else self.begin._replace(sample=self.begin.sample + count)
 
-    def apart(self, odd: NDArray[np.bool_]) -> Iterator["Record | Records"]:
+    def apart(self, odd: NDArray[np.bool_]) -> Iterator["RawSample | Records"]:
         """In their order: those that are ``odd``, bool [n], as a Record each, and what lies between as Records."""
         places = np.flatnonzero(odd).tolist()
         ends = np.concatenate([[0], np.cumsum(self.samples.lengths)])
@@ -103,7 +103,7 @@ class ManySource(Protocol):
         start: Cursor | None = None,
         skip: int = 0,
         room: Room,
-    ) -> Iterator[Record | Records]:
+    ) -> Iterator[RawSample | Records]:
         """See Source.read: the same samples in the same order, of one shard at most in each Records.
 
         A Records has no more samples than ``room`` has, and no more tokens, except where its first alone has more.

@@ -19,7 +19,7 @@ from streampack.core.model.fields import Field
 from streampack.errors import SourceError, StreampackError, UserError
 from streampack.sources.formats.python import ItemReader
 from streampack.sources.order import Cursor, sample_order
-from streampack.sources.records import Record, why_of
+from streampack.sources.records import RawSample, why_of
 from streampack.sources.settings import SourceSettings, as_words
 from streampack.sources.walk import mask_words, vocab_size_of
 from streampack.tokenizers.base import Tokenizer
@@ -48,13 +48,13 @@ class InMemory:
     def read(
         self, partition: int, partitions: int, *, seed: int, passes: int | None, fields: Sequence[Field] = (),
         start: Cursor | None = None, skip: int = 0,
-    ) -> Iterator[Record]:  # fmt: skip
+    ) -> Iterator[RawSample]:  # fmt: skip
         """See ``Source.read``. Raises SourceError if an iterator is to be read again."""
         if (partition, partitions) != (0, 1):
             raise UserError(f"partitions: got {partitions}, expected 1: rows in memory are one partition")
         return self._walk(ItemReader(self._settings, self._tokenizer, fields), seed, passes, start, skip)
 
-    def peek(self, most: int) -> Iterator[Record]:
+    def peek(self, most: int) -> Iterator[RawSample]:
         """The first ``most`` records without fields; none of an iterator, whose rows come only once."""
         if self._once is not None:
             return iter(())
@@ -63,7 +63,7 @@ class InMemory:
 
     def _walk(
         self, reader: ItemReader, seed: int, passes: int | None, start: Cursor | None, skip: int
-    ) -> Iterator[Record]:
+    ) -> Iterator[RawSample]:
         pass_, first = (start.pass_, start.sample) if start else (0, 0)
         while passes is None or pass_ < passes:
             done = first
@@ -73,9 +73,9 @@ class InMemory:
                     continue
                 got, where, cursor = reader(row), f"row {number}", Cursor(pass_, 0, done)
                 if isinstance(got, str):
-                    yield Record(NO_TOKENS, str(got), where, cursor, why=why_of(got))
+                    yield RawSample(NO_TOKENS, str(got), where, cursor, why=why_of(got))
                 else:
-                    yield Record(got.tokens, None, where, cursor, got.fields)
+                    yield RawSample(got.tokens, None, where, cursor, got.fields)
             if not done:
                 return  # no rows: for ever would be a busy loop
             pass_, first = pass_ + 1, 0

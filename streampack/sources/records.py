@@ -47,7 +47,7 @@ class Sample(NamedTuple):
     fields: Mapping[str, NDArray[Any]] = NO_FIELDS
 
 
-class Record(NamedTuple):
+class RawSample(NamedTuple):
     """One sample as it was found.
 
     ``tokens``: [T] int32, T > 0, perhaps read-only; empty when rejected. ``reason``: None when good, else a word:
@@ -112,7 +112,7 @@ class Source(Protocol):
         fields: Sequence[Field] = (),
         start: Cursor | None = None,
         skip: int = 0,
-    ) -> Iterator[Record]:
+    ) -> Iterator[RawSample]:
         """The records of one partition from ``start`` (None: the beginning) on, ``skip`` of them left out unread.
 
         ``passes``: how many in all, None for ever. ``fields``: those that the run declares.
@@ -127,7 +127,7 @@ class OpenedSource(Source, Protocol):
 
     @property
     def num_files(self) -> int: ...
-    def peek(self, most: int) -> Iterator[Record]:
+    def peek(self, most: int) -> Iterator[RawSample]:
         """The first ``most`` records as they lie, without fields, for a look before a run.
 
         Of large files that are indexed by reading them, it takes those in the first bytes.

@@ -30,7 +30,7 @@ from streampack.sources.records import (
     ArrayShard,
     Format,
     OpenShard,
-    Record,
+    RawSample,
     Sample,
     Samples,
     Shard,
@@ -189,7 +189,7 @@ class ShardedSource:
         fields: Sequence[Field] = (),
         start: Cursor | None = None,
         skip: int = 0,
-    ) -> Iterator[Record]:
+    ) -> Iterator[RawSample]:
         """See Source.read."""
         room = Room(_RECORDS_AT_ONCE, _TOKENS_AT_ONCE)
         many = self.read_many(
@@ -208,7 +208,7 @@ class ShardedSource:
         start: Cursor | None = None,
         skip: int = 0,
         room: Room,
-    ) -> Iterator[Record | Records]:
+    ) -> Iterator[RawSample | Records]:
         """See ManySource.read_many."""
         check_read(partition, partitions, passes, skip)
         start = start or Cursor(0, 0, 0)
@@ -218,11 +218,11 @@ class ShardedSource:
         by_sample = frozenset(each.name for each in fields if each.axis == "sample")
         return self._walk(self._reader(fields), shards, seed, passes, start, skip, _Wanted(room, by_sample))
 
-    def peek(self, most: int) -> Iterator[Record]:
+    def peek(self, most: int) -> Iterator[RawSample]:
         """See OpenedSource.peek."""
         return islice(self._peeked(self._peek or self._reader(())), most)
 
-    def _peeked(self, open_shard: OpenShard) -> Iterator[Record]:
+    def _peeked(self, open_shard: OpenShard) -> Iterator[RawSample]:
         wanted = _Wanted(Room(_RECORDS_AT_ONCE, _TOKENS_AT_ONCE), frozenset())
         for number in range(self.num_shards):
             with _opened(open_shard, number) as shard:
@@ -300,7 +300,7 @@ class ShardedSource:
     def _walk(
         self, open_shard: OpenShard, shards: Sequence[int], seed: int, passes: int | None, start: Cursor, skip: int,
         wanted: "_Wanted",
-    ) -> Iterator[Record | Records]:  # fmt: skip
+    ) -> Iterator[RawSample | Records]:  # fmt: skip
         pass_, first_shard, first = start.pass_, start.shard, start.sample
         while passes is None or pass_ < passes:
             from_the_beginning, seen = (first_shard, first) == (0, 0), 0
@@ -342,7 +342,7 @@ class _Wanted(NamedTuple):
     by_sample: frozenset[str]
 
 
-def _loaded(shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor) -> Iterator[Record]:
+def _loaded(shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor) -> Iterator[RawSample]:
     """The records of one shard from the place ``at`` on, one by one; the last one's cursor is ``after``."""
     (pass_, place, first), count = at, len(order)
     load, where = shard.load, shard.where
@@ -355,14 +355,14 @@ def _loaded(shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor) -
                 got, place_of = DAMAGED, _Damaged(error).where
             cursor = Cursor(pass_, place, done) if done < count else after
             if isinstance(got, str):
-                yield Record(NO_TOKENS, str(got), place_of(sample), cursor, why=why_of(got))
+                yield RawSample(NO_TOKENS, str(got), place_of(sample), cursor, why=why_of(got))
             else:
-                yield Record(got.tokens, None, where(sample), cursor, got.fields)
+                yield RawSample(got.tokens, None, where(sample), cursor, got.fields)
 
 
 def _gathered(
     shard: ArrayShard, order: NDArray[np.int64], at: Cursor, after: Cursor, wanted: _Wanted
-) -> Iterator[Record | Records]:
+) -> Iterator[RawSample | Records]:
     """The same, as many at once as are wanted."""
     count = len(order)
     while at != after:

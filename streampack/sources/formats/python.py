@@ -37,7 +37,7 @@ from streampack.sources.records import (
     Format,
     OpenedSource,
     OpenShard,
-    Record,
+    RawSample,
     Sample,
     Samples,
     why_of,
@@ -203,7 +203,7 @@ class ReplayedSource:
         fields: Sequence[Field] = (),
         start: Cursor | None = None,
         skip: int = 0,
-    ) -> Iterator[Record]:
+    ) -> Iterator[RawSample]:
         """See Source.read; ``seed`` changes nothing, the order is the items' own."""
         check_read(partition, partitions, passes, skip)
         start = start or Cursor(0, 0, 0)
@@ -214,7 +214,7 @@ class ReplayedSource:
 
     def _walk(
         self, partition: int, partitions: int, passes: int | None, reader: ItemReader, start: Cursor, skip: int
-    ) -> Iterator[Record]:
+    ) -> Iterator[RawSample]:
         pass_, first = start.pass_, start.sample
         while passes is None or pass_ < passes:
             count = 0
@@ -227,14 +227,14 @@ class ReplayedSource:
                 where = f"{self._path} item {number if self._divided else partition + number * partitions}"
                 cursor = Cursor(pass_, 0, count)
                 if isinstance(got, str):
-                    yield Record(NO_TOKENS, str(got), where, cursor, why=why_of(got))
+                    yield RawSample(NO_TOKENS, str(got), where, cursor, why=why_of(got))
                 else:
-                    yield Record(got.tokens, None, where, cursor, got.fields)
+                    yield RawSample(got.tokens, None, where, cursor, got.fields)
             if first == 0 and count == 0:
                 return  # for ever would be a busy loop
             pass_, first = pass_ + 1, 0
 
-    def peek(self, most: int) -> Iterator[Record]:
+    def peek(self, most: int) -> Iterator[RawSample]:
         """See OpenedSource.peek."""
         return islice(self.read(0, 1, seed=0, passes=1), most)
 
