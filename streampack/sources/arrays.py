@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from streampack.core.model.fields import Field
 from streampack.sources.order import Cursor
-from streampack.sources.records import NO_FIELDS, NO_REASONS, RawSample, Sample, Samples
+from streampack.sources.records import NO_FIELDS, NO_REASONS, RawSample, RawSamples, Sample
 from streampack.tokenizers.token_ids import NO_TOKENS
 
 
@@ -27,7 +27,7 @@ class Records:
     ``by_sample``: the names of the fields that have one value a sample.
     """
 
-    samples: Samples
+    samples: RawSamples
     begin: Cursor
     cursor: Cursor
     where: Callable[[int], str]
@@ -68,7 +68,7 @@ class Records:
     def _part(self, begin: int, end: int, ends: NDArray[np.int64]) -> "Records":
         tokens, lengths, reasons, fields = self.samples
         of_tokens = slice(int(ends[begin]), int(ends[end]))
-        part = Samples(
+        part = RawSamples(
             tokens[of_tokens],
             lengths[begin:end],
             {i - begin: reason for i, reason in reasons.items() if begin <= i < end},
@@ -119,12 +119,12 @@ def fitting(lengths: NDArray[np.int64], tokens: int) -> int:
     return max(1, int(np.searchsorted(np.cumsum(lengths), tokens, "right")))
 
 
-def one_sample(found: Sample | str, by_sample: Collection[str]) -> Samples:
+def one_sample(found: Sample | str, by_sample: Collection[str]) -> RawSamples:
     """What was read by itself, or why it was not, as the first of many."""
     if isinstance(found, str):
-        return Samples(NO_TOKENS, np.zeros(1, np.int64), {0: found})
+        return RawSamples(NO_TOKENS, np.zeros(1, np.int64), {0: found})
     fields = {name: value[np.newaxis] if name in by_sample else value for name, value in found.fields.items()}
-    return Samples(found.tokens, np.array([len(found.tokens)]), fields=fields)
+    return RawSamples(found.tokens, np.array([len(found.tokens)]), fields=fields)
 
 
 def as_samples(
@@ -133,7 +133,7 @@ def as_samples(
     reasons: Mapping[int, str] = NO_REASONS,
     fields: Mapping[str, NDArray[Any]] = NO_FIELDS,
     by_sample: frozenset[str] = frozenset(),
-) -> Samples:
+) -> RawSamples:
     """What ``as_tokens`` does, of many: integers [sum of lengths] as Samples. ``reasons``: of a length of 0 that is not
     just ``empty``.
 
@@ -151,4 +151,4 @@ def as_samples(
         fields = {name: value if name in by_sample else value[kept] for name, value in fields.items()}
         found |= dict.fromkeys(np.flatnonzero(wrong).tolist(), "range")
     dtype: Any = np.uint16 if kind == "u" and size <= 2 else np.int32
-    return Samples(ids.astype(dtype, order="C", copy=False), lengths, found, fields)
+    return RawSamples(ids.astype(dtype, order="C", copy=False), lengths, found, fields)

@@ -72,7 +72,7 @@ class RawSample(NamedTuple):
         return f"{self.where} ({self.why})" if self.why else self.where
 
 
-class Samples(NamedTuple):
+class RawSamples(NamedTuple):
     """Many side by side, as shards of arrays give them.
 
     ``tokens``: [sum of lengths] int32 or uint16, perhaps read-only. ``lengths``: int64 [n], 0 for those without tokens,
@@ -157,7 +157,7 @@ class ArrayShard(Protocol):
     @property
     def blocks(self) -> Sequence[int]: ...
     def __len__(self) -> int: ...
-    def gather(self, samples: NDArray[np.int64], tokens: int) -> Samples:
+    def gather(self, samples: NDArray[np.int64], tokens: int) -> RawSamples:
         """The first of the samples of these numbers, in this order: as many as have ``tokens`` ids, one at least."""
 
     def where(self, sample: int) -> str: ...

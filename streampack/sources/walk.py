@@ -31,8 +31,8 @@ from streampack.sources.records import (
     Format,
     OpenShard,
     RawSample,
+    RawSamples,
     Sample,
-    Samples,
     Shard,
     why_of,
 )
@@ -378,7 +378,7 @@ def _gathered(
         at = cursor
 
 
-_ONE_DAMAGED = Samples(NO_TOKENS, np.zeros(1, np.int64), {0: DAMAGED})
+_ONE_DAMAGED = RawSamples(NO_TOKENS, np.zeros(1, np.int64), {0: DAMAGED})
 
 
 def _places(place_of: Callable[[int], str], numbers: NDArray[np.int64]) -> Callable[[int], str]:

@@ -18,7 +18,7 @@ from streampack.sources.arrays import as_samples, fitting, one_sample
 from streampack.sources.files.byte_source import join_pieces
 from streampack.sources.formats.arrow import Rows, is_number, is_plain_list, need_pyarrow
 from streampack.sources.formats.rows import RowReader, as_field
-from streampack.sources.records import Sample, Samples
+from streampack.sources.records import RawSamples, Sample
 
 
 class Plan(NamedTuple):
@@ -74,7 +74,7 @@ class ListShard:
     def __len__(self) -> int:
         return len(self._shard)
 
-    def gather(self, samples: NDArray[np.int64], tokens: int) -> Samples:
+    def gather(self, samples: NDArray[np.int64], tokens: int) -> RawSamples:
         if samples[0] not in self._run:
             self._run, self._lists = range(0), None  # two are never held
             rows, self._run = self._shard.rows_of(int(samples[0]))
@@ -108,7 +108,7 @@ class _Lists(NamedTuple):
     values: dict[str, NDArray[Any]]
     odd: NDArray[np.bool_]
 
-    def gather(self, rows: NDArray[np.int64], tokens: int) -> Samples | None:
+    def gather(self, rows: NDArray[np.int64], tokens: int) -> RawSamples | None:
         """The first of ``rows``, as many as have ``tokens`` ids; None where the very first is odd."""
         odd = np.flatnonzero(self.odd[rows])
         lengths = self.ids.ends[rows] - self.ids.begins[rows]

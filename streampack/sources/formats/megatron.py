@@ -34,7 +34,7 @@ from streampack.sources.arrays import as_samples, fitting
 from streampack.sources.files.byte_source import File, ShardFile
 from streampack.sources.files.listing import find, measure, open_file
 from streampack.sources.formats.rows import FieldReader
-from streampack.sources.records import AnyShard, Format, OpenShard, Samples
+from streampack.sources.records import AnyShard, Format, OpenShard, RawSamples
 from streampack.sources.settings import SourceSettings
 from streampack.sources.walk import pieces
 from streampack.tokenizers.base import Tokenizer
@@ -117,7 +117,7 @@ class SequenceShard:
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def gather(self, samples: NDArray[np.int64], tokens: int) -> Samples:
+    def gather(self, samples: NDArray[np.int64], tokens: int) -> RawSamples:
         lengths = self._sizes[samples]
         samples, lengths = samples[: (count := fitting(lengths, tokens))], lengths[:count]
         data = self._file.gather(lengths * self._dtype.itemsize, self._pointers[samples])

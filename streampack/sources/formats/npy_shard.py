@@ -17,7 +17,7 @@ from streampack.core.model.fields import Field
 from streampack.sources.arrays import as_samples, fitting, one_sample
 from streampack.sources.files.byte_source import ShardFile
 from streampack.sources.formats.npy import parse_header
-from streampack.sources.records import Sample, Samples
+from streampack.sources.records import RawSamples, Sample
 
 _HEADER = 128
 _MAGIC = b"\x93NUMPY\1\0" + (_HEADER - 10).to_bytes(2, "little")
@@ -76,11 +76,11 @@ class NpyShard:
     def __len__(self) -> int:
         return len(self._ids.sizes)
 
-    def gather(self, samples: NDArray[np.int64], tokens: int) -> Samples:
+    def gather(self, samples: NDArray[np.int64], tokens: int) -> RawSamples:
         found = self._alike(samples, tokens)
         return one_sample(self._load(int(samples[0])), ()) if found is None else found
 
-    def _alike(self, samples: NDArray[np.int64], tokens: int) -> Samples | None:
+    def _alike(self, samples: NDArray[np.int64], tokens: int) -> RawSamples | None:
         """The first that are alike in all their members; None where the very first is not as fields are declared."""
         dtype = self._ids.dtype(int(samples[0]))
         if dtype is None or dtype.kind not in "iu":

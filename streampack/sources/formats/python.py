@@ -38,8 +38,8 @@ from streampack.sources.records import (
     OpenedSource,
     OpenShard,
     RawSample,
+    RawSamples,
     Sample,
-    Samples,
     why_of,
 )
 from streampack.sources.settings import SourceSettings
@@ -137,7 +137,7 @@ class ArrayItemShard:
     def __len__(self) -> int:
         return len(self._one)
 
-    def gather(self, samples: NDArray[np.int64], tokens: int) -> Samples:
+    def gather(self, samples: NDArray[np.int64], tokens: int) -> RawSamples:
         found: list[NDArray[Any]] = []
         left = tokens
         for sample in samples.tolist():
