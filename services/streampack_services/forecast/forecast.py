@@ -31,7 +31,7 @@ from streampack.core.stats.padding import CAUSES
 from streampack.errors import UserError
 from streampack_services.forecast.lengths import Workload
 from streampack_services.forecast.pass_size import PassSize, size_of_pass
-from streampack_services.forecast.rank_loads import Dealt, Samples, dealt, waste_shares
+from streampack_services.forecast.rank_loads import Dealt, FormSamples, dealt, waste_shares
 
 ALONE = Balance("joint", group=1)
 AT_ONCE = 16_384
@@ -163,7 +163,7 @@ def forecast(
         raise UserError(f"got {len(order.lengths):,} samples, expected enough for a step: tail: drop leaves nothing")
     tokens, slots = np.concatenate([step.packs.sums[:2] for step in steps], axis=1)
     num_filled = int((slots > 0).sum())
-    on_mesh = dealt(steps, Samples.of(order.lengths, rules), dp, pp)
+    on_mesh = dealt(steps, FormSamples.of(order.lengths, rules), dp, pp)
     if order.ended:
         size: PassSize | None = PassSize(on_mesh.filled, len(steps), len(steps), len(steps), 0.0)
         num_empty: float = len(slots) - num_filled

@@ -31,7 +31,7 @@ class PlanMesh(PlannedMesh, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Samples:
+class FormSamples:
     """Samples as FORM gets them, and what they come to by some rules: ``columns`` int64 [4, n], their tokens, slots
     (tokens when aligned), cost as DEAL has it, and cost of their real tokens alone."""
 
@@ -39,7 +39,7 @@ class Samples:
     columns: I64
 
     @classmethod
-    def of(cls, lengths: I64, rules: Rules) -> Samples:
+    def of(cls, lengths: I64, rules: Rules) -> FormSamples:
         """Of these ``lengths``, int64 [n]."""
         slots = -(-lengths // rules.align.sample) * rules.align.sample
         costs = rules.balance.costs
@@ -84,7 +84,7 @@ class _OneStep:
     formed: int
 
 
-def dealt(steps: list[PlannedStep], samples: Samples, dp: int, pp: int) -> Dealt:
+def dealt(steps: list[PlannedStep], samples: FormSamples, dp: int, pp: int) -> Dealt:
     """``steps`` whose handles are places in ``samples``, over ``dp`` ranks and ``pp`` stages.
 
     Raises UserError where the rules forbid what the mesh would need.
@@ -119,7 +119,7 @@ def _without_tail(steps: list[_OneStep], rules: Rules) -> list[_OneStep]:
     return [each for each in steps if each.slots.all()] or steps
 
 
-def _deal(step: PlannedStep, samples: Samples, dp: int, pp: int) -> _OneStep:
+def _deal(step: PlannedStep, samples: FormSamples, dp: int, pp: int) -> _OneStep:
     rules = samples.rules
     handles, bounds = step.packs.handles, step.packs.bounds
     columns = samples.columns[:, handles]
