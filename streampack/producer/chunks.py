@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
 from streampack.core.model.samples import I64
 from streampack.core.protocol.producer_messages import Lease
-from streampack.core.sessions.producer_base import Chunk, Key, Session
+from streampack.core.sessions.producer_base import Chunk, PartitionKey, Session
 from streampack.errors import ConfigError, SampleError
 from streampack.producer.chunk import Batch, Gathered
 from streampack.producer.lease_limits import LeaseLimits, is_by_sample
@@ -98,7 +98,7 @@ def chunk_of(batch: Batch, lease: Lease, session: Session, crcs_of: CrcsOf = pla
 
     Raises SampleError for a batch that is larger than one chunk may be: no credit would ever allow it.
     """
-    key: Key = (lease.stream, lease.partition)
+    key: PartitionKey = (lease.stream, lease.partition)
     ends = np.zeros(len(batch.lengths) + 1, np.int64)
     np.cumsum(batch.lengths, out=ends[1:])
     columns, num_bytes = [_column(batch.tokens, ends)], batch.tokens.nbytes

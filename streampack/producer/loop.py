@@ -19,7 +19,7 @@ from queue import SimpleQueue
 
 from streampack.core.protocol.events import Effect, FromBroker, Report, Send, Tick, Unsent
 from streampack.core.protocol.producer_messages import Flow, Lease, Offer, SourceSize
-from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Key, Leave, Session
+from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Leave, PartitionKey, Session
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError
 from streampack.producer.chunk import Batch, BatchSource
@@ -118,10 +118,10 @@ class ProducerLoop:
             raise
         self._endpoint = endpoint
         self._reads: deque[Read] = deque()
-        self._readers: dict[tuple[Key, Session], Iterator[Batch]] = {}
+        self._readers: dict[tuple[PartitionKey, Session], Iterator[Batch]] = {}
         self._asked: SimpleQueue[tuple[Read, Iterator[Batch]] | None] = SimpleQueue()
         self._answers: deque[tuple[Read, Batch | None, Chunk | None] | BaseException] = deque()
-        self._sent: dict[tuple[Key, Session], deque[_Sent]] = {}
+        self._sent: dict[tuple[PartitionKey, Session], deque[_Sent]] = {}
         self._reading: Lease | None = None
         self._asked_at = 0.0
         self._finish: Finish | None = None
@@ -261,7 +261,7 @@ class ProducerLoop:
             squares=float(sum(count * count for count in counts)),
         )  # fmt: skip
 
-    def _count(self, key: Key) -> None:
+    def _count(self, key: PartitionKey) -> None:
         """Add what the broker has taken since it last said so: what it has not, somebody will read again."""
         held = self._session.held.get(key)
         sent = self._sent.get((key, held.session)) if held is not None else None

@@ -14,7 +14,7 @@ from crc32c import crc32c
 from streampack.core.protocol.events import Effect, Event, FromBroker, Report, Send, Tick
 from streampack.core.protocol.producer_messages import Offer
 from streampack.core.sessions.client_session import ClientSession
-from streampack.core.sessions.producer_base import Chunk, Finish, Key, Leave, Session
+from streampack.core.sessions.producer_base import Chunk, Finish, Leave, PartitionKey, Session
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, LeasePhase, ProducerSession, Read
 from streampack.core.sessions.push_session import PushSession
 from tests.simulation.data import Case
@@ -94,7 +94,7 @@ class ProducerProcess(Process):
 
     def __init__(self, world: World, name: str, streams: list[str], pid: int) -> None:
         self.name, self.streams = name, streams
-        self._at: dict[tuple[Key, Session], int] = {}
+        self._at: dict[tuple[PartitionKey, Session], int] = {}
         self._leaving = False
         offers = [Offer(stream=stream, source_digest="data") for stream in streams]
         self.session = ProducerSession(run=0, producer=name, host="host", pid=pid, offers=offers)
@@ -151,7 +151,7 @@ class ProducerProcess(Process):
         self.handle(chunk_of(case, key, read.session, seq, stop))
 
 
-def chunk_of(case: Case, key: Key, session: Session, start: int, stop: int) -> Chunk:
+def chunk_of(case: Case, key: PartitionKey, session: Session, start: int, stop: int) -> Chunk:
     """Samples ``start`` to ``stop`` of a partition, as a producer sends them; the cursor is ``stop``."""
     stream, partition = case.names.index(key[0]), key[1]
     lengths = case.lengths(stream, partition)[start:stop]

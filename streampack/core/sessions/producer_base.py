@@ -25,7 +25,7 @@ PING_S = 1.0
 HELLO_S = 1.0
 MOST_HELLO_S = 4.0
 """A Hello without a lease is repeated after ``HELLO_S``, then later each time, up to this."""
-Key = tuple[str, int]
+PartitionKey = tuple[str, int]
 """(stream, partition)."""
 Session = tuple[int, int]
 """(broker's epoch, session): every broker counts its sessions from 1."""
@@ -35,7 +35,7 @@ class Chunk(Event, frozen=True):
     """Samples to be sent as one: ``payload`` is the tokens and every field; ``num_bytes`` of those by token. With
     ``keep`` they are a group. ``policy_version`` is that of all of them."""
 
-    key: Key
+    key: PartitionKey
     session: Session
     lengths_u32: bytes
     crcs_u32: bytes

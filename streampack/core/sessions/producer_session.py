@@ -17,13 +17,13 @@ from streampack.core.model.phases import Phases
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.protocol.message import Bye, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Done, Eos, Flow, Lease, Offer, Revoke, Samples, Sent
-from streampack.core.sessions.producer_base import Chunk, Finish, Key, Sender, Session, Window
+from streampack.core.sessions.producer_base import Chunk, Finish, PartitionKey, Sender, Session, Window
 
 
 class EndOfPartition(Event, frozen=True):
     """The source has no more for ``Read``."""
 
-    key: Key
+    key: PartitionKey
     session: Session
 
 
@@ -38,7 +38,7 @@ class Read(Effect, frozen=True):
 class Forget(Effect, frozen=True):
     """The lease is over: close its reader."""
 
-    key: Key
+    key: PartitionKey
     session: Session
 
 
@@ -106,8 +106,8 @@ class ProducerSession(Sender):
     """State of one producer process; ``offers`` are the streams that it can read."""
 
     offers: list[Offer]
-    held: dict[Key, HeldLease] = field(default_factory=dict)
-    _last_session: dict[Key, Session] = field(default_factory=dict)
+    held: dict[PartitionKey, HeldLease] = field(default_factory=dict)
+    _last_session: dict[PartitionKey, Session] = field(default_factory=dict)
 
     def waiting_for(self) -> str:
         """Return a text that says why the producer sends nothing; empty where it sends."""
@@ -146,7 +146,7 @@ class ProducerSession(Sender):
         self.held.clear()
         return effects
 
-    def _forget(self, key: Key, held: HeldLease) -> Effect:
+    def _forget(self, key: PartitionKey, held: HeldLease) -> Effect:
         """End the session of a lease."""
         held.close(LeasePhase.OVER)
         return Forget(key, held.session)
@@ -188,7 +188,7 @@ class ProducerSession(Sender):
             held.close(LeasePhase.SETTLED)
         return [Forget((flow.stream, flow.partition), session)] if early else []
 
-    def _revoke(self, key: Key, number: int) -> list[Effect]:
+    def _revoke(self, key: PartitionKey, number: int) -> list[Effect]:
         held, session = self.held.get(key), (self.epoch, number)
         if held is None or held.session != session:
             return []
