@@ -36,7 +36,7 @@ from streampack_services.forecast.rank_loads import Dealt, FormSamples, dealt, w
 ALONE = Balance("joint", group=1)
 AT_ONCE = 16_384
 """Samples that are admitted together: each choice goes over all that are held."""
-Formed = tuple[list[PlannedStep], int]
+FormedSteps = tuple[list[PlannedStep], int]
 """Steps, and how many of them were formed before the end was known."""
 
 
@@ -149,7 +149,7 @@ def order_of(workload: Workload, rules: Rules) -> Order:
 
 
 def forecast(
-    workload: Workload, order: Order, rules: Rules, dp: int, pp: int = 1, made: Formed | None = None
+    workload: Workload, order: Order, rules: Rules, dp: int, pp: int = 1, made: FormedSteps | None = None
 ) -> Forecast:
     """What ``rules`` make of a workload on ``dp`` ranks and ``pp`` stages; ``order`` is ``order_of`` the same budget
     and streams, ``made`` are the steps of ``steps_of``, where they were formed before.
@@ -208,13 +208,13 @@ def _waste(on_mesh: Dealt, rules: Rules, num_empty: float, pp: int, *, ended: bo
     return waste_shares(waste, num_empty * each, delivered)
 
 
-def steps_of(order: Order, rules: Rules) -> Formed:
+def steps_of(order: Order, rules: Rules) -> FormedSteps:
     """The steps that a forecast is of: in the long run, where a pass is not all here, there is no warm-up."""
     long_run = rules if order.ended else msgspec.structs.replace(rules, warmup=None)
     return formed(order.lengths, long_run, order.parts)
 
 
-def formed(lengths: I64, rules: Rules, parts: I64 | None = None, at_once: int = AT_ONCE) -> Formed:
+def formed(lengths: I64, rules: Rules, parts: I64 | None = None, at_once: int = AT_ONCE) -> FormedSteps:
     """The steps that FORM makes of samples of these lengths, which are whole ones where ``parts`` says nothing else.
 
     Packs know their samples by place: ``handles`` are positions in ``lengths``. Steps do not depend on how many are

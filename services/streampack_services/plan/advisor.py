@@ -22,7 +22,7 @@ from streampack.errors import SampleError, UserError
 from streampack_services.broker.arena import SLACK
 from streampack_services.forecast.forecast import (
     Forecast,
-    Formed,
+    FormedSteps,
     Order,
     forecast,
     order_of,
@@ -124,7 +124,7 @@ class _Forecaster:
     def __init__(self, workload: Workload, options: PlanOptions, say: Callable[[str], None]) -> None:
         self._workload, self._options, self._say = workload, options, say
         self._orders: dict[int, Order] = {}
-        self._formed: dict[Rules, Formed] = {}
+        self._formed: dict[Rules, FormedSteps] = {}
         self._made: dict[Setting, Forecast | str] = {}
 
     def __call__(self, setting: Setting) -> Forecast | str:
@@ -158,7 +158,7 @@ class _Forecaster:
         except (UserError, ValueError) as error:
             return str(error)
 
-    def _steps(self, order: Order, rules: Rules) -> Formed:
+    def _steps(self, order: Order, rules: Rules) -> FormedSteps:
         """What FORM makes of an order, which it does not see the shape of."""
         formed = msgspec.structs.replace(rules, shape="fixed")
         if formed not in self._formed:
