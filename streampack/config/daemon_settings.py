@@ -76,7 +76,7 @@ class Listen(_Settings, frozen=True, kw_only=True):
     token_file: Annotated[str | None, Meta(description="file with the token that every HTTP client must send")] = None
 
 
-class Window(_Settings, frozen=True, kw_only=True):
+class WindowSettings(_Settings, frozen=True, kw_only=True):
     """How many samples the packer looks over."""
 
     samples: Annotated[Positive, Meta(description="samples that the packer chooses from")] = 1024
@@ -144,7 +144,7 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
 
     packer: Annotated[PackerName, Meta(description="algorithm that chooses the samples of a pack")] = "exact_fill"
     budget: Annotated[Positive, Meta(description="tokens of a pack")] = 8192
-    window: Window = Window()
+    window: WindowSettings = WindowSettings()
     max_samples_per_pack: Annotated[Positive | None, Meta(description="most samples of a pack")] = None
     leftovers: Annotated[
         Leftovers | None,
