@@ -114,7 +114,7 @@ def choice_of(packs: Sequence[Sequence[int]], ages: I64) -> Choice:
     return Choice(np.fromiter(chain.from_iterable(packs), np.int64, int(bounds[-1])), bounds, ages)
 
 
-class Window:
+class SlidingWindow:
     """The sliding window in plain Python: what the packers that are not compiled work on.
 
     ``held`` maps position to length in age order, ``tokens`` are those held.
@@ -158,7 +158,9 @@ class Window:
         return ages
 
 
-def slide(view: Window, count: int, closed: bool, next_packs: Callable[[Window], list[list[int]]]) -> Choice:
+def slide(
+    view: SlidingWindow, count: int, closed: bool, next_packs: Callable[[SlidingWindow], list[list[int]]]
+) -> Choice:
     """Refill and form, until there are ``count`` packs, nothing is left, or the window waits for more."""
     packs: list[list[int]] = []
     while True:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streampack.core.packers.window import I64, Capped, Choice, Window, sample_counts, slide
+from streampack.core.packers.window import I64, Capped, Choice, SlidingWindow, sample_counts, slide
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class BufferFirstFit(Capped):
         samples = sample_counts(sizes, len(lengths))
         cap = self.max_samples_per_pack or sum(samples)
 
-        def next_packs(view: Window) -> list[list[int]]:
+        def next_packs(view: SlidingWindow) -> list[list[int]]:
             pack: list[int] = []
             room, spare = view.budget, cap
             for position, length in view.held.items():
@@ -43,4 +43,4 @@ class BufferFirstFit(Capped):
                         break
             return [pack]
 
-        return slide(Window(lengths, ages, budget, window), count, closed, next_packs)
+        return slide(SlidingWindow(lengths, ages, budget, window), count, closed, next_packs)

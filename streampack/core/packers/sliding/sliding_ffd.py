@@ -22,7 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
-from streampack.core.packers.window import I64, Capped, Choice, Window, sample_counts, slide
+from streampack.core.packers.window import I64, Capped, Choice, SlidingWindow, sample_counts, slide
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class SlidingFFD(Capped):
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
         """Up to ``count`` packs; the seed first, the rest longest first."""
-        view = Window(lengths, ages, budget, window)
+        view = SlidingWindow(lengths, ages, budget, window)
         samples = sample_counts(sizes, len(lengths))
         cap = self.max_samples_per_pack or sum(samples)
         order: list[tuple[int, int]] = []  # (-length, -position): longest first, then latest first
         sorted_to = 0
 
-        def next_packs(view: Window) -> list[list[int]]:
+        def next_packs(view: SlidingWindow) -> list[list[int]]:
             nonlocal sorted_to
             for position in range(sorted_to, view.edge):
                 insort(order, (-view.held[position], -position))
@@ -51,7 +51,7 @@ class SlidingFFD(Capped):
         return slide(view, count, closed, next_packs)
 
 
-def _take_pack(view: Window, order: list[tuple[int, int]], samples: list[int], cap: int) -> list[int]:
+def _take_pack(view: SlidingWindow, order: list[tuple[int, int]], samples: list[int], cap: int) -> list[int]:
     """The oldest sample and what decreasing first fit puts with it; removed from ``order``."""
     seed, length = next(iter(view.held.items()))
     del order[bisect_left(order, (-length, -seed))]

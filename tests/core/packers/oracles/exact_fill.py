@@ -13,12 +13,12 @@ from streampack.core.packers.exact_fill.exact_fill import NO_CAP
 from streampack.core.packers.exact_fill.exact_fill_cases import CAPPED_TRIED, MAX_SWAPPED, OLD, SWEEPS
 from streampack.core.packers.exact_fill.exact_fill_kernels import MAX_LAST
 from streampack.core.packers.packer_kernels import MAX_TRIED
-from streampack.core.packers.window import I64, Choice, Window, sample_counts, slide
+from streampack.core.packers.window import I64, Choice, SlidingWindow, sample_counts, slide
 
 Sample = tuple[int, int]  # position, length
 
 
-class CountedWindow(Window):
+class CountedWindow(SlidingWindow):
     """A window that counts what ``exact_fill`` decides by.
 
     ``num_long`` counts the samples longer than half the budget, ``num_full`` those as long as the budget; ``full`` is a
@@ -72,7 +72,7 @@ def exact_fill_oracle(
     view = CountedWindow(lengths, ages, budget, window)
     samples, most = sample_counts(sizes, len(lengths)), NO_CAP if cap is None else cap
 
-    def next_packs(_: Window) -> list[list[int]]:
+    def next_packs(_: SlidingWindow) -> list[list[int]]:
         if not view.is_ready() and (len(view.held) <= MAX_LAST or _is_crowded(view)):
             return last_packs(view, samples, most)
         pack = _next_pack(view)
