@@ -3,7 +3,7 @@
 
 It says hello until it has a lease, pings from its main loop whatever it does, and follows the newest broker of its
 run: what an older one said is dropped, and what a new one does not know is said again. How far it may send is a
-``Window``, of one session of one partition. What a chunk holds is the shell's business.
+``SendWindow``, of one session of one partition. What a chunk holds is the shell's business.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Finish(Effect, frozen=True):
     code: str = ""
 
 
-class Window(Struct):
+class SendWindow(Struct):
     """How far one session may send (R6: what is granted is absolute), and what the broker has of it."""
 
     known_seq: int

@@ -17,7 +17,7 @@ from streampack.core.model.phases import Phases
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.protocol.message import Bye, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Done, Eos, Flow, Lease, Offer, Revoke, Samples, Sent
-from streampack.core.sessions.producer_base import Chunk, Finish, PartitionKey, Sender, Session, Window
+from streampack.core.sessions.producer_base import Chunk, Finish, PartitionKey, Sender, SendWindow, Session
 
 
 class EndOfPartition(Event, frozen=True):
@@ -82,7 +82,7 @@ class HeldLease:
     lease: Lease
     session: Session
     next_seq: int
-    window: Window
+    window: SendWindow
     chunk: Chunk | None = None
     phases: Phases[LeasePhase] = field(init=False)
 
@@ -173,7 +173,7 @@ class ProducerSession(Sender):
         self._last_session[key] = session
         known = self.held.get(key)
         effects = [self._forget(key, known)] if known is not None else []
-        self.held[key] = HeldLease(lease, session, lease.first_seq, Window(lease.first_seq))
+        self.held[key] = HeldLease(lease, session, lease.first_seq, SendWindow(lease.first_seq))
         return [*effects, Read(lease, session, lease.first_seq)]
 
     def _flow(self, flow: Flow, number: int) -> list[Effect]:

@@ -21,7 +21,7 @@ from streampack.core.model.snapshot import Cursor
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.protocol.message import Bye, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Done, Eos, Flow, Lease, Mark, Offer, Revoke, Samples, Sent
-from streampack.core.sessions.producer_base import Chunk, Finish, Sender, Session, Window
+from streampack.core.sessions.producer_base import Chunk, Finish, Sender, SendWindow, Session
 from streampack.core.sessions.push_buffer import Kept, PushBuffer
 
 PUSHED = "pushed"
@@ -69,7 +69,7 @@ class PushSession(Sender):
     _last_session: Session = (0, 0)
     _said: bool = False
     """The first mark, or where there is none the end, was sent in this session."""
-    _window: Window = field(default_factory=lambda: Window(0))
+    _window: SendWindow = field(default_factory=lambda: SendWindow(0))
     _stopping: bool = False
 
     def room(self, size: int) -> bool:
@@ -157,7 +157,7 @@ class PushSession(Sender):
         self._last_session = self._session = (self.epoch, number)
         self.lease = lease
         self.buffer.go_to(lease.first_seq)
-        self._window = Window(lease.first_seq, lease.first_seq)
+        self._window = SendWindow(lease.first_seq, lease.first_seq)
         self._said = self._ended_known = False
         return []  # nothing may be sent before there is credit
 
