@@ -81,7 +81,7 @@ def changed(path: str, size: int, expected: int) -> SourceError:
     )
 
 
-class Stream(io.RawIOBase):
+class PositionedFile(io.RawIOBase):
     """A ShardFile with a position, for libraries that want one; closing it leaves the file open."""
 
     def __init__(self, file: ShardFile) -> None:

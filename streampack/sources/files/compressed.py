@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from streampack.errors import ConfigError, DamagedFile, SourceError
-from streampack.sources.files.byte_source import ShardFile, Stream
+from streampack.sources.files.byte_source import PositionedFile, ShardFile
 from streampack.sources.files.local_files import LocalFile
 
 _BLOCK_BYTES = 1 << 20
@@ -67,7 +67,7 @@ class _Decompressed(LocalFile):
 def _decompress(file: ShardFile, open_stream: Callable[..., Any], to: IO[bytes]) -> int:
     """Write what ``file`` holds to ``to``; its size in bytes."""
     size = 0
-    with io.BufferedReader(Stream(file), _BLOCK_BYTES) as raw, open_stream(raw) as stream:
+    with io.BufferedReader(PositionedFile(file), _BLOCK_BYTES) as raw, open_stream(raw) as stream:
         while block := _read(file, stream):
             size += to.write(block)
     to.flush()

@@ -14,7 +14,7 @@ from typing import Any
 
 from streampack.core.model.fields import Field
 from streampack.errors import DamagedFile, SourceError
-from streampack.sources.files.byte_source import ShardFile, Stream
+from streampack.sources.files.byte_source import PositionedFile, ShardFile
 from streampack.sources.files.listing import find, measure
 from streampack.sources.formats.arrow import Rows, choose_columns, need_pyarrow, said
 from streampack.sources.formats.list_columns import ListShard, plan_of
@@ -46,7 +46,7 @@ class ParquetShard:
             raise DamagedFile(f"{file.path}: got 0 bytes, expected a Parquet file: write it again")
         try:
             self._parquet = pq.ParquetFile(
-                pa.PythonFile(Stream(file), mode="r"), page_checksum_verification=True, pre_buffer=False
+                pa.PythonFile(PositionedFile(file), mode="r"), page_checksum_verification=True, pre_buffer=False
             )
             footer = self._parquet.metadata
             groups = [footer.row_group(group) for group in range(footer.num_row_groups)]

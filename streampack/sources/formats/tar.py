@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator
 from typing import TypeAlias
 
 from streampack.errors import DamagedFile, SourceError
-from streampack.sources.files.byte_source import ShardFile, Stream, refuse_compressed
+from streampack.sources.files.byte_source import PositionedFile, ShardFile, refuse_compressed
 
 Member: TypeAlias = tuple[str, int, int]  # name, offset of the data, size; of regular files only
 
@@ -118,7 +118,7 @@ _PAX_KEYWORDS = frozenset(b"path size mtime atime ctime uid gid uname gname comm
 
 def _members_by_tarfile(file: ShardFile, start: int) -> Generator[Member, None, int]:
     """The members from the header at ``start`` on; returns the offset of the block that ended them."""
-    stream = io.BufferedReader(Stream(file), _AHEAD_BYTES)
+    stream = io.BufferedReader(PositionedFile(file), _AHEAD_BYTES)
     stream.seek(start)
     at = start
     try:
