@@ -37,7 +37,7 @@ from streampack.wire import record_frames
 from streampack.wire.checksums import crc32c
 from streampack_services.ledger import step_rows
 from streampack_services.ledger.ledger_tables import TABLES, State, Tables
-from streampack_services.ledger.run_history import LATEST, History
+from streampack_services.ledger.run_history import LATEST, RunHistory
 from streampack_services.ledger.step_rows import StepRows
 from streampack_services.log.log import Entry
 
@@ -183,7 +183,7 @@ class Ledger:
             self._tables.delete("records", "lsn = ?", (old,))
         self.history.obsolete.clear()
 
-    def _is_brought(self, history: History, lsn: int, record: Record) -> bool:
+    def _is_brought(self, history: RunHistory, lsn: int, record: Record) -> bool:
         """Is this a snapshot of a step whose predecessor was not recorded before it, brought by a checkpoint?"""
         if not isinstance(record, SnapshotTaken) or not record.snapshot.step:
             return False
@@ -341,8 +341,8 @@ class Ledger:
         self._tables.load_state()
         self.history = self._read_history()
 
-    def _read_history(self) -> History:
-        history = History()
+    def _read_history(self) -> RunHistory:
+        history = RunHistory()
         for lsn, kind, body in self._tables.rows("records", "1 ORDER BY lsn"):
             record, _ = record_frames.decode_record(kind, body)
             history.add(lsn, record, self._is_brought(history, lsn, record))

@@ -140,7 +140,7 @@ class FeedHistory:
         return max(held, key=lambda snapshot: snapshot.step, default=None)
 
 
-class History:
+class RunHistory:
     """All that is known of a run beside its steps, its rejected samples and how far it has admitted."""
 
     def __init__(self) -> None:
