@@ -179,15 +179,15 @@ def _refuse_overlong(workload: Workload, budget: int) -> None:
                 )
 
 
-Rows = list[tuple[Setting, Forecast | str]]
+SettingForecasts = list[tuple[Setting, Forecast | str]]
 
 
-def _forecast_on(rows: Rows, axis: str) -> list[tuple[Setting, Forecast]]:
+def _forecast_on(rows: SettingForecasts, axis: str) -> list[tuple[Setting, Forecast]]:
     """What was forecast on an axis, in its order."""
     return [(setting, made) for setting, made in rows if setting.axis == axis and not isinstance(made, str)]
 
 
-def _best(rows: Rows, axis: str) -> Any:
+def _best(rows: SettingForecasts, axis: str) -> Any:
     """What leaves most of the ranks' time to real tokens; the base, if nothing is surely better to speak of. Inside a
     batch, whose samples are the update's whatever their order, any packer may be taken."""
     base, batched = getattr(rows[0][0], axis), rows[0][0].step_samples is not None
