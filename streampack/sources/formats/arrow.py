@@ -40,7 +40,7 @@ def choose_columns(path: str, names: Sequence[str], wanted: Sequence[str], any_o
     return [name for name in names if name in set(wanted)]
 
 
-class Rows:
+class ArrowRows:
     """Columns of equal length, by row: ``rows[i]`` is a dict. UnicodeDecodeError where a text is no UTF-8."""
 
     def __init__(self, columns: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from streampack.core.model.fields import Field
 from streampack.errors import DamagedFile, SourceError
 from streampack.sources.files.byte_source import ShardFile
 from streampack.sources.files.listing import find, measure, read_file
-from streampack.sources.formats.arrow import Rows, choose_columns, need_pyarrow, said
+from streampack.sources.formats.arrow import ArrowRows, choose_columns, need_pyarrow, said
 from streampack.sources.formats.list_columns import ListShard, plan_of
 from streampack.sources.formats.rows import MISSING, RowReader, missing_from
 from streampack.sources.records import AnyShard, Format, Sample
@@ -102,7 +102,7 @@ class ArrowShard:
         except Exception as error:
             raise _broken(file, schema.offset, said(error)) from error
         self._columns = choose_columns(file.path, self._names, reader.keys, reader.sample_keys)
-        self._batch, self._rows = -1, Rows({})
+        self._batch, self._rows = -1, ArrowRows({})
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -112,7 +112,7 @@ class ArrowShard:
         plan = plan_of(self._schema, self._reader)
         return self if plan is None else ListShard(self, plan)
 
-    def rows_of(self, sample: int) -> tuple[Rows, range]:
+    def rows_of(self, sample: int) -> tuple[ArrowRows, range]:
         """The batch that holds a sample, and the samples that it holds."""
         batch = bisect_right(self._ends, sample)
         if batch != self._batch:
@@ -124,7 +124,7 @@ class ArrowShard:
         got = self._reader(rows[sample - run.start])
         return missing_from(self._names) if got == MISSING else got
 
-    def _read(self, batch: _Message) -> Rows:
+    def _read(self, batch: _Message) -> ArrowRows:
         data = self._pa.py_buffer(self._file.pread(batch.size, batch.offset))
         try:
             read = self._pa.ipc.read_record_batch(self._pa.ipc.read_message(data), self._schema)
@@ -133,7 +133,7 @@ class ArrowShard:
             columns = {name: read.column(self._names.index(name)) for name in self._columns}
             for column in columns.values():
                 column.validate(full=True)
-            return Rows(columns)
+            return ArrowRows(columns)
         except Exception as error:
             raise _broken(self._file, batch.offset, said(error)) from error
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from streampack.core.model.fields import LOSS_MASK, Field
 from streampack.sources.arrays import as_samples, fitting, one_sample
 from streampack.sources.files.byte_source import join_pieces
-from streampack.sources.formats.arrow import Rows, is_number, is_plain_list, need_pyarrow
+from streampack.sources.formats.arrow import ArrowRows, is_number, is_plain_list, need_pyarrow
 from streampack.sources.formats.rows import RowReader, as_field
 from streampack.sources.records import RawSamples, Sample
 
@@ -58,7 +58,7 @@ class Grouped(Protocol):
     def __len__(self) -> int: ...
     def load(self, sample: int) -> Sample | str: ...
     def where(self, sample: int) -> str: ...
-    def rows_of(self, sample: int) -> tuple[Rows, range]:
+    def rows_of(self, sample: int) -> tuple[ArrowRows, range]:
         """The group that holds a sample, and the samples that it holds."""
 
 

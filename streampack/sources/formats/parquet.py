@@ -16,7 +16,7 @@ from streampack.core.model.fields import Field
 from streampack.errors import DamagedFile, SourceError
 from streampack.sources.files.byte_source import PositionedFile, ShardFile
 from streampack.sources.files.listing import find, measure
-from streampack.sources.formats.arrow import Rows, choose_columns, need_pyarrow, said
+from streampack.sources.formats.arrow import ArrowRows, choose_columns, need_pyarrow, said
 from streampack.sources.formats.list_columns import ListShard, plan_of
 from streampack.sources.formats.rows import MISSING, RowReader, missing_from
 from streampack.sources.records import AnyShard, Format, Sample
@@ -61,7 +61,7 @@ class ParquetShard:
             raise _broken(file, error) from error
         self._ends = list(accumulate(self.blocks))
         self._columns = choose_columns(file.path, names, reader.keys, reader.sample_keys) if self._ends else []
-        self._group, self._rows = -1, Rows({})
+        self._group, self._rows = -1, ArrowRows({})
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -71,11 +71,11 @@ class ParquetShard:
         plan = plan_of(self._schema, self._reader)
         return self if plan is None else ListShard(self, plan)
 
-    def rows_of(self, sample: int) -> tuple[Rows, range]:
+    def rows_of(self, sample: int) -> tuple[ArrowRows, range]:
         """The row group that holds a sample, and the samples that it holds."""
         group = bisect_right(self._ends, sample)
         if group != self._group:
-            self._rows = Rows({})  # two are never held
+            self._rows = ArrowRows({})  # two are never held
             self._rows, self._group = self._read(group), group
         return self._rows, range(self._ends[group] - self.blocks[group], self._ends[group])
 
@@ -88,12 +88,12 @@ class ParquetShard:
         got = self._reader(row)
         return missing_from(self._schema.names) if got == MISSING else got
 
-    def _read(self, group: int) -> Rows:
+    def _read(self, group: int) -> ArrowRows:
         try:
             table = self._parquet.read_row_group(group, columns=self._columns, use_threads=False)
             if table.num_rows != self.blocks[group]:
                 raise ValueError(f"{table.num_rows} rows of {self.blocks[group]}")
-            return Rows({name: table.column(name) for name in self._columns})
+            return ArrowRows({name: table.column(name) for name in self._columns})
         except SourceError:
             raise
         except Exception as error:
