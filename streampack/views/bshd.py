@@ -18,18 +18,18 @@ from streampack.core.model.samples import I64, IGNORE_INDEX
 from streampack.errors import UserError
 from streampack.packs.columns import Column, Columns
 from streampack.packs.slabs import Slabs
-from streampack.views.tensors import Rows, beside, cut, tensor
+from streampack.views.tensors import ValuesByName, beside, cut, tensor
 
 SENTINEL = -1000
 """A length that is none, where a row has fewer samples than another."""
 
 
-def form(columns: Columns, of_packs: Rows, slabs: Slabs, supplied: bool) -> tuple[Rows, Rows]:
+def form(columns: Columns, of_packs: ValuesByName, slabs: Slabs, supplied: bool) -> tuple[ValuesByName, ValuesByName]:
     """``input_ids``, ``labels``, ``position_ids`` int64 [1, T]; ``seq_lens`` and ``seq_lens_padded`` int64
     [1, samples], real lengths and slots (of an empty pack 0 and T); ``qkv_format``, always ``thd``. Beside them all
     else that packs have. Positions that are ``supplied`` are as they were sent, [1, T] or [3, 1, T]."""
     lengths, slots, bounds, tails = _lengths(columns)
-    keys: Rows = {}
+    keys: ValuesByName = {}
     for name in ("input_ids", "labels"):
         column = columns.attributes[name]
         if isinstance(column, Column):

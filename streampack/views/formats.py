@@ -37,7 +37,7 @@ from streampack.views.padded import padded_view
 from streampack.views.view import View, canonical
 
 if TYPE_CHECKING:
-    from streampack.views.tensors import Rows
+    from streampack.views.tensors import ValuesByName
 
 TorchFormat = Literal["thd", "hf", "hf_shifted", "megatron", "bshd", "torchtitan", "padded"]
 """Formats whose batches are ``View``; those of ``numpy`` are ``Pack``."""
@@ -64,7 +64,9 @@ def views(columns: Columns, packs: Sequence[Pack], format: str, rules: Rules, sl
         return [View(row, pack, others, rules) for row, pack, others in found]
 
 
-def _of_framework(format: str, columns: Columns, of_packs: Rows, slabs: Slabs, rules: Rules) -> tuple[Rows, Rows]:
+def _of_framework(
+    format: str, columns: Columns, of_packs: ValuesByName, slabs: Slabs, rules: Rules
+) -> tuple[ValuesByName, ValuesByName]:
     """(keys, what is beside them) in ``format``; of ``thd``, all that packs have.
 
     ``form`` of a framework's module makes them from the columns of a message and the tensors of them, with one value

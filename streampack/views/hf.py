@@ -12,15 +12,15 @@ import torch
 from streampack.core.model.samples import I32, IGNORE_INDEX
 from streampack.packs.columns import Column, Columns
 from streampack.packs.slabs import Slabs
-from streampack.views.tensors import Rows, beside, cut, tensor
+from streampack.views.tensors import ValuesByName, beside, cut, tensor
 
 
-def form(columns: Columns, of_packs: Rows, slabs: Slabs, shifted: bool) -> tuple[Rows, Rows]:
+def form(columns: Columns, of_packs: ValuesByName, slabs: Slabs, shifted: bool) -> tuple[ValuesByName, ValuesByName]:
     """The flattening collator's keys and dtypes: ``input_ids``, ``labels``, ``position_ids`` int64 [1, T], ``seq_idx``
     int32 [1, T], boundaries int32 [segments + 1], widest slots ints. Beside them all else that packs have."""
     bounds = columns.attributes["cu_seqlens_padded"]
     assert isinstance(bounds, Column)
-    found: Rows = {}
+    found: ValuesByName = {}
     if "input_ids" in of_packs:
         ids, labels = columns.attributes["input_ids"], columns.attributes["labels"]
         assert isinstance(ids, Column)

@@ -18,11 +18,11 @@ from streampack.core.model.samples import IGNORE_INDEX
 from streampack.packs.columns import Column, Columns
 from streampack.packs.pack import Pack
 from streampack.packs.slabs import Slabs
-from streampack.views.tensors import Rows, beside, cut, tensor
+from streampack.views.tensors import ValuesByName, beside, cut, tensor
 from streampack.views.view import View, canonical
 
 
-def form(columns: Columns, of_packs: Rows, slabs: Slabs) -> tuple[Rows, Rows]:
+def form(columns: Columns, of_packs: ValuesByName, slabs: Slabs) -> tuple[ValuesByName, ValuesByName]:
     """``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` float32 [1, S]; ``cu_seqlens`` and
     ``cu_seqlens_padded`` int32 [1, segments + 1], ``max_seqlen`` int32 [1]. Three positions a token are [3, 1, S].
 
@@ -31,7 +31,7 @@ def form(columns: Columns, of_packs: Rows, slabs: Slabs) -> tuple[Rows, Rows]:
     """
     bounds = columns.attributes["cu_seqlens_padded"]
     assert isinstance(bounds, Column)
-    keys: Rows = {}
+    keys: ValuesByName = {}
     rest = beside(of_packs, "input_ids", "labels", "position_ids", "cu_seqlens_padded")
     if "input_ids" in of_packs:
         ids, labels = columns.attributes["input_ids"], columns.attributes["labels"]

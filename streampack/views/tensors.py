@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from streampack.packs.columns import Column, Columns
 
-Rows = dict[str, list[Any]]
+ValuesByName = dict[str, list[Any]]
 """By name what each pack has."""
 
 
-def thd(columns: Columns, halves: frozenset[str]) -> Rows:
+def thd(columns: Columns, halves: frozenset[str]) -> ValuesByName:
     """What packs have, tensors for arrays; the fields ``halves`` are bfloat16."""
     found = {}
     for name, column in {**columns.attributes, **columns.fields}.items():
@@ -45,6 +45,6 @@ def cut(whole: torch.Tensor, bounds: Sequence[int], rows: int = 0) -> list[torch
     return list(torch.unsafe_split_with_sizes(whole, sizes, rows))
 
 
-def beside(of_packs: Rows, *names: str) -> Rows:
+def beside(of_packs: ValuesByName, *names: str) -> ValuesByName:
     """What packs have, but for ``names``, which are keys in another form: else their memory would move twice."""
     return {name: values for name, values in of_packs.items() if name not in names}

@@ -9,16 +9,16 @@ what comes after it takes the three flat, ``batch["input"][0]``.
 from __future__ import annotations
 
 from streampack.packs.columns import Column, Columns
-from streampack.views.tensors import Rows, cut, tensor
+from streampack.views.tensors import ValuesByName, cut, tensor
 
 
-def form(columns: Columns, of_packs: Rows) -> tuple[Rows, Rows]:
+def form(columns: Columns, of_packs: ValuesByName) -> tuple[ValuesByName, ValuesByName]:
     """``input`` and ``positions`` int64 [1, T]. Beside them ``labels`` int64 [1, T], -100 where none counts,
     ``input_ids`` and ``position_ids``, which are the keys', and all else that packs have."""
     ids, labels = columns.attributes["input_ids"], columns.attributes["labels"]
     assert isinstance(ids, Column)
     assert isinstance(labels, Column)
-    keys: Rows = {
+    keys: ValuesByName = {
         "input": cut(tensor(ids.values), ids.bounds, rows=1),
         "positions": [positions.unsqueeze(-2) for positions in of_packs["position_ids"]],
     }
