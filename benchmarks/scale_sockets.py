@@ -25,7 +25,7 @@ from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
 from streampack.core.protocol.producer_messages import Lease
-from streampack.producer.chunk import Batch
+from streampack.producer.chunk import TokenChunk
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor
 
@@ -39,13 +39,13 @@ class TinySamples:
 
     digest = "tiny"
 
-    def batches(self, lease: Lease) -> Iterator[Batch]:
+    def batches(self, lease: Lease) -> Iterator[TokenChunk]:
         """The same chunk again and again."""
         lengths = np.random.default_rng(0).integers(1, 129, CHUNK_SAMPLES).astype(np.uint32)
         lengths = lengths[: np.searchsorted(np.cumsum(lengths), lease.max_chunk_bytes // 4)]
         tokens = np.arange(int(lengths.sum()), dtype=np.int32)
         while True:
-            yield Batch(tokens, lengths, Cursor(0, 0, 0), {})
+            yield TokenChunk(tokens, lengths, Cursor(0, 0, 0), {})
 
 
 def run_sockets(ranks: int, seconds: float) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from streampack.packs.build import build_step
 from streampack.packs.kernel_loader import kernels
 from streampack.packs.lazy import LazyPacks
 from streampack.packs.slabs import Slabs
-from streampack.producer.chunk import Batch
+from streampack.producer.chunk import TokenChunk
 from streampack.producer.chunks import chunk_of
 from streampack.views.formats import Views
 from streampack.wire import frames as wire
@@ -137,7 +137,7 @@ class Producer:
         self._session = ProducerSession(
             run=0, producer=name, host="here", pid=1, offers=[Offer(stream="web", source_digest=source.digest)]
         )
-        self._batches: dict[Any, Iterator[Batch]] = {}
+        self._batches: dict[Any, Iterator[TokenChunk]] = {}
         self._chunk_of = meter.timed("producer: checksums of samples", chunk_of)
         self._crcs_of = compiled() or plain
         self.handle = meter.timed("producer: session", self._session.handle)

@@ -29,7 +29,7 @@ from benchmarks.processes import START_TIMEOUT_S, Processes
 from benchmarks.traffic import NUM_PRODUCERS, PACK_TOKENS, WARM_UP_S, PipeResult, Traffic
 from streampack.core.protocol.producer_messages import Lease
 from streampack.packs.kernel_loader import kernels
-from streampack.producer.chunk import CHUNK_SAMPLES, Batch
+from streampack.producer.chunk import CHUNK_SAMPLES, TokenChunk
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor
 from streampack.transport.keys import find_key
@@ -78,7 +78,7 @@ class MemorySource:
         self._lengths = traffic.draw(0, POOL_TOKENS).astype(np.uint32)
         self._tokens = np.random.default_rng(0).integers(0, 50_000, int(self._lengths.sum())).astype(traffic.tokens)
 
-    def batches(self, lease: Lease) -> Iterator[Batch]:
+    def batches(self, lease: Lease) -> Iterator[TokenChunk]:
         """Chunks of nearly the size that the lease allows, for ever."""
         ends = np.cumsum(self._lengths.astype(np.int64))
         room = lease.max_chunk_bytes // self._tokens.itemsize
@@ -88,7 +88,7 @@ class MemorySource:
             stop = min(int(np.searchsorted(ends, begin + room, side="right")), sample + CHUNK_SAMPLES)
             tokens, lengths = self._tokens[begin : int(ends[stop - 1])], self._lengths[sample:stop]
             sample = stop % len(ends)
-            yield Batch(tokens, lengths, Cursor(0, 0, sample), {})
+            yield TokenChunk(tokens, lengths, Cursor(0, 0, sample), {})
 
 
 def run_streampack(seconds: float, traffic: Traffic, service: Service = Service()) -> PipeResult:

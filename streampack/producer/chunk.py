@@ -20,7 +20,7 @@ Values = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TokenChunk:
     """Consecutive samples of a partition: ``tokens`` [sum of lengths], ``lengths`` uint32 [n].
 
     A length of 0 is a rejected sample, counted in ``rejected`` by reason; ``cursor`` is the place after the last.
@@ -50,7 +50,7 @@ class BatchSource(Protocol):
 
     digest: str
 
-    def batches(self, lease: Lease) -> Iterator[Batch]:
+    def batches(self, lease: Lease) -> Iterator[TokenChunk]:
         """Batches from the lease's cursor on, within its limits."""
         ...
 

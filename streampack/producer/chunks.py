@@ -19,7 +19,7 @@ from streampack.core.model.samples import I64
 from streampack.core.protocol.producer_messages import Lease
 from streampack.core.sessions.producer_base import Chunk, PartitionKey, Session
 from streampack.errors import ConfigError, SampleError
-from streampack.producer.chunk import Batch, Gathered
+from streampack.producer.chunk import Gathered, TokenChunk
 from streampack.producer.lease_limits import LeaseLimits, is_by_sample
 from streampack.sources.arrays import ManySource, Records, Room
 from streampack.sources.order import Cursor
@@ -31,7 +31,7 @@ CHUNK_S = 0.5
 """A chunk is sent with fewer samples and bytes if it took so long to read."""
 
 
-def batches(source: Source, lease: Lease) -> Iterator[Batch]:
+def batches(source: Source, lease: Lease) -> Iterator[TokenChunk]:
     """Records of a source gathered into batches that keep the lease's limits.
 
     Raises SampleError for what the lease's policies do not admit, naming the sample; ConfigError for a tokenizer that
@@ -54,7 +54,7 @@ def batches(source: Source, lease: Lease) -> Iterator[Batch]:
     yield from _batches(records, terms, CHUNK_S, room)
 
 
-def batches_of(records: Iterable[RawSample], lease: Lease) -> Iterator[Batch]:
+def batches_of(records: Iterable[RawSample], lease: Lease) -> Iterator[TokenChunk]:
     """Records gathered into batches that keep the lease's limits.
 
     Raises SampleError for what the lease's policies do not admit, naming the sample.
@@ -63,7 +63,9 @@ def batches_of(records: Iterable[RawSample], lease: Lease) -> Iterator[Batch]:
     return _batches(records, terms, math.inf, Room(terms.most, terms.room))
 
 
-def _batches(records: Iterable[RawSample | Records], terms: LeaseLimits, chunk_s: float, room: Room) -> Iterator[Batch]:
+def _batches(
+    records: Iterable[RawSample | Records], terms: LeaseLimits, chunk_s: float, room: Room
+) -> Iterator[TokenChunk]:
     """One ends early if it took ``chunk_s`` to gather. ``room``: tells ``records`` what the batch still takes."""
     cursor: Cursor | None = None
     pass_ = math.inf
@@ -93,7 +95,7 @@ _terms_of = lru_cache(maxsize=64)(LeaseLimits)
 """Of one sample that is pushed they would take longer than all else."""
 
 
-def chunk_of(batch: Batch, lease: Lease, session: Session, crcs_of: CrcsOf = plain) -> Chunk:
+def chunk_of(batch: TokenChunk, lease: Lease, session: Session, crcs_of: CrcsOf = plain) -> Chunk:
     """A batch with the checksum of every sample over all its bytes, ready to be sent; ``crcs_of`` computes them.
 
     Raises SampleError for a batch that is larger than one chunk may be: no credit would ever allow it.

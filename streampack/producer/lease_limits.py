@@ -18,7 +18,7 @@ from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field,
 from streampack.core.model.samples import IGNORE_INDEX
 from streampack.core.protocol.producer_messages import OVERLONG, Lease
 from streampack.errors import DamagedFile, SampleError
-from streampack.producer.chunk import CHUNK_SAMPLES, TOKENS, Batch, Gathered, Values
+from streampack.producer.chunk import CHUNK_SAMPLES, TOKENS, Gathered, TokenChunk, Values
 from streampack.sources.arrays import Records, Room
 from streampack.sources.formats.rows import NO_MASK
 from streampack.sources.order import Cursor
@@ -163,7 +163,7 @@ class LeaseLimits:
         if room.samples <= self.most // 8 or room.tokens <= self.room // 8:
             room.samples, room.tokens = self.most, self.room
 
-    def batch(self, gathered: Gathered, cursor: Cursor, pass_ended: bool) -> Batch:
+    def batch(self, gathered: Gathered, cursor: Cursor, pass_ended: bool) -> TokenChunk:
         """Samples put together."""
 
         def whole(name: str) -> NDArray[Any]:
@@ -172,7 +172,7 @@ class LeaseLimits:
 
         lengths = np.array(gathered.lengths, np.uint32)
         fields = {each.name: whole(each.name) for each in self._lease.fields}
-        return Batch(
+        return TokenChunk(
             whole(TOKENS).astype(self._dtype, copy=False), lengths, cursor, gathered.rejected,
             tuple(gathered.examples), gathered.lost, fields, _loss_tokens(lengths, fields), pass_ended,
             gathered.unmasked,

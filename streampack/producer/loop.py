@@ -22,7 +22,7 @@ from streampack.core.protocol.producer_messages import Flow, Lease, Offer, Sourc
 from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Leave, PartitionKey, Session
 from streampack.core.sessions.producer_session import EndOfPartition, Forget, ProducerSession, Read
 from streampack.errors import Rejected, StreampackError, Unreachable, WireError
-from streampack.producer.chunk import Batch, BatchSource
+from streampack.producer.chunk import BatchSource, TokenChunk
 from streampack.producer.chunks import batches, chunk_of
 from streampack.sources.records import DAMAGED, Source
 from streampack.sources.walk import ShardedSource
@@ -118,9 +118,9 @@ class ProducerLoop:
             raise
         self._endpoint = endpoint
         self._reads: deque[Read] = deque()
-        self._readers: dict[tuple[PartitionKey, Session], Iterator[Batch]] = {}
-        self._asked: SimpleQueue[tuple[Read, Iterator[Batch]] | None] = SimpleQueue()
-        self._answers: deque[tuple[Read, Batch | None, Chunk | None] | BaseException] = deque()
+        self._readers: dict[tuple[PartitionKey, Session], Iterator[TokenChunk]] = {}
+        self._asked: SimpleQueue[tuple[Read, Iterator[TokenChunk]] | None] = SimpleQueue()
+        self._answers: deque[tuple[Read, TokenChunk | None, Chunk | None] | BaseException] = deque()
         self._sent: dict[tuple[PartitionKey, Session], deque[_Sent]] = {}
         self._reading: Lease | None = None
         self._asked_at = 0.0
@@ -230,7 +230,7 @@ class ProducerLoop:
                 self._answers.append(error)
             self._waker.wake()
 
-    def _take(self, answer: tuple[Read, Batch | None, Chunk | None] | BaseException) -> None:
+    def _take(self, answer: tuple[Read, TokenChunk | None, Chunk | None] | BaseException) -> None:
         self._reading = None
         if isinstance(answer, BaseException):
             raise answer

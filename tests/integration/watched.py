@@ -22,7 +22,7 @@ from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
 from streampack.core.protocol.producer_messages import Lease
-from streampack.producer.chunk import Batch
+from streampack.producer.chunk import TokenChunk
 from streampack.sources import Cursor
 from tests.integration.many_ranks import many_ranks
 from tests.integration.running import PATIENCE_S, producing_here
@@ -39,12 +39,12 @@ class Texts:
         self._lengths = rng.lognormal(np.log(mean_tokens), 1.0, CHUNK_SAMPLES).clip(1, 4000).astype(np.uint32)
         self._chunks = chunks
 
-    def batches(self, lease: Lease) -> Iterator[Batch]:
+    def batches(self, lease: Lease) -> Iterator[TokenChunk]:
         """The same chunk again and again."""
         lengths = self._lengths[: np.searchsorted(np.cumsum(self._lengths), lease.max_chunk_bytes // 4)]
         tokens, sent = np.arange(int(lengths.sum()), dtype=np.int32), 0
         while self._chunks is None or sent < self._chunks:
-            yield Batch(tokens, lengths, Cursor(0, 0, 0), {})
+            yield TokenChunk(tokens, lengths, Cursor(0, 0, 0), {})
             sent += 1
 
 

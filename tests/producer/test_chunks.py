@@ -30,7 +30,7 @@ from streampack.core.protocol.effects import Store
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Lease, Samples
 from streampack.errors import ConfigError, SampleError
-from streampack.producer.chunk import Batch
+from streampack.producer.chunk import TokenChunk
 from streampack.producer.chunks import batches, chunk_of
 from streampack.sources import Cursor, Record, SourceSettings, TokenizerSettings, open_source, open_tokenizer
 
@@ -153,7 +153,7 @@ def test_a_vocabulary_that_the_run_cannot_hold_is_refused_before_its_first_sampl
 @pytest.mark.parametrize(("count", "length", "most"), [(20_000, 1, 1 << 20), (3, 400, 1000)])
 def test_a_chunk_that_no_credit_allows_is_refused_and_not_waited_with(count: int, length: int, most: int) -> None:
     """A source of whole batches decides how large they are."""
-    batch = Batch(np.ones(count * length, np.uint16), np.full(count, length, np.uint32), Cursor(0, 0, count), {})
+    batch = TokenChunk(np.ones(count * length, np.uint16), np.full(count, length, np.uint32), Cursor(0, 0, count), {})
     expected = f"{count} samples and {2 * count * length} bytes, expected at most 16384 samples and {most} bytes"
     with pytest.raises(SampleError, match=expected):
         chunk_of(batch, lease((), dtype="uint16", max_chunk_bytes=most), (1, 1))

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from streampack.core.model.fields import Field
 from streampack.core.protocol.producer_messages import Lease
 from streampack.errors import SampleError, SourceError
-from streampack.producer.chunk import Batch
+from streampack.producer.chunk import TokenChunk
 from streampack.producer.chunks import batches
 from streampack.sources import Cursor, ManySource, Record, Records, Room, Source, SourceSettings, arrays, open_source
 from streampack.sources.files import byte_source, listing
@@ -89,7 +89,7 @@ def lease(**changes: Any) -> Lease:
 Taken = tuple[list[Any], dict[str, int], int, dict[int, Cursor], list[int]]
 
 
-def taken_apart(found: Iterator[Batch]) -> Taken:
+def taken_apart(found: Iterator[TokenChunk]) -> Taken:
     """Samples with their fields and labels that count; what is rejected; lost tokens; cursors and ends of passes by
     the number of samples before them."""
     samples: list[Any] = []

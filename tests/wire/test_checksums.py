@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from streampack.core.model.fields import Field
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Lease, Samples
-from streampack.producer.chunk import Batch
+from streampack.producer.chunk import TokenChunk
 from streampack.producer.chunks import chunk_of
 from streampack.sources import Cursor
 from streampack.wire import frames as wire
@@ -120,7 +120,7 @@ def test_the_checksum_of_two_parts_follows_from_theirs(first: bytes, second: byt
     assert joined(crc32c(first), crc32c(second), len(second)) == crc32c(first + second)
 
 
-def random_batch(fields: tuple[Field, ...]) -> tuple[Batch, Lease]:
+def random_batch(fields: tuple[Field, ...]) -> tuple[TokenChunk, Lease]:
     rng = np.random.default_rng(1)
     lengths = np.array([5, 0, 400, 1, 2048, 77], np.uint32)
     total = int(lengths.sum())
@@ -133,7 +133,7 @@ def random_batch(fields: tuple[Field, ...]) -> tuple[Batch, Lease]:
         fields=fields, overlong="error", poison="error", max_sample_tokens=4096, max_chunk_bytes=1 << 20,
     )  # fmt: skip
     tokens = rng.integers(0, 60_000, total).astype(np.uint16)
-    return Batch(tokens, lengths, Cursor(0, 0, 6), {}, fields=values), lease
+    return TokenChunk(tokens, lengths, Cursor(0, 0, 6), {}, fields=values), lease
 
 
 @of_the_kernel

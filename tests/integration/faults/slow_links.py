@@ -15,7 +15,7 @@ import psutil
 import streampack
 from streampack.core.protocol.producer_messages import Lease
 from streampack.errors import StreampackError
-from streampack.producer.chunk import Batch
+from streampack.producer.chunk import TokenChunk
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor
 from tests.integration.proxy import Proxy, Weather
@@ -32,13 +32,13 @@ class Endless:
 
     digest = "endless"
 
-    def batches(self, lease: Lease) -> Iterator[Batch]:
+    def batches(self, lease: Lease) -> Iterator[TokenChunk]:
         lengths = 1 + (np.arange(999, dtype=np.uint32) * 7919) % 999
         tokens = np.full(int(lengths.sum()), 7, np.int32)
         at = lease.cursor[2] if lease.cursor else 0
         while True:
             at += 1
-            yield Batch(tokens, lengths, Cursor(0, 0, at), {})
+            yield TokenChunk(tokens, lengths, Cursor(0, 0, at), {})
 
 
 def produce(endpoint: str) -> None:

@@ -15,7 +15,7 @@ import psutil
 import streampack
 from streampack.core.intake.intake import MAX_UNMERGED
 from streampack.core.protocol.producer_messages import Lease
-from streampack.producer.chunk import Batch
+from streampack.producer.chunk import TokenChunk
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor
 from tests.integration.running import PATIENCE_S, executed, folder, in_process, running_broker, until
@@ -29,14 +29,14 @@ class Counted:
 
     digest = "a million"
 
-    def batches(self, lease: Lease) -> Iterator[Batch]:
+    def batches(self, lease: Lease) -> Iterator[TokenChunk]:
         done = lease.cursor[2] if lease.cursor else 0
         total = SAMPLES // lease.partitions
         while done < total:
             count = min(2000, total - done)
             lengths = 1 + (np.arange(done, done + count, dtype=np.uint32) * 7919) % (2 * MEAN_TOKENS - 1)
             done += count
-            yield Batch(np.full(int(lengths.sum()), 7, np.uint16), lengths, Cursor(0, 0, done), {})
+            yield TokenChunk(np.full(int(lengths.sum()), 7, np.uint16), lengths, Cursor(0, 0, done), {})
 
 
 def produce(endpoint: str) -> None:
@@ -88,7 +88,7 @@ class Endless:
 
     digest = "endless"
 
-    def batches(self, lease: Lease) -> Iterator[Batch]:
+    def batches(self, lease: Lease) -> Iterator[TokenChunk]:
         lengths = 1 + (np.arange(999, dtype=np.uint32) * 7919) % 999
         chunks = np.array_split(lengths, 3)
         tokens = np.full(int(lengths.sum()), 7, np.int32)
@@ -96,7 +96,7 @@ class Endless:
         while True:
             chunk = chunks[at % 3]
             at += 1
-            yield Batch(tokens[: int(chunk.sum())], chunk, Cursor(0, 0, at), {})
+            yield TokenChunk(tokens[: int(chunk.sum())], chunk, Cursor(0, 0, at), {})
 
 
 def produce_endlessly(endpoint: str) -> None:

@@ -19,7 +19,7 @@ from streampack.config.typed_yaml import convert
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Lease, ProducerPing, Samples
 from streampack.producer import loop as producer
-from streampack.producer.chunk import Batch
+from streampack.producer.chunk import TokenChunk
 from streampack.producer.chunks import CHUNK_S, batches
 from streampack.producer.loop import ProducerLoop
 from streampack.sources import Cursor, SourceSettings, open_source, open_tokenizer
@@ -166,10 +166,10 @@ class Counting:
     def __init__(self, count: int) -> None:
         self._count = count
 
-    def batches(self, lease: Lease) -> Iterator[Batch]:
+    def batches(self, lease: Lease) -> Iterator[TokenChunk]:
         for at in range(lease.first_seq // 2, self._count):
             tokens = np.repeat(np.array([2 * at, 2 * at + 1], np.uint16), 3)
-            yield Batch(tokens, np.array([3, 3], np.uint32), Cursor(0, 0, 2 * at + 2), {})
+            yield TokenChunk(tokens, np.array([3, 3], np.uint32), Cursor(0, 0, 2 * at + 2), {})
 
 
 def test_samples_come_whole_before_and_after_their_checksums_are_computed_by_a_kernel(
