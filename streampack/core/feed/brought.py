@@ -27,7 +27,7 @@ MAX_SKIPS = 4096
 _NAME_CHARS = 200
 
 
-class Brought:
+class BroughtSnapshots:
     """What may come to one feed: with its ``rules`` as it began, what it knows, and the memory it has."""
 
     def __init__(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from streampack.core.feed.brought import Brought
+from streampack.core.feed.brought import BroughtSnapshots
 from streampack.core.feed.checkpoints import Checkpoints
 from streampack.core.feed.merged_memory import MergedMemory
 from streampack.core.feed.outbox import Outbox
@@ -71,7 +71,7 @@ class Feed:
         """The steps that are served, and what each rank has had of them."""
         self._outbox = Outbox(self.readers, self.history, journal, leases)
         self._checkpoints = Checkpoints(name, rules, plan.keeps, self.history, journal, table)
-        self._brought = Brought(name, rules, self.history, self.planner.live, self.memory, leases.partitions)
+        self._brought = BroughtSnapshots(name, rules, self.history, self.planner.live, self.memory, leases.partitions)
         self.figures = FormedFigures(plan.rules)
         self._waits_for: int | None = None
         """The record of the snapshot to begin from, which is not at hand."""
