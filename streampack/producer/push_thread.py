@@ -21,7 +21,7 @@ from streampack.core.protocol.events import Effect, Event, FromBroker, Report, S
 from streampack.core.protocol.producer_messages import Lease
 from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Leave
 from streampack.core.sessions.push_buffer import PushBuffer, size_of
-from streampack.core.sessions.push_session import End, EndBatch, Push, PushSession
+from streampack.core.sessions.push_session import EndBatch, EndPartition, Push, PushSession
 from streampack.errors import (
     DataStall,
     InternalError,
@@ -122,7 +122,7 @@ class Pushing:
             return
         try:
             if end and self._error is None:
-                self.tell(End())
+                self.tell(EndPartition())
             if flush:
                 self.flush(None)
         finally:

@@ -17,7 +17,7 @@ from streampack.core.journal.log_records import ChunkAdmitted
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.sessions.producer_base import Finish, Leave
 from streampack.core.sessions.push_buffer import CHUNK_BYTES, PushBuffer, size_of
-from streampack.core.sessions.push_session import End, EndBatch, Push, PushSession
+from streampack.core.sessions.push_session import EndBatch, EndPartition, Push, PushSession
 from tests.simulation.offline import samples_of
 from tests.simulation.processes import Process, chunk_of
 
@@ -127,7 +127,7 @@ class PusherProcess(Process):
             self.handle(EndBatch(buffer.next_mark))
         elif births.next >= births.count:
             self._ended = True
-            self.handle(End())
+            self.handle(EndPartition())
         else:
             room = self.case.rules.budget
             first, stop = births.next, births.next + 1

@@ -41,7 +41,7 @@ class EndBatch(Event, frozen=True):
     batch: int
 
 
-class End(Event, frozen=True):
+class EndPartition(Event, frozen=True):
     """The partition ends here: no process will push to it again."""
 
 
@@ -119,7 +119,7 @@ class PushSession(Sender):
             self.buffer.put(event.chunk)
         elif isinstance(event, EndBatch):
             self.buffer.end_batch(event.batch)
-        elif isinstance(event, End):
+        elif isinstance(event, EndPartition):
             self._ending = True
         else:
             return []

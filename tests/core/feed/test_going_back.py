@@ -18,7 +18,7 @@ from streampack.core.model.samples import ROW, SampleTable, index_of
 from streampack.core.protocol.events import Tick
 from streampack.core.sessions.producer_base import Chunk
 from streampack.core.sessions.push_buffer import PushBuffer, size_of
-from streampack.core.sessions.push_session import End, Push, PushSession
+from streampack.core.sessions.push_session import EndPartition, Push, PushSession
 from tests.core.live import Live
 from tests.core.planned import tokens_of
 
@@ -68,7 +68,7 @@ class Rollouts(Live):
             if session.room(size_of(chunk)):
                 self._to_producer(b"push%d" % partition, Push(chunk))
         elif session.begun and self.over and not session._ending:
-            self._to_producer(b"push%d" % partition, End())
+            self._to_producer(b"push%d" % partition, EndPartition())
         super().turn()
 
     @property

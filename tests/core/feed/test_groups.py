@@ -42,7 +42,7 @@ from streampack.core.protocol.events import Tick
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Samples
 from streampack.core.sessions.push_buffer import PushBuffer, size_of
-from streampack.core.sessions.push_session import End, EndBatch, Push, PushSession
+from streampack.core.sessions.push_session import EndBatch, EndPartition, Push, PushSession
 from tests.core.feed import test_going_back as rollouts
 from tests.core.feed.test_going_back import PARTITIONS, Rollouts, chunk_of, length_of
 from tests.core.planned import tokens_of
@@ -388,7 +388,7 @@ class Pushed(Rollouts):
                 self._to_producer(peer, Push(msgspec.structs.replace(chunk, keep=keep or msgspec.UNSET)))
                 self.sent[partition] += 1
         elif self.over:
-            self._to_producer(peer, End())
+            self._to_producer(peer, EndPartition())
         super(Rollouts, self).turn()
 
     def groups(self) -> list[tuple[ChunkAdmitted, list[int]]]:
@@ -531,7 +531,7 @@ class Leaving(Pushed):
 
     def turn(self) -> None:
         if self.over and self.spare.begun and not self.spare._ending:
-            self._to_producer(b"spare", End())
+            self._to_producer(b"spare", EndPartition())
         super().turn()
 
 

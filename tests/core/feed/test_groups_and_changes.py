@@ -14,7 +14,7 @@ from streampack.core.model.rule_changes import Reweigh
 from streampack.core.model.rules import Batch, Rules, StreamRules
 from streampack.core.model.samples import ROW, Keep
 from streampack.core.sessions.push_buffer import PushBuffer, size_of
-from streampack.core.sessions.push_session import End, Push, PushSession
+from streampack.core.sessions.push_session import EndPartition, Push, PushSession
 from tests.core.feed.test_going_back import chunk_of
 from tests.core.live import Live
 
@@ -55,7 +55,7 @@ class TwoStreams(Live):
             if session.room(size_of(chunk)):
                 self._to_producer(peer, Push(chunk))
         elif session.begun and self.over and not session._ending:
-            self._to_producer(peer, End())
+            self._to_producer(peer, EndPartition())
         super().turn()
 
     def next_size(self) -> int:

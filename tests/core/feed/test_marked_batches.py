@@ -15,7 +15,7 @@ from streampack.core.model.capacity import needed_tokens, wanted_tokens
 from streampack.core.model.rules import Batch, Rules
 from streampack.core.model.samples import ROW
 from streampack.core.sessions.push_buffer import size_of
-from streampack.core.sessions.push_session import End, EndBatch, Push
+from streampack.core.sessions.push_session import EndBatch, EndPartition, Push
 from tests.core.feed import test_going_back as rollouts
 from tests.core.feed.test_going_back import PARTITIONS, Rollouts, chunk_of
 
@@ -46,7 +46,7 @@ class Batches(Rollouts):
         if not session.begun or session._ending or (self.waits and self.client is not None and marked > self.had):
             pass
         elif marked == len(ends):
-            self._to_producer(peer, End())
+            self._to_producer(peer, EndPartition())
         elif first < ends[marked]:
             chunk = chunk_of(partition, first, min(first + self.rng.randint(1, 3), ends[marked]))
             if session.room(size_of(chunk)):
@@ -156,7 +156,7 @@ class OneThread(Batches):
         if not self.plan:
             for peer in (b"push0", b"push1"):
                 if not self.pushers[int(peer[-1:])]._ending:
-                    self._to_producer(peer, End())
+                    self._to_producer(peer, EndPartition())
         elif self.pushers[self.plan[0][0]].begun:
             self.push(*self.plan[0])
         super(Rollouts, self).turn()

@@ -13,7 +13,7 @@ from streampack.core.journal.log_records import ChunkAdmitted, LineageBegan, Sam
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import ROW, index_of
 from streampack.core.sessions.push_buffer import size_of
-from streampack.core.sessions.push_session import End, Push
+from streampack.core.sessions.push_session import EndPartition, Push
 from tests.core.feed import test_going_back as rollouts
 from tests.core.feed.test_going_back import PARTITIONS, Rollouts, chunk_of
 
@@ -41,7 +41,7 @@ class Policies(Rollouts):
                     chunk = msgspec.structs.replace(chunk, policy_version=first // self.pace[partition])
                 self._to_producer(peer, Push(chunk))
         elif session.begun and self.over and not session._ending:
-            self._to_producer(peer, End())
+            self._to_producer(peer, EndPartition())
         super(Rollouts, self).turn()
 
 

@@ -33,7 +33,7 @@ from streampack.core.protocol.producer_messages import (
 )
 from streampack.core.sessions.producer_base import Chunk, Failed, Finish, Leave
 from streampack.core.sessions.push_buffer import CHUNK_BYTES, PushBuffer, size_of
-from streampack.core.sessions.push_session import End, EndBatch, Push, PushSession
+from streampack.core.sessions.push_session import EndBatch, EndPartition, Push, PushSession
 from streampack.wire import frames as wire
 
 RUN, STREAM, PARTITION = 7, "rollouts", 3
@@ -271,7 +271,7 @@ class World:
     def end(self) -> None:
         if self.session.begun and self.patient:
             self.ended = True
-            self.tell(End())
+            self.tell(EndPartition())
 
     def deliver_up(self, at: int) -> None:
         if self.up:
@@ -529,7 +529,7 @@ def test_samples_behind_a_mark_wait_until_it_is_safe(bench: Bench) -> None:
 
 
 def test_a_mark_and_an_end_are_said_until_they_are_known(bench: Bench) -> None:
-    bench.do(EndBatch(1), End(), Tick(1.0), Tick(2.0))
+    bench.do(EndBatch(1), EndPartition(), Tick(1.0), Tick(2.0))
     assert sum(isinstance(message, Mark) for message in bench.said) == 3
     bench.flow(1, expected_seq=15, durable_seq=15, durable_marks=1)
     bench.do(Tick(3.0))
