@@ -43,7 +43,7 @@ _HOSTS = ("SLURM_JOB_NUM_NODES", "GROUP_WORLD_SIZE", "NNODES")
 _ATTEMPT = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
 
 
-class Ended(StreampackError):
+class DaemonEnded(StreampackError):
     """A daemon has ended while the command needed it."""
 
 
@@ -151,7 +151,7 @@ class _Run:
         while (found := rendezvous.read(path)) is None or found == before or "failed" in found:
             self._pause()
             if broker.process.poll() is not None:
-                raise Ended(broker.failure())
+                raise DaemonEnded(broker.failure())
         return found
 
     def _free(self, shared: bool) -> dict[str, str]:
@@ -219,7 +219,7 @@ class _Run:
                     looked = time.monotonic()
                     now = rendezvous.read(watched) or {}
                     if now.get("epoch") == found["epoch"] and "failed" in now:
-                        raise Ended(f"node 0 has ended: {now['failed']}")
+                        raise DaemonEnded(f"node 0 has ended: {now['failed']}")
         finally:
             _end(command)
         return exit_code(command.returncode)
@@ -228,7 +228,7 @@ class _Run:
         for daemon in self.daemons:
             code = daemon.process.poll()
             if code is not None and (code or daemon.name == "broker"):
-                raise Ended(f"{daemon.failure()}; the command was terminated")
+                raise DaemonEnded(f"{daemon.failure()}; the command was terminated")
 
     def _pause(self) -> None:
         time.sleep(POLL_S)
