@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from streampack_services.audit.verify import verify
 from streampack_services.ledger.ledger import Ledger
 from streampack_services.ledger.step_rows import rows_of
-from streampack_services.log.log import Entry
+from streampack_services.log.log import LogEntry
 
 from benchmarks.report import arguments, head, say
 from streampack.core.journal.log_records import Base, FeedFacts, Record, StepFormed
@@ -57,7 +57,7 @@ def main() -> None:
     say(report, args.json)
 
 
-def recorded(samples: int, packs: int, each: int) -> list[Entry]:
+def recorded(samples: int, packs: int, each: int) -> list[LogEntry]:
     """The log of a run over two streams, ``each`` samples a pack, out of order within a window of 1024."""
     rng = np.random.default_rng(1)
     per_step = packs * each
@@ -85,10 +85,10 @@ def recorded(samples: int, packs: int, each: int) -> list[Entry]:
             )
         )  # fmt: skip
     bodies = [memoryview(b"".join(map(bytes, encode_record(record)))) for record in records]
-    return [Entry(lsn, record.TYPE, body) for lsn, (record, body) in enumerate(zip(records, bodies, strict=True))]
+    return [LogEntry(lsn, record.TYPE, body) for lsn, (record, body) in enumerate(zip(records, bodies, strict=True))]
 
 
-def compare(entries: list[Entry]) -> dict[str, Any]:
+def compare(entries: list[LogEntry]) -> dict[str, Any]:
     """Medians of ROUNDS turns each, alternating."""
     turns: dict[str, list[dict[str, float]]] = {"ledger": [], "plain": []}
     verified = []
@@ -110,13 +110,13 @@ def compare(entries: list[Entry]) -> dict[str, Any]:
     }
 
 
-def samples_of(entries: list[Entry]) -> int:
+def samples_of(entries: list[LogEntry]) -> int:
     last = decode_record(entries[-1].kind, entries[-1].body)[0]
     assert isinstance(last, StepFormed)
     return last.num_samples * (len(entries) - 1)
 
 
-def ledger_takes(path: Path, entries: list[Entry]) -> dict[str, float]:
+def ledger_takes(path: Path, entries: list[LogEntry]) -> dict[str, float]:
     with Ledger(path) as ledger:
         taking = timed(lambda: ledger.update(entries))
         asking = timed(lambda: [len(ledger.find("web", index)) for index in asked(entries)])
@@ -128,7 +128,7 @@ def check(path: Path) -> None:
         assert not verify(ledger)["findings"].get("digests")
 
 
-def plain_takes(path: Path, entries: list[Entry]) -> dict[str, float]:
+def plain_takes(path: Path, entries: list[LogEntry]) -> dict[str, float]:
     db = sqlite3.connect(path)
     db.execute(
         "CREATE TABLE samples (stream INTEGER, idx INTEGER, part INTEGER, lineage INTEGER, step INTEGER, pack INTEGER, "
@@ -162,13 +162,13 @@ def plain_rows(record: StepFormed) -> Any:
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
-def asked(entries: list[Entry]) -> list[int]:
+def asked(entries: list[LogEntry]) -> list[int]:
     """Indices of the first stream, from its whole length."""
     most = int(samples_of(entries) * 0.65)
     return list(map(int, np.linspace(0, most, QUESTIONS)))
 
 
-def figures(path: Path, entries: list[Entry], taking: float, asking: float) -> dict[str, float]:
+def figures(path: Path, entries: list[LogEntry], taking: float, asking: float) -> dict[str, float]:
     samples = samples_of(entries)
     return {
         "samples_per_s": samples / taking,

@@ -17,7 +17,7 @@ from crc32c import crc32c
 from streampack_services.daemons import rendezvous
 from streampack_services.ledger.ledger import Ledger
 from streampack_services.log import segments
-from streampack_services.log.log import Entry
+from streampack_services.log.log import LogEntry
 
 from streampack.client import state as checkpoint
 from streampack.config.config_files import read_either
@@ -206,7 +206,7 @@ def _ledger() -> bytes:
     """The file of a ledger of that log."""
     path = _HERE / "whole.sqlite"
     with Ledger(path) as ledger:
-        ledger.update([Entry(lsn, kind, memoryview(body)) for lsn, (kind, body) in enumerate(_records())])
+        ledger.update([LogEntry(lsn, kind, memoryview(body)) for lsn, (kind, body) in enumerate(_records())])
     return path.read_bytes()
 
 

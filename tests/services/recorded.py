@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
-from streampack_services.log.log import Entry
+from streampack_services.log.log import LogEntry
 
 from streampack.core.feed.resume import restore, snapshot
 from streampack.core.form.former import Former
@@ -36,10 +36,10 @@ from streampack.wire.record_frames import encode_record
 FEED = "train"
 
 
-def entries(records: list[Record], start: int = 0) -> list[Entry]:
+def entries(records: list[Record], start: int = 0) -> list[LogEntry]:
     """The log that holds these records from number ``start`` on."""
     return [
-        Entry(lsn, record.TYPE, memoryview(b"".join(map(bytes, encode_record(record)))))
+        LogEntry(lsn, record.TYPE, memoryview(b"".join(map(bytes, encode_record(record)))))
         for lsn, record in enumerate(records) if lsn >= start
     ]  # fmt: skip
 

@@ -23,7 +23,7 @@ from streampack.errors import ConfigError, LogDamaged, StreampackError, WireErro
 from streampack.wire import record_frames
 from streampack_services.broker.status import LogStatus
 from streampack_services.ledger.state_dir import open_ledger
-from streampack_services.log.log import Entry, Log
+from streampack_services.log.log import Log, LogEntry
 
 log = logging.getLogger("streampack.broker")
 
@@ -133,7 +133,7 @@ class Keeper:
     def _records(self) -> Iterator[tuple[int, Record, tuple[memoryview, ...]]]:
         return (self._decoded(entry) for entry in self._log.entries())
 
-    def _decoded(self, entry: Entry) -> tuple[int, Record, tuple[memoryview, ...]]:
+    def _decoded(self, entry: LogEntry) -> tuple[int, Record, tuple[memoryview, ...]]:
         try:
             return entry.lsn, *record_frames.decode_record(entry.kind, entry.body)
         except WireError as error:

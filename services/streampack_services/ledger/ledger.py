@@ -39,7 +39,7 @@ from streampack_services.ledger import step_rows
 from streampack_services.ledger.ledger_tables import TABLES, State, Tables
 from streampack_services.ledger.run_history import LATEST, RunHistory
 from streampack_services.ledger.step_rows import StepRows
-from streampack_services.log.log import Entry
+from streampack_services.log.log import LogEntry
 
 GAP = 4096
 BATCH_BYTES = 16 << 20
@@ -100,13 +100,13 @@ class Ledger:
 
     # What the log says
 
-    def update(self, entries: Iterable[Entry]) -> int:
+    def update(self, entries: Iterable[LogEntry]) -> int:
         """Take the records that are not here yet, and return how many there were.
 
         ``entries`` may begin anywhere at or before ``state.next_lsn``. Raises LedgerDamaged if they begin later, or if
         the last record that is here is another one there: they are of another log.
         """
-        taken, batch, size = 0, list[Entry](), 0
+        taken, batch, size = 0, list[LogEntry](), 0
         for entry in entries:
             batch.append(entry)
             size += len(entry.body)
@@ -137,7 +137,7 @@ class Ledger:
                 self._tables.save_state()
         self._load()
 
-    def _take(self, batch: list[Entry]) -> int:
+    def _take(self, batch: list[LogEntry]) -> int:
         with self._tables.transaction():
             self._load()  # another process may have been here
             batch = self._new(batch)
@@ -151,7 +151,7 @@ class Ledger:
                 self._tables.save_state()
         return len(batch)
 
-    def _new(self, batch: list[Entry]) -> list[Entry]:
+    def _new(self, batch: list[LogEntry]) -> list[LogEntry]:
         """Those of ``batch`` that are not here; they must follow what is."""
         state = self.state
         for entry in batch:

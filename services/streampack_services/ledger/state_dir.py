@@ -15,7 +15,7 @@ from streampack.config.config_files import read_broker
 from streampack.core.journal.log_records import Base
 from streampack.errors import LedgerDamaged, UserError
 from streampack_services.ledger.ledger import Ledger
-from streampack_services.log.log import Entry, read_entries
+from streampack_services.log.log import LogEntry, read_entries
 from streampack_services.log.segments import segment_files
 
 LEDGER = "ledger.sqlite"
@@ -47,7 +47,7 @@ def open_ledger(state_dir: Path) -> Iterator[Ledger]:
         yield ledger
 
 
-def _unread(state_dir: Path, ledger: Ledger) -> Iterator[Entry]:
+def _unread(state_dir: Path, ledger: Ledger) -> Iterator[LogEntry]:
     """The log's records from the last that a ledger has on.
 
     A log that was cut begins anywhere: what its records mean is said by a ``Base`` further on, which is then read
@@ -60,7 +60,7 @@ def _unread(state_dir: Path, ledger: Ledger) -> Iterator[Entry]:
     if not ledger.history.feeds and first.kind != Base.TYPE:
         base = next((entry for entry in read_entries(state_dir) if entry.kind == Base.TYPE), None)
         if base is not None:
-            yield Entry(first.lsn - 1, base.kind, base.body)
+            yield LogEntry(first.lsn - 1, base.kind, base.body)
     yield first
     yield from entries
 

@@ -35,7 +35,7 @@ from streampack_services.log.segments import (
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogEntry:
     """A record as it is read back; ``body`` may share memory with its neighbours: copy what is kept."""
 
     lsn: int
@@ -140,7 +140,7 @@ class Log:
             self._writer.hand_over(self._appended)
             self._appended = []
 
-    def entries(self, start: int = 0, stop: int | None = None) -> Iterator[Entry]:
+    def entries(self, start: int = 0, stop: int | None = None) -> Iterator[LogEntry]:
         """Records from ``start``, or the oldest that is kept, to below ``stop``, or what is next now.
 
         Raises LogDamaged where a record is not what it was when the log was opened.
@@ -150,7 +150,7 @@ class Log:
             written = self._writer.written_upto
             if lsn >= written:
                 if (pending := self._writer.unwritten.get(lsn)) is not None:  # else it has been written meanwhile
-                    yield Entry(lsn, pending.head[-1], memoryview(b"".join(pending.views)))
+                    yield LogEntry(lsn, pending.head[-1], memoryview(b"".join(pending.views)))
                     lsn += 1
                 continue
             segment = self._segment(lsn)
@@ -158,13 +158,13 @@ class Log:
             at, end = segment.offset(lsn), segment.offset(upto)
             with _reading(segment) as fd:
                 for _, kind, body in walk(fd, at, end, lsn):
-                    yield Entry(lsn, kind, body)
+                    yield LogEntry(lsn, kind, body)
                     lsn += 1
             if lsn < upto:
                 what = f"bytes that are not record {lsn}"
                 raise damaged(segment.path, segment.offset(lsn), what, "it, as it was written or read before")
 
-    def read(self, lsn: int) -> Entry:
+    def read(self, lsn: int) -> LogEntry:
         """Record ``lsn``. Raises LogDamaged as ``entries`` does, InternalError for one that is not there."""
         self._segment(lsn)
         return next(self.entries(lsn, lsn + 1))
@@ -213,7 +213,7 @@ class Log:
         return self._segments[bisect_right(self._segments, lsn, key=lambda segment: segment.first_lsn) - 1]
 
 
-def read_entries(folder: Path, start: int = 0) -> Iterator[Entry]:
+def read_entries(folder: Path, start: int = 0) -> Iterator[LogEntry]:
     """Records from ``start``, or the oldest that is kept, of a log that another process may be writing: no lock.
 
     Ends where nothing more is written yet. Raises LogDamaged as ``Log.open`` does; a folder without a log has no
@@ -227,7 +227,7 @@ def read_entries(folder: Path, start: int = 0) -> Iterator[Entry]:
             segment = read_segment(path, first_lsn, next_first_lsn)
             lsn = min(max(start, first_lsn), segment.next_lsn)
             for _, kind, body in walk(fd, segment.offset(lsn), segment.end, lsn):
-                yield Entry(lsn, kind, body)
+                yield LogEntry(lsn, kind, body)
                 lsn += 1
 
 
