@@ -27,7 +27,7 @@ _OURS = re.compile(f"[{SPLIT}{_PLACE}{BEGIN}{END}]")
 Span = tuple[int, int]
 
 
-class Message(NamedTuple):
+class ChatMessage(NamedTuple):
     """``text``: of the content alone. ``train``: whether an answer is learned. ``raw``: all that a template may see."""
 
     role: str
@@ -71,7 +71,7 @@ class Template(Protocol):
 _SHAREGPT = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 
 
-def read_messages(messages: object) -> list[Message] | str:
+def read_messages(messages: object) -> list[ChatMessage] | str:
     """The messages of a chat; ``messages`` when it is none, ``empty`` when there is nothing in it.
 
     ``role`` and ``content``: a text, null, or a list of ``{"type": "text", "text": ...}``; or ShareGPT's ``from`` and
@@ -103,7 +103,7 @@ def pair_messages(prompt: object, completion: object) -> list[Any] | None:
     return [{**message, "train": False} if isinstance(message, dict) else message for message in prompt] + completion
 
 
-def _read(message: object) -> Message | None:
+def _read(message: object) -> ChatMessage | None:
     if not isinstance(message, Mapping):
         return None
     ours, null = ("train", "weight"), ("content", "value")  # tables give every message every key: null is not there
@@ -119,7 +119,7 @@ def _read(message: object) -> Message | None:
         return None
     if not isinstance(weight, int | float) or weight not in (0, 1):
         return None
-    return Message(raw["role"], text, train and weight == 1, raw)
+    return ChatMessage(raw["role"], text, train and weight == 1, raw)
 
 
 def _text(content: object) -> str | None:
@@ -161,7 +161,7 @@ def any_of(words: Iterable[str]) -> re.Pattern[str] | None:
 # Spans
 
 
-def render_chat(template: Template, messages: list[Message], tools: Any, stops: re.Pattern[str] | None) -> Rendered:
+def render_chat(template: Template, messages: list[ChatMessage], tools: Any, stops: re.Pattern[str] | None) -> Rendered:
     """The text of a chat and the spans of its answers that are learned.
 
     ``stops``: the marker tokens. The first one right after an answer ends its turn, and is learned with it; white
