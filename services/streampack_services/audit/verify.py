@@ -23,7 +23,7 @@ from streampack.core.model.snapshot import Snapshot
 from streampack.core.model.steps import FIRST_CHAIN
 from streampack.errors import LedgerDamaged
 from streampack_services.audit.conservation import DROPPED, REJECTED, Books
-from streampack_services.ledger.ledger import Ledger, Place
+from streampack_services.ledger.ledger import Ledger, Placement
 from streampack_services.ledger.run_history import LATEST, FeedHistory
 from streampack_services.ledger.step_rows import StepRows
 
@@ -356,7 +356,7 @@ class _Feed:
 _NONE: tuple[I64, I64] = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
-def effective_places(ledger: Ledger, stream: str, index: int) -> list[Place]:
+def effective_places(ledger: Ledger, stream: str, index: int) -> list[Placement]:
     """Where a sample is in the history that counts."""
     feeds = ledger.history.feeds
     found = ledger.find(stream, index)

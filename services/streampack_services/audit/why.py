@@ -19,7 +19,7 @@ from streampack.core.model.samples import I64, ROW
 from streampack.errors import LedgerDamaged, UserError
 from streampack.sources import OpenedSource
 from streampack_services.audit.origins import NO_SOURCES, origin_of, samples_of
-from streampack_services.ledger.ledger import Gap, Ledger, Place
+from streampack_services.ledger.ledger import Gap, Ledger, Placement
 from streampack_services.ledger.run_history import LATEST, NEVER, FeedHistory
 from streampack_services.ledger.step_rows import StepRows
 
@@ -262,7 +262,7 @@ def why_row(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource]) -> T
     return {"row": name, "samples": found}
 
 
-def _place(feed: FeedHistory, place: Place) -> Tree:
+def _place(feed: FeedHistory, place: Placement) -> Tree:
     step, row = place.step, place.row
     rules = feed.rules_at(step.step, step.lsn)
     offset = int(step.offsets(rules.align.sample)[row])

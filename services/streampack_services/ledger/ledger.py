@@ -47,7 +47,7 @@ BATCH_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Placement:
     """A piece of a sample in a step: sample ``row`` of it, in pack ``pack``."""
 
     step: StepRows
@@ -287,9 +287,9 @@ class Ledger:
                 found.append(Gap(first, snapshot.step - 1, lsn, snapshot))
         return found
 
-    def find(self, stream: str, index: int) -> list[Place]:
+    def find(self, stream: str, index: int) -> list[Placement]:
         """Where a sample is: all its pieces in all lineages, in the order in which they were recorded."""
-        feed, places = self.history.feed_of(stream), list[Place]()
+        feed, places = self.history.feed_of(stream), list[Placement]()
         spans = self._tables.rows("spans", "stream = ? AND lo <= ? AND hi >= ?", (stream, index, index))
         for *_, number, lineage, _ in sorted(spans, key=lambda row: int(row[5])):
             step = None if feed is None else self.step(feed.name, number, lineage)
@@ -298,7 +298,7 @@ class Ledger:
             hits = np.flatnonzero(step.rows["index"] == index).tolist()
             numbers = [int(step.rows["stream"][row]) for row in hits]
             places += [
-                Place(step, row, int(step.packs[row])) for row, number in zip(hits, numbers, strict=True)
+                Placement(step, row, int(step.packs[row])) for row, number in zip(hits, numbers, strict=True)
                 if feed.stream_name(number, step.step, step.lsn) == stream
             ]  # fmt: skip
         return places
