@@ -36,7 +36,7 @@ from streampack.core.protocol.producer_messages import OVERLONG
 from streampack.wire import record_frames
 from streampack.wire.checksums import crc32c
 from streampack_services.ledger import step_rows
-from streampack_services.ledger.ledger_tables import TABLES, State, Tables
+from streampack_services.ledger.ledger_tables import TABLES, LedgerState, Tables
 from streampack_services.ledger.run_history import LATEST, RunHistory
 from streampack_services.ledger.step_rows import StepRows
 from streampack_services.log.log import LogEntry
@@ -85,7 +85,7 @@ class Ledger:
         self.history = self._read_history()
 
     @property
-    def state(self) -> State:
+    def state(self) -> LedgerState:
         """How far it is."""
         return self._tables.state
 

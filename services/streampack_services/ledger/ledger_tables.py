@@ -49,7 +49,7 @@ CREATE TABLE state (id INTEGER PRIMARY KEY, body BLOB, crc INTEGER);
 
 
 @dataclass(slots=True)
-class State:
+class LedgerState:
     """How far a ledger is: it has what there was of records ``first_lsn`` to ``next_lsn - 1``, the last of which has
     checksum ``last_crc``. ``rows`` by table: how many, and the sum of their checksums."""
 
@@ -79,7 +79,7 @@ class Tables:
     def _make(self) -> None:
         for statement in _SCHEMA.split(";"):
             self._db.execute(statement)
-        self.state = State({table: [0, 0] for table in TABLES})
+        self.state = LedgerState({table: [0, 0] for table in TABLES})
         self.save_state()
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Tables:
             row = self._db.execute("SELECT body, crc FROM state").fetchone()
         if row is None or not isinstance(row[0], bytes) or crc32c(row[0]) != row[1]:
             raise self.damaged("state: got a row that is not what was written")
-        self.state = msgspec.json.decode(row[0], type=State)
+        self.state = msgspec.json.decode(row[0], type=LedgerState)
         if self.state.version != VERSION:
             raise self.damaged(f"got version {self.state.version}, expected {VERSION}")
 
