@@ -21,7 +21,7 @@ from streampack.sources.formats.rows import RowReader, as_field
 from streampack.sources.records import RawSamples, Sample
 
 
-class Plan(NamedTuple):
+class ColumnPlan(NamedTuple):
     """The columns: of the ids, and of the declared fields that are there."""
 
     ids: str
@@ -29,7 +29,7 @@ class Plan(NamedTuple):
     by_sample: frozenset[str]
 
 
-def plan_of(schema: Any, reader: RowReader) -> Plan | None:
+def plan_of(schema: Any, reader: RowReader) -> ColumnPlan | None:
     """How the rows of this pyarrow schema are read many at once; None where they are not ids and numbers."""
     pa = need_pyarrow()
     ids = reader.only_ids(schema.names)
@@ -47,7 +47,7 @@ def plan_of(schema: Any, reader: RowReader) -> Plan | None:
         fits = is_number(kind, pa) if field.axis == "sample" else is_plain_list(kind, pa)
         if field.shape or not fits or (field.axis != "sample" and not is_number(kind.value_type, pa)):
             return None
-    return Plan(ids, fields, frozenset(field.name for field, _ in fields if field.axis == "sample"))
+    return ColumnPlan(ids, fields, frozenset(field.name for field, _ in fields if field.axis == "sample"))
 
 
 class Grouped(Protocol):
@@ -65,7 +65,7 @@ class Grouped(Protocol):
 class ListShard:
     """See ArrayShard."""
 
-    def __init__(self, shard: Grouped, plan: Plan) -> None:
+    def __init__(self, shard: Grouped, plan: ColumnPlan) -> None:
         self._shard, self._plan = shard, plan
         self._run = range(0)
         self._lists: _Lists | None = None
@@ -121,7 +121,7 @@ class _Lists(NamedTuple):
         return as_samples(self.ids.gather(rows), lengths[:count], fields=fields, by_sample=frozenset(self.values))
 
 
-def _open_lists(columns: dict[str, Any], plan: Plan) -> _Lists | None:
+def _open_lists(columns: dict[str, Any], plan: ColumnPlan) -> _Lists | None:
     """None where a column is too large to be one array, or values do not fit the declared field: rows say which."""
     if any(
         isinstance(columns[key], need_pyarrow().ChunkedArray) for key in (plan.ids, *(key for _, key in plan.fields))
