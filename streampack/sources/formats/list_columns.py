@@ -87,7 +87,7 @@ class ListShard:
         return one_sample(self._shard.load(int(samples[0])), self._plan.by_sample)
 
 
-class _Column(NamedTuple):
+class _ListColumn(NamedTuple):
     """Lists end to end: bytes of the values, and where in ``dtype`` values each begins and ends, int64 [rows]."""
 
     data: memoryview
@@ -103,8 +103,8 @@ class _Column(NamedTuple):
 class _Lists(NamedTuple):
     """One group: its ids, its fields by name as lists or as one value a row, and which rows are to be read alone."""
 
-    ids: _Column
-    lists: dict[str, _Column]
+    ids: _ListColumn
+    lists: dict[str, _ListColumn]
     values: dict[str, NDArray[Any]]
     odd: NDArray[np.bool_]
 
@@ -146,7 +146,7 @@ def _open_lists(columns: dict[str, Any], plan: ColumnPlan) -> _Lists | None:
     return _Lists(ids, lists, values, odd)
 
 
-def _open_column(array: Any) -> tuple[_Column, NDArray[Any], NDArray[np.bool_]]:
+def _open_column(array: Any) -> tuple[_ListColumn, NDArray[Any], NDArray[np.bool_]]:
     """(the lists of a pyarrow array, their values end to end, which of them are or hold a null)."""
     flat, null_values = _numbers(array.values)
     offsets = array.offsets.to_numpy().astype(np.int64)
@@ -154,7 +154,7 @@ def _open_column(array: Any) -> tuple[_Column, NDArray[Any], NDArray[np.bool_]]:
     if null_values.any():
         before = np.concatenate([[0], np.cumsum(null_values)])
         odd = odd | (before[offsets[1:]] > before[offsets[:-1]])
-    return _Column(_bytes(flat), flat.dtype, offsets[:-1], offsets[1:]), flat, odd
+    return _ListColumn(_bytes(flat), flat.dtype, offsets[:-1], offsets[1:]), flat, odd
 
 
 def _numbers(array: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:
