@@ -69,7 +69,7 @@ class StreamProgress:
 
 
 @dataclass(slots=True)
-class Progress:
+class ProducerProgress:
     """What one producer has delivered, by stream; and what it waits for, if anything."""
 
     streams: dict[str, StreamProgress]
@@ -98,7 +98,7 @@ class ProducerLoop:
 
     def __init__(
         self, endpoint: str, sources: Mapping[str, Source | BatchSource], *, timeout_s: float = 60.0,
-        on_progress: Callable[[Progress], None] | None = None, pause_s: float = 0.0, name: str = "",
+        on_progress: Callable[[ProducerProgress], None] | None = None, pause_s: float = 0.0, name: str = "",
         key: PeerKey | None = None,
     ) -> None:  # fmt: skip
         self._sources = dict(sources)
@@ -127,7 +127,7 @@ class ProducerLoop:
         self._finish: Finish | None = None
         self._stopping = False
         self._started = self._told_at = self._idle_since = self._said_at = time.monotonic()
-        self.progress = Progress({name: StreamProgress() for name in self._sources})
+        self.progress = ProducerProgress({name: StreamProgress() for name in self._sources})
 
     def stop(self) -> None:
         """Ask ``run`` to return soon; any thread or signal handler may."""

@@ -29,7 +29,7 @@ from types import FrameType
 from streampack.config.daemon_settings import ProducerConfig
 from streampack.errors import StreampackError
 from streampack.producer.first_rows import refuse_chats
-from streampack.producer.loop import ProducerLoop, Progress, StreamProgress
+from streampack.producer.loop import ProducerLoop, ProducerProgress, StreamProgress
 from streampack.sources import OpenedSource, open_source, open_tokenizer
 from streampack.transport.keys import find_key
 from streampack.transport.rendezvous import read_rendezvous
@@ -326,7 +326,7 @@ def _work(
     set_up_log()
     try:
 
-        def tell(progress: Progress) -> None:
+        def tell(progress: ProducerProgress) -> None:
             try:
                 pipe.send(("progress", progress.streams, progress.waiting))
             except OSError:  # nobody is left to tell
