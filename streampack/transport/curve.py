@@ -8,7 +8,7 @@ the same loop: there is no other thread that could end and leave the door open, 
 (``ZAP_ENFORCE_DOMAIN``; without that option ZeroMQ takes the absence of an answer for consent). What comes in carries
 the peer's key, which nobody else can have put there.
 
-A peer that is not let in hears nothing by itself: its socket would go on trying for ever. Its ``Watch`` says in words
+A peer that is not let in hears nothing by itself: its socket would go on trying for ever. Its ``HandshakeMonitor`` says in words
 why: the handshakes' events tell a refused key, and the first bytes of any ZeroMQ peer (RFC 37) whether it has keys.
 """
 
@@ -134,7 +134,7 @@ def by_key(frames: list[Any]) -> bool:
     return len(key) == KEY_DIGITS
 
 
-class Watch:
+class HandshakeMonitor:
     """Why ``sock``, which is to connect later, is not let in; ``key``: whose it shows, empty for none."""
 
     def __init__(self, sock: zmq.Socket[bytes], key: str) -> None:

@@ -26,7 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 from streampack.core.protocol.rights import KEY_DIGITS
 from streampack.errors import PeerError, Rejected, UserError
 from streampack.transport import ipc_files, shared_memory
-from streampack.transport.curve import Door, Gate, Watch, by_key, show_key
+from streampack.transport.curve import Door, Gate, HandshakeMonitor, by_key, show_key
 from streampack.transport.endpoints import check_endpoint
 from streampack.transport.keys import Key
 from streampack.transport.links import Links
@@ -292,7 +292,7 @@ class Dealer(_Socket):
     def __init__(self, endpoint: str, max_message_bytes: int, linger_ms: int = 0, key: Key | None = None) -> None:
         check_endpoint(endpoint, connects=True)
         super().__init__(zmq.DEALER, max_message_bytes)
-        self._watch = Watch(self.raw, "" if key is None else key.name)
+        self._watch = HandshakeMonitor(self.raw, "" if key is None else key.name)
         if key is not None:
             show_key(self.raw, key.secret, key.broker)
         self.raw.setsockopt(zmq.IMMEDIATE, 1)
