@@ -20,7 +20,7 @@ from streampack.core.broker import Broker
 from streampack.core.deal.deal_stats import DealtFigures
 from streampack.core.deal.dynamic_batches import PaddedFigures
 from streampack.core.feed.feed import Feed
-from streampack.core.form.form_stats import FILL_BOUNDS, Spread
+from streampack.core.form.form_stats import FILL_BOUNDS, ValueCounts
 from streampack.core.form.former import Former
 from streampack.core.model.rules import Rules
 from streampack.core.serve.step_server import RankProgress
@@ -449,7 +449,7 @@ def _dynamic_batching(figures: PaddedFigures) -> DynamicBatching:
     )
 
 
-def _histogram(spread: Spread | NextWaits) -> Histogram:
+def _histogram(spread: ValueCounts | NextWaits) -> Histogram:
     return Histogram(bounds=list(spread.bounds), counts=list(map(int, spread.counts)), sum=spread.sum)
 
 

@@ -25,7 +25,7 @@ Tail = tuple[int, int, int, bytes]
 SAMPLES_BOUNDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 
-class Spread:
+class ValueCounts:
     """How often values were at most each of ``bounds`` and above the one before, and above all: ``counts`` int64
     [bounds + 1]; and their ``sum``.
 
@@ -53,7 +53,7 @@ class FormedFigures:
         self._rules = rules
         self._totals, self._lengths = Totals(), LengthCounts()
         self._waste: I64 = np.zeros(len(CAUSES), np.int64)
-        self._fill, self._samples = Spread(FILL_BOUNDS), Spread(SAMPLES_BOUNDS)
+        self._fill, self._samples = ValueCounts(FILL_BOUNDS), ValueCounts(SAMPLES_BOUNDS)
         self._packs: list[PlannedPacks] = []
         self._of_samples: list[I32] = []
         self._num_waiting = 0
@@ -91,13 +91,13 @@ class FormedFigures:
         return self._waste
 
     @property
-    def fill(self) -> Spread:
+    def fill(self) -> ValueCounts:
         """Real tokens of the packs over the budget."""
         self._count()
         return self._fill
 
     @property
-    def samples(self) -> Spread:
+    def samples(self) -> ValueCounts:
         """Samples of the packs."""
         self._count()
         return self._samples
