@@ -35,7 +35,7 @@ from streampack_services.forecast.run_lengths import Served
 from streampack_services.http import http_client
 from streampack_services.log.segments import segment_files
 from streampack_services.plan.grid import PlanOptions
-from streampack_services.plan.plan_options import Base, PlanInputs, base_of_broker, base_of_run, options_of
+from streampack_services.plan.plan_options import PlanBase, PlanInputs, base_of_broker, base_of_run, options_of
 
 TO_TOKENIZE = 20_000
 TO_PACK = 50_000
@@ -51,7 +51,7 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
     if what is not None and what.endswith((".yaml", ".yml")):
         configs, what = [*configs, Path(what)], None
     broker, producer = _configs(configs)
-    base = base_of_broker(broker, given.feed) if broker is not None else Base(Rules(), given=False)
+    base = base_of_broker(broker, given.feed) if broker is not None else PlanBase(Rules(), given=False)
     if what is None and producer is not None:
         options = options_of(given, base)
         return _of_producer(given, producer, base), options
@@ -106,7 +106,7 @@ def saying() -> Iterator[Callable[[str], None]]:
 # Lengths
 
 
-def _of_producer(given: PlanInputs, producer: ProducerConfig, base: Base) -> Workload:
+def _of_producer(given: PlanInputs, producer: ProducerConfig, base: PlanBase) -> Workload:
     import_from_here()
     names = [stream.name for stream in base.rules.streams if stream.name in producer.streams] or list(producer.streams)
     streams = {name: producer.streams[name] for name in names}

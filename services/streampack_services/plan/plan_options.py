@@ -45,7 +45,7 @@ class PlanInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class PlanBase:
     """What a configuration or a run gives to begin with; a fixed ``align`` is a run's. ``batch_samples``: of a run
     whose batches marks closed, the mean."""
 
@@ -59,7 +59,7 @@ class Base:
     given: bool = True
 
 
-def base_of_broker(broker: BrokerConfig, feed: str | None) -> Base:
+def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanBase:
     """What broker.yaml gives. Raises UserError for a feed that it does not have."""
     name = next(iter(broker.feeds)) if feed is None else feed
     if name not in broker.feeds:
@@ -67,19 +67,19 @@ def base_of_broker(broker: BrokerConfig, feed: str | None) -> Base:
     rules, settings = broker.plan(name), broker.rules_of(name)
     joint = msgspec.structs.replace(_joint_of(rules), group=settings.balance.group)
     mesh = PlanMesh(**msgspec.structs.asdict(broker.planned_mesh))
-    return Base(
+    return PlanBase(
         rules, settings.align or DERIVED, broker.precision, joint, mesh, broker.feeds[name].cp_layout
     )  # fmt: skip
 
 
-def base_of_run(run: Served, *, other_mesh: bool) -> Base:
+def base_of_run(run: Served, *, other_mesh: bool) -> PlanBase:
     """What a run's rules give; its alignment is its own, but for another mesh."""
     mesh = run.mesh
     batch = run.rules.batch
     mean = max(round(run.samples / run.steps), 1) if batch is not None and batch.samples is None else None
     if other_mesh:
-        return Base(run.rules, batch_samples=mean)
-    return Base(run.rules, run.rules.align, None, _joint_of(run.rules), mesh, batch_samples=mean)
+        return PlanBase(run.rules, batch_samples=mean)
+    return PlanBase(run.rules, run.rules.align, None, _joint_of(run.rules), mesh, batch_samples=mean)
 
 
 def _joint_of(rules: Rules) -> Balance:
@@ -87,7 +87,7 @@ def _joint_of(rules: Rules) -> Balance:
     return Balance("joint", group=rules.balance.group, patience=rules.balance.patience)
 
 
-def options_of(given: PlanInputs, base: Base) -> PlanOptions:
+def options_of(given: PlanInputs, base: PlanBase) -> PlanOptions:
     """The grid. Raises UserError for what cannot be."""
     if base.rules.padded:
         raise UserError(
@@ -116,7 +116,7 @@ def options_of(given: PlanInputs, base: Base) -> PlanOptions:
     )  # fmt: skip
 
 
-def _with_step(given: PlanInputs, rules: Rules, base: Base) -> tuple[Rules, dict[str, Any]]:
+def _with_step(given: PlanInputs, rules: Rules, base: PlanBase) -> tuple[Rules, dict[str, Any]]:
     """The rules with steps of so many packs, or of batches whose size is known; of batches also as broker.yaml says
     them."""
     if given.packs is not None and given.batch is not None:
