@@ -36,7 +36,7 @@ class RulesSaid(Struct, frozen=True, forbid_unknown_fields=True):
     json: str
 
 
-class LoaderState(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SavedState(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``next_step`` is the first that is not wholly returned, ``chain`` the digest of all before it. ``snapshot``:
     base64 of the nearest one not after it, empty where that is step 0. ``epoch`` is in states of earlier versions."""
 
@@ -69,7 +69,7 @@ def save(origin: Origin, round_: int, state: State) -> dict[str, Any]:
     """The state of a loader whose next step is ``state.step``."""
     snapshot = b"" if state.snapshot is None else record_frames.encode_snapshot(state.snapshot)
     rules = RulesSaid(origin.rules.digest, msgspec.json.encode(origin.rules, order="sorted").decode())
-    said = LoaderState(
+    said = SavedState(
         version=VERSION, run=origin.name, feed=origin.feed, round=round_, lineage=state.lineage, next_step=state.step,
         chain=state.chain.hex(), rules=rules, snapshot=base64.b64encode(snapshot).decode(),
     )  # fmt: skip
@@ -87,7 +87,7 @@ def load(state: Any, origin: Origin) -> Begin:
         what = f"version: got {version!r}" if isinstance(state, dict) else f"got a {type(state).__name__}"
         raise StateError(f"{what}, expected version {VERSION} of what state_dict() gives: was it saved by another?")
     try:
-        said = msgspec.convert(state, LoaderState)
+        said = msgspec.convert(state, SavedState)
     except (msgspec.ValidationError, RecursionError) as error:
         raise StateError(f"state: {error}; expected what state_dict() gave, as it was") from None
     for key, got, expected in (("run", said.run, origin.name), ("feed", said.feed, origin.feed)):
@@ -102,7 +102,7 @@ def load(state: Any, origin: Origin) -> Begin:
     return Begin(said.next_step, bytes.fromhex(said.chain), said.round, said.lineage, _snapshot(said))
 
 
-def _snapshot(said: LoaderState) -> Any:
+def _snapshot(said: SavedState) -> Any:
     if not said.snapshot:
         return None
     try:
