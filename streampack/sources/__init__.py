@@ -19,7 +19,7 @@ Files, in the order in which data passes them:
 - ``in_memory``: rows of this process as a source.
 
 A file that is missing, cut or changed stops the reader with a SourceError, because no later sample could be numbered.
-A bad sample is a Record with a reason and no tokens. It keeps its place, so all other samples keep their numbers.
+A bad sample is a ``RawSample`` with a reason and no tokens. It keeps its place: other samples keep their numbers.
 
 Memory holds one shard's index (about 100 bytes a sample) and one sample, one chunk or one block. Files must keep the
 size that they had when they were opened.

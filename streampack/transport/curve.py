@@ -8,8 +8,9 @@ the same loop: there is no other thread that could end and leave the door open, 
 (``ZAP_ENFORCE_DOMAIN``; without that option ZeroMQ takes the absence of an answer for consent). What comes in carries
 the peer's key, which nobody else can have put there.
 
-A peer that is not let in hears nothing by itself: its socket would go on trying for ever. Its ``HandshakeMonitor`` says in words
-why: the handshakes' events tell a refused key, and the first bytes of any ZeroMQ peer (RFC 37) whether it has keys.
+A peer that is not let in hears nothing by itself: its socket would go on trying for ever. Its ``HandshakeMonitor``
+says in words why: the handshakes' events tell a refused key, and the first bytes of any ZeroMQ peer (RFC 37) whether
+it has keys.
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ SENTINEL = -1000
 """A length that is none, where a row has fewer samples than another."""
 
 
-def form(columns: Columns, of_packs: ValuesByName, slabs: Slabs, supplied: bool) -> tuple[ValuesByName, ValuesByName]:
+def build_batches(
+    columns: Columns, of_packs: ValuesByName, slabs: Slabs, supplied: bool
+) -> tuple[ValuesByName, ValuesByName]:
     """``input_ids``, ``labels``, ``position_ids`` int64 [1, T]; ``seq_lens`` and ``seq_lens_padded`` int64
     [1, samples], real lengths and slots (of an empty pack 0 and T); ``qkv_format``, always ``thd``. Beside them all
     else that packs have. Positions that are ``supplied`` are as they were sent, [1, T] or [3, 1, T]."""

@@ -69,21 +69,21 @@ def _of_framework(
 ) -> tuple[ValuesByName, ValuesByName]:
     """(keys, what is beside them) in ``format``; of ``thd``, all that packs have.
 
-    ``form`` of a framework's module makes them from the columns of a message and the tensors of them, with one value
-    for each pack. No memory is in both under two tensors, because it would be copied to a device twice.
+    ``build_batches`` of a framework's module makes them from the columns of a message and the tensors of them, with one
+    value for each pack. No memory is in both under two tensors, because it would be copied to a device twice.
     """
     from streampack.views import bshd, hf, megatron, torchtitan
 
     match format:
         case "hf" | "hf_shifted":
-            return hf.form(columns, of_packs, slabs, shifted=format == "hf_shifted")
+            return hf.build_batches(columns, of_packs, slabs, shifted=format == "hf_shifted")
         case "megatron":
-            return megatron.form(columns, of_packs, slabs)
+            return megatron.build_batches(columns, of_packs, slabs)
         case "bshd":
             supplied = any(field.name == POSITION_IDS for field in rules.fields)
-            return bshd.form(columns, of_packs, slabs, supplied)
+            return bshd.build_batches(columns, of_packs, slabs, supplied)
         case "torchtitan":
-            return torchtitan.form(columns, of_packs)
+            return torchtitan.build_batches(columns, of_packs)
     return of_packs, {}
 
 

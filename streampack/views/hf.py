@@ -15,7 +15,9 @@ from streampack.packs.slabs import Slabs
 from streampack.views.tensors import ValuesByName, beside, cut, tensor
 
 
-def form(columns: Columns, of_packs: ValuesByName, slabs: Slabs, shifted: bool) -> tuple[ValuesByName, ValuesByName]:
+def build_batches(
+    columns: Columns, of_packs: ValuesByName, slabs: Slabs, shifted: bool
+) -> tuple[ValuesByName, ValuesByName]:
     """The flattening collator's keys and dtypes: ``input_ids``, ``labels``, ``position_ids`` int64 [1, T], ``seq_idx``
     int32 [1, T], boundaries int32 [segments + 1], widest slots ints. Beside them all else that packs have."""
     bounds = columns.attributes["cu_seqlens_padded"]

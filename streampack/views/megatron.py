@@ -22,7 +22,7 @@ from streampack.views.tensors import ValuesByName, beside, cut, tensor
 from streampack.views.view import View, canonical
 
 
-def form(columns: Columns, of_packs: ValuesByName, slabs: Slabs) -> tuple[ValuesByName, ValuesByName]:
+def build_batches(columns: Columns, of_packs: ValuesByName, slabs: Slabs) -> tuple[ValuesByName, ValuesByName]:
     """``tokens``, ``labels``, ``position_ids`` int64 and ``loss_mask`` float32 [1, S]; ``cu_seqlens`` and
     ``cu_seqlens_padded`` int32 [1, segments + 1], ``max_seqlen`` int32 [1]. Three positions a token are [3, 1, S].
 

@@ -12,7 +12,7 @@ from streampack.packs.columns import Column, Columns
 from streampack.views.tensors import ValuesByName, cut, tensor
 
 
-def form(columns: Columns, of_packs: ValuesByName) -> tuple[ValuesByName, ValuesByName]:
+def build_batches(columns: Columns, of_packs: ValuesByName) -> tuple[ValuesByName, ValuesByName]:
     """``input`` and ``positions`` int64 [1, T]. Beside them ``labels`` int64 [1, T], -100 where none counts,
     ``input_ids`` and ``position_ids``, which are the keys', and all else that packs have."""
     ids, labels = columns.attributes["input_ids"], columns.attributes["labels"]

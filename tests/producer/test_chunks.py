@@ -32,7 +32,7 @@ from streampack.core.protocol.producer_messages import Lease, Samples
 from streampack.errors import ConfigError, SampleError
 from streampack.producer.chunk import TokenChunk
 from streampack.producer.chunks import batches, chunk_of
-from streampack.sources import Cursor, Record, SourceSettings, TokenizerSettings, open_source, open_tokenizer
+from streampack.sources import Cursor, RawSample, SourceSettings, TokenizerSettings, open_source, open_tokenizer
 
 MASK = Field(name="loss_mask", dtype="uint8", align="target")
 LABELS = Field(name="labels", dtype="int32", align="target", pad=-100)
@@ -54,10 +54,10 @@ class Listed:
     def read(
         self, partition: int, partitions: int, *, seed: int, passes: int | None, fields: Sequence[Field] = (),
         start: Cursor | None = None, skip: int = 0,
-    ) -> Iterator[Record]:  # fmt: skip
+    ) -> Iterator[RawSample]:  # fmt: skip
         for i, (tokens, values) in enumerate(self.samples):
             arrays = {name: np.asarray(value) for name, value in values.items()}
-            yield Record(
+            yield RawSample(
                 np.array(tokens, np.int32), None if tokens else "empty", f"row {i}", Cursor(0, 0, i + 1), arrays
             )
 

@@ -23,7 +23,7 @@ from streampack.core.model.fields import Field
 from streampack.errors import ConfigError, SourceError, UserError
 from streampack.sources import (
     Cursor,
-    Record,
+    RawSample,
     Source,
     SourceSettings,
     TokenizerSettings,
@@ -41,7 +41,7 @@ NUM_SAMPLES = sum(SIZES)
 PLAIN = open_tokenizer(TokenizerSettings(append_eos=False))
 
 
-def text_of(record: Record) -> str:
+def text_of(record: RawSample) -> str:
     return bytes(record.tokens.astype(np.uint8)).decode()
 
 
@@ -78,7 +78,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return open_source(SourceSettings(request.param, str(folder / "s-*")), PLAIN)
 
 
-def names(records: Iterator[Record]) -> list[str]:
+def names(records: Iterator[RawSample]) -> list[str]:
     return [text_of(record) for record in records]
 
 
@@ -107,7 +107,7 @@ def test_going_on_from_any_cursor_gives_exactly_the_rest(
     assert list(map(as_data, rest)) == list(map(as_data, whole[at + skip :]))
 
 
-def as_data(record: Record) -> tuple[Any, ...]:
+def as_data(record: RawSample) -> tuple[Any, ...]:
     return record.tokens.tolist(), record.reason, record.where, record.cursor
 
 
@@ -285,7 +285,7 @@ def test_a_bad_sample_in_a_tar_has_its_reason_and_its_place(tmp_path: Path, form
     assert records[3].tokens.tolist() == [4, 5]
 
 
-def assert_consistent(records: list[Record]) -> None:
+def assert_consistent(records: list[RawSample]) -> None:
     for place, record in enumerate(records, 1):
         assert record.tokens.dtype == np.int32
         assert (len(record.tokens) > 0) == (record.reason is None)

@@ -28,7 +28,7 @@ from streampack.core.protocol.producer_messages import Lease
 from streampack.errors import SampleError, SourceError
 from streampack.producer.chunk import TokenChunk
 from streampack.producer.chunks import batches
-from streampack.sources import Cursor, ManySource, Record, Records, Room, Source, SourceSettings, arrays, open_source
+from streampack.sources import Cursor, ManySource, RawSample, Records, Room, Source, SourceSettings, arrays, open_source
 from streampack.sources.files import byte_source, listing
 from streampack.sources.formats import webdataset
 from streampack.sources.formats.huggingface import ArrowShard
@@ -62,7 +62,7 @@ class Singly:
     def vocab_size(self) -> int | None:
         return self.source.vocab_size
 
-    def read(self, *args: Any, **kwargs: Any) -> Iterator[Record]:
+    def read(self, *args: Any, **kwargs: Any) -> Iterator[RawSample]:
         return self.source.read(*args, **kwargs)
 
 

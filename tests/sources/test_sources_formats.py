@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from streampack.errors import ConfigError, SourceError
 from streampack.sources import (
     OpenedSource,
-    Record,
+    RawSample,
     Source,
     SourceSettings,
     TokenizerSettings,
@@ -204,15 +204,15 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return open_source(WRITERS[request.param](tmp_path_factory.mktemp("files")), PLAIN)
 
 
-def text_of(record: Record) -> str:
+def text_of(record: RawSample) -> str:
     return bytes(record.tokens.astype(np.uint8)).decode()
 
 
-def as_data(record: Record) -> tuple[Any, ...]:
+def as_data(record: RawSample) -> tuple[Any, ...]:
     return text_of(record), record.reason, record.where, record.cursor
 
 
-def read(settings: SourceSettings, **more: Any) -> list[Record]:
+def read(settings: SourceSettings, **more: Any) -> list[RawSample]:
     return list(open_source(settings, PLAIN).read(0, 1, seed=0, passes=1, **more))
 
 
@@ -497,7 +497,7 @@ def test_compressed_files_are_read_in_the_order_of_the_plain_ones(kind: str, pac
     settings = msgspec.structs.replace(settings, shards=f"{settings.shards}.{suffix}")
     source = open_source(settings, PLAIN)
 
-    def named(record: Record) -> tuple[Any, ...]:
+    def named(record: RawSample) -> tuple[Any, ...]:
         return (*as_data(record)[:2], record.where.replace(f".{suffix}:", ":"), record.cursor)
 
     assert list(map(named, source.read(0, 1, seed=3, passes=2))) == expected

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.errors import ConfigError, SourceError
-from streampack.sources import Record, Source, SourceSettings, open_source
+from streampack.sources import RawSample, Source, SourceSettings, open_source
 from streampack.sources.files import remote
 from streampack.sources.files.byte_source import File
 from streampack.sources.files.listing import measure
@@ -107,7 +107,7 @@ def settings_at(local: SourceSettings, folder: Path, url: str) -> SourceSettings
 
 
 def records(source: Source, **more: Any) -> list[tuple[Any, ...]]:
-    found: Iterator[Record] = source.read(0, 1, seed=5, passes=1, **more)
+    found: Iterator[RawSample] = source.read(0, 1, seed=5, passes=1, **more)
     return [(record.tokens.tolist(), record.reason, record.where, record.cursor) for record in found]
 
 

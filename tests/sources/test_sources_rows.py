@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from streampack.core.model.fields import Field
 from streampack.errors import ConfigError
-from streampack.sources import Record, SourceSettings, open_source
+from streampack.sources import RawSample, SourceSettings, open_source
 from streampack.sources.formats.rows import RowReader, as_field
 from streampack.tokenizers.bytes_tokenizer import BytesTokenizer
 from tests.sources.test_sources_formats import PLAIN, arrow_stream
@@ -64,7 +64,7 @@ def npy(values: Any) -> bytes:
     return buffer.getvalue()
 
 
-def read(settings: SourceSettings, fields: tuple[Field, ...] = ()) -> list[Record]:
+def read(settings: SourceSettings, fields: tuple[Field, ...] = ()) -> list[RawSample]:
     return list(open_source(settings, PLAIN).read(0, 1, seed=0, passes=1, fields=fields))
 
 

@@ -17,7 +17,7 @@ from streampack.config.config_files import read_either
 from streampack.config.daemon_settings import ProducerConfig
 from streampack.core.model.fields import LOSS_MASK, Field
 from streampack.errors import UserError
-from streampack.sources import Record, Tokenizer, open_tokenizer
+from streampack.sources import RawSample, Tokenizer, open_tokenizer
 from streampack_services.daemons.producer import open_sources
 
 Tree = dict[str, Any]
@@ -45,7 +45,7 @@ def preview(file: Path, samples: int) -> dict[str, list[Tree]]:
     return found
 
 
-def _sample(record: Record, tokenizer: Tokenizer) -> Tree:
+def _sample(record: RawSample, tokenizer: Tokenizer) -> Tree:
     """``where``, ``reason`` (None when good), ``num_tokens``, ``num_learned``, ``parts``: text and whether learned."""
     learned = record.fields.get(LOSS_MASK)
     mask = [1] * len(record.tokens) if learned is None else learned.tolist()

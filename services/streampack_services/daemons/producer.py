@@ -152,7 +152,7 @@ def produce(config: ProducerConfig, *, timeout_s: float, level: logs.Level = "in
         return process, near
 
     run = uuid.uuid4().hex
-    watch = _Watch(overall)
+    watch = _Supervisor(overall)
     on_terminal = sys.stderr.isatty() and not as_json
     with _asked_to_stop() as asked, _show(on_terminal) as show:
         try:
@@ -184,7 +184,7 @@ def _endpoint(broker: str, timeout_s: float) -> tuple[str, str]:
 
 
 @dataclass(slots=True)
-class _Watch:
+class _Supervisor:
     """What the parent does while its processes work."""
 
     overall: Overall

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from streampack.core.model.samples import I64
 from streampack.errors import SourceError
-from streampack.sources import Record, Source
+from streampack.sources import RawSample, Source
 from streampack.sources.walk import ShardedSource
 from streampack_services.forecast.lengths import StreamLengths, Workload
 
@@ -49,7 +49,7 @@ def _stream(
     count = _partitions(source, partitions, most, seed)
     lengths: list[list[int]] = [[] for _ in range(count)]
     rejected: Counter[str] = Counter()
-    live: dict[int, Iterator[Record]] = {p: source.read(p, count, seed=seed, passes=1) for p in range(count)}
+    live: dict[int, Iterator[RawSample]] = {p: source.read(p, count, seed=seed, passes=1) for p in range(count)}
     num = 0
     while live and num < most:
         for p in list(live):

@@ -1,9 +1,9 @@
 """The nouns that FORM makes: packs and steps, and the digests that name them.
 
 The packs of a step are flat: the handles of all samples in one array, and where each pack begins. A step has hundreds
-of them, and an object and an array for each would cost more than forming them does. ``PlannedPack`` is one of them by itself,
-made for whoever asks for it. A step's digest is a hash of its packs' digests, a pack's one of its samples' identities,
-lengths and checksums.
+of them, and an object and an array for each would cost more than forming them does. ``PlannedPack`` is one of them by
+itself, made for whoever asks for it. A step's digest is a hash of its packs' digests, a pack's one of its samples'
+identities, lengths and checksums.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import streampack
 from streampack.core.model.fields import Field
 from streampack.producer.loop import ProducerLoop
-from streampack.sources import Cursor, Record
+from streampack.sources import Cursor, RawSample
 from tests.integration.running import PATIENCE_S, running_broker
 
 COUNT = 300
@@ -45,7 +45,7 @@ class Numbered:
     def read(
         self, partition: int, partitions: int, *, seed: int, passes: int | None, fields: Sequence[Field] = (),
         start: Cursor | None = None, skip: int = 0,
-    ) -> Iterator[Record]:  # fmt: skip
+    ) -> Iterator[RawSample]:  # fmt: skip
         assert [field.name for field in fields] == list(SETTINGS["fields"])
         for seq in range((start or Cursor(0, 0, 0)).sample + skip, COUNT // partitions):
             number = seq * partitions + partition
@@ -55,7 +55,7 @@ class Numbered:
                 "routes": np.broadcast_to((at % 200).reshape(-1, 1, 1), (len(at), 2, 3)),
                 "reward": np.array(number / 7),
             }  # fmt: skip
-            yield Record((number + at).astype(np.int32), None, f"sample {number}", Cursor(0, 0, seq + 1), values)
+            yield RawSample((number + at).astype(np.int32), None, f"sample {number}", Cursor(0, 0, seq + 1), values)
 
 
 def expected(pack: streampack.Pack) -> dict[str, NDArray[Any]]:
