@@ -12,7 +12,7 @@ TWICE = {
     "History": "the core's history of a feed; the timelines that the page draws",
     "Producer": "streampack.Producer; the broker's account of a producer",
     "Stream": "the core's stream; its row on the live page",
-    "View": "streampack's view of a pack; the live page's view of a broker",
+    "View": "streampack's view of a pack; the page's of a broker; a kernel's argument, named in numba's caches on disk",
 }
 """Names that two modules define, and why they may."""
 

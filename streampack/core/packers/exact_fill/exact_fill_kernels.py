@@ -2,7 +2,7 @@
 
 The window is a doubly linked list over positions, so that a sample leaves in O(1): ``after[n]`` is the oldest,
 ``before[n]`` the youngest. ``by_length`` is brought up to date only for a crowded window or the end. What a call
-works on goes from function to function as a ``FillWindow``.
+works on goes from function to function as a ``View``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FEW = 64
 #: The end of a stream is formed at once when no more samples than these are left.
 MAX_LAST = 2048
 
-#: What the numbers in ``FillWindow.now`` are; tokens and samples, those held.
+#: What the numbers in ``View.now`` are; tokens and samples, those held.
 EDGE, HELD, SAMPLES, TOKENS, LONG, FULL, PATIENCE = range(7)
 PACKS, LATE_FROM, SORTED, SORTED_TO, FULL_HEAD, FULL_TAIL = range(7, 13)
 
 
-class FillWindow(NamedTuple):
+class View(NamedTuple):
     """The window and room to work in. All but the last three are as long as the lengths, or one longer."""
 
     lengths: I64
@@ -63,7 +63,7 @@ def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap):  # type:
     rows = np.empty((MAX_TRIED + 1) * (budget // 64 + 1), np.uint64)
     of_each = np.empty((5, n), np.int64)
     due, gone = np.zeros(n, np.int64), np.zeros(n, np.bool_)
-    view = FillWindow(
+    view = View(
         lengths, sizes, after, before, due, gone, of_each[0], of_each[1], of_each[2], of_each[3], of_each[4], rows,
         np.zeros(budget + 1, np.bool_), now,
     )  # fmt: skip
