@@ -14,7 +14,7 @@ from streampack_services.broker.status import BrokerStatus, PackFigures
 from streampack_services.watch.top_ranks import rank_lines
 from streampack_services.watch.top_text import printable
 from streampack_services.watch.top_view import WORDS, stream_lines
-from streampack_services.watch.view_model import Feed, Stream, Watch
+from streampack_services.watch.view_model import Feed, StreamView, Watch
 
 STREAM_COLUMNS = ("weight", "samples", "tokens", "buffered", "lag", "heard", "ended", "over-long", "lost", "rejected")
 
@@ -114,7 +114,7 @@ def _filled(figures: PackFigures) -> str:
     return f"{figures.utilisation:.2%}, packing efficiency {figures.packing_efficiency:.2%}"
 
 
-def _rejected(streams: Sequence[Stream]) -> list[Text]:
+def _rejected(streams: Sequence[StreamView]) -> list[Text]:
     """Return a line for each stream with rejected samples: how many, by reason."""
     return [
         Text(

@@ -16,7 +16,7 @@ from rich.text import Text
 from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
 from streampack_services.watch.top_ranks import MOST_ROWS, Measure, rank_lines
 from streampack_services.watch.top_text import Cell, bar, chart, fitted, printable, row, spark, table, title
-from streampack_services.watch.view_model import HISTORY_S, Feed, Stream, View, rates_of
+from streampack_services.watch.view_model import HISTORY_S, Feed, StreamView, View, rates_of
 
 WIDE = 120
 """Columns from which on there are two columns of blocks."""
@@ -220,7 +220,7 @@ def _storage(view: View) -> Text:
     return line
 
 
-_CELLS: dict[str, Callable[[Stream], Cell]] = {
+_CELLS: dict[str, Callable[[StreamView], Cell]] = {
     "weight": lambda stream: f"{stream.status.weight:g}",
     "samples": lambda stream: count_text(stream.status.samples),
     "tokens": lambda stream: count_text(stream.status.tokens),
@@ -241,7 +241,7 @@ STREAM_COLUMNS = ("weight", "tokens", "tokens/s", "buffered", "lag", "heard", "r
 
 
 def stream_lines(
-    streams: Sequence[Stream], columns: Sequence[str], note: str, width: int, room: int | None = None
+    streams: Sequence[StreamView], columns: Sequence[str], note: str, width: int, room: int | None = None
 ) -> list[Text]:
     """Return a title and a row for each stream; where there is no room for all, silent streams come first."""
     every = len(streams)
@@ -253,7 +253,7 @@ def stream_lines(
     return [title(counted(every, "stream"), note, width), *table(("", *columns), rows, width, left)]
 
 
-def _heard(stream: Stream) -> Cell:
+def _heard(stream: StreamView) -> Cell:
     seen = stream.status.last_seen_s
     if stream.ended:
         return "ended"

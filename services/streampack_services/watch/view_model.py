@@ -52,7 +52,7 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class StreamView:
     """A stream, and its tokens per second lately (None: not known)."""
 
     status: StreamStatus
@@ -127,7 +127,7 @@ class View:
 
     status: BrokerStatus
     feeds: tuple[Feed, ...]
-    streams: tuple[Stream, ...]
+    streams: tuple[StreamView, ...]
     events: tuple[Tree, ...]
 
     @property
@@ -140,7 +140,7 @@ class View:
         """Messages and connections that went wrong."""
         return sum(msgspec.structs.astuple(self.status.messages))
 
-    def streams_of(self, feed: Feed) -> list[Stream]:
+    def streams_of(self, feed: Feed) -> list[StreamView]:
         """Return the streams of a feed."""
         return [stream for stream in self.streams if stream.status.feed == feed.name]
 
@@ -279,11 +279,11 @@ def _ranks(rows: Sequence[RankStatus], changes: Sequence[_Waited]) -> tuple[Rank
     )  # fmt: skip
 
 
-def _streams(now: BrokerStatus, then: BrokerStatus) -> tuple[Stream, ...]:
+def _streams(now: BrokerStatus, then: BrokerStatus) -> tuple[StreamView, ...]:
     seconds = now.uptime_s - then.uptime_s
     before = {(row.feed, row.stream): row.tokens for row in then.streams if seconds > 0}
     return tuple(
-        Stream(row, max(row.tokens - old, 0) / seconds if old is not None else None)
+        StreamView(row, max(row.tokens - old, 0) / seconds if old is not None else None)
         for row in now.streams
         for old in (before.get((row.feed, row.stream)),)
     )
@@ -316,7 +316,7 @@ def _feed_tree(feed: Feed) -> Tree:
     }  # fmt: skip
 
 
-def _stream_tree(stream: Stream) -> Tree:
+def _stream_tree(stream: StreamView) -> Tree:
     row = stream.status
     return {
         "name": row.stream, "feed": row.feed, "weight": row.weight, "tokens": row.tokens,
