@@ -14,7 +14,7 @@ from streampack_services.broker.status import BrokerStatus, PackFigures
 from streampack_services.watch.top_ranks import rank_lines
 from streampack_services.watch.top_text import printable
 from streampack_services.watch.top_view import WORDS, stream_lines
-from streampack_services.watch.view_model import Feed, StreamView, Watch
+from streampack_services.watch.view_model import FeedView, StreamView, Watch
 
 STREAM_COLUMNS = ("weight", "samples", "tokens", "buffered", "lag", "heard", "ended", "over-long", "lost", "rejected")
 
@@ -53,7 +53,7 @@ def _print(console: Console, *blocks: list[Text]) -> None:
             console.print(printable(line))
 
 
-def _show_feed(console: Console, view: Feed) -> None:
+def _show_feed(console: Console, view: FeedView) -> None:
     feed = view.status
     steps, figures = feed.steps, feed.figures
     console.print()

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from streampack_services.amounts import counted
 from streampack_services.watch.top_text import Cell, fitted, table, title
-from streampack_services.watch.view_model import Feed, Rank
+from streampack_services.watch.view_model import FeedView, Rank
 
 Measure = Literal["waits", "cost"]
 MOST_ROWS = 16
@@ -23,7 +23,7 @@ _TITLES = {"waits": "share of its time that each waits", "cost": "cost of the la
 _WORST = 8
 
 
-def rank_lines(feed: Feed, measure: Measure, width: int, room: int | None) -> list[Text]:
+def rank_lines(feed: FeedView, measure: Measure, width: int, room: int | None) -> list[Text]:
     """In at most ``room`` lines, from 2 on."""
     ranks, missing = feed.ranks, "" if feed.status.all_ranks_attached or not feed.ranks else ", more are to come"
     name = counted(len(ranks), "rank") + missing
@@ -102,7 +102,7 @@ def _legend(measure: Measure, each: int, width: int) -> Text:
     return fitted(line, width)
 
 
-def _worst(feed: Feed, measure: Measure, width: int) -> list[Text]:
+def _worst(feed: FeedView, measure: Measure, width: int) -> list[Text]:
     if measure == "cost":
         dear = sorted(((rank.cost, rank) for rank in feed.ranks if rank.cost is not None), key=lambda each: -each[0])
         rows: list[list[Cell]] = [

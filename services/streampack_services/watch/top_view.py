@@ -16,7 +16,7 @@ from rich.text import Text
 from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
 from streampack_services.watch.top_ranks import MOST_ROWS, Measure, rank_lines
 from streampack_services.watch.top_text import Cell, bar, chart, fitted, printable, row, spark, table, title
-from streampack_services.watch.view_model import HISTORY_S, Feed, StreamView, View, rates_of
+from streampack_services.watch.view_model import HISTORY_S, FeedView, StreamView, View, rates_of
 
 WIDE = 120
 """Columns from which on there are two columns of blocks."""
@@ -110,7 +110,7 @@ def _beside(left: list[Text], right: list[Text], width: int) -> list[Text]:
 # The head
 
 
-def _head(view: View, feed: Feed, look: Look, width: int) -> list[Text]:
+def _head(view: View, feed: FeedView, look: Look, width: int) -> list[Text]:
     now, served = view.status, feed.status
     state = (
         ("lost", "bold red") if look.trouble else (state_text(now.state, now.stalled_s), STATES.get(now.state, "bold"))
@@ -139,7 +139,7 @@ def _head(view: View, feed: Feed, look: Look, width: int) -> list[Text]:
     return [first, second, third]
 
 
-def _keys(view: View, feed: Feed, look: Look) -> Text:
+def _keys(view: View, feed: FeedView, look: Look) -> Text:
     other = "waits" if look.measure == "cost" else "cost"
     feeds = "f another feed" if len(view.feeds) > 1 else ""
     ranks = f"c ranks by {other}" if len(feed.ranks) > MOST_ROWS else ""  # a table has both
@@ -149,7 +149,7 @@ def _keys(view: View, feed: Feed, look: Look) -> Text:
 # The blocks
 
 
-def _facts(view: View, feed: Feed, width: int) -> list[Text]:
+def _facts(view: View, feed: FeedView, width: int) -> list[Text]:
     rest = width - LABEL
     rates = rates_of(feed.rates, max(min(rest - 18, 60), 10))
     wasted = [_share(WORDS.get(cause, cause), share) for cause, share in feed.waste.items() if share]
@@ -174,7 +174,7 @@ def _share(what: str, share: float) -> str:
     return f"{what} {share:.2%}" if share < 0.1 else f"{what} {share:.1%}"
 
 
-def _chart(feed: Feed, width: int) -> list[Text]:
+def _chart(feed: FeedView, width: int) -> list[Text]:
     """Tokens a second, of the last minutes."""
     rates = rates_of(feed.rates, width - LABEL)
     known = [rate for rate in rates if rate is not None]
@@ -188,7 +188,7 @@ def _chart(feed: Feed, width: int) -> list[Text]:
     return [title("tokens/s", f"of the last {HISTORY_S / 60:.0f} minutes", width), *lines]
 
 
-def _shares(feed: Feed, width: int) -> list[Text]:
+def _shares(feed: FeedView, width: int) -> list[Text]:
     """Bars of what ranks wait for, and of what is wasted."""
     wasted = [(WORDS.get(cause, cause), share) for cause, share in feed.waste.items() if share]
     wasted.sort(key=lambda each: -each[1])

@@ -81,7 +81,7 @@ class StreamView:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class FeedView:
     """A feed. ``starved`` (by cause) and ``starved_streams`` are shares of all ranks' time lately."""
 
     name: str
@@ -126,7 +126,7 @@ class View:
     """A broker: its last status, its feeds and streams, and its last events."""
 
     status: BrokerStatus
-    feeds: tuple[Feed, ...]
+    feeds: tuple[FeedView, ...]
     streams: tuple[StreamView, ...]
     events: tuple[Tree, ...]
 
@@ -140,7 +140,7 @@ class View:
         """Messages and connections that went wrong."""
         return sum(msgspec.structs.astuple(self.status.messages))
 
-    def streams_of(self, feed: Feed) -> list[StreamView]:
+    def streams_of(self, feed: FeedView) -> list[StreamView]:
         """Return the streams of a feed."""
         return [stream for stream in self.streams if stream.status.feed == feed.name]
 
@@ -210,11 +210,11 @@ def rates_of(points: Sequence[Point], columns: int) -> list[float | None]:
     return found
 
 
-def _feed(name: str, now: FeedStatus, then: FeedStatus | None, rates: tuple[Point, ...]) -> Feed:
+def _feed(name: str, now: FeedStatus, then: FeedStatus | None, rates: tuple[Point, ...]) -> FeedView:
     changes = [_Waited(row, before) for row, before in _same_ranks(now, then)]
     whole = sum(each.seconds for each in changes)
     starved, by_stream = (_shares((getattr(each, part) for each in changes), whole) for part in ("causes", "streams"))
-    return Feed(name, now, rates, starved, by_stream, _ranks(now.readers, changes))
+    return FeedView(name, now, rates, starved, by_stream, _ranks(now.readers, changes))
 
 
 class _Waited:
@@ -301,7 +301,7 @@ def as_tree(view: View) -> Tree:
     }  # fmt: skip
 
 
-def _feed_tree(feed: Feed) -> Tree:
+def _feed_tree(feed: FeedView) -> Tree:
     now = feed.status
     return {
         "name": feed.name, "state": now.state, "round": now.round, "formed": now.steps.formed,
