@@ -27,7 +27,7 @@ from streampack.errors import StreampackError
 from streampack_services.http import http_client
 from streampack_services.watch.top_text import plain
 from streampack_services.watch.top_view import Look, page
-from streampack_services.watch.view_model import HISTORY_S, SMOOTH_S, View, Watch, as_tree
+from streampack_services.watch.view_model import HISTORY_S, SMOOTH_S, BrokerView, Watch, as_tree
 
 STUCK_AFTER_S = 5.0
 """A snapshot is taken twice a second."""
@@ -43,12 +43,12 @@ class Asking:
         self.news, self._tell = os.pipe()
         """Readable whenever something is new."""
         self._taken_at, self._turned = 0.0, time.monotonic()
-        self.view: View | None = None
+        self.view: BrokerView | None = None
         self.trouble = ""
         self.bug: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="streampack-top", daemon=True)
 
-    def ask(self) -> View:
+    def ask(self) -> BrokerView:
         """Ask once. Raises StreampackError."""
         status = http_client.read_status(self._endpoint, self._timeout_s)
         now, history = time.monotonic(), {}
@@ -125,7 +125,7 @@ def _print_json(asking: Asking, interval_s: float, once: bool) -> None:
         asking.ask()
 
 
-def _lines(console: Console, view: View, look: Look, height: int | None) -> Group:
+def _lines(console: Console, view: BrokerView, look: Look, height: int | None) -> Group:
     lines = page(view, look, console.width, height)
     return Group(*(map(plain, lines) if console.options.ascii_only else lines))
 

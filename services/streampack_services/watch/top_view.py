@@ -16,7 +16,7 @@ from rich.text import Text
 from streampack_services.amounts import count_text, counted, duration_text, size_text, state_text
 from streampack_services.watch.top_ranks import MOST_ROWS, Measure, rank_lines
 from streampack_services.watch.top_text import Cell, bar, chart, fitted, printable, row, spark, table, title
-from streampack_services.watch.view_model import HISTORY_S, FeedView, StreamView, View, rates_of
+from streampack_services.watch.view_model import HISTORY_S, BrokerView, FeedView, StreamView, rates_of
 
 WIDE = 120
 """Columns from which on there are two columns of blocks."""
@@ -58,7 +58,7 @@ class _Block:
     extra: bool = False
 
 
-def page(view: View, look: Look, width: int, height: int | None = None) -> list[Text]:
+def page(view: BrokerView, look: Look, width: int, height: int | None = None) -> list[Text]:
     """At most ``height`` lines (None: as many as it takes) of at most ``width`` characters."""
     feed, now = view.feeds[look.feed % len(view.feeds)], view.status
     streams = view.streams_of(feed)
@@ -110,7 +110,7 @@ def _beside(left: list[Text], right: list[Text], width: int) -> list[Text]:
 # The head
 
 
-def _head(view: View, feed: FeedView, look: Look, width: int) -> list[Text]:
+def _head(view: BrokerView, feed: FeedView, look: Look, width: int) -> list[Text]:
     now, served = view.status, feed.status
     state = (
         ("lost", "bold red") if look.trouble else (state_text(now.state, now.stalled_s), STATES.get(now.state, "bold"))
@@ -139,7 +139,7 @@ def _head(view: View, feed: FeedView, look: Look, width: int) -> list[Text]:
     return [first, second, third]
 
 
-def _keys(view: View, feed: FeedView, look: Look) -> Text:
+def _keys(view: BrokerView, feed: FeedView, look: Look) -> Text:
     other = "waits" if look.measure == "cost" else "cost"
     feeds = "f another feed" if len(view.feeds) > 1 else ""
     ranks = f"c ranks by {other}" if len(feed.ranks) > MOST_ROWS else ""  # a table has both
@@ -149,7 +149,7 @@ def _keys(view: View, feed: FeedView, look: Look) -> Text:
 # The blocks
 
 
-def _facts(view: View, feed: FeedView, width: int) -> list[Text]:
+def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
     rest = width - LABEL
     rates = rates_of(feed.rates, max(min(rest - 18, 60), 10))
     wasted = [_share(WORDS.get(cause, cause), share) for cause, share in feed.waste.items() if share]
@@ -205,7 +205,7 @@ def _shares(feed: FeedView, width: int) -> list[Text]:
     return lines
 
 
-def _storage(view: View) -> Text:
+def _storage(view: BrokerView) -> Text:
     limit, log = view.status.memory.arena_bytes, view.status.log
     used = view.memory_bytes / max(limit, 1)
     memory = f"{size_text(view.memory_bytes)} of {size_text(limit)}"
@@ -262,7 +262,7 @@ def _heard(stream: StreamView) -> Cell:
     return (f"{duration_text(seen)} ago", "bold red" if stream.is_silent else "")
 
 
-def _events(view: View, width: int, room: int | None) -> list[Text]:
+def _events(view: BrokerView, width: int, room: int | None) -> list[Text]:
     wanted = AT_ONCE if room is None else max(room - 1, 0)
     lines = [title("events", f"{view.bad_messages} bad messages" if view.bad_messages else "", width)]
     for event in view.events[len(view.events) - min(wanted, len(view.events)) :]:

@@ -122,7 +122,7 @@ class FeedView:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class BrokerView:
     """A broker: its last status, its feeds and streams, and its last events."""
 
     status: BrokerStatus
@@ -184,11 +184,11 @@ class Watch:
         while kept[-1][0] - kept[0][0] > HISTORY_S + SMOOTH_S:
             kept.popleft()
 
-    def view(self) -> View:
+    def view(self) -> BrokerView:
         """Return the view of the last status; there must be one."""
         now, then = self._seen[-1], self._seen[0]
         feeds = (_feed(name, feed, then.feeds.get(name), tuple(self._rates[name])) for name, feed in now.feeds.items())
-        return View(now, tuple(feeds), _streams(now, then), tuple(self._events))
+        return BrokerView(now, tuple(feeds), _streams(now, then), tuple(self._events))
 
 
 def rates_of(points: Sequence[Point], columns: int) -> list[float | None]:
@@ -289,7 +289,7 @@ def _streams(now: BrokerStatus, then: BrokerStatus) -> tuple[StreamView, ...]:
     )
 
 
-def as_tree(view: View) -> Tree:
+def as_tree(view: BrokerView) -> Tree:
     """Return the JSON of ``streampack top --json``."""
     status = view.status
     return {

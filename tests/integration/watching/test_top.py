@@ -28,7 +28,7 @@ from streampack_services.watch import status_report, top
 from streampack_services.watch.top import Asking, _Screen
 from streampack_services.watch.top_ranks import Measure, rank_lines
 from streampack_services.watch.top_view import Look, page
-from streampack_services.watch.view_model import HISTORY_S, View, Watch, rates_of
+from streampack_services.watch.view_model import HISTORY_S, BrokerView, Watch, rates_of
 
 import streampack as sp
 from streampack.errors import PeerError
@@ -157,7 +157,7 @@ def many(snapshot: Tree, ranks: int) -> Tree:
     return found
 
 
-def view_of(*snapshots: Tree, events: list[Tree] | None = None) -> View:
+def view_of(*snapshots: Tree, events: list[Tree] | None = None) -> BrokerView:
     watch = Watch()
     for each in snapshots:
         watch.add(understand(each), events or [])
