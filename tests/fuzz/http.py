@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from streampack_services.broker.status import BrokerStatus
-from streampack_services.http.history import History
+from streampack_services.http.history import Timelines
 from streampack_services.http.http_guard import App, Guard
 from streampack_services.http.server import make_app
 from streampack_services.logs import Ring
@@ -36,7 +36,7 @@ def _asked(_feed: str, _ask: Ask, _at_step: int | None, _note: str) -> Future[An
 def _apps() -> tuple[App, ...]:
     """Open, and for those who bring a token."""
     status = blank(BrokerStatus, run="x", state="serving", taken_at=1.0, uptime_s=1.0, epoch=1, version="0")
-    app = make_app(lambda: status, History(lambda: status), _asked, ring=Ring())
+    app = make_app(lambda: status, Timelines(lambda: status), _asked, ring=Ring())
     return Guard(app, None, True), Guard(app, "0123456789abcdef", False)
 
 

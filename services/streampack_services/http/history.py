@@ -30,7 +30,7 @@ MOST_ROWS = sum(tier.rows for tier in TIERS)
 """Of an answer: 1 MB."""
 
 
-class History:
+class Timelines:
     """A timeline of each feed of ``snapshot()``, from ``start`` to ``close``."""
 
     def __init__(self, snapshot: Callable[[], BrokerStatus]) -> None:

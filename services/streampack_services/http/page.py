@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from streampack_services.http.history import History
+from streampack_services.http.history import Timelines
 
 HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -24,7 +24,7 @@ HEADERS = {
 }
 
 
-def routes(history: History) -> list[Route]:
+def routes(history: Timelines) -> list[Route]:
     """Of the page's files, and of ``/history``."""
 
     def since(request: Request) -> Response:

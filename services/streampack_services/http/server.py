@@ -26,7 +26,7 @@ from streampack.errors import UserError
 from streampack_services.broker.status import BrokerStatus
 from streampack_services.http import control, page
 from streampack_services.http.control import Asking
-from streampack_services.http.history import History
+from streampack_services.http.history import Timelines
 from streampack_services.http.http_guard import MAX_HEAD_BYTES, Guard, is_loopback, parse_address
 from streampack_services.http.http_limits import Bounded
 from streampack_services.http.metrics import CONTENT_TYPE, exposition
@@ -37,7 +37,7 @@ STUCK_AFTER_S = 30.0
 
 
 def make_app(
-    snapshot: Callable[[], BrokerStatus], history: History, asking: Asking | None = None, anybody: bool = False,
+    snapshot: Callable[[], BrokerStatus], history: Timelines, asking: Asking | None = None, anybody: bool = False,
     ring: Ring | None = None,
 ) -> Starlette:  # fmt: skip
     """The application; ``snapshot()`` is the last one taken, and may come from any thread.
@@ -96,7 +96,7 @@ class HttpServer:
         bound_to, bound = self._socket.getsockname()[:2]
         shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{bound}"
-        self._history = History(snapshot)
+        self._history = Timelines(snapshot)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 Guard(make_app(snapshot, self._history, asking, anybody, ring), token, is_loopback(bound_to)),

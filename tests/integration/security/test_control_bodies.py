@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from streampack_services.broker.service import BrokerService
-from streampack_services.http.history import History
+from streampack_services.http.history import Timelines
 from streampack_services.http.metrics import exposition
 from streampack_services.http.server import make_app
 
@@ -99,7 +99,7 @@ def test_no_body_raises_in_the_brokers_thread(service: BrokerService, asked: tup
             service._turn()
         return future
 
-    app = make_app(lambda: service.snapshot, History(lambda: service.snapshot), ask)
+    app = make_app(lambda: service.snapshot, Timelines(lambda: service.snapshot), ask)
     status = asyncio.run(post(app, f"/control/{asked[0]}", json.dumps(asked[1]).encode()))
     assert status in (200, 400, 409)
     snapshot = service._reporter.take(time.monotonic())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from streampack_services.broker.status import BrokerStatus, FeedStatus, PackTotals, RankStatus
-from streampack_services.http.history import COLUMNS, MOST_ROWS, History, Starved
+from streampack_services.http.history import COLUMNS, MOST_ROWS, Starved, Timelines
 
 from streampack.core.stats.data_wait import CAUSES as STARVED_BY
 from streampack.core.stats.padding import CAUSES
@@ -66,7 +66,7 @@ def status(second: float, feeds: int) -> BrokerStatus:
 
 
 def test_an_answer_is_no_longer_of_many_feeds_than_of_one() -> None:
-    history = History(lambda: status(1e6, 8))
+    history = Timelines(lambda: status(1e6, 8))
     for second in range(2000):
         history.note(status(second, 8))
     every, one = (json.loads(history.since(-1, feed) or b"") for feed in (None, "feed3"))
