@@ -8,11 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TWICE = {
-    "Feed": "the core's feed; its row on the live page",
-    "History": "the core's history of a feed; the timelines that the page draws",
     "Producer": "streampack.Producer; the broker's account of a producer",
-    "Stream": "the core's stream; its row on the live page",
-    "View": "streampack's view of a pack; the page's of a broker; a kernel's argument, named in numba's caches on disk",
+    "View": "streampack's view of a pack; a kernel's argument, named in numba's caches on disk",
 }
 """Names that two modules define, and why they may."""
 
