@@ -30,7 +30,7 @@ from streampack.core.intake.credits import Credits
 from streampack.core.intake.intake import Intake
 from streampack.core.intake.leases import Leases
 from streampack.core.intake.partition_accounts import PartitionAccounts
-from streampack.core.intake.producers import Producer
+from streampack.core.intake.producers import ConnectedProducer
 from streampack.core.journal.history import History
 from streampack.core.journal.log_effects import Recalled
 from streampack.core.journal.log_records import ChunkAdmitted
@@ -288,7 +288,9 @@ def a_gap_is_not_asked_for(patch: Patch) -> None:
 
 @mutant("go-back-N")
 def a_chunk_is_taken_whatever_its_number(patch: Patch) -> None:
-    def samples(original: Any, self: Leases, producer: Producer, p: int, envelope: Envelope, message: Samples) -> Any:
+    def samples(
+        original: Any, self: Leases, producer: ConnectedProducer, p: int, envelope: Envelope, message: Samples
+    ) -> Any:
         placed = msgspec.structs.replace(message, base_seq=self.partitions.intakes[p].expected_seq)
         return original(self, producer, p, envelope, placed)
 

@@ -12,7 +12,7 @@ import msgspec
 
 from streampack.core.intake.intake import MAX_UNMERGED
 from streampack.core.intake.partitions import Partitions
-from streampack.core.intake.producers import Producer, Producers
+from streampack.core.intake.producers import ConnectedProducer, Producers
 from streampack.core.journal.journal import Journal
 from streampack.core.model.capacity import Capacity
 from streampack.core.protocol.effects import SendProducer
@@ -112,7 +112,7 @@ class Credits:
         """Tell a producer at once that what was appended is safe, where the log does not wait for the disk."""
         return self.flow(p, repeat=True) if self._partitions.intakes[p].safe(self._journal.safe_upto) else []
 
-    def revoke(self, producer: Producer, session: int, message: Samples | Eos | Sent | Mark) -> list[Effect]:
+    def revoke(self, producer: ConnectedProducer, session: int, message: Samples | Eos | Sent | Mark) -> list[Effect]:
         """Tell a producer that it speaks in a session that is over."""
         revoke = Revoke(stream=message.stream, partition=message.partition)
         return self.send(producer.peer, revoke, session)

@@ -16,7 +16,7 @@ from streampack.core.intake.credits import Credits
 from streampack.core.intake.partition_accounts import PartitionAccounts
 from streampack.core.intake.partition_records import PartitionRecords
 from streampack.core.intake.partitions import Partitions
-from streampack.core.intake.producers import CLAIM_S, Producer, ProducerDeparture, Producers, Seen, refusal
+from streampack.core.intake.producers import CLAIM_S, ConnectedProducer, ProducerDeparture, Producers, Seen, refusal
 from streampack.core.intake.rebalance import Rebalancer
 from streampack.core.journal.history import History
 from streampack.core.journal.journal import Journal
@@ -223,7 +223,7 @@ class Leases:
         effects += self.rebalancer.join(peer, hello, self._now)
         return effects + (self.credits.send(peer, Done()) if self._done else [])
 
-    def _ping(self, producer: Producer, message: ProducerPing) -> list[Effect]:
+    def _ping(self, producer: ConnectedProducer, message: ProducerPing) -> list[Effect]:
         """Note what a producer says of itself, and repeat what it is to do."""
         mine = self.producers.held_by(producer.name)
         producer.sizes = {name: size for name, size in message.sizes.items() if name in producer.offers}
@@ -242,7 +242,7 @@ class Leases:
     # What the holder of a partition sends
 
     def _of_partition(
-        self, producer: Producer, envelope: Envelope, message: Samples | Eos | Sent | Mark
+        self, producer: ConnectedProducer, envelope: Envelope, message: Samples | Eos | Sent | Mark
     ) -> list[Effect]:  # fmt: skip
         """Take a producer's message about a partition, in the session in which it holds the partition."""
         p = self.partitions.find(message.stream, message.partition)
@@ -260,7 +260,7 @@ class Leases:
         lost = message.next_seq > self.partitions.next_seq(p) and not self.credits.drained and not intake.unwanted
         return self.credits.again(p) if lost else self.credits.flow(p, repeat=True)
 
-    def _samples(self, producer: Producer, p: int, envelope: Envelope, message: Samples) -> list[Effect]:
+    def _samples(self, producer: ConnectedProducer, p: int, envelope: Envelope, message: Samples) -> list[Effect]:
         """Take a chunk, refuse it, or ask for the samples that are missing before it."""
         intake, stream = self.partitions.intakes[p], self.partitions.stream_of[p]
         if self.credits.drained:
@@ -284,7 +284,7 @@ class Leases:
         taken = self.accounts.take(p, chunk)
         return taken + self.credits.settle(p) + self.credits.flow(p, repeat=intake.closed)
 
-    def _eos(self, producer: Producer, p: int, message: Eos) -> list[Effect]:
+    def _eos(self, producer: ConnectedProducer, p: int, message: Eos) -> list[Effect]:
         """Take the end of a partition, once all samples before it are there."""
         intake = self.partitions.intakes[p]
         if intake.unwanted:
@@ -312,7 +312,7 @@ class Leases:
             return self.credits.again(p)
         return self.records.append_mark(p, message) + self._pull(p) + self.credits.settle(p)
 
-    def _expel(self, producer: Producer, code: str, detail: str, p: int) -> list[Effect]:
+    def _expel(self, producer: ConnectedProducer, code: str, detail: str, p: int) -> list[Effect]:
         """Refuse what a producer sent, and send it away: its leases go to others."""
         stream = self.partitions.stream_of[p]
         about = Report(

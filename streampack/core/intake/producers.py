@@ -43,7 +43,7 @@ class ProducerDeparture(Enum):
 
 
 @dataclass(slots=True)
-class Producer:
+class ConnectedProducer:
     """A process that sends samples.
 
     Attributes:
@@ -73,7 +73,7 @@ class Claim(NamedTuple):
 
     refusal: str = ""
     waits: bool = False
-    silent: tuple[Producer, ...] = ()
+    silent: tuple[ConnectedProducer, ...] = ()
 
 
 class Seen(NamedTuple):
@@ -103,7 +103,7 @@ class Producers:
         """When each producer first named a partition that another holds."""
         self.replaced: dict[str, None] = {}
         """Producers that lost their partition to a claim, the oldest first."""
-        self._named: dict[str, Producer] = {}
+        self._named: dict[str, ConnectedProducer] = {}
         self._names: dict[bytes, str] = {}
         """Name of the producer of each peer."""
         self._left: dict[str, float] = {}
@@ -112,23 +112,23 @@ class Producers:
     def __len__(self) -> int:
         return len(self._named)
 
-    def __iter__(self) -> Iterator[Producer]:
+    def __iter__(self) -> Iterator[ConnectedProducer]:
         return iter(list(self._named.values()))
 
     def open(self) -> None:
         """Add the partitions that were opened: nobody holds them."""
         self.holder += [None] * (len(self._partitions) - len(self.holder))
 
-    def named(self, name: str) -> Producer | None:
+    def named(self, name: str) -> ConnectedProducer | None:
         """Return the producer of this name."""
         return self._named.get(name)
 
-    def at(self, peer: bytes) -> Producer | None:
+    def at(self, peer: bytes) -> ConnectedProducer | None:
         """Return the producer of this connection."""
         name = self._names.get(peer)
         return None if name is None else self._named[name]
 
-    def holder_of(self, p: int) -> Producer | None:
+    def holder_of(self, p: int) -> ConnectedProducer | None:
         """Return the producer that holds partition ``p``."""
         name = self.holder[p]
         return None if name is None else self._named[name]
@@ -141,7 +141,7 @@ class Producers:
         """Return whether another producer has claimed this one's partition."""
         return name in self.replaced
 
-    def offering(self, stream: str) -> list[Producer]:
+    def offering(self, stream: str) -> list[ConnectedProducer]:
         """Return the producers that offer a stream, in the order in which they came."""
         return [producer for producer in self._named.values() if stream in producer.offers]
 
@@ -178,18 +178,18 @@ class Producers:
         holder = self.holder_of(p)
         return None if holder is None or p in self.failures else holder.where
 
-    def add(self, hello: Hello, peer: bytes, now: float) -> Producer:
+    def add(self, hello: Hello, peer: bytes, now: float) -> ConnectedProducer:
         """Take what a producer says that it offers, for the first time or again."""
         known = self._named.get(hello.producer)
         if known is not None:
             self._names.pop(known.peer, None)
         offers = {offer.stream: offer.partition for offer in hello.offers}
         sizes = known.sizes if known is not None else {}
-        producer = Producer(hello.producer, peer, f"{hello.host}:{hello.pid}", offers, now, sizes)
+        producer = ConnectedProducer(hello.producer, peer, f"{hello.host}:{hello.pid}", offers, now, sizes)
         self._named[producer.name], self._names[peer] = producer, producer.name
         return producer
 
-    def remove(self, name: str) -> Producer:
+    def remove(self, name: str) -> ConnectedProducer:
         """Forget a producer that has left, and return it. Nobody holds its partitions then."""
         producer = self._named.pop(name)
         self._names.pop(producer.peer, None)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from streampack.core.intake.credits import Credits
 from streampack.core.intake.partition_records import PartitionRecords
 from streampack.core.intake.partitions import Partitions
-from streampack.core.intake.producers import Producer, ProducerDeparture, Producers
+from streampack.core.intake.producers import ConnectedProducer, ProducerDeparture, Producers
 from streampack.core.protocol.events import Effect, Report
 from streampack.core.protocol.producer_messages import Hello
 
@@ -62,7 +62,7 @@ class Rebalancer:
             self._credits.begin(p)
         return effects + last_words + self._lease([*held, *moved])
 
-    def leave(self, producer: Producer, why: ProducerDeparture, detail: object = "") -> list[Effect]:
+    def leave(self, producer: ConnectedProducer, why: ProducerDeparture, detail: object = "") -> list[Effect]:
         """Give the partitions of a producer that has left to others. ``detail`` completes the text of ``why``."""
         self.vanished += why.vanished
         self._producers.remove(producer.name)
