@@ -8,7 +8,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TWICE = {
-    "Producer": "streampack.Producer; the broker's account of a producer",
     "View": "streampack's view of a pack; a kernel's argument, named in numba's caches on disk",
 }
 """Names that two modules define, and why they may."""
