@@ -27,7 +27,7 @@ def describe(
     sums: I64,
     identities: U32,
 ) -> None:
-    """Of packs ``handles[bounds[i]:bounds[i + 1]]`` fill in ``sums`` int64 [4, packs], see ``steps.Packs``, and
+    """Of packs ``handles[bounds[i]:bounds[i + 1]]`` fill in ``sums`` int64 [4, packs], see ``steps.PlannedPacks``, and
     ``identities`` uint32 [samples, 6], in little endian ``steps.IDENTITY``. The others are columns of a table; a
     sample of s padded tokens costs ``a * s + b * s * s``."""
     for pack in range(len(bounds) - 1):
