@@ -22,10 +22,10 @@ from streampack.views.view import View
 
 
 class LocalLoader(Protocol[BatchT]):
-    """What ``local`` gives: a Client's interface, whose ``close`` ends its broker and producer too."""
+    """Loader returned by ``local``: a Client's interface, whose ``close`` also ends the broker and the producer."""
 
     http: str | None
-    """The address of its status and metrics, where one was asked for."""
+    """Address of status and metrics; None unless ``http`` was given."""
 
     def __iter__(self) -> Iterator[BatchT]: ...
     def __next__(self) -> BatchT: ...

@@ -187,14 +187,18 @@ class Client(Generic[BatchT]):
             yield step
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """Where the loader is, to be saved with the model: plain JSON, equal on all ranks, free of the mesh.
+        """Return the loader's position, to save with the model: plain JSON, equal on all ranks, for any mesh.
 
-        Where a broker without a ``state_dir`` restarts between two ranks' calls ``snapshot`` may differ; load either.
-        A step counts as used once it was handed out whole, so between two steps it is the state after the last one.
-        ``step``: the last that was trained, where that is another because steps are fetched ahead. Moves nothing, may
-        be called on any rank, at any time; waits for the broker's answer.
+        A step counts as used once all its packs were handed out. Between two steps this is the state after the last
+        one. The call has no side effects; any rank may call it at any time. It waits for the broker's answer. If a
+        broker without a ``state_dir`` restarts between two ranks' calls, their ``snapshot`` may differ; load either.
 
-        Raises UserError for a step that was not handed out in this iteration, DataStall without an answer.
+        Args:
+            step: The last trained step. Pass it if steps are fetched ahead of training.
+
+        Raises:
+            UserError: The step was not handed out in this iteration.
+            DataStall: The broker did not answer.
         """
         return self._reading.state(step)
 
@@ -206,11 +210,16 @@ class Client(Generic[BatchT]):
         self._reading.load(state)
 
     def commit(self, step: int) -> None:
-        """The checkpoint made after ``step``, the last that was trained, is durable: what only older ones need may go.
-        It is all ranks': one that has stored its own part must not say so ahead of the others.
+        """Report that the checkpoint after ``step`` is durable, so that data which only older ones need may be deleted.
 
-        By any one rank. Returns when the broker has noted it. Raises UserError for a step that was not handed out,
-        DataStall without an answer.
+        Any one rank calls this, once all ranks have stored their parts. Returns when the broker has noted it.
+
+        Args:
+            step: The last trained step.
+
+        Raises:
+            UserError: The step was not handed out.
+            DataStall: The broker did not answer.
         """
         self._reading.commit(step)
 
@@ -228,11 +237,11 @@ class Client(Generic[BatchT]):
         return self._reading.stats()
 
     def close(self) -> None:
-        """Give the rank up and end the thread; idempotent. A client that is dropped is closed as well."""
+        """Release the rank and end the thread; idempotent. A client without references is closed as well."""
         self._reading.close()
 
     def fail(self, error: StreampackError) -> None:
-        """Raise ``error`` where the next step is asked for, once what is ready is taken. Any thread may."""
+        """Raise ``error`` from the next request for a step, after the steps that are ready. Any thread may call it."""
         self._reading.fail(error)
 
     def __enter__(self) -> Client[BatchT]:
@@ -261,5 +270,5 @@ class Client(Generic[BatchT]):
 
     @property
     def format(self) -> str:
-        """What its packs are views in: one of those that ``connect`` takes."""
+        """Name of the packs' format, as passed to ``connect``."""
         return self._reading.format

@@ -68,7 +68,7 @@ class Prefetching:
         self.session = session
         self.ready: deque[Step] = deque()
         self.round = 0
-        """The iteration that is on, or that begins next."""
+        """Number of the current iteration, or of the next one."""
         self.ended = False
         self.attached: Attached | None = None
         self.answers: deque[State | Committed] = deque()
@@ -90,12 +90,12 @@ class Prefetching:
     # What the trainer's thread calls
 
     def tell(self, event: Event) -> None:
-        """Have the session hear ``event``."""
+        """Pass ``event`` to the session."""
         self._told.append(event)
         self._waker.wake()
 
     def turn_to(self, round_: int) -> None:
-        """Another iteration: nothing of the one that was on is there any more."""
+        """Begin another iteration and drop the steps of the current one."""
         with self._changed:
             self.round, self.ended = round_, False
             self.ready.clear()
@@ -119,9 +119,9 @@ class Prefetching:
             self.tell(Waiting(False))  # the session stops asking
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Until ``condition()``; raises the session's error; says every 5 s what it waits for.
+        """Wait until ``condition()`` holds; log the cause every 5 s. Raises the session's error.
 
-        The session hears of a wait that is longer than a tick: to tell it of each would wake its thread twice a step.
+        The session is told only of waits longer than a tick: telling it of each would wake its thread twice a step.
         """
         told = False
         try:
@@ -145,14 +145,14 @@ class Prefetching:
                 self.tell(Waiting(False))
 
     def check_usable(self) -> None:
-        """Nothing is handed out in a forked child, or once closed, not even what is ready."""
+        """Raise PeerError in a forked child, and UserError once the client is closed."""
         if forks.passed != self._forks:
             raise PeerError(f"got a client of the parent process after the fork; a process of its own {TWICE}")
         if self._closing:
             raise UserError("the client is closed: connect again")
 
     def close(self) -> None:
-        """Give the rank up and end the thread; idempotent."""
+        """Release the rank and end the thread; idempotent."""
         if forks.passed != self._forks:
             return
         with self._changed:  # another thread may wait for a step
@@ -163,7 +163,7 @@ class Prefetching:
             self._thread.join(timeout=10)
 
     def fail(self, error: StreampackError) -> None:
-        """Raise ``error`` where the next step is asked for, once what is ready is taken. Any thread may."""
+        """Raise ``error`` from the next request for a step, after the steps that are ready. Any thread may call it."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -244,7 +244,7 @@ class Prefetching:
                 self._changed.notify_all()
 
     def _prepare(self, packs: LazyPacks) -> None:
-        """Make what the trainer should not have to make."""
+        """Make packs ahead of the trainer: the first group if the trainer is slow, all packs without numba."""
         packs.ahead = self._ahead
         if kernels.derive is None:  # numpy takes ten times as long
             packs.make()

@@ -1,4 +1,4 @@
-"""What users write in broker.yaml and producer.yaml: one typed, frozen tree each.
+"""Settings that users write in broker.yaml and producer.yaml: one typed, frozen tree each.
 
 Here are the keys, with their types and defaults (only ``streams`` has none), and what they come to:
 ``BrokerConfig.plan``, a feed's rules. What a type alone can refuse, ``typed_yaml`` does; values that contradict each
@@ -41,9 +41,9 @@ from streampack.sources.settings import SourceSettings
 from streampack.tokenizers.base import TokenizerSettings
 
 MEMORY = "1GiB"
-"""A broker's, where nothing else is said."""
+"""Default memory of a broker."""
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
-"""As long as a message can carry."""
+"""A name that fits in a message."""
 
 
 class _Settings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,20 +77,20 @@ class Listen(_Settings, frozen=True, kw_only=True):
 
 
 class WindowSettings(_Settings, frozen=True, kw_only=True):
-    """How many samples the packer looks over."""
+    """Size of the window that the packer chooses from."""
 
     samples: Annotated[Positive, Meta(description="samples that the packer chooses from")] = 1024
 
 
 STEP_KINDS = ("packs", "samples", "end_of_batch")
-"""What a step may be counted in; a feed that says one takes the place of the run's."""
+"""Units of a step; a feed that sets one overrides the run's."""
 
 
 class StepSettings(_Settings, frozen=True, kw_only=True):
-    """What one optimizer update eats: so many ``packs`` over all data-parallel ranks (64 where nothing else is said),
-    or a batch, packed by itself: so many whole ``samples``, or what producers' ``end_of_batch`` closes.
+    """Size of a step: a number of ``packs`` over all data-parallel ranks (default 64), or a batch packed by itself.
 
-    The rest is for batches; ``core.rules.Batch`` explains each.
+    A batch is a number of whole ``samples``, or the samples up to the producers' ``end_of_batch``. The other keys are
+    for batches; ``core.model.rules.Batch`` explains each.
     """
 
     packs: Annotated[
@@ -118,7 +118,7 @@ class StepSettings(_Settings, frozen=True, kw_only=True):
 
     @property
     def batch(self) -> Batch | None:
-        """What it is in the rules; None where steps are counted in packs. Raises ValueError for two of them."""
+        """Batch settings of the rules; None if steps are counted in packs. Raises ValueError for two units."""
         given = [key for key in STEP_KINDS if getattr(self, key)]
         if len(given) > 1:
             raise ValueError(f"step: got {' and '.join(given)}, expected one of {', '.join(STEP_KINDS)}")
@@ -180,7 +180,10 @@ class RulesSettings(_Settings, frozen=True, kw_only=True):
 
     @property
     def packing(self) -> dict[str, Any]:
-        """How samples come together, as the rules have it. Where they do not (``padded``), each is alone."""
+        """Packing keys of the rules: ``packer`` and its options, ``shape`` and ``padded``.
+
+        With ``padded``, keys left at their defaults become ``packer: none``, ``micro_batch_size: 1``, ``shape: exact``.
+        """
         found = {key: getattr(self, key) for key in ("packer", *PACKER_KEYS, "shape", "padded")}
         alone = {"packer": "none", "micro_batch_size": 1, "shape": "exact"} if self.padded else {}
         return found | {key: value for key, value in alone.items() if found[key] == getattr(RulesSettings(), key)}
@@ -206,7 +209,7 @@ class StreamSettings(_Settings, frozen=True, kw_only=True):
 
 
 class FeedSettings(_Settings, frozen=True, kw_only=True):
-    """What a trainer connects to: its streams, all where it is the only feed, and ``rules`` laid over the run's.
+    """A feed that trainers connect to: its streams (default: all) and its changes to the run's ``rules``.
 
     ``on_rewind``: when trainers go back, pushed samples that came since are in the same steps again (``replay``), or
     dropped, and other steps follow (``discard``).
@@ -230,7 +233,7 @@ class FeedSettings(_Settings, frozen=True, kw_only=True):
 
 
 class FieldSettings(_Settings, frozen=True, kw_only=True):
-    """What a sample carries beside its token ids; ``core.model.fields`` explains each key.
+    """A field that samples have beside their token ids; ``core.model.fields`` explains each key.
 
     ``loss_mask``, ``labels``, ``position_ids``, ``group`` and ``policy_version`` have a meaning, and defaults of their
     own: ``{}`` declares them.
@@ -257,7 +260,7 @@ class FieldSettings(_Settings, frozen=True, kw_only=True):
     ] = "slice"
 
     def declared(self, name: str) -> Field:
-        """The field of this name. Raises ConfigError."""
+        """Return the field ``name`` with its defaults. Raises ConfigError."""
         known = _KNOWN_FIELDS.get(name, {})
         given = {key: value for key, value in msgspec.structs.asdict(self).items() if value is not None}
         if "dtype" not in given | known:
@@ -278,9 +281,9 @@ _KNOWN_FIELDS: dict[str, dict[str, Any]] = {
 
 
 class Retain(_Settings, frozen=True, kw_only=True):
-    """What the log keeps: so many committed checkpoints, that trainers can go back to, in so many bytes.
+    """Limits of the log: committed checkpoints that trainers can go back to, and bytes.
 
-    Full, a log that nothing was committed to takes no more pushed samples, and says so.
+    A full log takes no more pushed samples until a checkpoint is committed, and says so.
     """
 
     checkpoints: Annotated[Positive, Meta(description="committed checkpoints that trainers can go back to")] = 3
@@ -361,12 +364,12 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
 
     @property
     def safely(self) -> Literal["os", "process"]:
-        """``durability``, or its default."""
+        """``durability``, or its default: ``os`` if any stream is pushed, else ``process``."""
         return self.durability or ("os" if any(stream.pushed for stream in self.streams.values()) else "process")
 
     @property
     def run_id(self) -> int:
-        """The number that stands for the run on the wire."""
+        """Number that identifies the run in messages."""
         return int.from_bytes(hashlib.blake2b(self.run.encode(), digest_size=7).digest(), "little") or 1
 
     def plan(self, feed: str | None = None) -> Rules:
@@ -400,7 +403,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
             raise ConfigError(f"{where}: {error}") from None
 
     def rules_of(self, feed: str) -> RulesSettings:
-        """The run's rules, with what a feed lays over them."""
+        """Return the run's rules with a feed's own values in place of the run's."""
         if not self.feeds[feed].rules:
             return self.rules
         over = self.feeds[feed].rules
@@ -415,7 +418,7 @@ class BrokerConfig(_Settings, frozen=True, kw_only=True):
 
 
 def _laid_over(tree: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
-    """``tree`` with the values of ``overlay`` in place of its own, key by key at every level."""
+    """Return ``tree`` with the values of ``overlay`` in place of its own, key by key at every level."""
     both = {key: _laid_over(tree[key], value) for key, value in overlay.items() if _are_trees(tree.get(key), value)}
     return tree | overlay | both
 

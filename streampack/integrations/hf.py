@@ -62,7 +62,7 @@ class Steps:
         self.samples = 0
         """Samples that this rank has trained on since training began."""
         self.step: Step | None = None
-        """The one that is trained, or the last that was."""
+        """The step that is trained now, or the last one that was."""
         self._trained: int | None = None  # the last step whose update was made; None: nothing was handed out
         self._start: dict[str, Any] | None = None  # where the first training began
         self._restored = False  # the next iteration goes on within a pass
@@ -85,7 +85,7 @@ class Steps:
             yield step
 
     def begin(self, state: dict[str, Any] | None, begun: int) -> None:
-        """Training begins: where the state says, in pass ``begun``, or where the first one without a state did."""
+        """Begin training at ``state`` in pass ``begun``; without a state, where the first training began."""
         again = self._start is not None
         self._start = self._start or self.loader.state_dict()
         if state or again:
@@ -94,17 +94,17 @@ class Steps:
         self.begun, self.samples = begun if state else 0, 0
 
     def note_trained(self) -> None:
-        """The step that was handed out last has made its update."""
+        """Note that the last step handed out has made its update."""
         assert self.step is not None
         self._trained = self.step.index
 
     def state(self) -> dict[str, Any]:
-        """The loader's, after the last step that was trained: one handed out since then is to come again."""
+        """Return the loader's state after the last trained step; a later step is handed out again."""
         found: dict[str, Any] = self.loader.state_dict(step=self._trained)
         return found
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint holds: the state, and the number of the pass."""
+        """Return the contents of a checkpoint: the loader's state and the number of the pass."""
         return {"saved": self.state(), "passes_begun": self.begun}
 
     @property
@@ -113,7 +113,7 @@ class Steps:
         return self._trained is not None
 
     def commit(self) -> None:
-        """A checkpoint after the last step that was trained is durable."""
+        """Tell the broker that a checkpoint after the last trained step is durable."""
         if self._trained is not None:
             self.loader.commit(self._trained)
 
@@ -125,11 +125,11 @@ class LoaderState(TrainerCallback, ExportableState):
     steps: Steps | None = None
 
     def state(self) -> dict[str, Any]:
-        """What the Trainer writes; on rank 0 alone."""
+        """Return the loader's state for the checkpoint. The Trainer calls it on rank 0 only."""
         return {"args": {}, "attributes": self.steps.saved() if self.steps else {}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
-        """Go on where the checkpoint says, if there is one."""
+        """Restore the loader's state from the checkpoint, if there is one."""
         saved, begun = None, 0
         if state.global_step:
             attributes = state.stateful_callbacks.get(LoaderState.__name__, {}).get("attributes", {})
@@ -144,11 +144,11 @@ class LoaderState(TrainerCallback, ExportableState):
         control.should_training_stop |= state.global_step >= state.max_steps  # the Trainer asks behind an update only
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
-        """The step counts as trained from here on, so that a checkpoint made before has it again."""
+        """Count the step as trained; a checkpoint made before this repeats it."""
         train_dataloader.note_trained()
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
-        """Of a stream of unknown length the Trainer's epoch is the share of ``max_steps``; it would begin at 0 anew."""
+        """Set the Trainer's epoch from the share of ``max_steps``, since the stream's length is unknown."""
         state.epoch = train_dataloader.epochs * state.global_step / state.max_steps
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
@@ -161,7 +161,7 @@ class LoaderState(TrainerCallback, ExportableState):
             control.should_evaluate = True
 
     def on_save(self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any) -> None:
-        """Commit, once all ranks have written what they write."""
+        """Commit the checkpoint once all ranks have written their parts."""
         args.distributed_state.wait_for_everyone()
         if state.is_world_process_zero:
             train_dataloader.commit()
@@ -224,7 +224,7 @@ class PackedTrainerMixin:
         return self._steps.step
 
     def get_train_dataloader(self) -> Steps:
-        """The loader, unprepared."""
+        """Return the loader itself, without ``accelerator.prepare``."""
         return self._steps
 
     def get_batch_samples(self, epoch_iterator: Iterator[Step], num_batches: int, device: Any) -> tuple[list[Any], Any]:
@@ -236,7 +236,7 @@ class PackedTrainerMixin:
         return [StepInputs(step)], torch.tensor(max(step.num_loss_tokens, 1), device=device)
 
     def _end_pass(self) -> None:
-        """Leave the Trainer's epoch; at the end of the last pass, its training."""
+        """End the Trainer's epoch; at the end of the last pass, end training."""
         self.control.should_epoch_stop = True
         if not self._steps.ended or self.control.should_training_stop:
             return
@@ -264,7 +264,7 @@ class PackedTrainerMixin:
         return torch.stack(losses).sum()
 
     def _accumulating(self, model: Any, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """As the Trainer's own loop over micro-batches: DeepSpeed must be told, others need no reduction yet."""
+        """Return a context that reduces gradients only with the last pack; DeepSpeed decides for itself."""
         state = self.accelerator.gradient_state
         state._set_sync_gradients(last)
         every = state.plugin_kwargs.get("sync_each_batch", False)
@@ -274,7 +274,7 @@ class PackedTrainerMixin:
         return found
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """With how full the packs were, and, at the end, samples a second: the Trainer would count packs."""
+        """Add packing efficiency to the logs, and at the end count samples per second, not packs."""
         if "train_samples_per_second" in logs:
             samples = sum(gather_object([self._steps.samples])) / self.get_tp_size()  # type: ignore[attr-defined]
             logs["train_samples_per_second"] = round(samples / max(logs["train_runtime"], 1e-9), 3)
@@ -286,27 +286,27 @@ class PackedTrainerMixin:
     # Evaluation
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The loader for evaluation, unprepared; or what the Trainer makes of a dataset."""
+        """Return the evaluation loader itself, or the Trainer's DataLoader for a dataset."""
         found = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(found, str):
             found = self.eval_dataset[found]
         return self._unprepared(found) if _is_loader(found) else super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """The same for ``predict``."""
+        """Return the loader for ``predict``, or the Trainer's DataLoader for a dataset."""
         if _is_loader(test_dataset):
             return self._unprepared(test_dataset)
         return super().get_test_dataloader(test_dataset)  # type: ignore[misc]
 
     def _unprepared(self, loader: Any) -> Any:
-        """As it is; one that this was not made with is checked as those were."""
+        """Return a loader unchanged, after checks if the Trainer was not made with it."""
         if loader not in self._loaders[1:]:
             hf_checks.loaders([self._loaders[0], loader])
             hf_checks.attached(self, [loader])
         return loader
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """The Trainer's, whose loss is a mean over batches, with the mean over all tokens in its place."""
+        """Run the Trainer's loop, with the mean loss over all tokens in place of the mean over batches."""
         self._evaluated.clear()
         found = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]
         if not self._evaluated:
@@ -340,8 +340,7 @@ def _is_loader(given: Any) -> bool:
 
 
 def _stand_ins(args: Any, evaluates: bool) -> dict[str, Any]:
-    """What SFTTrainer wants to look at and prepare before it begins: a row that nobody reads, and a collator that
-    nobody calls."""
+    """Return a dataset of one row and a collator for SFTTrainer, which requires both; neither is used in training."""
     from datasets import Dataset
 
     row = Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})

@@ -1,9 +1,8 @@
-"""What a Trainer must not be given with packs, each with the line that says what to do: before it is made, and once it
-has its accelerator.
+"""Check a Trainer's settings against packs: before it is made, and once it has its accelerator.
 
-Refused is what would train on other steps than the loader's, divide by another denominator, or let samples see each
-other (``hf_isolation``), and what would ask for something that does not happen. Settings that have no effect are left
-alone.
+A check refuses settings that would train on other steps than the loader's, divide by another denominator, or let
+samples see each other (``hf_isolation``). It also refuses requests that would be ignored. Settings without effect are
+left alone. Each error says what to do.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _EXPECTED: tuple[tuple[str, Any, str], ...] = (
     ("completion_only_loss", False, "declare the field loss_mask in broker.yaml: prompts and completions have it"),
     ("assistant_only_loss", False, "declare the field loss_mask in broker.yaml: chats have it"),
 )
-"""Of TrainingArguments and of SFTConfig: a name, what it must be (or not be set), and what to do."""
+"""Settings of TrainingArguments and SFTConfig: name, required value unless unset, and advice for the error."""
 
 
 def is_sft(kind: type, args: Any) -> bool:
-    """Whether it is TRL's SFTTrainer, which looks at its dataset. Raises UserError for another of TRL's."""
+    """Return whether the class is TRL's SFTTrainer, which needs a dataset. Raises UserError for other TRL trainers."""
     names = [base.__name__ for base in kind.__mro__ if base.__module__.split(".")[0] == "trl"]
     if names and "SFTTrainer" not in names:
         raise UserError(f"got TRL's {names[0]}, expected SFTTrainer or transformers' Trainer: its batches are no packs")
@@ -43,7 +42,7 @@ def is_sft(kind: type, args: Any) -> bool:
 
 
 def arguments(args: Any, given: Mapping[str, Any], steps_per_epoch: int | None) -> None:
-    """Of the Trainer that is to be made. Raises UserError."""
+    """Check the arguments of a Trainer before it is made. Raises UserError."""
     for name in _OF_DATASETS:
         if given.get(name) is not None:
             raise UserError(f"got {name} beside a loader, expected none: loader= and eval_loader= give the batches")
@@ -64,7 +63,7 @@ def _settings(args: Any) -> None:
 
 
 def loaders(found: Sequence[Any]) -> None:
-    """The one for training, and those for evaluation behind it. Raises UserError."""
+    """Check loaders: the first is for training, the others for evaluation. Raises UserError."""
     for loader in found:
         if loader.format not in ("hf", "hf_shifted"):
             raise UserError(f"got a loader with format={loader.format!r}, expected 'hf': connect(..., format='hf')")
@@ -76,7 +75,7 @@ def loaders(found: Sequence[Any]) -> None:
 
 
 def trainer(made: Any, found: Sequence[Any]) -> None:
-    """The Trainer, with its model and its processes. Raises UserError, MeshError."""
+    """Check a Trainer, its model and its processes. Raises UserError, MeshError."""
     args = made.args
     _settings(args)  # accelerator_config may have changed them
     if args.n_gpu > 1:
@@ -99,7 +98,7 @@ def trainer(made: Any, found: Sequence[Any]) -> None:
 
 
 def attached(made: Any, found: Sequence[Any]) -> None:
-    """Loaders, in the Trainer's processes and for its model. Raises UserError, MeshError."""
+    """Check that loaders fit the Trainer's processes and model. Raises UserError, MeshError."""
     for loader in found:
         _place(loader.mesh, made.args, made.get_tp_size())
         _positions(loader.rules, getattr(made.model, "config", None))

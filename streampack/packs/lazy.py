@@ -31,11 +31,11 @@ SLOW_S = 0.01
 """A trainer that works so long on a group has the next one made meanwhile; a faster one would only wait for it."""
 
 Show = Callable[[Columns, list[Pack]], Sequence[Any]]
-"""What a format makes of some packs of a message."""
+"""Function of a format that turns some packs of a message into its views."""
 
 
 class PackMaker(Protocol):
-    """A message that is checked, and makes its packs when they are asked for."""
+    """A checked message that makes its packs on request."""
 
     def groups(self, num_tokens: int) -> list[tuple[int, int]]:
         """Return packs [first, stop) of up to ``num_tokens`` tokens, or one pack of more, in turn."""
@@ -59,29 +59,29 @@ class Ahead:
         self._handed_out_at = time.perf_counter()
 
     def asked(self) -> None:
-        """The trainer asks for a group, now."""
+        """Note that the trainer requests a group now."""
         self.slow = time.perf_counter() - self._handed_out_at > SLOW_S
 
     def handed_out(self, packs: LazyPacks, number: int) -> None:
-        """The trainer has got a group, and asks for the one behind it next."""
+        """Note that the trainer has a group, and have the next one made if the trainer is slow."""
         if self.slow and number + 1 < packs.num_groups and not self._stopped:
             self._wanted = packs, number + 1
             self._wake()
         self._handed_out_at = time.perf_counter()
 
     def make(self) -> None:
-        """What is wanted; by the thread that ``wake`` wakes."""
+        """Make the wanted group. The thread that ``wake`` wakes calls this."""
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
             self.make_group(*wanted)
 
     def make_group(self, packs: LazyPacks, number: int) -> None:
-        """One group, if it can be made."""
+        """Make one group; ignore errors, which the trainer's thread meets again."""
         with contextlib.suppress(Exception):
             packs.make_group(number)
 
     def stop(self) -> None:
-        """That thread has ended."""
+        """Note that the thread has ended: want no more groups."""
         self._stopped, self._wanted = True, None
 
 
@@ -89,11 +89,11 @@ _Group = tuple[PackMaker, int, int]
 
 
 class LazyPacks(Sequence[Any]):
-    """The packs in ``groups``, of each a message's content, the first and the end; or what ``show`` makes of them.
+    """A step's packs, made group by group on request, or the views that ``show`` makes of them.
 
-    A sequence that is no tuple: who wants one, as functions do that go through any collection of tensors, takes
-    ``tuple(step)``. Raises PeerError in a forked child for those that its parent had not made: the memory that they
-    came in is lent to the parent.
+    A group is (content of a message, first pack, end). This is a sequence but no tuple: a function that walks nested
+    collections of tensors needs ``tuple(step)``. Raises PeerError in a forked child for packs that the parent had not
+    made, since the message's memory belongs to the parent.
     """
 
     def __init__(self, groups: Sequence[_Group], show: Show | None = None) -> None:
@@ -102,22 +102,22 @@ class LazyPacks(Sequence[Any]):
                 "got packs to put into a step's sequence of packs, expected a tuple there: take tuple(step)"
             )
         self._groups: list[_Group | None] = list(groups)
-        """None of those that need not be made any more."""
+        """Groups not made yet; None for the others."""
         self._first = [0, *accumulate(stop - first for _, first, stop in groups)]
         self._made: list[Sequence[Any] | None] = [None] * len(groups)
         self._show, self._forks = show, forks.passed
         self._making = threading.RLock()
         self._handed_out = [False] * len(groups)
         self.ahead: Ahead | None = None
-        """Who makes groups before they are asked for."""
+        """Makes groups before the trainer requests them; None if nothing does."""
 
     @classmethod
     def of(cls, contents: Sequence[PackMaker]) -> LazyPacks:
-        """The packs of messages, one's behind another's."""
+        """Return the packs of several messages, in the messages' order."""
         return cls([(content, *span) for content in contents for span in content.groups(GROUP_TOKENS)])
 
     def shown(self, show: Show) -> LazyPacks:
-        """What ``show`` makes of the same packs, none of which is made yet."""
+        """Return the same packs as views made by ``show``. None of the packs may be made yet."""
         groups = [group for group in self._groups if group is not None]
         if len(groups) < len(self._groups):
             raise InternalError("got a step some of whose packs are made, expected one that nobody has looked into")
@@ -128,16 +128,16 @@ class LazyPacks(Sequence[Any]):
         return len(self._groups)
 
     def take(self, number: int) -> Sequence[Any]:
-        """A group, not to be asked for again."""
+        """Return a group and do not keep it: it must not be requested again."""
         return self._hand_out(number, kept=False)
 
     def make(self) -> None:
-        """All of them, now."""
+        """Make all groups now."""
         for number in range(len(self._groups)):
             self.make_group(number)
 
     def make_group(self, number: int) -> None:
-        """One group, unless it has been handed out."""
+        """Make one group, unless it has been handed out."""
         with self._making:
             if not self._handed_out[number] and self._made[number] is None:
                 self._made[number] = self._make(number)
@@ -147,6 +147,7 @@ class LazyPacks(Sequence[Any]):
         return made if made is not None and self._handed_out[number] else self._hand_out(number, kept=True)
 
     def _hand_out(self, number: int, kept: bool) -> Sequence[Any]:
+        """Return a group of packs, and make it if it is not made yet; keep it for later requests if ``kept``."""
         if forks.passed != self._forks:  # whoever holds the lock may be a thread of the parent
             return self._of_parent(number)
         if self.ahead is not None:

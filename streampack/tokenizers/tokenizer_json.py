@@ -148,7 +148,7 @@ class FileTokenizer:
         return self._encoded(ids, mask) if ids else "empty"
 
     def _encode_pieces(self, text: str, learned: NDArray[np.uint8]) -> tuple[list[int], NDArray[np.uint8]]:
-        """Like ``_marking``, with the markers of the data (those that are split) as text."""
+        """Encode like ``_marking``, but treat markers in the data (those that are split) as text."""
         assert self._markers is not None
         ids: list[int] = []
         masks = [np.zeros(0, np.uint8)]
@@ -170,7 +170,7 @@ class FileTokenizer:
 
     @cached_property
     def _pieces_are_exact(self) -> bool:
-        """Whether texts between special tokens are encoded alike with them and alone: not by SentencePiece's rules."""
+        """Whether a text between special tokens gets the same ids alone; False for SentencePiece."""
         assert self._markers is not None
         for special in sorted(self._special):
             text = f"a{special}b c{special} d\n{special}\n"
@@ -181,7 +181,7 @@ class FileTokenizer:
 
     @cached_property
     def _marking(self) -> "Library":
-        """The same, with special tokens found in the text: for what a template writes."""
+        """Tokenizer that recognizes special tokens in the text, for the output of chat templates."""
         library = _library(self._json, Path(self.name))
         _strip(library)
         return library
@@ -204,7 +204,7 @@ class FileTokenizer:
         return self._compiled[name if name in self._compiled else next(iter(self._compiled))]
 
     def _close(self, ids: list[int]) -> list[int]:
-        """A text's ids with those that belong around it."""
+        """Return a text's ids with the special ids before and after it."""
         closed = [*self._before, *ids, *self._after]
         return closed if self._eos is None or closed[-1] == self._eos else [*closed, self._eos]
 
@@ -227,7 +227,7 @@ class FileTokenizer:
 
 
 class _Beside:
-    """What Hugging Face keeps beside tokenizer.json; all of it may be missing."""
+    """Files that Hugging Face keeps beside tokenizer.json; all of them may be missing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -297,7 +297,7 @@ def _missing(module: str, error: ImportError) -> ConfigError:
 
 
 def _around(library: "Library") -> tuple[list[int], list[int]]:
-    """The ids that the post-processor puts before and after a text."""
+    """Return the ids that the post-processor puts before and after a text."""
     for text in ("a", *sorted(library.get_vocab(with_added_tokens=False))[:100]):
         encoding = library.encode(text)
         own = [number for number, special in enumerate(encoding.special_tokens_mask) if not special]

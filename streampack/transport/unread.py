@@ -1,4 +1,4 @@
-"""Unread bytes: what ZeroMQ has read from a socket's TCP connections and this process has not taken yet.
+"""Unread bytes: bytes that ZeroMQ has read from TCP connections and this process has not taken yet.
 
 ZeroMQ reads ahead of the process. With a receive high-water mark it stops reading a connection, and a connection that
 breaks in that state can abort the whole process (libzmq 4.3.5, ``stream_engine_base.cpp``: ``!_io_error``). So sockets
@@ -84,11 +84,11 @@ class Connection:
 
     @property
     def is_stranger(self) -> bool:
-        """Has its peer sent no valid message?"""
+        """Whether the peer has sent no valid message."""
         return self.messages == self.damaged
 
     def look(self, now: float) -> None:
-        """Find out what is unread."""
+        """Measure the unread bytes."""
         known = self.taken + HANDSHAKE_BYTES + COMMANDS_A_SECOND * int(now - self._since)
         self.unread = max(bytes_read(self.fd) - known, 0)
 
@@ -114,7 +114,7 @@ class Connection:
 
 
 def _option(fd: int, level: int, name: int, size: int) -> bytes:
-    """A socket's option (getsockopt(2)); empty where there is none."""
+    """Return a socket's option (getsockopt(2)); empty if there is none."""
     value, length = ctypes.create_string_buffer(size), ctypes.c_uint32(size)
     if _libc.getsockopt(fd, level, name, value, ctypes.byref(length)):
         return b""
@@ -126,7 +126,7 @@ def _cookie_of(fd: int) -> bytes:
 
 
 def bytes_read(fd: int) -> int:
-    """Bytes that were read from a TCP connection since it began; 0 where the kernel does not say."""
+    """Return the bytes read from a TCP connection since it began; 0 if the kernel does not say."""
     info, waiting = _option(fd, socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED + 8), array.array("i", [0])
     if len(info) < _BYTES_RECEIVED + 8:
         return 0
@@ -175,23 +175,23 @@ class Unread:
         return self._by_fd.values()
 
     def opened(self, fd: int) -> None:
-        """A connection was accepted."""
+        """Note that a connection was accepted."""
         self.closed(fd)
         self._by_fd[fd] = Connection(fd, time.monotonic())
 
     def closed(self, fd: int) -> None:
-        """A connection has ended."""
+        """Note that a connection has ended."""
         found = self._by_fd.pop(fd, None)
         if found is not None:
             self._by_peer.pop(found.peer, None)
             self._ended = True
 
     def of(self, peer: bytes) -> Connection | None:
-        """The connection that this peer's messages come over, if it is known."""
+        """Return the connection of a peer; None if it is unknown."""
         return self._by_peer.get(peer)
 
     def joined(self, peer: bytes, fd: int) -> Connection | None:
-        """The connection of a peer that was not heard before; None where that has ended already."""
+        """Note a new peer's connection and return it; None if it has ended already."""
         found = self._by_fd.get(fd)
         if found is None or found.peer:
             return None
@@ -200,7 +200,7 @@ class Unread:
         return found
 
     def note_damaged(self, peer: bytes) -> None:
-        """A message of this peer could not be decoded."""
+        """Count a message of this peer that could not be decoded; cut the connection at the limit."""
         found = self._by_peer.get(peer)
         if found is not None:
             found.damaged += 1
@@ -208,33 +208,33 @@ class Unread:
                 self._cut(found, f"{MAX_DAMAGED} of its messages could not be decoded")
 
     def drained(self) -> None:
-        """ZeroMQ has no message left to hand over."""
+        """Note that ZeroMQ has no message left to hand over."""
         self._drained = self._swept_empty = True
         self._ended = False
         self._cut_peers.clear()
 
     def was_cut(self, peer: bytes) -> bool:
-        """Is this message one of those that a peer had sent before it was cut?"""
+        """Return whether the peer was cut, so that its remaining messages are dropped."""
         return peer in self._cut_peers
 
     def admissions(self) -> int:
-        """How many connections may be let in now; ``admitted`` says how many were."""
+        """Return how many connections may be accepted now; report accepted ones with ``admitted``."""
         now = time.monotonic()
         if self._drained or (now - self._refilled_at >= ADMIT_S and not self._memory_over):
             self._drained, self._refilled_at, self._admissions = False, now, ADMITTED
         return self._admissions
 
     def admitted(self, count: int) -> None:
-        """So many connections were let in."""
+        """Note that ``count`` connections were accepted."""
         self._admissions -= count
 
     def take_cuts(self) -> list[CutConnection]:
-        """Connections that were cut since this was last asked."""
+        """Return the connections cut since the last call."""
         cuts, self._cuts = self._cuts, []
         return cuts
 
     def check(self) -> None:
-        """Cut connections that are to blame; cheap, and to be called often."""
+        """Cut connections with too many unread bytes. Cheap; call it often."""
         now = time.monotonic()
         if now < self._look_at:
             return

@@ -28,15 +28,15 @@ class Bounded(H11Protocol):
 
     _deadline: asyncio.TimerHandle | None = None
     since = 0.0
-    """When this connection began to wait for its request to be whole, by the loop's clock."""
+    """Time at which the wait for a whole request began, on the event loop's clock, in seconds."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the deadline; close the oldest connection where there are too many."""
+        """Start the deadline; close the oldest connection if there are too many."""
         super().connection_made(transport)
         others = [each for each in self.connections if isinstance(each, Bounded) and each is not self]
         if len(others) >= MOST_CONNECTIONS:
             min(others, key=lambda each: each.since).give_way()
-        self._expect()
+        self._restart_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadline."""
@@ -46,15 +46,15 @@ class Bounded(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Start the deadline of the next request."""
-        self._expect()
+        self._restart_deadline()
         super().on_response_complete()
 
     def give_way(self) -> None:
-        """Close at once and discard what is not sent yet."""
+        """Close the connection at once and discard unsent bytes."""
         self.connections.discard(self)
         self.transport.abort()
 
-    def _expect(self) -> None:
+    def _restart_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         self.since = self.loop.time()

@@ -145,7 +145,7 @@ def last_seen(status: BrokerStatus) -> Rows:
 
 
 def rejected(status: BrokerStatus) -> Rows:
-    """Return a row for each stream and reason."""
+    """Return the number of rejected samples, a row for each stream and reason."""
     for row in status.streams:
         for reason, count in row.rejected.items():
             yield (row.stream, reason), float(count)

@@ -1,4 +1,4 @@
-"""What to take and why, in plain words, over the tree of ``advisor.advise``; and the lines for broker.yaml."""
+"""Explain the advice of ``advisor.advise`` in sentences, and write the lines for broker.yaml."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAID = 0.001
 
 
 def why(found: Tree, overlong: str | None) -> list[str]:
-    """Sentences, the most important first."""
+    """Return the reasons for the advice as sentences, the most important first."""
     return [
         *_packer(found), *_window(found), *_budget(found), *_overlong(found, overlong), *_rejected(found),
         *_alignment(found), *_shape(found), *_batches(found), *_balance(found), *_meshes(found), *_last_step(found),
@@ -28,7 +28,7 @@ def why(found: Tree, overlong: str | None) -> list[str]:
 
 
 def broker_yaml(found: Tree, overlong: str | None) -> str:
-    """The lines that make a broker do what is taken."""
+    """Return the lines of broker.yaml that configure the advised setting."""
     take = found["take"]
     rules = dict(take["rules"])
     if overlong is not None and overlong != "error":
@@ -45,7 +45,7 @@ def broker_yaml(found: Tree, overlong: str | None) -> str:
 
 
 def _flow(value: Any) -> str:
-    """As YAML has it in one line."""
+    """Return a value as one line of YAML."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_flow(each)}' for key, each in value.items())}}}"
     if isinstance(value, list | tuple):
@@ -54,7 +54,7 @@ def _flow(value: Any) -> str:
 
 
 def _axis(found: Tree, axis: str, key: str) -> list[Tree]:
-    """Forecasts on an axis but for the one taken, the best first."""
+    """Return the other forecasts on an axis than the advised one, the best first."""
     rows = [row for row in found["settings"] if row["axis"] == axis and not row["refused"]]
     others = [row for row in rows if row[key] != found["take"][key]]
     return sorted(others, key=lambda row: -row["useful"])
@@ -76,6 +76,7 @@ def _packer(found: Tree) -> list[str]:
 
 
 def _window(found: Tree) -> list[str]:
+    """Compare window sizes in a sentence; empty if only one was forecast."""
     take, others = found["take"], sorted(_axis(found, "window", "window"), key=lambda row: int(row["window"]))
     base = next((row for row in found["settings"] if row["axis"] == "window" and row["window"] == take["window"]), None)
     if base is None or not others:
@@ -85,6 +86,7 @@ def _window(found: Tree) -> list[str]:
 
 
 def _budget(found: Tree) -> list[str]:
+    """Compare budgets in a sentence; empty if only one was forecast."""
     take, others = found["take"], sorted(_axis(found, "budget", "budget"), key=lambda row: int(row["budget"]))
     base = next((row for row in found["settings"] if row["axis"] == "budget" and row["budget"] == take["budget"]), None)
     if base is None or not others:
@@ -98,7 +100,7 @@ def _budget(found: Tree) -> list[str]:
 
 
 def _than(row: Tree, base: Tree) -> str:
-    """How much better one is; what may come from how steps differ is nothing."""
+    """Say how much better ``row`` is than ``base``; differences within the error of the forecasts do not count."""
     doubt = 2 * math.hypot(row["useful_error"], base["useful_error"])
     points = row["useful"] - base["useful"]
     return _change(points) if abs(points) > doubt else "is about as good"
@@ -145,7 +147,7 @@ def _alignment(found: Tree) -> list[str]:
 
 
 def _shape(found: Tree) -> list[str]:
-    """What another shape would gain, or cost; nothing where packs are full anyway."""
+    """Say what other shapes would gain or lose; empty if packs are full anyway."""
     rows = [row for row in found["settings"] if row["axis"] == "shape" and not row["refused"]]
     base = next((row for row in rows if row["shape"] == found["take"]["shape"]), None)
     if base is None:
@@ -170,7 +172,7 @@ def shape_text(shape: Any) -> str:
 
 
 def _batches(found: Tree) -> list[str]:
-    """How many packs a batch is, and what the mesh makes of them."""
+    """Say how many packs and micro-batches a batch has; empty if steps are counted in packs."""
     take = found["take"]
     if not take["step_samples"]:
         return []

@@ -41,7 +41,7 @@ NEAR_ORDER = ("exact_fill", "joint", "sliding_ffd", "buffer_first_fit", "concate
 WORTH = 0.005
 """A budget is not good enough if another gains more than this."""
 WAITING = 4 / 3
-"""Of a broker's memory a quarter is for what waits to be merged."""
+"""Factor on a broker's memory: a quarter of it is for samples that wait for the merge."""
 CUT = 0.01
 """A budget that cuts off more than this of all tokens is not advised where another does not."""
 
@@ -77,7 +77,7 @@ def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] 
 
 
 def _steps_notes(options: PlanOptions, workload: Workload) -> list[str]:
-    """How steps differ from what was asked for."""
+    """Return notes on how the steps differ from the requested ones."""
     asked, base, notes = options.rules.packs, base_of(options), list[str]()
     if options.step.get("end_of_batch"):
         notes.append(f"batches are taken to be of {base.step_samples:,} samples each; those of a run end at marks")
@@ -89,7 +89,7 @@ def _steps_notes(options: PlanOptions, workload: Workload) -> list[str]:
 
 
 def _held_tokens(rules: Rules, workload: Workload) -> int:
-    """What a broker must hold: of batches, three of the mean size."""
+    """Return the tokens that a broker must hold; for batches, three of the mean size."""
     needed = needed_tokens(rules, rules.budget + 1)
     if rules.batch is None or rules.batch.samples is None:
         return needed
@@ -119,7 +119,7 @@ def _keys(options: PlanOptions, take: Setting, rules: Rules) -> Tree:
 
 
 class _Forecaster:
-    """Forecasts of settings, each made once; a text says why there is none."""
+    """Forecasts of settings, each made once; a text gives the reason if there is none."""
 
     def __init__(self, workload: Workload, options: PlanOptions, say: Callable[[str], None]) -> None:
         self._workload, self._options, self._say = workload, options, say
@@ -135,7 +135,7 @@ class _Forecaster:
         return self._made[key]
 
     def rules(self, setting: Setting) -> Rules:
-        """Of a setting. Raises ValueError where they contradict each other."""
+        """Return the rules of a setting. Raises ValueError if they contradict each other."""
         options = self._options
         rules = planned_rules(
             options.rules, self._workload, options.overlong or "truncate", all_streams=options.overlong_of_all
@@ -159,7 +159,7 @@ class _Forecaster:
             return str(error)
 
     def _steps(self, order: Order, rules: Rules) -> FormedSteps:
-        """What FORM makes of an order, which it does not see the shape of."""
+        """Return the steps that FORM makes of an order. Shapes share them, since FORM does not use the shape."""
         formed = msgspec.structs.replace(rules, shape="fixed")
         if formed not in self._formed:
             self._formed[formed] = steps_of(order, formed)
@@ -183,13 +183,16 @@ SettingForecasts = list[tuple[Setting, Forecast | str]]
 
 
 def _forecast_on(rows: SettingForecasts, axis: str) -> list[tuple[Setting, Forecast]]:
-    """What was forecast on an axis, in its order."""
+    """Return the settings on an axis that have a forecast, in the order of the axis."""
     return [(setting, made) for setting, made in rows if setting.axis == axis and not isinstance(made, str)]
 
 
 def _best(rows: SettingForecasts, axis: str) -> Any:
-    """What leaves most of the ranks' time to real tokens; the base, if nothing is surely better to speak of. Inside a
-    batch, whose samples are the update's whatever their order, any packer may be taken."""
+    """Return the value that spends most of the ranks' time on real tokens; the base if none is clearly better.
+
+    Any packer may be advised inside a batch, where the order of samples does not change the update. Otherwise only
+    the base packer and those of ``NEAR_ORDER`` may.
+    """
     base, batched = getattr(rows[0][0], axis), rows[0][0].step_samples is not None
     found = [(getattr(setting, axis), made) for setting, made in _forecast_on(rows, axis)]
     found = found if batched or axis != "packer" else [each for each in found if each[0] in (*NEAR_ORDER, base)]
@@ -202,10 +205,10 @@ def _best(rows: SettingForecasts, axis: str) -> Any:
 
 
 def _with_budget(options: PlanOptions, forecaster: _Forecaster) -> PlanOptions:
-    """Another base, where none was asked for: the smallest budget that is good enough, of those that cut off little.
+    """Return the options with the smallest good budget as the base, for plans without a requested budget.
 
-    Good enough: no other leaves ``WORTH`` more of the ranks' time to real tokens. Little: ``CUT`` of the tokens, or as
-    little as any does.
+    A good budget cuts off at most ``CUT`` of the tokens, or the least of all budgets. No other such budget spends
+    ``WORTH`` more of the ranks' time on real tokens.
     """
     align = options.align_of(options.meshes[0])
     options = replace(options, budgets=tuple(dict.fromkeys(fitting(each, align) for each in options.budgets)))
@@ -230,7 +233,7 @@ def _row(setting: Setting, made: Forecast | str) -> Tree:
 
 
 def _about(workload: Workload) -> Tree:
-    """What was read, for the head of the answer."""
+    """Return facts about the lengths that were read, for the head of the answer."""
     lengths = workload.lengths
     p50, p99 = np.percentile(lengths, (50, 99)).astype(int).tolist()
     return {

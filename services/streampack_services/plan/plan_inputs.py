@@ -1,4 +1,4 @@
-"""What ``streampack plan`` and ``report`` are about: lengths, out of their arguments and configurations.
+"""Read the lengths that ``streampack plan`` and ``report`` use, from their arguments and configurations.
 
 Where lengths come from follows from the argument: a URL is a broker, a folder with a log is a state_dir, a file of
 numbers is lengths. Without one, the streams of producer.yaml are read and tokenized.
@@ -41,11 +41,11 @@ TO_TOKENIZE = 20_000
 TO_PACK = 50_000
 """Samples, where ``--samples`` does not say."""
 PARTITIONS = 4
-"""Of a stream, as in broker.yaml."""
+"""Partitions of a stream, the default of broker.yaml."""
 
 
 def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
-    """The lengths and the grid. Raises UserError for what cannot be, SourceError, Unreachable."""
+    """Read the lengths and the grid. Raises UserError for arguments that are wrong, SourceError, Unreachable."""
     configs = list(given.configs)
     what = given.what
     if what is not None and what.endswith((".yaml", ".yml")):
@@ -84,7 +84,7 @@ def run_of(what: str | None, feed: str | None, timeout_s: float) -> Served:
 
 
 def _run(what: str | None, feed: str | None, timeout_s: float) -> Served | None:
-    """A broker at an address (None: where one would be), or a state_dir; None for anything else."""
+    """Read the run of a broker's address (None: the default one) or of a state_dir; None for anything else."""
     if what is None or what.startswith(("http://", "https://", "file://")):
         return run_lengths.from_status(http_client.read_status(what, timeout_s), feed)
     if Path(what).is_dir() and segment_files(Path(what)):
@@ -94,7 +94,7 @@ def _run(what: str | None, feed: str | None, timeout_s: float) -> Served | None:
 
 @contextmanager
 def saying() -> Iterator[Callable[[str], None]]:
-    """Shows on a terminal's standard error what is being forecast."""
+    """Show progress on standard error, if it is a terminal. Yields a function that sets the line's text."""
     console = Console(stderr=True, highlight=False, markup=False)
     if not sys.stderr.isatty():
         yield lambda _: None

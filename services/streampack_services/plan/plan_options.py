@@ -46,8 +46,10 @@ class PlanInputs:
 
 @dataclass(frozen=True, slots=True)
 class PlanBase:
-    """What a configuration or a run gives to begin with; a fixed ``align`` is a run's. ``batch_samples``: of a run
-    whose batches marks closed, the mean."""
+    """Base settings of the grid, from a configuration or a run; a run has a fixed ``align``.
+
+    ``batch_samples``: mean samples per batch of a run whose batches end at marks.
+    """
 
     rules: Rules
     align: Align | AlignSettings = DERIVED
@@ -60,7 +62,7 @@ class PlanBase:
 
 
 def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanBase:
-    """What broker.yaml gives. Raises UserError for a feed that it does not have."""
+    """Return the base settings of a feed in broker.yaml. Raises UserError if it has no such feed."""
     name = next(iter(broker.feeds)) if feed is None else feed
     if name not in broker.feeds:
         raise UserError(f"got feed {name!r}, expected one of: {', '.join(broker.feeds)}")
@@ -73,7 +75,10 @@ def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanBase:
 
 
 def base_of_run(run: Served, *, other_mesh: bool) -> PlanBase:
-    """What a run's rules give; its alignment is its own, but for another mesh."""
+    """Return the base settings of a run's rules.
+
+    With ``other_mesh``, the run's alignment, joint balance and mesh are left out.
+    """
     mesh = run.mesh
     batch = run.rules.batch
     mean = max(round(run.samples / run.steps), 1) if batch is not None and batch.samples is None else None
@@ -83,12 +88,12 @@ def base_of_run(run: Served, *, other_mesh: bool) -> PlanBase:
 
 
 def _joint_of(rules: Rules) -> Balance:
-    """What joint packs are formed by."""
+    """Return the balance settings with which joint packs are formed."""
     return Balance("joint", group=rules.balance.group, patience=rules.balance.patience)
 
 
 def options_of(given: PlanInputs, base: PlanBase) -> PlanOptions:
-    """The grid. Raises UserError for what cannot be."""
+    """Return the grid of settings to forecast. Raises UserError for arguments that are wrong."""
     if base.rules.padded:
         raise UserError(
             "got padded: true, expected rules that pack: plan forecasts packs; give it the lengths alone, or plan one "

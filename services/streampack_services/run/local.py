@@ -68,28 +68,28 @@ class Local:
         return self
 
     def __next__(self) -> Any:
-        """The next pack. Raises StopIteration at the end."""
+        """Return the next pack. Raises StopIteration at the end."""
         return next(self._client)
 
     def steps(self) -> Iterator[Step]:
-        """See ``Client.steps``."""
+        """Return the rank's steps, each one when the next is requested. See ``Client.steps``."""
         steps = self._client.steps()
         while (step := next(steps, None)) is not None:  # from here, so that the loader lives as long as its steps
             yield step
 
     @property
     def rules(self) -> Rules:
-        """See ``Client.rules``."""
+        """The run's recorded rules."""
         return self._client.rules
 
     @property
     def mesh(self) -> Mesh:
-        """See ``Client.mesh``."""
+        """The trainers' mesh, and this rank's place in it."""
         return self._client.mesh
 
     @property
     def format(self) -> str:
-        """See ``Client.format``."""
+        """Name of the packs' format, as passed to ``connect``."""
         return self._client.format
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
@@ -310,13 +310,13 @@ def _start(
 
 
 def endpoints_in(folder: str) -> dict[str, str]:
-    """Where a broker of this process listens: files of ``folder`` if its path is short enough for them."""
+    """Return the endpoints of this process's broker: sockets in ``folder``, or TCP ports if its path is too long."""
     short = len(os.fsencode(folder)) + len("/producers.lock") <= _LONGEST_PATH
     return {side: f"ipc://{folder}/{side}" if short else "tcp://127.0.0.1:*" for side in ("producers", "trainers")}
 
 
 def start_thread(stack: contextlib.ExitStack, body: Callable[[], None], stop: Callable[[], None], name: str) -> None:
-    """Do ``body`` in a thread, which ``stack`` ends with ``stop``."""
+    """Run ``body`` in a thread; closing ``stack`` calls ``stop`` to end it."""
     thread = threading.Thread(target=body, name=name, daemon=True)
     thread.start()
 
@@ -328,7 +328,7 @@ def start_thread(stack: contextlib.ExitStack, body: Callable[[], None], stop: Ca
 
 
 def _tell(clients: list[Client], error: Exception) -> None:
-    """Raise a thread's error where the packs are taken."""
+    """Raise a thread's error in the loop that takes the packs."""
     if not isinstance(error, StreampackError):
         bug = InternalError(f"a thread of the local loader failed: {error!r}")
         bug.__cause__ = error

@@ -96,25 +96,28 @@ def balanced_packs(
 
 
 def _by_rank(work: I64, slots: I64, bounds: Bounds, rows: int) -> BalancedPacks | None:
-    """Leveled; None where the samples of a rank do not fit its packs."""
+    """Return leveled packs, samples dealt to ranks first; None if the samples of a rank do not fit its packs."""
     dp = bounds.dp
     rank_of = dp - 1 - _differenced(work, dp, dp)
     most = int(_sums(rank_of, work, dp).max())
-    found = _of_ranks(rank_of, work, slots, bounds, rows, most)
+    found = _within_ranks(rank_of, work, slots, bounds, rows, most)
     if len(work) > MAX_TWICE:
         return found
     rank_of = dp - 1 - _differenced(work, dp, 1)
     least = int(_sums(rank_of, work, dp).max())
     if least > most or _sums(rank_of, 1, dp).min() < rows:
         return found
-    other = _of_ranks(rank_of, work, slots, bounds, rows, least)
+    other = _within_ranks(rank_of, work, slots, bounds, rows, least)
     if found is None or (other is not None and _path(other, work, bounds) < _path(found, work, bounds)):
         return other
     return found
 
 
-def _of_ranks(rank_of: I64, work: I64, slots: I64, bounds: Bounds, rows: int, most: int) -> BalancedPacks | None:
-    """The same, where the ranks of samples are ``rank_of`` int64 [n] to begin with, the dearest with ``most`` work."""
+def _within_ranks(rank_of: I64, work: I64, slots: I64, bounds: Bounds, rows: int, most: int) -> BalancedPacks | None:
+    """Return leveled packs of samples dealt to the ranks ``rank_of``, int64 [n]; None if they do not fit.
+
+    ``most`` is the largest work of a rank, which leveling keeps to.
+    """
     dp, budget, cap = bounds
     if len(work) * rows > MAX_PLACED or _sums(rank_of, slots, dp).max() > rows * budget:
         return None
@@ -130,7 +133,7 @@ def _of_ranks(rank_of: I64, work: I64, slots: I64, bounds: Bounds, rows: int, mo
 
 
 def _by_cost(work: I64, slots: I64, bounds: Bounds, rows: int) -> BalancedPacks | None:
-    """Not leveled; None where samples do not fit."""
+    """Place samples in all packs by cost, without leveling; None if they do not fit."""
     dp, budget, cap = bounds
     if len(work) * rows * dp > MAX_PLACED:
         return None
@@ -146,7 +149,7 @@ def _filled(packs: list[list[int]], order: I64, work: I64, bounds: Bounds) -> Ba
 
 
 def _leveled(packs: BalancedPacks, work: I64, slots: I64, bounds: Bounds, most: int) -> BalancedPacks:
-    """After exchanges; ``most`` is what the work of a rank may grow to."""
+    """Exchange samples between packs to level their cost; ``most`` bounds the work of a rank."""
     dp, budget, cap = bounds
     where, rows = _in_rows(packs, work, bounds, most)
     free = np.zeros(rows * dp, np.int64)  # a place in each pack
@@ -158,8 +161,10 @@ def _leveled(packs: BalancedPacks, work: I64, slots: I64, bounds: Bounds, most: 
 
 
 def _in_rows(packs: BalancedPacks, work: I64, bounds: Bounds, most: int) -> BalancedPacks:
-    """With packs numbered so that those of a micro-batch cost alike, dearest first; unless ``most`` is no bound, a rank
-    keeps its packs."""
+    """Renumber packs so that the packs of a micro-batch cost alike, the most costly first.
+
+    Packs stay on their rank, unless ``most`` is ``MOST``, which is no bound.
+    """
     where, rows = packs
     cost = _sums(where, work, rows * bounds.dp)
     if most == MOST:
@@ -172,7 +177,7 @@ def _in_rows(packs: BalancedPacks, work: I64, bounds: Bounds, most: int) -> Bala
 
 
 def _path(packs: BalancedPacks, work: I64, bounds: Bounds) -> int:
-    """The critical path."""
+    """Return the critical path of packs: the largest cost of each micro-batch, summed."""
     return int(_sums(packs.where, work, packs.rows * bounds.dp).reshape(packs.rows, -1).max(axis=1).sum())
 
 

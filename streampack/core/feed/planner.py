@@ -61,7 +61,7 @@ class Planner:
     # Forming steps
 
     def fill(self) -> list[Effect]:
-        """Merge while the next step may need more, and there is room."""
+        """Merge samples while the next step may need more and there is memory."""
         merge, target = self.merge.current, 2 * self._rules.packs * self._rules.budget
         effects = self._change_rules()
         while (room := self._memory.room) > 0 and (self.former.hungry or self._waits_for_group):
@@ -86,14 +86,14 @@ class Planner:
 
     @property
     def _waits_for_group(self) -> bool:
-        """Does a change of the rules that the next step needs wait for the rest of a group?"""
+        """Whether a change of the rules for the next step waits for the rest of a group."""
         if self.former.closed or not self.live.waiting:
             return False
         return self.live.waits_for_group(self.former.next_step, self.former.in_group)
 
     @property
     def overfull(self) -> str:
-        """Why the next batch can never be whole: it alone fills the memory. Empty where it can."""
+        """Error text if the next batch alone fills the memory, so that it can never be whole; else empty."""
         former, memory = self.former, self._memory
         if self._rules.batch is None or memory.room > 0 or memory.held_tokens > former.queued_tokens or former.closed:
             return ""
@@ -104,7 +104,7 @@ class Planner:
         )
 
     def request(self) -> list[Effect]:
-        """Ask for the packs of the next step to be chosen; nothing where that needs more samples, or none are left."""
+        """Request the packs of the next step; return nothing if it needs more samples, or none are left."""
         waits = self._waits_for_group and self._memory.room > 0  # else only a step makes room for the rest of it
         request = None if waits else self.former.request()
         if request is None:
@@ -141,7 +141,7 @@ class Planner:
         return steps
 
     def _stop(self) -> list[Effect]:
-        """A stream has stopped the feed: let go of what the others hold, and ask for no more of it."""
+        """End the feed that a stream has stopped: drop the waiting samples of the other streams and request no more."""
         handles = self._drop_waiting()
         return [*([Release(handles)] if len(handles) else []), *self._leases.close(self._feed)]
 

@@ -62,7 +62,7 @@ class Leases:
         """Messages that broke the protocol."""
         self._now = 0.0
         self._repeated = 0.0
-        """When credits were sent again last."""
+        """Time at which credits were last repeated."""
         self._done = False
         """Nobody will ask for samples again."""
 

@@ -25,7 +25,7 @@ CLAIM_S = 3.0
 
 
 class ProducerDeparture(Enum):
-    """Why a producer has left; ``text`` is for the log.
+    """Reason why a producer has left; ``text`` is for the log.
 
     ``vanished``: it did not say so itself, and may be dead.
     """
@@ -69,7 +69,7 @@ class ConnectedProducer:
 
 
 class Claim(NamedTuple):
-    """What becomes of a claim: it is refused, or waits, or these holders were ``silent`` for too long."""
+    """Decision on a claim: it is refused, or waits, or takes over from the holders ``silent`` for too long."""
 
     refusal: str = ""
     waits: bool = False
@@ -98,16 +98,16 @@ class Producers:
         self.holder: list[str | None] = []
         """Name of the producer that holds each partition."""
         self.failures: dict[int, str] = {}
-        """Why the last holder of a partition stopped; forgotten when samples come again."""
+        """Reason why a partition's last holder stopped, by partition; removed when samples come again."""
         self.claims: dict[str, float] = {}
-        """When each producer first named a partition that another holds."""
+        """Time at which each producer first claimed a partition that another holds."""
         self.replaced: dict[str, None] = {}
         """Producers that lost their partition to a claim, the oldest first."""
         self._named: dict[str, ConnectedProducer] = {}
         self._names: dict[bytes, str] = {}
         """Name of the producer of each peer."""
         self._left: dict[str, float] = {}
-        """When a producer of each stream that has left was last heard."""
+        """Time at which a stream's departed producer was last heard, by stream."""
 
     def __len__(self) -> int:
         return len(self._named)
@@ -237,7 +237,7 @@ def _forget_oldest(names: dict[str, Any]) -> None:
 
 
 def refusal(offer: Offer, partitions: Partitions, digests: dict[str, str]) -> tuple[str, str] | None:
-    """Return why a stream cannot be offered so: (code, detail); None where it can.
+    """Return (code, detail) of what is wrong with an offer; None if nothing is.
 
     Args:
         offer: A stream that a producer offers.
@@ -260,7 +260,7 @@ def refusal(offer: Offer, partitions: Partitions, digests: dict[str, str]) -> tu
 
 
 def _misplaced(offer: Offer, partitions: Partitions) -> str:
-    """Return what is wrong with the partition of an offer. Only a producer that pushes names one."""
+    """Return what is wrong with the partition of an offer; empty if nothing is. Only pushed streams name one."""
     terms = partitions.streams[offer.stream].terms
     if terms.pushed and offer.partition is None:
         return (

@@ -1,9 +1,8 @@
-"""What waits for a merge: a queue of entries for each partition, and how passes and partitions end.
+"""Entries that wait for a merge: a queue for each partition, and the ends of passes and partitions.
 
-The half of a merge that is the same in whatever order it takes samples. An entry is a piece of a sample, a
-tombstone for a sample that is none (length 0), or a barrier: what follows is of the partition's
-next pass. Nothing of a next pass is taken until every partition that has not ended is at its
-barrier; ``next_pass`` then goes over them.
+This is the part of a merge that does not depend on its order. An entry is a piece of a sample, a tombstone for a
+rejected sample (length 0), or a barrier at the end of the partition's pass. No entry of the next pass is taken until
+every partition that has not ended is at its barrier; ``next_pass`` then removes the barriers.
 
 A recorded change of rules holds from a *position*, the number of samples merged before it, over all
 partitions: a place that a run which is played again comes to as well. Streams and partitions keep their
@@ -27,7 +26,7 @@ BARRIER = -1
 BLOCK = 64
 """Entries of a block: a partition that waits holds one at least."""
 NOWHERE = 2**62
-"""A position that no run comes to."""
+"""A position that no run reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +55,29 @@ class Queues:
         self._num_barriers = 0  # that wait
         self._stuck = False  # the sample that is next is missing, and nothing has come since
         self._fresh = True
-        """Nothing of this pass was taken."""
+        """No entry of this pass was taken."""
         self._passes = 0
-        """Those before this one; one may have been empty."""
+        """Number of passes before this one, empty ones included."""
         self.merged_samples = np.zeros(count, np.int64)
         self.merged_tokens = np.zeros(count, np.int64)
         for stream in removed:
             self._ended[self._first[stream] : self._first[stream + 1]] = True
 
     def push(self, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
-        """Entries that follow the partition's last; all int64 [n], length 0 being a tombstone."""
+        """Append entries to a partition's queue; all int64 [n]. Length 0 is a tombstone."""
         self._enter(partition, handles, lengths, parts)
 
     def end_pass(self, partition: int) -> None:
-        """What follows is of the partition's next pass."""
+        """End a partition's pass: entries that follow belong to its next pass."""
         self._enter(partition, np.array([-1]), np.array([BARRIER]), np.array([0]))
         self._num_barriers += 1
 
     def end(self, partition: int) -> None:
-        """No entry follows; idempotent."""
+        """End a partition: no entry follows; idempotent."""
         self._ended[partition], self._stuck = True, False
 
     def waiting(self, partition: int) -> int:
-        """Entries of a partition not merged yet, barriers among them."""
+        """Return the number of entries of a partition not merged yet, barriers included."""
         return int(self._queues.tail[partition] - self._queues.head[partition])
 
     @property
@@ -88,22 +87,22 @@ class Queues:
 
     @property
     def stopped(self) -> bool:
-        """A stream that was to stop the rest has ended: what is not merged never will be."""
+        """Whether a stream has ended that stops the rest, so that nothing more is merged."""
         return False
 
     @property
     def closed(self) -> bool:
-        """Nothing will ever be merged again: every stream has ended and all was taken, or one has stopped the rest."""
+        """Whether nothing is merged any more: all streams are taken to their end, or one has stopped the rest."""
         return self.stopped or bool(self._ended.all() and self._done.all())
 
     @property
     def has_barriers(self) -> bool:
-        """Some partition has ended its pass, and others have not."""
+        """Whether a barrier waits: some partition has ended its pass, and others have not."""
         return self._num_barriers > 0
 
     @property
     def between_passes(self) -> bool:
-        """Every stream has given its pass whole, and ``next_pass`` begins another."""
+        """Whether every stream's pass is merged whole, so that ``next_pass`` may begin another."""
         if not self._num_barriers or self.stopped:
             return False
         at_barrier = self._at_barrier
@@ -111,11 +110,11 @@ class Queues:
 
     @property
     def may_grow(self) -> bool:
-        """A stream may join: not between two passes, where a position does not say of which pass it would be."""
+        """Whether a stream may join. Between two passes it may not: a position would not tell its first pass."""
         return not self._fresh or not self._passes
 
     def next_pass(self) -> None:
-        """Go over the barriers that all streams are at; only ``between_passes``."""
+        """Remove the barriers that all streams have reached. Call it only ``between_passes``."""
         at_barrier = self._at_barrier
         for partition in np.flatnonzero(at_barrier).tolist():
             drop_first(self._queues, partition)
@@ -124,7 +123,7 @@ class Queues:
         self._passes += 1
 
     def drop(self) -> I64:
-        """Forget what waits; handles, int64 [n], of its samples. Nothing is pushed afterwards."""
+        """Drop all waiting entries; return their samples' handles, int64 [n]. Nothing may be pushed afterwards."""
         return self._forget(range(len(self._ended)))
 
     def _restream(self, partitions: Sequence[int], removed: Sequence[int]) -> I64:
@@ -147,7 +146,7 @@ class Queues:
         return self._forget(rows)
 
     def _forget(self, rows: Sequence[int]) -> I64:
-        """Drop what waits of some partitions; its handles, int64 [n]."""
+        """Drop the waiting entries of some partitions; return their samples' handles, int64 [n]."""
         waiting = [np.zeros(0, np.int64)]
         for p in rows:
             found = np.empty(self.waiting(p), np.int64)
@@ -159,7 +158,7 @@ class Queues:
 
     @property
     def _done(self) -> NDArray[np.bool_]:
-        """By partition: ended, and all of it taken."""
+        """Whether each partition has ended and is merged, bool [partitions]."""
         found: NDArray[np.bool_] = self._ended & (self._queues.head == self._queues.tail)
         return found
 

@@ -82,7 +82,7 @@ class StepServer:
         """Ranks not heard since a process was replaced: all processes may be restarting."""
         self._chains: dict[int, bytes] = {}
         self._missing: Missing | None = None
-        """Why the next step is not there, computed once a tick for all readers that wait."""
+        """Reason why the next step is missing, computed once a tick for all readers that wait."""
         self._starving: dict[str, Reader] = {}
         """Readers that have nothing to read, as they said, by name."""
         self._said: tuple[str, str | None] | None = None
@@ -101,7 +101,7 @@ class StepServer:
         self.end: End | None = None
         self.draining = False
         self.next_waits = NextWaits()
-        """How long ranks have waited for steps, as they report it."""
+        """Ranks' waiting times for steps, as they report them."""
 
     def finish(self, num_steps: int, chain: bytes) -> list[Effect]:
         """End the round: no step follows."""
@@ -137,7 +137,7 @@ class StepServer:
 
     @property
     def joined(self) -> bool:
-        """Whether an attempt has begun: every rank was ready for it. Some ranks may have left since."""
+        """Whether an attempt has begun, with every rank ready for it. Some ranks may have left since."""
         return bool(self.returned) and bool(self._registry.held)
 
     @property

@@ -79,7 +79,7 @@ SAID_S = 2.5
 
 
 class ClientPhase(Enum):
-    """How far a rank is with its broker. ``attached``: the broker has answered its last ``Attach``."""
+    """Phases of a rank's session with its broker. ``attached``: the broker has answered its last ``Attach``."""
 
     CLAIMING = ("asks for its rank, before the trainer says where it begins", False)
     HOLDING = ("has its rank, before the trainer says where it begins", True)
@@ -159,7 +159,7 @@ class ClientSession:
     stats: dict[str, float] = field(default_factory=dict)
     starvation: Starvation | None = None
     wait: Wait | None = None
-    """What the broker says that the next step waits for."""
+    """Cause of the wait for the next step, as the broker reports it."""
     reached: bool = False
     """The broker has answered at least once."""
     num_skipped: int = 0
@@ -233,16 +233,16 @@ class ClientSession:
 
     @property
     def phase(self) -> ClientPhase:
-        """How far it is."""
+        """Phase of the session."""
         return self.phases.now
 
     @property
     def _begun(self) -> bool:
-        """The trainer has said where it begins."""
+        """Whether the trainer has set its first step."""
         return self.phase not in (ClientPhase.CLAIMING, ClientPhase.HOLDING)
 
     def waiting_for(self) -> str:
-        """What the next step waits for, for a person."""
+        """Return a text that names what the next step waits for."""
         if not self.reached:
             return "an answer of the broker"
         if self.patience.silent_s > GONE_S * self._ping_s:
@@ -252,14 +252,17 @@ class ClientSession:
         return self.wait.detail if self.wait.batch else f"{self.wait.reason}: {self.wait.detail}"
 
     def waits_for_batch(self) -> bool:
-        """Whether the next step waits only for a program that pushes to end its batch."""
+        """Return whether the next step waits only for a pushing program to end its batch."""
         heard = self.reached and self.patience.silent_s <= GONE_S * self._ping_s
         return heard and self.wait is not None and self.wait.batch
 
     @property
     def cause(self) -> tuple[str, str | None]:
-        """The same as one of ``starvation.CAUSES``, and the stream that is missing: what the broker said last, unless
-        it has sent some of the step since, or is not heard."""
+        """Cause of the wait, one of ``starvation.CAUSES``, and the missing stream or None.
+
+        The cause is the broker's last report; it is ``network`` if part of the step has come since, or the broker is
+        silent.
+        """
         if self.wait is None or self.patience.silent_s > SAID_S * self._ping_s:
             return "network", None
         return cause_of(self.wait.reason), self.wait.stream if self.wait.reason == "stream" else None
@@ -299,7 +302,7 @@ class ClientSession:
         return [self._send(ping)]
 
     def _unsent(self, message: Message) -> None:
-        """A message that never left this process is tried again soon."""
+        """Retry soon a message that never left this process."""
         kinds = ((Attach, self._attach_again), (Get, self._get_again), (AskState | Commit, self._ask_again))
         for kind, again in kinds:
             if isinstance(message, kind):
@@ -365,13 +368,13 @@ class ClientSession:
         return self._from_missing()
 
     def _from_missing(self) -> list[Effect]:
-        """Have everything sent from the first part on that is missing: what was sent of it is lost."""
+        """Request all parts again from the first missing one."""
         self._resend += 1
         self._next = self._have
         return self._get()
 
     def _lost(self, resend: int, step: int, part: int = 0) -> list[Effect]:
-        """Every part before part ``part`` of ``step`` was sent for the Get of ``resend``: are some missing?"""
+        """Request lost parts again. The broker had sent all before ``part`` of ``step`` for the Get of ``resend``."""
         if not self.phase.attached or not self._begun or resend != self._resend:
             return []
         self._get_again.answered(self._now)
@@ -420,7 +423,7 @@ class ClientSession:
         return effects + self._finished()
 
     def _in_turn(self, message: StepPart) -> bool:
-        """False where parts that were sent before this one are missing."""
+        """Return whether all parts that were sent before this one have arrived."""
         place = message.step, message.part
         if message.resend != self._resend or place < self._next:
             return True
@@ -429,7 +432,7 @@ class ClientSession:
         return found
 
     def _returned(self, upto: int) -> None:
-        """Steps before ``upto`` are done with, and those skipped after them."""
+        """Count steps before ``upto`` as returned, and the skipped steps that follow."""
         before, self._done_upto = self._done_upto, max(self._done_upto, upto)
         while self._done_upto in self._skipped:
             self._skipped.remove(self._done_upto)
@@ -487,7 +490,7 @@ class ClientSession:
         return self._send(attach)
 
     def _bring(self, asked: AskSnapshot) -> list[Effect]:
-        """The snapshot that this reader begins with, if it is the one that the broker asks for."""
+        """Send the snapshot that this reader begins with, if the broker asks for that one."""
         if self.snapshot is None or asked.digest != self._digest:
             return []
         return [self._send(Brought(feed=self.feed, digest=self._digest, snapshot=self.snapshot))]

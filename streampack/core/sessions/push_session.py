@@ -58,11 +58,11 @@ class PushSession(Sender):
     partition: int
     buffer: PushBuffer
     lease: Lease | None = None
-    """The newest: what the broker asks of samples."""
+    """The newest lease, with the broker's requirements for samples."""
     begun: bool = False
-    """Samples may be numbered: all earlier ones are safe."""
+    """Whether samples may be numbered: all earlier ones are safe."""
     first_seq: int = 0
-    """Of this process."""
+    """Number of this process's first sample."""
     _ending: bool = False
     _ended_known: bool = False
     _session: Session | None = None
@@ -73,16 +73,16 @@ class PushSession(Sender):
     _stopping: bool = False
 
     def room(self, size: int) -> bool:
-        """May a chunk of so many bytes be pushed now?"""
+        """Return whether a chunk of ``size`` bytes may be pushed now."""
         return self.begun and self.buffer.room(size)
 
     @property
     def flushed(self) -> bool:
-        """Everything that was pushed is safe; the end too, where there is one."""
+        """Whether all pushed samples are safe, and the end of the partition if there is one."""
         return self.buffer.empty and self._ended_known >= self._ending
 
     def waiting_for(self) -> str:
-        """What keeps the samples from being safe, for a person; empty if nothing does."""
+        """Return a text that names what keeps samples from being safe; empty if nothing does."""
         if not self.reached or self.silent_s > SILENT_S:
             return "an answer of the broker"
         if self._stopping:
@@ -143,7 +143,7 @@ class PushSession(Sender):
         elif isinstance(message, Bye):
             return self._stopped(message)
         elif isinstance(message, Reject):
-            return self._over(message.detail, message.code)
+            return self._end_session(message.detail, message.code)
         elif isinstance(message, Done):
             return [self._send(Bye(reason="goodbye")), *self._ended_early()]
         return []
@@ -153,7 +153,7 @@ class PushSession(Sender):
             return []
         wrong = self._misplaced(lease.first_seq, lease.cursor)
         if wrong:
-            return self._over(wrong, "sequence")
+            return self._end_session(wrong, "sequence")
         self._last_session = self._session = (self.epoch, number)
         self.lease = lease
         self.buffer.go_to(lease.first_seq)
@@ -172,10 +172,10 @@ class PushSession(Sender):
         return self._had(flow) if self.begun else []
 
     def _had(self, flow: Flow) -> list[Effect]:
-        """What the broker has, and what of it is safe."""
+        """Note which samples the broker has and which of them are safe."""
         buffer = self.buffer
         if max(flow.expected_seq, flow.durable_seq) > buffer.ever_sent_seq or flow.durable_marks > buffer.next_mark:
-            return self._over(self._pushed_by_another(), "sequence")
+            return self._end_session(self._pushed_by_another(), "sequence")
         buffer.forget(flow.durable_seq)
         while buffer.marks and buffer.marks[0].number < flow.durable_marks:
             buffer.marks.popleft()
@@ -186,26 +186,26 @@ class PushSession(Sender):
         return self._move()
 
     def _stopped(self, message: Bye) -> list[Effect]:
-        """It may be started again: what is not safe stays here until then."""
+        """Wait for the stopping broker to restart; samples that are not safe stay in the buffer."""
         first, self._stopping = not self._stopping, True
         self._session = None
         goodbye = self._send(Bye(reason="goodbye"))  # the broker waits for it
         return [Report("info", message.reason), goodbye] if first else [goodbye]
 
-    def _over(self, error: str, code: str) -> list[Effect]:
+    def _end_session(self, error: str, code: str) -> list[Effect]:
         self._finished = True
         return [Finish(error, code)]
 
     def _ended_early(self) -> list[Effect]:
         self._ended_known = self._ending
-        return self._over(
+        return self._end_session(
             f"{self._name}: got samples of a partition that has ended, or whose feed has, expected none: "
             f"the broker wants no more of it",
             "ended",
         )
 
     def _misplaced(self, seq: int, cursor: Cursor | None) -> str:
-        """Why no session can begin at sample ``seq``, behind what ``cursor`` says; empty if one can."""
+        """Return why no session can begin at sample ``seq``, after ``cursor``; empty if one can."""
         safe = self.buffer.durable_seq
         if not self.begun:
             return ""
@@ -228,7 +228,7 @@ class PushSession(Sender):
     # Moving on
 
     def _move(self) -> list[Effect]:
-        """Send what credits and marks allow; then the mark that is next; at last the end."""
+        """Send the samples that credits and marks allow, then the next mark, or the end."""
         if self._session is None or not self.begun:
             return []
         effects: list[Effect] = []
@@ -251,7 +251,7 @@ class PushSession(Sender):
         )  # fmt: skip
 
     def _last_words(self) -> Mark | Eos | None:
-        """The mark, or the end, that comes after all that was sent."""
+        """Return the mark or the end that follows the sent samples; None if more samples come first."""
         buffer = self.buffer
         if buffer.marks:
             mark = buffer.marks[0]
@@ -265,7 +265,7 @@ class PushSession(Sender):
         return Eos(stream=self.stream, partition=self.partition, total=self.buffer.next_seq)
 
     def _remind_all(self) -> list[Effect]:
-        """Say again what the broker seems not to know: a mark, the end, or that all of this was sent."""
+        """Repeat messages that the broker may have missed: a mark, the end, or the number of sent samples."""
         if self._session is None or not self.begun:
             return []
         words: list[Message] = []

@@ -62,7 +62,7 @@ class Pair(NamedTuple):
 
 
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
-    """What open_source calls. Reads the head of each index."""
+    """Open Megatron datasets: read the head of each index, and return the files with a reader for their shards."""
     prefixes = list(dict.fromkeys(_prefix(path) for path in find(settings.shards, settings.path)))
     files = measure([prefix + suffix for prefix in prefixes for suffix in (".bin", ".idx")])
     pairs = [_open_pair(data, index) for data, index in zip(files[::2], files[1::2], strict=True)]
@@ -132,7 +132,7 @@ def _prefix(path: str) -> str:
 
 
 def _open_pair(data: File, index: File) -> Pair:
-    """What the head of an index says. Raises SourceError where the file has not the size that follows from it."""
+    """Read the head of an index. Raises SourceError if the head or the file's size is wrong."""
     with open_file(index, range(0)) as file:
         if index.size < _HEADER.size:
             raise _broken(index, f"got {index.size} bytes, expected {_HEADER.size} at least")
@@ -155,7 +155,7 @@ def _open_pair(data: File, index: File) -> Pair:
 
 
 def _entries(file: ShardFile, pair: Pair, begin: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(sizes in ids, pointers in bytes) of ``count`` sequences from number ``begin`` on."""
+    """Return (sizes in ids, pointers in bytes) of ``count`` sequences, the first being number ``begin``."""
     sizes = np.frombuffer(file.pread(4 * count, _HEADER.size + 4 * begin), "<i4").astype(np.int64)
     at = _HEADER.size + 4 * pair.sequences + 8 * begin
     return sizes, np.frombuffer(file.pread(8 * count, at), "<i8").astype(np.int64, copy=False)
@@ -164,7 +164,7 @@ def _entries(file: ShardFile, pair: Pair, begin: int, count: int) -> tuple[NDArr
 def _read_index(
     file: ShardFile, pair: Pair, run: range
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], SourceError | None]:
-    """(sizes in ids, pointers in bytes) of a run of sequences; an error where they do not lie end to end.
+    """Return (sizes in ids, pointers in bytes, error) of a run; the error is None if sequences lie end to end.
 
     The error is true unless the sequences cover the .bin in another order. Raises SourceError for a sequence that
     cannot be.
@@ -194,7 +194,7 @@ def _read_index(
 
 
 def _cover_once(file: ShardFile, pair: Pair) -> bool:
-    """Whether the sequences, in any order, hold every byte of the .bin exactly once.
+    """Return whether the sequences, in any order, hold every byte of the .bin exactly once.
 
     Each sequence adds hash(end) - hash(begin) to a sum modulo 2**64. Where one ends and another begins the terms
     cancel, so that hash(size) - hash(0) is left exactly when each byte is in one sequence (but for one damaged file
@@ -211,14 +211,14 @@ def _cover_once(file: ShardFile, pair: Pair) -> bool:
 
 
 def _hash(places: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """64-bit hashes of byte offsets: two rounds of multiply and shift."""
+    """Return 64-bit hashes of byte offsets: two rounds of multiply and shift."""
     found = (places.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     found = (found ^ found >> np.uint64(32)) * np.uint64(0xD6E8FEB86659FD93)
     return found ^ found >> np.uint64(32)
 
 
 def _of_modes(file: ShardFile, pair: Pair, run: range, modes: Sequence[int] | None) -> NDArray[np.int64]:
-    """Places in a run of the sequences to read. Without modes in the index all are text, mode 0."""
+    """Return the places in a run of sequences with these modes. Without modes in the index all are text, mode 0."""
     if modes is None:
         return np.arange(len(run))
     if not pair.modes_at:
