@@ -2,7 +2,8 @@
 
 A record that the limits do not admit keeps its place, with no tokens and a reason that is counted, or ends the producer
 with one line that names it, as the run's policies say. Many records that come in arrays stay so, but for those of which
-a policy decides.
+a policy decides. Samples are cut here only where they are larger than the broker takes at all; the broker applies
+``rules.overlong`` to all others (``core/intake``).
 """
 
 from __future__ import annotations

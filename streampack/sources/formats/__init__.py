@@ -2,7 +2,8 @@
 
 A format module has ``open_format(settings, tokenizer)``. The format that it returns finds its files, indexes one shard
 and loads samples by their number in the shard. ``open_source`` imports the module that has the name of the source, so
-the name of a format's module is the value of the key ``source``.
+the name of a format's module is the value of the key ``source``. A new format is a module here, its name in the
+``Literal`` of ``sources/settings.py``, and its keys in ``KEYS`` there.
 
 - ``jsonl``, ``text``: lines, paragraphs or whole files of text.
 - ``webdataset``: tar shards. ``tar`` finds the members, ``npy`` reads arrays, ``npy_shard`` reads many arrays at once.
