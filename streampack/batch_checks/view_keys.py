@@ -1,4 +1,4 @@
-"""What only the keys of a framework promise, beside what the pack does."""
+"""Checks of the keys that a framework adds to a pack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streampack.packs.pack import Pack
 
 
 def check_keys(batch: Any, check: PackCheck) -> None:
-    """What only the keys of a framework promise. Raises InvariantError."""
+    """Check the keys that a framework adds. Raises InvariantError."""
     if isinstance(batch, Pack):
         return
     keys = {name: numpy_of(value) for name, value in batch.items()}

@@ -80,7 +80,7 @@ STALLED_AFTER_S = 5.0
 
 @dataclass(slots=True)
 class Counters:
-    """What the service counts; the service writes it and the reporter reads it, in the broker's thread."""
+    """Counters of the service. The service writes them and the reporter reads them, in the broker's thread."""
 
     started: float
     """When the broker began, by the monotonic clock."""
@@ -109,7 +109,7 @@ class _Watch:
     said: float = 0.0
     every: float = SAY_AFTER_S
     starved: bool = False
-    """Whether a rank waited for the feed when this was last looked at."""
+    """True if a rank waited for the feed at the last look."""
 
 
 class Reporter:

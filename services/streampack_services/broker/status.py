@@ -284,7 +284,7 @@ class FeedStatus(Struct, frozen=True, kw_only=True):
     stalled_s: float | None
     """Seconds since the last step, if a rank waits for data for 5 s or more; else None."""
     waiting_for: WaitingFor | None
-    """What keeps the next step from being formed or read; None at the end and while the broker drains."""
+    """The cause that delays the next step; None at the end of the feed and while the broker drains."""
     round: int
     """Iteration over the feed that is served, from 0."""
     steps: StepCounts
@@ -357,7 +357,7 @@ class StreamCredits(Struct, frozen=True, kw_only=True):
 
 
 class StreamLag(Struct, frozen=True, kw_only=True):
-    """What producers may send of a stream and have not sent."""
+    """Credit of a stream: samples and tokens that producers may still send."""
 
     samples: int
     """Samples that have not come."""
@@ -419,7 +419,7 @@ class LogStatus(Struct, frozen=True, kw_only=True):
     """The broker's log on disk. Records are counted over the life of the log."""
 
     durability: Literal["os", "process"]
-    """What a record survives: a power cut (``os``), or a crash of the broker (``process``)."""
+    """The failure that a record survives: a power cut (``os``), or a crash of the broker (``process``)."""
     bytes: int
     """Size of the log's files."""
     limit_bytes: int
@@ -435,7 +435,7 @@ class LogStatus(Struct, frozen=True, kw_only=True):
     sync_seconds: float
     """Time spent in syncs, in seconds."""
     stalled: str
-    """Why the log takes no more records; empty while it does."""
+    """The reason that the log takes no more records; empty while it takes them."""
     free_bytes: int
     """Free bytes of the log's disk."""
 
