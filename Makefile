@@ -22,7 +22,7 @@ help:
 	@echo "make soak    10 minutes (SOAK_MINUTES): thousands of simulated runs, then real processes killed, frozen and slowed,"
 	@echo "             against offline golden runs"
 	@echo "make fuzz    10 minutes (FUZZ_MINUTES): changed inputs for everything that reads what others say"
-	@echo "make lint    ruff, mypy, import-linter"
+	@echo "make lint    ruff, mypy, import-linter, spelling and prose"
 	@echo "make bench   the quick benchmarks; fails where a ratio fell below benchmarks/bounds.yaml"
 	@echo "make clean   remove what the targets made"
 
@@ -50,6 +50,8 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
+	$(BIN)/python -m tests.prose
 
 # Once, before many processes need them at the same time, which would each compile their own: modules, tests (pytest
 # imports them all to find these few) and kernels.
@@ -60,7 +62,7 @@ $(KERNELS): $(DEV) $(wildcard $(addsuffix *.py,streampack/core/ streampack/core/
 	@touch $@
 
 # Twice as many workers as CI has cores: tests of real processes, pages and alerts wait much of the time. Each takes
-# neighbours, which share what a module has started.
+# neighbors, which share what a module has started.
 test:
 	@$(MAKE) --no-print-directory -j 2 $(DEV) tools
 	@$(MAKE) --no-print-directory -j 2 lint kernels

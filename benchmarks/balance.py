@@ -37,12 +37,12 @@ def main() -> None:
     report = head("balance", samples=samples)
     _joint(lengths_of("rl_rollouts", BUDGET, 3000), 8, 64)  # compiles
     rows = []
-    print("kind          group window  squares  dealt   cost     utilisation  wait p99  max  samples/s")
+    print("kind          group window  squares  dealt   cost     utilization  wait p99  max  samples/s")
     for row in _rows(samples):
         rows.append(row)
         print(
             f"{row['kind']:<13} {row['group']:>5} {row['window']:>6}  {row['squares']:<7} {row['dealt']:<7}  "
-            f"{row['cost']:<7}  {row['utilisation']:.4%}  {row['wait_p99']:>10} {row['wait_max']:>4}  "
+            f"{row['cost']:<7}  {row['utilization']:.4%}  {row['wait_p99']:>10} {row['wait_max']:>4}  "
             f"{row['samples_per_s'] / 1e6:.2f}M"
         )
     dealt = {balance: _deal_ms(balance) for balance in ("deal", "karmarkar_karp")}
@@ -70,7 +70,7 @@ def _joint(lengths: I64, group: int, window: int) -> dict[str, Any]:
         "squares": round(_ratio(squares.reshape(-1, group)), 4),
         "dealt": round(_ratio(-np.sort(-plain[:whole].reshape(-1, 16 * group), axis=1).reshape(-1, group)), 4),
         "cost": round(_ratio(_sums(Balance().costs(taken), bounds).reshape(-1, group)), 4),
-        "utilisation": float(taken.sum() / (len(bounds) - 1) / BUDGET),
+        "utilization": float(taken.sum() / (len(bounds) - 1) / BUDGET),
         "wait_p99": int(np.quantile(waits, 0.99)),
         "wait_max": int(waits.max()),
         "samples_per_s": round(len(indices) / seconds),

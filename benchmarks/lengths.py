@@ -38,7 +38,7 @@ def _question_answer(rng: np.random.Generator, n: int, budget: int) -> NDArray[n
 STATIONARY: dict[str, Draw] = {
     "short_sft": lambda rng, n, budget: rng.lognormal(5, 0.8, n),
     "question_answer": _question_answer,
-    "maths": lambda rng, n, budget: rng.lognormal(6.3, 0.7, n),
+    "math": lambda rng, n, budget: rng.lognormal(6.3, 0.7, n),
     "source_code": lambda rng, n, budget: rng.choice(file_lengths(), n),
     "rl_rollouts": lambda rng, n, budget: rng.lognormal(6.5, 1.2, n),
     "zipf": lambda rng, n, budget: np.minimum(rng.zipf(1.5, n), budget).astype(np.float64),

@@ -50,7 +50,8 @@ def samples_of(count: int) -> Samples:
 
 def measure(seconds: float, samples: int = NUM_SAMPLES) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Each loader that is installed, for ``seconds`` at most: tokens a second and CPU ms a million tokens, its workers'
-    included; and for those that are not a line each that says what would bring them."""
+    included; and for those that are not a line each that says what would bring them.
+    """
     found, missing = {}, []
     for library, (loaders, install) in LIBRARIES.items():
         if importlib.util.find_spec(library) is None:

@@ -59,7 +59,7 @@ WHOSE = {
     "karmarkar_karp": "verl, ROLL",
     "concatenative": "NeMo-RL, AutoModel",
 }
-"""Whose behaviour a packer of the registry reproduces."""
+"""Whose behavior a packer of the registry reproduces."""
 OFFLINE, UNSORTED, JOINT_64 = "first_fit_decreasing, offline", "first fit, unsorted", "joint, group 64"
 
 Packed = tuple[I64, I64, float]
@@ -77,7 +77,7 @@ class Row:
     packs: int
     least: int
     over_percent: float
-    utilisation: float
+    utilization: float
     wait_p99: float
     wait_max: int
     samples_per_s: float
@@ -139,7 +139,7 @@ def _rows(kind: str, budget: int, window: int, samples: int, names: list[str]) -
         yield Row(
             kind, budget, window, name, packs, least,
             over_percent=100 * (packs / least - 1),
-            utilisation=100 * int(lengths.sum()) / (packs * budget),
+            utilization=100 * int(lengths.sum()) / (packs * budget),
             wait_p99=float(np.percentile(wait, 99)),
             wait_max=int(wait.max()),
             samples_per_s=len(lengths) / max(seconds, 1e-9),
@@ -236,14 +236,14 @@ def _speeds(rows: list[Row]) -> dict[str, float]:
 
 def _show(rows: list[Row]) -> None:
     """A Markdown table, a line for a packer over all its streams."""
-    print("| packer | whose | utilisation, mean / worst % | over, mean / worst % | wait p99, median / worst | longest |"
+    print("| packer | whose | utilization, mean / worst % | over, mean / worst % | wait p99, median / worst | longest |"
           " samples/s, median | cost dp 8 | dp 64 |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
     others = {OFFLINE: "NeMo-RL", UNSORTED: "Axolotl", JOINT_64: "ours"}
     by_packer: dict[str, list[Row]] = {}
     for row in rows:
         by_packer.setdefault(row.packer, []).append(row)
     for name, found in sorted(by_packer.items(), key=lambda each: statistics.mean(row.over_percent for row in each[1])):
-        used, over, wait = ([getattr(row, key) for row in found] for key in ("utilisation", "over_percent", "wait_p99"))
+        used, over, wait = ([getattr(row, key) for row in found] for key in ("utilization", "over_percent", "wait_p99"))
         dear = [[getattr(row, key) or np.nan for row in found] for key in ("cost_dp8", "cost_dp64")]
         whose = WHOSE.get(name, others.get(name, "its own"))
         print(
@@ -281,17 +281,17 @@ def _draw(rows: list[Row], path: Path) -> None:
         key=lambda name: -statistics.mean(r.over_percent for r in rows if r.packer == name),
     )
     figure, axis = pyplot.subplots(figsize=(8, 0.5 + 0.34 * len(names)), layout="constrained")
-    colours = dict(zip(sorted({row.window for row in rows}), ("#d95f02", "#1b6ca8"), strict=False))
+    colors = dict(zip(sorted({row.window for row in rows}), ("#d95f02", "#1b6ca8"), strict=False))
     for row in rows:
-        height = names.index(row.packer) + (0.15 if row.window == max(colours) else -0.15)
-        fill = colours[row.window] if row.kind in STATIONARY else "none"
-        axis.plot(row.over_percent, height, "o", ms=4, mfc=fill, mec=colours[row.window], mew=0.7)
+        height = names.index(row.packer) + (0.15 if row.window == max(colors) else -0.15)
+        fill = colors[row.window] if row.kind in STATIONARY else "none"
+        axis.plot(row.over_percent, height, "o", ms=4, mfc=fill, mec=colors[row.window], mew=0.7)
     axis.set_yticks(range(len(names)), names)
     axis.set_xscale("symlog", linthresh=0.01)
     axis.set_xlim(left=-0.001)
     axis.set_xlabel("packs over the least there can be, % (a dot a stream, hollow: lengths shift)")
-    for window, colour in colours.items():
-        axis.plot([], [], "o", ms=4, color=colour, label=f"window {window}")
+    for window, color in colors.items():
+        axis.plot([], [], "o", ms=4, color=color, label=f"window {window}")
     axis.legend(loc="upper right")
     axis.grid(axis="x", lw=0.3)
     figure.savefig(path, dpi=80)

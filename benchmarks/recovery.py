@@ -168,7 +168,8 @@ def service() -> Iterator[Service]:
 
 def same_state_dir(times: int) -> list[dict[str, float]]:
     """Kill and start again; the trainer waits. A few hundred samples more between two, so that the last snapshot is
-    at another distance each time."""
+    at another distance each time.
+    """
     found = []
     with service() as running:
         trainer = Trainer(running.trainers)

@@ -44,7 +44,8 @@ SCRAPE_S = 1.0
 @dataclass(frozen=True)
 class Service:
     """What broker.yaml says, and what the trainer does: 256 packs of 8192 are 2M tokens a step, the usual batch of
-    an 8B model on hundreds of ranks; it works ``work_s`` on each pack."""
+    an 8B model on hundreds of ranks; it works ``work_s`` on each pack.
+    """
 
     packs: int = 256
     memory: str = "256MiB"

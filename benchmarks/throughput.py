@@ -2,7 +2,7 @@
 
 ``pipes``: streampack against the bare pipe (bare_pipe.py), which moves the same bytes by the same sockets and promises
 nothing; streampack's figure means something only next to it. Rounds alternate which goes first, so that a machine that
-warms up or is shared favours neither. The bare pipe itself is held against plain sockets (socket_floor.py).
+warms up or is shared favors neither. The bare pipe itself is held against plain sockets (socket_floor.py).
 ``loaders``: other projects' (loaders.py), and streampack with torch tensors as they give them.
 ``latency``: how long a trainer that works 20 ms on each pack waits for the next, on a rank that reads 8 packs a step.
 ``start``: from the start of `streampack broker` to a trainer's first pack (first_pack.py).

@@ -198,7 +198,7 @@ def measured(model: Llama, batches: Iterator[Batch], updates: int, warm: int, de
     seconds = time.perf_counter() - begun
     return {
         "tokens_per_s": tokens / seconds, "flops_per_s": flops / seconds, "next_share": waited / seconds,
-        "step_ms": 1e3 * seconds / updates, "utilisation": tokens / computed,
+        "step_ms": 1e3 * seconds / updates, "utilization": tokens / computed,
     }  # fmt: skip
 
 
@@ -242,14 +242,14 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{name}, {parameters / 1e6:,.1f}M parameters, {budget} tokens a micro-batch, lengths: {kind}")
     rounds = [_round(model, samples, budget, updates, args) for _ in range(args.rounds or (1 if args.quick else 3))]
     ways = {way: [each[way] for each in rounds] for way in WAYS}
-    print("way         real tokens/s  of padded    MFU   next()  utilisation  ms a step")
+    print("way         real tokens/s  of padded    MFU   next()  utilization  ms a step")
     rows = {way: _row(found, peak) for way, found in ways.items()}
     for way, row in rows.items():
         gain, mfu = row["tokens_per_s"] / rows["padded"]["tokens_per_s"], row["mfu"]
         shown = "on a GPU" if args.device == "cpu" else "unknown" if mfu is None else f"{mfu:.1%}"
         print(
             f"{way:<11} {row['tokens_per_s']:>13,.0f} {gain:>9.2f}x {shown:>8} {row['next_share']:>7.3%} "
-            f"{row['utilisation']:>11.2%} {row['step_ms']:>10.1f}"
+            f"{row['utilization']:>11.2%} {row['step_ms']:>10.1f}"
         )
     say(report | {"ways": rows, "rounds": rounds}, args.json)
 

@@ -1,6 +1,9 @@
-"""DPO on packs, pairs and trainer in one: ``streampack run -c broker.yaml -- python dpo.py``, with broker.yaml
-{run: dpo, merge: arrival, state_dir: state, streams: {pairs: {pushed: true, partitions: 1}}, rules: {budget: 64,
-step: {packs: 4}}, fields: {loss_mask: {}, reference: {dtype: float64, axis: sample}}}
+"""DPO on packs, pairs and trainer in one.
+
+Run it with ``streampack run -c broker.yaml -- python dpo.py`` and this broker.yaml::
+
+    {run: dpo, merge: arrival, state_dir: state, streams: {pairs: {pushed: true, partitions: 1}}, rules: {budget: 64,
+    step: {packs: 4}}, fields: {loss_mask: {}, reference: {dtype: float64, axis: sample}}}
 """
 
 import copy

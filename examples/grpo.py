@@ -1,6 +1,10 @@
-"""GRPO on packs, rollouts and trainer in one: ``streampack run -c broker.yaml -- python grpo.py``, with broker.yaml
-{run: grpo, merge: arrival, state_dir: state, streams: {rollouts: {pushed: true, partitions: 1}}, rules: {step:
-{end_of_batch: true}}, fields: {advantages: {dtype: float64, align: target}, logprobs: {dtype: float64, align: target}}}
+"""GRPO on packs, rollouts and trainer in one.
+
+Run it with ``streampack run -c broker.yaml -- python grpo.py`` and this broker.yaml::
+
+    {run: grpo, merge: arrival, state_dir: state, streams: {rollouts: {pushed: true, partitions: 1}}, rules:
+    {step: {end_of_batch: true}}, fields: {advantages: {dtype: float64, align: target}, logprobs: {dtype:
+    float64, align: target}}}
 """
 
 import json

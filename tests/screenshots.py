@@ -42,7 +42,7 @@ def take(browser: Browser, broker: Watched, folder: Path, name: str, seconds: fl
             page.until("document.body.dataset.shown > 1")
             path = folder / f"page-{name}-{theme}{window}.png"
             page.screenshot(path)
-            image = Image.open(path).convert("RGB")  # of 256 colours it is a third as large
+            image = Image.open(path).convert("RGB")  # of 256 colors it is a third as large
             image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
             print(path, page.problems)
             page.close()

@@ -127,7 +127,7 @@ def test_figures_are_of_real_and_of_aligned_tokens() -> None:
     plan = plan_step([5, 3], 16, 1, align=4)
     assert plan.figures is not None
     assert plan.aligned is not None
-    assert (plan.figures.utilisation, plan.aligned.utilisation) == (0.5, 0.75)
+    assert (plan.figures.utilization, plan.aligned.utilization) == (0.5, 0.75)
     padded = plan_step([5, 3], 16, 1, mode="padded", align=4)
     assert padded.padded is not None
     assert padded.padded.actual_tokens == 16

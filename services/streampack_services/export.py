@@ -114,7 +114,8 @@ class Exported(NamedTuple):
 
 def export(name: str, folder: Path, options: Options, *, force: bool = False) -> Exported:
     """Write the files of a place. Raises UserError, having written none; ConfigError for a configuration that cannot
-    be."""
+    be.
+    """
     place = PLACES.get(name)
     if place is None:
         raise UserError(f"got {name!r}, expected one of {', '.join(PLACES)}")
@@ -239,7 +240,8 @@ class _Image(NamedTuple):
 
 def _image_of(folder: Path) -> _Image:
     """How an image is built of what is installed here, with the Dockerfile that is to lie in ``folder``: of the
-    checkout or the wheel that it was installed from (PEP 610), else of this version from the package index."""
+    checkout or the wheel that it was installed from (PEP 610), else of this version from the package index.
+    """
     installed = next(iter(metadata.distributions(name="streampack")), None)
     url = json.loads((installed and installed.read_text("direct_url.json")) or "{}").get("url", "")
     file = Path(unquote(urlsplit(url).path)) if url.startswith("file://") else None

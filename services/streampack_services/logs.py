@@ -41,7 +41,8 @@ def set_up(level: Level = "info", *, as_json: bool = False, run: str = "", ring:
 
 def as_event(record: logging.LogRecord, run: str = "") -> Event:
     """What a line says, as plain values: ``time`` (seconds since 1970), ``level``, ``logger``, ``text``, ``run`` and
-    what it is about; ``figures``, ``traceback``."""
+    what it is about; ``figures``, ``traceback``.
+    """
     event: Event = {
         "time": round(record.created, 3),
         "level": record.levelname.lower(),
@@ -82,7 +83,8 @@ class Ring(logging.Handler):
 
     def since(self, seq: int) -> list[Event]:
         """The events after number ``seq``, as far as they are kept, oldest first; all of them where so many never
-        were: who asks has seen another process's."""
+        were: who asks has seen another process's.
+        """
         self.acquire()
         try:
             if seq > self._seq:

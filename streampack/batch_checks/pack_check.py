@@ -132,7 +132,8 @@ class PackCheck:
 
     def _misplaced(self, positions: I64) -> NDArray[np.bool_]:
         """Where positions do not count from 0 in their segment. In a forward pack's tail they begin again and again,
-        so many tokens apart."""
+        so many tokens apart.
+        """
         tail, behind = self.segment >= int(self.pack["num_samples"]), self.offset - positions
         again = int(behind[tail & (behind > 0)].min(initial=self.total))
         wrong: NDArray[np.bool_] = positions != np.where(tail, self.offset % again, self.offset)

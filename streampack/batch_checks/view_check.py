@@ -70,7 +70,8 @@ def format_of(keys: Mapping[str, Any]) -> str:
 
 def _unrow(found: dict[str, Any], *names: str) -> None:
     """Rows of one pack, [..., 1, T], as the pack's arrays, in place; what a stage of a pipeline was not sent is left
-    out."""
+    out.
+    """
     for name in names:
         if found.get(name) is None:
             found.pop(name, None)

@@ -134,7 +134,8 @@ def _readers(readers: Mapping[str, Sequence[int]] | None) -> ReadBy:
 
 def introduce_to_torch(kind: type) -> None:
     """A DataLoader takes loaders of this kind for the streams that they are. Raises UserError in one of several
-    workers."""
+    workers.
+    """
     if "torch" not in sys.modules:
         return
     from torch.utils.data import IterableDataset, get_worker_info
@@ -233,7 +234,8 @@ class Client(Generic[BatchT]):
         ``starved_forming_s`` (the packer was at work), ``starved_log_s`` (the disk was) and ``starved_network_s`` (the
         broker had sent the step, or was not heard). ``trainer_s``: how long the trainer had a step and did not ask for
         the next: its work and, of one that is fast, the making of packs. ``step_s``: from one step to the next, mean of
-        the last ones, once there are two."""
+        the last ones, once there are two.
+        """
         return self._reading.stats()
 
     def close(self) -> None:

@@ -94,7 +94,8 @@ class ReadingFigures:
     def counts(self, skipped_steps: int) -> dict[str, float]:
         """Counts and times so far: ``steps``, ``packs``, ``tokens`` (real ones of this rank's packs), ``wait_s``,
         ``next_p50_ms``, ``next_p99_ms``, ``next_p999_ms`` of a step's wait, ``starved_fraction``: the share of
-        the time since the third step was asked for that was spent waiting, and ``skipped_steps``."""
+        the time since the third step was asked for that was spent waiting, and ``skipped_steps``.
+        """
         with self._lock:
             now = self._pass()
             waits, waited = np.array(self._waits), sum(self._causes_s.values())

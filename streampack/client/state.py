@@ -38,7 +38,8 @@ class RulesSaid(Struct, frozen=True, forbid_unknown_fields=True):
 
 class SavedState(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``next_step`` is the first that is not wholly returned, ``chain`` the digest of all before it. ``snapshot``:
-    base64 of the nearest one not after it, empty where that is step 0. ``epoch`` is in states of earlier versions."""
+    base64 of the nearest one not after it, empty where that is step 0. ``epoch`` is in states of earlier versions.
+    """
 
     version: int
     run: str

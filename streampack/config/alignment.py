@@ -23,7 +23,8 @@ _Multiple = Annotated[int, Meta(ge=1)]
 
 class AlignSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """``sample`` and ``pack``: multiples in tokens; what is not given follows from the mesh. ``sample: tight``: as few
-    as the kernels' split needs. ``lcm``: the samples' is a multiple of this, too (16 is ROLL's)."""
+    as the kernels' split needs. ``lcm``: the samples' is a multiple of this, too (16 is ROLL's).
+    """
 
     sample: Annotated[
         _Multiple | Literal["tight"] | None,

@@ -297,7 +297,8 @@ class Retain(_Settings, frozen=True, kw_only=True):
 
 class Limits(_Settings, frozen=True, kw_only=True):
     """Bounds on what is believed of others: a producer's samples and messages, and how many ``peers`` there are at a
-    time: producers, and readers of a feed."""
+    time: producers, and readers of a feed.
+    """
 
     sample_tokens: Annotated[
         Positive, Meta(description="tokens of the longest sample; a producer treats a longer one as over-long")
@@ -435,7 +436,8 @@ class ProducerStream(SourceSettings, frozen=True, kw_only=True):
 
 class ProducerConfig(_Settings, frozen=True, kw_only=True):
     """producer.yaml. ``broker`` is the producers' endpoint, or ``file://`` and the rendezvous file; ``key_file``: the
-    key that it is shown, else that of STREAMPACK_KEY_FILE."""
+    key that it is shown, else that of STREAMPACK_KEY_FILE.
+    """
 
     broker: Annotated[
         str, Meta(description="the producers' address of the broker, or file:// and its rendezvous file")

@@ -82,7 +82,7 @@ def convert(tree: Any, kind: type[T], where: str = "configuration") -> T:
 
 
 def explained(error: Exception, kind: Any, tree: Any, within: str = "") -> str:
-    """msgspec's words in ours: the path first, below ``within``, what was got, what was expected."""
+    """Msgspec's words in ours: the path first, below ``within``, what was got, what was expected."""
     text = str(error)
     at = _AT.search(text)
     path, what = (at[1], text[: at.start()]) if at else ("", text)
@@ -149,7 +149,8 @@ def _named(path: str, kind: Any, tree: Any) -> str:
 
 def _type_at(kind: Any, path: str, mapping: bool = False) -> Any:
     """The type of what ``path`` names, such as ``streams[...].weight``; for an optional one the type itself. Of several
-    the first, or with ``mapping`` the one that has keys."""
+    the first, or with ``mapping`` the one that has keys.
+    """
     steps = [step for step in path.replace("[...]", ".[]").split(".") if step]
     for left, step in zip(reversed(range(len(steps))), steps, strict=True):
         if step == "[]":

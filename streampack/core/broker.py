@@ -186,7 +186,8 @@ class Broker:
 
     def recover(self, lsn: int, record: Record) -> None:
         """A record of the log, in order, before anything else happens. Raises ValueError where it is another run's, or
-        of other rules: the message names what differs."""
+        of other rules: the message names what differs.
+        """
         if not self._recovering:
             self._recovering, self._cut = True, lsn
             for feed in self.feeds.values():
@@ -242,7 +243,8 @@ class Broker:
 
     def _trim(self) -> list[Effect]:
         """Let records go that nobody wants (R7): no checkpoint kept and no rank. What must survive them is said again
-        first."""
+        first.
+        """
         wanted = min(feed.wanted_lsn for feed in self.feeds.values())
         wanted = self._base_lsn if wanted == NOWHERE else wanted
         if wanted <= self._cut or not self.journal.keeps:

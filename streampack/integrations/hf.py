@@ -1,7 +1,7 @@
 """Hugging Face: transformers' Trainer, and TRL's SFTTrainer, over a loader in place of a dataset.
 
 ``PackedTrainerMixin`` makes an update of the Trainer a step of the loader, however many micro-batches it has: to the
-Trainer a step is one batch (``StepInputs``), and ``training_step`` goes over its packs, synchronising gradients with
+Trainer a step is one batch (``StepInputs``), and ``training_step`` goes over its packs, synchronizing gradients with
 the last. The step's own denominator is what losses are divided by, so nothing is counted and nothing gathered.
 Batches come from the loader as they are: no DataLoader, no collator and no ``accelerator.prepare`` touches them, which
 would concatenate, drop or repeat packs.
@@ -37,7 +37,8 @@ log = logging.getLogger("streampack.hf")
 
 class StepInputs(dict[str, Any]):
     """A step as the Trainer's one batch of an update; ``input_ids`` and ``attention_mask`` [all tokens of the rank] are
-    what it counts."""
+    what it counts.
+    """
 
     def __init__(self, step: Step) -> None:
         super().__init__(
@@ -120,7 +121,8 @@ class Steps:
 
 class LoaderState(TrainerCallback, ExportableState):
     """Keeps the loader's state in checkpoints, under this class's name. It finds the loader when training begins, since
-    a Trainer that restores its callbacks makes them anew."""
+    a Trainer that restores its callbacks makes them anew.
+    """
 
     steps: Steps | None = None
 

@@ -95,7 +95,8 @@ class PackedDataModule(LightningDataModule):
     @property
     def averaged_over(self) -> int:
         """What Lightning and its strategy divide gradients by, dp * cp * ``accumulate_grad_batches``: for a step's sum
-        over its loss tokens a loss is times this, over ``step.num_loss_tokens``."""
+        over its loss tokens a loss is times this, over ``step.num_loss_tokens``.
+        """
         mesh = self.mesh
         return mesh.dp * mesh.cp * (_accumulated(self.trainer) or 1)
 
@@ -289,7 +290,8 @@ def _accumulated(trainer: Any) -> int | None:
 
 def _back_to_a_step(trainer: Any, batches_a_step: int) -> None:
     """Lightning's count of batches as it is at a step's first: those of a step that was not over come again; and with
-    other ranks a step has another number of them than where it was saved."""
+    other ranks a step has another number of them than where it was saved.
+    """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
     steps, over = divmod(progress.current.processed, batches_a_step)

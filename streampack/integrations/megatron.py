@@ -106,7 +106,8 @@ class TrainIterator:
 
 def saved_state(folders: Iterable[Any], iteration: int) -> dict[str, Any]:
     """The state that data-parallel rank 0 saved, which is that of all, by any mesh: of the first folder that has it,
-    any may be None. Raises StateError if none has it."""
+    any may be None. Raises StateError if none has it.
+    """
     name = f"iter_{iteration:07d}/mp_rank_*/train_dataloader_dprank000.pt"
     given = [Path(folder) for folder in folders if folder is not None]
     found = [file for folder in given for file in sorted(folder.glob(name))]
@@ -145,7 +146,8 @@ def evaluations(loader: Any, num_steps: int) -> Iterator[Any]:
 
 def check_args(args: Any, valid_feed: str | None = None) -> None:
     """Raises UserError for arguments of Megatron-LM that packs do not go with, whatever they hold, and for evaluations
-    without a feed."""
+    without a feed.
+    """
     wanted = {
         "dataloader_type": ("external", "this provider's iterators are no datasets"),
         "micro_batch_size": (1, "a micro-batch is a pack: make seq_length and the budget larger"),
@@ -187,7 +189,8 @@ def check_args(args: Any, valid_feed: str | None = None) -> None:
 
 def check_rules(rules: Rules, args: Any, cp: int, batch: str = "global_batch_size") -> None:
     """Raises UserError for a feed whose packs and steps are not Megatron's micro-batches and iterations, with ``cp``
-    context-parallel ranks; ``batch`` is the argument that says how many packs an iteration has."""
+    context-parallel ranks; ``batch`` is the argument that says how many packs an iteration has.
+    """
     if rules.batch is not None or rules.warmup is not None:
         got = "a budget that grows" if rules.batch is None else "steps that are batches, whose packs differ in number"
         raise UserError(f"got {got}, expected packs alike in every step: set rules.step to {{packs: N}}, and no warmup")

@@ -40,6 +40,8 @@ class StreampackDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
+        """Settings of the loader in a TorchTitan job file."""
+
         endpoint: str | None = None
         """As ``streampack.connect`` takes it; by default STREAMPACK_ENDPOINT."""
         feed: str = "train"
@@ -114,7 +116,8 @@ def _copies(dp: int, dp_rank: int) -> tuple[int, int]:
 
 def check_rules(rules: Rules, dp: int, seq_len: int, rows: int, snapshot: int | None) -> None:
     """Raises UserError for rules whose packs are no rows of torchtitan's batches, or updates that end within steps:
-    ``rows`` packs are a batch, ``snapshot`` batches lie between two checkpoints, on each of ``dp`` ranks."""
+    ``rows`` packs are a batch, ``snapshot`` batches lie between two checkpoints, on each of ``dp`` ranks.
+    """
     if rules.batch is not None:
         raise UserError(
             "got steps that are batches, whose packs differ in number, expected as many for each update of torchtitan: "

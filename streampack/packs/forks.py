@@ -1,5 +1,6 @@
 """How many forks lie between the process that imported this and this one: to ask the system for the process's number
-at every pack is dearer."""
+at every pack is dearer.
+"""
 
 from __future__ import annotations
 

@@ -118,7 +118,8 @@ def _shared_out(count: int, parts: int) -> I64:
 def _filled(packs: Sequence[Pack], slots: I64, room: int, min_packs: int) -> I64:
     """Where forward packs of up to ``room`` tokens begin among the samples, and their end, int64 [packs + 1]: each
     takes what fits, in order; empty ones at the end make up ``min_packs``. Raises UserError for a sample that
-    none can hold."""
+    none can hold.
+    """
     if len(slots) and int(slots.max()) > room:
         ids = np.concatenate([pack.sample_ids for pack in packs])
         raise UserError(

@@ -46,7 +46,8 @@ class Slabs:
 
     def _fitting(self, size: int) -> mmap.mmap:
         """The smallest idle slab of ``size`` to twice that, of equal ones the last that came back, still in cache; or
-        a new one."""
+        a new one.
+        """
         while self._returned:
             self._idle.append(self._returned.popleft())
         at, found = -1, 2 * size + 1

@@ -137,7 +137,8 @@ class ProducerLoop:
     @property
     def over(self) -> str:
         """Why the broker sent this producer away, once ``run`` has returned: ``done``, it wants no more of anybody;
-        ``stopped``, it is stopping, perhaps before everything was delivered; empty: ``stop`` was called."""
+        ``stopped``, it is stopping, perhaps before everything was delivered; empty: ``stop`` was called.
+        """
         return self._finish.code if self._finish is not None else ""
 
     def run(self) -> None:

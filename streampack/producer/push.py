@@ -76,7 +76,8 @@ class Producer:
 
     def send_many(self, samples: Iterable[Given], *, policy_version: SupportsIndex | None = None) -> range:
         """Hand samples over, in as few messages as hold them; their sequence numbers. None of them, if one is bad.
-        ``policy_version`` as in ``send``, of all."""
+        ``policy_version`` as in ``send``, of all.
+        """
         with self._given:
             first = self._pushing.next_seq
             chunks = chunks_of(list(samples), self._pushing.lease(), first, policy_version)
@@ -124,7 +125,8 @@ class Producer:
 
     def stats(self) -> dict[str, float]:
         """Since it was made: ``samples``, ``tokens`` and ``rejected`` of them, ``batches``, ``wait_s`` for room; now:
-        ``next_seq``, ``durable_seq`` (samples below are safe), ``buffered_bytes``."""
+        ``next_seq``, ``durable_seq`` (samples below are safe), ``buffered_bytes``.
+        """
         return self._pushing.stats()
 
     def __enter__(self) -> Producer:

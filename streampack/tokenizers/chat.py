@@ -6,7 +6,7 @@ rendered of all messages before it, with the generation prompt, to the end of wh
 holds while each of these renderings is a prefix of the whole. Where one is not (templates that drop the thinking of
 earlier turns, or write a message otherwise because of what follows), the message is replaced by a character that no
 text holds, and what then differs from the whole is what that message wrote. If that is not clear either, or reaches
-into a neighbour, the chat is rejected (``template``): a mask is right or there is none.
+into a neighbor, the chat is rejected (``template``): a mask is right or there is none.
 
 Marker tokens inside the data, such as a user who writes ``<|im_end|>``, get a character that no text holds before
 each of theirs, before the template sees them; so they can be told from those that the template itself writes.
@@ -252,7 +252,7 @@ class _Finder:
         floor = self._region(number - 1)[1] if number else 0
         ceiling = self._region(number + 1)[0] if number + 1 < len(self._raw) else len(self._whole)
         if not floor <= begin <= end <= ceiling:
-            raise TemplateError(f"what it writes of message {number} cannot be told from its neighbours")
+            raise TemplateError(f"what it writes of message {number} cannot be told from its neighbors")
         header = self._template.header
         at = self._whole.rfind(header, floor, begin) if header else -1
         if at >= 0:

@@ -82,7 +82,8 @@ def by_torch(
     scale: float | None, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
     """By ``varlen_attn``, as its signature says: causal is ``is_causal`` in 2.10 and ``window_size=(-1, 0)`` from 2.11
-    on, which has ``scale``, too; ``enable_gqa`` is there from 2.12 on."""
+    on, which has ``scale``, too; ``enable_gqa`` is there from 2.12 on.
+    """
     knows, options = signature(kernel).parameters, dict[str, Any]()
     if "window_size" in knows:
         options["window_size"] = (-1 if window is None else window - 1, 0)
@@ -106,7 +107,8 @@ def one_by_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Any, widest: int, scale: float | None, window: int | None
 ) -> torch.Tensor:
     """The oracle: ``scaled_dot_product_attention`` of each slot by itself. ``bounds`` int32 [segments + 1], of an array
-    or a tensor."""
+    or a tensor.
+    """
     before = torch.arange(widest, device=q.device)
     seen = None if window is None else (before <= before[:, None]) & (before > before[:, None] - window)
     sizes = (bounds[1:] - bounds[:-1]).tolist()

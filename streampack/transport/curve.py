@@ -148,7 +148,8 @@ class HandshakeMonitor:
 
     def refusal(self, endpoint: str) -> str:
         """Why the peer at ``endpoint`` does not let us in, in words; empty while it may yet. Waits, at most for the
-        first bytes of a peer that has just failed."""
+        first bytes of a peer that has just failed.
+        """
         if time.monotonic() - self._looked_at < LOOK_S:
             return self._said
         now = self._looked_at = time.monotonic()

@@ -64,6 +64,7 @@ def load_key(path: str | Path) -> Key:
 
 def find_key(path: str | Path | None) -> Key | None:
     """The key of ``path``, by default of the file that STREAMPACK_KEY_FILE names; None where that is none, or ``path``
-    is empty. Raises UserError."""
+    is empty. Raises UserError.
+    """
     found = os.environ.get(KEY_FILE) if path is None else path
     return load_key(found) if found else None

@@ -38,7 +38,8 @@ class Links:
 
     def received(self, peer: bytes, frames: list[Any]) -> list[Any] | None:
         """The frames of a message, those that lie in shared memory put in their places; None where it was about that
-        memory, or is lost."""
+        memory, or is lost.
+        """
         head = frames[0].buffer if frames else memoryview(b"")
         if head[: len(shared_memory.MAGIC)] != shared_memory.MAGIC:
             return frames

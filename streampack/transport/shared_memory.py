@@ -3,7 +3,7 @@
 A megabyte over a Unix socket is copied by the kernel twice, in pieces of the socket's buffer, with a thread woken at
 each end for every piece. So on ``ipc://`` a large frame goes into a *slot* of the sender's memory, and the message says
 which; what is small goes as ever, and so does everything where no slot is free, the other process cannot map the memory
-(another user, another container), or is no streampack. Nothing depends on it: it is an optimisation of ``transport``,
+(another user, another container), or is no streampack. Nothing depends on it: it is an optimization of ``transport``,
 which is why it has states of its own and none that the sessions know.
 
 The memory is a ``memfd``: it has no name that a killed process could leave behind, and the other side opens it through
@@ -197,7 +197,8 @@ class Link:
 
     def room(self, num_bytes: int) -> NDArray[np.uint8] | None:
         """Memory to write a frame of the next message into, uint8 [num_bytes], which then need not be copied; None
-        where it would go over the socket."""
+        where it would go over the socket.
+        """
         if not self.lends or self.slots is None or not LEAST_BYTES <= num_bytes <= self.slots.name.slot_bytes:
             return None
         if self._prepared is not None:
@@ -273,7 +274,8 @@ class Link:
 
     def incoming(self, head: memoryview, frames: list[Any], known: Known) -> tuple[list[Any] | None, bytes | None]:
         """A message that began with ``head``, before its other ``frames``: the frames of the message it stands for, if
-        any, and what to answer, if anything. One that cannot be read is lost. ``known``: what is mapped by token."""
+        any, and what to answer, if anything. One that cannot be read is lost. ``known``: what is mapped by token.
+        """
         try:
             return self._incoming(bytes(head[len(MAGIC) : len(MAGIC) + 1]), head[len(MAGIC) + 1 :], frames, known)
         except (struct.error, ValueError):

@@ -235,7 +235,8 @@ class Router(_Socket):
 
     def room(self, peer: bytes, num_bytes: int) -> NDArray[np.uint8] | None:
         """Memory that the peer can read, uint8 [num_bytes], for a frame of the next message to it: one that lies there
-        is not copied any more. None where there is none."""
+        is not copied any more. None where there is none.
+        """
         return self._links.room(peer, num_bytes) if self._links is not None else None
 
     def send(self, peer: bytes, frames: Sequence[Any]) -> bool:
@@ -363,7 +364,8 @@ def drain(sock: _Socket, at_most: int) -> Iterator[list[Any]]:
 
 def _monitored(context: zmq.Context[Any], sock: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     """A socket that says which connections ``sock`` accepts, and which end. Its queue has no limit: where it is full,
-    ZeroMQ's thread would wait for us."""
+    ZeroMQ's thread would wait for us.
+    """
     address = f"inproc://monitor-{id(sock)}"
     sock.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
     found: zmq.Socket[bytes] = context.socket(zmq.PAIR)

@@ -29,7 +29,8 @@ def build_batches(
 ) -> tuple[ValuesByName, ValuesByName]:
     """``input_ids``, ``labels``, ``position_ids`` int64 [1, T]; ``seq_lens`` and ``seq_lens_padded`` int64
     [1, samples], real lengths and slots (of an empty pack 0 and T); ``qkv_format``, always ``thd``. Beside them all
-    else that packs have. Positions that are ``supplied`` are as they were sent, [1, T] or [3, 1, T]."""
+    else that packs have. Positions that are ``supplied`` are as they were sent, [1, T] or [3, 1, T].
+    """
     lengths, slots, bounds, tails = _lengths(columns)
     keys: ValuesByName = {}
     for name in ("input_ids", "labels"):
@@ -49,7 +50,8 @@ def build_batches(
 
 def _lengths(columns: Columns) -> tuple[I64, I64, list[int], I64]:
     """Of all packs' samples real lengths and slots, int64; where each pack's begin, and each one's tail, int64 [packs]:
-    its tokens, which the last slot has, too."""
+    its tokens, which the last slot has, too.
+    """
     real, padded = columns.attributes["cu_seqlens"], columns.attributes["cu_seqlens_padded"]
     assert isinstance(real, Column)
     assert isinstance(padded, Column)

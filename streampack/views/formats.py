@@ -124,7 +124,8 @@ class Views:
 
     def fit(self, rules: Rules, layout: str = "zigzag") -> None:
         """Be views of a feed with these rules and context-parallel layout. Raises UserError for a format that it has
-        not."""
+        not.
+        """
         if rules.padded and self._given is None and self.format == "thd":
             self.format = "padded"
         check_feed(self.format, self._mesh, rules, layout)

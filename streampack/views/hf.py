@@ -19,7 +19,8 @@ def build_batches(
     columns: Columns, of_packs: ValuesByName, slabs: Slabs, shifted: bool
 ) -> tuple[ValuesByName, ValuesByName]:
     """The flattening collator's keys and dtypes: ``input_ids``, ``labels``, ``position_ids`` int64 [1, T], ``seq_idx``
-    int32 [1, T], boundaries int32 [segments + 1], widest slots ints. Beside them all else that packs have."""
+    int32 [1, T], boundaries int32 [segments + 1], widest slots ints. Beside them all else that packs have.
+    """
     bounds = columns.attributes["cu_seqlens_padded"]
     assert isinstance(bounds, Column)
     found: ValuesByName = {}

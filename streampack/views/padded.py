@@ -47,7 +47,8 @@ def padded_view(pack: Pack, format: str, rules: Rules, halves: frozenset[str]) -
 
 def _of_rows(pack: dict[str, Any], format: str) -> dict[str, Any]:
     """What of a padded micro-batch is keys, in ``thd`` those of ``padded``; what a model shifts back is in ``hf``
-    beside it as ``shift_labels``."""
+    beside it as ``shift_labels``.
+    """
     import torch
 
     names = ["input_ids", "labels", "attention_mask", "position_ids"]

@@ -14,7 +14,8 @@ from streampack.views.tensors import ValuesByName, cut, tensor
 
 def build_batches(columns: Columns, of_packs: ValuesByName) -> tuple[ValuesByName, ValuesByName]:
     """``input`` and ``positions`` int64 [1, T]. Beside them ``labels`` int64 [1, T], -100 where none counts,
-    ``input_ids`` and ``position_ids``, which are the keys', and all else that packs have."""
+    ``input_ids`` and ``position_ids``, which are the keys', and all else that packs have.
+    """
     ids, labels = columns.attributes["input_ids"], columns.attributes["labels"]
     assert isinstance(ids, Column)
     assert isinstance(labels, Column)

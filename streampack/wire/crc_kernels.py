@@ -36,7 +36,8 @@ _PAIR = ir.VectorType(_I64, 2)
 
 def runs_here() -> bool:
     """Has this processor the instructions, and may numba use them? Asked before anything is compiled: LLVM ends the
-    process over an instruction that its target lacks."""
+    process over an instruction that its target lacks.
+    """
     other_target = any(getattr(config, name, None) for name in ("CPU_NAME", "CPU_FEATURES", "DISABLE_JIT"))
     if other_target or binding.get_process_triple().split("-")[0] != "x86_64":
         return False

@@ -56,7 +56,8 @@ FORM = b"form"
 
 class Live:
     """One run over ``data``; ``seed`` draws what happens next. ``chains`` are of the steps that the rank has had, by
-    lineage and step: had twice, a step must be the same."""
+    lineage and step: had twice, a step must be the same.
+    """
 
     def __init__(
         self, rules: Rules, data: Data, seed: int = 0, *, discards: bool = False, quota: int = 64,

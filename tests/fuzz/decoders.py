@@ -1,5 +1,6 @@
 """Targets that read bytes of others: frames, records, files, what is shared. Each says no in its own words, or believes
-what is sound; nothing else may be raised."""
+what is sound; nothing else may be raised.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ def forked(function: Callable[[], None]) -> int:
 
 def ended(script: str, arguments: list[str], dies_at: int | None, ranks: int | None, output: str) -> int:
     """How the first process of the job ended that failed: with its exit code, or minus its signal. The others are
-    killed then, as torchrun does. 0 where none failed."""
+    killed then, as torchrun does. 0 where none failed.
+    """
     said, _store = told(ranks) if ranks else ({}, None)
 
     def as_rank(rank: int) -> None:

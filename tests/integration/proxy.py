@@ -26,7 +26,8 @@ _LATE_S = 0.5
 class Weather:
     """Of one direction. ``delay_s`` before each block is passed on; ``bytes_per_s`` at most (0: no bound);
     ``held``: nothing is passed on; ``damage``: so many of the next large blocks have a bit flipped in their middle;
-    ``kept``: a list that what is passed on is added to."""
+    ``kept``: a list that what is passed on is added to.
+    """
 
     delay_s: float = 0.0
     bytes_per_s: float = 0.0
@@ -40,7 +41,8 @@ class Weather:
 @dataclass
 class Proxy:
     """``endpoint`` stands for ``target`` (``tcp://127.0.0.1:port``) until the end of the ``with``. Another target is
-    that of connections made from then on."""
+    that of connections made from then on.
+    """
 
     target: str
     up: Weather = field(default_factory=Weather)

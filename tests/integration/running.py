@@ -41,7 +41,8 @@ _start: Callable[[Sequence[str], int, int], Command | subprocess.Popen[bytes]] =
 @contextmanager
 def executed() -> Iterator[None]:
     """Commands that are started in the block are so as a shell does: a fork begins with memory of its parent's, which
-    counts where a test looks at how much a process has."""
+    counts where a test looks at how much a process has.
+    """
     global _start
     before, _start = _start, _executed
     try:

@@ -80,7 +80,8 @@ class Watched:
 @contextmanager
 def watched(settings: dict[str, Any], http: str = "127.0.0.1:0", token: str | None = None) -> Iterator[Watched]:
     """Served at ``http`` until the end, to those who bring the ``token``; what is logged meanwhile is what ``/events``
-    says."""
+    says.
+    """
     tree = {
         "listen": {"producers": "tcp://127.0.0.1:*", "trainers": "tcp://127.0.0.1:*"}, "memory": "64MiB",
         "limits": {"sample_tokens": 4096, "chunk": "64KiB"}, **settings,

@@ -195,7 +195,7 @@ def test_bfloat16_is_torch_s() -> None:
 
 
 @st.composite
-def labelled(draw: st.DrawFn) -> list[tuple[list[int], dict[str, Any]]]:
+def labeled(draw: st.DrawFn) -> list[tuple[list[int], dict[str, Any]]]:
     lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8))
     rows = []
     for length in lengths:
@@ -214,7 +214,7 @@ def counted(tokens: range, values: dict[str, Any], names: set[str]) -> int:
     )
 
 
-@given(labelled(), st.sampled_from(["truncate", "split", "drop"]), st.sets(st.sampled_from(["loss_mask", "labels"])))
+@given(labeled(), st.sampled_from(["truncate", "split", "drop"]), st.sets(st.sampled_from(["loss_mask", "labels"])))
 def test_pieces_keep_their_own_labels_and_bytes(
     rows: list[tuple[list[int], dict[str, Any]]], policy: Overlong, names: set[str]
 ) -> None:

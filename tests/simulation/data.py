@@ -184,7 +184,8 @@ def case(number: int, prefix: str = "") -> Case:
 @dataclass(frozen=True)
 class Shard:
     """What one rank got of one pack of T tokens, ``width``: tokens [T / cp] that lie at ``positions`` of the whole
-    pack, whose samples are padded to multiples of ``align``."""
+    pack, whose samples are padded to multiples of ``align``.
+    """
 
     number: int
     ids: list[Id]

@@ -134,12 +134,14 @@ class Job:
     @property
     def read_out(self) -> bool:
         """Has every rank returned every step, of an iteration before or of this one? It may not know that it was the
-        last: the end may be on its way, to one that hangs or is killed."""
+        last: the end may be on its way, to one that hangs or is killed.
+        """
         return self.through or self._returned() >= len(self._what_is_to_be_served().steps)
 
     def _returned(self) -> int:
         """Steps that every rank has returned, now or in an earlier life: be it by a process that was replaced, and had
-        woken up before it lost its rank."""
+        woken up before it lost its rank.
+        """
         if len(self.clients) < self.num_ranks:
             return self._returned_before
         best: dict[Ranks, tuple[int, int]] = {}
@@ -226,7 +228,8 @@ class Job:
 
     def _is_hidden(self, client: ClientProcess, there: dict[str, bool]) -> bool:
         """Did one that all ranks were started anew without, and that was still heard, hold its rank as an attempt
-        began, and had the process itself not come, or not come again after it was refused?"""
+        began, and had the process itself not come, or not come again after it was refused?
+        """
         held = (self.started[name] for name, holds in there.items() if holds)
         old = any(other.life < self.life and other.mesh.ranks == client.mesh.ranks for other in held)
         return old and client.name not in there
@@ -288,7 +291,8 @@ class Job:
 
     def durable(self) -> int:
         """The newest checkpoint that every rank has come to, 0 if there is none: a part of one is none, and it is what
-        a launcher may have to go back to once older ones are given up."""
+        a launcher may have to go back to once older ones are given up.
+        """
         if len(self.clients) < self.num_ranks:
             return 0
         return max(each.step for each in self.checkpoints if (each.round, each.step) <= self._slowest)
@@ -308,7 +312,8 @@ class Job:
 
     def can_go_back(self) -> list[Checkpoint]:
         """Checkpoints that a launcher may start all ranks from: those not later than the slowest rank, and of those
-        committed the last few (R7)."""
+        committed the last few (R7).
+        """
         slowest, oldest = self._slowest, self._oldest()
         found = [each for each in self.checkpoints if (each.round, each.step) <= slowest and each.step >= oldest]
         if self.case.rules.merge == "schedule":  # any step is as good as one that was saved
@@ -360,7 +365,8 @@ class Job:
 
     def refused(self, client: ClientProcess, broken: Broken) -> None:
         """The rank is still held by one that is gone, or that woke up and took it while this one hung: a launcher tries
-        again, with all ranks where others have begun or gone on with that one. Of what was replaced nobody cares."""
+        again, with all ranks where others have begun or gone on with that one. Of what was replaced nobody cares.
+        """
         client.kill()
         if not client.in_job:
             fenced = client.fenced_by == self.world.broker.epoch

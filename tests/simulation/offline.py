@@ -30,7 +30,8 @@ from tests.simulation.disk import Disk
 @dataclass(frozen=True)
 class Reference:
     """The steps of a case; ``rows[step][pack]`` are a pack's tokens [T], ``ids[step][pack]`` its samples; ``left``
-    those of ``tail: drop``, ``rejected`` (stream, index) of those that are in no step."""
+    those of ``tail: drop``, ``rejected`` (stream, index) of those that are in no step.
+    """
 
     steps: tuple[PlannedStep, ...]
     rows: tuple[NDArray[Any], ...]

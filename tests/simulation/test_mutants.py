@@ -439,7 +439,7 @@ def samples_are_said_to_be_safe_before_they_are(patch: Patch) -> None:
 
 @mutant("R1", PUSHED)
 def samples_are_lost_that_were_said_to_be_safe(patch: Patch) -> None:
-    """Seen only in what becomes of them: the check of each acknowledgement is off."""
+    """Seen only in what becomes of them: the check of each acknowledgment is off."""
     patch.setattr(BrokerChecks, "_flow", lambda self, session, flow: None)
     patch.setattr(World, "_check_credit", lambda self, *more: None)
     samples_are_said_to_be_safe_before_they_are(patch)

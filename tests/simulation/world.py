@@ -248,7 +248,8 @@ class World:
         self, job: Job, mesh: Mesh, begin: Checkpoint, life: int, instead_of: ClientProcess | None = None
     ) -> None:
         """Start a rank's process, ``instead_of`` the one that it had, unless it has another since that was planned, or
-        all ranks were started anew."""
+        all ranks were started anew.
+        """
         if life == job.life and job.clients.get(mesh.ranks) is instead_of:
             self._num_names += 1
             client = ClientProcess(job, f"reader{self._num_names}", mesh, begin)

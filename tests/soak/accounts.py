@@ -129,7 +129,8 @@ def _compare_states(account: Account, job: Job, golden: Golden) -> None:
 
 def _recoveries(hits: list[Hit], steps: list[tuple[float, int]]) -> list[float]:
     """Where nothing else happened before it had recovered. Steps that lay ready in the clients are passed over,
-    so a figure holds up to ``PREFETCH + 1`` steps' own time beside the recovery."""
+    so a figure holds up to ``PREFETCH + 1`` steps' own time beside the recovery.
+    """
     found = []
     for hit, after in pairwise([*hits, Hit(float("inf"), "")]):
         if hit.what != "kill broker":

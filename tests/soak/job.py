@@ -131,7 +131,8 @@ def fixed_listen(folder: Path, over_tcp: bool = True) -> dict[str, str]:
 
 def _on_a_port() -> socket.socket:
     """A socket on a free port that no connection is given by itself: those come from 32768 on, and one of another test
-    might have it while no broker listens there."""
+    might have it while no broker listens there.
+    """
     while True:
         found = socket.socket()
         try:

@@ -118,7 +118,8 @@ def reach(job: Job, name: str, endpoint: str) -> None:
 
 def tell_trainer(job: Job, rank: int, resume: int, endpoint: str = "") -> None:
     """Write what a rank is started with: ``resume`` is a checkpoint's step, -1 for none, OWN_PLACE; ``endpoint``: where
-    it reaches the broker, by default where that listens."""
+    it reaches the broker, by default where that listens.
+    """
     settings: dict[str, Any] = {
         "endpoint": endpoint or job.settings["listen"]["trainers"], "mesh": job.meshes[rank], "folder": str(job.folder),
         "rank": rank, "ranks": len(job.meshes), "every": job.checkpoint_every, "step_s": job.step_s,

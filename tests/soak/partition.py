@@ -84,7 +84,8 @@ def _make(found: Link) -> None:
 
 def run_apart(job: Job, between: Link, faults: Sequence[Callable[[], Any]], seconds: Sequence[float]) -> None:
     """The job's run with its broker in one namespace and all else in the other; each fault for its seconds, with
-    some steps between two. Raises AssertionError if a rank does not end well."""
+    some steps between two. Raises AssertionError if a rank does not end well.
+    """
     settings = job.settings | {
         "listen": {"producers": f"tcp://{NEAR}:7401", "trainers": f"tcp://{NEAR}:7402", "http": "127.0.0.1:7400"}
     }

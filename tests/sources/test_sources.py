@@ -476,7 +476,7 @@ def test_members_are_grouped_as_webdataset_groups_them(
 
 
 def test_the_fast_index_is_that_of_tarfile(tmp_path: Path) -> None:
-    """ustar prefixes, pax and GNU long names, links, folders, big numbers, time stamps: one archive of each kind."""
+    """Ustar prefixes, pax and GNU long names, links, folders, big numbers, time stamps: one archive of each kind."""
     for format_ in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
         path = tmp_path / f"{format_}.tar"
         with tarfile.open(path, "w", format=format_, pax_headers={"comment": "global"}) as archive:

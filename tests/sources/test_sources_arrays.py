@@ -91,7 +91,8 @@ Taken = tuple[list[Any], dict[str, int], int, dict[int, Cursor], list[int]]
 
 def taken_apart(found: Iterator[TokenChunk]) -> Taken:
     """Samples with their fields and labels that count; what is rejected; lost tokens; cursors and ends of passes by
-    the number of samples before them."""
+    the number of samples before them.
+    """
     samples: list[Any] = []
     rejected: dict[str, int] = {}
     lost, cursors, ends = 0, {}, []
@@ -240,7 +241,7 @@ def write_tar(path: Path, samples: list[tuple[str, int]]) -> Path:
 
 
 def runs_of_kinds() -> st.SearchStrategy[list[tuple[str, int]]]:
-    """Samples (kind, length), neighbours often of one kind."""
+    """Samples (kind, length), neighbors often of one kind."""
 
     def runs(kinds: list[str]) -> st.SearchStrategy[list[tuple[str, list[int]]]]:
         run = st.tuples(st.sampled_from(kinds), st.lists(st.integers(0, 12), min_size=1, max_size=12))

@@ -112,7 +112,7 @@ class Compare(TrainerCallback):
 
 
 def of_double(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
-    """transformers' own has its logits in float32."""
+    """Transformers' own has its logits in float32."""
     logits = outputs.logits[:, :-1].flatten(0, 1)
     found: torch.Tensor = cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
     return found

@@ -20,7 +20,8 @@ _SERVER.set_forkserver_preload(["tests.training.trainers", "torch._dynamo"])  # 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, dies: int | None = None) -> list[Any]:
     """What ``function(rank, *arguments)`` gives on each rank; nothing where rank ``dies`` is killed: the others are,
-    too, as a launcher would."""
+    too, as a launcher would.
+    """
     with tempfile.TemporaryDirectory() as folder:
         running = [
             _SERVER.Process(target=_rank, args=(rank, ranks, folder, function, arguments)) for rank in range(ranks)

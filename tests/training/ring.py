@@ -33,7 +33,8 @@ def ring_attention(group: Any, masks: Masks) -> Attention:
 
 def zigzag(cu_seqlens_padded: Tensor, rank: int, ranks: int) -> Masks:
     """A rank has chunks ``rank`` and 2 * ranks - 1 - ``rank`` of each sample, the front and the back half of its local
-    slot: of earlier ranks it sees the fronts, of later ones all with its backs, of its own what came before."""
+    slot: of earlier ranks it sees the fronts, of later ones all with its backs, of its own what came before.
+    """
     local = cu_seqlens_padded.long() // ranks
     places = torch.arange(int(local[-1]))
     slot = torch.searchsorted(local, places, right=True)

@@ -1,5 +1,6 @@
 """Proof, on many ranks: context-parallel shards and ragged accumulation have the loss and gradients of the samples, and
-a run that is killed goes on as if it had not been. Real processes under gloo, float64, a real broker."""
+a run that is killed goes on as if it had not been. Real processes under gloo, float64, a real broker.
+"""
 
 from __future__ import annotations
 

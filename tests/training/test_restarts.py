@@ -1,5 +1,6 @@
 """Ranks that meet at a barrier each step, one of them killed at every step: they go on from their checkpoint, and all
-end on the same step. Real processes under gloo; a launcher starts them again, as torchelastic does."""
+end on the same step. Real processes under gloo; a launcher starts them again, as torchelastic does.
+"""
 
 from __future__ import annotations
 

@@ -54,6 +54,6 @@ def test_it_runs_on_a_cpu_and_gives_no_mfu_there(capsys: Any) -> None:
     assert list(report["ways"]) == ["padded", "greedy", "streampack"]
     for way in report["ways"].values():
         assert way["mfu"] is None
-        assert 0 < way["utilisation"] <= 1
+        assert 0 < way["utilization"] <= 1
         assert 0 < way["next_share"] < 1
     assert sum("on a GPU" in line for line in lines) == 3

@@ -41,7 +41,8 @@ class Layer(nn.Module):
 
 class Tiny(nn.Module):
     """Two layers; grouped queries, RMSNorm, rotary positions. Those are relative, and see nothing of positions that
-    begin elsewhere than at 0: learned ones beside them do."""
+    begin elsewhere than at 0: learned ones beside them do.
+    """
 
     def __init__(self) -> None:
         super().__init__()

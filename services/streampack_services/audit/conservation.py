@@ -70,7 +70,8 @@ class Books:
 
     def upto(self, partition: int) -> int:
         """The sample number of a partition from which on none is in a step, or was; rejected ones may be, for they are
-        not merged."""
+        not merged.
+        """
         found = np.flatnonzero(np.isin(self._is[partition :: self.partitions], (BEFORE, IN_STEP, DROPPED)))
         return int(found[-1]) + 1 if len(found) else 0
 
@@ -83,7 +84,8 @@ class Books:
 
     def lost(self, upto: list[int], held_index: I64, held_part: I64) -> list[tuple[int, int]]:
         """(index, part) of what is nowhere and not held either: of each partition below its number in ``upto``, and of
-        split samples of which some piece is somewhere."""
+        split samples of which some piece is somewhere.
+        """
         heads = held_index[held_part == 0]
         missing = np.concatenate([self.missing(partition, stop) for partition, stop in enumerate(upto)])
         index, part = self._sorted_pieces(held_index[held_part > 0], held_part[held_part > 0])

@@ -288,7 +288,8 @@ class _Feed:
 
     def _expected(self, stream: str, partition: int) -> int:
         """How many samples of a partition are accounted for at the end: all, unless another stream ended the feed or
-        this one was taken out of it."""
+        this one was taken out of it.
+        """
         rules, total = self._feed.rules_at(LATEST), self._ledger.history.totals.get((stream, partition), [0])[-1]
         stops = [each.name for each in rules.streams if each.on_exhaust == "stop"]
         read = any(each.name == stream and each.weight > 0 for each in rules.streams)

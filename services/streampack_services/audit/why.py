@@ -131,7 +131,8 @@ def is_skipped(feed: FeedHistory, step: int) -> bool:
 def _packs(feed: FeedHistory, step: StepRows, rules: Rules, dp_size: int | None, pp_size: int) -> list[Tree]:
     """Packs in their order, or by (micro-batch, rank) where a mesh is asked for: there each has its ``length``, one
     that was split for it is several, each ``of`` the pack that FORM made, and some may be empty. Padded ones are then
-    micro-batches: of so many ``rows`` of ``row_tokens``."""
+    micro-batches: of so many ``rows`` of ``row_tokens``.
+    """
     rows, align = step.rows, rules.align.sample
     lengths = rows["length"].astype(np.int64)
     slots = -(-lengths // align) * align
@@ -228,7 +229,8 @@ def why_sample(ledger: Ledger, name: str, sources: Mapping[str, OpenedSource] = 
     """Where sample ``STREAM:INDEX`` went, and the file and row that ``sources`` read it from.
 
     ``is``: one of step, rejected, dropped, unrecorded,
-    waiting, none. Raises UserError."""
+    waiting, none. Raises UserError.
+    """
     stream, _, number = name.rpartition(":")
     if not stream or not number.isascii() or not number.isdigit():
         raise UserError(f"got sample {name!r}, expected STREAM:INDEX, such as web:1234, or FILE:ROW")

@@ -53,7 +53,8 @@ _HEAD = "# Who may come to this broker, a line a key: 'streampack keys new' adds
 
 class Entry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A line of allowed.yaml: a public key, and what it may do. Without limits all of its role; an empty one, which
-    could mean nothing as well, is refused."""
+    could mean nothing as well, is refused.
+    """
 
     key: Annotated[str, Meta(pattern=f"^{HEX.pattern}$")]
     role: Side

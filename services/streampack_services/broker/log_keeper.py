@@ -33,7 +33,8 @@ TRIM_AGAIN_S = 30.0
 
 class Keeper:
     """The log of ``config``'s state_dir, which is open until ``close``; ``wake`` is called when there is news for the
-    broker's loop. Raises UserError where another broker has it, LogDamaged."""
+    broker's loop. Raises UserError where another broker has it, LogDamaged.
+    """
 
     def __init__(self, config: BrokerConfig, wake: Callable[[], None]) -> None:
         self._where = Path(config.state_dir or "")

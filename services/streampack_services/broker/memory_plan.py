@@ -116,7 +116,8 @@ def check_machine(config: BrokerConfig, memory: int | None = None) -> None:
 
 def with_enough_memory(config: BrokerConfig) -> BrokerConfig:
     """``config`` with its ``memory`` doubled until the rules fit, at most to what the machine has. Raises ConfigError
-    where that is too little."""
+    where that is too little.
+    """
     memory, least = parse_size(config.memory, "memory"), _needs(config).num_bytes
     if memory >= least:
         return config
@@ -170,7 +171,8 @@ def _held(rules: Rules) -> str:
 
 def keep_freed_memory() -> None:
     """Have glibc keep freed megabyte buffers instead of faulting each one in again: a third of the
-    time of a message of 1 MiB otherwise. Elsewhere than on glibc nothing happens."""
+    time of a message of 1 MiB otherwise. Elsewhere than on glibc nothing happens.
+    """
     try:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)

@@ -405,7 +405,7 @@ def _padded_figures(figures: Figures) -> PackFigures:
     return PackFigures(
         packs=figures.packs,
         tokens=figures.tokens,
-        utilisation=figures.utilisation,
+        utilization=figures.utilization,
         waste_ratio=figures.waste_ratio,
         bin_balance=figures.bin_balance,
         theoretical_min_packs=figures.theoretical_min_packs,

@@ -176,7 +176,8 @@ class BrokerService:
 
     def _largest_snapshot(self) -> int:
         """Bytes of what a trainer may bring of its checkpoint: about 48 a sample, and of samples as many as are held
-        at most."""
+        at most.
+        """
         sample = self.plan.capacity.max_sample_tokens
         held = max(
             needed_tokens(feed.rules, sample) if feed.rules.batch is None else feed.merged_tokens
@@ -196,7 +197,7 @@ class BrokerService:
         self._waker.wake()
 
     def ask(self, feed: str, ask: Ask, at_step: int | None, note: str) -> Future[Answer]:
-        """Ask for a change; any thread may. Cancelled where the broker ends first."""
+        """Ask for a change; any thread may. Canceled where the broker ends first."""
         future: Future[Answer] = Future()
         self._asked.append((Change(next(self._tokens), feed, ask, at_step, note), future))
         self._waker.wake()

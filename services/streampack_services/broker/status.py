@@ -97,10 +97,10 @@ class PackFigures(Struct, frozen=True, kw_only=True):
     """Packs."""
     tokens: int
     """Tokens in them."""
-    utilisation: float
+    utilization: float
     """``tokens`` / (``packs`` * budget)."""
     waste_ratio: float
-    """1 - ``utilisation``."""
+    """1 - ``utilization``."""
     bin_balance: float
     """1 - standard deviation of the packs' tokens / their mean; may be negative."""
     theoretical_min_packs: int

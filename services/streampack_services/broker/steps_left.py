@@ -25,7 +25,8 @@ from streampack_services.broker.status import StepsLeft
 class Left(NamedTuple):
     """What is left of a stream: ``samples`` that are not merged, and their ``variance``; each is ``each`` tokens (or
     samples that count) in the mean of the ``seen`` ones. ``share``: of what a step holds, where the stream ends the
-    feed with it; else None."""
+    feed with it; else None.
+    """
 
     samples: float
     variance: float
@@ -64,7 +65,8 @@ def steps_left(core: Broker, feed: Feed) -> StepsLeft | None:
 
 def estimate(left: Sequence[Left], held: float, of_step: float, spread: float) -> tuple[int, int, int]:
     """Steps of what is left of streams and of what is ``held`` already: as many as there will be, likely, at least and
-    at most. A step holds ``of_step``; ``spread`` is the standard deviation of a sample."""
+    at most. A step holds ``of_step``; ``spread`` is the standard deviation of a sample.
+    """
     expected, variance = held, 0.0
     for samples, uncertain, each, seen, share in left:
         expected += samples * each / (share or 1.0)

@@ -61,7 +61,7 @@ def _sample(record: RawSample, tokenizer: Tokenizer) -> Tree:
 
 
 def show_preview(found: dict[str, list[Tree]]) -> None:
-    """Print it: learned text green, or in ``[[ ]]`` where there are no colours; the rest dim."""
+    """Print it: learned text green, or in ``[[ ]]`` where there are no colors; the rest dim."""
     console = Console(highlight=False, markup=False, emoji=False)
     marks = ("", "") if console.color_system else ("[[", "]]")
     for name, samples in found.items():

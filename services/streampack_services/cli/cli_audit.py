@@ -63,7 +63,7 @@ def why(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Say what was in a step, or where a sample went.
+    r"""Say what was in a step, or where a sample went.
 
     A step: its samples by pack, digests, denominators, what changed at it; with --dp-size and --pp-size, which rank of
     such a mesh has which packs. A sample: its steps, packs and offsets; or that it was rejected, or is not read
@@ -131,7 +131,7 @@ def replay(
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Form a step again, bit for bit.
+    r"""Form a step again, bit for bit.
 
     From the log and the sources, as a broker does that is started again; beside a running one, too, which hears
     nothing of it. Exit code 1 if it comes out otherwise than it is recorded.
@@ -152,7 +152,7 @@ def replay(
 
 @ledger.callback()
 def _ledger() -> None:
-    """Check the record of which sample went where, or make it again.
+    r"""Check the record of which sample went where, or make it again.
 
     \b
     Example:
@@ -162,7 +162,7 @@ def _ledger() -> None:
 
 @ledger.command("verify")
 def verify_(state_dir: StateDir = None, config: Config = None, as_json: AsJson = False) -> None:
-    """Show that every sample is exactly once.
+    r"""Show that every sample is exactly once.
 
     Over the whole run: each is in one step that counts, or rejected, or not read yet; digests and chains follow from
     what is recorded. Exit code 1 if anything is lost, repeated or damaged; the first few are named.
@@ -182,7 +182,7 @@ def verify_(state_dir: StateDir = None, config: Config = None, as_json: AsJson =
 
 @ledger.command()
 def rebuild(state_dir: StateDir = None, config: Config = None, as_json: AsJson = False) -> None:
-    """Make the ledger again from the log alone.
+    r"""Make the ledger again from the log alone.
 
     Compared with what was there. What is older than the log is kept as far as it is good.
 

@@ -48,7 +48,7 @@ settings = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @settings.callback()
 def _set() -> None:
-    """Change a run, from a step on.
+    r"""Change a run, from a step on.
 
     \b
     Example:
@@ -68,7 +68,7 @@ def weights(
     as_json: AsJson = False,
     timeout: Timeout = 15.0,
 ) -> None:
-    """Give streams other weights.
+    r"""Give streams other weights.
 
     What is formed stays as it is; shares follow the new weights from there on. A weight of 0 takes a stream out for
     good.
@@ -102,7 +102,7 @@ def streams(
     as_json: AsJson = False,
     timeout: Timeout = 15.0,
 ) -> None:  # fmt: skip
-    """Add streams to a feed, or take some out of it.
+    r"""Add streams to a feed, or take some out of it.
 
     Start the producers of a new stream after the answer.
 
@@ -129,7 +129,7 @@ def skip(
     as_json: AsJson = False,
     timeout: Timeout = 15.0,
 ) -> None:
-    """Have every rank pass over some steps.
+    r"""Have every rank pass over some steps.
 
     After a loss spike, say, before the trainers go back. What follows stays as it is.
 
@@ -185,7 +185,8 @@ def _ask(
     path: str, body: dict[str, Any], feed: str | None, note: str | None, target: _Target, doubt: str = ""
 ) -> dict[str, Any]:
     """The broker's answer, and its ``run``. Ask the user first where ``doubt`` says why, where no broker was named, and
-    where later changes would wait for a step that is far ahead."""
+    where later changes would wait for a step that is far ahead.
+    """
     from streampack_services.http import http_client
 
     broker = http_client.find_broker(target.endpoint, target.config, target.timeout_s)

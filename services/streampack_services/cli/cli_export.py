@@ -41,7 +41,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:  # fmt: skip
-    """Write what a place to run in needs, filled in.
+    r"""Write what a place to run in needs, filled in.
 
     Manifests, units, scripts, dashboards, alert rules: they work as they are, on example data. With --config and
     --produce they are of your run; only addresses and folders are the place's own.

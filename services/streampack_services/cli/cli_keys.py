@@ -1,5 +1,6 @@
 """The commands that make secrets, and say who may come: ``keys new``, ``list``, ``revoke``, ``token``; added to those
-of ``main``."""
+of ``main``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ keys = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @keys.callback()
 def _keys() -> None:
-    """Make the secrets that keep others out.
+    r"""Make the secrets that keep others out.
 
     \b
     Example:
@@ -54,7 +55,7 @@ def new(
     ] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Make a key, and let it in.
+    r"""Make a key, and let it in.
 
     The first one of a folder makes the broker's too. A broker that runs with this folder lets the key in within a
     second. Take NAME.key, and nothing else of the folder, to where it is used: STREAMPACK_KEY_FILE, key_file of
@@ -88,7 +89,7 @@ def _rank(text: str) -> tuple[str, int]:
 
 @keys.command(name="list")
 def list_(folder: Folder, as_json: AsJson = False) -> None:
-    """Show who may come, and what each may do.
+    r"""Show who may come, and what each may do.
 
     \b
     Example:
@@ -112,7 +113,7 @@ def list_(folder: Folder, as_json: AsJson = False) -> None:
 
 @keys.command()
 def revoke(folder: Folder, name: Name) -> None:
-    """Shut a key out.
+    r"""Shut a key out.
 
     A broker that runs sends whoever came with it away within a second.
 
@@ -130,7 +131,7 @@ def revoke(folder: Folder, name: Name) -> None:
 def token(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file, which nobody else can read.")],
 ) -> None:
-    """Make a token for the broker's HTTP side.
+    r"""Make a token for the broker's HTTP side.
 
     The broker takes it from listen.token_file; status, top, health, set and skip from the file that
     STREAMPACK_HTTP_TOKEN_FILE names; Prometheus from authorization.credentials_file.

@@ -118,7 +118,7 @@ def plan(
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:  # fmt: skip
-    """Say what budget, window, packer and mesh to take.
+    r"""Say what budget, window, packer and mesh to take.
 
     Forms and deals steps of your lengths as a broker would, for each setting of a grid around the one given: how full
     packs are, what is wasted and why, how evenly ranks are loaded, steps of a pass. Then what to take, the reasons, and
@@ -181,7 +181,7 @@ def report(
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:  # fmt: skip
-    """Say what a run saved by packing as it does.
+    r"""Say what a run saved by packing as it does.
 
     In tokens, percent and GPU hours, against padding to the longest of a micro-batch, greedy concatenation, and first
     fit decreasing over blocks of the window, each on the run's own samples in the order in which they came.

@@ -21,7 +21,7 @@ Endpoint = Annotated[
 
 
 def status(endpoint: Endpoint = None, as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
-    """Show what a broker does, holds and waits for.
+    r"""Show what a broker does, holds and waits for.
 
     \b
     Example:
@@ -46,7 +46,7 @@ def top(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line instead.")] = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    """Watch a broker: throughput, waste, streams, ranks.
+    r"""Watch a broker: throughput, waste, streams, ranks.
 
     Goes on until q or Ctrl-C. Of few ranks it shows a table, of many a map, a
     cell a rank, and the worst by name: how long each waits, and what for. Figures are of the last 10 seconds
@@ -67,7 +67,7 @@ def health(
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    """Exit with 0 if a broker is ready, with 1 and why if not.
+    r"""Exit with 0 if a broker is ready, with 1 and why if not.
 
     For a container's health check and for probes that run a command: no curl is
     needed. A broker that starts or drains is alive, and not ready.

@@ -75,7 +75,7 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Tokens to GPUs with nothing wasted, nothing lost and nobody waiting.
+    r"""Tokens to GPUs with nothing wasted, nothing lost and nobody waiting.
 
     \b
     Producers stream tokenized samples to a broker; the broker packs them into
@@ -101,7 +101,7 @@ def broker(
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
-    """Run the broker, until it is told to stop.
+    r"""Run the broker, until it is told to stop.
 
     SIGTERM or Ctrl-C drains: ranks get the steps that are formed, then it ends
     with 0. A second one ends it at once.
@@ -132,7 +132,7 @@ def produce(
     log_level: LogLevel = "info",
     log_json: LogJson = False,
 ) -> None:
-    """Read, tokenize and send streams to a broker.
+    r"""Read, tokenize and send streams to a broker.
 
     Ends when all is delivered. A broker that falls silent later is waited for. Start as many of these as
     needed, here or elsewhere: results do not depend on how many there are.
@@ -170,7 +170,7 @@ def run(
         float, typer.Option("--timeout", metavar="SECONDS", help="How long node 0's broker may take to be there.")
     ] = 600.0,
 ) -> None:  # fmt: skip
-    """Run a command with a broker, and producers, around it.
+    r"""Run a command with a broker, and producers, around it.
 
     The command finds the broker by STREAMPACK_ENDPOINT and STREAMPACK_PRODUCERS, and its status by STREAMPACK_HTTP.
     All of it ends together, and the exit code is the command's, or 1 if the broker or a producer failed. Ports that
@@ -201,7 +201,7 @@ def check(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check a configuration and explain it.
+    r"""Check a configuration and explain it.
 
     Prints every value, the line or default that it came from and what it means;
     then what follows: tokens a step, meshes that it can serve, how memory is
@@ -261,7 +261,7 @@ def demo(
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the result alone.")] = False,
 ) -> None:
-    """See the whole service at work on this machine.
+    r"""See the whole service at work on this machine.
 
     A broker, two producers and a mesh of clients, on text that every machine has: the Python standard library's
     own. Every pack is put together again, every sample is compared with the source. Ends with 0 only if each

@@ -32,7 +32,8 @@ _LOOPBACK = re.compile(r"tcp://(127\.[0-9.]+|localhost|\[::1\]):")
 
 def serve(config: BrokerConfig, *, exit_when_finished: bool = False, ring: Ring | None = None) -> None:
     """Serve until drained; over HTTP also the events of ``ring``. Raises UserError or ConfigError for what cannot be
-    served."""
+    served.
+    """
     keep_freed_memory()
     _allow_connections()
     service = BrokerService(config, exit_when_finished=exit_when_finished)
@@ -79,7 +80,8 @@ def exposed(endpoints: Mapping[str, str], http: str, keys: bool, token: bool) ->
 
 def _allow_connections() -> None:
     """As many open files as the system lets a process have: every rank and producer is one, most systems begin with
-    1,024, and ZeroMQ that is out of them ends the process (ipc) or leaves the others waiting (tcp)."""
+    1,024, and ZeroMQ that is out of them ends the process (ipc) or leaves the others waiting (tcp).
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # where no number is that of "unlimited"
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

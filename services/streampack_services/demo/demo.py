@@ -263,7 +263,7 @@ def _table(found: dict[str, Any], options: DemoOptions) -> Table:
         ("steps", f"{found['steps']:,}", f"of {options.dp * MICRO_BATCHES} packs, same on all ranks"),
         ("packs", f"{found['packs']:,}", f"of {options.budget:,} tokens"),
         ("tokens", f"{found['tokens']:,}", "real ones, no padding"),
-        ("utilisation", percent(found["utilisation"]), "tokens / (packs x budget)"),
+        ("utilization", percent(found["utilization"]), "tokens / (packs x budget)"),
         ("waste: alignment", percent(waste["alignment"]), f"samples padded for cp={options.cp}"),
         ("waste: tails of packs", percent(waste["pack_tail"]), "what no sample filled"),
         ("waste: empty packs", percent(waste["empty_packs"]), "they complete the last step"),

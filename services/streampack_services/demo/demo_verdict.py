@@ -76,7 +76,7 @@ def judged(
         "steps": steps,
         "packs": full.packs,
         "tokens": full.tokens,
-        "utilisation": full.utilisation,
+        "utilization": full.utilization,
         "waste_ratio": full.waste_ratio,
         "waste": {
             "alignment": float(slots.sum() - real.sum()) / capacity,

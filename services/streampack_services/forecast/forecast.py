@@ -60,7 +60,7 @@ class Forecast:
     """Figures of one setting; shares are of 1. ``waste`` by cause is a share of all that is delivered, and ``filled``
     what real tokens are of it.
 
-    ``utilisation``, that of slots and ``bin_balance`` are of the packs that FORM makes, of the whole budget each; the
+    ``utilization``, that of slots and ``bin_balance`` are of the packs that FORM makes, of the whole budget each; the
     rest is of packs as ranks get them. ``useful``: see ``rank_loads``; ``useful_error`` is its standard error, from how
     steps differ; 1 where there is but one. ``cost_max_over_mean`` is the broker's: of the packs of a micro-batch, over
     the ranks, averaged; ``attention_`` that of b*s*s alone; ``step_cost_max_over_mean`` that of the ranks' sums over a
@@ -69,8 +69,8 @@ class Forecast:
     pass, the steps between ``steps_low`` and ``steps_high``; all are None where nobody knows how much a pass is.
     """
 
-    utilisation: float
-    slot_utilisation: float
+    utilization: float
+    slot_utilization: float
     bin_balance: float
     filled: float
     waste: dict[str, float]
@@ -173,8 +173,8 @@ def forecast(
     in_all = rules.budget * max(num_filled + num_empty, 1)
     waste = _waste(on_mesh, rules, num_empty, pp, ended=order.ended)
     return Forecast(
-        utilisation=int(tokens.sum()) / in_all,
-        slot_utilisation=int(slots.sum()) / in_all,
+        utilization=int(tokens.sum()) / in_all,
+        slot_utilization=int(slots.sum()) / in_all,
         bin_balance=figures(tokens if order.ended else tokens[slots > 0], rules.budget).bin_balance,
         filled=1 - sum(waste.values()),
         waste=waste,
@@ -199,7 +199,8 @@ def forecast(
 
 def _waste(on_mesh: Dealt, rules: Rules, num_empty: float, pp: int, *, ended: bool) -> dict[str, float]:
     """Shares of all that is delivered. Of a stream that was not read to its end so many packs are empty; else those
-    are that DEAL has."""
+    are that DEAL has.
+    """
     if ended or rules.batch is not None:
         return waste_shares(on_mesh.waste, 0.0, on_mesh.delivered)
     waste, empty = on_mesh.waste.copy(), CAUSES.index("empty_pack")

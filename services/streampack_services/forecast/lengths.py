@@ -86,7 +86,8 @@ def samples_said(count: int) -> str:
 
 def of_lengths(what: str, lengths: I64, most: int | None, total: float | None = None) -> Workload:
     """A workload of one stream; of more than ``most`` lengths some stretches are packed. ``total`` samples are in a
-    pass, if these are a sample of it."""
+    pass, if these are a sample of it.
+    """
     if total is not None and total < len(lengths):
         raise UserError(f"got a total of {total:,.0f} samples, expected at least the {len(lengths):,} lengths given")
     whole = total is None or total == len(lengths)

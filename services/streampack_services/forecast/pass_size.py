@@ -3,7 +3,7 @@
 A pass has as many packs as its tokens divided by what a pack holds; or as many batches as its samples make. All are
 estimated from the sample, and so is the size of a source whose shards were not all counted. The interval is a block
 bootstrap (Künsch, "The jackknife and the bootstrap for general stationary observations", Ann. Statist. 17, 1989):
-samples, packs and shards are drawn again in blocks of neighbours, which are not independent, and 95 of 100 draws lie in
+samples, packs and shards are drawn again in blocks of neighbors, which are not independent, and 95 of 100 draws lie in
 it. What no sample shows it cannot know.
 """
 
@@ -90,7 +90,8 @@ def _exact(value: float) -> float:
 
 def _sum_over_pass(stream: StreamLengths, rules: Rules, overlong: str, draws: np.random.Generator) -> tuple[float, F64]:
     """Of what steps are cut by, over one pass of a stream; and as many other guesses as there are draws, float64
-    [DRAWS]."""
+    [DRAWS].
+    """
     if stream.every is not None:
         lengths, counts = stream.every
         known = float((_counted(lengths, rules, overlong) * counts).sum())
@@ -107,7 +108,8 @@ def _sum_over_pass(stream: StreamLengths, rules: Rules, overlong: str, draws: np
 
 def _counted(lengths: I64, rules: Rules, overlong: str) -> F64:
     """What each sample adds to steps, float64 [n]: its aligned tokens; or one, where a batch counts samples. Nothing,
-    if it is rejected or dropped."""
+    if it is rejected or dropped.
+    """
     pieces = apply_overlong(lengths, rules.budget, overlong)
     slots = -(-pieces.length // rules.align.sample) * rules.align.sample
     sums = np.bincount(pieces.source, slots, len(lengths))
@@ -115,7 +117,7 @@ def _counted(lengths: I64, rules: Rules, overlong: str) -> F64:
 
 
 def _means_drawn(values: F64, draws: np.random.Generator) -> F64:
-    """Means of ``values`` drawn again in blocks of neighbours, float64 [DRAWS]."""
+    """Means of ``values`` drawn again in blocks of neighbors, float64 [DRAWS]."""
     bounds = np.linspace(0, len(values), min(BLOCKS, len(values)) + 1).astype(np.int64)
     sums, sizes = np.add.reduceat(values, bounds[:-1]), np.diff(bounds)
     chosen = draws.integers(0, len(sizes), (DRAWS, len(sizes)))

@@ -33,7 +33,8 @@ class PlanMesh(PlannedMesh, frozen=True, kw_only=True):
 @dataclass(frozen=True, slots=True, eq=False)
 class FormSamples:
     """Samples as FORM gets them, and what they come to by some rules: ``columns`` int64 [4, n], their tokens, slots
-    (tokens when aligned), cost as DEAL has it, and cost of their real tokens alone."""
+    (tokens when aligned), cost as DEAL has it, and cost of their real tokens alone.
+    """
 
     rules: Rules
     columns: I64
@@ -72,7 +73,8 @@ class Dealt:
 @dataclass(frozen=True, slots=True, eq=False)
 class _OneStep:
     """A step of ``formed`` packs, dealt. By pack, int64 [packs]: tokens, slots, widths; by [micro-batch, rank]: costs,
-    attention, times. ``real``: what its real tokens cost."""
+    attention, times. ``real``: what its real tokens cost.
+    """
 
     tokens: I64
     slots: I64

@@ -52,7 +52,8 @@ class Timelines:
 
     def since(self, second: float, feed: str | None = None) -> bytes | None:
         """JSON: ``columns``, ``epoch`` and ``began`` of the broker, and by feed the rows after ``second``: those of one
-        ``feed``, or the last ones of each, all together no more than one has. None where there is no such feed."""
+        ``feed``, or the last ones of each, all together no more than one has. None where there is no such feed.
+        """
         now = self._snapshot()
         if feed is not None and feed not in now.feeds:
             return None
@@ -79,7 +80,8 @@ class Timelines:
 
 class Starved:
     """What the ranks of a feed have waited here, added up by cause: it never falls when one of them leaves, and what
-    one that comes has waited elsewhere is no part of it."""
+    one that comes has waited elsewhere is no part of it.
+    """
 
     def __init__(self) -> None:
         self._sums = dict.fromkeys(STARVED_BY, 0.0)

@@ -36,7 +36,8 @@ def _base(endpoint: str | None, timeout_s: float) -> str:
 
 def _named(endpoint: str | None, config: BrokerConfig | None, timeout_s: float) -> str | None:
     """The HTTP address that the user names: ``endpoint``, that of a broker.yaml, STREAMPACK_HTTP, or the rendezvous
-    file that STREAMPACK_ENDPOINT names. None where none of them is there."""
+    file that STREAMPACK_ENDPOINT names. None where none of them is there.
+    """
     trainers = os.environ.get("STREAMPACK_ENDPOINT", "")
     found = endpoint or (None if config is None else _of_config(config)) or os.environ.get("STREAMPACK_HTTP")
     found = found or (trainers if trainers.startswith("file://") else None)
@@ -53,7 +54,8 @@ def _named(endpoint: str | None, config: BrokerConfig | None, timeout_s: float) 
 
 def _of_config(config: BrokerConfig) -> str:
     """Where a broker of this configuration serves HTTP, for this machine. Raises UserError where only a running broker
-    knows it."""
+    knows it.
+    """
     if config.rendezvous is not None:
         return f"file://{config.rendezvous}"
     host, port = parse_address(config.listen.http)
@@ -103,7 +105,8 @@ def find_broker(endpoint: str | None, config: Path | None, timeout_s: float) -> 
 
 def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) -> tuple[int, str]:
     """(HTTP status, text); a ``body`` is posted. Raises Unreachable, or Rejected without the token that is wanted.
-    Proxies of the environment are not used: a broker is near."""
+    Proxies of the environment are not used: a broker is near.
+    """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(base + path, body, {} if body is None else {"Content-Type": "application/json"})
     if token := find_token():

@@ -45,7 +45,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 def find_token(file: str | None = None) -> str | None:
     """The token: that of ``file``, else STREAMPACK_HTTP_TOKEN, else that of the file STREAMPACK_HTTP_TOKEN_FILE; None
-    where none of them is. Raises UserError for what is no token, or for a file that others can read."""
+    where none of them is. Raises UserError for what is no token, or for a file that others can read.
+    """
     text, where = os.environ.get("STREAMPACK_HTTP_TOKEN"), "STREAMPACK_HTTP_TOKEN"
     file = file or (None if text else os.environ.get("STREAMPACK_HTTP_TOKEN_FILE"))
     if file:

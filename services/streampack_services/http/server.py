@@ -85,7 +85,8 @@ def make_app(
 
 class HttpServer:
     """Serves ``make_app`` on ``host:port`` (port 0: any free one) in a thread; ``url`` says where. With a ``token``
-    only to those who bring it."""
+    only to those who bring it.
+    """
 
     def __init__(
         self, address: str, snapshot: Callable[[], BrokerStatus], asking: Asking | None = None, anybody: bool = False,

@@ -62,7 +62,8 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class Gap:
     """Steps ``first`` to ``last`` are not recorded here: the log lost them, or another log has them. Trainers resumed
-    after them, from a checkpoint with ``snapshot``, which record ``lsn`` holds."""
+    after them, from a checkpoint with ``snapshot``, which record ``lsn`` holds.
+    """
 
     first: int
     last: int

@@ -51,7 +51,8 @@ CREATE TABLE state (id INTEGER PRIMARY KEY, body BLOB, crc INTEGER);
 @dataclass(slots=True)
 class LedgerState:
     """How far a ledger is: it has what there was of records ``first_lsn`` to ``next_lsn - 1``, the last of which has
-    checksum ``last_crc``. ``rows`` by table: how many, and the sum of their checksums."""
+    checksum ``last_crc``. ``rows`` by table: how many, and the sum of their checksums.
+    """
 
     rows: dict[str, list[int]]
     run: str = ""

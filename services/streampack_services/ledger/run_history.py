@@ -55,7 +55,8 @@ class Lineage:
 @dataclass(slots=True)
 class RulesFrom:
     """``rules`` hold from ``step`` on, as record ``lsn`` says. ``note`` is what was asked; None for the rules that the
-    run began with. ``position``: -1 for a change that was asked for and is not in force yet."""
+    run began with. ``position``: -1 for a change that was asked for and is not in force yet.
+    """
 
     lsn: int
     step: int

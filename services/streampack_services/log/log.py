@@ -36,7 +36,7 @@ from streampack_services.log.segments import (
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """A record as it is read back; ``body`` may share memory with its neighbours: copy what is kept."""
+    """A record as it is read back; ``body`` may share memory with its neighbors: copy what is kept."""
 
     lsn: int
     kind: int

@@ -172,7 +172,8 @@ def segment_files(folder: Path) -> list[tuple[int, Path]]:
 
 def read_segment(path: Path, first_lsn: int, next_first_lsn: int | None) -> Segment:
     """One segment while another process may write it: what follows its last good record, if it is the last, is not
-    there yet. Raises FileNotFoundError, LogDamaged as ``recover`` does; changes nothing."""
+    there yet. Raises FileNotFoundError, LogDamaged as ``recover`` does; changes nothing.
+    """
     segment = _read(path, first_lsn)
     if segment.end < segment.synced:
         raise _lost(segment)

@@ -98,7 +98,8 @@ def _held_tokens(rules: Rules, workload: Workload) -> int:
 
 def _keys(options: PlanOptions, take: Setting, rules: Rules) -> Tree:
     """``rules`` of a setting as broker.yaml has them, but for policies of samples; what follows or is a default is left
-    out."""
+    out.
+    """
     tree: Tree = {"packer": rules.packer, "budget": rules.budget}
     tree |= {} if options.batched else {"window": {"samples": rules.window}}
     tree |= {key: value for key in PACKER_KEYS if (value := getattr(rules, key)) is not None}

@@ -72,10 +72,10 @@ def draw_plan(found: Tree, lengths: I64, file: Path) -> None:
     axes: Axes = grid[0, 0]
     places = np.arange(len(rows))[::-1]
     left = np.zeros(len(rows))
-    for cause, colour in CAUSES.items():
+    for cause, color in CAUSES.items():
         shares = np.array([row["waste"][cause] for row in rows])
         if shares.any():
-            axes.barh(places, shares, 0.7, left, color=colour, label=cause.replace("_", " "))
+            axes.barh(places, shares, 0.7, left, color=color, label=cause.replace("_", " "))
         left += shares
     lost = np.array([row["lost_share"] for row in rows])
     cut = lost > 0
@@ -138,7 +138,7 @@ def draw_savings(found: Tree, names: dict[str, str], lengths: I64, file: Path) -
     axes.barh(places, np.full(len(rows), found["tokens"]), 0.6, color=REAL, label="tokens")
     axes.barh(places, slots - found["tokens"], 0.6, found["tokens"], color=PADDING, label="padding")
     for place, row in zip(places, rows.values(), strict=True):
-        said = f"{row['utilisation']:.2%} filled"
+        said = f"{row['utilization']:.2%} filled"
         if "saved_share" in row:
             hours = f", {row['saved_gpu_hours']:,.3g} GPU hours" if "saved_gpu_hours" in row else ""
             said = f"saved {row['saved_share']:.1%}{hours}" if row["saved_slots"] >= 0 else "saved nothing"

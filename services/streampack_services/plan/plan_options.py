@@ -123,7 +123,8 @@ def options_of(given: PlanInputs, base: PlanBase) -> PlanOptions:
 
 def _with_step(given: PlanInputs, rules: Rules, base: PlanBase) -> tuple[Rules, dict[str, Any]]:
     """The rules with steps of so many packs, or of batches whose size is known; of batches also as broker.yaml says
-    them."""
+    them.
+    """
     if given.packs is not None and given.batch is not None:
         raise UserError("got --packs and --batch, expected one of them: a step is so many packs, or a batch of samples")
     if given.packs is not None:

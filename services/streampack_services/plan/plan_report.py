@@ -100,7 +100,8 @@ def _columns(rows: list[Tree]) -> dict[str, list[str]]:
 
 def _print_table(found: Tree) -> None:
     """As wide as it is; on a terminal that is narrower without the doubt about steps, which is said below, and without
-    the columns that leave no room for the settings' names."""
+    the columns that leave no room for the settings' names.
+    """
     rows = [row for row in found["settings"] if row["axis"] != "base" and not row["refused"]]
     columns, console = _columns(rows), new_console()
     wide = _table(found, rows, columns | {"steps": [steps_text(row) for row in rows]}, 2)

@@ -59,7 +59,8 @@ def padded_slots(lengths: I64, micro_batch: int, align: int, bounds: I64 | None 
 
 def packed_slots(lengths: I64, rules: Rules, packer: str, bounds: I64 | None = None) -> int:
     """Slots of the packs that ``packer`` makes of ``lengths``, each as long as the rules' shape has it; empty ones are
-    not counted. What lies between ``bounds``, int64 [b + 1], is packed by itself: whole, where steps are batches."""
+    not counted. What lies between ``bounds``, int64 [b + 1], is packed by itself: whole, where steps are batches.
+    """
     window = rules.window if rules.batch is None else max(len(lengths), 1)
     rules = with_packer(rules, packer, batch=None, warmup=None, window=window)
     chosen, align, found = rules.new_packer(), rules.align.sample, 0
@@ -120,7 +121,7 @@ def rate_of(run: Served, gpus: int | None, tokens_per_s: float | None) -> Rate |
 
 def _of(slots: int, tokens: int, rate: Rate | None, own: int | None = None) -> Tree:
     """What a way of batching needs; with the run's ``own`` slots also what it saved."""
-    tree: Tree = {"slots": slots, "utilisation": tokens / max(slots, 1)}
+    tree: Tree = {"slots": slots, "utilization": tokens / max(slots, 1)}
     if own is not None:
         tree |= {"saved_slots": slots - own, "saved_share": (slots - own) / max(slots, 1)}
     if rate is not None:

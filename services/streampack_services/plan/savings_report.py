@@ -52,7 +52,7 @@ def _table(found: Tree, *, narrow: bool = False) -> Table:
     rows = {NAMES[name]: row for name, row in found["others"].items()} | run
     columns = [
         ("slots", [f"{row['slots']:,}" for row in rows.values()]),
-        ("filled", [f"{row['utilisation']:.2%}" for row in rows.values()]),
+        ("filled", [f"{row['utilization']:.2%}" for row in rows.values()]),
         ("saved", [f"{row['saved_slots']:,}" if "saved_slots" in row else "" for row in rows.values()]),
         ("of its slots", [_saved_share(row) for row in rows.values()]),
     ]

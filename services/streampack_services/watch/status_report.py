@@ -85,7 +85,7 @@ def _show_feed(console: Console, view: FeedView) -> None:
     rows = [
         ("steps", f"{steps.formed} formed{end}, {steps.returned} returned by every rank"),
         ("packed", f"{packed}, {count_text(feed.tokens_per_s)} tokens/s"),
-        ("utilisation", f"{_filled(figures)}; with alignment {_filled(feed.padded_figures)}"),
+        ("utilization", f"{_filled(figures)}; with alignment {_filled(feed.padded_figures)}"),
         ("balance", f"{figures.bin_balance:.3f} of fill, cost max/mean {cost}"),
         ("rank's tokens", ", ".join(ranks)),
         ("wasted tokens", f"{', '.join(waste)}, of {count_text(feed.delivered_tokens)} delivered"),
@@ -111,7 +111,7 @@ def _show_feed(console: Console, view: FeedView) -> None:
 
 
 def _filled(figures: PackFigures) -> str:
-    return f"{figures.utilisation:.2%}, packing efficiency {figures.packing_efficiency:.2%}"
+    return f"{figures.utilization:.2%}, packing efficiency {figures.packing_efficiency:.2%}"
 
 
 def _rejected(streams: Sequence[StreamView]) -> list[Text]:

@@ -71,7 +71,8 @@ def _table(ranks: tuple[Rank, ...], width: int) -> list[Text]:
 
 def _map(ranks: tuple[Rank, ...], measure: Measure, width: int, room: int | None) -> list[Text]:
     """A line of cells for as many ranks as are named at its left on, and what the shades mean; where there is no room
-    for a cell each, one is the worst of some that follow each other."""
+    for a cell each, one is the worst of some that follow each other.
+    """
     label = max(len(rank.name) for rank in ranks) + 2
     for each, cell in ((1, 2), *((2**n, 1) for n in range(20))):
         cells = -(-len(ranks) // each)

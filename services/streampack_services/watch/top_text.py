@@ -1,4 +1,4 @@
-"""Lines of text for a terminal: cells in columns, bars, sparks. Knows widths and colours, not what it shows."""
+"""Lines of text for a terminal: cells in columns, bars, sparks. Knows widths and colors, not what it shows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def title(name: str, note: str, width: int) -> Text:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, left: Sequence[int] = (0,)) -> list[Text]:
     """A header and rows of as many cells; columns ``left`` are set left, the first is cut where there is not room for
-    all, and then the last columns are left out."""
+    all, and then the last columns are left out.
+    """
     texts = [[_text((name, "dim")) for name in header]] + [[_text(cell) for cell in each] for each in rows]
     widths = [max(text.cell_len for text in column) for column in zip(*texts, strict=True)]
     shown = [n for n, wide in enumerate(widths) if n == 0 or any(text[n].plain for text in texts[1:]) or not rows]

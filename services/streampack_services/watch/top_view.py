@@ -40,7 +40,8 @@ WORDS = {"pack_tail": "tails", "empty_pack": "empty packs"}
 @dataclass(frozen=True, slots=True)
 class Look:
     """What a person has chosen to see: which feed, and which figure of the ranks; ``trouble`` is why nothing newer is
-    known, ``keys`` whether there is anybody to press one."""
+    known, ``keys`` whether there is anybody to press one.
+    """
 
     feed: int = 0
     measure: Measure = "waits"
@@ -51,7 +52,8 @@ class Look:
 @dataclass(frozen=True, slots=True)
 class _Block:
     """Lines that are made for a number of them, None for all; fewer than ``least`` say little. What only a page with
-    room to spare has is ``extra``, and never part of all."""
+    room to spare has is ``extra``, and never part of all.
+    """
 
     make: Callable[[int | None], list[Text]]
     least: int
@@ -159,7 +161,7 @@ def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
     window = f"window {counted(now.window.samples, 'sample')}{oldest}"
     rows = [
         ("tokens/s", row((count_text(now.tokens_per_s).rjust(6), "bold"), spark(rates), f"{HISTORY_S / 60:.0f} min")),
-        ("utilisation", row(bar(now.figures.utilisation, BAR), f"{now.figures.utilisation:.2%}",
+        ("utilization", row(bar(now.figures.utilization, BAR), f"{now.figures.utilization:.2%}",
                             f"packing efficiency {now.figures.packing_efficiency:.2%}")),
         ("waste", Text(", ".join(wasted) or "none")),
         ("starved", Text(", ".join(_share(*each) for each in starved) or ("no rank waits" if feed.ranks else "-"),

@@ -307,7 +307,7 @@ def _feed_tree(feed: FeedView) -> Tree:
         "name": feed.name, "state": now.state, "round": now.round, "formed": now.steps.formed,
         "returned": now.steps.returned, "end": now.steps.end, "committed": now.committed,
         "steps_left": msgspec.to_builtins(now.steps_left), "tokens_per_s": now.tokens_per_s, "packs": now.totals.packs,
-        "utilisation": now.figures.utilisation, "packing_efficiency": now.figures.packing_efficiency,
+        "utilization": now.figures.utilization, "packing_efficiency": now.figures.packing_efficiency,
         "waste": feed.waste, "waits_for": now.waiting_for.reason if now.waiting_for else "",
         "waiting_for": now.waiting_for.text if now.waiting_for else "", "starved": feed.starved,
         "starved_streams": feed.starved_streams, "cost_max_over_mean": now.figures.cost_max_over_mean or None,

@@ -2,7 +2,7 @@
 // its place or the theme changes. Under each its legend says the last value, or the one under the cursor.
 
 import { clock } from "./format.js";
-import { colour, make, setAttribute, setText } from "./dom.js";
+import { color, make, setAttribute, setText } from "./dom.js";
 
 const HEIGHT = 200;
 const FONT = "11px system-ui, sans-serif";
@@ -14,7 +14,7 @@ const cursors = window.uPlot.sync("time");
 export class Chart {
   #place; #spec; #plot = null; #data = null; #empty; #legend; #values = [];
 
-  // spec: {series: [{label, colour}], kind: "line" | "stack" | "bars", unit(value) -> text, empty: text,
+  // spec: {series: [{label, color}], kind: "line" | "stack" | "bars", unit(value) -> text, empty: text,
   //        xLabel, yLabel}; of bars `names` are set with the data.
   constructor(place, spec) {
     this.#place = place;
@@ -24,7 +24,7 @@ export class Chart {
     this.#values = spec.series.map((each) => {
       const value = make("b");
       const swatch = make("i");
-      swatch.style.background = `var(${each.colour})`;
+      swatch.style.background = `var(${each.color})`;
       this.#legend.append(make("li", {}, swatch, `${each.label} `, value));
       return value;
     });
@@ -45,7 +45,7 @@ export class Chart {
     if (this.#plot.cursor.idx == null) this.#say(null);
   }
 
-  // Colours have changed.
+  // Colors have changed.
   restyle() {
     this.#plot?.destroy();
     this.#plot = null;
@@ -76,8 +76,8 @@ export class Chart {
   #make() {
     const { kind, series, unit, xLabel, yLabel } = this.#spec;
     const bars = kind === "bars";
-    const ink = { stroke: colour("--quiet"), font: FONT, labelFont: FONT, labelSize: 16, labelGap: 2 };
-    const grid = { stroke: colour("--line"), width: 1 };
+    const ink = { stroke: color("--quiet"), font: FONT, labelFont: FONT, labelSize: 16, labelGap: 2 };
+    const grid = { stroke: color("--line"), width: 1 };
     const ordered = kind === "stack" ? series.toReversed() : series;
     const options = {
       width: this.#place.clientWidth || 300,
@@ -113,7 +113,7 @@ export class Chart {
   }
 
   #line(each, index, number) {
-    const stroke = colour(each.colour);
+    const stroke = color(each.color);
     if (this.#spec.kind === "bars") {
       const size = 0.8 / number;
       const align = number === 1 ? 0 : index === 0 ? -1 : 1;

@@ -43,8 +43,8 @@ export function fillSwitch(group, choices, value, chosen) {
   });
 }
 
-// A colour of the style sheet as a canvas takes it.
-export function colour(name) {
+// A color of the style sheet as a canvas takes it.
+export function color(name) {
   const probe = document.body.appendChild(make("i", { hidden: true }));
   probe.style.color = `var(${name})`;
   const found = getComputedStyle(probe).color;

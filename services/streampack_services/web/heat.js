@@ -1,4 +1,4 @@
-// A cell a rank, coloured by a figure of it. A line of cells has some data-parallel ranks, each with all its others
+// A cell a rank, colored by a figure of it. A line of cells has some data-parallel ranks, each with all its others
 // (context, tensor, pipeline) side by side. Arrow keys go from cell to cell; who has the focus is told of in words.
 
 import { duration, percent, short } from "./format.js";
@@ -136,9 +136,9 @@ export class Heat {
 
 // The background of a cell: each of its parts, 0 to 1, from cool to hot; paler where there is text upon it.
 function shade(parts, roomy) {
-  const colours = parts.map((heat) => `color-mix(in oklab, var(--hot) ${(heat * (roomy ? 55 : 100)).toFixed(1)}%, var(${roomy ? "--card" : "--cool"}))`);
-  if (parts.length < 2) return colours[0] ?? "";
-  return `linear-gradient(to right, ${colours.map((each, at) => `${each} ${at * 100 / parts.length}% ${(at + 1) * 100 / parts.length}%`).join(", ")})`;
+  const colors = parts.map((heat) => `color-mix(in oklab, var(--hot) ${(heat * (roomy ? 55 : 100)).toFixed(1)}%, var(${roomy ? "--card" : "--cool"}))`);
+  if (parts.length < 2) return colors[0] ?? "";
+  return `linear-gradient(to right, ${colors.map((each, at) => `${each} ${at * 100 / parts.length}% ${(at + 1) * 100 / parts.length}%`).join(", ")})`;
 }
 
 // What a tip says of a rank.

@@ -5,7 +5,7 @@ import { count, duration, fewPercent, percent, short } from "./format.js";
 
 const WASTE = [["alignment", "alignment"], ["pack_tail", "tails of packs"], ["shape", "shape"], ["pipeline", "pipeline"], ["empty_pack", "empty packs"]];
 const STARVED = ["stream", "peers", "join", "memory", "forming", "log", "network"];
-const series = (labels) => labels.map((label, index) => ({ label, colour: `--c${index + 1}` }));
+const series = (labels) => labels.map((label, index) => ({ label, color: `--c${index + 1}` }));
 
 export const CHARTS = {
   speed: { kind: "line", series: series(["formed"]), unit: short, yLabel: "tokens / s", empty: "No step was formed yet." },
@@ -81,7 +81,7 @@ function octaveName(octave) {
 
 function drawFills(chart, feed) {
   const all = feed.fills.reduce((sum, [, packs]) => sum + packs, 0);
-  const used = feed.figures.packs ? feed.figures.utilisation : 0;
+  const used = feed.figures.packs ? feed.figures.utilization : 0;
   setText(byId("about-fills"), all ? `${count(all)} packs formed, ${percent(used)} full on average, empty ones too.` : "");
   chart.draw(feed.fills.map(([upto]) => percent(upto, 1).replace("%", "")), [feed.fills.map(([, packs]) => (all ? packs / all : null))],
     `Fill of packs, ${percent(used)} on average`);

@@ -31,7 +31,7 @@ export function showTiles(status, feed) {
   const steps = [`${count(formed)} formed`, ...(end === null ? leftOf(feed) : [`${count(end)} in all`])];
   tiles(byId("tiles"), [
     ["tokens_per_s", "tokens / s", short(feed.tokens_per_s), `${short(feed.totals.tokens)} in all`],
-    ["utilisation", "utilisation", feed.figures.packs ? percent(feed.figures.utilisation) : "", `${count(feed.totals.packs)} packs of ${count(feed.rules.budget)}`],
+    ["utilization", "utilization", feed.figures.packs ? percent(feed.figures.utilization) : "", `${count(feed.totals.packs)} packs of ${count(feed.rules.budget)}`],
     ["returned", "steps trained", count(returned), steps.join(", ")],
     ["starved", "hungriest rank waits", waits.length ? percent(Math.max(...waits), 2) : "", "of its time since the start"],
     ["cost", "cost, max / mean", feed.figures.step_cost_max_over_mean ? feed.figures.step_cost_max_over_mean.toFixed(4) : "", "1: all ranks alike"],

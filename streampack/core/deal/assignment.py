@@ -75,7 +75,8 @@ class PaddedStep:
     """A step as padded micro-batches, those of all ranks by number.
 
     ``packs``: positions of each one's samples, int64 [samples]; ``rows`` int64 [packs] of each, one more than its
-    samples where a rank is short; ``widths`` int64 [packs] tokens of a row."""
+    samples where a rank is short; ``widths`` int64 [packs] tokens of a row.
+    """
 
     packs: list[I64]
     rows: I64

@@ -31,7 +31,8 @@ def lay_out(
 ) -> None:
     """Packs ``handles[bounds[i]:bounds[i + 1]]`` in the order of ``numbers``: fill in ``ends`` int64 [packs], where
     each ends then, the handles ``laid`` int64 [samples], and of each sample what the columns of a table say, from
-    ``length`` to ``part``: uint32 [samples], ``indices`` uint64."""
+    ``length`` to ``part``: uint32 [samples], ``indices`` uint64.
+    """
     at = 0
     for i in range(len(numbers)):
         for k in range(bounds[numbers[i]], bounds[numbers[i] + 1]):

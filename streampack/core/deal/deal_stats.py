@@ -62,7 +62,8 @@ class DealtFigures:
 
     def add_padded(self, step: PaddedFigures, held: I64, tokens: I64, slots: I64) -> None:
         """A step is first dealt as padded micro-batches of ``held`` samples of ``tokens`` tokens, ``slots`` when
-        aligned; int64 [packs]."""
+        aligned; int64 [packs].
+        """
         empty = int((held == 0).sum())
         self.empty_packs += empty
         counted = Totals(
@@ -94,7 +95,8 @@ class DealtFigures:
 
     def costs_by_rank(self) -> list[list[float]]:
         """Of the step that was dealt last, what each data-parallel rank's micro-batches cost, the first ``MOST_SHOWN``
-        of them, over what one costs in the mean: [ranks][micro-batches]. Empty before one was dealt."""
+        of them, over what one costs in the mean: [ranks][micro-batches]. Empty before one was dealt.
+        """
         if self._latest is None:
             return []
         costs = np.take(*self._latest)
@@ -103,7 +105,8 @@ class DealtFigures:
 
     def rank_tokens(self) -> dict[str, dict[str, float]]:
         """Real tokens of a rank's step: ``before`` and ``after`` balancing, the ``min``, ``max``, ``mean`` and
-        ``spread`` (max - min) over ranks, mean over steps."""
+        ``spread`` (max - min) over ranks, mean over steps.
+        """
         return {"before": self._means(self._before), "after": self._means(self._after)}
 
     def _means(self, sums: list[int]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Dynamic batching: padded micro-batches whose size follows their lengths, for models that take no packs.
 
 The samples of one global batch are sorted by length (ties: the earlier first) and dealt over the ranks in turn,
-``sorted[i::dp]``, so that ranks have neighbours at every place. A micro-batch is a stretch of places, the same on all
+``sorted[i::dp]``, so that ranks have neighbors at every place. A micro-batch is a stretch of places, the same on all
 ranks, each sample padded to the longest of *all* ranks rounded up: so every rank has the same shapes. It is closed
 before (count * padded length) would pass the budget. NeMo-RL and ROLL do the same; ROLL's worked example has a
 micro-batch of 2 x 6 tokens for a budget of 10, and is corrected below.
@@ -36,7 +36,8 @@ from streampack.errors import ConfigError, SampleError
 @dataclass(frozen=True, slots=True)
 class PaddedFigures:
     """Tokens over all ranks. ``valid_tokens`` are real; ``original_tokens`` those of one batch as wide as the longest
-    sample (or as was said); ``actual_tokens`` what is computed."""
+    sample (or as was said); ``actual_tokens`` what is computed.
+    """
 
     valid_tokens: int
     original_tokens: int
@@ -54,7 +55,8 @@ class PaddedFigures:
 @dataclass(frozen=True, slots=True)
 class PaddedBatches:
     """``places`` int64 [places, dp]: sample numbers, shortest first, -1 for a row of padding. ``bounds`` int64 [m + 1]:
-    micro-batch i is ``places[bounds[i]:bounds[i + 1], rank]``, each row ``lengths[i]`` tokens wide (int64 [m])."""
+    micro-batch i is ``places[bounds[i]:bounds[i + 1], rank]``, each row ``lengths[i]`` tokens wide (int64 [m]).
+    """
 
     places: I64
     bounds: I64

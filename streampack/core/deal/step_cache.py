@@ -34,7 +34,8 @@ NOTHING = Contents(*[np.zeros(0, np.int64)] * 4)
 class Portions(NamedTuple):
     """Packs, or the parts of them that ranks get: pack i holds samples ``handles[bounds[i]:bounds[i + 1]]``, int64 [n]
     and [packs + 1]. Of each, int64 [packs]: its samples' ``loss_tokens`` and ``costs``, and their ``tokens``, also when
-    aligned (``slots``)."""
+    aligned (``slots``).
+    """
 
     handles: I64
     bounds: I64
@@ -47,7 +48,8 @@ class Portions(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Dealt:
     """A step on a mesh of ``sizes`` (dp, pp): ``each`` packs for a rank, rank 0's first, in ``contents`` and the
-    columns of its messages; pack i holds samples ``bounds[i]`` to ``bounds[i + 1]``."""
+    columns of its messages; pack i holds samples ``bounds[i]`` to ``bounds[i + 1]``.
+    """
 
     sizes: tuple[int, int]
     each: int
@@ -105,7 +107,8 @@ class KeptSteps:
 
     def parts(self, number: int, mesh: Mesh, begin: int = 0, resend: int = 0) -> Iterator[tuple[StepPart, Contents]]:
         """A step's messages for one rank, in order from number ``begin`` on, each with its packs; from the first on
-        where there are fewer."""
+        where there are fewer.
+        """
         kept, rules = self._steps[number], self._rules
         if kept.skipped:
             yield self._passed_over(kept.step, resend), NOTHING

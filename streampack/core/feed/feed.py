@@ -264,7 +264,8 @@ class Feed:
     def rewind(self, step: int, given: Snapshot | None, back: bool) -> list[Effect]:
         """Trainers begin at ``step``, which is not the next. Those that have gone ``back`` had returned it: where that
         is wanted, pushed samples that came since are dropped, and other steps follow, in another lineage. Others go on
-        where the broker before was killed: it had formed steps that nobody has returned, as far as the log knows."""
+        where the broker before was killed: it had formed steps that nobody has returned, as far as the log knows.
+        """
         effects: list[Effect] = []
         self._checkpoints.go_back(step)
         discards = self.plan.discards and back and step < self.history.num_steps
@@ -277,7 +278,8 @@ class Feed:
 
     def go_to(self, step: int, given: Snapshot | None = None, anew: bool = False) -> list[Effect]:
         """Have ``step`` be the next that is served; the readers have let go of theirs. ``given`` is a checkpoint's;
-        ``anew``: what is merged is not what it would be."""
+        ``anew``: what is merged is not what it would be.
+        """
         found, here = self.history.nearest(step), self.next_step
         nearest = max(found[0] if found is not None else 0, given.step if given is not None else 0)
         effects: list[Effect] = []
@@ -313,7 +315,8 @@ class Feed:
 
     def _adopt(self, given: Snapshot, step: int) -> list[Effect]:
         """Restore the snapshot of a checkpoint that begins at ``step``, and record the changes and skips that the log
-        of this broker does not have."""
+        of this broker does not have.
+        """
         effects: list[Effect] = []
         history = self.history
         for number, change in enumerate(given.changes):
@@ -388,7 +391,8 @@ class Feed:
 
     def skip(self, first: int, last: int) -> list[Effect]:
         """Pass over steps ``first`` to ``last``; what follows stays as it is. Raises ValueError for steps that some
-        rank may have had."""
+        rank may have had.
+        """
         if not 0 <= first <= last:
             raise ValueError(f"got steps {first} to {last}, expected the first one first")
         if self.steps.joined and first < self.steps.formed_upto:

@@ -29,7 +29,8 @@ def describe(
 ) -> None:
     """Of packs ``handles[bounds[i]:bounds[i + 1]]`` fill in ``sums`` int64 [4, packs], see ``steps.PlannedPacks``, and
     ``identities`` uint32 [samples, 6], in little endian ``steps.IDENTITY``. The others are columns of a table; a
-    sample of s padded tokens costs ``a * s + b * s * s``."""
+    sample of s padded tokens costs ``a * s + b * s * s``.
+    """
     for pack in range(len(bounds) - 1):
         tokens, slots, loss, cost = 0, 0, 0, 0
         for k in range(bounds[pack], bounds[pack + 1]):

@@ -40,7 +40,8 @@ from streampack.errors import InternalError
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a packer is asked for: ``count`` packs of items of ``lengths`` (int64 [n]) and ``sizes`` samples (None: one
-    each); lengths and ``budget`` are in units of the sample alignment."""
+    each); lengths and ``budget`` are in units of the sample alignment.
+    """
 
     packer: Packer
     lengths: I64
@@ -100,7 +101,8 @@ class Former:
     def hungry(self) -> bool:
         """Should more samples be admitted, for the next step and the one behind it?
 
-        A step that finds too few beside the window takes two choices."""
+        A step that finds too few beside the window takes two choices.
+        """
         rules, batch = self._rules, self._rules.batch
         if batch is None:
             step, samples = rules.packs * rules.budget, self.num_samples

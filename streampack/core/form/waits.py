@@ -19,7 +19,8 @@ AT_ONCE = 1 << 14
 
 class Waits:
     """Of the samples that a former holds, in their order; ``packs`` make a step, or None where batches do: whose
-    samples wait for none but each other."""
+    samples wait for none but each other.
+    """
 
     def __init__(self, packer: Packer, window: int, packs: int | None) -> None:
         self._packer, self._window, self._packs = packer, window, packs
@@ -45,7 +46,8 @@ class Waits:
 
     def longest(self, step: int, since: I64) -> int:
         """Steps that a sample has waited, at most, where ``step`` is formed next, and those held were first seen
-        ``since`` then, int64 [n], -1 for those that were not."""
+        ``since`` then, int64 [n], -1 for those that were not.
+        """
         self._count()
         seen = since[since >= 0]
         return max(self._longest, step - int(seen.min(initial=step)))
@@ -60,7 +62,8 @@ class Waits:
     @property
     def bound(self) -> int | None:
         """Steps that no sample waits beyond, with as many held as there were at most; None where packers slide no
-        window, or promise nothing."""
+        window, or promise nothing.
+        """
         if self._packs is None:
             return None
         packs = self._packer.max_wait(self._window, self._most_held)

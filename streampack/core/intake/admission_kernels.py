@@ -14,7 +14,8 @@ from streampack.core.model.samples import I32, I64, U32, SampleTable
 @njit(nogil=True, cache=True)
 def measure(lengths: U32, loss_tokens: U32) -> tuple[int, int, int, int]:
     """Of samples' lengths and labels that count, uint32 [n]: all tokens, the most of one sample, samples of none, and
-    those with as many labels as tokens, which cannot be."""
+    those with as many labels as tokens, which cannot be.
+    """
     tokens = longest = num_empty = wrong_loss = 0
     for i in range(len(lengths)):
         length: Any = np.int64(lengths[i])

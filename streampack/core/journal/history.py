@@ -27,7 +27,8 @@ KEPT_STEPS = 16
 class ChunkPlace:
     """A recorded chunk: ``count`` samples, of ``tokens``, of a partition from ``base_seq`` on; or the ``mark``-th mark,
     behind ``base_seq`` samples. ``lost``: trainers went back and its samples were discarded; ``counted``: the log says
-    of each that it was. ``version`` is the policy's that made them, -1 where none is said."""
+    of each that it was. ``version`` is the policy's that made them, -1 where none is said.
+    """
 
     partition: int
     base_seq: int
@@ -231,7 +232,8 @@ class History:
     @property
     def oldest_step(self) -> int:
         """The first step that can be gone to: 0, or, where the order of arrival decides and the log has lost its first
-        chunks, that of the first snapshot which needs none of them."""
+        chunks, that of the first snapshot which needs none of them.
+        """
         if not (self.is_cut and self.in_order):
             return 0
         begins: dict[int, int] = {}
@@ -246,7 +248,8 @@ class History:
 
     def revisit(self, step: int) -> None:
         """Have a broker that begins serve ``step`` first, passed over or not, and keep nothing for anybody else: to
-        look at it again."""
+        look at it again.
+        """
         self.released = step
         self.skips.clear()
         self.commits.clear()
@@ -272,7 +275,8 @@ class History:
 
     def branch(self, lineage: int, step: int, since: int | None = None) -> None:
         """Forget what is recorded of ``step`` and after: another lineage follows, without chunks of records from
-        ``since`` on."""
+        ``since`` on.
+        """
         for place in self.order:
             place.lost = place.lost or (since is not None and place.lsn >= since)
         if since is not None:  # policies begin again from an older version: theirs is not to be too old

@@ -13,7 +13,8 @@ from streampack.core.protocol.events import Effect, Event
 
 class Safe(Event, frozen=True):
     """The log has every record below ``upto``, as safely as was asked for; ``stalled`` is why the rest waits,
-    ``full`` why nothing should be taken in that has to be written down."""
+    ``full`` why nothing should be taken in that has to be written down.
+    """
 
     upto: int
     stalled: str = ""

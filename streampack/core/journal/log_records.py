@@ -27,7 +27,8 @@ class Record(Struct, frozen=True, kw_only=True):
 
 class StreamFacts(Struct, frozen=True, kw_only=True):
     """What has been found out of a stream: the digest of its source, and by partition its samples where the end is
-    known (else None), samples and marks that are recorded."""
+    known (else None), samples and marks that are recorded.
+    """
 
     source_digest: str = ""
     totals: list[int | None] = []
@@ -38,7 +39,8 @@ class StreamFacts(Struct, frozen=True, kw_only=True):
 class FeedFacts(Struct, frozen=True, kw_only=True):
     """What must be known of a feed beside its steps: the rules it began with, how they changed, the step at which its
     ``lineage`` begins, steps that are passed over (first, last), checkpoints that are kept, and the newest policy's
-    version that samples came with, where any did."""
+    version that samples came with, where any did.
+    """
 
     rules: Rules
     lineage: int = 0
@@ -130,7 +132,8 @@ class PartitionEnded(Record, frozen=True, kw_only=True):
 class StepFormed(Record, frozen=True, kw_only=True):
     """A step and all that is in it: ``counts_u32`` samples of each pack, ``rows`` the samples (``samples.ROW``, the
     stream by its number in the rules then). ``released``: steps below are returned by every rank. ``keeps``, uint8:
-    what each sample says of the next, as in snapshots."""
+    what each sample says of the next, as in snapshots.
+    """
 
     TYPE: ClassVar[int] = 7
     feed: str
@@ -184,7 +187,8 @@ class StepsSkipped(Record, frozen=True, kw_only=True):
 
 class LineageBegan(Record, frozen=True, kw_only=True):
     """What was recorded of steps from ``step`` on is of another lineage than what follows, and ``why``; pushed samples
-    of records from ``since`` on are dropped, if it is given."""
+    of records from ``since`` on are dropped, if it is given.
+    """
 
     TYPE: ClassVar[int] = 12
     feed: str

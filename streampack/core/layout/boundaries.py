@@ -23,7 +23,8 @@ def round_up(value: int, multiple: int) -> int:
 
 class Contents(NamedTuple):
     """Packs to be laid out: their samples' ``handles`` int64 [samples], one pack behind another, and of each, int64
-    [packs], its ``counts`` of samples, ``widths`` (T), and ``aligns``: what its samples are padded to a multiple of."""
+    [packs], its ``counts`` of samples, ``widths`` (T), and ``aligns``: what its samples are padded to a multiple of.
+    """
 
     handles: I64
     counts: I64
@@ -77,7 +78,8 @@ def layout(lengths: I64, align: int, total: int) -> Layout:
 
 class Boundaries(NamedTuple):
     """Of several packs: ``cu_seqlens`` (``real``) and ``cu_seqlens_padded`` int32 [segments + packs], one pack's behind
-    another's, and where each's begin, ``first`` int64 [packs + 1]."""
+    another's, and where each's begin, ``first`` int64 [packs + 1].
+    """
 
     real: I32
     padded: I32
@@ -124,7 +126,8 @@ class Layouts:
 
 def layouts(lengths: I64, counts: I64, align: int | I64, totals: I64) -> Layouts:
     """Lay packs of ``counts`` int64 [p] samples and ``totals`` int64 [p] tokens each out, as ``layout`` does; same
-    errors. ``align``: of all of them, or int64 [p] of each: so long are the rows of a padded micro-batch."""
+    errors. ``align``: of all of them, or int64 [p] of each: so long are the rows of a padded micro-batch.
+    """
     if len(lengths) and int(lengths.min()) <= 0:
         raise ValueError(f"got a sample of {int(lengths.min())} tokens, expected at least 1")
     first_sample = np.zeros(len(counts) + 1, np.int64)

@@ -95,7 +95,7 @@ def derive(
     offset: I64,
     size: I64,
     real: I64,
-    labelled: bool,
+    labeled: bool,
     input_ids: I64,
     labels: I64,
     position_ids: I64,
@@ -104,7 +104,7 @@ def derive(
     """Fill in the last four, [N] each, for slices one after another, as ``layout.derive_positions`` has them.
 
     ``tokens`` int32 or uint16 [N]. ``edges`` int32 [slices], the token after each; empty where slices are whole
-    segments. ``counted`` uint8 [N]: 0 where a label does not count; empty where all do. ``labelled``: ``labels`` holds
+    segments. ``counted`` uint8 [N]: 0 where a label does not count; empty where all do. ``labeled``: ``labels`` holds
     those that were sent, and is only masked.
     """
     at = 0
@@ -124,7 +124,7 @@ def derive(
         for j in range(held, count):
             padding[j] = True
             label[j] = IGNORE_INDEX
-        if not labelled and held > 0:
+        if not labeled and held > 0:
             for j in range(held - 1):
                 label[j] = following[j]
             label[held - 1] = IGNORE_INDEX if first + held == real[i] else edges[i]

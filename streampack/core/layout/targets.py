@@ -64,18 +64,18 @@ def derive_labels(
 
 
 def derive(
-    tokens: NDArray[Any], edges: I32, counted: NDArray[np.uint8], offset: I64, size: I64, real: I64, labelled: bool,
+    tokens: NDArray[Any], edges: I32, counted: NDArray[np.uint8], offset: I64, size: I64, real: I64, labeled: bool,
     input_ids: I64, labels: I64, position_ids: I64, padding_mask: NDArray[np.bool_],
 ) -> None:  # fmt: skip
     """Fill in the last four, [N] each, for slices one after another, as in ``derive_positions``.
 
     ``tokens`` int32 or uint16 [N]. ``edges`` int32 [k], the token after each slice; empty where slices are whole
-    segments. ``counted`` uint8 [N]: 0 where a label does not count; empty where all do. ``labelled``: ``labels``
+    segments. ``counted`` uint8 [N]: 0 where a label does not count; empty where all do. ``labeled``: ``labels``
     holds those that were sent, and is only masked. ``layout_kernels`` is the same, compiled.
     """
     padding = derive_positions(offset, size, real, position_ids, padding_mask)
     input_ids[:] = tokens
-    if labelled:
+    if labeled:
         labels[padding] = IGNORE_INDEX
     else:
         derive_labels(input_ids, offset, size, real, edges if len(edges) else None, padding, labels)

@@ -30,7 +30,8 @@ NONE = -1
 
 class Script:
     """Runs in their order, from number ``base`` on: ``stop`` int64 [n], the partition's sequence number that ends
-    it, and ``after``, the number of the partition's next run. ``current`` and ``last`` are each partition's."""
+    it, and ``after``, the number of the partition's next run. ``current`` and ``last`` are each partition's.
+    """
 
     def __init__(self, capacity: int = 1024) -> None:
         self.base = 0
@@ -98,7 +99,8 @@ class Arrival(Queues):
     @property
     def marks(self) -> list[int]:
         """Barriers said of each partition, those before a loaded state among them: who repeats recorded marks says
-        those whose number is not below it."""
+        those whose number is not below it.
+        """
         return list(self._marks)
 
     def script(self, partition: int, first_seq: int, count: int) -> None:

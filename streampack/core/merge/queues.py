@@ -32,7 +32,8 @@ NOWHERE = 2**62
 @dataclass(frozen=True, slots=True)
 class Taken:
     """Samples in merge order: ``handles`` and ``lengths`` int64 [n]; the partition waited for, or None;
-    the partitions that moved on, int64 [k], be it over rejected samples alone."""
+    the partitions that moved on, int64 [k], be it over rejected samples alone.
+    """
 
     handles: I64
     lengths: I64

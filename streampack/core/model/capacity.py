@@ -13,7 +13,8 @@ MAX_PEERS = 16_384
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """What producers may send: ``quota_tokens`` of each partition wait for the merge at most, a sample has up to
-    ``max_sample_tokens``, a message up to ``max_chunk_bytes``; ``max_peers`` of them are there at a time."""
+    ``max_sample_tokens``, a message up to ``max_chunk_bytes``; ``max_peers`` of them are there at a time.
+    """
 
     quota_tokens: int
     max_sample_tokens: int
@@ -24,7 +25,8 @@ class Capacity:
 @dataclass(frozen=True, slots=True)
 class FeedPlan:
     """A feed before it runs: ``layout`` is how context parallelism cuts its packs, ``merged_tokens`` its share of
-    the arena for all that is merged."""
+    the arena for all that is merged.
+    """
 
     name: str
     rules: Rules
@@ -43,7 +45,8 @@ def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
     """Merged tokens without which a step might never be whole: the window of longest samples (``joint`` holds
     outliers beside it), the step being formed, one being served, and a sample on its way.
 
-    Of batches nobody knows how long their samples are: those of one are a token each at least."""
+    Of batches nobody knows how long their samples are: those of one are a token each at least.
+    """
     if rules.batch is not None:
         return (rules.batch.samples or rules.batch.min_samples) + 2 * rules.budget + max_sample_tokens
     held = (rules.window + 2) * rules.budget

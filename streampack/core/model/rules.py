@@ -98,7 +98,7 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
 
     @property
     def factors(self) -> tuple[int, int]:
-        """a and b."""
+        """A and b."""
         return (6 * self.hidden_size, 1) if self.hidden_size else (self.a, self.b)
 
     def costs(self, slots: I64) -> I64:
@@ -311,7 +311,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     @property
     def finite(self) -> bool:
         """Every stream ends, or one stops the rest: the feed has a last step, and can be iterated again. None is
-        pushed: that is read once."""
+        pushed: that is read once.
+        """
         if any(stream.pushed for stream in self.streams):
             return False
         stops = any(stream.on_exhaust == "stop" for stream in self.streams)
@@ -320,7 +321,8 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     @property
     def digest(self) -> str:
         """32 hex digits that name these rules: blake2b over their canonical JSON, without what is a default: so that a
-        rule which a later version adds leaves recorded runs as they are."""
+        rule which a later version adds leaves recorded runs as they are.
+        """
         text = msgspec.json.encode(self, order="sorted")
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
@@ -331,7 +333,8 @@ def _said(value: object) -> str:
 
 class RulesChange(Struct, frozen=True, kw_only=True):
     """Other rules for all that a feed merges after its first ``position`` samples: that is from ``step`` on, but for
-    what the window held. Before that step is reached the position is not known: -1. ``note`` says what was asked."""
+    what the window held. Before that step is reached the position is not known: -1. ``note`` says what was asked.
+    """
 
     step: int
     position: int

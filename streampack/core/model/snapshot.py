@@ -27,7 +27,8 @@ class MergeState(Struct, frozen=True):
     """A merge between two samples: by stream clock, turn, live; by partition ended, samples and tokens taken,
     and whether it is at a barrier; whether a stream that ended has stopped it all, whether nothing of this pass
     was taken, and how many there were before it. In order of arrival there are no clocks, and ``turn`` counts the
-    barriers gone over by partition."""
+    barriers gone over by partition.
+    """
 
     clock: list[int]
     turn: list[int]
@@ -65,7 +66,8 @@ class FormState(Struct, frozen=True):
 
 class Snapshot(Struct, frozen=True):
     """A feed's whole state, under the rules of digest ``rules`` and the first ``applied`` of the ``changes`` to them;
-    plain data, to be stored anyhow. ``floors`` by partition; ``skips`` are steps that are passed over (first, last)."""
+    plain data, to be stored anyhow. ``floors`` by partition; ``skips`` are steps that are passed over (first, last).
+    """
 
     rules: str
     merge: MergeState

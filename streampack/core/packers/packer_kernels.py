@@ -198,7 +198,7 @@ else:  # a row of the bitset is one Python int
 def _widen(rows, row, words, length):  # type: ignore[no-untyped-def]
     """The next row: this one OR itself shifted down by ``length`` bits; whether that added any.
 
-    Over views, whose indices cannot be negative: so the loops are vectorised.
+    Over views, whose indices cannot be negative: so the loops are vectorized.
     """
     skip = length >> 6
     low = np.uint64(length & 63)

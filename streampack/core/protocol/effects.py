@@ -20,7 +20,8 @@ from streampack.core.protocol.rights import Rights
 
 class FromProducer(Event, frozen=True):
     """A message of a producer; ``peer`` is what an answer is addressed to; ``rights``: those of its key, None where
-    there are no keys."""
+    there are no keys.
+    """
 
     peer: bytes
     envelope: Envelope
@@ -62,7 +63,8 @@ class Drain(Event, frozen=True):
 
 class Change(Event, frozen=True):
     """Somebody asks for a change of ``feed`` (empty: the only one) that holds from step ``at_step`` on, or from the
-    first that is not formed yet. ``note`` is what to record of it. Answered by an ``Answer`` of the same ``token``."""
+    first that is not formed yet. ``note`` is what to record of it. Answered by an ``Answer`` of the same ``token``.
+    """
 
     token: int
     feed: str

@@ -1,4 +1,4 @@
-"""Messages between producers and the broker. The file is a catalogue: each message, and its answer, in one place."""
+"""Messages between producers and the broker. The file is a catalog: each message, and its answer, in one place."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ class Sent(Message, frozen=True, kw_only=True):
 
 class Mark(Message, frozen=True, kw_only=True):
     """A pushing producer has ended its batch ``batch`` after sample ``seq - 1``: nothing that follows shares a step
-    with what came before. ``number`` counts the partition's marks from 0."""
+    with what came before. ``number`` counts the partition's marks from 0.
+    """
 
     TYPE: ClassVar[int] = 7
     stream: Name
@@ -101,7 +102,8 @@ class Mark(Message, frozen=True, kw_only=True):
 
 class SourceSize(Struct, frozen=True, kw_only=True):
     """What is known of how much a source has: its ``shards``, those that were ``opened``, how many ``samples`` these
-    have, and the sum of the ``squares`` of each one's."""
+    have, and the sum of the ``squares`` of each one's.
+    """
 
     shards: Count
     opened: Annotated[int, Meta(ge=1, lt=2**62)]
@@ -111,7 +113,8 @@ class SourceSize(Struct, frozen=True, kw_only=True):
 
 class ProducerPing(Message, frozen=True, kw_only=True):
     """Alive, from the main loop; ``failure`` is why this producer must stop, where it must. ``sizes`` of the streams
-    that it reads."""
+    that it reads.
+    """
 
     TYPE: ClassVar[int] = 4
     producer: Name
@@ -150,7 +153,8 @@ class Lease(Message, frozen=True, kw_only=True):
 class Flow(Message, frozen=True, kw_only=True):
     """What the broker has and what it allows, of one session: send samples below ``grant_seq``
     and no more than ``grant_bytes`` in all. ``durable_seq`` and ``durable_marks``: of samples and marks below
-    nothing will be asked again: they are safe in the log (R1; 0 where the stream is read again, not kept)."""
+    nothing will be asked again: they are safe in the log (R1; 0 where the stream is read again, not kept).
+    """
 
     TYPE: ClassVar[int] = 11
     stream: Name

@@ -1,4 +1,4 @@
-"""Messages between trainers and the broker. The file is a catalogue: each message, and its answer, in one place."""
+"""Messages between trainers and the broker. The file is a catalog: each message, and its answer, in one place."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Get(Message, frozen=True, kw_only=True):
 
 class ReaderPing(Message, frozen=True, kw_only=True):
     """Alive, whether or not anything is wanted; ``stats`` are figures of the client for the metrics. The reader has
-    every part before part ``part`` of step ``have_upto``."""
+    every part before part ``part`` of step ``have_upto``.
+    """
 
     TYPE: ClassVar[int] = 22
     feed: Name
@@ -182,7 +183,8 @@ class StepPart(Message, frozen=True, kw_only=True):
 
     def aligns(self, rules: Rules) -> I64:
         """What samples are padded to a multiple of, in each pack, int64 [p]: in padded ones the length of their rows.
-        Raises ValueError for rows that cannot be."""
+        Raises ValueError for rows that cannot be.
+        """
         counts = np.frombuffer(self.counts_u32, "<u4").astype(np.int64)
         if not rules.padded:
             return np.full(len(counts), rules.align.sample, np.int64)
@@ -225,7 +227,8 @@ class Wait(Message, frozen=True, kw_only=True):
 
 class End(Message, frozen=True, kw_only=True):
     """There is no step from ``num_steps`` on; ``chain`` is the digest of the whole run. Every step was sent before, for
-    the Get of this ``resend``."""
+    the Get of this ``resend``.
+    """
 
     TYPE: ClassVar[int] = 33
     feed: Name
@@ -252,7 +255,8 @@ class AskSnapshot(Message, frozen=True, kw_only=True):
 
 class State(Message, frozen=True, kw_only=True):
     """What decides all steps from ``step`` on: ``snapshot`` is that of the nearest step not after it, None where that
-    is step 0. The same for every rank."""
+    is step 0. The same for every rank.
+    """
 
     TYPE: ClassVar[int] = 34
     feed: Name

@@ -25,7 +25,8 @@ def spread(name: str, number: int) -> float:
 @dataclass(slots=True)
 class Backoff:
     """Repeats of one message by the peer ``name``: after ``first_s``, then after twice as long each time, up to
-    ``most_s``; every delay is a quarter longer or shorter."""
+    ``most_s``; every delay is a quarter longer or shorter.
+    """
 
     name: str
     first_s: float

@@ -33,7 +33,8 @@ Session = tuple[int, int]
 
 class Chunk(Event, frozen=True):
     """Samples to be sent as one: ``payload`` is the tokens and every field; ``num_bytes`` of those by token. With
-    ``keep`` they are a group. ``policy_version`` is that of all of them."""
+    ``keep`` they are a group. ``policy_version`` is that of all of them.
+    """
 
     key: PartitionKey
     session: Session
@@ -65,7 +66,8 @@ class Leave(Event, frozen=True):
 
 class Finish(Effect, frozen=True):
     """Nothing is left to do, or the broker refused: ``error`` says so. Code ``done``: the broker wants no more of
-    anybody; ``stopped``: it is stopping."""
+    anybody; ``stopped``: it is stopping.
+    """
 
     error: str
     code: str = ""

@@ -41,7 +41,8 @@ class Starvation(Struct, frozen=True, kw_only=True):
     """What a rank has waited for since its client began, in seconds by cause and, of the cause ``stream``, by stream;
     how many waits were as long as each of ``WAIT_BOUNDS_S`` at most and longer than the one before, and how many were
     longer than all. ``trainer_s``: how long the trainer had a step and did not ask for the next; ``step_s``: how long
-    a step takes lately, from one to the next."""
+    a step takes lately, from one to the next.
+    """
 
     causes_s: Annotated[dict[_Name, Seconds], Meta(max_length=32)] = {}
     streams_s: Annotated[dict[_Name, Seconds], Meta(max_length=1024)] = {}

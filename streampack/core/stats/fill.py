@@ -23,10 +23,10 @@ class Figures:
     packs: int = 0
     tokens: int = 0
     #: tokens / (packs * budget)
-    utilisation: float = 0.0
-    #: 1 - utilisation
+    utilization: float = 0.0
+    #: 1 - utilization
     waste_ratio: float = 0.0
-    #: 1 - sample standard deviation (n - 1) of the packs' utilisation / its mean; 1 for one pack; may be negative
+    #: 1 - sample standard deviation (n - 1) of the packs' utilization / its mean; 1 for one pack; may be negative
     bin_balance: float = 0.0
     #: ceil(tokens / budget): no packing has fewer, and lengths above budget / 2 may allow no packing with so few
     theoretical_min_packs: int = 0
@@ -39,7 +39,7 @@ def figures(sums: NDArray[np.int64], budget: int) -> Figures:
 
     Raises ValueError for a budget below 1, a negative sum, or one above the budget.
 
-    >>> figures(np.array([8, 4]), 8).utilisation
+    >>> figures(np.array([8, 4]), 8).utilization
     0.75
     """
     if budget < 1:
@@ -54,7 +54,7 @@ def figures(sums: NDArray[np.int64], budget: int) -> Figures:
     return Figures(
         packs=packs,
         tokens=tokens,
-        utilisation=tokens / (packs * budget),
+        utilization=tokens / (packs * budget),
         waste_ratio=1 - tokens / (packs * budget),
         bin_balance=_balance(sums),
         theoretical_min_packs=minimum,
@@ -78,7 +78,7 @@ def from_moments(packs: int, tokens: int, square_tokens: int, budget: int) -> Fi
     return Figures(
         packs=packs,
         tokens=tokens,
-        utilisation=tokens / (packs * budget),
+        utilization=tokens / (packs * budget),
         waste_ratio=1 - tokens / (packs * budget),
         bin_balance=_balance_from_moments(packs, tokens, square_tokens),
         theoretical_min_packs=minimum,

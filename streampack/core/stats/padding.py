@@ -28,7 +28,8 @@ def depends_on_mesh(rules: Rules) -> bool:
 
 def waste_of(tokens: I64, slots: I64, widths: I64, rules: Rules) -> I64:
     """Tokens wasted, by cause, int64 [CAUSES]: by packs that hold ``tokens``, take ``slots`` when aligned, and are
-    delivered ``widths`` long; all int64 [packs]."""
+    delivered ``widths`` long; all int64 [packs].
+    """
     own, held = rules.own_widths(slots), slots > 0
     laid = own if rules.shape == "fixed" else -(-slots // rules.align.pack) * rules.align.pack
     parts = np.stack([slots - tokens, laid - slots, own - laid, widths - own])
@@ -38,7 +39,8 @@ def waste_of(tokens: I64, slots: I64, widths: I64, rules: Rules) -> I64:
 
 def waste_of_rows(tokens: I64, slots: I64, held: I64, rows: I64, widths: I64) -> I64:
     """The same of padded micro-batches: ``rows`` of ``widths`` tokens each, of which ``held`` hold a sample; all int64
-    [packs]."""
+    [packs].
+    """
     sums = [(slots - tokens).sum(), 0, (held * widths - slots).sum(), 0, ((rows - held) * widths).sum()]
     return np.array(sums, np.int64)
 

@@ -121,7 +121,7 @@ class RemoteFile:
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL, and the path in it."""
+    """Fsspec's file system for a URL, and the path in it."""
     try:
         fsspec = importlib.import_module("fsspec.core")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets: PREFIX.bin holds token ids, PREFIX.idx says where each sequence lies.
+r"""Megatron's indexed datasets: PREFIX.bin holds token ids, PREFIX.idx says where each sequence lies.
 
 Theory of operation. The index (megatron/core/datasets/indexed_dataset.py, version 1) is, little-endian:
 

@@ -96,7 +96,7 @@ def _plain(header: bytes) -> tuple[str, int] | None:
 
 
 def _pax(records: bytes) -> dict[bytes, bytes]:
-    """pax records, each ``length keyword=value newline``; empty when there is one that tarfile should look at.
+    """Pax records, each ``length keyword=value newline``; empty when there is one that tarfile should look at.
 
     webdataset.TarWriter writes such a header before every member, for the fraction of its time stamp.
     """

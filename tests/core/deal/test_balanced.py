@@ -1,5 +1,6 @@
 """Packs formed by cost: as good as other systems' partitions, never worse than full packs, the same with and without
-numba."""
+numba.
+"""
 
 from __future__ import annotations
 

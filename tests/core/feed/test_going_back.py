@@ -94,7 +94,8 @@ class Rollouts(Live):
 
 class Unsafe(Rollouts):
     """The log is safe some time after it was written to, and a broker that is killed loses of the rest what is drawn:
-    as when the power fails."""
+    as when the power fails.
+    """
 
     safe_upto = 0
 
@@ -224,7 +225,8 @@ def test_so_they_are_where_the_log_loses_what_was_not_safe(story: list[tuple[str
 
 def test_trainers_that_were_let_in_where_they_went_back_to_go_back_again_if_the_log_lost_it() -> None:
     """They say that they go on in a lineage that the next broker knows nothing of: what was pushed since is dropped
-    there, too, and by the one after it not again."""
+    there, too, and by the one after it not again.
+    """
     again = 0
     for seed in range(40):
         live = Unsafe(seed)
@@ -248,7 +250,8 @@ def test_trainers_that_were_let_in_where_they_went_back_to_go_back_again_if_the_
 
 def test_trainers_that_go_on_when_a_broker_was_killed_have_not_gone_back() -> None:
     """The log said of fewer steps that they were returned than were: who asked for the next seemed to go back from
-    those that had been formed since, and rollouts were dropped, though nobody had lost a step."""
+    those that had been formed since, and rollouts were dropped, though nobody had lost a step.
+    """
     for seed in range(60):
         live = Rollouts(seed)
         live.wanted = 60
@@ -263,7 +266,8 @@ def test_trainers_that_go_on_when_a_broker_was_killed_have_not_gone_back() -> No
 
 def test_new_trainers_that_begin_where_the_last_ended_have_not_gone_back_however_soon_they_come() -> None:
     """The broker before was killed, and had formed steps ahead: rollouts were dropped where they came before the next
-    had formed these again."""
+    had formed these again.
+    """
     for seed in range(40):
         live = Rollouts(seed)
         live.wanted = 60

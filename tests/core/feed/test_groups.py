@@ -360,7 +360,8 @@ SPARE = StreamRules("spare", 1.0, 1, pushed=True)
 
 class Pushed(Rollouts):
     """Programs push groups of one to four samples, ``keeps`` by turns, over-long ones too; with ``marks`` they end a
-    batch after every fifth group."""
+    batch after every fifth group.
+    """
 
     def __init__(self, rules: Rules, keeps: list[Keep | None], seed: int, *, discards: bool, marks: bool) -> None:
         self.keeps, self.marks = keeps, marks

@@ -29,7 +29,8 @@ Found = dict[tuple[int, int], tuple[int, int, int]]
 
 class TwoStreams(Live):
     """Two programs that push groups of ``size``, each kept in one pack, or in one step where those are batches, up to
-    ``wanted`` times ``size`` samples."""
+    ``wanted`` times ``size`` samples.
+    """
 
     def __init__(self, seed: int, size: int, rules: Rules = RULES, memory: int | None = None) -> None:
         self.size, self.wanted, self.over = size, 0, False

@@ -113,7 +113,8 @@ def test_skipped_steps_are_passed_over_and_what_follows_is_unchanged(
     seed: int, first: int, more: int, killed: bool
 ) -> None:
     """After a loss spike: the trainers are stopped, and go back to before it, where the broker still has the steps or
-    where it must form them again."""
+    where it must form them again.
+    """
     live, plain = Live(RULES, DATA, seed), planned(RULES, DATA, [])
     live.read(first + 2)
     refusal = live.ask(Skip(first, first + more)).refusal

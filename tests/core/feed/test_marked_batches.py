@@ -25,7 +25,8 @@ Ids = set[tuple[int, int]]
 
 class Batches(Rollouts):
     """Each partition pushes ``sizes[b][partition]`` samples to batch b, marks its end where ``marks``, and is over at
-    the end of the last. With ``waits`` nothing of batch b is pushed before the rank has had step b - 1."""
+    the end of the last. With ``waits`` nothing of batch b is pushed before the rank has had step b - 1.
+    """
 
     def __init__(
         self, batch: Batch, sizes: list[tuple[int, int]], seed: int, *, marks: bool, waits: bool, quota: int = 64
@@ -142,7 +143,8 @@ def test_a_mark_closes_a_batch_of_so_many_samples_too(
 
 class OneThread(Batches):
     """One thread pushes to both partitions, and waits while a buffer is full: it pushes each batch to partition 0 and
-    ends it before it ends the batch before on partition 1."""
+    ends it before it ends the batch before on partition 1.
+    """
 
     buffer_bytes = 2 * 1024
 

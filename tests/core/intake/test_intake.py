@@ -20,7 +20,8 @@ def test_what_waits_never_exceeds_the_quota_whatever_the_producer_sends(
     data: st.DataObject, token_bytes: int, quota: int
 ) -> None:
     """A producer that obeys any grant it ever got in its session, however old, is never refused, and the
-    books never hold more than the quota; one that does not obey is refused."""
+    books never hold more than the quota; one that does not obey is refused.
+    """
     intake = Intake(quota_bytes=quota, token_bytes=token_bytes)
     intake.begin(1)
     grants = [(intake.grant_seq, intake.grant_bytes)]

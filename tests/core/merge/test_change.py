@@ -29,7 +29,8 @@ class Changed:
 @dataclass
 class World:
     """Streams of one or two partitions, all that they will ever hold (0 a rejected sample, -1 the end of a pass);
-    ``begin`` weights of those that are there at first."""
+    ``begin`` weights of those that are there at first.
+    """
 
     kind: MergeOrder
     streams: list[list[list[int]]]
@@ -205,7 +206,8 @@ def resumed(feed: Feed, first: Feed) -> Feed:
 @given(st.data())
 def test_shares_follow_the_new_weights_from_the_change_on(data: st.DataObject) -> None:
     """No stream makes up for what it got before: from the change on every prefix keeps to stride scheduling's
-    bound, with the longest sample (or the seed's 1024 tokens) as everyone's lead at the start."""
+    bound, with the longest sample (or the seed's 1024 tokens) as everyone's lead at the start.
+    """
     count = data.draw(st.integers(2, 4))
     lengths = [data.draw(st.integers(1, 2000)) for _ in range(count)]
     draw = np.random.default_rng(data.draw(st.integers(0, 99)))

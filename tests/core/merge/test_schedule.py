@@ -403,7 +403,8 @@ def test_token_shares_are_the_weights_whatever_the_lengths(weights: list[float],
 @given(runs())
 def test_every_prefix_holds_the_shares_within_a_sample_of_each_stream(run: Run) -> None:
     """Stride scheduling's bound: none is above its share by more than its longest sample, none below by more than
-    its part of all the others'; the seed's head starts, below 1024 tokens or a sample each, come on top."""
+    its part of all the others'; the seed's head starts, below 1024 tokens or a sample each, come on top.
+    """
     weights = np.array(run.weights) / sum(run.weights)
     samples = [list(chain(*stream)) for stream in run.streams]
     sizes = [[sum(sample) if run.unit == "tokens" else int(any(sample)) for sample in each] for each in samples]

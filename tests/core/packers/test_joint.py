@@ -128,7 +128,7 @@ def test_an_outlier_that_finds_no_others_goes_when_its_patience_is_over() -> Non
 
 
 def figures(lengths: I64, group: int, budget: int) -> tuple[float, float]:
-    """Max over mean of the sums of squares in a group, mean over groups; and utilisation."""
+    """Max over mean of the sums of squares in a group, mean over groups; and utilization."""
     choice = Joint(group=group).choose(lengths, np.full(len(lengths), -1), budget, len(lengths), False, window=4096)
     taken, starts = lengths[choice.indices], choice.bounds[:-1]
     squares = np.add.reduceat(taken.astype(np.float64) ** 2, starts).reshape(-1, group)
@@ -138,9 +138,9 @@ def figures(lengths: I64, group: int, budget: int) -> tuple[float, float]:
 @pytest.mark.parametrize("kind", ["rl_rollouts", "source_code"])
 @pytest.mark.parametrize(("group", "samples"), [(8, 60_000), (64, 120_000)])
 def test_packs_of_heavy_tailed_lengths_cost_the_same_and_are_full(kind: str, group: int, samples: int) -> None:
-    ratio, utilisation = figures(lengths_of(kind, 32768, samples), group, 32768)
+    ratio, utilization = figures(lengths_of(kind, 32768, samples), group, 32768)
     assert ratio <= 1.05
-    assert utilisation >= 0.995
+    assert utilization >= 0.995
 
 
 def test_the_last_samples_go_in_few_packs() -> None:

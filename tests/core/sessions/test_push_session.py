@@ -205,7 +205,8 @@ class World:
 
     def begin(self) -> None:
         """A new process; what the one before had, and was not safe, is gone with it. What it sent may still come, but
-        for its HELLO: a process that is gone takes no lease."""
+        for its HELLO: a process that is gone takes no lease.
+        """
         self.names += 1
         self.up = [envelope for envelope in self.up if not isinstance(envelope.message, Hello)]
         self.session = PushSession(
@@ -361,7 +362,8 @@ def test_what_is_said_to_be_safe_is_in_the_log_once_and_in_order(seed: int, end:
 @given(seed=st.integers(0, 1 << 32))
 def test_a_process_takes_over_while_samples_of_the_one_before_are_not_safe(seed: int) -> None:
     """A broker that leases at once what it may still lose; and processes that are stopped while another pushes, and
-    wake up: their samples are neither lost nor taken for the other's without an error."""
+    wake up: their samples are neither lost nor taken for the other's without an error.
+    """
     world = World(patient=False)
     faulty(world, seed, WEIGHTS | {"swap": 3})
     world.settle()

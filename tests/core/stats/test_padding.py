@@ -60,7 +60,8 @@ def test_the_parts_of_the_waste_add_up_to_what_was_delivered(
     lengths: list[int], shape: Shape, dp: int, pp: int, undealt: int, batch: Batch | None
 ) -> None:
     """Batches whose packs a mesh needs split, or empty ones beside, too; steps that nobody asked for yet count where no
-    mesh has a say. Each step adds to what was counted before and takes nothing away, on another mesh neither."""
+    mesh has a say. Each step adds to what was counted before and takes nothing away, on another mesh neither.
+    """
     rules = msgspec.structs.replace(rules_of(shape), batch=batch)
     table, steps = formed(rules, lengths)
     kept, figures, delivered, real = KeptSteps("train", rules, "zigzag", table), FormedFigures(rules), 0, np.zeros(2)

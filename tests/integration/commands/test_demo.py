@@ -9,7 +9,7 @@ from tests.integration.running import streampack, write_jsonl
 
 PROMISED = (
     "samples_produced", "samples_delivered", "samples_lost", "samples_duplicated", "steps", "packs", "tokens",
-    "utilisation", "waste_ratio", "packing_efficiency", "bin_balance", "cost_max_over_mean", "tokens_per_second",
+    "utilization", "waste_ratio", "packing_efficiency", "bin_balance", "cost_max_over_mean", "tokens_per_second",
     "next_p50_ms", "next_p99_ms", "starved_fraction", "shards_verified",
 )  # fmt: skip
 
@@ -24,7 +24,7 @@ def test_the_demo_delivers_every_sample_once() -> None:
     assert found["steps"] >= 23
     assert found["packs"] == 4 * found["steps"]
     assert found["shards_verified"] == 2 * found["packs"]
-    assert found["utilisation"] > 0.95
+    assert found["utilization"] > 0.95
     assert abs(sum(found["waste"].values()) - found["waste_ratio"]) < 1e-9
 
 

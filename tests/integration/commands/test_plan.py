@@ -96,7 +96,7 @@ def test_the_steps_predicted_from_the_sources_are_those_of_a_real_broker(
     slots = totals["packs"] * RULES["budget"]
     expected = {cause: tokens / slots for cause, tokens in snapshot["waste_tokens"].items()}
     assert base["waste"] == pytest.approx(expected)
-    for name in ("utilisation", "bin_balance", "cost_max_over_mean"):
+    for name in ("utilization", "bin_balance", "cost_max_over_mean"):
         assert base[name] == pytest.approx(snapshot["figures"][name]), name
 
 
@@ -314,7 +314,7 @@ def test_a_key_of_one_packer_does_not_keep_the_others_from_being_forecast(length
     found = ask("plan", lengths, "-c", tmp_path / "broker.yaml")
     tried = {row["packer"]: row for row in found["settings"] if row["axis"] == "packer"}
     assert set(tried) == PACKERS.keys() - {"none"}
-    assert [name for name, row in tried.items() if "utilisation" not in row] == []
+    assert [name for name, row in tried.items() if "utilization" not in row] == []
     kept = {"modified_first_fit_decreasing": "leftovers: emptiest", "exact_fill": "packer: exact_fill"}
     assert kept[found["take"]["packer"]] in found["broker_yaml"]
 

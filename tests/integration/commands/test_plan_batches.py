@@ -84,7 +84,7 @@ def test_the_batches_predicted_from_the_sources_are_those_of_a_real_broker(
     found = ask("plan", "-c", files / "producer.yaml", "-c", files / "broker.yaml", *MESH, "--samples", "5000")
     base, totals = found["settings"][0], snapshot["totals"]
     assert (base["steps"], base["step_samples"], base["step_packs"]) == (served.num_steps, 37, None)
-    assert base["utilisation"] == pytest.approx(snapshot["figures"]["utilisation"])
+    assert base["utilization"] == pytest.approx(snapshot["figures"]["utilization"])
     for name in ("cost_max_over_mean", "bin_balance"):
         assert base[name] == pytest.approx(snapshot["figures"][name]), name
     waste = snapshot["waste_tokens"]

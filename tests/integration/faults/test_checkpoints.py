@@ -261,7 +261,7 @@ def test_a_broker_without_the_disk_of_the_first_goes_on_from_the_trainers_state(
         ({}, "^feed: got 'train', expected 'valid': this is a checkpoint of another feed"),
     ],
 )
-def test_a_state_of_another_run_rules_or_feed_is_refused_by_the_key_and_nothing_was_moved(
+def test_a_state_of_another_run_rules_or_feed_is_refused_by_its_key_and_moves_nothing(
     broker: RunningBroker, changes: dict[str, Any], said: str
 ) -> None:
     state = state_after(broker, 2)

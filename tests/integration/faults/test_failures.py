@@ -1,38 +1,40 @@
-"""Each failure that the user may see has a test whose name says it. Those that are elsewhere begin so:
+"""Failures that a user may see, each with a test whose name says it.
 
-producer killed or restarted, resends
-    integration/commands/test_daemons: a_killed_producer_process_is_started_again_and_no_step_differs
-    integration/steps/test_same_steps: a_producer_killed_in_the_middle_changes_nothing
-    integration/samples/test_pushed: a_worker_that_is_killed_loses_nothing_that_it_flushed
-broker killed anywhere
-    integration/samples/test_pushed: a_broker_that_is_killed_loses_no_rollout
-    integration/faults/test_checkpoints: a_broker_without_the_disk_of_the_first_goes_on_from_the_trainers_state
-rank killed; trainers restart from step j
-    training/test_restarts: ranks_of_which_one_is_killed_at_every_step_have_the_same_steps_and_end_together
-    core/serve/test_attempts: a_process_that_takes_over_gets_the_same_steps_and_the_others_notice_nothing
-slow trainer
-    integration/faults/test_memory: a_million_samples_through_slow_clients_leave_the_brokers_memory_alone
-a rank never joins; two claim one rank; wrong mesh; other configuration
-    integration/faults/test_checkpoints: ranks_that_never_join_are_named_in_time integration/commands/test_bad_input:
-    a_rank_that_is_held_and_another_mesh_are_refused integration/commands/test_bad_input:
-    a_mesh_that_the_rules_cannot_serve_is_refused_with_those_they_can integration/faults/test_checkpoints:
-    a_state_of_another_run_rules_or_feed_is_refused_by_the_key_and_nothing_was_moved
-broker stopped or hung
-    integration/faults/test_checkpoints: a_broker_that_is_stopped_is_a_stall_where_a_step_or_an_answer_is_waited_for
-two brokers for one run
-    services/log/test_log: a_second_broker_is_told_who_has_the_log
-    integration/commands/test_bad_input: an_ipc_address_that_is_served_is_not_stolen
-disk full, fsync error
-    integration/faults/test_log_disk: a_full_disk_is_waited_out_and_no_record_is_lost_or_moved
-    integration/faults/test_log_disk: a_failed_sync_ends_the_process_and_is_never_tried_again
-bit rot in a log
-    services/log/test_log: any_flipped_bit_gives_a_prefix_with_all_that_was_synced_or_a_refusal
-poison sample
-    integration/samples/test_bad_data: with_drop_it_is_one_line_and_a_counter_and_nothing_else_is_lost
-corrupt or hostile message
-    integration/commands/test_bad_input: a_flood_of_what_is_no_message_is_counted_and_told_in_a_line_or_two
-uneven tails
-    training/test_restarts: ranks_of_which_one_is_killed_at_every_step_have_the_same_steps_and_end_together
+Tests in other modules::
+
+    producer killed or restarted, resends
+      integration/commands/test_daemons: a_killed_producer_process_is_started_again_and_no_step_differs
+      integration/steps/test_same_steps: a_producer_killed_in_the_middle_changes_nothing
+      integration/samples/test_pushed: a_worker_that_is_killed_loses_nothing_that_it_flushed
+    broker killed anywhere
+      integration/samples/test_pushed: a_broker_that_is_killed_loses_no_rollout
+      integration/faults/test_checkpoints: a_broker_without_the_disk_of_the_first_goes_on_from_the_trainers_state
+    rank killed; trainers restart from step j
+      training/test_restarts: ranks_of_which_one_is_killed_at_every_step_have_the_same_steps_and_end_together
+      core/serve/test_attempts: a_process_that_takes_over_gets_the_same_steps_and_the_others_notice_nothing
+    slow trainer
+      integration/faults/test_memory: a_million_samples_through_slow_clients_leave_the_brokers_memory_alone
+    a rank never joins; two claim one rank; wrong mesh; other configuration
+      integration/faults/test_checkpoints: ranks_that_never_join_are_named_in_time
+      integration/commands/test_bad_input: a_rank_that_is_held_and_another_mesh_are_refused
+      integration/commands/test_bad_input: a_mesh_that_the_rules_cannot_serve_is_refused_with_those_they_can
+      integration/faults/test_checkpoints: a_state_of_another_run_rules_or_feed_is_refused_by_its_key_and_moves_nothing
+    broker stopped or hung
+      integration/faults/test_checkpoints: a_broker_that_is_stopped_is_a_stall_where_a_step_or_an_answer_is_waited_for
+    two brokers for one run
+      services/log/test_log: a_second_broker_is_told_who_has_the_log
+      integration/commands/test_bad_input: an_ipc_address_that_is_served_is_not_stolen
+    disk full, fsync error
+      integration/faults/test_log_disk: a_full_disk_is_waited_out_and_no_record_is_lost_or_moved
+      integration/faults/test_log_disk: a_failed_sync_ends_the_process_and_is_never_tried_again
+    bit rot in a log
+      services/log/test_log: any_flipped_bit_gives_a_prefix_with_all_that_was_synced_or_a_refusal
+    poison sample
+      integration/samples/test_bad_data: with_drop_it_is_one_line_and_a_counter_and_nothing_else_is_lost
+    corrupt or hostile message
+      integration/commands/test_bad_input: a_flood_of_what_is_no_message_is_counted_and_told_in_a_line_or_two
+    uneven tails
+      training/test_restarts: ranks_of_which_one_is_killed_at_every_step_have_the_same_steps_and_end_together
 
 Real processes; what they do to a network is ``proxy``'s, or network namespaces'.
 """
@@ -153,7 +155,7 @@ def the_golden_ones(golden: Golden, steps: list[sp.Step]) -> bool:
 
 
 def test_the_tests_that_are_elsewhere_are_there() -> None:
-    named = re.findall(r"^    ([\w/]+): (\w+)$", __doc__ or "", re.M)
+    named = re.findall(r"^ +([\w/]+): (\w+)$", __doc__ or "", re.M)
     assert len(named) > 15
     for module, name in named:
         assert f"def test_{name}(" in (Path(__file__).parents[2] / f"{module}.py").read_text(), name
@@ -227,7 +229,8 @@ def test_of_two_brokers_for_one_run_one_serves_and_a_stale_one_that_wakes_up_cha
     job: Job, golden: Golden
 ) -> None:
     """The first hangs, the second takes its place (its address is routed there); then the first wakes up, and
-    the trainer's connection leads to it again for a while."""
+    the trainer's connection leads to it again for a while.
+    """
     with served(job) as stale, Proxy(stale.trainers) as route, connect(route.endpoint, prefetch=1) as loader:
         steps = []
         all_steps = loader.steps()

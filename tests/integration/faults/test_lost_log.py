@@ -39,7 +39,8 @@ def state_at(broker: RunningBroker, step: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("step", "pushed_again"), [(2, False), (2, True), (0, True), (0, False)])
 def test_trainers_hear_that_the_log_was_lost(step: int, pushed_again: bool, caplog: pytest.LogCaptureFixture) -> None:
     """With a snapshot in the checkpoint (step 2), and without. Where nothing was pushed again, and no snapshot says
-    how much there was, the trainer waits and says so."""
+    how much there was, the trainer waits and says so.
+    """
     with folder() as path, ThreadPoolExecutor(1) as pool:
         config = settings(path, streams={"rollouts": {"pushed": True, "partitions": 1}})
         broker = RunningBroker(path, config)

@@ -1,5 +1,6 @@
 """A producer faster than its trainers waits: a million samples through two slow clients, in bounded memory; and in as
-much of it as ``streampack check`` says."""
+much of it as ``streampack check`` says.
+"""
 
 from __future__ import annotations
 

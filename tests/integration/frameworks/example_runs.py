@@ -44,7 +44,8 @@ def serving(rules: dict[str, Any] | None = None, **settings: Any) -> Iterator[Ru
 @dataclass(frozen=True)
 class Run:
     """An example to its end, or to where it is killed, right after the line of step ``dies_at``; with a number of ranks
-    as under torchrun. Runs in the same folder go on from what those before them have saved."""
+    as under torchrun. Runs in the same folder go on from what those before them have saved.
+    """
 
     name: str
     folder: Path

@@ -1,5 +1,6 @@
 """torchtitan: its own Trainer, killed in the middle and started again, has the losses of one that was not; and what its
-dataloader refuses."""
+dataloader refuses.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,8 @@ def work(endpoint: str, worker: int) -> None:
 
 def read(endpoint: str, dp: int, rank: int, together: Barrier | None = None) -> list[Packs]:
     """What one rank gets of each step. It stays, as a trainer's ranks do, until all are at ``together``: a broker that
-    is started again waits for all of them."""
+    is started again waits for all of them.
+    """
     found: list[Packs] = []
     mesh = {"dp": dp, "dp_rank": rank}
     with streampack.connect(endpoint, mesh=mesh, format="numpy", verify=True, stall_timeout_s=PATIENCE_S) as loader:

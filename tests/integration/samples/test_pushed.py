@@ -197,7 +197,8 @@ def test_a_partition_that_has_ended_takes_no_more() -> None:
 
 def logged(state_dir: Path, step: int) -> tuple[Counter[int], Counter[str], list[LineageBegan]]:
     """Numbers of the samples that came after ``step`` was formed and before the lineage after it began; reasons of all
-    that were rejected; the lineages."""
+    that were rejected; the lineages.
+    """
     later: Counter[int] = Counter()
     reasons: Counter[str] = Counter()
     began: list[LineageBegan] = []

@@ -93,7 +93,8 @@ def open_files(broker: RunningBroker) -> int:
 @contextlib.contextmanager
 def unmoved(broker: RunningBroker, moves: int = MOVES) -> Iterator[None]:
     """In the block an attack: a rank gets the same steps meanwhile and afterwards, and the broker grows by less than
-    ``moves`` bytes."""
+    ``moves`` bytes.
+    """
     before = memory(broker)
     yield
     assert steps(broker) == broker.chain

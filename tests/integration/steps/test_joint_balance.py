@@ -78,7 +78,7 @@ def test_joint_packs_cost_the_same_are_full_and_are_the_same_after_a_kill(shards
         golden, metrics = served(shards, one)
         assert len(golden) == STEPS
         assert metrics["streampack_cost_max_over_mean_ratio"] <= 1.05
-        assert metrics["streampack_utilisation_ratio"] >= 0.995
+        assert metrics["streampack_utilization_ratio"] >= 0.995
         assert 0 < metrics["streampack_longest_wait_steps"] <= metrics["streampack_wait_bound_steps"]
         assert metrics["streampack_outliers_waiting"] > 0
         again, _ = served(shards, two, KILLED_AFTER)

@@ -1,5 +1,6 @@
 """Sockets of one host: large frames go by reference between processes that can read each other's memory, all others as
-ever."""
+ever.
+"""
 
 from __future__ import annotations
 

@@ -5,18 +5,18 @@
   texts() {
     const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
     const known = new Map();
-    const rgba = (colour) => {
-      if (!known.has(colour)) {
+    const rgba = (color) => {
+      if (!known.has(color)) {
         canvas.clearRect(0, 0, 1, 1);
-        canvas.fillStyle = colour;
+        canvas.fillStyle = color;
         canvas.fillRect(0, 0, 1, 1);
-        known.set(colour, canvas.getImageData(0, 0, 1, 1).data);
+        known.set(color, canvas.getImageData(0, 0, 1, 1).data);
       }
-      return known.get(colour);
+      return known.get(color);
     };
     const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
-    const light = (colour) => {
-      const [r, g, b] = [...rgba(colour)].map((value) => linear(value / 255));
+    const light = (color) => {
+      const [r, g, b] = [...rgba(color)].map((value) => linear(value / 255));
       return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
     const whole = { left: -1e9, top: -1e9, right: 1e9, bottom: 1e9 };
@@ -45,17 +45,17 @@
     return found;
   },
 
-  // How many pixels of a chart are of a colour of its series.
+  // How many pixels of a chart are of a color of its series.
   drawn(id) {
     const canvas = document.querySelector(`#${id} canvas`);
     const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
     copy.drawImage(canvas, 0, 0);
     const pixels = copy.getImageData(0, 0, canvas.width, canvas.height).data;
     const swatches = [...document.querySelectorAll(`#${id} .legend i`)];
-    const colours = swatches.map((each) => getComputedStyle(each).backgroundColor.match(/\d+/g).map(Number));
+    const colors = swatches.map((each) => getComputedStyle(each).backgroundColor.match(/\d+/g).map(Number));
     let found = 0;
     for (let at = 0; at < pixels.length; at += 4) {
-      if (colours.some((rgb) => rgb.slice(0, 3).every((value, index) => pixels[at + index] === value))) found++;
+      if (colors.some((rgb) => rgb.slice(0, 3).every((value, index) => pixels[at + index] === value))) found++;
     }
     return found;
   },

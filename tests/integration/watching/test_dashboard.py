@@ -53,7 +53,7 @@ def test_promtool_finds_nothing_wrong_with_the_rules_and_the_configuration() -> 
     promtool("check", "config", DEPLOY / "prometheus/prometheus.yaml")
 
 
-def test_every_alert_fires_clears_and_leaves_the_neighbours_case_alone() -> None:
+def test_every_alert_fires_clears_and_leaves_the_neighbors_case_alone() -> None:
     tests = DEPLOY / "prometheus/alerts_test.yaml"
     promtool("test", "rules", tests, DEPLOY / "prometheus/alerts_days_test.yaml")
     cases = [case for test in yaml.safe_load(tests.read_text())["tests"] for case in test["alert_rule_test"]]

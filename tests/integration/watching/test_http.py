@@ -112,12 +112,12 @@ def test_metrics_count_what_was_packed_and_waste_adds_up(served: RunningBroker) 
 def test_the_figures_are_those_of_the_packs_that_a_reader_got(served: RunningBroker) -> None:
     found = values(served)
     packs = found["packs_total", FEED]
-    assert found["utilisation_ratio", FEED] == pytest.approx(sum(CUT) / (packs * BUDGET))
-    assert found["waste_ratio", FEED] == pytest.approx(1 - found["utilisation_ratio", FEED])
+    assert found["utilization_ratio", FEED] == pytest.approx(sum(CUT) / (packs * BUDGET))
+    assert found["waste_ratio", FEED] == pytest.approx(1 - found["utilization_ratio", FEED])
     assert found["packing_efficiency_ratio", FEED] == pytest.approx(math.ceil(sum(CUT) / BUDGET) / packs)
     assert found["bin_balance_ratio", FEED] <= 1
     aligned = sum(CUT) + sum(-length % 8 for length in CUT)
-    assert found["padded_utilisation_ratio", FEED] == pytest.approx(aligned / (packs * BUDGET))
+    assert found["padded_utilization_ratio", FEED] == pytest.approx(aligned / (packs * BUDGET))
     assert found["padded_packing_efficiency_ratio", FEED] == pytest.approx(math.ceil(aligned / BUDGET) / packs)
     assert found["cost_max_over_mean_ratio", FEED] == pytest.approx(1.0), "one rank is its own mean"
     assert found["step_cost_max_over_mean_ratio", FEED] == pytest.approx(1.0)

@@ -118,8 +118,8 @@ def test_the_figures_are_those_of_the_status(page: Page, four: Watched) -> None:
     assert now["version"] in page.text("#version")
     assert tile(page, "returned") == f"{feed['steps']['returned']:,}"
     assert f"{feed['steps']['formed']:,} formed" in page.text("[data-figure=returned] .note")
-    assert float(tile(page, "utilisation").rstrip("%")) == pytest.approx(100 * feed["figures"]["utilisation"], abs=5e-4)
-    assert f"{feed['totals']['packs']:,} packs" in page.text("[data-figure=utilisation] .note")
+    assert float(tile(page, "utilization").rstrip("%")) == pytest.approx(100 * feed["figures"]["utilization"], abs=5e-4)
+    assert f"{feed['totals']['packs']:,} packs" in page.text("[data-figure=utilization] .note")
     assert page.text("[data-figure=starved] .note") == "of its time since the start"
     assert page.text("#streams th:nth-child(2)") == "of what came in"
     assert page.text("#hungriest caption") == "Ranks that have waited most since the start"

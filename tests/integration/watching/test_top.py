@@ -92,7 +92,7 @@ def snapshot(served: RunningBroker) -> Tree:
 def test_top_shows_a_broker_once_where_nobody_looks(served: RunningBroker) -> None:
     result = in_process("top", served.http)
     assert result.returncode == 0, result.stderr
-    for text in ("sft-8b", "feed train", "utilisation", "1 stream", "web", "2 ranks", "dp=0", "dp=1", "1 producer",
+    for text in ("sft-8b", "feed train", "utilization", "1 stream", "web", "2 ranks", "dp=0", "dp=1", "1 producer",
                  "attempt 1 of feed 'train' begins"):  # fmt: skip
         assert text in result.stdout
     assert "\x1b" not in result.stdout
@@ -111,7 +111,7 @@ def test_top_for_machines_agrees_with_the_status(served: RunningBroker) -> None:
     assert [rank["name"] for rank in feed["ranks"]] == ["dp=0", "dp=1"]
     assert view["log"].keys() == status["log"].keys()
     assert all(rank["waits"] is not None and 0 <= rank["waits"] <= 1 for rank in feed["ranks"]), served.said
-    assert sum(feed["waste"].values()) == pytest.approx(1 - feed["utilisation"])
+    assert sum(feed["waste"].values()) == pytest.approx(1 - feed["utilization"])
     assert [event["text"] for event in view["events"]] == [event["text"] for event in fetch_events(served.http, 0, 5)]
 
 
@@ -287,7 +287,7 @@ def test_a_steady_flow_is_a_level_line_as_far_back_as_it_is_known(
 
 
 class Terminal:
-    """A terminal of 80 by 24 without colours that a command runs on; what it wrote."""
+    """A terminal of 80 by 24 without colors that a command runs on; what it wrote."""
 
     def __init__(self, *arguments: str) -> None:
         self._ours, theirs = os.openpty()

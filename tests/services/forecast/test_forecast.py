@@ -46,7 +46,7 @@ def predicted(
 def test_the_golden_packs_have_the_figures_that_a_hand_gets() -> None:
     got = predicted(GOLDEN, rules_of(5, 2, balance={"a": 0, "b": 1}), dp=2)
     assert (got.packs, got.steps, got.steps_low, got.steps_high) == (5, 3, 3, 3)
-    assert got.utilisation == got.slot_utilisation == pytest.approx(23 / 30)
+    assert got.utilization == got.slot_utilization == pytest.approx(23 / 30)
     assert got.waste == pytest.approx(NONE | {"pack_tail": 2 / 30, "empty_pack": 5 / 30})
     assert got.cost_max_over_mean == pytest.approx((17 / 15 + 16 / 13 + 2) / 3)
     assert got.attention_max_over_mean == got.step_cost_max_over_mean == got.cost_max_over_mean
@@ -63,7 +63,7 @@ def test_alignment_is_waste_of_its_own() -> None:
     got = predicted(np.array([3, 5, 1]), rules_of(8, 1, align={"sample": 4, "pack": 4}))
     assert got.packs == 3
     assert got.waste == pytest.approx(NONE | {"alignment": (1 + 3 + 3) / 24, "pack_tail": 8 / 24})
-    assert (got.utilisation, got.slot_utilisation) == pytest.approx((9 / 24, 16 / 24))
+    assert (got.utilization, got.slot_utilization) == pytest.approx((9 / 24, 16 / 24))
 
 
 def test_packs_of_another_shape_waste_of_what_is_delivered() -> None:
@@ -80,7 +80,7 @@ def test_overlong_samples_are_cut_dropped_or_split_as_the_broker_does(
 ) -> None:
     got = predicted(np.array([3, 9, 4]), rules_of(5, 1), overlong=policy)
     assert got.packs is not None
-    assert got.utilisation == pytest.approx(tokens / (5 * got.packs))
+    assert got.utilization == pytest.approx(tokens / (5 * got.packs))
     assert got.overlong == 1
     assert got.lost_share == pytest.approx(lost)
 
@@ -102,8 +102,8 @@ def test_the_packs_are_those_of_pack_lengths(
     got = predicted(np.array(lengths), rules)
     assert got.packs == len(expected)
     assert got.steps == -(-len(expected) // packs)
-    assert sum(got.waste.values()) == pytest.approx(1 - got.utilisation)
-    assert got.utilisation == pytest.approx(sum(lengths) / (64 * packs * got.steps))
+    assert sum(got.waste.values()) == pytest.approx(1 - got.utilization)
+    assert got.utilization == pytest.approx(sum(lengths) / (64 * packs * got.steps))
     assert 0 < got.useful <= 1 + 1e-9
 
 
@@ -172,7 +172,7 @@ def test_what_is_forecast_of_a_pass_is_what_a_broker_counts(
     assert got.steps == len(steps)
     assert got.waste == pytest.approx(dict(zip(CAUSES, (of_formed.waste + figures.waste) / delivered, strict=True)))
     assert got.filled == pytest.approx(sum(lengths) / delivered)
-    assert got.utilisation == pytest.approx(totals.tokens / (totals.packs * BUDGET))
+    assert got.utilization == pytest.approx(totals.tokens / (totals.packs * BUDGET))
     assert got.cost_max_over_mean == pytest.approx(figures.cost_max_over_mean)
     assert got.step_cost_max_over_mean == pytest.approx(figures.step_cost_max_over_mean)
     assert (got.micro_batches_low, got.micro_batches_high) == (min(micro), max(micro))
@@ -204,7 +204,7 @@ def test_a_batch_by_hand() -> None:
     """Batches of 4 1 3 2 and 1 3 4 5 in packs of 5, on two ranks: the second is three packs, and 1 3 is split."""
     got = predicted(GOLDEN, rules_of(5, 2, balance={"a": 0, "b": 1}, batch={"samples": 4}), dp=2)
     assert (got.packs, got.steps, got.micro_batches_low, got.micro_batches_high) == (6, 2, 1, 2)
-    assert got.utilisation == pytest.approx(23 / 25), "of the five packs that are formed: 4 1, 3 2; 1 3, 4, 5"
+    assert got.utilization == pytest.approx(23 / 25), "of the five packs that are formed: 4 1, 3 2; 1 3, 4, 5"
     assert got.split_share == pytest.approx(1 / 6)
     assert got.waste == pytest.approx(NONE | {"pack_tail": 7 / 30})
 
@@ -235,7 +235,7 @@ def test_a_budget_that_warms_up_takes_more_steps(first: int, steps: int) -> None
     grown = sum(4 * (first + (10 - first) * k / 20) for k in range(20))
     assert got.steps == steps
     assert got.steps == pytest.approx(20 + (5000 - grown) / 40, abs=1)
-    assert got.utilisation == 1.0, "in the long run"
+    assert got.utilization == 1.0, "in the long run"
 
 
 def test_what_nobody_knows_the_size_of_has_no_steps() -> None:
@@ -243,7 +243,7 @@ def test_what_nobody_knows_the_size_of_has_no_steps() -> None:
     rules = planned_rules(rules_of(10, 4), workload, "truncate")
     got = forecast(workload, order_of(workload, rules), rules, 1)
     assert (got.packs, got.steps, got.steps_low, got.steps_high) == (None, None, None, None)
-    assert got.utilisation == 1.0
+    assert got.utilization == 1.0
 
 
 def test_the_interval_of_a_sample_holds_the_steps_of_the_whole() -> None:

@@ -7,7 +7,7 @@ dealing mends that afterwards. So ``group`` packs (those that ranks run at the s
 - *Outliers* are samples whose square alone is above 3/5 of a pack's work, as it would be without any outliers: from
   the longest down, as long as the square of the next is above 3/5 * budget * (sum of squares / sum of lengths) of it
   and all that are shorter. No outlier is longer than it must be and no other sample is longer than 3/5 of the budget.
-- An outlier waits until there are ``group`` alike, one for each pack. Alike are neighbours by length, where the
+- An outlier waits until there are ``group`` alike, one for each pack. Alike are neighbors by length, where the
   shortest with ordinary samples of 3/2 of the mean density (work for a token) comes to the work of the longest with
   those of the mean density. The longest such run goes, then the longest that fits beside it, and so on. Where an
   outlier has waited ``patience`` groups longer than it had to, the first is the run around the oldest such, with the

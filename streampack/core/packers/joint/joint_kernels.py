@@ -138,7 +138,8 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
 def _split(by_length, held, lengths, budget, tokens, squares):  # type: ignore[no-untyped-def]
     """How many outliers there are, their tokens, those of the ordinary samples, and these samples' density.
 
-    ``tokens`` and ``squares`` are the sums over all that are held."""
+    ``tokens`` and ``squares`` are the sums over all that are held.
+    """
     outlier_tokens = outliers = 0
     for i in by_length[:held]:
         length = lengths[i]

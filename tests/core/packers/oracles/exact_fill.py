@@ -272,7 +272,8 @@ def _fill_with_few(rest: list[tuple[int, int, int]], room: int, slots: int) -> l
 
 def last_packs(view: CountedWindow, samples: list[int], cap: int) -> list[list[int]]:
     """All that is held, in packs of ``cap`` samples at most, the one with the oldest first; those in each item are
-    ``samples``, by position."""
+    ``samples``, by position.
+    """
     ordered = sorted(view.held, key=lambda position: -view.held[position])
     lengths = [view.held[position] for position in ordered]
     sizes = [samples[position] for position in ordered]

@@ -117,7 +117,7 @@ class View:
         return []
 
     def runs(self, ready: bool) -> list[int]:
-        """The outliers that go with this group: neighbours by length, alike if they can be; shorter runs beside."""
+        """The outliers that go with this group: neighbors by length, alike if they can be; shorter runs beside."""
         outliers = self.by_length[: self.num_outliers]
         size = min(self.group, len(outliers))
         lengths = [self.lengths[i] for i in outliers]
