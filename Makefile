@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 DEV := $(VENV)/.dev
 SERVICE := $(VENV)/.service
 KERNELS := $(VENV)/.kernels
+DOCS := $(VENV)/.docs
 # By uv, in a third of pip's time, from where pip's environment says; by pip where there is no uv to be had. Modules are
 # compiled when they are first imported, and kept: most of torch's never are.
 PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
@@ -14,7 +15,7 @@ export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
 install = if [ -x $(BIN)/uv ]; then $(UV) $(1); else false; fi || $(PIP) $(1)
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test tools soak fuzz lint kernels bench clean
+.PHONY: help demo test tools soak fuzz lint kernels bench docs docs-serve docs-artifact clean
 help:
 	@echo "make demo    the whole service on this machine, on text that is already there"
 	@echo "make test    lint, then every test"
@@ -24,6 +25,8 @@ help:
 	@echo "make fuzz    10 minutes (FUZZ_MINUTES): changed inputs for everything that reads what others say"
 	@echo "make lint    ruff, mypy, import-linter, spelling and prose"
 	@echo "make bench   the quick benchmarks; fails where a ratio fell below benchmarks/bounds.yaml"
+	@echo "make docs    this documentation as a site, into build/site; docs-serve shows it on port 8000 while you write;"
+	@echo "             docs-artifact packs it into build/streampack-docs.tar.gz"
 	@echo "make clean   remove what the targets made"
 
 $(BIN)/python:
@@ -37,6 +40,10 @@ $(SERVICE): $(BIN)/python pyproject.toml constraints.txt
 $(DEV): $(BIN)/python pyproject.toml constraints.txt requirements-frameworks.txt
 	$(call install,-e '.[dev]')
 	$(call install,--no-deps -r requirements-frameworks.txt)
+	@touch $@ $(SERVICE) $(DOCS)
+
+$(DOCS): $(BIN)/python pyproject.toml constraints.txt
+	$(call install,-e '.[docs]')
 	@touch $@ $(SERVICE)
 
 demo: $(SERVICE)
@@ -77,6 +84,19 @@ fuzz: $(DEV)
 # Ratios of ours to others' in the same run, held against benchmarks/bounds.yaml.
 bench: $(KERNELS)
 	@$(BIN)/python benchmarks/guard.py $(ARGS)
+
+# mkdocs.yml makes every warning an error: a link, an anchor or a name that leads nowhere.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+docs: $(DOCS)
+	@$(MKDOCS) build --quiet
+	@echo "build/site/index.html"
+
+docs-serve: $(DOCS)
+	@$(MKDOCS) serve --watch streampack --watch services
+
+docs-artifact: docs
+	@tar -czf build/streampack-docs.tar.gz --transform 's,^site,streampack-docs,' -C build site
+	@echo "build/streampack-docs.tar.gz"
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .fuzz

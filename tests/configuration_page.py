@@ -1,6 +1,6 @@
-"""docs/configuration.md: every key of broker.yaml and producer.yaml, from the JSON schema of ``streampack check``.
+"""The page of all keys of broker.yaml and producer.yaml, from the JSON schema of ``streampack check``.
 
-    python -m tests.configuration_page > docs/configuration.md
+    python -m tests.configuration_page > docs/reference/configuration.md
 
 ``test_check`` compares the page with what this prints.
 """
@@ -19,7 +19,7 @@ HEAD = """# Keys of broker.yaml and producer.yaml
 
 `streampack check FILE` shows the values of your file with these meanings; `streampack check --schema` prints a JSON
 schema for editors. NAME stands for a name of your own. The last table of each file has the keys that few runs need.
-`python -m tests.configuration_page > docs/configuration.md` writes this page.
+`python -m tests.configuration_page > docs/reference/configuration.md` writes this page.
 """
 FEW_NEED = {
     "rules.leftovers", "rules.micro_batch_size", "rules.max_policy_lag", "rules.align.sample", "rules.align.pack",
@@ -33,7 +33,7 @@ FEW_NEED = {
 
 
 def page() -> str:
-    """The text of docs/configuration.md."""
+    """The text of docs/reference/configuration.md."""
     definitions = json_schema()["$defs"]
     parts = [HEAD]
     for file, kind in (("broker.yaml", "BrokerConfig"), ("producer.yaml", "ProducerConfig")):

@@ -1,7 +1,7 @@
 """Check the project's prose: ``python -m tests.prose [PATH ...]``.
 
 Read Markdown, docstrings, comments and the string literals that a person may see. Report sentences that are too long,
-openings that make a reader stumble, and words for which the glossary (docs/glossary.md) has another.
+openings that make a reader stumble, and words for which the glossary (docs/reference/glossary.md) has another.
 """
 
 import ast

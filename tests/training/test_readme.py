@@ -25,8 +25,8 @@ from tests.integration.small_broker import SmallBroker
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = {path: path.read_text() for top in (".", "docs", "deploy") for path in sorted((ROOT / top).glob("*.md"))}
-EXAMPLES = [text for path, text in PAGES.items() if path.name == "README.md" or path.parent.name == "docs"]
+PAGES = {path: path.read_text() for top in ("*.md", "docs/**/*.md", "deploy/*.md") for path in sorted(ROOT.glob(top))}
+EXAMPLES = [text for path, text in PAGES.items() if path.name == "README.md" or ROOT / "docs" in path.parents]
 BLOCKS: list[str] = [block for text in EXAMPLES for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)]
 VOCABULARY, SAMPLES, VALID = 257, 400, 30
 SETTINGS: dict[str, Any] = {

@@ -120,11 +120,11 @@ def test_the_schema_has_the_meanings_that_check_shows(schema: Any) -> None:
 
 
 def test_the_page_of_keys_is_the_one_that_the_schema_makes() -> None:
-    assert (ROOT / "docs/configuration.md").read_text() == configuration_page.page()
+    assert (ROOT / "docs/reference/configuration.md").read_text() == configuration_page.page()
 
 
 def test_every_key_that_few_need_is_a_key_of_the_page() -> None:
-    rows = (ROOT / "docs/configuration.md").read_text()
+    rows = (ROOT / "docs/reference/configuration.md").read_text()
     assert [path for path in configuration_page.FEW_NEED if rows.count(f"| `{path}` |") != 1] == []
 
 
