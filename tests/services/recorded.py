@@ -12,7 +12,7 @@ from streampack_services.log.log import LogEntry
 
 from streampack.core.feed.resume import restore, snapshot
 from streampack.core.form.former import Former
-from streampack.core.intake.intake import apply_overlong
+from streampack.core.intake.overlong import apply_overlong
 from streampack.core.journal.log_records import (
     Base,
     CheckpointCommitted,

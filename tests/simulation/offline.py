@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from streampack.core.form.former import Former
-from streampack.core.intake.intake import apply_overlong
+from streampack.core.intake.overlong import apply_overlong
 from streampack.core.journal.log_records import BatchMarked, ChunkAdmitted, PartitionEnded
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.samples import I64, KEEPS, Keep, SampleTable

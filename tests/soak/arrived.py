@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
-from streampack.core.intake.intake import apply_overlong
+from streampack.core.intake.overlong import apply_overlong
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import ROW
 from streampack.core.model.steps import chain_digest, pack_digests, step_digest

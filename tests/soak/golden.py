@@ -17,7 +17,7 @@ from streampack.config.config_validation import checked
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
 from streampack.core.form.former import Former
-from streampack.core.intake.intake import apply_overlong
+from streampack.core.intake.overlong import apply_overlong
 from streampack.core.merge.schedule import Merge, merge_of
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, IGNORE_INDEX, SampleTable

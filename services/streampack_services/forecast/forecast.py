@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from streampack.core.form.former import Former
-from streampack.core.intake.intake import apply_overlong
+from streampack.core.intake.overlong import apply_overlong
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.rules import PACKER_KEYS, Balance, Overlong, Rules, StreamRules
 from streampack.core.model.samples import I64, SampleTable

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.intake.intake import apply_overlong
+from streampack.core.intake.overlong import apply_overlong
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64
 from streampack_services.forecast.lengths import StreamLengths, Workload

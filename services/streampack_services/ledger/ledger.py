@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 from streampack.core.intake.admission import POLICY_LAG
 from streampack.core.intake.lease_terms import terms_of
+from streampack.core.intake.overlong import apply_terms
 from streampack.core.journal.log_records import ChunkAdmitted, Record, SamplesRejected, SnapshotTaken, StepFormed
 from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Snapshot
@@ -238,7 +239,7 @@ class Ledger:
             self._add_rejected(lsn, chunk.stream, indices, {POLICY_LAG: int((lengths > 0).sum())})
         elif stream.overlong == "drop":
             (terms,) = terms_of(replace(feed.rules_at(LATEST), streams=(stream,)))
-            over = (lengths > 0) & (terms.admitted(lengths, chunk.keep).length == 0)
+            over = (lengths > 0) & (apply_terms(terms, lengths, chunk.keep).length == 0)
             self._add_rejected(lsn, chunk.stream, indices[over], {OVERLONG: int(over.sum())})
         where, key = "stream = ? AND partition = ?", (chunk.stream, chunk.partition)
         upto = chunk.base_seq + len(lengths)

@@ -9,6 +9,7 @@
 - ``rebalance``: shares partitions out, and moves them when producers come and go.
 - ``credits``: tells each holder where its partition begins, how much it may send, and what is safe.
 - ``lease_terms``: what the rules ask of a stream's samples.
+- ``overlong``: the policy for samples that are longer than a pack.
 - ``chunk_check``: checks a chunk against itself, the declared fields and the terms.
 - ``admission``, ``admission_kernels``: enter the samples of a good chunk into the table and the merge.
 

@@ -16,8 +16,9 @@ import numpy as np
 
 from streampack.core.intake.admission_kernels import enter
 from streampack.core.intake.chunk_check import Frames, Received, Unfit, malformed, unwanted
-from streampack.core.intake.intake import Admitted, Intake, rejected_whole
+from streampack.core.intake.intake import Intake
 from streampack.core.intake.lease_terms import StreamTerms
+from streampack.core.intake.overlong import Pieces, apply_terms, drop_all
 from streampack.core.layout.step_frames import INPUT_IDS
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.model.fields import LABELS, LOSS_MASK, Field
@@ -110,8 +111,8 @@ class Admission:
         kept_tokens, rejected = 0, _NONE
         if known < stop:
             skip = known - message.base_seq
-            takes = self._streams[stream].admitted
-            pieces = rejected_whole(every[skip:]) if stale else takes(every, message.keep, skip)
+            terms = self._streams[stream]
+            pieces = drop_all(every[skip:]) if stale else apply_terms(terms, every, message.keep, skip)
             store, kept_tokens = self._enter(stream, p, chunk, skip, pieces)
             effects.append(store)
             if message.pass_ended and self._streams[stream].barriers:
@@ -133,7 +134,7 @@ class Admission:
         intake.accept(stop, (chunk.num_tokens - had) * self.token_bytes, kept_tokens, message.cursor)
         return effects, rejected
 
-    def _enter(self, stream: int, p: int, chunk: Received, skip: int, pieces: Admitted) -> tuple[Store, int]:
+    def _enter(self, stream: int, p: int, chunk: Received, skip: int, pieces: Pieces) -> tuple[Store, int]:
         """Give the ``pieces`` of a chunk's samples from its ``skip``-th on rows in the table and turns in the merge.
 
         Returns:

@@ -18,11 +18,8 @@ from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from streampack.core.journal.history import ChunkPlace
 from streampack.core.model.bounded import MAX_CHUNK_SAMPLES
-from streampack.core.model.samples import I64
 from streampack.core.model.snapshot import Cursor, Floor
 
 MAX_UNMERGED = MAX_CHUNK_SAMPLES
@@ -167,47 +164,3 @@ class Intake:
     def ended(self) -> bool:
         """All of it has been taken, or all that will be."""
         return self.unwanted or (self.total is not None and self.expected_seq >= self.total)
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """What the over-long policy makes of a chunk: one entry a piece, or a tombstone of length 0.
-
-    ``source`` int64 [m]: which sample of the chunk; ``offset`` tokens into it; ``length``;
-    ``part``. Counts of samples and tokens that the policy touched.
-    """
-
-    source: I64
-    offset: I64
-    length: I64
-    part: I64
-    num_touched: int
-    lost_tokens: int
-
-
-def rejected_whole(lengths: I64) -> Admitted:
-    """What becomes of a chunk of which nothing is taken."""
-    source, none = np.arange(len(lengths), dtype=np.int64), np.zeros(len(lengths), np.int64)
-    return Admitted(source, none, none, none, int((lengths > 0).sum()), int(lengths.sum()))
-
-
-def apply_overlong(lengths: I64, limit: int, policy: str) -> Admitted:
-    """Cut, split or drop samples longer than ``limit`` tokens; ``policy`` is ``drop | truncate | split``.
-
-    ``error`` never comes here: the caller refuses such a chunk. A function of the lengths alone.
-    """
-    count = len(lengths)
-    source = np.arange(count, dtype=np.int64)
-    zeros = np.zeros(count, np.int64)
-    if not count or int(lengths.max()) <= limit:
-        return Admitted(source, zeros, lengths, zeros, 0, 0)
-    over = lengths > limit
-    touched = int(over.sum())
-    if policy == "split":
-        pieces = np.maximum(-(-lengths // limit), 1)
-        source = np.repeat(source, pieces)
-        part = np.arange(len(source)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        offset = part * limit
-        return Admitted(source, offset, np.minimum(lengths[source] - offset, limit), part, touched, 0)
-    kept = np.where(over, limit if policy == "truncate" else 0, lengths)
-    return Admitted(source, zeros, kept, zeros, touched, int((lengths - kept).sum()))

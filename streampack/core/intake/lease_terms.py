@@ -1,19 +1,11 @@
-"""What the broker asks of a stream's samples: the rules' part of a lease, and what its policy makes of a chunk.
-
-A chunk may be a group (``keep``). One that is kept in a pack and that no pack holds is over-long as one: an error, or
-dropped whole; there is no way to cut it.
-"""
+"""The terms of a stream: the rules that its samples have to meet, as a lease tells them to a producer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-from msgspec import UnsetType
-
-from streampack.core.intake.intake import Admitted, apply_overlong, rejected_whole
 from streampack.core.model.rules import Rules
-from streampack.core.model.samples import I64, Keep
+from streampack.core.model.samples import I64
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +30,6 @@ class StreamTerms:
     """Steps are batches."""
     padded: bool = False
     """Nothing is packed."""
-
-    def admitted(self, every: I64, keep: Keep | UnsetType = msgspec.UNSET, skip: int = 0) -> Admitted:
-        """What the policy makes of a chunk's samples from the ``skip``-th on; not where that is an error."""
-        whole = keep != "pack" or self.fits(apply_overlong(every, self.limit, self.overlong).length)
-        return apply_overlong(every[skip:], self.limit, self.overlong) if whole else rejected_whole(every[skip:])
 
     def fits(self, lengths: I64) -> bool:
         """Does a pack hold samples of these lengths, int64 [n], 0 being none?"""

@@ -21,6 +21,7 @@ from streampack.core.intake.admission import Admission
 from streampack.core.intake.chunk_check import Received, received
 from streampack.core.intake.intake import Intake
 from streampack.core.intake.lease_terms import StreamTerms
+from streampack.core.intake.overlong import apply_terms
 from streampack.core.journal.log_records import (
     BatchMarked,
     ChunkAdmitted,
@@ -341,7 +342,7 @@ def test_what_becomes_of_a_groups_rest_is_what_became_of_it_the_first_time(
 ) -> None:
     """It is read again from wherever the merge stood: a part of it that would fit is dropped with the whole."""
     every, terms = np.array(lengths, np.int64), replace(PUSHED, overlong=policy, most=most)
-    whole, rest = terms.admitted(every, keep), terms.admitted(every, keep, skip)
+    whole, rest = apply_terms(terms, every, keep), apply_terms(terms, every, keep, skip)
     later = whole.source >= skip
     assert rest.length.tolist() == whole.length[later].tolist()
     assert (rest.source + skip).tolist() == whole.source[later].tolist()

@@ -11,7 +11,7 @@ from streampack import pack_lengths
 from streampack.core.deal.mesh_validation import mesh_refusal
 from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.form.former import Former
-from streampack.core.intake.intake import apply_overlong
+from streampack.core.intake.overlong import apply_overlong
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Rules
 from streampack.core.model.samples import ROW, SampleTable

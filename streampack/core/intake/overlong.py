@@ -1,0 +1,85 @@
+"""The policy for overlong samples: which pieces of a chunk's samples are kept.
+
+A stream's ``overlong`` policy says what happens to samples longer than the budget of a pack: ``drop``, ``truncate`` or
+``split``. With ``error``, ``chunk_check`` rejects the chunk before it comes here. ``admission`` applies the policy to
+each chunk that it enters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from msgspec import UnsetType
+
+from streampack.core.intake.lease_terms import StreamTerms
+from streampack.core.model.samples import I64, Keep
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The pieces that are kept of a chunk's samples, in order; a sample of which nothing is kept has one of length 0.
+
+    Attributes:
+        source: int64 [n], the sample's position in the chunk.
+        offset: int64 [n], tokens of the sample before the piece.
+        length: int64 [n], tokens of the piece.
+        part: int64 [n], number of the piece in its sample.
+        num_touched: Samples that were cut, split or dropped.
+        lost_tokens: Tokens of the samples that are in no piece.
+    """
+
+    source: I64
+    offset: I64
+    length: I64
+    part: I64
+    num_touched: int
+    lost_tokens: int
+
+
+def drop_all(lengths: I64) -> Pieces:
+    """Drop all samples of a chunk, of ``lengths`` tokens, int64 [n]."""
+    source, none = np.arange(len(lengths), dtype=np.int64), np.zeros(len(lengths), np.int64)
+    return Pieces(source, none, none, none, int((lengths > 0).sum()), int(lengths.sum()))
+
+
+def apply_overlong(lengths: I64, limit: int, policy: str) -> Pieces:
+    """Cut, split or drop samples longer than ``limit`` tokens; their ``lengths`` alone decide.
+
+    Args:
+        lengths: int64 [n], tokens of each sample.
+        limit: Tokens that a piece may have.
+        policy: ``drop``, ``truncate`` or ``split``.
+    """
+    count = len(lengths)
+    source = np.arange(count, dtype=np.int64)
+    zeros = np.zeros(count, np.int64)
+    if not count or int(lengths.max()) <= limit:
+        return Pieces(source, zeros, lengths, zeros, 0, 0)
+    over = lengths > limit
+    touched = int(over.sum())
+    if policy == "split":
+        pieces = np.maximum(-(-lengths // limit), 1)
+        source = np.repeat(source, pieces)
+        part = np.arange(len(source)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        offset = part * limit
+        return Pieces(source, offset, np.minimum(lengths[source] - offset, limit), part, touched, 0)
+    kept = np.where(over, limit if policy == "truncate" else 0, lengths)
+    return Pieces(source, zeros, kept, zeros, touched, int((lengths - kept).sum()))
+
+
+def apply_terms(terms: StreamTerms, lengths: I64, keep: Keep | UnsetType = msgspec.UNSET, skip: int = 0) -> Pieces:
+    """Apply a stream's policy to the samples of a chunk from the ``skip``-th on.
+
+    A chunk that is kept in one pack (``keep``) cannot be cut. All of it is dropped if a pack cannot hold it.
+
+    Args:
+        terms: The stream's terms.
+        lengths: int64 [n], tokens of all samples of the chunk.
+        keep: How the chunk's samples stay together.
+        skip: Samples at the chunk's beginning for which no pieces are returned.
+    """
+    if keep == "pack" and not terms.fits(apply_overlong(lengths, terms.limit, terms.overlong).length):
+        return drop_all(lengths[skip:])
+    return apply_overlong(lengths[skip:], terms.limit, terms.overlong)
