@@ -26,7 +26,7 @@ HISTORY_S = 300.0
 """Seconds that the line of tokens/s shows."""
 SMOOTH_S = 10.0
 """Least seconds that a point of that line covers: steps come at once, so tokens/s of less would jump."""
-SILENT_S = 10.0
+STREAM_SILENT_S = 10.0
 """A stream is silent when its producers were heard longer ago."""
 EVENTS = 200
 DIMENSIONS = ("dp", "cp", "tp", "pp")
@@ -77,7 +77,7 @@ class StreamView:
     def is_silent(self) -> bool:
         """True when no producer of a stream that goes on was heard lately."""
         seen = self.status.last_seen_s
-        return not self.ended and (seen is None or seen > SILENT_S)
+        return not self.ended and (seen is None or seen > STREAM_SILENT_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import { namer } from "./heat.js";
 
 const LAST = 50; // events
 const MOST = 100; // streams
-const SILENT_S = 10;
+const STREAM_SILENT_S = 10;
 
 export function showHead(status, gone) {
   setText(byId("run"), status.run);
@@ -95,7 +95,7 @@ export function showStreams(streams) {
   }));
 }
 
-const isSilent = (row) => row.ended_partitions < row.partitions && (row.last_seen_s ?? Infinity) > SILENT_S;
+const isSilent = (row) => row.ended_partitions < row.partitions && (row.last_seen_s ?? Infinity) > STREAM_SILENT_S;
 
 export function showRoom(status, feed) {
   const { memory, log, messages } = status;

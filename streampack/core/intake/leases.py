@@ -34,8 +34,8 @@ from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
 FAREWELL = Bye(reason="the broker is stopping")
 REPEAT_S = 1.0
 """Seconds after which credits are sent again, whether or not they changed."""
-SILENT_S = 15.0
-"""Seconds of silence after which a producer has lost its leases."""
+PRODUCER_SILENT_S = 15.0
+"""Seconds without a message after which a producer loses its leases."""
 
 
 class Leases:
@@ -145,8 +145,8 @@ class Leases:
         self._now = now
         effects: list[Effect] = []
         for producer in self.producers:
-            if now - producer.heard > SILENT_S:
-                effects += self.rebalancer.leave(producer, ProducerDeparture.SILENT, round(SILENT_S))
+            if now - producer.heard > PRODUCER_SILENT_S:
+                effects += self.rebalancer.leave(producer, ProducerDeparture.SILENT, round(PRODUCER_SILENT_S))
         if now - self._repeated >= REPEAT_S:
             self._repeated = now
             open_ = [p for p, intake in enumerate(self.partitions.intakes) if not intake.ended]

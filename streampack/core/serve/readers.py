@@ -35,10 +35,10 @@ from streampack.core.serve.step_source import StepSource
 
 TELL_S = 1.0
 """Seconds after which waiting readers are told again what they wait for. Where there are many readers it is longer."""
-SILENT_S = 15.0
-"""A reader that is not heard for so long has lost its rank."""
+READER_SILENT_S = 15.0
+"""Seconds without a message after which a reader loses its rank."""
 SILENT_PINGS = 3
-"""Or for so many intervals between pings, where that is longer."""
+"""Intervals between pings without a message after which a reader loses its rank, where they are longer."""
 
 
 class Readers:
@@ -176,7 +176,7 @@ class Readers:
         self._forget_gone()
         effects: list[Effect] = []
         ping_s = self.attempts.ping_s
-        silent_s = max(SILENT_S, SILENT_PINGS * ping_s)
+        silent_s = max(READER_SILENT_S, SILENT_PINGS * ping_s)
         for reader in self.registry:
             if now - reader.heard > silent_s:
                 effects += self.attempts.leave(reader, Departure.SILENT, now - reader.heard)

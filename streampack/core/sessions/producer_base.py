@@ -25,6 +25,8 @@ PING_S = 1.0
 HELLO_S = 1.0
 MOST_HELLO_S = 4.0
 """A Hello without a lease is repeated after ``HELLO_S``, then later each time, up to this."""
+BROKER_SILENT_S = 5.0
+"""Seconds without a message of the broker after which a producer reports that it waits for the broker."""
 PartitionKey = tuple[str, int]
 """(stream, partition)."""
 Session = tuple[int, int]

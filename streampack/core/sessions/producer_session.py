@@ -17,7 +17,15 @@ from streampack.core.model.phases import Phases
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.protocol.message import Bye, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Done, Eos, Flow, Lease, Offer, Revoke, Samples, Sent
-from streampack.core.sessions.producer_base import Chunk, Finish, PartitionKey, Sender, SendWindow, Session
+from streampack.core.sessions.producer_base import (
+    BROKER_SILENT_S,
+    Chunk,
+    Finish,
+    PartitionKey,
+    Sender,
+    SendWindow,
+    Session,
+)
 
 
 class EndOfPartition(Event, frozen=True):
@@ -111,7 +119,7 @@ class ProducerSession(Sender):
 
     def waiting_for(self) -> str:
         """Return a text that says why the producer sends nothing; empty where it sends."""
-        if self._last_heard is None or self.silent_s > 5:
+        if self._last_heard is None or self.silent_s > BROKER_SILENT_S:
             return "an answer of the broker"
         if not self.held:
             return "a lease: other producers hold every partition, or all have ended"

@@ -21,12 +21,11 @@ from streampack.core.model.snapshot import Cursor
 from streampack.core.protocol.events import Effect, Event, Report
 from streampack.core.protocol.message import Bye, Message, Reject, Who
 from streampack.core.protocol.producer_messages import Done, Eos, Flow, Lease, Mark, Offer, Revoke, Samples, Sent
-from streampack.core.sessions.producer_base import Chunk, Finish, Sender, SendWindow, Session
+from streampack.core.sessions.producer_base import BROKER_SILENT_S, Chunk, Finish, Sender, SendWindow, Session
 from streampack.core.sessions.push_buffer import Kept, PushBuffer
 
 PUSHED = "pushed"
 """The source digest of a stream that nobody can read twice."""
-SILENT_S = 5.0
 
 
 class Push(Event, frozen=True):
@@ -83,7 +82,7 @@ class PushSession(Sender):
 
     def waiting_for(self) -> str:
         """Return a text that names what keeps samples from being safe; empty if nothing does."""
-        if not self.reached or self.silent_s > SILENT_S:
+        if not self.reached or self.silent_s > BROKER_SILENT_S:
             return "an answer of the broker"
         if self._stopping:
             return "another broker: the one there was is stopping"

@@ -42,7 +42,7 @@ from streampack.core.protocol.trainer_messages import (
 )
 from streampack.core.serve.attempts import NEWS_A_TICK
 from streampack.core.serve.rank_registry import CLAIM_S, RESTART_S
-from streampack.core.serve.readers import SILENT_S, Readers
+from streampack.core.serve.readers import READER_SILENT_S, Readers
 from streampack.core.stats.data_wait import Missing, Starvation
 
 EPOCH, TICK_S = 4, 0.25
@@ -258,7 +258,7 @@ def test_ranks_that_nobody_holds_are_named_with_where_they_were() -> None:
     desk.come("a1", rank=1)
     assert desk.readers.absent == ""
     desk.die("a1")
-    desk.wait(SILENT_S + 2.0)
+    desk.wait(READER_SILENT_S + 2.0)
     assert desk.readers.absent == "1 of 2 ranks are not there: dp=1 cp=0 tp=0 pp=0, which was at host-of-a1:1"
 
 
@@ -438,7 +438,7 @@ def test_a_process_whose_rank_was_taken_over_is_fenced_and_changes_nothing(word:
 def test_a_silent_process_that_nobody_replaced_takes_its_rank_again() -> None:
     desk = reading()
     desk.die("a0")
-    desk.wait(SILENT_S + 1)
+    desk.wait(READER_SILENT_S + 1)
     assert desk.readers.num_readers == 1
     desk.come("a0", 4)
     assert not desk.heard("a0", Fenced)
@@ -463,14 +463,14 @@ def test_what_a_process_has_waited_goes_on_where_it_comes_back_to_its_rank() -> 
     said = Starvation(causes_s={"stream": 40.0}, waits=[3])
     desk.say(b"a0", structs.replace(ping("a0"), starvation=said, stats={"steps": 7.0}))
     desk.die("a0")
-    desk.wait(SILENT_S + 1)
+    desk.wait(READER_SILENT_S + 1)
     desk.come("a0", 4)
     row = next(row for row in desk.readers.steps.stats() if row.ranks[0] == 0)
     assert (row.starvation, row.stats) == (said, {"steps": 7.0})
     desk.say(b"a0", structs.replace(ping("a0"), starvation=Starvation(causes_s={"stream": 41.0}, waits=[4])))
     assert (desk.readers.steps.next_waits.sum, desk.readers.steps.next_waits.counts[0]) == (41.0, 4)
     desk.die("a0")
-    desk.wait(SILENT_S + 1)
+    desk.wait(READER_SILENT_S + 1)
     desk.come("other", 4)
     assert next(row.starvation for row in desk.readers.steps.stats() if row.ranks[0] == 0) is None
 
@@ -822,7 +822,7 @@ def test_who_is_not_ready_causes_no_rewind_and_holds_nobody_back() -> None:
 def test_a_rank_that_is_missing_is_named_with_the_host_that_it_had() -> None:
     desk = reading(upto=4)
     desk.die("a0", "a1")
-    desk.wait(SILENT_S + 2)
+    desk.wait(READER_SILENT_S + 2)
     desk.come("b0", 2)
     desk.wait(1.0)
     wait = desk.heard("b0", Wait)[-1]
@@ -881,7 +881,7 @@ def test_readers_that_had_other_steps_are_refused_before_anything_is_served(know
     desk = reading(upto=4) if known else Desk(ahead=3)
     if known:
         desk.die("a0", "a1")
-        desk.wait(SILENT_S + 1)
+        desk.wait(READER_SILENT_S + 1)
     desk.come_all("b", 4, chain=b"other steps")
     if not known:
         assert desk.rewinds == [(4, None)]

@@ -18,7 +18,7 @@ from streampack.core.broker import Broker
 from streampack.core.feed.resume import snapshot
 from streampack.core.form.former import Former
 from streampack.core.intake.intake import MAX_UNMERGED
-from streampack.core.intake.leases import SILENT_S
+from streampack.core.intake.leases import PRODUCER_SILENT_S
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.capacity import Capacity, FeedPlan, needed_tokens
 from streampack.core.model.mesh import Mesh
@@ -678,9 +678,9 @@ def test_a_producer_that_falls_silent_loses_its_leases() -> None:
     bench = Bench()
     bench.produce(b"1", hello("one", "a"))
     bench.produce(b"2", hello("two", "a"))
-    bench.handle(Tick(SILENT_S - 1))
+    bench.handle(Tick(PRODUCER_SILENT_S - 1))
     bench.produce(b"2", ProducerPing(producer="two"))
-    bench.handle(Tick(SILENT_S + 1))
+    bench.handle(Tick(PRODUCER_SILENT_S + 1))
     assert set(bench.sessions(b"2")) == {("a", 0), ("a", 1)}
     assert bench.core.leases.rebalancer.vanished == 1
     bench.produce(b"1", ProducerPing(producer="one"))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.client.reading_stats import ReadingFigures
-from streampack.core.serve.readers import SILENT_S
+from streampack.core.serve.readers import READER_SILENT_S
 from streampack.core.stats.data_wait import CAUSES, WAIT_BOUNDS_S, NextWaits, Starvation, bucket_of, cause_of
 from tests.core.serve.test_attempts import Desk, ping
 
@@ -130,7 +130,7 @@ def test_a_rank_that_goes_on_elsewhere_brings_what_it_has_waited_and_no_wait_is_
     desk.say(peer, ping("a0", starvation=Starvation(causes_s={"peers": 3601.5}, waits=[0, 8])))
     assert (desk.readers.steps.next_waits.sum, desk.readers.steps.next_waits.counts[1]) == (1.5, 1)
     desk.die("a0")
-    desk.wait(SILENT_S + 1)
+    desk.wait(READER_SILENT_S + 1)
     assert not desk.readers.steps.stats()
     now = Starvation(causes_s={"peers": 3602.0, "network": 20.0}, waits=[0, 8])
     desk.say(desk.come("a0", dp=1, starvation=now), ping("a0", starvation=now))

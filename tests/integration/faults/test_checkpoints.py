@@ -19,7 +19,7 @@ import pytest
 
 import streampack
 from streampack.config.typed_yaml import convert
-from streampack.core.serve.readers import SILENT_S
+from streampack.core.serve.readers import READER_SILENT_S
 from streampack.errors import DataStall, PeerError, Rejected, StateError, UserError
 from streampack.sources import SourceSettings, open_source
 from tests.integration.running import PATIENCE_S, RunningBroker, producing_here, running_broker, until, write_jsonl
@@ -396,7 +396,7 @@ def test_a_process_that_was_taken_for_dead_is_told_that_its_rank_was_taken(
             began = time.monotonic()
             steps = loader.steps()
             assert next(steps).digest == golden[0], "in place, with the step that was in use"
-            assert time.monotonic() - began < SILENT_S, "before its silence alone would have ended it"
+            assert time.monotonic() - began < READER_SILENT_S, "before its silence alone would have ended it"
             zombie.send_signal(signal.SIGCONT)
             _, said = zombie.communicate("next\n" * len(golden), timeout=PATIENCE_S)
             assert "streampack.errors.Rejected: " in said

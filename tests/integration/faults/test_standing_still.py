@@ -20,7 +20,7 @@ from streampack_services.broker.service import BrokerService
 import streampack as sp
 from streampack.config.daemon_settings import BrokerConfig
 from streampack.config.typed_yaml import convert
-from streampack.core.intake.leases import SILENT_S
+from streampack.core.intake.leases import PRODUCER_SILENT_S
 from streampack.core.model.mesh import Mesh
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.trainer_messages import Attach
@@ -54,16 +54,16 @@ def test_a_broker_that_stood_still_drops_nobody_and_one_that_runs_drops_who_is_s
 
         service._turn()
         until(attached)
-        clock.skipped += 10 * SILENT_S
+        clock.skipped += 10 * PRODUCER_SILENT_S
         service._turn()
         assert service.core.num_readers == 1, "it was heard of until the broker stood still"
         turns = 0
         while service.core.num_readers:
             turns += 1
-            assert turns < 100 * SILENT_S, "it is silent, and the broker there to hear it"
+            assert turns < 100 * PRODUCER_SILENT_S, "it is silent, and the broker there to hear it"
             clock.skipped += 2 * shell.TICK_S
             service._turn()
-        assert turns * 2 * shell.TICK_S >= SILENT_S - 1
+        assert turns * 2 * shell.TICK_S >= PRODUCER_SILENT_S - 1
 
 
 FROZEN_S = 18.0
