@@ -37,7 +37,7 @@ from benchmarks.lengths import BUDGETS, I64, SHIFTING, STATIONARY, lengths_of
 from benchmarks.peers import MISSING, PEERS
 from benchmarks.report import arguments, head, say
 from streampack.core.deal.deal import deal
-from streampack.core.packers import PACKERS, packer
+from streampack.core.packers import PACKERS, make_packer
 from streampack.core.packers.blocks.decreasing import first_fit_decreasing
 from streampack.core.packers.blocks.first_fit import first_fit
 
@@ -151,7 +151,7 @@ def _rows(kind: str, budget: int, window: int, samples: int, names: list[str]) -
 def _ours(name: str, lengths: I64, budget: int, window: int, **parameters: int) -> Packed:
     ages = np.full(len(lengths), -1)
     begin = time.process_time()
-    choice = packer(name, **parameters).choose(lengths, ages, budget, len(lengths), True, window=window)
+    choice = make_packer(name, **parameters).choose(lengths, ages, budget, len(lengths), True, window=window)
     return choice.indices, choice.bounds, time.process_time() - begin
 
 

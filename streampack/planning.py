@@ -28,7 +28,7 @@ from streampack.core.model.rules import Balance
 from streampack.core.model.samples import I64
 from streampack.core.packers.arguments import aligned_units, check_numbers, integers
 from streampack.core.packers.closed import pack_lengths, way_back
-from streampack.core.packers.registry import packer as named
+from streampack.core.packers.registry import make_packer
 from streampack.core.stats.fill import Figures, figures
 from streampack.errors import ConfigError, SampleError
 
@@ -173,7 +173,8 @@ def plan_step(
         if packer == "karmarkar_karp":  # its costs are in units of the alignment
             parameters = {"a": a * align, "b": b * align * align} | parameters
         aligned_units(found, budget, align)
-        cap = getattr(named(packer or "exact_fill", **parameters), "max_samples_per_pack", None) or max(len(found), 1)
+        chosen = make_packer(packer or "exact_fill", **parameters)
+        cap = getattr(chosen, "max_samples_per_pack", None) or max(len(found), 1)
         count = partial(num_packs, dp=dp, micro_batch_multiple=multiple, min_micro_batches=min_micro_batches)
 
         def full() -> list[list[int]]:

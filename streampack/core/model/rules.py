@@ -18,7 +18,7 @@ from streampack.core.model.samples import I64
 from streampack.core.model.shapes import Shape, check_shape, own_widths, step_widths, width_unit
 from streampack.core.packers.blocks.modified_first_fit import Leftovers
 from streampack.core.packers.joint.joint_bounds import PATIENCE
-from streampack.core.packers.registry import PackerName, packer, parameters_of
+from streampack.core.packers.registry import PackerName, make_packer, parameters_of
 from streampack.core.packers.window import Packer
 
 Positive = Annotated[int, Meta(ge=1, lt=2**62)]
@@ -281,7 +281,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 f"keys that it has: {known}"
             )
         own = {"group": self.balance.group, "patience": self.balance.patience} if joint else {}
-        return packer(name, **given, **own, **({"seed": self.seed} if "seed" in has else {}))
+        return make_packer(name, **given, **own, **({"seed": self.seed} if "seed" in has else {}))
 
     def budget_at(self, step: int) -> int:
         """Tokens of a pack of ``step``: less while ``warmup`` lasts, rounded down to ``align.pack``."""

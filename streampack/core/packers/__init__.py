@@ -1,6 +1,6 @@
 """Packers: which samples share one token budget.
 
-``packer(name, **parameters)`` makes a packer for a stream; ``pack_lengths`` packs a closed list of lengths.
+``make_packer(name, **parameters)`` makes a packer for a stream; ``pack_lengths`` packs a closed list of lengths.
 
 - ``window``: what a packer is and returns, and the sliding window of the packers that stream.
 - ``arguments``: checks what a caller gives.
@@ -22,7 +22,7 @@ A new packer is one file, and one entry in ``registry``: configuration, validati
 """
 
 from streampack.core.packers.closed import pack_lengths, way_back
-from streampack.core.packers.registry import PACKERS, packer, parameters_of
+from streampack.core.packers.registry import PACKERS, make_packer, parameters_of
 from streampack.core.packers.window import Choice, Packer
 
-__all__ = ["PACKERS", "Choice", "Packer", "pack_lengths", "packer", "parameters_of", "way_back"]
+__all__ = ["PACKERS", "Choice", "Packer", "make_packer", "pack_lengths", "parameters_of", "way_back"]

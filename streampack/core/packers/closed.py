@@ -26,8 +26,7 @@ from streampack.core.packers.arguments import aligned_units, check_numbers, inte
 from streampack.core.packers.blocks.decreasing import first_fit_decreasing
 from streampack.core.packers.blocks.tumbling import Tumbling
 from streampack.core.packers.exact_fill.exact_fill import ExactFill
-from streampack.core.packers.registry import packer as packer_named
-from streampack.core.packers.registry import parameters_of
+from streampack.core.packers.registry import make_packer, parameters_of
 from streampack.core.packers.window import I64
 from streampack.errors import ConfigError, SampleError
 
@@ -118,7 +117,7 @@ def pack_lengths(
         raise ConfigError(f"seed: got {seed!r}, expected an integer")
     if "seed" in parameters_of(packer):
         parameters["seed"] = seed
-    chosen = packer_named(packer, **parameters)
+    chosen = make_packer(packer, **parameters)
     check_numbers(budget=budget, align=align, pack_count_multiple=pack_count_multiple)
     check_numbers(0, min_packs=min_packs)
     if empty not in ("error", "pad"):

@@ -47,7 +47,7 @@ else:
     PackerName = Literal[PACKER_NAMES]
 
 
-def packer(name: str, **parameters: Any) -> Packer:
+def make_packer(name: str, **parameters: Any) -> Packer:
     """The packer of that name, with these ``parameters``; ConfigError lists those there are of either."""
     known = parameters_of(name)
     for unknown in sorted(parameters.keys() - known):

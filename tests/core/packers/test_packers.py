@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.packers import PACKERS, Choice, Packer, pack_lengths, packer, parameters_of
+from streampack.core.packers import PACKERS, Choice, Packer, make_packer, pack_lengths, parameters_of
 from streampack.core.packers.blocks.tumbling import Tumbling
 from streampack.core.packers.joint.joint import Joint
 from streampack.core.packers.registry import PackerName
@@ -48,10 +48,12 @@ class ExactFillOracle:
         return exact_fill_oracle(lengths, ages, budget, count, closed, window)
 
 
-CAPPED = [packer(name, max_samples_per_pack=3) for name in PACKERS if "max_samples_per_pack" in parameters_of(name)]
+CAPPED = [
+    make_packer(name, max_samples_per_pack=3) for name in PACKERS if "max_samples_per_pack" in parameters_of(name)
+]
 OTHERS = [
-    packer("modified_first_fit_decreasing", leftovers="emptiest"), packer("first_fit_shuffle", seed=4),
-    packer("none", micro_batch_size=3), Joint(group=2, patience=2), Joint(group=3, max_samples_per_pack=3),
+    make_packer("modified_first_fit_decreasing", leftovers="emptiest"), make_packer("first_fit_shuffle", seed=4),
+    make_packer("none", micro_batch_size=3), Joint(group=2, patience=2), Joint(group=3, max_samples_per_pack=3),
 ]  # fmt: skip
 EVERY: list[Packer] = [*PACKERS.values(), ExactFillOracle(), *OTHERS, *CAPPED]
 every_packer = pytest.mark.parametrize("each", EVERY, ids=lambda each: f"{each.name}-{EVERY.index(each)}")
@@ -168,7 +170,7 @@ def test_a_cap_of_one_leaves_every_sample_alone_and_none_below_it_is_taken(name:
     assert sorted(packs) == [[i] for i in range(5)]
     assert pack_lengths([1] * 6, 9, name, max_samples_per_pack=99) == pack_lengths([1] * 6, 9, name)
     with pytest.raises(ConfigError, match=r"max_samples_per_pack.*0, expected at least 1"):
-        packer(name, max_samples_per_pack=0)
+        make_packer(name, max_samples_per_pack=0)
 
 
 @every_packer
@@ -240,7 +242,7 @@ def test_a_closed_set_is_packed_whole_by_those_that_need_it_whole(name: str) -> 
 
 def test_first_fit_decreasing_packs_whole_blocks_and_a_partial_one_only_when_closed() -> None:
     lengths, ages = as_array([3] * 10), np.full(10, -1)
-    each = packer("first_fit_decreasing")
+    each = make_packer("first_fit_decreasing")
     assert packs_of(each.choose(lengths, ages, 4, 1, False, window=4)) == [[3], [2], [1], [0]]
     assert len(each.choose(lengths, ages, 4, 99, False, window=4).indices) == 8
     assert len(each.choose(lengths, ages, 4, 99, True, window=4).indices) == 10
@@ -353,7 +355,7 @@ def test_a_parameter_of_another_type_is_refused_naming_it(name: str, wrong: dict
 def test_an_unknown_packer_lists_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"'best'.*exact_fill, joint, sliding_ffd"):
         pack_lengths([1], 8, "best")
-    assert all(packer(name).name == name for name in PACKERS)
+    assert all(make_packer(name).name == name for name in PACKERS)
 
 
 @pytest.mark.parametrize("name", ["packers", "stats.fill", "shuffle", *(f"packers.{name}" for name in FILES)])

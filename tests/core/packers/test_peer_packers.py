@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.core.packers import PACKERS, pack_lengths, packer, parameters_of
+from streampack.core.packers import PACKERS, make_packer, pack_lengths, parameters_of
 from streampack.errors import ConfigError
 
 LENGTHS = [700, 100, 450, 300, 350, 120, 550, 450, 170, 260, 80, 330, 640, 170, 300, 90, 510, 40]
@@ -56,7 +56,7 @@ def test_modified_first_fit_decreasing_packs_its_leftovers_as_it_is_told() -> No
         mffd = {"packer": "modified_first_fit_decreasing", "leftovers": leftovers}
         assert pack_lengths([6, 2, 5, 2], 10, **mffd) == [[0, 1, 3], [2]]  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="leftovers='best', expected 'decreasing' or 'emptiest'"):
-        packer("modified_first_fit_decreasing", leftovers="best")
+        make_packer("modified_first_fit_decreasing", leftovers="best")
 
 
 def test_modified_first_fit_decreasing_is_now_and_then_better_and_now_and_then_worse() -> None:
@@ -79,7 +79,7 @@ def test_none_makes_the_packs_of_roll_and_heeds_the_budget_too() -> None:
     # ROLL would make one pack of 14 tokens of each four
     assert pack_lengths([7] * 4, 8, "none", micro_batch_size=4) == [[0], [1], [2], [3]]
     with pytest.raises(ConfigError, match="micro_batch_size=0, expected at least 1"):
-        packer("none", micro_batch_size=0)
+        make_packer("none", micro_batch_size=0)
 
 
 def test_the_shuffle_is_held_still_by_its_seed() -> None:
@@ -95,10 +95,10 @@ def test_a_parameter_that_a_packer_does_not_have_names_those_it_has() -> None:
         ConfigError,
         match="packer none: got the parameter 'leftovers', expected max_samples_per_pack or micro_batch_size",
     ):
-        packer("none", leftovers="emptiest")
+        make_packer("none", leftovers="emptiest")
     for name in PACKERS:
         for key in parameters_of(name):
-            assert packer(name, **{key: getattr(PACKERS[name], key)}) == PACKERS[name]
+            assert make_packer(name, **{key: getattr(PACKERS[name], key)}) == PACKERS[name]
 
 
 # Each once more, with no tree, heap or bitmap

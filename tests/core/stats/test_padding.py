@@ -17,7 +17,7 @@ from streampack.core.form.waits import Waits
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Batch, Rules
 from streampack.core.model.shapes import Shape, Sizes
-from streampack.core.packers import packer
+from streampack.core.packers import make_packer
 from streampack.core.stats.length_histogram import BUCKETS, bucket_of, least_of
 from streampack.core.stats.padding import CAUSES, depends_on_mesh, waste_of
 from tests.core.model.test_shapes import BUDGET, SHAPES, formed, rules_of
@@ -127,7 +127,7 @@ def test_a_number_s_bucket_begins_at_most_a_32nd_below_it(number: int) -> None:
 
 
 def test_of_a_hundred_waits_the_99th_and_the_longest_are_told() -> None:
-    waits, nothing = Waits(packer("exact_fill"), 200, 1), np.zeros(0, np.int64)
+    waits, nothing = Waits(make_packer("exact_fill"), 200, 1), np.zeros(0, np.int64)
     assert waits.p99 == 0
     waits.chosen(np.zeros(98, np.int64), 100)
     waits.chosen(np.array([3]), 2)
