@@ -25,7 +25,7 @@ from streampack.core.deal.deal import deal
 from streampack.core.model.rules import Balance
 from streampack.core.packers.exact_fill.exact_fill import ExactFill
 from streampack.core.packers.joint.joint import Joint
-from streampack.core.packers.window import Packer
+from streampack.core.packers.packer import Packer
 
 BUDGET = 32768
 SAMPLES = 400_000

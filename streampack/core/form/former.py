@@ -33,7 +33,7 @@ from streampack.core.model.snapshot import FormState
 from streampack.core.model.steps import FIRST_CHAIN, PlannedPacks, PlannedStep, chain_digest, digests_of, step_digest
 from streampack.core.packers.joint.joint import Joint
 from streampack.core.packers.joint.joint_bounds import num_outliers
-from streampack.core.packers.window import Choice, Packer
+from streampack.core.packers.packer import Choice, Packer
 from streampack.errors import InternalError
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from streampack.core.model.samples import I64
-from streampack.core.packers.window import Packer
+from streampack.core.packers.packer import Packer
 from streampack.core.stats.length_histogram import BUCKETS, bucket_of, least_of
 
 AT_ONCE = 1 << 14

@@ -18,8 +18,8 @@ from streampack.core.model.samples import I64
 from streampack.core.model.shapes import Shape, check_shape, own_widths, step_widths, width_unit
 from streampack.core.packers.blocks.modified_first_fit import Leftovers
 from streampack.core.packers.joint.joint_bounds import PATIENCE
+from streampack.core.packers.packer import Packer
 from streampack.core.packers.registry import PackerName, make_packer, parameters_of
-from streampack.core.packers.window import Packer
 
 Positive = Annotated[int, Meta(ge=1, lt=2**62)]
 """A count, as large as every message, record and kernel can hold."""

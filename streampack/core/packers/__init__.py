@@ -2,27 +2,30 @@
 
 ``make_packer(name, **parameters)`` makes a packer for a stream; ``pack_lengths`` packs a closed list of lengths.
 
-- ``window``: what a packer is and returns, and the sliding window of the packers that stream.
-- ``arguments``: checks what a caller gives.
+- ``packer``: the ``Packer`` protocol, the ``Choice`` that a packer returns, and small helpers.
 - ``registry``: every packer by name.
-- ``closed``: ``pack_lengths``, how many packs a closed set makes, and the way back to its samples.
+- ``window``: the sliding window of the packers in plain Python, and the bound on waiting.
+- ``arguments``: checks of a caller's lengths and numbers.
+- ``closed``: ``pack_lengths``, the number of packs of a closed set, and the order back to its samples.
 - ``sliding/``: packers over a sliding window.
 - ``blocks/``: packers that need all lengths first, and pack a stream block by block.
 - ``exact_fill/``: packs that are full to the token. The default.
 - ``joint/``: packs that are full and cost the same.
 - ``packer_kernels``: compiled loops that several packers share.
 
-Packers know lengths, never tokens or samples. They keep nothing between calls, so packs are a function of the order of
-lengths alone. No packer imports numba until it forms a pack, and all work without numba.
+``core.form`` calls a packer with the lengths left and takes out the packs that the packer returns. Packers know
+lengths, never tokens or samples. They keep nothing between calls, so packs are a function of the order of lengths
+alone. No packer imports numba until it forms a pack, and all work without numba.
 
-A new packer is one file, and one entry in ``registry``: configuration, validation and ``--help`` follow from it.
+To add a packer, write one file that follows the protocol in ``packer``, and add one entry to ``registry``.
+Configuration, validation and ``--help`` follow from the entry.
 
 >>> pack_lengths([4, 1, 3, 2, 1, 3, 4, 5], 5, "concatenative")
 [[0, 1], [2, 3], [4, 5], [6], [7]]
 """
 
 from streampack.core.packers.closed import pack_lengths, way_back
+from streampack.core.packers.packer import Choice, Packer
 from streampack.core.packers.registry import PACKERS, make_packer, parameters_of
-from streampack.core.packers.window import Choice, Packer
 
 __all__ = ["PACKERS", "Choice", "Packer", "make_packer", "pack_lengths", "parameters_of", "way_back"]

@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from streampack.core.packers.window import I64
+from streampack.core.packers.packer import I64
 from streampack.errors import ConfigError, SampleError
 
 

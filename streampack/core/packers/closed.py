@@ -26,8 +26,8 @@ from streampack.core.packers.arguments import aligned_units, check_numbers, inte
 from streampack.core.packers.blocks.decreasing import first_fit_decreasing
 from streampack.core.packers.blocks.tumbling import Tumbling
 from streampack.core.packers.exact_fill.exact_fill import ExactFill
+from streampack.core.packers.packer import I64
 from streampack.core.packers.registry import make_packer, parameters_of
-from streampack.core.packers.window import I64
 from streampack.errors import ConfigError, SampleError
 
 Empty = Literal["error", "pad"]

@@ -1,4 +1,4 @@
-"""Every packer by its name."""
+"""Every packer by its name. Add a new packer to ``_EVERY``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from streampack.core.packers.blocks.modified_first_fit import ModifiedFirstFitDe
 from streampack.core.packers.blocks.unpacked import Unpacked
 from streampack.core.packers.exact_fill.exact_fill import ExactFill
 from streampack.core.packers.joint.joint import Joint
+from streampack.core.packers.packer import Packer
 from streampack.core.packers.sliding.buffer_first_fit import BufferFirstFit
 from streampack.core.packers.sliding.concatenative import Concatenative
 from streampack.core.packers.sliding.sliding_ffd import SlidingFFD
-from streampack.core.packers.window import Packer
 from streampack.errors import ConfigError
 
 _EVERY: tuple[Packer, ...] = (
@@ -38,7 +38,7 @@ _EVERY: tuple[Packer, ...] = (
     Unpacked(),
 )
 PACKERS: Mapping[str, Packer] = MappingProxyType({each.name: each for each in _EVERY})
-"""Each with its defaults."""
+"""Every packer by name, with default parameters."""
 PACKER_NAMES = tuple(each.name for each in _EVERY if each.config_key == "packer")
 """Packers that the rule ``packer`` may name."""
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ else:
 
 
 def make_packer(name: str, **parameters: Any) -> Packer:
-    """The packer of that name, with these ``parameters``; ConfigError lists those there are of either."""
+    """Return the packer called ``name`` with these ``parameters``, and defaults for the others.
+
+    Raises ConfigError for an unknown packer or parameter, and lists the known ones; and for a value of a wrong type.
+    """
     known = parameters_of(name)
     for unknown in sorted(parameters.keys() - known):
         raise ConfigError(
@@ -68,7 +71,7 @@ def make_packer(name: str, **parameters: Any) -> Packer:
 
 
 def parameters_of(name: str) -> tuple[str, ...]:
-    """What the packer of that name can be given: the names of its fields. ConfigError lists those there are."""
+    """Return the names of a packer's parameters. Raises ConfigError, which lists the packers, for an unknown name."""
     if not isinstance(name, str) or name not in PACKERS:
         raise ConfigError(f"packer: got {name!r}, expected one of {', '.join(PACKERS)}")
     return tuple(field.name for field in dataclasses.fields(cast(Any, PACKERS[name])) if field.name != "name")

@@ -12,7 +12,7 @@ from streampack.core.form.former import Request
 from streampack.core.layout.boundaries import Contents
 from streampack.core.model.rule_changes import Ask
 from streampack.core.model.samples import I64
-from streampack.core.packers.window import Choice
+from streampack.core.packers.packer import Choice
 from streampack.core.protocol.events import Effect, Event
 from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.rights import Rights

@@ -22,7 +22,7 @@ from streampack.core.packers import PACKERS, pack_lengths, packer_kernels
 from streampack.core.packers.blocks.decreasing import first_fit_decreasing
 from streampack.core.packers.exact_fill import exact_fill_cases, exact_fill_kernels
 from streampack.core.packers.exact_fill.exact_fill import NO_CAP
-from streampack.core.packers.window import I64
+from streampack.core.packers.packer import I64
 from tests.core.packers.oracles.exact_fill import exact_fill_oracle, fill_exactly
 from tests.core.packers.uncompiled import uncompiled
 

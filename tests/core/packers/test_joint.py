@@ -13,7 +13,7 @@ from benchmarks.lengths import lengths_of
 from streampack.core.packers.joint.joint import Joint
 from streampack.core.packers.joint.joint_bounds import held_tokens, max_wait, num_outliers
 from streampack.core.packers.joint.joint_kernels import joint
-from streampack.core.packers.window import I64
+from streampack.core.packers.packer import I64
 from streampack.errors import ConfigError
 from tests.core.packers.oracles.joint import View, joint_oracle
 from tests.core.packers.uncompiled import uncompiled

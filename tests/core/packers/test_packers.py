@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from streampack.core.packers import PACKERS, Choice, Packer, make_packer, pack_lengths, parameters_of
 from streampack.core.packers.blocks.tumbling import Tumbling
 from streampack.core.packers.joint.joint import Joint
+from streampack.core.packers.packer import I64
 from streampack.core.packers.registry import PackerName
-from streampack.core.packers.window import I64
 from streampack.errors import ConfigError, SampleError
 from tests.core.packers.oracles.exact_fill import exact_fill_oracle
 

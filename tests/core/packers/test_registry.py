@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 TOY = '''
 from dataclasses import dataclass
-from streampack.core.packers.window import I64, Capped, Choice, choice_of
+from streampack.core.packers.packer import I64, Capped, Choice, choice_of
 
 @dataclass(frozen=True, slots=True)
 class Toy(Capped):

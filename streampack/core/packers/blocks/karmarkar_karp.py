@@ -29,7 +29,7 @@ from heapq import heapify, heappop, heapreplace
 import numpy as np
 
 from streampack.core.packers.blocks.tumbling import Tumbling
-from streampack.core.packers.window import I64
+from streampack.core.packers.packer import I64
 
 Items = tuple["Items | int", ...]  # a tree, so that two parts are joined in O(1)
 Part = tuple[int, Items]  # cost, items

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streampack.core.packers.window import I64, Capped, Choice, choice_of, sample_counts
+from streampack.core.packers.packer import I64, Capped, Choice, choice_of, sample_counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from streampack.core.packers.window import I64, Choice, check_cap
+from streampack.core.packers.packer import I64, Choice, check_cap
 from streampack.errors import ConfigError
 
 #: A subset sum takes a bit for each token of the budget and sample tried: 17 GB of address space here.

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from streampack.core.jit import COMPILES
 from streampack.core.packers.exact_fill.exact_fill_cases import best_with, capped, closest_pair, fill_up, last_packs
+from streampack.core.packers.packer import I64
 from streampack.core.packers.packer_kernels import (
     MAX_TRIED,
     _compiled,
@@ -23,7 +24,6 @@ from streampack.core.packers.packer_kernels import (
     _sort_in,
     _take_ahead,
 )
-from streampack.core.packers.window import I64
 
 FEW = 64
 #: The end of a stream is formed at once when no more samples than these are left.

@@ -60,7 +60,7 @@ import numpy as np
 
 from streampack.core.packers.joint import joint_bounds
 from streampack.core.packers.joint.joint_bounds import PATIENCE
-from streampack.core.packers.window import I64, Choice
+from streampack.core.packers.packer import I64, Choice
 from streampack.errors import ConfigError
 
 MAX_BUDGET = 2**24

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from streampack.core.packers.window import I64
+from streampack.core.packers.packer import I64
 
 PATIENCE = 64
 """Groups that an outlier waits for others alike, about, where nothing else is said."""

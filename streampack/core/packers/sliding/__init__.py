@@ -2,7 +2,7 @@
 
 - ``concatenative``: next fit in the order of the stream.
 - ``buffer_first_fit``: the window in order of arrival; everything that fits is taken.
-- ``sliding_ffd``: first fit decreasing that never stops to empty its window.
+- ``sliding_ffd``: first fit decreasing over a window that is refilled after every pack.
 
-They rely on ``window`` for what a packer is and when a window is late.
+``concatenative`` looks at one pack only. The other two choose packs from the ``SlidingWindow`` of ``packers.window``.
 """

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streampack.core.packers.window import I64, Capped, Choice, SlidingWindow, sample_counts, slide
+from streampack.core.packers.packer import I64, Capped, Choice, sample_counts
+from streampack.core.packers.window import SlidingWindow, slide
 
 
 @dataclass(frozen=True, slots=True)

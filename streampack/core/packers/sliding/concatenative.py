@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streampack.core.packers.window import I64, Capped, Choice, choice_of, sample_counts
+from streampack.core.packers.packer import I64, Capped, Choice, choice_of, sample_counts
 
 
 @dataclass(frozen=True, slots=True)

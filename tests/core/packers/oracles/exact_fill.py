@@ -12,8 +12,9 @@ from streampack.core.packers.blocks.first_fit import first_fit
 from streampack.core.packers.exact_fill.exact_fill import NO_CAP
 from streampack.core.packers.exact_fill.exact_fill_cases import CAPPED_TRIED, MAX_SWAPPED, OLD, SWEEPS
 from streampack.core.packers.exact_fill.exact_fill_kernels import MAX_LAST
+from streampack.core.packers.packer import I64, Choice, sample_counts
 from streampack.core.packers.packer_kernels import MAX_TRIED
-from streampack.core.packers.window import I64, Choice, SlidingWindow, sample_counts, slide
+from streampack.core.packers.window import SlidingWindow, slide
 
 Sample = tuple[int, int]  # position, length
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from streampack.core.packers.joint.joint_bounds import WAITING
 from streampack.core.packers.joint.joint_kernels import OPEN
-from streampack.core.packers.window import I64, choice_of
+from streampack.core.packers.packer import I64, choice_of
 from tests.core.packers.oracles.exact_fill import fill_exactly
 
 

@@ -1,0 +1,117 @@
+"""The ``Packer`` protocol, and the types and helpers that all packers share.
+
+A packer knows lengths, never tokens. It is called again and again with the samples that are left: the window, and
+the samples admitted behind the window. It returns the packs to take out, and keeps nothing between calls. A pack
+depends only on the lengths left, in order, on their ages, and on whether more samples may come. So packs are a
+function of the order of samples alone: how many are requested at once, or how far producers are ahead, changes none.
+
+To add a packer, write one file with a class that keeps the ``Packer`` protocol. Then add one entry to ``registry``.
+``Capped`` and ``blocks.tumbling.Tumbling`` are base classes for the common cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+I64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The packs that a packer takes out of ``lengths``.
+
+    Attributes:
+        indices: int64 [m], positions in ``lengths``, one pack after another, in the order inside the pack.
+        bounds: int64 [p + 1]; pack i is ``indices[bounds[i]:bounds[i + 1]]``.
+        ages: int64 [len(lengths)], what the packer must remember of each position: its patience, see ``window``.
+            -1 for positions that are not in the window yet. The caller drops the chosen positions and passes the
+            other positions' ages to its next call.
+    """
+
+    indices: I64
+    bounds: I64
+    ages: I64
+
+
+class Packer(Protocol):
+    """The interface of a packer: ``choose``, a pure function, and facts about the packer for the rest of the program.
+
+    A packer is a frozen dataclass whose fields are its parameters; configuration sets them by name.
+    """
+
+    config_key: ClassVar[str]
+    """The rule that selects this packer by its name: ``packer`` or ``balance.kind``."""
+    max_budget: ClassVar[int | None]
+    """The exclusive upper limit of the budget, in units of ``align.sample``; None: no limit."""
+
+    @property
+    def name(self) -> str:
+        """The packer's name in the configuration."""
+        ...
+
+    def max_wait(self, window: int, held: int) -> int | None:
+        """Return the most packs that may be formed while one sample waits; None: no bound.
+
+        ``window`` is the window's size in samples; ``held``, the samples in the window when the sample came.
+        """
+        ...
+
+    def choose(
+        self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
+    ) -> Choice:
+        """Choose up to ``count`` packs from the head of ``lengths``.
+
+        Args:
+            lengths: int64 [n], each in 1..``budget``, oldest first: the window and the samples behind the window.
+            ages: int64 [n], the ages that the last call returned; -1 for samples that no call has seen.
+            budget: capacity of a pack, in the unit of ``lengths``.
+            count: packs wanted. Packers that form several packs at once may return more.
+            closed: True when no more samples will come. Then the window may run dry, and in the end all is packed.
+            window: the window's size, in samples.
+            sizes: int64 [n], samples in each item where items are groups; None: one each. Only the parameter
+                ``max_samples_per_pack`` uses them, and each is at most that cap.
+        """
+        ...
+
+
+def check_cap(max_samples_per_pack: int | None) -> None:
+    """Raise ValueError if ``max_samples_per_pack`` is below 1."""
+    if max_samples_per_pack is not None and max_samples_per_pack < 1:
+        raise ValueError(f"got max_samples_per_pack={max_samples_per_pack}, expected at least 1, or None for no cap")
+
+
+@dataclass(frozen=True, slots=True)
+class Capped:
+    """Base of packers whose only shared parameter is ``max_samples_per_pack``; None for no cap.
+
+    Raises ValueError for a cap below 1.
+    """
+
+    config_key: ClassVar[str] = "packer"
+    max_budget: ClassVar[int | None] = None
+
+    max_samples_per_pack: int | None = None
+
+    def __post_init__(self) -> None:
+        check_cap(self.max_samples_per_pack)
+
+    def max_wait(self, window: int, held: int) -> int | None:
+        """Return None: these packers do not bound the wait."""
+        return None
+
+
+def sample_counts(sizes: I64 | None, num_items: int) -> list[int]:
+    """Return the samples in each item as a list: ``sizes``, or ones if None."""
+    return [1] * num_items if sizes is None else sizes.tolist()
+
+
+def choice_of(packs: Sequence[Sequence[int]], ages: I64) -> Choice:
+    """Return a ``Choice`` of ``packs``, which are lists of positions."""
+    bounds = np.fromiter(accumulate(map(len, packs), initial=0), np.int64, len(packs) + 1)
+    return Choice(np.fromiter(chain.from_iterable(packs), np.int64, int(bounds[-1])), bounds, ages)
