@@ -52,7 +52,7 @@ def main() -> None:
     report = head("sources", samples=samples) | {"results": {}}
     print(f"{'source':28} {'samples/s':>10} {'M tokens/s':>10} {'plain loop':>10} {'ratio':>6} {'np.copy':>8}")
     with tempfile.TemporaryDirectory() as folder:
-        for name, (write, kind, plain, mean) in FORMATS.items():
+        for name, (write, kind, plain, mean) in CASES.items():
             found = compare(Path(folder) / name.replace(" ", "-"), samples, write, kind, plain, mean)
             report["results"][name] = found
             copy = f"{found['copy_tokens_per_s'] / 1e6:8,.0f}" if "copy_tokens_per_s" in found else ""
@@ -240,7 +240,7 @@ def _ids(text: str) -> Any:
     return np.concatenate([np.frombuffer(text.encode(), np.uint8).astype(np.int32), EOS])
 
 
-FORMATS: dict[str, tuple[Callable[[Path, list[Any]], None], dict[str, Any], Loop, int]] = {
+CASES: dict[str, tuple[Callable[[Path, list[Any]], None], dict[str, Any], Loop, int]] = {
     "jsonl, text": (write_jsonl_text, {"source": "jsonl"}, loop_jsonl_text, MEAN),
     "jsonl, ids": (write_jsonl_ids, {"source": "jsonl"}, loop_jsonl_ids, MEAN),
     "text, lines": (write_text, {"source": "text"}, loop_text, MEAN),

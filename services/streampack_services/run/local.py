@@ -47,7 +47,7 @@ log = logging.getLogger("streampack.local")
 STOP_S = 10.0
 _LONGEST_PATH = 100
 _OF_BROKER = {field.name for field in fields(StreamSettings)}
-FORMATS = {
+FORMAT_OF_EXTENSION = {
     ".tar": "webdataset", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text",
     ".bin": "megatron", ".idx": "megatron",
 }  # fmt: skip
@@ -221,7 +221,8 @@ def _is_files(given: Any) -> bool:
         return True
     listed = isinstance(given, list | tuple) and len(given) > 0
     return listed and all(
-        isinstance(each, os.PathLike) or (isinstance(each, str) and _extension(each) in FORMATS) for each in given
+        isinstance(each, os.PathLike) or (isinstance(each, str) and _extension(each) in FORMAT_OF_EXTENSION)
+        for each in given
     )
 
 
@@ -232,11 +233,11 @@ def _extension(path: str | os.PathLike[str]) -> str:
 
 
 def _format(path: str) -> str:
-    found = "huggingface" if os.path.isdir(path) else FORMATS.get(_extension(path))
+    found = "huggingface" if os.path.isdir(path) else FORMAT_OF_EXTENSION.get(_extension(path))
     if found is None:
         raise UserError(
-            f"got {path[:200]!r}, expected a file that ends in {', '.join(FORMATS)}, or the folder of a saved dataset: "
-            f"name the format with a dict of a stream's settings, or put a text into a list"
+            f"got {path[:200]!r}, expected a file that ends in {', '.join(FORMAT_OF_EXTENSION)}, or the folder of a "
+            f"saved dataset: name the format with a dict of a stream's settings, or put a text into a list"
         )
     return found
 
