@@ -1,6 +1,6 @@
 """A step out of its messages: what packs hold is derived for many at once, in long arrays.
 
-Tokens and declared fields travel as they are, the fields that speak of targets shifted; positions,
+Tokens and declared fields travel as they are, the fields aligned with labels shifted; positions,
 masks, labels and boundaries are derived here, by the same ``core.layout`` that the broker cut the
 shard with, and token by token in ``layout_kernels``, where it is compiled. Boundaries are, and every size is checked,
 when a message has come; what is by token is derived a few packs at a time, when they are asked for (``lazy``). A pack
@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.layout import targets
 from streampack.core.layout.boundaries import Boundaries, Layouts, layouts
+from streampack.core.layout.labels import derive, derive_positions
 from streampack.core.layout.shards import Slices, cut
 from streampack.core.layout.step_frames import EDGES, INPUT_IDS, frames_for
-from streampack.core.layout.targets import derive_positions
 from streampack.core.model.fields import LABELS, LOSS_MASK, POSITION_IDS, Field, from_bfloat16
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Rules
@@ -206,7 +205,7 @@ class _Tokens:
                 labels[:] = sent.values
             counted = _ALL if LOSS_MASK not in fields else _flags(fields[LOSS_MASK].values)
             edges = self.edges[span] if len(self.edges) else self.edges
-            (kernels.derive or targets.derive)(
+            (kernels.derive or derive)(
                 self.input_ids[begin : begin + size], edges, counted, *places, sent is not None,
                 input_ids, labels, position_ids, padding_mask,
             )  # fmt: skip

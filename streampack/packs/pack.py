@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from streampack.core.layout.targets import positions_of
+from streampack.core.layout.labels import positions_of
 from streampack.core.model.samples import I32, I64
 
 
@@ -65,7 +65,7 @@ class Pack(Mapping[str, Any]):
     cp: int
     cp_rank: int
     fields: Mapping[str, NDArray[Any]]
-    """Declared fields by name: [T', ...] by token ([T, ...] where replicated; shifted where they speak of targets),
+    """Declared fields by name: [T', ...] by token ([T, ...] where replicated; shifted where aligned with labels),
     [num_samples, ...] by sample. bfloat16 as float32."""
 
     __eq__ = object.__eq__  # a Mapping's would compare arrays

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.core.layout.boundaries import layouts
+from streampack.core.layout.labels import derive_positions
 from streampack.core.layout.shards import cut
-from streampack.core.layout.targets import derive_positions
 from streampack.core.model.fields import POSITION_IDS, Field, from_bfloat16
 from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, IGNORE_INDEX

@@ -229,6 +229,6 @@ def _loss_tokens(lengths: NDArray[np.uint32], fields: Values) -> NDArray[np.uint
         return None
     upto = np.concatenate([[0], np.cumsum(counts)])
     ends = np.cumsum(lengths.astype(np.int64))
-    begins = np.minimum(ends - lengths + 1, ends)  # a first token is nobody's target
+    begins = np.minimum(ends - lengths + 1, ends)  # a first token is never a label
     found: NDArray[np.uint32] = (upto[ends] - upto[begins]).astype(np.uint32)
     return found

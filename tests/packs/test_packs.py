@@ -15,9 +15,9 @@ from streampack_services.broker.arena import Arena
 from streampack_services.broker.arena_kernels import copy_slices, slices_of
 
 from streampack.core.layout.boundaries import Contents, round_up
+from streampack.core.layout.labels import positions_of
 from streampack.core.layout.shards import LAYOUTS, shard_slices
 from streampack.core.layout.step_frames import frames_for
-from streampack.core.layout.targets import positions_of
 from streampack.core.model.fields import DType, Field, from_bfloat16
 from streampack.core.model.mesh import Mesh
 from streampack.core.model.rules import Align, Rules
@@ -220,7 +220,7 @@ def numbered(case: Case) -> Iterator[tuple[int, list[list[int]]]]:
 
 
 def naive_field(case: Case, micro_batch: int, field: Field) -> NDArray[Any]:
-    """A field of axis token over the whole pack [T, *shape], shifted if it speaks of targets."""
+    """A field of axis token over the whole pack [T, *shape], shifted if it is aligned with labels."""
     at, pack = list(numbered(case))[micro_batch]
     row = np.full((case.widths[micro_batch], *field.shape), field.fill(field.pad), field.storage)
     to = 0

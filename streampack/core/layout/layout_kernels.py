@@ -1,6 +1,6 @@
 """What a client derives for every sample and token of a message, compiled: one pass over memory, no GIL meanwhile.
 
-``boundaries.layouts`` and ``targets.derive`` say the same in numpy, for machines without numba, and are what the tests
+``boundaries.layouts`` and ``labels.derive`` say the same in numpy, for machines without numba, and are what the tests
 compare with. Kept apart from ``merge_kernels``, which broker and producers import: a trainer's process imports this
 one, and numba with it, in a thread of its own (``streampack.packs.kernel_loader``). The types are given, so that
 importing is compiling; numba keeps the result on disk.

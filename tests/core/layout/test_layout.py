@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.layout.boundaries import Layout, layout, round_up
+from streampack.core.layout.labels import positions_of
 from streampack.core.layout.shards import shard_slices
-from streampack.core.layout.targets import positions_of
 
 
 def held(cu: list[int], cp: int, rank: int, kind: str = "zigzag") -> list[int]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from streampack.core.layout import boundaries, targets
+from streampack.core.layout import boundaries, labels
 from streampack.core.layout.boundaries import round_up
 from streampack.core.layout.layout_kernels import derive, lay_out
 from streampack.packs.kernel_loader import Kernels
@@ -60,7 +60,7 @@ def held(draw: st.DrawFn) -> Held:
 
 @given(held())
 def test_the_compiled_kernel_its_plain_twin_and_numpy_derive_the_same(held: Held) -> None:
-    expected = held.run(targets.derive)
+    expected = held.run(labels.derive)
     assert held.run(derive) == expected
     assert held.run(derive.py_func) == expected
 
