@@ -1,7 +1,7 @@
-"""The examples of the README and of ``docs/``, run as they stand: real broker, real producer, tiny models on the CPU.
+"""Python examples of the README and of ``docs/`` run as they stand: real broker, real producer, tiny models on the CPU.
 
-Names that an example takes from its reader (a model, an optimizer) are given here; the endpoint alone is put in place
-of the page's. A block that is new in them needs its test: see ``test_every_example_has_its_test``.
+A test here gives an example the names that it takes from its reader (a model, an optimizer) and replaces the endpoint.
+The examples in ``TESTED`` have tests of their own, which look at the results. ``test_an_example_runs`` runs the others.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from torch.nn.functional import cross_entropy
 import streampack
 from streampack.config.typed_yaml import convert
 from streampack.sources import SourceSettings, open_source
+from tests.docs.pages import BLOCKS, PAGES, ROOT, Block
 from tests.integration.running import RunningBroker, producing_here, running_broker, write_jsonl
 from tests.integration.small_broker import SmallBroker
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = {path: path.read_text() for top in ("*.md", "docs/**/*.md", "deploy/*.md") for path in sorted(ROOT.glob(top))}
-EXAMPLES = [text for path, text in PAGES.items() if path.name == "README.md" or ROOT / "docs" in path.parents]
-BLOCKS: list[str] = [block for text in EXAMPLES for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)]
+CODE = [block for block in BLOCKS if block.language == "python" and block.reason is None]
 VOCABULARY, SAMPLES, VALID = 257, 400, 30
 SETTINGS: dict[str, Any] = {
     "tokens": "uint16",
@@ -38,10 +36,29 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+TESTED = (
+    "model(batch.input_ids",
+    "llama(**batch",
+    "evaluate(batch)",
+    "load_state_dict",
+    "for prompt in prompts",
+    "in preferences",
+    "streampack.local(",
+    "streampack.way_back",
+    "step.regroup(",
+    "streampack.packed_loss(",
+    "batch.attention_mask",
+    "class PackedTrainer",
+)
+"""A text of each example that has a test of its own."""
+
+
 def block(starts: str) -> str:
-    """The example that holds a text."""
-    (found,) = [code for code in BLOCKS if starts in code]
-    return found
+    """Return the first example that holds a text; the README's come first."""
+    assert starts in TESTED, f"add {starts!r} to TESTED"
+    found = [each.code for each in CODE if starts in each.code]
+    assert found, f"no example holds {starts!r}: mend the test, or take it out of TESTED"
+    return found[0]
 
 
 def tiny_llama() -> Any:
@@ -287,20 +304,6 @@ def test_without_a_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(pack.num_samples for pack in packs) == 50
 
 
-def test_packing_alone() -> None:
-    parsed = doctest.DocTestParser().get_doctest(
-        block(">>> streampack.pack_lengths"), {"streampack": streampack}, "README", None, 0
-    )
-    assert doctest.DocTestRunner().run(parsed).failed == 0
-
-
-def test_a_step_with_no_service() -> None:
-    parsed = doctest.DocTestParser().get_doctest(
-        block("streampack.plan_step"), {"streampack": streampack}, "README", None, 0
-    )
-    assert doctest.DocTestRunner().run(parsed).failed == 0
-
-
 def test_packing_a_step_and_going_back() -> None:
     lengths = [4000, 3000, 1192, 5000, 3192, 8, 9, 10, 11]
     given: dict[str, Any] = {"streampack": streampack, "lengths": lengths}
@@ -333,24 +336,35 @@ def test_pairs_of_preferences(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(taken.lengths, taken.message.keep) for taken in broker.taken] == [([2, 1], "pack"), ([3, 1], "pack")]
 
 
-def test_every_example_has_its_test() -> None:
-    tested = (
-        "model(batch.input_ids",
-        "llama(**batch",
-        "evaluate(batch)",
-        "load_state_dict",
-        "for prompt in prompts",
-        "in preferences",
-        "streampack.local(",
-        ">>> streampack.pack_lengths",
-        "streampack.way_back",
-        "streampack.plan_step",
-        "step.regroup(",
-        "streampack.packed_loss(",
-        "batch.attention_mask",
-        "class PackedTrainer",
-    )
-    assert sorted(BLOCKS) == sorted(block(starts) for starts in tested)
+OWN = {block(starts) for starts in TESTED}
+OTHERS = [block for block in CODE if block.code not in OWN]
+
+
+@pytest.mark.parametrize("example", [each for each in OTHERS if ">>> " in each.code], ids=str)
+def test_a_session_prints_what_the_page_says(example: Block) -> None:
+    parsed = doctest.DocTestParser().get_doctest(example.code, {"streampack": streampack}, str(example), None, 0)
+    assert doctest.DocTestRunner().run(parsed).failed == 0
+
+
+@pytest.mark.parametrize("example", [each for each in OTHERS if ">>> " not in each.code], ids=str)
+def test_an_example_runs(
+    example: Block, broker: RunningBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example finds the names of a trainer's script, files in ``data/``, and the broker by its variables."""
+    model: torch.nn.Module = tiny_llama() if re.search(r"\*\*batch|llama|format=.hf", example.code) else Tiny()
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train.jsonl", [{"text": "local" * (1 + i % 9)} for i in range(50)])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STREAMPACK_ENDPOINT", broker.trainers)
+    monkeypatch.setenv("STREAMPACK_PRODUCERS", broker.producers)
+    names: dict[str, Any] = {
+        "__name__": "__main__", "streampack": streampack, "torch": torch, "np": np, "model": model, "llama": model,
+        "optimizer": torch.optim.AdamW(model.parameters()), "cross_entropy": cross_entropy, "device_mesh": None,
+        "checkpoint": None, "log": [], "save": lambda *_: None, "update": lambda *_: None, "train": lambda *_: None,
+        "evaluate": lambda *_: 0.0,
+    }  # fmt: skip
+    code = re.sub(r"tcp://[\w.-]+:7402", broker.trainers, example.code)
+    exec(compile(code, str(example), "exec"), names)
 
 
 def anchors(text: str) -> set[str]:

@@ -1,0 +1,53 @@
+"""The README and the pages of ``docs/`` as tests see them: their texts and their code blocks.
+
+A block that cannot run has ``<!-- not run: REASON -->`` in the line before it.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path: path.read_text() for top in ("*.md", "docs/**/*.md", "deploy/*.md") for path in sorted(ROOT.glob(top))}
+_FENCE = re.compile(
+    r"(?:<!-- not run: (?P<reason>[^>]+?) -->[ \t]*\n\s*)?"
+    r"^(?P<indent> *)```(?P<language>\w*)(?P<options>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```[ \t]*$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced code block; ``reason`` says why it does not run."""
+
+    page: str
+    line: int
+    language: str
+    options: str
+    code: str
+    reason: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(path: Path, text: str) -> list[Block]:
+    """Return the code blocks of a page."""
+    return [
+        Block(
+            str(path.relative_to(ROOT)), text.count("\n", 0, found.start("code")), found["language"], found["options"],
+            textwrap.dedent(found["code"]), found["reason"],
+        )
+        for found in _FENCE.finditer(text)
+    ]  # fmt: skip
+
+
+BLOCKS = [
+    block
+    for path, text in PAGES.items()
+    if path == ROOT / "README.md" or ROOT / "docs" in path.parents
+    for block in blocks_of(path, text)
+]
