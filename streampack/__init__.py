@@ -1,20 +1,25 @@
-"""streampack: tokens to GPUs with nothing wasted, nothing lost and nobody waiting.
+"""streampack: a streaming data loader that packs samples into token budgets while a run trains.
 
-``connect`` attaches a trainer to a broker; ``Producer`` pushes a program's own samples to one, as RL's rollouts;
-``local`` is the same loader with no daemon; ``pack_lengths`` packs any list of lengths offline, ``plan_step`` plans an
-update over a mesh, and ``way_back`` puts results in the packs' order back into that of the samples.
-The library needs no torch and no numba, which a client uses where it is installed (extra ``fast``); what the daemons
-need is the extra ``service``.
+- ``connect`` attaches a trainer to a broker and returns a loader of packs.
+- ``local`` returns the same loader without daemons.
+- ``Producer`` pushes samples that a program makes, such as RL rollouts, to a broker.
+- ``pack_lengths`` packs a list of lengths; ``way_back`` restores the order of the samples.
+- ``plan_step`` plans one optimizer update over a mesh, without a broker.
+- ``verify`` checks every invariant of a batch.
+- ``packed_loss``, ``per_sample``, ``varlen_attention`` and the masks compute on packs with torch.
 
-The folders are stages of the data's way; ``__init__`` of each says what its files do. Beside them:
+The library needs neither torch nor numba; a client uses numba if it is installed (extra ``fast``). The daemons need
+the extra ``service``.
 
-- ``local``: the loader with no daemon.
+Each folder is a stage that data passes; its ``__init__`` says what its files do. The modules beside the folders:
+
+- ``local``: the loader without daemons.
 - ``planning``: ``plan_step``.
-- ``errors``: every error, in one tree.
-- ``version``: the version, of the library and of the services.
+- ``errors``: all exceptions, in one tree.
+- ``version``: the version of the library and the services.
 - ``__main__``: the command ``streampack``.
 
-No module imports this one: it imports each name from where the name is defined.
+No module of the library imports this one. Each imports a name from the module that defines it.
 """
 
 from importlib import import_module
@@ -75,11 +80,11 @@ _LATER = {
     "reduce_metrics": "streampack.training.loss",
     "varlen_attention": "streampack.training.attention",
 }
-"""What is loaded when it is asked for, since most trainers never do: a name, and the module that has it or is it."""
+"""Names that are imported on first use, since most trainers use none of them: name -> the module that has the name."""
 
 
 def __getattr__(name: str) -> Any:
-    """What ``_LATER`` has."""
+    """Import and return a name of ``_LATER`` on first use. Raises AttributeError for other names."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_LATER[name])

@@ -1,4 +1,4 @@
-"""The command ``streampack``; its commands are the services'."""
+"""The command ``streampack``. The services define its subcommands."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 
 
 def main() -> int:
-    """Run the command line, or say which extra is missing. Returns the exit code."""
-    gc.set_threshold(50_000, 20, 50)  # what is imported stays: to look through it again and again is a sixth of a start
+    """Run the command line and return its exit code: 2, with a hint, if the extra ``service`` is missing."""
+    gc.set_threshold(50_000, 20, 50)  # imports create only lasting objects; collecting them takes 1/6 of the start
     try:
         cli = importlib.import_module("streampack_services.cli.main")
     except ModuleNotFoundError as error:
@@ -19,7 +19,7 @@ def main() -> int:
         sys.stderr.write(f"{missing}: pip install 'streampack[service]'\n")
         return 2
     code: int = cli.main()
-    gc.freeze()  # nor are they looked through at the end, which took as long
+    gc.freeze()  # the collection at exit would take as long
     return code
 
 

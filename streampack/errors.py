@@ -1,45 +1,55 @@
-"""Every error that streampack raises, in one tree.
+"""All exceptions of streampack, in one tree.
 
 ::
 
     StreampackError
-    ├── UserError              what was asked for cannot be; exit code 2
-    │   ├── ConfigError        a configuration key or value (message holds its path; also a ValueError)
-    │   ├── MeshError          the rules cannot serve this mesh, or a rank is taken
-    │   ├── StateError         a checkpoint's state that is of another run, rules or version
+    ├── UserError              a request or an argument is invalid; exit code 2
+    │   ├── ConfigError        a configuration key or value is wrong (also a ValueError)
+    │   ├── MeshError          the rules cannot serve this mesh, or the rank is taken
+    │   ├── StateError         a checkpoint of another run, feed, rules or version
     │   └── SampleError        a sample that the policies do not admit (also a ValueError)
-    ├── SourceError            files that are missing, broken or changed; exit code 1
-    │   └── DamagedFile        cut short, or not of its format: may be passed over
-    ├── LogDamaged             the broker's log is not what was written; exit code 1
-    ├── LedgerDamaged          nor the ledger, which can be made again; exit code 1
-    ├── PeerError              the other end: gone, refused us, or sent what it should not
-    │   ├── Unreachable        nobody answers at the endpoint; exit code 75: try again
-    │   ├── DataStall          the broker is gone or hung, or ranks are missing; exit code 75
-    │   ├── Rejected           the broker said no, and why
-    │   └── WireError          a message that is damaged, hostile or of another version
-    └── InternalError          our bug: an invariant does not hold
-        └── InvariantError     a batch does not hold what it promises
+    ├── SourceError            source files are missing, broken or changed; exit code 1
+    │   └── DamagedFile        a file is cut short or not of its format
+    ├── LogDamaged             the broker's log is damaged; exit code 1
+    ├── LedgerDamaged          the ledger is damaged; it can be rebuilt; exit code 1
+    ├── PeerError              the peer is gone, rejected us, or sent something invalid
+    │   ├── Unreachable        no answer at the endpoint; exit code 75: try again
+    │   ├── DataStall          no step came in time; exit code 75
+    │   ├── Rejected           the broker rejected this client or producer
+    │   └── WireError          a message is damaged, hostile or of another version
+    └── InternalError          a bug in streampack
+        └── InvariantError     a batch breaks an invariant
 
-A message says what was got, what was expected and what to do.
+Each message has three parts: the value, the expected value, and what to do.
 """
 
 
 class StreampackError(Exception):
-    """The root; ``exit_code`` is what the command line ends with."""
+    """Base class of all exceptions that streampack raises.
+
+    Example:
+        >>> import streampack
+        >>> try:
+        ...     streampack.pack_lengths([9], budget=8)
+        ... except streampack.StreampackError as error:
+        ...     print(type(error).__name__, error.exit_code)
+        SampleError 2
+    """
 
     exit_code = 1
+    """Exit code of the command line after this error."""
 
 
 class UserError(StreampackError):
-    """What was asked for cannot be done as asked."""
+    """A request or an argument is invalid, or does not fit the run."""
 
     exit_code = 2
 
 
 class ConfigError(UserError, ValueError):
-    """A configuration key or value is wrong; the message holds its path in the file.
+    """A configuration key or value is wrong; the message names its path in the file.
 
-    Also a ValueError, so that code which validates settings with ``except ValueError`` catches it.
+    Also a ValueError, so that ``except ValueError`` catches invalid settings.
     """
 
 
@@ -48,48 +58,58 @@ class MeshError(UserError):
 
 
 class StateError(UserError):
-    """A checkpoint's state is of another run, other rules or another version; the message names the key."""
+    """A checkpoint's state is of another run, feed, rules or version; the message names the key."""
 
 
 class SampleError(UserError, ValueError):
-    """A sample that no policy admits: too long, empty, ragged or of a wrong dtype."""
+    """A sample is too long, empty, ragged or of a wrong dtype, and no policy drops or cuts such samples."""
 
 
 class SourceError(StreampackError):
-    """Source files are missing, broken, or not what they were."""
+    """Source files are missing, broken, or have changed since the run began."""
 
 
 class DamagedFile(SourceError):
-    """A file whose bytes are cut short or not of its format; with ``poison: drop`` the others are read on."""
+    """A file is cut short or not of its format; with ``poison: drop`` the producer skips the file."""
 
 
 class LogDamaged(StreampackError):
-    """The broker's log is not what was written; the message names file and offset."""
+    """The broker's log is damaged; the message names the file and the offset in bytes."""
 
 
 class LedgerDamaged(StreampackError):
-    """The ledger is not what was written, or does not belong to the log; the message names what."""
+    """The ledger is damaged or belongs to another log; the message names the cause."""
 
 
 class PeerError(StreampackError):
-    """The other end of a socket is gone, refused us, or sent what it should not."""
+    """The peer of a socket is gone, rejected this process, or sent something invalid."""
 
 
 class DataStall(PeerError):
-    """No step has come for longer than a trainer should wait; raised before its collectives time out."""
+    """No step came within the time limits of ``connect``; raised before the trainer's collectives time out."""
 
     exit_code = 75
 
 
 class Unreachable(PeerError):
-    """Nobody answers at the endpoint."""
+    """No broker answers at the endpoint within the time limit."""
 
     exit_code = 75
     """EX_TEMPFAIL of sysexits.h: the same command may succeed later."""
 
 
 class Rejected(PeerError):
-    """The broker refused; its own words are the message."""
+    """The broker rejected this client or producer.
+
+    Args:
+        code: The broker's short name of the reason, such as ``forbidden``.
+        detail: The broker's explanation, for a person.
+    """
+
+    code: str
+    """The broker's short name of the reason."""
+    detail: str
+    """The broker's explanation, for a person."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(f"{detail} [{code}]")
@@ -98,12 +118,12 @@ class Rejected(PeerError):
 
 
 class WireError(PeerError):
-    """A message that is damaged, hostile, or of another protocol version."""
+    """A message is damaged, hostile, or of another protocol version."""
 
 
 class InternalError(StreampackError):
-    """An invariant of streampack itself does not hold: please report it."""
+    """A bug in streampack: an internal invariant does not hold. Please report it."""
 
 
 class InvariantError(InternalError):
-    """A batch does not hold what it promises; the message names the invariant, the sample and the position."""
+    """A batch breaks an invariant; the message names the invariant, the sample and the position."""

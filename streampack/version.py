@@ -1,4 +1,4 @@
-"""The version of streampack, of the library and of the services."""
+"""The version of the library and the services."""
 
 from __future__ import annotations
 

@@ -62,7 +62,9 @@ def docstring(text: str, line: int) -> Iterator[Piece]:
         if literal and bare and indent >= literal:
             continue
         literal = 0 if bare else literal
-        entry = re.match(r"([\w*., ]+|[A-Z]\w+( [a-z]+)?)(\([^)]*\))?: ", bare) if indent else re.match(r"[-*] ", bare)
+        entry = re.match(r"[-*] ", bare)
+        if indent and not entry:
+            entry = re.match(r"([\w*., ]+|[A-Z]\w+( [a-z]+)?)(\([^)]*\))?: ", bare)
         if lines and (not bare or entry or bare.startswith(">>>") or lines[-1].endswith("::")):
             yield start, " ".join(lines).removesuffix("::")
             literal, lines = (4 if lines[-1].endswith("::") else 0), []

@@ -1,7 +1,7 @@
-"""The client: what a trainer iterates, and ``connect``, which makes it.
+"""``connect`` and the ``Client`` that it returns, which a trainer iterates.
 
-The work is done by a thread, in ``reader``, which knows no client: so a client that is dropped, as in
-``for pack in connect(...): break``, gives its rank up like one that is closed.
+``Client`` only forwards to ``reader.Reading``. The client's thread refers to ``Reading`` and never to ``Client``. A
+client without references, as after ``for pack in connect(...): break``, therefore releases its rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from streampack.views.view import View
 
 
 class ConnectOptions(TypedDict, total=False):
-    """Arguments of ``connect`` beside ``endpoint`` and ``format``, for type checkers."""
+    """Keyword arguments of ``connect`` except ``endpoint`` and ``format``, for type checkers."""
 
     feed: str
     mesh: Any
@@ -49,7 +49,7 @@ class ConnectOptions(TypedDict, total=False):
     join_timeout_s: float
 
 
-# Without ``format`` packs are views where torch is installed: without torch, a type checker knows no tensors anyway.
+# The overload without ``format`` assumes that torch is installed: without torch, a type checker knows no tensors.
 @overload
 def connect(
     endpoint: str | None = None, *, format: Literal["numpy"], **options: Unpack[ConnectOptions]
@@ -79,37 +79,60 @@ def connect(
     stall_timeout_s: float = 300.0,
     join_timeout_s: float = 300.0,
 ) -> Client[Any]:
-    """Attach to a broker and iterate its packs.
+    """Attach this rank to a broker and return a loader of the rank's packs.
 
-    ``endpoint``: the broker's trainers' address, ``tcp://host:port`` or ``ipc:///path``, or
-    ``file://`` and its rendezvous file; by default the environment's STREAMPACK_ENDPOINT.
-    ``mesh``: a torch DeviceMesh; or sizes and ranks, such as ``{"dp": 8, "dp_rank": 3}``; or sizes alone
-    with the ``order`` in which RANK counts, such as ``"tp-cp-dp-pp"``; one rank by default.
-    ``readers``: the tensor and pipeline ranks that read, equal on all of them, where not every rank of the mesh
-    does: ``{"tp": [0], "pp": [0, -1]}`` for Megatron, whose first and last stages read on tensor rank 0 and
-    broadcast. ``format``: ``thd``, the pack as torch tensors (default where torch is installed); ``hf`` or
-    ``hf_shifted``, transformers' arguments; ``megatron``, ``bshd`` (NeMo AutoModel), ``torchtitan``: what those take;
-    ``numpy``; of a feed of padded micro-batches ``padded``, the default there.
-    ``key_file``: of 'streampack keys new', where the broker asks for a key; by default the environment's
-    STREAMPACK_KEY_FILE.
-    ``device``: where its tensors are copied ahead of use. ``variable_lengths``: the stages of a pipeline exchange
-    micro-batches of any shape, as padded ones have.
-    ``verify``: assert every invariant of every step. ``prefetch``: steps kept ready beyond the one in use.
-    ``timeout_s``: how long a broker may take to answer, at first and to what is asked of it. ``stall_timeout_s``: how
-    long a step may be waited for without a word of the broker, and ``join_timeout_s``: how long for ranks that have not
-    joined, before DataStall is raised; below the time in which the trainer's collectives give up.
+    The loader prefetches in a thread of its own. Iterate it for packs, or iterate ``loader.steps()`` for steps.
 
-    A finite feed (no stream of it repeats) can be iterated again: each ``for`` and each ``steps()`` begins at its
-    first step, once all ranks have come to it; on one that is infinite they go on.
+    A finite feed can be iterated again: each ``for`` and each ``steps()`` begins at the first step, once all ranks have
+    begun the same iteration. On an infinite feed, a new ``for`` goes on with the next step.
 
-    Raises UserError for arguments that cannot be; MeshError if the rules cannot serve this mesh or
-    another holds the rank, Unreachable if nobody answers, Rejected if the broker does not let this key in. What happens
-    later is raised where the next pack or step is asked for: DataStall, Rejected if another process has taken the rank
-    over.
+    Args:
+        endpoint: Address of the broker for trainers: ``tcp://host:port``, ``ipc:///path``, or ``file:///path`` of the
+            broker's rendezvous file. Default: the environment variable STREAMPACK_ENDPOINT.
+        feed: Name of the feed in broker.yaml.
+        mesh: This rank's place in the trainers' mesh. A ``Mesh``, a torch DeviceMesh, or a dict of sizes and ranks,
+            such as ``{"dp": 8, "dp_rank": 3}``. With ``order``, a dict of sizes alone. Default: one rank.
+        order: Axes of the mesh, joined by ``-``, beginning with the axis that varies fastest with RANK, such as
+            ``"tp-cp-dp-pp"``. The ranks then follow from RANK and WORLD_SIZE in the environment.
+        readers: Tensor and pipeline ranks that read, if not all ranks read; equal on all ranks. Negative ranks count
+            from the last. Example: ``{"tp": [0], "pp": [0, -1]}`` if the first and the last stage read on tensor
+            rank 0 and broadcast.
+        format: Format of each pack:
 
-    >>> with connect("tcp://node0:7402", mesh={"dp": 2, "dp_rank": 0}) as loader:  # doctest: +SKIP
-    ...     for pack in loader:
-    ...         train(pack.input_ids, pack.labels, pack.position_ids)
+            - ``"thd"``: a ``View`` with torch tensors [T]; the default if torch is installed.
+            - ``"numpy"``: a ``Pack`` with numpy arrays [T]; the default without torch.
+            - ``"hf"``, ``"hf_shifted"``: arguments for ``model(**batch)`` of transformers, [1, T].
+            - ``"megatron"``, ``"bshd"``, ``"torchtitan"``: the batches of Megatron-LM, NeMo AutoModel and torchtitan.
+            - ``"padded"``: rows of padded samples [B, S]; the default for a feed with ``rules.padded``.
+        device: torch device to which steps are copied ahead of use, such as ``"cuda"``. Default: tensors stay on the
+            host.
+        key_file: Key file made by ``streampack keys new``, if the broker requires a key. Default: the environment
+            variable STREAMPACK_KEY_FILE.
+        variable_lengths: True if the pipeline's stages exchange micro-batches of any shape. Padded micro-batches on a
+            mesh with pp > 1 require it.
+        verify: Check every invariant of every step, as ``streampack.verify`` does. This costs about ten times the time
+            to build a step.
+        prefetch: Number of steps to keep ready beyond the step in use, at least 1.
+        timeout_s: Seconds that the broker may take to answer the first message and each later request.
+        stall_timeout_s: Seconds that a wait for a step may last without any message from the broker. Choose a value
+            below the timeout of the trainer's collectives.
+        join_timeout_s: Seconds that a wait may last for ranks that have not joined.
+
+    Returns:
+        A ``Client``. Its packs are ``View`` objects, or ``Pack`` objects with ``format="numpy"``.
+
+    Raises:
+        UserError: An argument is invalid, or the feed does not support the format.
+        MeshError: The rules cannot serve this mesh, or another process holds the rank.
+        Unreachable: No broker answered within ``timeout_s``.
+        Rejected: The broker does not accept this client, for example its key. The loader raises this later, too, when
+            another process has taken over the rank.
+        DataStall: Raised by the loader after ``stall_timeout_s`` or ``join_timeout_s``.
+
+    Example:
+        >>> with connect("tcp://node0:7402", mesh={"dp": 2, "dp_rank": 0}) as loader:  # doctest: +SKIP
+        ...     for pack in loader:
+        ...         train(pack.input_ids, pack.labels, pack.position_ids)
     """
     if not isinstance(prefetch, int) or prefetch < 1:
         raise UserError(f"got prefetch={prefetch!r}, expected at least 1 step")
@@ -133,8 +156,9 @@ def _readers(readers: Mapping[str, Sequence[int]] | None) -> ReadBy:
 
 
 def introduce_to_torch(kind: type) -> None:
-    """A DataLoader takes loaders of this kind for the streams that they are. Raises UserError in one of several
-    workers.
+    """Register a loader class as an IterableDataset, if torch is imported, so that torch's DataLoader accepts it.
+
+    Raises UserError in one of several DataLoader workers, since each worker would read all data.
     """
     if "torch" not in sys.modules:
         return
@@ -156,9 +180,26 @@ def _endpoint(endpoint: str | None, timeout_s: float) -> str:
 
 
 class Client(Generic[BatchT]):
-    """An iterable of packs, and ``steps()`` of steps; a context manager. Made by ``connect``.
+    """Loader of one rank's packs, returned by ``connect``.
 
-    One thread of the trainer uses it, in the process that made it.
+    Iterate a client for packs, or ``steps()`` for steps. A client is a context manager that releases the rank at the
+    end. Use a client from one thread, in the process that called ``connect``.
+
+    Args:
+        reading: The rank's connection to the broker. Call ``connect`` instead of this constructor.
+
+    Raises:
+        DataStall: While iterating, no step came within the time limits of ``connect``.
+        Rejected: While iterating, another process took over the rank.
+
+    Example:
+        >>> loader = streampack.connect("tcp://node0:7402")  # doctest: +SKIP
+        >>> for step in loader.steps():  # doctest: +SKIP
+        ...     for pack in step:
+        ...         loss = summed_loss(pack) / step.num_loss_tokens
+        ...         loss.backward()
+        ...     optimizer.step()
+        >>> loader.close()  # doctest: +SKIP
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -170,32 +211,44 @@ class Client(Generic[BatchT]):
         return self
 
     def __next__(self) -> BatchT:
-        """The rank's next pack. Raises StopIteration at the end, on the same step on every rank."""
+        """Return the rank's next pack. Raises StopIteration after the feed's last step, which is equal on all ranks."""
         pack: BatchT = self._reading.next_pack()
         return pack
 
     def steps(self) -> Iterator[Step[BatchT]]:
-        """The rank's steps; a step is returned when the one after it is asked for.
+        """Iterate the rank's steps.
 
-        From the first one on, where the feed is finite and any of this iteration was had; else from the next; or from
-        where a state that was loaded says.
+        Requesting the next step marks the current one as used, and the broker may forget it. The first step is the one
+        of a loaded state. Otherwise, it is the feed's first step if the feed is finite and this iteration has begun. In
+        all other cases it is the next step.
+
+        Returns:
+            An iterator of steps. It ends at the end of the feed, or when another iteration begins.
+
+        Raises:
+            DataStall: While iterating, no step came within the time limits of ``connect``.
         """
         self._reading.begin()
         return self._steps_of(self._reading.round)
 
-    def _steps_of(self, round_: int) -> Iterator[Step[BatchT]]:  # of the client, which lives as long as its steps
+    def _steps_of(self, round_: int) -> Iterator[Step[BatchT]]:  # a method: the iterator keeps the client alive
         while round_ == self._reading.round and (step := self._reading.next_step()) is not None:
             yield step
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """Return the loader's position, to save with the model: plain JSON, equal on all ranks, for any mesh.
+        """Return the loader's position, to save with the model; equal on all ranks, valid for any mesh.
 
-        A step counts as used once all its packs were handed out. Between two steps this is the state after the last
-        one. The call has no side effects; any rank may call it at any time. It waits for the broker's answer. If a
-        broker without a ``state_dir`` restarts between two ranks' calls, their ``snapshot`` may differ; load either.
+        A step counts as used once all its packs are handed out. Between two steps, the state is the one after the
+        earlier step. The call has no side effects and waits for the broker's answer; any rank may call it at any time.
+        If a broker without a ``state_dir`` restarts between two ranks' calls, their ``snapshot`` may differ. Both are
+        valid.
 
         Args:
-            step: The last trained step. Pass it if steps are fetched ahead of training.
+            step: Index of the last trained step. Pass it if steps are fetched ahead of training. Default: the last
+                step whose packs were all handed out.
+
+        Returns:
+            A dict that holds only what JSON can hold.
 
         Raises:
             UserError: The step was not handed out in this iteration.
@@ -204,19 +257,27 @@ class Client(Generic[BatchT]):
         return self._reading.state(step)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, as every rank must: the next pack, step or iteration begins there. The last one counts.
+        """Continue from a saved state: the next pack, step or iteration begins there.
 
-        Raises StateError, which names the key, for a state of another version, run, feed or other rules.
+        Call it on every rank with the same state, before iterating or in the middle of an iteration. If the method is
+        called several times, the last state counts.
+
+        Args:
+            state: The dict that ``state_dict`` returned, on any rank and any mesh.
+
+        Raises:
+            StateError: The state is of another version, run, feed or rules; the message names the key.
         """
         self._reading.load(state)
 
     def commit(self, step: int) -> None:
-        """Report that the checkpoint after ``step`` is durable, so that data which only older ones need may be deleted.
+        """Report that the checkpoint after ``step`` is durable.
 
-        Any one rank calls this, once all ranks have stored their parts. Returns when the broker has noted it.
+        The broker may then delete data that only older checkpoints need. Call it on one rank, once all ranks have
+        stored their parts of the checkpoint. It returns when the broker has recorded the commit.
 
         Args:
-            step: The last trained step.
+            step: Index of the last trained step in the checkpoint.
 
         Raises:
             UserError: The step was not handed out.
@@ -225,25 +286,44 @@ class Client(Generic[BatchT]):
         self._reading.commit(step)
 
     def stats(self) -> dict[str, float]:
-        """Counts and times so far: ``steps``, ``packs``, ``tokens`` (real ones of this rank's packs), ``wait_s``,
-        ``next_p50_ms``, ``next_p99_ms``, ``next_p999_ms`` of a step's wait, ``starved_fraction``: the share of
-        the time since the third step was asked for that was spent waiting, and ``skipped_steps``.
+        """Return this rank's counts and times since ``connect``.
 
-        ``wait_s`` is the sum of ``starved_stream_s`` (samples were missing), ``starved_peers_s`` (ranks had not
-        returned their steps), ``starved_join_s`` (ranks were not there), ``starved_memory_s`` (the arena was full),
-        ``starved_forming_s`` (the packer was at work), ``starved_log_s`` (the disk was) and ``starved_network_s`` (the
-        broker had sent the step, or was not heard). ``trainer_s``: how long the trainer had a step and did not ask for
-        the next: its work and, of one that is fast, the making of packs. ``step_s``: from one step to the next, mean of
-        the last ones, once there are two.
+        Returns:
+            A dict of numbers by name:
+
+            - ``steps``, ``packs``: steps and packs handed out.
+            - ``tokens``: real tokens in those packs.
+            - ``skipped_steps``: steps that the run's record says to skip.
+            - ``wait_s``: data wait in seconds, the sum of the ``starved_*_s``.
+            - ``starved_stream_s``: seconds of wait for samples of a stream.
+            - ``starved_peers_s``: for other ranks to return their steps.
+            - ``starved_join_s``: for ranks that had not joined.
+            - ``starved_memory_s``: for space in the broker's memory.
+            - ``starved_forming_s``: for the packer.
+            - ``starved_log_s``: for the broker's disk.
+            - ``starved_network_s``: for the network, or for a silent broker.
+            - ``starved_fraction``: data wait as a share of the time since the third step arrived, 0 to 1.
+            - ``next_p50_ms``, ``next_p99_ms``, ``next_p999_ms``: percentiles of the wait for a step, in milliseconds.
+            - ``trainer_s``: seconds between a step's arrival at the trainer and the request for the next step.
+            - ``step_s``: mean seconds from one step to the next, over the last 32 steps; missing before the second.
         """
         return self._reading.stats()
 
     def close(self) -> None:
-        """Release the rank and end the thread; idempotent. A client without references is closed as well."""
+        """Release the rank and end the client's thread.
+
+        Further calls have no effect. A client without references is closed as well.
+        """
         self._reading.close()
 
     def fail(self, error: StreampackError) -> None:
-        """Raise ``error`` from the next request for a step, after the steps that are ready. Any thread may call it."""
+        """Raise ``error`` at the trainer's next request for a step, once the prefetched steps are used up.
+
+        Any thread may call it.
+
+        Args:
+            error: The exception to raise in the trainer's thread.
+        """
         self._reading.fail(error)
 
     def __enter__(self) -> Client[BatchT]:
@@ -267,7 +347,7 @@ class Client(Generic[BatchT]):
 
     @property
     def mesh(self) -> Mesh:
-        """The trainers' mesh, and this rank's place in it."""
+        """The sizes of the trainers' mesh and this rank's place in the mesh."""
         return self._reading.mesh
 
     @property

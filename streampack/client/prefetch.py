@@ -1,8 +1,9 @@
-"""The client's thread: it owns the socket, keeps a few steps ready and checks what they hold.
+"""The client's thread: it owns the socket, decodes messages and keeps a few steps ready.
 
-A thin shell around ``client_session``. What has come lies here until the trainer's thread takes it: both change it
-under ``changed`` alone. Nothing waits silently: a wait of more than 5 s is logged with what it waits for, and an error
-of the session is raised where the trainer waits. What came for an iteration that has ended meanwhile is let go.
+This is a thin shell around ``client_session``, which makes all decisions. Steps and answers wait in ``ready`` and
+``answers`` until the trainer's thread takes them; both threads hold ``_changed`` to touch them. A wait longer than 5 s
+is logged with its cause. An error of the session is raised in the trainer's thread, where it waits. Steps of an
+iteration that has ended are dropped.
 """
 
 from __future__ import annotations
@@ -56,9 +57,12 @@ TWICE = (
 
 
 class Prefetching:
-    """A thread around ``session``, from the first message to ``close``; ``answer_s``: how long the first may take.
+    """The client's thread, with the steps and answers that wait for the trainer's thread.
 
-    Used by one thread of the process that made it. ``figures`` are what the broker is told of this rank.
+    The thread runs from the constructor to ``close``. Use the object from one other thread, in the same process.
+
+    ``answer_s``: seconds until the thread fails with Unreachable if no broker answers. ``figures``: counters that
+    the thread sends to the broker.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Prefetching:
         self.session = session
         self.ready: deque[Step] = deque()
         self.round = 0
-        """Number of the current iteration, or of the next one."""
+        """Number of the current iteration, or of the next one if none has begun."""
         self.ended = False
         self.attached: Attached | None = None
         self.answers: deque[State | Committed] = deque()
@@ -87,27 +91,27 @@ class Prefetching:
         self._thread = threading.Thread(target=self._run, args=(dealer,), name="streampack-client", daemon=True)
         self._thread.start()
 
-    # What the trainer's thread calls
+    # Called by the trainer's thread
 
     def tell(self, event: Event) -> None:
-        """Pass ``event`` to the session."""
+        """Queue ``event`` for the session and wake the thread, which handles the event."""
         self._told.append(event)
         self._waker.wake()
 
     def turn_to(self, round_: int) -> None:
-        """Begin another iteration and drop the steps of the current one."""
+        """Set the number of the next iteration and drop the prefetched steps of the current one."""
         with self._changed:
             self.round, self.ended = round_, False
             self.ready.clear()
 
     def take_step(self) -> Step | None:
-        """Wait for the next step, and take it; None at the end of the iteration. Raises as ``wait_for``."""
+        """Wait for the next step and return the step; None at the end of the iteration. Raises as ``wait_for``."""
         with self._changed:
             self.wait_for(lambda: bool(self.ready) or self.ended)
             return self.ready.popleft() if self.ready else None
 
     def ask(self, question: AskState | Commit) -> State | Committed:
-        """Ask the broker, wait for its answer, and take it. Raises as ``wait_for``."""
+        """Send a question to the broker, wait for the answer and return the answer. Raises as ``wait_for``."""
         with self._changed:
             self.answers.clear()
         self.tell(Ask(question))
@@ -116,12 +120,12 @@ class Prefetching:
                 self.wait_for(lambda: bool(self.answers))
                 return self.answers.popleft()
         finally:
-            self.tell(Waiting(False))  # the session stops asking
+            self.tell(Waiting(False))  # the session stops repeating the question
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition()`` holds; log the cause every 5 s. Raises the session's error.
 
-        The session is told only of waits longer than a tick: telling it of each would wake its thread twice a step.
+        The session hears only of waits longer than a tick: an event for each wait would wake the thread twice a step.
         """
         told = False
         try:
@@ -145,14 +149,14 @@ class Prefetching:
                 self.tell(Waiting(False))
 
     def check_usable(self) -> None:
-        """Raise PeerError in a forked child, and UserError once the client is closed."""
+        """Raise PeerError in a forked child, and UserError if the client is closed."""
         if forks.passed != self._forks:
             raise PeerError(f"got a client of the parent process after the fork; a process of its own {TWICE}")
         if self._closing:
             raise UserError("the client is closed: connect again")
 
     def close(self) -> None:
-        """Release the rank and end the thread; idempotent."""
+        """Release the rank and end the thread; further calls have no effect."""
         if forks.passed != self._forks:
             return
         with self._changed:  # another thread may wait for a step
@@ -163,7 +167,7 @@ class Prefetching:
             self._thread.join(timeout=10)
 
     def fail(self, error: StreampackError) -> None:
-        """Raise ``error`` from the next request for a step, after the steps that are ready. Any thread may call it."""
+        """Raise ``error`` at the next wait for a step, once the steps that are ready are used up. For any thread."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -171,6 +175,7 @@ class Prefetching:
     # The thread
 
     def _run(self, dealer: Dealer) -> None:
+        """Pass messages between ``dealer`` and the session until ``close`` or an error."""
         poller = Poller([dealer], self._waker)
         ticked = counted = 0.0
         try:
@@ -178,9 +183,9 @@ class Prefetching:
                 poller.wait(TICK_S)
                 for frames in drain(dealer, 64):
                     self._perform(dealer, self._receive(frames))
-                self._pass_on(dealer)
+                self._handle_told(dealer)
                 self._ahead.make()
-                self._figures.waits_for(*self.session.cause)
+                self._figures.set_cause(*self.session.cause)
                 now = time.monotonic()
                 if now - counted >= STATS_S:
                     counted = now
@@ -191,11 +196,11 @@ class Prefetching:
                     dealer.check()
                     self._perform(dealer, self.session.handle(Tick(now)))
                     self._check_reached(now)
-            self._pass_on(dealer)
+            self._handle_told(dealer)
             self._perform(dealer, self.session.handle(Detach()))
         except StreampackError as error:
             self.fail(error)
-        except Exception as error:  # a bug of ours must not leave the trainer waiting for a thread that is gone
+        except Exception as error:  # a bug must not leave the trainer waiting for a thread that has ended
             log.exception("the client's thread failed")
             self.fail(InternalError(f"the client's thread failed: {error!r}"))
         finally:
@@ -203,11 +208,13 @@ class Prefetching:
             dealer.close()
             self._waker.close()
 
-    def _pass_on(self, dealer: Dealer) -> None:
+    def _handle_told(self, dealer: Dealer) -> None:
+        """Let the session handle the events that the trainer's thread has queued."""
         while self._told:
             self._perform(dealer, self.session.handle(self._told.popleft()))
 
     def _receive(self, frames: list[Any]) -> list[Effect]:
+        """Decode a message of the broker and return the session's effects."""
         try:
             return self.session.handle(FromBroker(wire.decode(frames)))
         except WireError as error:
@@ -215,6 +222,7 @@ class Prefetching:
             return self.session.handle(Damaged())
 
     def _perform(self, dealer: Dealer, effects: list[Effect]) -> None:
+        """Carry out the session's effects: send messages, build steps, hand answers and errors to the trainer."""
         for effect in effects:
             if isinstance(effect, Send):
                 if not dealer.send(wire.encode(effect.envelope)):
@@ -225,7 +233,7 @@ class Prefetching:
                 if isinstance(step.packs, LazyPacks):
                     self._prepare(step.packs)
                 with self._changed:
-                    if self.session.round == self.round:  # the trainer may have begun another by now
+                    if self.session.round == self.round:  # the trainer may have begun another iteration by now
                         self.ready.append(step)
                     self._changed.notify_all()
             elif isinstance(effect, Ended):
@@ -244,7 +252,7 @@ class Prefetching:
                 self._changed.notify_all()
 
     def _prepare(self, packs: LazyPacks) -> None:
-        """Make packs ahead of the trainer: the first group if the trainer is slow, all packs without numba."""
+        """Make packs of a new step ahead: the first group if the trainer is slow, all packs without numba."""
         packs.ahead = self._ahead
         if kernels.derive is None:  # numpy takes ten times as long
             packs.make()
@@ -252,6 +260,7 @@ class Prefetching:
             self._ahead.make_group(packs, 0)
 
     def _check_reached(self, now: float) -> None:
+        """Raise Unreachable if no broker has answered within the time limit."""
         if not self.session.reached and now - self._started > self._answer_s:
             raise Unreachable(
                 f"{self._endpoint}: got no answer in {self._answer_s:g} s, expected a broker: "
@@ -260,6 +269,7 @@ class Prefetching:
 
 
 def _error(broken: Broken, endpoint: str) -> StreampackError:
+    """Return the exception for the end of a session, by the code of its end."""
     if broken.code in ("mesh", "rank_taken"):
         return MeshError(broken.detail)
     if broken.code == "stopped":

@@ -1,9 +1,8 @@
-"""Which rank of which mesh a trainer is, from what its user already has.
+"""Find this process's rank in the trainers' mesh.
 
-A rank number alone says nothing: 8 ranks are dp 8, or dp 4 and cp 2 in either order. So the mesh
-comes in one of three ways: sizes and ranks, a torch DeviceMesh, or sizes and the order in which
-RANK counts them. Where a launcher says that there are several ranks and the trainer says none of
-these, it is refused: every rank would read everything.
+A rank number alone is ambiguous: 8 ranks are dp 8, or dp 4 and cp 2 in either order. A user therefore gives sizes and
+ranks, a DeviceMesh, or sizes and the order of the axes in RANK. A process with WORLD_SIZE above 1 and none of these is
+rejected, because every rank would read all data.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _DIMS = {
     "pp": ("pp", "pipe", "pipeline"),
 }
 _AXIS = {dim: axis for axis, dims in _DIMS.items() for dim in dims}
-"""By name of a DeviceMesh's dimension: ``sp`` (Ulysses) splits samples as ``cp`` does; sequence parallelism inside
+"""Axis by name of a DeviceMesh's dimension. ``sp`` (Ulysses) splits samples as ``cp`` does; sequence parallelism within
 tensor parallelism has no dimension of its own."""
 _WAYS = (
     'mesh=device_mesh (torch), mesh={"dp": 8, "dp_rank": rank}, or mesh={"tp": 2}, order="tp-cp-dp-pp" '
@@ -35,11 +34,11 @@ _WAYS = (
 
 
 def mesh_of(mesh: Any = None, order: str | None = None, environ: Mapping[str, str] | None = None) -> Mesh:
-    """The mesh and this rank's place in it.
+    """Return the trainers' mesh and this process's ranks in the mesh.
 
-    ``mesh``: a Mesh; sizes and ranks by name; a torch DeviceMesh; or, with ``order``, sizes alone, dp
-    inferred from WORLD_SIZE. ``order`` names axes from the one that varies fastest with RANK to the slowest, as
-    Megatron's does. None without an order is one rank. Raises MeshError.
+    ``mesh``: a Mesh, a dict of sizes and ranks, or a torch DeviceMesh; with ``order``, a dict of sizes alone. If dp is
+    missing there, its size follows from WORLD_SIZE. The axes of ``order`` are joined by ``-``, as Megatron does: first
+    the axis that varies fastest with RANK. Without both arguments, the mesh has one rank. Raises MeshError.
 
     >>> mesh_of({"tp": 2}, "tp-cp-dp-pp", {"RANK": "5", "WORLD_SIZE": "8"}).ranks
     (2, 0, 1, 0)
@@ -48,7 +47,7 @@ def mesh_of(mesh: Any = None, order: str | None = None, environ: Mapping[str, st
     if order is not None:
         if not (mesh is None or isinstance(mesh, Mapping)):
             raise MeshError(f"got order {order!r} with a {type(mesh).__name__}, expected sizes alone")
-        return _counted(dict(mesh or {}), order, environ)
+        return _from_order(dict(mesh or {}), order, environ)
     if isinstance(mesh, Mesh):
         return mesh
     if hasattr(mesh, "mesh_dim_names"):
@@ -71,6 +70,7 @@ def mesh_of(mesh: Any = None, order: str | None = None, environ: Mapping[str, st
 
 
 def _of_device_mesh(mesh: Any) -> Mesh:
+    """Return the mesh of a torch DeviceMesh. Raises MeshError for dimensions without names."""
     if not mesh.mesh_dim_names:
         raise MeshError("got a DeviceMesh without mesh_dim_names, expected names such as dp, cp, tp, pp: name them")
     coordinate = mesh.get_coordinate()
@@ -80,9 +80,9 @@ def _of_device_mesh(mesh: Any) -> Mesh:
 
 
 def of_dims(names: Sequence[str], sizes: Sequence[int], coordinate: Sequence[int]) -> Mesh:
-    """The mesh of dimensions by name, with this rank's coordinate: those of one axis combined, the first slowest.
+    """Return the mesh of named dimensions; ``coordinate`` is this rank's index in each dimension.
 
-    Raises MeshError for a name that is no axis.
+    Several dimensions of one axis are combined; the first of them varies slowest. Raises MeshError for unknown names.
 
     >>> str(of_dims(("dp_replicate", "dp_shard", "cp"), (2, 4, 2), (1, 2, 0)))
     'dp=6/8 cp=0/2 tp=0/1 pp=0/1'
@@ -100,8 +100,9 @@ def of_dims(names: Sequence[str], sizes: Sequence[int], coordinate: Sequence[int
     return _mesh(size, rank)
 
 
-def _counted(sizes: dict[str, Any], order: str, environ: Mapping[str, str]) -> Mesh:
-    names = [name for name in order.split("-") if name != "ep"]  # Megatron's own order names it; it shares dp's ranks
+def _from_order(sizes: dict[str, Any], order: str, environ: Mapping[str, str]) -> Mesh:
+    """Return the mesh whose ranks follow from RANK in ``environ`` and the order of the axes. Raises MeshError."""
+    names = [name for name in order.split("-") if name != "ep"]  # Megatron's order may name ep, which shares dp's ranks
     if len(set(names)) < len(names) or not set(names) <= set(AXES):
         raise MeshError(f"got order {order!r}, expected axes among dp, cp, tp, pp, each once: such as 'tp-cp-dp-pp'")
     wrong = [key for key, size in sizes.items() if key not in AXES or not isinstance(size, int) or size < 1]
@@ -138,6 +139,7 @@ def _mesh(size: dict[str, int], rank: dict[str, int]) -> Mesh:
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Return an environment variable as an integer. Raises MeshError for other text."""
     try:
         return int(environ.get(name, default))
     except ValueError:

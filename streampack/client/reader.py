@@ -1,7 +1,7 @@
-"""A rank's place at a broker as its trainer uses it: steps, packs, states, commits. The thread is ``prefetch``'s.
+"""Hand out steps and packs to the trainer, and make and load checkpoint states, in the trainer's thread.
 
-The rank is taken at once, steps are asked for when the trainer begins to iterate: where it begins may be said until
-then, by a state. An iteration is known by its round, which only rises; loading a state ends the one that is on.
+The constructor claims the rank. The first iteration requests steps, so a state may be loaded before and set the first
+step. Each iteration has a number, its round, which only grows. Loading a state ends the current iteration.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ log = logging.getLogger("streampack.client")
 
 
 class Reading:
-    """A rank's place at a broker, from the attachment to ``close``: what has come, and where the trainer is.
+    """One rank's reading of a feed: its client thread, and the trainer's position in the feed.
 
-    One thread of the trainer uses it, in the process that made it, beside its own. Raises what ``connect`` does.
+    Use the object from one thread, in the process that made it. The constructor claims the rank and raises what
+    ``connect`` raises.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class Reading:
             readers=readers, variable_lengths=variable_lengths, prefetch=prefetch, ready=False, patience=patience,
         )  # fmt: skip
         self._figures = ReadingFigures()
-        self._last_round = -1  # the last that was begun
-        self._place = Begin()  # where the iteration begins
-        self._loaded: dict[str, Any] | None = None  # the state that says so
-        self._upto: int | None = None  # steps before it were handed out whole in this iteration; None: not one
+        self._last_round = -1  # the last iteration that has begun
+        self._place = Begin()  # position where the iteration begins
+        self._loaded: dict[str, Any] | None = None  # the loaded state that set ``_place``
+        self._upto: int | None = None  # this iteration has handed out all packs of the steps before; None: of no step
         self._delivered = False
         self._in_use: int | None = None
-        # What is left of step ``_packs_of``, where packs are asked for: some that are made, and groups after them.
+        # Iterating packs: ``_left`` packs remain of step ``_packs_of``. ``_packs`` are made, later groups are not yet.
         self._packs: deque[Any] = deque()
         self._source: LazyPacks | None = None
         self._group = self._left = self._packs_of = 0
@@ -66,12 +67,12 @@ class Reading:
         try:
             self._prefetching.wait_for(lambda: self._prefetching.attached is not None)
             self._begin_as(views)
-        except BaseException:  # Ctrl-C too: an orphan would hold the rank
+        except BaseException:  # also Ctrl-C: an orphaned thread would keep the rank
             self.close()
             raise
 
     def _begin_as(self, views: Views) -> None:
-        """Views of what this feed has. Raises UserError."""
+        """Adapt ``views`` to the feed's rules; warn that padded micro-batches vary in shape. Raises UserError."""
         assert self._prefetching.attached is not None  # __init__ has waited for it
         views.fit(self.rules, self._prefetching.attached.layout)
         if self.rules.padded and not any(self._session.mesh.ranks):
@@ -82,31 +83,31 @@ class Reading:
 
     @property
     def round(self) -> int:
-        """The iteration that is on, or that begins next."""
+        """Number of the current iteration, or of the next one if none has begun."""
         return self._prefetching.round
 
-    # What a trainer uses
+    # Called by ``Client``
 
     def begin(self) -> None:
-        """Begin to iterate; or the next iteration of a finite feed, if the trainer has had anything of this one."""
+        """Begin the first iteration, or another one on a finite feed if this one has handed out a step or has ended."""
         self._prefetching.check_usable()
         if self._last_round != self.round:
             self._last_round = self.round
             self._prefetching.tell(self._place)
         elif self.rules.finite and (self._delivered or self._prefetching.ended):
-            self._turn_to(Begin(round=self.round + 1))
+            self._move_to(Begin(round=self.round + 1))
             self._last_round = self.round
             self._prefetching.tell(Again())
 
     def next_step(self) -> Step | None:
-        """The next step, or None after the last; the one before it has been returned, whoever asks."""
+        """Return the next step, or None at the end of the feed; mark the step before as used."""
         step = self._take_step()
         if step is not None:
             self._upto = step.index + 1
         return step
 
     def next_pack(self) -> Any:
-        """The rank's next pack. Raises StopIteration at the end, on the same step on every rank."""
+        """Return the rank's next pack. Raises StopIteration after the feed's last step, which is equal on all ranks."""
         self._prefetching.check_usable()
         if not self._left:
             step = self._take_step()
@@ -119,7 +120,7 @@ class Reading:
             self._left, self._packs_of = len(step), step.index
         if not self._packs and self._source is not None:
             self._packs.extend(self._source.take(self._group))
-            self._group += 1  # once it is there: who was interrupted may ask again
+            self._group += 1  # only now: after an interrupt, the same group is taken again
         pack = self._packs.popleft()
         self._left -= 1
         if not self._left:
@@ -128,6 +129,7 @@ class Reading:
         return pack
 
     def _take_step(self) -> Step | None:
+        """Wait for the next step and return the previous one to the broker; None at the end of the feed."""
         self._prefetching.check_usable()
         if self._last_round != self.round:
             self.begin()
@@ -151,11 +153,11 @@ class Reading:
     # Checkpoints
 
     def state(self, step: int | None) -> dict[str, Any]:
-        """The state after ``step``, by default the last that was handed out whole. Changes nothing."""
+        """Return the state after ``step``, by default the last step whose packs were all handed out."""
         self._prefetching.check_usable()
         begins = self._place.next_step
         upto = begins if self._upto is None else self._upto
-        next_step = upto if step is None else _step(step, begins - 1, upto) + 1
+        next_step = upto if step is None else _handed_out_step(step, begins - 1, upto) + 1
         origin = self._origin
         if next_step > begins:
             found = self._prefetching.ask(AskState(feed=origin.feed, step=next_step))
@@ -168,20 +170,20 @@ class Reading:
         return checkpoint.save(origin, self.round, start)
 
     def load(self, state: Any) -> None:
-        """The next iteration begins where ``state`` says; the one that is on has ended. Raises StateError."""
+        """End the current iteration, and begin the next one at the position in ``state``. Raises StateError."""
         self._prefetching.check_usable()
         place = checkpoint.load(state, self._origin)
-        self._turn_to(msgspec.structs.replace(place, round=max(place.round, self._last_round + 1)))
+        self._move_to(msgspec.structs.replace(place, round=max(place.round, self._last_round + 1)))
         self._loaded = copy.deepcopy(state)
 
     def commit(self, step: int) -> None:
-        """Returns when the broker has in its log that a checkpoint made after ``step`` is durable."""
+        """Tell the broker that a checkpoint made after ``step`` is durable, and wait until the broker has logged it."""
         self._prefetching.check_usable()
         upto = self._place.next_step if self._upto is None else self._upto
-        self._prefetching.ask(Commit(feed=self._origin.feed, step=_step(step, 0, upto)))
+        self._prefetching.ask(Commit(feed=self._origin.feed, step=_handed_out_step(step, 0, upto)))
 
-    def _turn_to(self, place: Begin) -> None:
-        """Have nothing any more, and be about to begin at ``place``."""
+    def _move_to(self, place: Begin) -> None:
+        """Drop all steps and packs of the current iteration; the next one begins at ``place``."""
         self._place, self._loaded, self._upto, self._delivered = place, None, None, False
         self._prefetching.turn_to(place.round)
         self._in_use = None
@@ -190,36 +192,40 @@ class Reading:
 
     @property
     def _origin(self) -> checkpoint.Origin:
+        """The run, feed and rules that a state of this reader is valid for."""
         return checkpoint.Origin(self._session.run, self._session.feed, self.rules)
 
     def stats(self) -> dict[str, float]:
-        """See ``Client.stats``."""
+        """Return counts and times by name; see ``Client.stats``."""
         return self._figures.stats(self._session.num_skipped)
 
     def close(self) -> None:
-        """Give the rank up and end the thread; idempotent."""
+        """Release the rank and end the client's thread; further calls have no effect."""
         self._prefetching.close()
 
     @property
     def mesh(self) -> Mesh:
+        """The trainers' mesh and this rank's place in the mesh."""
         return self._session.mesh
 
     @property
     def format(self) -> str:
+        """Name of the packs' format, such as ``thd``."""
         return self._views.format
 
     @property
     def rules(self) -> Rules:
+        """The run's recorded rules for this feed."""
         assert self._prefetching.attached is not None  # __init__ has waited for it
         return self._prefetching.attached.rules
 
     def fail(self, error: StreampackError) -> None:
-        """Raise ``error`` where the next step is asked for, once what is ready is taken. Any thread may."""
+        """Raise ``error`` at the next request for a step, once the prefetched steps are used up. For any thread."""
         self._prefetching.fail(error)
 
 
-def _step(given: Any, least: int, upto: int) -> int:
-    """A step that was handed out. Raises UserError for another, or for what is none."""
+def _handed_out_step(given: Any, least: int, upto: int) -> int:
+    """Return the step index ``given`` as an int. Raises UserError unless it is an integer in [least, upto)."""
     with contextlib.suppress(TypeError):
         if least <= operator.index(given) < upto:
             return operator.index(given)

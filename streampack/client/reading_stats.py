@@ -1,8 +1,8 @@
-"""Counts and times of a rank's reading: how much came, how long the trainer waited for it, and what for.
+"""Counts and times of one rank: steps, packs and tokens handed out, and data wait by cause.
 
-At every moment the trainer waits for a step, or has one, or is at neither: before it first asks, and after the end.
-Time is added up where one follows the other, and, of a wait, where it becomes one for something else: so the waits
-by cause are all there was, to the last moment, and one that lasts is seen while it does.
+The trainer waits for a step, works on a step, or does neither (before the first request and after the end). Each
+change between these, and each change of the wait's cause, adds the time since the last change. The waits by cause
+therefore add up to the whole data wait, and a wait shows up while it lasts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ from streampack.core.stats.data_wait import CAUSES, WAIT_BOUNDS_S, Starvation, b
 
 _WAITS_KEPT = 4096
 _STEPS_KEPT = 32
-"""A step takes lately what so many have taken."""
+"""Number of recent steps over which the time for a step is averaged."""
 
 
 class ReadingFigures:
-    """Noted by the trainer's thread, and by the client's what a wait is for; any thread may ask. ``clock``: seconds."""
+    """Counters and timers of one rank's reading, shared by several threads.
+
+    The trainer's thread reports waits and steps, the client's thread reports the cause of a wait, and any thread may
+    read. ``clock`` returns seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -30,9 +34,9 @@ class ReadingFigures:
         self._waits: deque[float] = deque(maxlen=_WAITS_KEPT)
         self._counts = {"steps": 0, "packs": 0, "tokens": 0}
         self._unsteady_s = 0.0
-        """Waits for the first steps."""
+        """Data wait for the first three steps, in seconds; ``starved_fraction`` leaves it out."""
         self._steady = clock()
-        self._since: float | None = None  # up to when a wait, or the work on a step, is added up; None: it is neither
+        self._since: float | None = None  # time is added up to this moment; None: no wait and no work on a step
         self._waiting = False
         self._began = 0.0
         self._cause: tuple[str, str | None] = ("network", None)
@@ -42,18 +46,18 @@ class ReadingFigures:
         self._trainer_s = 0.0
         self._handed_out: deque[float] = deque(maxlen=_STEPS_KEPT)
 
-    # What the trainer's thread says
+    # Called by the trainer's thread
 
     def begin_wait(self) -> None:
-        """The next step is asked for."""
+        """Begin a wait: the trainer requests the next step."""
         with self._lock:
-            now = self._pass()
+            now = self._add_elapsed()
             self._waiting, self._began, self._since = True, now, now
 
     def end_wait(self, got: bool) -> None:
-        """It is there; or, unless ``got``, there is none."""
+        """End the wait; ``got`` is False if no step came, as at the end of the feed."""
         with self._lock:
-            now = self._pass()
+            now = self._add_elapsed()
             self._waiting, self._since = False, now if got else None
             waited = now - self._began
             self._buckets[bucket_of(waited)] += 1
@@ -65,25 +69,25 @@ class ReadingFigures:
                 self._handed_out.append(now)
 
     def note_step(self, num_packs: int, num_tokens: int) -> None:
-        """It was handed out: so many packs, of so many real tokens."""
+        """Count a step that was handed out, with the number of its packs and of their real tokens."""
         self._counts["steps"] += 1
         self._counts["packs"] += num_packs
         self._counts["tokens"] += num_tokens
 
-    # What the client's thread says
+    # Called by the client's thread
 
-    def waits_for(self, cause: str, stream: str | None) -> None:
-        """What a wait is for from now on, if there is one; ``stream`` of the cause ``stream``."""
+    def set_cause(self, cause: str, stream: str | None) -> None:
+        """Set the cause to which data wait counts from now on; ``stream`` names the stream of the cause ``stream``."""
         with self._lock:
-            self._pass()
+            self._add_elapsed()
             self._cause = cause, stream
 
-    # What anybody may ask
+    # Called by any thread
 
     def starvation(self) -> Starvation:
-        """What was waited for so far."""
+        """Return the data wait so far, by cause and by stream, and the times of recent steps."""
         with self._lock:
-            self._pass()
+            self._add_elapsed()
             times = self._handed_out
             step_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
             return Starvation(
@@ -92,12 +96,9 @@ class ReadingFigures:
             )  # fmt: skip
 
     def counts(self, skipped_steps: int) -> dict[str, float]:
-        """Counts and times so far: ``steps``, ``packs``, ``tokens`` (real ones of this rank's packs), ``wait_s``,
-        ``next_p50_ms``, ``next_p99_ms``, ``next_p999_ms`` of a step's wait, ``starved_fraction``: the share of
-        the time since the third step was asked for that was spent waiting, and ``skipped_steps``.
-        """
+        """Return the counts and times that do not go by cause, by name; see ``Client.stats`` for the names."""
         with self._lock:
-            now = self._pass()
+            now = self._add_elapsed()
             waits, waited = np.array(self._waits), sum(self._causes_s.values())
         p50, p99, p999 = np.percentile(waits if len(waits) else np.zeros(1), [50, 99, 99.9]).tolist()
         figures = {"next_p50_ms": p50 * 1000, "next_p99_ms": p99 * 1000, "next_p999_ms": p999 * 1000}
@@ -108,14 +109,17 @@ class ReadingFigures:
         }  # fmt: skip
 
     def stats(self, skipped_steps: int) -> dict[str, float]:
-        """See ``Client.stats``."""
+        """Return all counts and times by name; see ``Client.stats`` for the names."""
         starvation = self.starvation()
         by_cause = {f"starved_{cause}_s": seconds for cause, seconds in starvation.causes_s.items()}
         step = {} if starvation.step_s is None else {"step_s": starvation.step_s}
         return {**self.counts(skipped_steps), **by_cause, "trainer_s": starvation.trainer_s, **step}
 
-    def _pass(self) -> float:
-        """Add up what has passed, under the lock; the time."""
+    def _add_elapsed(self) -> float:
+        """Add the time since the last call to the wait's cause or the trainer's work; return the time in seconds.
+
+        The caller holds the lock.
+        """
         now = self._clock()
         if self._since is not None:
             passed, self._since = now - self._since, now

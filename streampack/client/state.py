@@ -1,11 +1,11 @@
-"""A loader's state: what a trainer saves with its model, and what a loader goes on from.
+"""A loader's state: ``save`` makes the dict that a trainer saves with its model, ``load`` reads the dict.
 
-Plain JSON with nothing of the mesh: the place (round, step, the digest of all before it), what it is a place in (run,
-feed, rules), and the broker's snapshot, so that a broker on another host, without the disk of this one, can go on from
-it. Making a state has no side effects; reading one refuses what is not of this run and names the key.
+A state is plain JSON and independent of the mesh. It holds a position (round, next step, digest of all steps before),
+its origin (run, feed, rules), and a snapshot of the broker. With the snapshot, a broker on another host can continue
+without this broker's disk. ``load`` rejects a state of another run and names the key.
 
-The states of all ranks after one step are equal, also where a broker with a log restarts between two ranks' calls. A
-broker without a log takes other snapshots once it has restarted: ``snapshot`` may then differ, and each one is good.
+The states of all ranks after one step are equal, even if a broker with a log restarts between two ranks' calls. A
+broker without a log makes other snapshots after a restart: ``snapshot`` may then differ, and each is valid.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ Digest = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", max_length=128)]
 
 
 class RulesSaid(Struct, frozen=True, forbid_unknown_fields=True):
-    """Rules by their digest, and as canonical JSON, so that a difference can be named."""
+    """Rules in a state: their digest, and their canonical JSON so that an error can name the key that differs."""
 
     digest: str
     json: str
 
 
 class SavedState(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``next_step`` is the first that is not wholly returned, ``chain`` the digest of all before it. ``snapshot``:
-    base64 of the nearest one not after it, empty where that is step 0. ``epoch`` is in states of earlier versions.
+    """The fields of a saved state.
+
+    - ``next_step``: index of the first step that was not used up.
+    - ``chain``: digest of all steps before, in hex.
+    - ``snapshot``: the broker's last snapshot that is not after ``next_step``, in base64; empty at a feed's start.
+    - ``epoch``: only in states of earlier versions.
     """
 
     version: int
@@ -54,7 +58,7 @@ class SavedState(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Origin(Struct, frozen=True):
-    """What a state is of."""
+    """The run, feed and rules that a state is valid for."""
 
     run: int
     feed: str
@@ -62,12 +66,12 @@ class Origin(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The run's number, as states have it."""
+        """The run's number as 16 hex digits."""
         return f"{self.run:016x}"
 
 
 def save(origin: Origin, round_: int, state: State) -> dict[str, Any]:
-    """The state of a loader whose next step is ``state.step``."""
+    """Return the state, as plain JSON values, of a loader whose next step is ``state.step``."""
     snapshot = b"" if state.snapshot is None else record_frames.encode_snapshot(state.snapshot)
     rules = RulesSaid(origin.rules.digest, msgspec.json.encode(origin.rules, order="sorted").decode())
     said = SavedState(
@@ -79,9 +83,9 @@ def save(origin: Origin, round_: int, state: State) -> dict[str, Any]:
 
 
 def load(state: Any, origin: Origin) -> Begin:
-    """Where a loader with this state begins.
+    """Return the position at which a loader with this state begins.
 
-    Raises StateError for a state of another version, run, feed or rules, and for what is none.
+    Raises StateError for a state of another version, run, feed or rules, and for anything else than a state.
     """
     version = state.get("version") if isinstance(state, dict) else None
     if version != VERSION or isinstance(version, bool):
@@ -104,6 +108,7 @@ def load(state: Any, origin: Origin) -> Begin:
 
 
 def _snapshot(said: SavedState) -> Any:
+    """Return the decoded snapshot of a state, or None if the state has none. Raises StateError."""
     if not said.snapshot:
         return None
     try:
@@ -116,7 +121,7 @@ def _snapshot(said: SavedState) -> Any:
 
 
 def _difference(text: str, rules: Rules) -> str:
-    """The first rule that differs, with both values."""
+    """Return a text that names the first rule that differs between a state's JSON and ``rules``, with both values."""
     try:
         other = msgspec.json.decode(text, type=Rules)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -127,7 +132,7 @@ def _difference(text: str, rules: Rules) -> str:
 
 
 def _unequal(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Where two of a kind differ, in the order in which they are declared."""
+    """Yield (path, value in a, value in b) of each field that differs, in the order of declaration."""
     if isinstance(a, Struct) and type(a) is type(b):
         for name in a.__struct_fields__:
             yield from _unequal(f"{path}.{name}", getattr(a, name), getattr(b, name))
@@ -139,5 +144,5 @@ def _unequal(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Of structs, their names: short."""
+    """Return ``value``, with the name in place of each struct of a tuple, to keep an error short."""
     return [getattr(each, "name", each) for each in value] if isinstance(value, tuple) else value

@@ -131,7 +131,7 @@ class ManyRanks:
                 rank.socket.send_multipart(wire.encode(effect.envelope), zmq.NOBLOCK)
             elif isinstance(effect, Deliver):
                 rank.have += 1
-        rank.figures.waits_for(*rank.session.cause)
+        rank.figures.set_cause(*rank.session.cause)
 
 
 @contextmanager

@@ -46,7 +46,7 @@ def test_every_second_is_of_one_cause_or_the_trainers_or_of_no_reading_at_all(
             mine += passed
         if isinstance(what, tuple):
             cause = what if what[0] == "stream" else (what[0], None)
-            figures.waits_for(*cause)
+            figures.set_cause(*cause)
         elif what == "ask" and state != "wait":
             state, began = "wait", now
             figures.begin_wait()
@@ -71,7 +71,7 @@ def test_a_wait_that_lasts_is_seen_while_it_does() -> None:
     now = 0.0
     figures = ReadingFigures(lambda: now)
     figures.begin_wait()
-    figures.waits_for("stream", "web")
+    figures.set_cause("stream", "web")
     for now in (1.0, 60.0, 600.0):
         assert figures.starvation().streams_s["web"] == now
     figures.end_wait(True)
