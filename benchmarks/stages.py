@@ -125,7 +125,7 @@ class Inline:
         self._service = service
 
     def put(self, form: Any) -> None:
-        self._service._formed.append(broker_module._choose(form))
+        self._service._formed.append(broker_module._form_step(form))
 
 
 class Producer:
@@ -202,7 +202,7 @@ class Run:
         core.handle = meter.timed(_core_stage, core.handle)  # type: ignore[method-assign]
         for name, stage in (("store", "arena: store"), ("gather", "arena: gather"), ("release", "arena: release")):
             setattr(arena, name, meter.timed(stage, getattr(arena, name)))
-        broker_module._choose = meter.timed("packer's thread: choose", _original_choose)
+        broker_module._form_step = meter.timed("packer's thread: choose", _original_choose)
         self._perform = meter.timed("broker: shell", self.service._handle)
         self._keep_log = meter.timed("broker: shell", self.service._keep_log)
         self._packed = meter.timed("broker: shell", self.service._on_formed)
@@ -271,7 +271,7 @@ def _core_stage(event: Event) -> str:
     return f"core: {type(event).__name__}{message}"
 
 
-_original_choose, _original_encode = broker_module._choose, wire.encode
+_original_choose, _original_encode = broker_module._form_step, wire.encode
 
 
 def main() -> None:

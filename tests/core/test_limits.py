@@ -201,12 +201,14 @@ def test_a_plan_says_how_many_may_come() -> None:
 
 
 def test_lines_that_peers_cause_are_bounded_and_counted() -> None:
-    budget = report_limit.Budget()
-    assert sum(budget.lets(100.0) for _ in range(100_000)) == report_limit.MOST
-    assert budget.take_held_back() == 100_000 - report_limit.MOST
-    assert sum(budget.lets(101.0 + n / 1000) for n in range(10_000)) == pytest.approx(11 * report_limit.A_SECOND, abs=2)
-    assert budget.take_held_back() > 0
-    assert budget.take_held_back() == 0
+    limit = report_limit.ReportLimit()
+    assert sum(limit.allows(100.0) for _ in range(100_000)) == report_limit.BURST
+    assert limit.take_held_back() == 100_000 - report_limit.BURST
+    assert sum(limit.allows(101.0 + n / 1000) for n in range(10_000)) == pytest.approx(
+        11 * report_limit.PER_SECOND, abs=2
+    )
+    assert limit.take_held_back() > 0
+    assert limit.take_held_back() == 0
 
 
 def test_all_that_claim_ranks_of_another_mesh_have_the_same_in_their_way() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from streampack_services.broker import arena as arena_module
 from streampack_services.broker.arena import Arena
-from streampack_services.broker.arena_kernels import copy_slices, slices_of
+from streampack_services.broker.arena_kernels import copy_slices, find_slices
 
 from streampack.core.layout.boundaries import Contents, round_up
 from streampack.core.layout.labels import positions_of
@@ -311,7 +311,7 @@ def twins(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "python":
             patch.setattr(arena_module, "copy_slices", copy_slices.py_func)
-            patch.setattr(arena_module, "slices_of", slices_of.py_func)
+            patch.setattr(arena_module, "find_slices", find_slices.py_func)
             patch.setattr(kernels, "derive", None)
             patch.setattr(kernels, "lay_out", None)
         yield

@@ -1,15 +1,18 @@
-"""The broker's shell: it gives the pure broker its sockets, memory, threads and clock. Nothing is decided here.
+"""The broker daemon around the pure broker of ``streampack.core``: sockets, memory, threads and clock.
 
-- ``service``: the loop: from frames to events, from effects to sockets, arena and log.
-- ``authorization``: who may connect: a folder of keys, watched while the broker runs.
-- ``arena``, ``arena_kernels``: the tokens and fields of every sample held, in memory of a fixed size.
-- ``machine_memory``, ``memory_plan``, ``memory_peak``: the memory there is, how it is shared out, and what the process
-  takes at its peak.
-- ``log_keeper``: the broker's log: records in and out, what is safe, and when old records may go.
-- ``status``: the types of the broker's snapshot: every field, its unit and its meaning.
-- ``reporter``, ``steps_left``: the snapshot, taken twice a second, and log lines about long waits.
-- ``report_limit``: how many log lines peers can cause.
+The core decides; this package performs. Its files:
 
-The package relies on ``streampack.core.broker``, which decides. HTTP and metrics read the snapshot; the broker's thread
-never waits for them.
+- ``service``: the main loop: decodes messages to events for the core, and performs the effects that it returns.
+- ``authorization``: the folder of keys that may connect, watched while the broker runs.
+- ``arena``, ``arena_kernels``: the tokens and fields of all samples that the broker holds, in memory of a fixed size.
+- ``machine_memory``: the memory of the machine or its container.
+- ``memory_plan``: how ``memory`` is divided among feeds and partitions.
+- ``memory_peak``: an estimate of the memory of the whole process, for a container's limit.
+- ``log_keeper``: the broker's log: appends and reads records, tells the core which are safe, deletes old ones.
+- ``status``: the types of the broker's snapshot: every field with its unit.
+- ``reporter``, ``steps_left``: take the snapshot twice a second, and log long waits.
+- ``report_limit``: limits the log lines that peers can cause.
+
+One thread owns the sockets, the arena and the core; a second runs FORM. HTTP and metrics read the snapshot, so the
+broker's thread never waits for them.
 """

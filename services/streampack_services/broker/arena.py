@@ -1,15 +1,16 @@
-"""The arena: the tokens and fields of every sample held, in memory of a size set at the start.
+"""The arena: the tokens and fields of all samples that the broker holds, in memory of a fixed size.
 
-Tokens arrive in chunks, each copied once, one after another into the block that is being filled.
-Samples leave in another order than they came, so blocks grow holes; when but one empty block is
-left, the one with the fewest live tokens is moved behind what was filled last, into that spare
-where need be, and becomes the spare (the cleaning of a log-structured store: Rosenblum and
-Ousterhout, 1992). Handles, not addresses, are what others hold, so nobody notices. The broker's
-credits bound live tokens to ``arena_tokens``; the slack of a fifth makes each cleaning worth its
-copy, and covers the end of a block that a sample did not fit into, as long as no sample is longer
-than an eighth of a block. Each field of axis ``token`` is a column beside the tokens, with the same
-places; those of axis ``sample`` are kept by handle, beside that memory (``core.model.fields`` bounds
-them). One thread uses it.
+The memory is divided into blocks, and one block is filled at a time. A new sample is copied once, to the end of that
+block. Samples are released in another order, so blocks get holes. When one empty block is left, the arena cleans. It
+copies the live samples of the block with the fewest live tokens to the end of the filled memory. That block is then
+empty. (A log-structured store cleans likewise: Rosenblum and Ousterhout, 1992.) Callers hold handles, not addresses,
+so a move does not concern them.
+
+The broker's credits bound live tokens to ``arena_tokens``. The rest of the memory, a fifth, keeps cleaning cheap. It
+also covers the unused ends of blocks, if no sample is longer than an eighth of a block.
+
+A field of axis ``token`` is a column with the same addresses as the tokens. A field of axis ``sample`` is a column by
+handle, outside the fixed memory (``core.model.fields`` bounds its size). The arena is for one thread.
 """
 
 from __future__ import annotations
@@ -26,19 +27,23 @@ from streampack.core.layout.step_frames import EDGES, INPUT_IDS
 from streampack.core.model.fields import Field
 from streampack.core.model.samples import I32, I64
 from streampack.errors import InternalError
-from streampack_services.broker.arena_kernels import KINDS, copy_slices, let_go, slices_of
+from streampack_services.broker.arena_kernels import KINDS, copy_slices, find_slices, release_samples
 
 SLACK = 1.25
+"""Memory for tokens / live tokens that the arena promises to hold."""
 
 
 def arena_tokens(memory_bytes: int, token_bytes: int, block_tokens: int) -> int:
-    """Live tokens that an arena of ``memory_bytes`` can promise to hold, of samples up to an eighth of a block."""
+    """Return the live tokens that ``memory_bytes`` always hold, if no sample is longer than an eighth of a block."""
     blocks = memory_bytes // token_bytes // block_tokens
     return int(max(blocks - 3, 0) * block_tokens / SLACK)
 
 
 class _Column:
-    """One field's numbers, ``width`` a token (or a sample), as unsigned integers of the same size."""
+    """The values of one field for ``count`` tokens (or samples): ``width`` numbers for each.
+
+    Numbers are unsigned integers of the field's item size, so any dtype is copied bit by bit.
+    """
 
     def __init__(self, field: Field, count: int) -> None:
         self.width = field.value_bytes // field.storage.itemsize
@@ -49,14 +54,14 @@ class _Column:
         self.data: NDArray[Any] = np.empty(count * self.width, self.dtype)
 
 
-Room = Callable[[int], NDArray[np.uint8] | None]
-"""Gives memory of so many bytes, uint8 [n], or None."""
+Allocate = Callable[[int], NDArray[np.uint8] | None]
+"""Takes a number of bytes; returns memory of that size, uint8 [bytes], or None if it has none."""
 
 
 class Arena:
-    """``memory_bytes`` of tokens of dtype ``tokens`` with their fields, in blocks of ``block_tokens``.
+    """The tokens (dtype ``tokens``) and fields of samples, by handle, in ``memory_bytes`` of memory.
 
-    No sample is longer than a block.
+    The memory is divided into blocks of ``block_tokens``; no sample is longer than a block.
     """
 
     def __init__(self, memory_bytes: int, tokens: str, block_tokens: int, fields: tuple[Field, ...] = ()) -> None:
@@ -76,14 +81,14 @@ class Arena:
         self._token_bytes = token_bytes
         self._block = self._empty.pop()
         self._touched = 1
-        """Blocks: the lowest numbers are taken first."""
+        """Blocks that were ever used. Empty blocks with lower numbers are used first."""
         self._fill = 0
         self.moved_tokens = 0
-        """Copied by cleaning, since the start."""
+        """Tokens that cleaning has copied since the start."""
 
     @property
     def touched_bytes(self) -> int:
-        """Bytes of the blocks that were ever written to: the operating system gives memory when it is first used."""
+        """Bytes of the blocks that were ever used: the system gives a page of memory only when it is first written."""
         return self._touched * self._block_tokens * self._token_bytes
 
     @property
@@ -92,13 +97,18 @@ class Arena:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of a token."""
+        """Dtype of a token."""
         return self._tokens.dtype
 
     def store(self, handles: I64, offsets: I64, lengths: I64, rows: I64, frames: tuple[Any, ...]) -> None:
-        """Copy samples in: ``lengths`` int64 [n] tokens each, from ``offsets`` int64 [n] of a chunk's frames.
+        """Copy samples of a chunk into the arena, under new ``handles`` int64 [n].
 
-        ``frames`` are the tokens and then every field, as declared; ``rows`` int64 [n] each one's number in the chunk.
+        Args:
+            handles: Handles of the samples, int64 [n].
+            offsets: First token of each sample in the chunk's tokens, int64 [n].
+            lengths: Tokens of each sample, int64 [n].
+            rows: Index of each sample in the chunk, int64 [n].
+            frames: The chunk's tokens, then one buffer for each field in the order of the rules.
         """
         if not len(handles):
             return
@@ -120,7 +130,7 @@ class Arena:
         while at < len(handles):
             stop = int(np.searchsorted(ends, base + self._block_tokens - self._fill, "right"))
             if stop == at:
-                self._open()
+                self._make_room()
                 continue
             to = self._block * self._block_tokens + self._fill
             total = int(ends[stop - 1]) - base
@@ -132,35 +142,46 @@ class Arena:
             for data, width, source in columns:
                 for target, start, length in places:
                     data[target * width : (target + length) * width] = source[start * width : (start + length) * width]
-            self._enter(handles[at:stop], targets, lengths[at:stop], total)
+            self._record(handles[at:stop], targets, lengths[at:stop], total)
             at, base = stop, base + total
 
     def _take_empty(self) -> int:
+        """Remove a block from the empty ones and return its number."""
         block = self._empty.pop()
         self._touched = max(self._touched, len(self._live) - len(self._empty))
         return block
 
     def release(self, handles: I64) -> None:
-        """Forget samples, those that were never stored too; a block without any is empty again."""
+        """Free the memory of samples, ``handles`` int64 [n]. Handles that were never stored are allowed."""
         if not len(handles):
             return
         self._reserve(int(handles.max()))
         emptied = np.empty(len(handles), np.int64)
-        count = let_go(handles, self._offset, self._length, self._block_tokens, self._live, emptied)
+        count = release_samples(handles, self._offset, self._length, self._block_tokens, self._live, emptied)
         for block in emptied[:count].tolist():
             if block != self._block:
-                self._forget(block)
+                self._mark_empty(block)
 
     def gather(
-        self, packs: Contents, names: list[str], cp: int, rank: int, layout: str, room: Room | None = None
+        self, packs: Contents, names: list[str], cp: int, rank: int, layout: str, allocate: Allocate | None = None
     ) -> tuple[NDArray[Any], ...]:
-        """A rank's shards of packs, each a field of ``names`` in that order (``core.frames``).
+        """Return the shards of packs for context-parallel rank ``rank`` of ``cp``: one array for each of ``names``.
 
-        ``input_ids`` [sum of T / cp] padded with 0, ``edges`` int32 [slices], fields of axis ``token``
-        [sum of T / cp * width] (or all of each pack, where they are replicated) and ``sample`` [samples * width].
-        See ``core.layout`` for what a shard holds. ``room`` is asked for the memory of the first.
+        Args:
+            packs: The packs' samples and widths.
+            names: Names of fields, ``input_ids`` and ``edges``, as in ``core.layout.step_frames``.
+            cp: Context-parallel ranks.
+            rank: Context-parallel rank, from 0.
+            layout: Layout of the shards: a key of ``KINDS``. ``core.layout.shards`` defines them.
+            allocate: Gives the memory for ``input_ids``; without it, or if it returns None, the memory is new.
+
+        Returns:
+            One-dimensional arrays. ``input_ids``: sum of T / cp tokens, 0 as padding. ``edges``: for each slice the
+            token that follows it in its segment, or -100, int32. A field of axis ``token``: its numbers for the same
+            tokens, or for all tokens of the packs if it is replicated. A field of axis ``sample``: its numbers for
+            each sample.
         """
-        mine, total = self._slices(packs, cp, rank, layout)
+        mine, total = self._slices_of_shard(packs, cp, rank, layout)
         edges = np.empty(mine.shape[1] if EDGES in names else 0, np.int32)
         found: dict[str, NDArray[Any]] = {EDGES: edges}
         for name in names:
@@ -169,42 +190,43 @@ class Arena:
                 found[name] = column.data.reshape(-1, column.width)[packs.handles].reshape(-1)
             elif name in self._columns:
                 column = self._columns[name]
-                slices, count = self._slices(packs, 1, 0, layout) if column.replicate else (mine, total)
+                slices, count = self._slices_of_shard(packs, 1, 0, layout) if column.replicate else (mine, total)
                 found[name] = np.empty(count * column.width, column.dtype)
-                _copy(column.data, slices, column.width, column.shift, column.pad, found[name], _NO_EDGES)
+                _copy_slices(column.data, slices, column.width, column.shift, column.pad, found[name], _NO_EDGES)
             elif name == INPUT_IDS:
-                memory = room(total * self._tokens.itemsize) if room is not None else None
+                memory = allocate(total * self._tokens.itemsize) if allocate is not None else None
                 found[name] = np.empty(total, self.dtype) if memory is None else memory.view(self.dtype)
-                _copy(self._tokens, mine, 1, 0, 0, found[name], edges)
+                _copy_slices(self._tokens, mine, 1, 0, 0, found[name], edges)
         return tuple(found[name] for name in names)
 
-    def _slices(self, packs: Contents, cp: int, rank: int, layout: str) -> tuple[I64, int]:
-        """Address, real tokens, offset and size of each slice of a shard, int64 [4, slices], and their tokens."""
+    def _slices_of_shard(self, packs: Contents, cp: int, rank: int, layout: str) -> tuple[I64, int]:
+        """Return each slice's address, real tokens, offset and size, int64 [4, slices], and the tokens of the shard."""
         slices = np.empty((4, 2 * (len(packs.handles) + len(packs.counts))), np.int64)
-        found, total = slices_of(*packs, self._offset, self._length, cp, rank, KINDS[layout], *slices)
+        found, total = find_slices(*packs, self._offset, self._length, cp, rank, KINDS[layout], *slices)
         if found < 0:
-            why = self._wrong(packs, cp, rank, layout)
-            raise InternalError(f"got a pack that cannot be laid out, or a released sample: {why}")
+            why = self._layout_error(packs, cp, rank, layout)
+            raise InternalError(f"a pack cannot be laid out, or one of its samples was released: {why}")
         return slices[:, :found], total
 
-    def _wrong(self, packs: Contents, cp: int, rank: int, layout: str) -> str:
-        """Why no shard can be cut of packs."""
+    def _layout_error(self, packs: Contents, cp: int, rank: int, layout: str) -> str:
+        """Return a sentence for the error: the reason that packs cannot be cut into shards."""
         self._reserve(int(packs.handles.max(initial=0)))
         try:
             cut(layouts(self._length[packs.handles], packs.counts, packs.aligns, packs.widths), cp, rank, layout)
         except ValueError as error:
             return str(error)
-        return "nothing is wrong with it"
+        return "the layout is valid"
 
-    def _enter(self, handles: I64, offsets: I64, lengths: I64, total: int) -> None:
+    def _record(self, handles: I64, offsets: I64, lengths: I64, total: int) -> None:
+        """Record that samples of ``total`` tokens lie at the end of the block being filled, at token ``offsets``."""
         self._offset[handles] = offsets
         self._length[handles] = lengths
         self._members[self._block].append(handles)
         self._live[self._block] += total
         self._fill += total
 
-    def _open(self) -> None:
-        """Make room: in an empty block, or with only the spare left by cleaning one."""
+    def _make_room(self) -> None:
+        """Make room for a sample: open an empty block, or clean a block if one empty block is left."""
         if not self._live[self._block]:
             self._members[self._block].clear()
             self._fill = 0
@@ -217,17 +239,17 @@ class Arena:
         live[self._block] = np.inf
         open_tokens = self._open_tokens
         if self._empty:
-            self._move(int(np.argmin(live)))
+            self._clean(int(np.argmin(live)))
         if self._open_tokens <= open_tokens:
-            raise InternalError("the arena is over its capacity: credits were not kept")
+            raise InternalError("the arena is full: producers sent more tokens than their credits allow")
 
     @property
     def _open_tokens(self) -> int:
-        """Room in empty blocks and at the end of the one being filled."""
+        """Free tokens in empty blocks and at the end of the block being filled."""
         return (len(self._empty) + 1) * self._block_tokens - self._fill
 
-    def _move(self, victim: int) -> None:
-        """Copy a block's live samples behind what was filled last, and what does not fit there into the spare."""
+    def _clean(self, victim: int) -> None:
+        """Copy the live samples of block ``victim`` to the end of the filled memory, and make the block empty."""
         members = np.concatenate(self._members[victim])
         base = victim * self._block_tokens
         inside = (self._offset[members] >= base) & (self._offset[members] < base + self._block_tokens)
@@ -239,24 +261,25 @@ class Arena:
             self._block, self._fill = self._take_empty(), 0
             self._append(members[fit:])
         self._live[victim] = 0
-        self._forget(victim)
+        self._mark_empty(victim)
 
     def _append(self, handles: I64) -> None:
-        """Copy samples that the arena holds to the end of the block being filled."""
+        """Copy samples that the arena holds to the end of the block being filled; they must fit."""
         lengths, address = self._length[handles], self._offset[handles]
         start = self._block * self._block_tokens + self._fill
         total = int(lengths.sum())
         slices = np.stack([address, lengths, np.zeros(len(handles), np.int64), lengths])
         for data, width in [(self._tokens, 1), *((column.data, column.width) for column in self._columns.values())]:
-            _copy(data, slices, width, 0, 0, data[start * width : (start + total) * width], _NO_EDGES)
-        self._enter(handles, start + np.cumsum(lengths) - lengths, lengths, total)
+            _copy_slices(data, slices, width, 0, 0, data[start * width : (start + total) * width], _NO_EDGES)
+        self._record(handles, start + np.cumsum(lengths) - lengths, lengths, total)
         self.moved_tokens += total
 
-    def _forget(self, block: int) -> None:
+    def _mark_empty(self, block: int) -> None:
         self._members[block].clear()
         self._empty.append(block)
 
     def _reserve(self, handle: int) -> None:
+        """Grow the columns that are indexed by handle until they have a row for ``handle``."""
         if handle >= len(self._offset):
             grow = max(handle + 1, 2 * len(self._offset)) - len(self._offset)
             self._offset = np.concatenate([self._offset, np.zeros(grow, np.int64)])
@@ -268,12 +291,12 @@ class Arena:
 _NO_EDGES: I32 = np.empty(0, np.int32)
 
 
-def _copy(
+def _copy_slices(
     data: NDArray[Any], slices: I64, width: int, shift: int, pad: Any, out: NDArray[Any], edges: I32
 ) -> None:  # fmt: skip
-    """Slices as of ``Arena._slices``, of a column."""
+    """Copy ``slices`` (see ``Arena._slices_of_shard``) of a column to ``out``; InternalError if one is outside."""
     address, real, offset, size = slices
-    filler = data.dtype.type(pad)  # of one type, whoever asks: the kernel is compiled once for a column
+    filler = data.dtype.type(pad)  # one type in all calls, so that the kernel is compiled once for a column
     wrong = copy_slices(data, address, real, offset, size, width, shift, filler, out, edges)
     if wrong >= 0:
-        raise InternalError(f"got slice {wrong} of a pack outside of the arena")
+        raise InternalError(f"slice {wrong} of a pack lies outside the arena")

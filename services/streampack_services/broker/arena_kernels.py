@@ -1,8 +1,10 @@
-"""The hot loops of the arena, compiled by numba: which slices a shard is made of, copying them, and letting samples go.
+"""The hot loops of the arena, compiled by numba: find the slices of a shard, copy slices, release samples.
 
-Each is plain Python over numpy arrays, so that ``kernel.py_func`` is the twin that the tests compare with. They hold
-no GIL and allocate nothing. What a shard holds is ``core.layout``'s to say: ``slices_of`` is ``layouts`` and ``cut``
-in one pass over the samples, which for a message of one pack is the difference between 5 and 100 us.
+Each kernel is plain Python over numpy arrays; tests compare it with its Python version, ``kernel.py_func``. Kernels run
+without the GIL and allocate nothing.
+
+``core.layout`` defines the shards; ``find_slices`` does the work of its ``layouts`` and ``cut`` in one pass. For a
+message of one pack that takes 5 us instead of 100 us.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ KINDS = {"whole": WHOLE, "zigzag": ZIGZAG, "zigzag_pack": ZIGZAG_PACK, "contiguo
 
 
 @njit(nogil=True, cache=True)
-def slices_of(
+def find_slices(
     handles: I64,
     counts: I64,
     widths: I64,
@@ -35,12 +37,27 @@ def slices_of(
     offset: I64,
     size: I64,
 ) -> tuple[int, int]:
-    """The slices that rank ``rank`` of ``cp`` holds of packs, in its order, by a layout of ``KINDS``.
+    """Find the slices that context-parallel rank ``rank`` of ``cp`` holds of packs, in the order of its shard.
 
-    Packs are as in ``core.layout.Packs``; ``places`` and ``lengths`` are the arena's, by handle. Of each slice, int64
-    [at least 2 * (samples + packs)]: where its segment begins (``address``), how many ``real`` tokens that holds, and
-    the slice's own ``offset`` into it and ``size``. Returns (slices, their tokens together); (-1, pack) for one that
-    cannot be laid out or cut so.
+    A segment is one sample with its padding, or the padding at the end of a pack; a slice is a range of a segment.
+
+    Args:
+        handles: Handles of the packs' samples, pack by pack, int64 [samples].
+        counts: Samples of each pack, int64 [packs].
+        widths: Tokens of each pack with padding (T), int64 [packs].
+        aligns: Tokens to a multiple of which each sample of a pack is padded, int64 [packs].
+        places: Address of each sample's first token in the arena, by handle, int64.
+        lengths: Tokens of each sample, by handle, int64; 0 for a handle that is not held.
+        cp: Context-parallel ranks.
+        rank: Context-parallel rank, from 0.
+        kind: Layout of the shards, one of ``KINDS``.
+        address: Output: where the segment of each slice begins in the arena, int64 [2 * (samples + packs)].
+        real: Output, of the same size: tokens of the segment without padding.
+        offset: Output, of the same size: first token of the slice in its segment.
+        size: Output, of the same size: tokens of the slice.
+
+    Returns:
+        (number of slices, tokens of all slices), or (-1, pack) if that pack cannot be laid out or cut.
     """
     found = tokens = first = 0
     whole = cp == 1 or kind == WHOLE
@@ -56,7 +73,7 @@ def slices_of(
             at = 0
             for i in range(first, stop + 1):
                 if i < stop:
-                    if not 0 <= handles[i] < len(lengths):  # a sample that never was here
+                    if not 0 <= handles[i] < len(lengths):  # a sample that was never stored
                         return -1, pack
                     held, where = lengths[handles[i]], places[handles[i]]
                     slot = -(-held // align) * align
@@ -100,16 +117,22 @@ def copy_slices(
     out: NDArray[Any],
     edges: I32,
 ) -> int:
-    """Copy slices of segments out of a column of the arena, one after another; ``pad`` stands behind what is real.
+    """Copy slices out of a column of the arena, one after another.
 
-    The column [N * width] holds ``width`` numbers a token. Slice i is of a segment that begins at token ``address[i]``
-    and holds ``real[i]``; it is ``size[i]`` tokens from ``offset[i]`` of that on, and ``shift`` further: 1 gives each
-    place what belongs to the next token. ``out`` [sum of sizes * width] is filled whole. Where ``edges`` int32 [slices]
-    is not empty it takes what follows each slice in its segment, -100 where nothing does.
+    Args:
+        column: Values of one field, ``width`` numbers for each token of the arena.
+        address: First token of each slice's segment in the arena, int64 [slices].
+        real: Tokens of each segment without padding, int64 [slices].
+        offset: First token of each slice in its segment, int64 [slices].
+        size: Tokens of each slice, int64 [slices].
+        width: Numbers for each token.
+        shift: Tokens by which to read further on; 1 gives each position the value of the next token.
+        pad: Number for positions without a real token.
+        out: Output, [sum of sizes * width].
+        edges: Output, int32 [slices], or empty: the token that follows each slice in its segment, or -100.
 
-    Returns -1, or the first slice that ``out`` or the column has no room for.
-    A loop over two views is what numba makes the fastest copy of: it asks of a slice assignment
-    first whether the two overlap, and of an index that is added up whether it is negative.
+    Returns:
+        -1, or the index of the first slice that does not fit into ``out`` or lies outside the column.
     """
     to = 0
     for i in range(len(size)):
@@ -119,6 +142,7 @@ def copy_slices(
         start = address[i] * width + begin
         if size[i] < 0 or to + count > len(out) or (held > 0 and (start < 0 or start + held > len(column))):
             return i
+        # numba copies fastest with a loop over two views: a slice assignment would check for overlap first
         into, piece = out[to : to + count], column[start : start + held]
         for k in range(held):
             into[k] = piece[k]
@@ -132,11 +156,19 @@ def copy_slices(
 
 
 @njit(nogil=True, cache=True)
-def let_go(handles: I64, places: I64, lengths: I64, block_tokens: int, live: I64, emptied: I64) -> int:
-    """Take samples out of the count of each block's ``live`` tokens, int64 [blocks]; their ``lengths`` become 0.
+def release_samples(handles: I64, places: I64, lengths: I64, block_tokens: int, live: I64, emptied: I64) -> int:
+    """Subtract released samples from the live tokens of their blocks, and set their lengths to 0.
 
-    ``places`` and ``lengths`` are by handle. Returns how many blocks hold nothing any more: the first of ``emptied``,
-    which has room for as many as there are handles.
+    Args:
+        handles: Handles of the samples, int64 [n].
+        places: Address of each sample's first token in the arena, by handle, int64.
+        lengths: Tokens of each sample, by handle, int64; changed.
+        block_tokens: Tokens of a block.
+        live: Live tokens of each block, int64 [blocks]; changed.
+        emptied: Output, int64 [n]: numbers of the blocks that have no live tokens any more.
+
+    Returns:
+        The number of blocks written to ``emptied``.
     """
     count = 0
     for i in range(len(handles)):

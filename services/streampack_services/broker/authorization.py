@@ -1,19 +1,19 @@
-"""Who may come to a broker: a folder of keys, read, added to, and watched while it runs.
+"""The folder of keys that may connect to a broker: reading it, changing it, and watching it while the broker runs.
 
 ::
 
     keys/                 mode 0700
-      broker.key          the broker's own; whoever has it may do everything
-      allowed.yaml        who else may come, by name; no secrets, but whoever may change it lets in whom they like
-      tokenizers.key      a peer's: to be taken to it, and of no use here
+      broker.key          the broker's own key; its owner may do everything
+      allowed.yaml        the public keys that may connect, by name; no secrets, but it must be writable by you alone
+      tokenizers.key      the key of a peer: copy it to the peer's machine; the broker does not use it
 
-    # allowed.yaml: a line a key; taking one away shuts its owner out within a second
+    # allowed.yaml: one line for each key; removing a line disconnects its owner within a second
     tokenizers: {key: 58e1..., role: producer, streams: [web, code]}
     trainers: {key: c07a..., role: trainer, feeds: [train]}
     rank-3: {key: 9ad2..., role: trainer, feeds: [train], ranks: {dp: 3}}
 
-The file is looked at twice a second, and read again where it has changed and stands still: half of it may be a list,
-too. One that cannot be read, or is empty, or wrong, changes nothing and is said: what was allowed before stays so.
+The broker looks at allowed.yaml twice a second. It reads a changed file once two looks find it the same, so that it
+does not read half of a file. A file that is missing, empty or invalid is logged, and the last valid keys stay allowed.
 """
 
 from __future__ import annotations
@@ -43,17 +43,22 @@ from streampack.transport.secret_files import read_trusted, write_secret
 log = logging.getLogger("streampack.broker")
 
 LOOK_S = 0.5
+"""Time between two looks at allowed.yaml, in seconds."""
 CUTS = 3
+"""Cut connections of one key within ``SHUT_OUT_S`` after which the key is shut out."""
 SHUT_OUT_S = 60.0
-"""A key of which so many connections were cut within this time is not let in for as long."""
+"""Seconds for which a key is shut out."""
 BROKER = "broker"
 ALLOWED = "allowed.yaml"
-_HEAD = "# Who may come to this broker, a line a key: 'streampack keys new' adds one, 'keys revoke' takes one away."
+_HEAD = (
+    "# Keys that may connect to this broker. 'streampack keys new' adds a line, 'streampack keys revoke' removes it."
+)
 
 
 class Entry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A line of allowed.yaml: a public key, and what it may do. Without limits all of its role; an empty one, which
-    could mean nothing as well, is refused.
+    """A line of allowed.yaml: a public key and its rights.
+
+    Without ``streams``, ``feeds`` and ``ranks`` the key may do all that its role allows. An empty list is an error.
     """
 
     key: Annotated[str, Meta(pattern=f"^{HEX.pattern}$")]
@@ -64,43 +69,47 @@ class Entry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_allowed(folder: Path) -> dict[str, Entry]:
-    """allowed.yaml by name; empty where there is none yet. Raises UserError."""
+    """Return the entries of allowed.yaml by name; empty if the file is missing. Raise UserError if it is invalid."""
     path = folder / ALLOWED
     if not path.exists():
         return {}
-    found = _entries(read_trusted(path), path)
+    found = _parse_entries(read_trusted(path), path)
     names: dict[str, str] = {}
     for name, entry in found.items():
-        _check(f"{path}: {name}", name, entry)
+        _check_entry(f"{path}: {name}", name, entry)
         if other := names.get(entry.key):
-            raise ConfigError(f"{path}: {name}: got the key of {other}, expected another: each name has its own")
+            raise ConfigError(f"{path}: {name} has the same key as {other}. Remove one of the two lines")
         names[entry.key] = name
     return found
 
 
-def _entries(text: str, path: Path) -> dict[str, Entry]:
+def _parse_entries(text: str, path: Path) -> dict[str, Entry]:
+    """Return the entries in the text of an allowed.yaml; raise ConfigError naming ``path`` if they are invalid."""
     tree = parse_tree(text, path)
     if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
-        raise ConfigError(f"{path}: got no mapping of names, expected 'name: {{key: ..., role: ...}}', a line a key")
+        raise ConfigError(
+            f"{path}: got no mapping of names, expected one line 'name: {{key: ..., role: ...}}' for each key"
+        )
     return {name: convert(entry, Entry, f"{path}: {name}") for name, entry in tree.items()}
 
 
-def _check(where: str, name: str, entry: Entry) -> None:
-    """Raises ConfigError."""
+def _check_entry(where: str, name: str, entry: Entry) -> None:
+    """Raise ConfigError if the name is not allowed, or a limit does not belong to the role."""
     if not NAME.fullmatch(name) or name == BROKER or parse_tree(name, where) != name:
         raise ConfigError(
-            f"{where}: got name {name!r}, expected a letter, and letters, digits, '.', '-' and '_', and not {BROKER!r} "
-            f"or a word that means something in YAML"
+            f"{where}: got name {name!r}. Choose a name that begins with a letter and has only letters, digits, '.', "
+            f"'-' and '_'. The name {BROKER!r} and words with a meaning in YAML, such as 'yes', are reserved"
         )
     foreign = ("feeds", "ranks") if entry.role == "producer" else ("streams",)
+    other = "trainer" if entry.role == "producer" else "producer"
     if given := [key for key in foreign if getattr(entry, key)]:
-        raise ConfigError(f"{where}: got {given[0]} for a {entry.role}, expected none: it is for the other role")
+        raise ConfigError(f"{where}: got {given[0]} for a {entry.role}, but only a {other} can have them. Remove them")
     if unknown := set(entry.ranks) - {"dp", "cp", "tp", "pp"}:
         raise ConfigError(f"{where}: ranks: got {min(unknown)!r}, expected some of dp, cp, tp, pp")
 
 
 def rights_of(allowed: Mapping[str, Entry], broker: Key) -> dict[str, Rights]:
-    """By public key: what it may do. The broker's own may do everything."""
+    """Return the rights of each public key. The broker's own key has all rights."""
     found = {
         entry.key: Rights(name, entry.role, entry.streams, entry.feeds, entry.ranks)  # type: ignore[arg-type]
         for name, entry in allowed.items()
@@ -108,26 +117,35 @@ def rights_of(allowed: Mapping[str, Entry], broker: Key) -> dict[str, Rights]:
     return {**found, broker.public: Rights(broker.name, "any")}
 
 
-# Making them
+# Changing the folder
 
 
 def new_key(folder: Path, name: str, role: str, limits: Mapping[str, Any]) -> list[Path]:
-    """Make the key of a peer, and the broker's where there is none yet, and allow it; the files that were written.
+    """Create the key of a peer, add it to allowed.yaml, and return the paths of the files written.
 
-    Raises UserError where the name is taken or wrong, or ``limits`` (``streams``, ``feeds``, ``ranks``) are.
+    Creates the folder and the broker's own key if they are missing.
+
+    Args:
+        folder: The folder of keys.
+        name: Name of the peer.
+        role: ``producer`` or ``trainer``.
+        limits: Values for ``streams``, ``feeds`` and ``ranks``; empty ones are left out.
+
+    Raises:
+        UserError: The name is taken or not allowed, or a limit is invalid.
     """
     tree = {"key": "0" * 64, "role": role, **{key: value for key, value in limits.items() if value}}
-    _check("keys", name, convert(tree, Entry, "keys"))
-    with _alone_in(folder):
-        return _new_key(folder, name, tree)
+    _check_entry("keys", name, convert(tree, Entry, "keys"))
+    with _locked(folder):
+        return _create_key(folder, name, tree)
 
 
-def _new_key(folder: Path, name: str, tree: dict[str, Any]) -> list[Path]:
+def _create_key(folder: Path, name: str, tree: dict[str, Any]) -> list[Path]:
     secret = new_secret()
     broker_file, file = folder / f"{BROKER}.key", folder / f"{name}.key"
     allowed = read_allowed(folder)
     if name in allowed or file.exists():
-        raise UserError(f"{folder}: got name {name!r}, which has a key, expected another")
+        raise UserError(f"{folder}: {name!r} already has a key. Choose another name")
     written = [file, folder / ALLOWED]
     if not broker_file.exists():
         own = new_secret()
@@ -135,44 +153,44 @@ def _new_key(folder: Path, name: str, tree: dict[str, Any]) -> list[Path]:
         written.insert(0, broker_file)
     key = Key(name=name, secret=secret, broker=load_key(broker_file).public)
     write_secret(file, key.text())
-    _rewrite(folder, [*_lines(folder), _line(name, tree | {"key": key.public})])
+    _write_allowed(folder, [*_allowed_lines(folder), _allowed_line(name, tree | {"key": key.public})])
     return written
 
 
 def revoke(folder: Path, name: str) -> None:
-    """Shut a key out: its line goes, its file, if it is here, stays. Raises UserError."""
-    must_be_there(folder)
-    with _alone_in(folder):
+    """Remove the key of ``name`` from allowed.yaml; its key file stays. Raise UserError if there is none."""
+    check_has_keys(folder)
+    with _locked(folder):
         _revoke(folder, name)
 
 
-def must_be_there(folder: Path) -> None:
-    """Raises UserError for a folder that has no keys: a name that was mistyped is no broker that lets nobody in."""
+def check_has_keys(folder: Path) -> None:
+    """Raise UserError if the folder has no allowed.yaml, for example because its name was mistyped."""
     if not (folder / ALLOWED).exists():
-        raise UserError(f"{folder}: got no {ALLOWED}, expected a folder of 'streampack keys new'")
+        raise UserError(f"{folder} has no {ALLOWED}. Pass a folder that 'streampack keys new' created")
 
 
 def _revoke(folder: Path, name: str) -> None:
     before = read_allowed(folder)
     if name not in before:
         raise UserError(
-            f"{folder / ALLOWED}: got name {name!r}, expected one of: {', '.join(before) or 'none is there'}"
+            f"{folder / ALLOWED}: got name {name!r}, expected one of: {', '.join(before) or 'the file has no keys'}"
         )
-    lines = [line for line in _lines(folder) if not line.startswith(f"{name}:")]
-    left = _entries("\n".join(lines), folder / ALLOWED)
+    lines = [line for line in _allowed_lines(folder) if not line.startswith(f"{name}:")]
+    left = _parse_entries("\n".join(lines), folder / ALLOWED)
     if left != {other: entry for other, entry in before.items() if other != name}:
-        raise UserError(f"{folder / ALLOWED}: {name}: got more than a line of it, expected one: take it out by hand")
-    _rewrite(folder, lines)
+        raise UserError(f"{folder / ALLOWED}: the entry of {name} takes more than one line. Remove it with an editor")
+    _write_allowed(folder, lines)
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Nobody else adds a key meanwhile; the folder is made for its user alone."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Create the folder if it is missing (mode 0700), and hold a lock on it until the end of the block."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written: {error.strerror}: choose another folder") from None
+        raise UserError(f"{folder} cannot be written: {error.strerror}. Choose another folder") from None
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
@@ -180,26 +198,28 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(held)
 
 
-def _lines(folder: Path) -> list[str]:
+def _allowed_lines(folder: Path) -> list[str]:
+    """Return the lines of allowed.yaml, or a heading if the file is missing."""
     path = folder / ALLOWED
     return read_trusted(path).splitlines() if path.exists() else [_HEAD]
 
 
-def _line(name: str, tree: Mapping[str, Any]) -> str:
-    """JSON is YAML."""
+def _allowed_line(name: str, tree: Mapping[str, Any]) -> str:
+    """Return an entry as one line of YAML."""
     words = [f"{key}: {value if key in ('key', 'role') else json.dumps(value)}" for key, value in tree.items()]
     return f"{name}: {{{', '.join(words)}}}"
 
 
-def _rewrite(folder: Path, lines: Sequence[str]) -> None:
+def _write_allowed(folder: Path, lines: Sequence[str]) -> None:
+    """Replace allowed.yaml in one step."""
     part = folder / f".{ALLOWED}.{os.getpid()}"
     part.unlink(missing_ok=True)
     write_secret(part, "".join(f"{line}\n" for line in lines))
     part.replace(folder / ALLOWED)
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Who may come, for a terminal: a ``rich`` table."""
+def keys_table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the allowed keys as a ``rich`` table: name, role, limits, and the beginning of the public key."""
     from rich.table import Table
 
     found = Table("name", "role", "may", "public key")
@@ -210,14 +230,20 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Any:
     return found
 
 
-# Minding the door
+# Watching the folder
 
 
 class Allowed:
-    """The keys of a broker: who may come, now. ``wake`` is called when that has changed.
+    """The keys that may connect to a running broker; a thread of its own watches allowed.yaml.
 
-    ``admits`` and ``rights`` are for the thread that serves the sockets. Raises UserError where the folder has no key
-    of a broker.
+    ``admits``, ``rights``, ``note_cut`` and ``take_changed_keys`` are for the thread that serves the sockets.
+
+    Args:
+        folder: The folder of keys.
+        wake: Called in the watching thread after the keys have changed.
+
+    Raises:
+        UserError: The folder has no ``broker.key``, or the key in it is not a broker's.
     """
 
     def __init__(self, folder: Path, wake: Callable[[], None]) -> None:
@@ -225,52 +251,53 @@ class Allowed:
         path = folder / f"{BROKER}.key"
         if not path.exists():
             raise UserError(
-                f"listen.keys: {folder}: got no {path.name}, expected one of 'streampack keys new {folder}'"
+                f"listen.keys: {folder} has no {path.name}. Create it with 'streampack keys new {folder} NAME "
+                f"--role ROLE'"
             )
         self.key = load_key(path)
         if self.key.public != self.key.broker:
-            raise UserError(f"{path}: got the key of a peer, expected the broker's own")
-        self._seen = self._moving = self._look()
+            raise UserError(f"{path} is the key of a peer. Put the broker's own key there")
+        self._seen = self._moving = self._file_stamp()
         self._rights = rights_of(read_allowed(folder), self.key)
         self._changed: deque[bytes] = deque()
         self._cut_at: dict[str, deque[float]] = {}
-        """By public key: when its last connections were cut."""
+        """Times of the last cut connections of each public key, by the monotonic clock."""
         self.refused = 0
-        """Peers that were not let in."""
+        """Rejected connections since the start."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="streampack-keys", daemon=True)
         self._thread.start()
 
     @property
     def num_keys(self) -> int:
-        """That are allowed beside the broker's own."""
+        """Number of allowed keys, without the broker's own."""
         return len(self._rights) - 1
 
     def admits(self, key: str, address: str) -> bool:
-        """Is this key let in? Whoever is not is counted, and said at first."""
+        """Return True if this public key may connect. Count a rejected peer, and log it if its key is unknown."""
         if key in self._rights:
             if not self._is_shut_out(key):
                 return True
             self.refused += 1
             return False
         self.refused += 1
-        if not self.refused & (self.refused - 1):  # of the 1st, 2nd, 4th, 8th
+        if not self.refused & (self.refused - 1):  # log the 1st, 2nd, 4th, 8th, ...
             log.warning(
-                "did not let in a peer at %s: its key %s... is not in %s (%d such so far)",
+                "rejected a peer at %s: its key %s... is not in %s (%d rejected so far)",
                 address, key[:12], self._folder / ALLOWED, self.refused,
             )  # fmt: skip
         return False
 
     def note_cut(self, peer: bytes) -> None:
-        """A connection of this peer was cut for what it sent."""
+        """Count a cut connection of this peer; shut its key out at the ``CUTS``th within ``SHUT_OUT_S``."""
         key = key_of(peer).decode("ascii", "replace")
         cuts = self._cut_at.setdefault(key, deque(maxlen=CUTS))
         was_shut_out = self._is_shut_out(key)
         cuts.append(time.monotonic())
         if not was_shut_out and self._is_shut_out(key):
             log.error(
-                "key %r is not let in for %.0f s: %d of its connections were cut. Find the process that uses it, or "
-                "take the key away with 'streampack keys revoke'", self.rights(peer).name, SHUT_OUT_S, CUTS,
+                "shut out key %r for %.0f s: %d of its connections were cut. Find the process that uses it, or remove "
+                "the key with 'streampack keys revoke'", self.rights(peer).name, SHUT_OUT_S, CUTS,
             )  # fmt: skip
 
     def _is_shut_out(self, key: str) -> bool:
@@ -278,45 +305,50 @@ class Allowed:
         return cuts is not None and len(cuts) == CUTS and cuts[0] > time.monotonic() - SHUT_OUT_S
 
     def rights(self, peer: bytes) -> Rights:
-        """What whoever speaks from there may do now."""
+        """Return the rights of the key behind the connection ``peer``; no rights if the key is not allowed any more."""
         return self._rights.get(key_of(peer).decode("ascii", "replace"), NO_RIGHTS)
 
-    def changes(self) -> list[bytes]:
-        """Keys that may do less than, or other than, when this was last asked."""
+    def take_changed_keys(self) -> list[bytes]:
+        """Return the keys whose rights have changed since the last call, or that were removed."""
         found = []
         while self._changed:
             found.append(self._changed.popleft())
         return found
 
     def close(self) -> None:
-        """End the thread; idempotent."""
+        """Stop the watching thread; idempotent."""
         self._over.set()
         self._thread.join()
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK_S):
-            self.look()
+            self.reload_if_changed()
 
-    def look(self) -> None:
-        """Read allowed.yaml again if it has changed, and has not since the last look."""
-        seen, last = self._look(), self._moving
+    def reload_if_changed(self) -> None:
+        """Read allowed.yaml if it has changed since it was last read, but not since the last look."""
+        seen, last = self._file_stamp(), self._moving
         self._moving = seen
         if seen == self._seen or seen != last:
             return
         self._seen = seen
         try:
             if not seen or not seen[-1]:
-                raise UserError(f"{self._folder / ALLOWED}: is {'empty' if seen else 'gone'}")
+                raise UserError(f"{self._folder / ALLOWED} is {'empty' if seen else 'missing'}")
             now = rights_of(read_allowed(self._folder), self.key)
-        except Exception as error:  # a thread that ended would let in for ever whoever is revoked later
-            log.error("%s; what was allowed before stays so", error, exc_info=not isinstance(error, StreampackError))
+        except Exception as error:  # the thread must go on, or keys revoked later would stay allowed
+            log.error(
+                "did not read the allowed keys again: %s. The keys allowed before stay allowed",
+                error,
+                exc_info=not isinstance(error, StreampackError),
+            )
             return
         before, self._rights = self._rights, now
         self._changed.extend(key.encode() for key, rights in before.items() if now.get(key) != rights)
-        log.info("%s has changed: %d keys may come", self._folder / ALLOWED, self.num_keys)
+        log.info("read %s again: %d keys may connect", self._folder / ALLOWED, self.num_keys)
         self._wake()
 
-    def _look(self) -> tuple[int, ...]:
+    def _file_stamp(self) -> tuple[int, ...]:
+        """Return allowed.yaml's times, inode and size, which differ after a change; empty if it is missing."""
         try:
             found = (self._folder / ALLOWED).stat()
         except OSError:

@@ -1,8 +1,8 @@
-"""The broker's log as its shell keeps it: records in and out, what is safe, and when old ones may go.
+"""The broker's log: append and read records, tell the core which are safe, and delete old segments.
 
-Old segments go once the ledger has them, so that ``why`` still answers; bringing it up to date is the work
-of a thread, since it may take seconds. A log that is longer than ``retain.bytes`` and cannot be cut is *full*: the
-core then gives nobody credit whose samples would have to be written down.
+A segment is deleted only after the ledger has indexed its records, so that ``streampack why`` still finds them. A
+thread updates the ledger, since that may take seconds. A log that is longer than ``retain.bytes`` and cannot be cut is
+*full*. The core then gives no credit for samples that would have to be recorded.
 """
 
 from __future__ import annotations
@@ -28,12 +28,19 @@ from streampack_services.log.log import Log, LogEntry
 log = logging.getLogger("streampack.broker")
 
 TRIM_AGAIN_S = 30.0
-"""After a ledger could not be brought up to date."""
+"""Time until the ledger is tried again after an error, in seconds."""
 
 
 class Keeper:
-    """The log of ``config``'s state_dir, which is open until ``close``; ``wake`` is called when there is news for the
-    broker's loop. Raises UserError where another broker has it, LogDamaged.
+    """The open log of the configuration's ``state_dir``.
+
+    Args:
+        config: The broker's configuration, with a ``state_dir``.
+        wake: Called in another thread when ``take_events`` has something to yield.
+
+    Raises:
+        UserError: Another broker has the log open.
+        LogDamaged: A record cannot be read.
     """
 
     def __init__(self, config: BrokerConfig, wake: Callable[[], None]) -> None:
@@ -49,47 +56,59 @@ class Keeper:
         self._before = 0
 
     def recover(self, core: Broker) -> None:
-        """Tell the core what the log holds. Raises ConfigError for a log of another run or other rules, LogDamaged."""
+        """Give the core every record of the log.
+
+        Raises:
+            ConfigError: The log is of another run, or of other rules.
+            LogDamaged: A record cannot be read.
+        """
         for lsn, record, _ in self._records():
             try:
                 core.recover(lsn, record)
             except ValueError as error:
                 raise ConfigError(
-                    f"{self._where}: got a log that broker.yaml is not of: {error}: put broker.yaml back, or give the "
-                    f"run another state_dir"
+                    f"{self._where} has the log of another configuration: {error}. Restore the broker.yaml of that "
+                    f"log, or set another state_dir"
                 ) from None
         core.journal.next_lsn = core.journal.safe_upto = self._log.next_lsn
 
     def append(self, effect: Append) -> None:
-        """Take a record; ``news`` says when it is safe."""
+        """Append a record; ``take_events`` yields ``Safe`` once it is durable."""
         self._log.append(effect.record.TYPE, record_frames.encode_record(effect.record, effect.payload))
 
     def recall(self, effect: Recall) -> Recalled:
-        """Read a record back."""
+        """Read the record ``effect.lsn``."""
         lsn, record, payload = self._decoded(self._log.read(effect.lsn))
         return Recalled(effect.feed, lsn, record, payload, effect.generation)
 
-    def news(self, safe_upto: int, stalled: str, full: str) -> Iterator[Safe | WasCut]:
-        """Hand over what was appended; what the core, which knows so much, has to be told."""
+    def take_events(self, safe_upto: int, stalled: str, full: str) -> Iterator[Safe | WasCut]:
+        """Write appended records to the file, and yield what has changed for the core.
+
+        Args:
+            safe_upto: The record number below which the core knows all records to be safe.
+            stalled: The reason known to the core that the log cannot be written; empty if it can.
+            full: The reason known to the core that the log takes no more records; empty if it does.
+        """
         self._log.flush()
         if self._trimmed:
             self._trimmed, self._trimming = False, None
             if self._log.cut(self._trim_to):
                 yield WasCut(self._log.first_lsn)
-        self._trim()
+        self._start_trim()
         now = (self._log.safe_upto, self._log.stalled, self._full())
         if now != (safe_upto, stalled, full):
             yield Safe(*now)
 
     def trim(self, lsn: int) -> None:
-        """Let records below ``lsn`` go, soon."""
+        """Delete the segments whose records are all below ``lsn``, once the ledger has them."""
         self._wanted = max(self._wanted, lsn)
-        self._trim()
+        self._start_trim()
 
-    def _trim(self) -> None:
+    def _start_trim(self) -> None:
+        """Start the thread that updates the ledger if there are segments to delete."""
         if self._wanted > self._trim_to and self._trimming is None and time.monotonic() >= self._again_at:
             self._before, self._trim_to = self._trim_to, self._wanted
-            self._trimming = threading.Thread(target=self._index, name="streampack-ledger", daemon=True)
+            self._trimming = threading.Thread(target=self._update_ledger, name="streampack-ledger", daemon=True)
             self._trimming.start()
 
     def status(self) -> LogStatus:
@@ -109,32 +128,39 @@ class Keeper:
         )
 
     def close(self) -> None:
-        """Write what waits, and let others open the log; idempotent."""
+        """Write appended records to the file and close it; idempotent."""
         self._log.close()
 
     def _full(self) -> str:
+        """Return the reason that the log takes no more records; empty while it does."""
         if self._log.num_bytes <= self._retain:
             return ""
         return (
-            f"the log's retain.bytes are used up ({self._log.num_bytes >> 20} MiB): commit checkpoints, so that what "
-            f"is before them may go, or raise retain.bytes"
+            f"the log's retain.bytes are used up ({self._log.num_bytes >> 20} MiB). Commit checkpoints, so that older "
+            f"records can be deleted, or raise retain.bytes"
         )
 
-    def _index(self) -> None:
-        """In a thread: bring the ledger up to date."""
+    def _update_ledger(self) -> None:
+        """Update the ledger, in a thread of its own."""
         try:
             with open_ledger(self._where):
                 self._trimmed = True
         except (StreampackError, sqlite3.Error, OSError) as error:
-            log.warning("the log is not cut: its ledger cannot be brought up to date: %s", error)
+            log.warning(
+                "did not delete old log segments: cannot update the ledger: %s. Trying again in %.0f s",
+                error,
+                TRIM_AGAIN_S,
+            )
             self._again_at = time.monotonic() + TRIM_AGAIN_S
             self._trim_to, self._trimming = self._before, None
         self._wake()
 
     def _records(self) -> Iterator[tuple[int, Record, tuple[memoryview, ...]]]:
+        """Yield (number, record, payload) of all records, oldest first."""
         return (self._decoded(entry) for entry in self._log.entries())
 
     def _decoded(self, entry: LogEntry) -> tuple[int, Record, tuple[memoryview, ...]]:
+        """Return (number, record, payload) of an entry; raise LogDamaged if it cannot be decoded."""
         try:
             return entry.lsn, *record_frames.decode_record(entry.kind, entry.body)
         except WireError as error:

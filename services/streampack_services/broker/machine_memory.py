@@ -1,7 +1,7 @@
-"""The memory that this process may use: that of the machine, or of its container where that is less.
+"""The memory that this process may use: the machine's memory, or its container's limit if that is less.
 
-A container's limit is that of its control group (cgroups v2: ``memory.max``; v1: ``memory.limit_in_bytes``) or of a
-group above it. Knows files of the kernel, not what the memory is for.
+A container's limit is the limit of its control group, or of a group above it. The kernel has it in ``memory.max``
+(cgroups v2) or ``memory.limit_in_bytes`` (v1).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TOTAL = re.compile(r"^MemTotal:\s+(\d+) kB$", re.MULTILINE)
 
 
 class Memory(NamedTuple):
-    """``of``: what has ``num_bytes``, as a sentence's subject."""
+    """An amount of memory, and ``of``: its owner, as the subject of a sentence ('this machine')."""
 
     num_bytes: int
     of: str
@@ -25,7 +25,7 @@ class Memory(NamedTuple):
 
 
 def machine_memory(root: Path = Path("/")) -> Memory | None:
-    """The least of the machine's memory and its control groups' limits; None where the kernel does not say (macOS)."""
+    """Return the machine's memory, or the least limit of its control groups if that is less; None on macOS."""
     total = _TOTAL.search(_text(root / "proc/meminfo"))
     found = [Memory(int(total[1]) << 10, "this machine")] if total else []
     limits = ((file, _text(file).strip()) for file in _limit_files(root))
@@ -34,7 +34,7 @@ def machine_memory(root: Path = Path("/")) -> Memory | None:
 
 
 def _limit_files(root: Path) -> Iterator[Path]:
-    """Where the limits of this process's control group and of those above it are, in both versions of cgroups."""
+    """Yield the limit files of this process's control group and of the groups above it (cgroups v1 and v2)."""
     groups = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -46,6 +46,7 @@ def _limit_files(root: Path) -> Iterator[Path]:
 
 
 def _text(file: Path) -> str:
+    """Return a file's text; empty if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

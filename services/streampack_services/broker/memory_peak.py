@@ -1,11 +1,12 @@
-"""What the process of a broker takes at its peak, part by part: the figure for a container's limit.
+"""An estimate of the memory that a broker process takes at its peak, by part; use it for a container's limit.
 
-``memory`` is the arena's size, most of the whole where it is full; but a page of it is taken when it is first written
-to, and a broker whose steps are small never fills it. How full it gets depends on the lengths of samples, which nobody
-knows before a run, since a partition may be so many samples ahead (``MAX_UNMERGED``) or so many bytes, whichever comes
-first; a pushed partition with large batches is bounded by the bytes alone. So there are two figures: at a mean of 500
-tokens a sample, and of the longest. Both are of trainers that are slower than producers, each reading ``PREFETCH``
-steps ahead: others need less.
+``memory`` is the size of the arena, the largest part. The system gives a page of it only when the page is first
+written, and a broker with small steps never fills the arena. The fill depends on the lengths of samples. A partition
+may be ahead by ``MAX_UNMERGED`` samples or by its share of the memory, whichever is less. A pushed partition with large
+batches is bounded by its share alone.
+
+Lengths are unknown before a run, so there are two estimates: one at a mean of 500 tokens per sample, one at the longest
+samples. Both assume that trainers are slower than producers and that each rank reads ``PREFETCH`` steps ahead.
 """
 
 from __future__ import annotations
@@ -19,24 +20,29 @@ from streampack.transport.shared_memory import FEW_SLOTS, SLOT_BYTES
 from streampack_services.broker.memory_plan import Plan
 
 MEAN_TOKENS = 500
-"""Of a sample, where nothing is known."""
+"""Assumed mean tokens of a sample."""
 PROCESS_BYTES = 180 << 20
-"""The interpreter, its libraries and the compiled kernels: 175 MiB idle on x86-64 with Python 3.11, numba 0.68."""
+"""Memory of the interpreter, its libraries and kernels: 175 MiB idle on x86-64 with Python 3.11, numba 0.68."""
 PREFETCH = 2
 """Steps that a client asks for beyond the one in use."""
 PARTLY_FILLED = 4
-"""Blocks: one that is being filled, and some whose last samples wait."""
+"""Blocks of the arena that are used in part: the block being filled, and blocks with a few live samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes of each part."""
+    """The memory of a broker process at its peak, by part, in bytes."""
 
     libraries: int
+    """The interpreter, its libraries and the compiled kernels."""
     arena: int
+    """Pages of the arena that are written."""
     arriving: int
+    """Chunks from producers that are not in the arena yet."""
     leaving: int
+    """Messages to trainers that are not confirmed yet."""
     tables: int
+    """Rows of the samples held: metadata, queues and windows."""
 
     @property
     def total(self) -> int:
@@ -44,7 +50,13 @@ class Peak:
 
 
 def peak(config: BrokerConfig, plan: Plan, mean_tokens: int | None = MEAN_TOKENS) -> Peak:
-    """Of a broker of ``config`` at full load. ``mean_tokens`` of a sample; None: as long as they may be."""
+    """Estimate the peak memory of a broker at full load.
+
+    Args:
+        config: The broker's configuration.
+        plan: Its memory plan.
+        mean_tokens: Mean tokens of a sample; None if all samples are as long as the rules allow.
+    """
     quota, streams = plan.capacity.quota_tokens, [stream for feed in plan.feeds for stream in feed.rules.streams]
     partitions, pushed = sum(s.partitions for s in streams), sum(s.partitions for s in streams if s.pushed)
     read_ahead = quota if mean_tokens is None else min(quota, MAX_UNMERGED * mean_tokens)
@@ -54,7 +66,7 @@ def peak(config: BrokerConfig, plan: Plan, mean_tokens: int | None = MEAN_TOKENS
     arena = min(live + PARTLY_FILLED * plan.block_tokens, plan.memory_bytes // plan.token_bytes) * plan.token_bytes
     arriving = plan.arriving * plan.chunk_bytes
     if config.listen.producers.startswith("ipc://"):
-        arriving += FEW_SLOTS * min(SLOT_BYTES, plan.chunk_bytes)  # of each producer's own memory, once it was read
+        arriving += FEW_SLOTS * min(SLOT_BYTES, plan.chunk_bytes)  # the broker maps each producer's shared memory
     steps = zip(plan.feeds, merged, strict=True)
     leaving = sum((PREFETCH + 1) * min(_step_tokens(feed), held) for feed, held in steps) * config.planned_mesh.tp
     samples = live // (mean_tokens or MEAN_TOKENS)
@@ -68,9 +80,9 @@ def peak(config: BrokerConfig, plan: Plan, mean_tokens: int | None = MEAN_TOKENS
 
 
 def _merged_tokens(config: BrokerConfig, feed: FeedPlan, mean_tokens: int | None) -> int:
-    """The window, what waits behind it and the steps that are formed, until every rank has them.
+    """Return the tokens that a feed holds from the merge until every rank has them.
 
-    Two steps wait to be formed, and as many more come at once when they do not; the window may be larger.
+    They are the window (at least two steps), two steps behind it, and the steps formed ahead.
     """
     if mean_tokens is None or feed.rules.batch is not None:
         return feed.merged_tokens
@@ -80,5 +92,5 @@ def _merged_tokens(config: BrokerConfig, feed: FeedPlan, mean_tokens: int | None
 
 
 def _step_tokens(feed: FeedPlan) -> int:
-    """Of a batch nobody knows: as much as is held."""
+    """Return the tokens of a step; for batches of unknown size, the tokens that the feed may hold."""
     return feed.rules.packs * feed.rules.budget if feed.rules.batch is None else feed.merged_tokens

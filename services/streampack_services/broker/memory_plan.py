@@ -1,8 +1,8 @@
-"""How a broker's memory is shared out: so much for each feed's merged samples, so much for each partition on its way.
+"""How a broker's ``memory`` is divided: a share for each feed's merged samples, a share for each partition's credit.
 
-What the rules need comes first; of what is left partitions get up to a quarter of the arena, which is what producers
-may be ahead by, and the feeds the rest, by their needs. A memory that cannot hold what the rules need is refused before
-anything is started.
+The needs of the rules come first. Partitions get up to a quarter of the arena; by so much producers may be ahead. The
+feeds divide the rest by their needs. A ``memory`` that cannot hold the needs of the rules is an error before anything
+starts.
 """
 
 from __future__ import annotations
@@ -23,54 +23,66 @@ from streampack_services.broker.arena import SLACK, arena_tokens
 from streampack_services.broker.machine_memory import machine_memory
 
 LEAST_CHUNK_BYTES = 1 << 20
-"""A partition's share of memory holds two chunks of so many bytes, unless ``limits.chunk`` is less; of larger ones, up
-to that limit, it holds four: a message costs what it costs whatever its size, one that nothing is sent behind costs
-more."""
+"""Least bytes of a chunk, unless ``limits.chunk`` is less. A partition's share of memory holds two chunks of this size.
+If the share is larger, chunks grow up to ``limits.chunk`` and the share holds four. A producer then always has a chunk
+on its way."""
 LEAVING = 8
-"""One part in so many of ``memory`` may be on its way to readers, and at least ``LEAST_LEAVING`` parts of a step."""
+"""``memory`` / bytes that may be sent to trainers and not confirmed."""
 LEAST_LEAVING = 4
+"""Messages of packs that may always be sent to trainers and not confirmed."""
 ARRIVING_BYTES = 8 << 20
-"""Of a producer's chunks, before they are taken in: those that a busy broker finds when it turns to them."""
+"""Bytes of a producer's chunks that may wait for a busy broker, before they are copied into the arena."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a configuration comes to: the feeds' rules, and how memory is shared out (bytes and tokens)."""
+    """The feeds' rules, and how the memory is divided among feeds and partitions."""
 
     feeds: tuple[FeedPlan, ...]
     capacity: Capacity
+    """Limits for producers."""
     memory_bytes: int
+    """Size of the arena."""
     token_bytes: int
+    """Bytes of one token with its fields."""
     block_tokens: int
+    """Tokens of a block of the arena."""
     chunk_bytes: int
-    """Of a producer's message, but for one sample that is longer."""
+    """Most bytes of a producer's chunk, unless one sample is longer."""
     arriving: int
-    """Chunks of a producer that are held before they are taken in."""
+    """Chunks of a producer that may wait for the broker before they are copied into the arena."""
     leaving_bytes: int
-    """Of steps, sent to readers and not confirmed: beside ``memory``, bounded by a part of it."""
+    """Most bytes sent to trainers and not confirmed; they are not part of ``memory_bytes``."""
 
     @property
     def rules(self) -> Rules:
-        """Of the first feed; tokens and fields are the same in all."""
+        """Rules of the first feed. The dtype of tokens and the fields are the same in all feeds."""
         return self.feeds[0].rules
 
 
 class _Needs(NamedTuple):
-    """What the rules of a configuration need, in tokens but for ``least_chunk`` and ``token_bytes``."""
+    """The least memory that the rules of a configuration need."""
 
     feeds: dict[str, Rules]
     by_feed: dict[str, int]
+    """Merged tokens that each feed needs."""
     sample: int
+    """Tokens of the longest sample."""
     block: int
+    """Tokens of a block of the arena."""
     quota: int
+    """Least tokens of a partition that may wait for the merge."""
     partitions: int
+    """Partitions of all feeds."""
     least_chunk: int
+    """Least size of a chunk, in bytes."""
     token_bytes: int
+    """Bytes of one token with its fields."""
 
     @property
     def num_bytes(self) -> int:
-        """The least ``memory``."""
+        """The least ``memory``, in bytes."""
         live = sum(self.by_feed.values()) + self.partitions * self.quota
         return int((live * SLACK + 4 * self.block) * self.token_bytes)
 
@@ -80,16 +92,19 @@ class _Needs(NamedTuple):
 
 
 def _needs(config: BrokerConfig) -> _Needs:
+    """Return the least memory that the rules need."""
     feeds = {name: config.plan(name) for name in config.feeds}
     size = next(iter(feeds.values())).token_bytes
     budget = max(rules.budget for rules in feeds.values())
     least = min(parse_size(config.limits.chunk, "limits.chunk"), LEAST_CHUNK_BYTES)
-    sample = max(config.limits.sample_tokens, budget + 1)  # what is cut to it is still seen to be over-long
+    sample = max(
+        config.limits.sample_tokens, budget + 1
+    )  # one token more than the budget shows that a sample is over-long
     return _Needs(
         feeds=feeds,
         by_feed={name: needed_tokens(rules, sample) for name, rules in feeds.items()},
         sample=sample,
-        block=max(least // size, 8 * budget),  # large beside a stored sample: little is lost where none fits
+        block=max(least // size, 8 * budget),  # blocks much larger than samples, so that their unused ends are small
         quota=2 * max(least // size, sample),
         partitions=sum(stream.partitions for rules in feeds.values() for stream in rules.streams),
         least_chunk=least,
@@ -98,7 +113,7 @@ def _needs(config: BrokerConfig) -> _Needs:
 
 
 def check_machine(config: BrokerConfig, memory: int | None = None) -> None:
-    """Raise ConfigError if ``memory`` bytes (by default the configuration's) are more than this machine has."""
+    """Raise ConfigError if ``memory`` bytes are more than this machine has; None: the configuration's ``memory``."""
     machine = machine_memory()
     memory = parse_size(config.memory, "memory") if memory is None else memory
     if machine is None or memory <= machine.num_bytes:
@@ -115,8 +130,10 @@ def check_machine(config: BrokerConfig, memory: int | None = None) -> None:
 
 
 def with_enough_memory(config: BrokerConfig) -> BrokerConfig:
-    """``config`` with its ``memory`` doubled until the rules fit, at most to what the machine has. Raises ConfigError
-    where that is too little.
+    """Return ``config`` with its ``memory`` doubled until the rules fit, at most to the memory of the machine.
+
+    Raises:
+        ConfigError: The rules need more memory than the machine has.
     """
     memory, least = parse_size(config.memory, "memory"), _needs(config).num_bytes
     if memory >= least:
@@ -129,7 +146,7 @@ def with_enough_memory(config: BrokerConfig) -> BrokerConfig:
 
 
 def plan(config: BrokerConfig) -> Plan:
-    """Raises ConfigError where the memory cannot hold what the rules need, with the figure that would."""
+    """Divide the configuration's ``memory``; raise ConfigError with the least size if it is too small for the rules."""
     wanted = _needs(config)
     feeds, needs, partitions, least_quota = wanted.feeds, wanted.by_feed, wanted.partitions, wanted.quota
     sample, block, size = wanted.sample, wanted.block, wanted.token_bytes
@@ -138,7 +155,7 @@ def plan(config: BrokerConfig) -> Plan:
     needed = sum(needs.values())
     capacity = arena_tokens(memory, size, block)
     if capacity < needed + partitions * least_quota:
-        raise ConfigError(f"memory: got {config.memory}, expected at least {wanted}")
+        raise ConfigError(f"memory: got {config.memory}, but the rules need at least {wanted}")
     quota = max(least_quota, min(capacity // 4, capacity - needed) // partitions)
     spare, wants = capacity - quota * partitions - needed, {n: wanted_tokens(r, sample) for n, r in feeds.items()}
     part = max(PART_BYTES, size * max(rules.budget for rules in feeds.values()))
@@ -163,6 +180,7 @@ def plan(config: BrokerConfig) -> Plan:
 
 
 def _held(rules: Rules) -> str:
+    """Describe for a person the samples and packs that a feed must hold at once."""
     if rules.batch is None:
         outliers = ", outliers that joint balance holds beside it," if rules.balance.kind == "joint" else ""
         return f"a window of {rules.window} samples{outliers} and {rules.packs} packs a step of {rules.budget} tokens"
@@ -170,8 +188,9 @@ def _held(rules: Rules) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed megabyte buffers instead of faulting each one in again: a third of the
-    time of a message of 1 MiB otherwise. Elsewhere than on glibc nothing happens.
+    """Make glibc keep freed buffers up to 32 MiB for reuse; does nothing without glibc.
+
+    Otherwise a message of 1 MiB spends a third of its time on page faults.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")

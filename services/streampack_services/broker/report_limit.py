@@ -1,26 +1,28 @@
-"""How many lines of log peers can cause: each message that is refused is worth one, and a peer may send any number.
+"""A limit on the log lines that peers can cause.
 
-A ``Budget`` lets ``MOST`` lines through at once, as thousands of ranks that come together need, and from then on
-``A_SECOND``; of the others it says how many there were. It knows the time as it is told.
+Each rejected message is worth a line, and a peer may send any number of messages. The limit allows a burst, since
+thousands of ranks may connect at once, then a fixed rate. It counts the lines that are left out.
 """
 
 from __future__ import annotations
 
-MOST = 5000
-A_SECOND = 10.0
+BURST = 5000
+"""Lines that are allowed at once."""
+PER_SECOND = 10.0
+"""Lines that are allowed per second after that."""
 
 
-class Budget:
-    """Of lines; ``held_back`` were not said since the last one that was."""
+class ReportLimit:
+    """A token bucket for log lines; ``held_back`` counts the lines left out since ``take_held_back``."""
 
     def __init__(self) -> None:
         self.held_back = 0
-        self._left = float(MOST)
+        self._left = float(BURST)
         self._at = 0.0
 
-    def lets(self, now: float) -> bool:
-        """May a line be said at ``now``, in seconds?"""
-        self._left = min(self._left + (now - self._at) * A_SECOND, float(MOST))
+    def allows(self, now: float) -> bool:
+        """Return True if a line may be logged at ``now``, in seconds of a monotonic clock; count it otherwise."""
+        self._left = min(self._left + (now - self._at) * PER_SECOND, float(BURST))
         self._at = now
         if self._left < 1.0:
             self.held_back += 1
@@ -29,6 +31,6 @@ class Budget:
         return True
 
     def take_held_back(self) -> int:
-        """How many lines were not said; they are told of now."""
+        """Return the number of lines left out, and set the count to 0."""
         held, self.held_back = self.held_back, 0
         return held

@@ -1,6 +1,6 @@
-"""Takes snapshots of a broker (``status``), twice a second, and logs what a feed waits for.
+"""Take snapshots of a broker (``status``) twice a second, and log the cause of long waits.
 
-The thread that owns the broker takes them. All other threads read them: HTTP, metrics, history. A snapshot is frozen
+The broker's thread takes the snapshots. All other threads read them: HTTP, metrics, history. A snapshot is frozen
 and replaced whole, so readers never see a state between two events and never make the broker wait.
 """
 
@@ -64,16 +64,20 @@ log = logging.getLogger("streampack.broker")
 Row = TypeVar("Row")
 
 EVERY_S = 0.5
+"""Time between two snapshots, in seconds."""
 ROW_S = 0.002
-"""Most age of the rows of ranks and streams, in seconds for each row. A row costs about 10 us, so they take half a
+"""Longest age of the rows of ranks and streams, in seconds per row. A row takes about 10 us, so all rows take half a
 percent of the broker's time."""
 RATE_OVER_S = 5.0
-SAY_AFTER_S = 5.0
-SAY_BUSY_AFTER_S = 60.0
-"""Time until a broker that is full while every rank is attached is logged: it waits for training, as it should."""
-SAY_AT_MOST_EVERY_S = 30.0
-SAY_IDLE_EVERY_S = 3600.0
-"""The time between two lines about a feed that no rank waits for."""
+"""Time over which ``tokens_per_s`` is the mean, in seconds."""
+LOG_AFTER_S = 5.0
+"""A wait for a step is logged after this time, in seconds."""
+LOG_BUSY_AFTER_S = 60.0
+"""The same while every rank is attached and the broker waits for training, which is normal."""
+LOG_AT_MOST_EVERY_S = 30.0
+"""Longest time between two lines about the same wait, in seconds."""
+LOG_IDLE_EVERY_S = 3600.0
+"""Time between two lines about a feed that no rank waits for, in seconds."""
 STALLED_AFTER_S = 5.0
 """A feed that a rank waits for is stalled after this time without a step."""
 
@@ -102,12 +106,16 @@ class Counters:
 
 @dataclass(slots=True)
 class _Watch:
-    """Since when a feed has formed no step, and when that was logged."""
+    """The last progress of a feed, and the log lines since. Times are of the monotonic clock, in seconds."""
 
     steps: int = -1
+    """Steps formed and returned, at the last progress."""
     since: float = 0.0
+    """Time of the last progress."""
     said: float = 0.0
-    every: float = SAY_AFTER_S
+    """Time of the last log line."""
+    every: float = LOG_AFTER_S
+    """Seconds until the next log line."""
     starved: bool = False
     """True if a rank waited for the feed at the last look."""
 
@@ -126,20 +134,20 @@ class Reporter:
         self._watches = {name: _Watch() for name in core.feeds}
         self._ranks = {name: _Rows(rank_rows) for name in core.feeds}
         self._streams = {name: _Rows(self._stream_rows) for name in core.feeds}
-        self._rules = {name: _rules(feed.rules) for name, feed in core.feeds.items()}
+        self._rules = {name: _feed_rules(feed.rules) for name, feed in core.feeds.items()}
 
     def tick(self, now: float) -> BrokerStatus | None:
         """Return a new snapshot when it is time for one; ``now`` is of the monotonic clock."""
         if now - self._taken < EVERY_S:
             return None
         self._taken = now
-        self._say(now)
+        self._log_waits(now)
         return self.take(now)
 
     def take(self, now: float) -> BrokerStatus:
         """Return a snapshot; ``now`` is of the monotonic clock."""
         core, counters = self._core, self._counters
-        feeds = {name: self._feed(now, feed) for name, feed in core.feeds.items()}
+        feeds = {name: self._feed_status(now, feed) for name, feed in core.feeds.items()}
         stalled_s = max((feed.stalled_s for feed in feeds.values() if feed.stalled_s is not None), default=None)
         return BrokerStatus(
             version=__version__,
@@ -175,14 +183,14 @@ class Reporter:
             sent_tokens=counters.sent_tokens,
         )
 
-    def _feed(self, now: float, feed: Feed) -> FeedStatus:
+    def _feed_status(self, now: float, feed: Feed) -> FeedStatus:
         steps, former, formed = feed.readers.steps, feed.planner.former, feed.figures
         counted = steps.dealt.padded_totals if feed.rules.padded else formed.totals
         reasons, stalled_s = waiting_for(feed), self._stalled_s(now, feed)
         return FeedStatus(
             state="ended" if steps.end is not None else "serving" if stalled_s is None else "waiting",
             stalled_s=stalled_s,
-            waiting_for=_waiting(reasons) if reasons else None,
+            waiting_for=_waiting_for(reasons) if reasons else None,
             round=feed.readers.attempts.round,
             steps=StepCounts(
                 formed=steps.formed_upto,
@@ -193,12 +201,12 @@ class Reporter:
             recorded_steps=feed.history.num_steps,
             committed=feed.history.commits[-1] if feed.history.commits else None,
             steps_left=steps_left(self._core, feed),
-            totals=_totals(formed.totals, counted),
-            figures=_figures(_of_tokens(counted, feed.rules), steps.dealt),
-            padded_figures=_padded_figures(_of_slots(counted, feed.rules)),
+            totals=_pack_totals(formed.totals, counted),
+            figures=_feed_figures(_fill(counted, feed.rules), steps.dealt),
+            padded_figures=_pack_figures(_padded_fill(counted, feed.rules)),
             waste_tokens=dict(zip(CAUSES, feed.waste.tolist(), strict=True)),
             delivered_tokens=feed.delivered_tokens,
-            lost_tokens=_lost(feed),
+            lost_tokens=_lost_tokens(feed),
             rank_tokens=_rank_tokens(steps.dealt),
             dealt=DealtPacks(split_packs=steps.dealt.split_packs, empty_packs=steps.dealt.empty_packs),
             dynamic_batching=_dynamic_batching(steps.dealt.padded) if feed.rules.padded else None,
@@ -209,7 +217,7 @@ class Reporter:
                 pack_samples=_histogram(formed.samples),
                 next_wait_seconds=_histogram(steps.next_waits),
             ),
-            tokens_per_s=self._rate(now, feed),
+            tokens_per_s=self._tokens_per_s(now, feed),
             readers=self._ranks[feed.name].at(now, feed),
             queued_bytes=steps.queued_bytes,
             queued_limit_bytes=steps.leaving_bytes,
@@ -219,7 +227,7 @@ class Reporter:
             window=WindowStatus(
                 samples=former.num_samples, tokens=former.queued_tokens, oldest_steps=former.oldest_age
             ),
-            waits=_waits(former),
+            waits=_window_waits(former),
             held_tokens=feed.memory.held_tokens,
             held_limit_tokens=feed.plan.merged_tokens,
             rules=self._rules[feed.name],
@@ -260,6 +268,7 @@ class Reporter:
         return still_s if reasons.reason not in ("peers", "memory") and feed.readers.steps.any_starved else None
 
     def _state(self, stalled_s: float | None) -> State:
+        """Return the broker's state; ``stalled_s``: see ``BrokerStatus``."""
         core = self._core
         if core.draining:
             return "draining"
@@ -269,7 +278,7 @@ class Reporter:
             return "ended"
         return "serving" if stalled_s is None else "waiting"
 
-    def _rate(self, now: float, feed: Feed) -> float:
+    def _tokens_per_s(self, now: float, feed: Feed) -> float:
         """Return the tokens formed per second over the last seconds."""
         rates, tokens = self._rates[feed.name], feed.figures.totals.tokens
         rates.append((now, tokens))
@@ -278,8 +287,8 @@ class Reporter:
         (then, before), seconds = rates[0], now - rates[0][0]
         return (tokens - before) / seconds if seconds > 0 and then < now else 0.0
 
-    def _say(self, now: float) -> None:
-        """Log each feed that has formed no step for some seconds: repeatedly if a rank waits for it, else hourly."""
+    def _log_waits(self, now: float) -> None:
+        """Log the feeds that make no progress: at least every 30 s while a rank waits for data, else hourly."""
         core = self._core
         for name, feed in core.feeds.items():
             moved = feed.figures.totals.steps + feed.readers.steps.released_upto
@@ -287,26 +296,27 @@ class Reporter:
                 self._watches[name] = _Watch(moved, now, now)
         all_still = now - max(watch.since for watch in self._watches.values())
         for name, feed in core.feeds.items():
-            self._say_of(now, feed, self._watches[name], all_still)
+            self._log_wait(now, feed, self._watches[name], all_still)
 
-    def _say_of(self, now: float, feed: Feed, watch: _Watch, all_still_s: float) -> None:
+    def _log_wait(self, now: float, feed: Feed, watch: _Watch, all_still_s: float) -> None:
+        """Log the wait of one feed if it is time; ``all_still_s``: seconds since any feed made progress."""
         reasons = waiting_for(feed)
-        if now - watch.since < SAY_AFTER_S:
+        if now - watch.since < LOG_AFTER_S:
             return
         if (starved := feed.readers.steps.any_starved) != watch.starved:
-            watch.starved, watch.every = starved, SAY_AFTER_S
+            watch.starved, watch.every = starved, LOG_AFTER_S
         if reasons is None or now - watch.said < watch.every:
             return
-        ready_s = all_still_s if reasons[0] in ("peers", "memory") else SAY_BUSY_AFTER_S
-        if ready_s < (SAY_BUSY_AFTER_S if feed.readers.steps.all_there else SAY_AFTER_S):
-            return  # it waits while another feed is read, as it should
+        ready_s = all_still_s if reasons[0] in ("peers", "memory") else LOG_BUSY_AFTER_S
+        if ready_s < (LOG_BUSY_AFTER_S if feed.readers.steps.all_there else LOG_AFTER_S):
+            return  # normal: trainers read another feed
         watch.said = now
-        watch.every = min(2 * watch.every, SAY_AT_MOST_EVERY_S) if starved else SAY_IDLE_EVERY_S
+        watch.every = min(2 * watch.every, LOG_AT_MOST_EVERY_S) if starved else LOG_IDLE_EVERY_S
         of = f"feed {feed.name!r}: " if len(self._watches) > 1 else ""
         about = {"about": {"feed": feed.name, "step": feed.readers.steps.formed_upto}}
         wanted = feed.readers.steps.all_there and reasons[0] in ("stream", "memory", "log") and not reasons.batch
         level = logging.WARNING if wanted else logging.INFO
-        log.log(level, "%sno step for %.0f s: %s", of, now - watch.since, _waiting(reasons).text, extra=about)
+        log.log(level, "%sno step for %.0f s: %s", of, now - watch.since, _waiting_for(reasons).text, extra=about)
 
 
 def waiting_for(feed: Feed) -> Missing | None:
@@ -331,6 +341,7 @@ class _Rows(Generic[Row]):
         self._rows: list[Row] = []
 
     def at(self, now: float, feed: Feed) -> list[Row]:
+        """Return the rows, taken again if they are too old at ``now`` (monotonic clock, seconds)."""
         if now - self._taken >= len(self._rows) * ROW_S:
             self._taken, self._rows = now, self._take(feed)
         return self._rows
@@ -339,11 +350,11 @@ class _Rows(Generic[Row]):
 def rank_rows(feed: Feed) -> list[RankStatus]:
     """Return a row for each attached rank."""
     streams, costs = {stream.name for stream in feed.latest_rules.streams}, feed.readers.steps.dealt.costs_by_rank()
-    return [_rank(row, costs, streams) for row in feed.readers.steps.stats()]
+    return [_rank_status(row, costs, streams) for row in feed.readers.steps.stats()]
 
 
-def _rank(row: RankProgress, costs: list[list[float]], streams: set[str]) -> RankStatus:
-    """Return a rank's row. Of a client's figures it keeps finite numbers, causes that exist and streams of the feed."""
+def _rank_status(row: RankProgress, costs: list[list[float]], streams: set[str]) -> RankStatus:
+    """Return a rank's row. Leave out figures of the client that are not finite, and unknown causes and streams."""
     dp_rank, cp_rank, tp_rank, pp_rank = row.ranks
     starved = row.starvation or _NOT_STARVED
     return RankStatus(
@@ -370,15 +381,15 @@ def _rank(row: RankProgress, costs: list[list[float]], streams: set[str]) -> Ran
 _NOT_STARVED = Starvation()
 
 
-def _waiting(missing: Missing) -> WaitingFor:
+def _waiting_for(missing: Missing) -> WaitingFor:
     return WaitingFor(reason=missing.reason, detail=missing.detail, stream=missing.stream, batch=missing.batch)
 
 
-def _rules(rules: Rules) -> FeedRules:
+def _feed_rules(rules: Rules) -> FeedRules:
     return FeedRules(**{name: getattr(rules, name) for name in rules.__struct_fields__}, digest=rules.digest)
 
 
-def _totals(formed: Totals, counted: Totals) -> PackTotals:
+def _pack_totals(formed: Totals, counted: Totals) -> PackTotals:
     return PackTotals(
         steps=formed.steps,
         packs=counted.packs,
@@ -393,15 +404,17 @@ def _totals(formed: Totals, counted: Totals) -> PackTotals:
     )
 
 
-def _of_tokens(counted: Totals, rules: Rules) -> Figures:
+def _fill(counted: Totals, rules: Rules) -> Figures:
+    """Return how full the packs are, by tokens without padding."""
     return from_moments(counted.packs, counted.tokens, counted.square_tokens, rules.budget)
 
 
-def _of_slots(counted: Totals, rules: Rules) -> Figures:
+def _padded_fill(counted: Totals, rules: Rules) -> Figures:
+    """Return how full the packs are, by tokens padded to ``align.sample``."""
     return from_moments(counted.packs, counted.slot_tokens, counted.square_slot_tokens, rules.budget)
 
 
-def _padded_figures(figures: Figures) -> PackFigures:
+def _pack_figures(figures: Figures) -> PackFigures:
     return PackFigures(
         packs=figures.packs,
         tokens=figures.tokens,
@@ -413,15 +426,15 @@ def _padded_figures(figures: Figures) -> PackFigures:
     )
 
 
-def _figures(figures: Figures, dealt: DealtFigures) -> FeedFigures:
+def _feed_figures(figures: Figures, dealt: DealtFigures) -> FeedFigures:
     return FeedFigures(
-        **msgspec.structs.asdict(_padded_figures(figures)),
+        **msgspec.structs.asdict(_pack_figures(figures)),
         cost_max_over_mean=dealt.cost_max_over_mean,
         step_cost_max_over_mean=dealt.step_cost_max_over_mean,
     )
 
 
-def _lost(feed: Feed) -> LostTokens:
+def _lost_tokens(feed: Feed) -> LostTokens:
     lost, counted = {"truncate": 0, "drop": 0}, feed.planner.admission.counts
     for stream, counts in zip(feed.latest_rules.streams, counted, strict=False):
         if stream.overlong in lost:
@@ -453,7 +466,7 @@ def _histogram(spread: ValueCounts | NextWaits) -> Histogram:
     return Histogram(bounds=list(spread.bounds), counts=list(map(int, spread.counts)), sum=spread.sum)
 
 
-def _waits(former: Former) -> WindowWaits:
+def _window_waits(former: Former) -> WindowWaits:
     return WindowWaits(
         p99_steps=former.waits.p99,
         longest_steps=former.longest_wait,

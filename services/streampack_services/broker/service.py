@@ -1,8 +1,8 @@
-"""The broker daemon: a thin shell that gives the pure broker its sockets, memory, thread and clock.
+"""The broker daemon: it gives the pure broker of ``streampack.core`` its sockets, memory, threads and clock.
 
-One thread owns both sockets and the arena. Packing runs on a second one, in kernels that hold no
-GIL; it wakes the first when a step is chosen. What others may want to see is published as a
-snapshot that is replaced whole. Nothing is decided here.
+One thread owns both sockets, the arena and the core. It turns messages into events for the core, and performs the
+effects that the core returns. A second thread runs FORM, in kernels without the GIL, and wakes the first when a step is
+formed. HTTP and metrics read ``snapshot``, which is replaced whole.
 """
 
 from __future__ import annotations
@@ -65,30 +65,39 @@ from streampack_services.broker.authorization import Allowed
 from streampack_services.broker.log_keeper import Keeper
 from streampack_services.broker.memory_peak import peak
 from streampack_services.broker.memory_plan import check_machine, plan
-from streampack_services.broker.report_limit import Budget
+from streampack_services.broker.report_limit import ReportLimit
 from streampack_services.broker.reporter import Counters, Reporter
 from streampack_services.broker.status import BrokerStatus
 
 log = logging.getLogger("streampack.broker")
 
 TICK_S = 0.2
+"""Time between two ticks of the core, in seconds."""
 TURN_AT_MOST_S = 1.0
-"""Between two ticks of a process that runs; what is longer is none of its peers' silence."""
+"""Most seconds that one turn adds to the core's clock; a longer turn means that the process was stopped."""
 SAY_S = 5.0
-"""Between two warnings of messages that are no message."""
+"""Time between two log lines about messages that cannot be decoded, in seconds."""
 FAREWELL_S = 3.0
-"""What producers have to say goodbye in: one that was not told would wait for ever for a broker that is gone."""
+"""Time that producers have to disconnect at the end, in seconds. Otherwise they would wait for the broker forever."""
 ON_THE_WAY_BYTES = 8 << 20
-"""Bytes that peers have on their way beside their credits: whatever is said again and again."""
+"""Bytes that peers may send beyond their credits, for requests and repeated messages."""
 DRAIN_AT_MOST = 64
-"""Messages of one socket before the other has its turn."""
+"""Messages that are read from one socket before the other has its turn."""
 
 
 class BrokerService:
-    """One broker; ``run`` serves until it is drained, in the thread that calls it.
+    """One broker; ``run`` serves in the calling thread until the broker is drained.
 
-    ``endpoints`` are those that others connect to, known once made. ``exit_when_finished`` ends
-    ``run`` when every feed that was ever read has been read to its end and all readers have left.
+    ``endpoints`` has the addresses, with ports, as soon as the object exists.
+
+    Args:
+        config: The broker's configuration.
+        exit_when_finished: End ``run`` once all readers have left and every feed that was read has been read to its
+            end.
+
+    Raises:
+        ConfigError: The memory is too small for the rules or more than the machine gives, or the log differs.
+        UserError: An address, the keys or the log cannot be used.
     """
 
     def __init__(self, config: BrokerConfig, *, exit_when_finished: bool = False) -> None:
@@ -98,8 +107,8 @@ class BrokerService:
         capacity = self.plan.capacity
         self.counters = Counters(started=time.monotonic())
         self._say_damaged_at = 0.0
-        self._lines = Budget()
-        self._version_answers = Budget()
+        self._lines = ReportLimit()
+        self._version_answers = ReportLimit()
         self._exit_when_finished = exit_when_finished
         self._formed: deque[tuple[Formed, float] | BaseException] = deque()
         self._tokens = itertools.count()
@@ -110,8 +119,8 @@ class BrokerService:
         self._stop_now = False
         self._events: deque[Event] = deque()
         self._to_form: SimpleQueue[Form | None] = SimpleQueue()
-        """None ends the thread that packs."""
-        self._packing = threading.Thread(target=self._pack, name="streampack-form", daemon=True)
+        """Requests for the thread that runs FORM; None ends it."""
+        self._forming = threading.Thread(target=self._form_steps, name="streampack-form", daemon=True)
         self._allowed: Allowed | None = None
         with contextlib.ExitStack() as opened:  # memory before sockets; what is open is closed if the rest fails
             self.arena = self._allocate()
@@ -143,7 +152,7 @@ class BrokerService:
         """Called with each snapshot, in the broker's thread."""
 
     def _allocate(self) -> Arena:
-        """Raises ConfigError where the system does not give the memory."""
+        """Return an arena of the planned size; raise ConfigError if the system does not give the memory."""
         rules, size = self.plan.rules, self.plan.memory_bytes
         try:
             return Arena(size, rules.tokens, self.plan.block_tokens, rules.fields)
@@ -154,30 +163,29 @@ class BrokerService:
             ) from None
 
     def _listen(self) -> tuple[Router, Router]:
-        """For producers, and for trainers."""
+        """Bind the sockets; return the one for producers and the one for trainers."""
         largest = max(self.plan.capacity.max_chunk_bytes, 2 << 20)
         door = Door(self._allowed.key.secret, self._allowed.admits) if self._allowed is not None else None
         capacity, expected = self.plan.capacity, peak(self.config, self.plan)
         slack = expected.leaving + expected.tables
         partitions = sum(stream.partitions for feed in self.plan.feeds for stream in feed.rules.streams)
         credit = capacity.quota_tokens * self.plan.token_bytes * partitions
-        unread = Unread(2 * credit + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._held, slack)
+        unread = Unread(2 * credit + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._arena_bytes, slack)
         producers = Router(self.config.listen.producers, largest, door, unread)
         try:
             largest = (1 << 20) + self._largest_snapshot()
-            unread = Unread(4 * largest + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._held, slack)
+            unread = Unread(4 * largest + ON_THE_WAY_BYTES, STRANGERS_BYTES, self._arena_bytes, slack)
             return producers, Router(self.config.listen.trainers, largest, door, unread)
         except Exception:
             producers.close()
             raise
 
-    def _held(self) -> int:
+    def _arena_bytes(self) -> int:
+        """Return the bytes of the arena that are in use, so that limits on unread messages do not count them."""
         return self.arena.touched_bytes
 
     def _largest_snapshot(self) -> int:
-        """Bytes of what a trainer may bring of its checkpoint: about 48 a sample, and of samples as many as are held
-        at most.
-        """
+        """Return the most bytes of a snapshot in a checkpoint: about 48 for each sample that a feed may hold."""
         sample = self.plan.capacity.max_sample_tokens
         held = max(
             needed_tokens(feed.rules, sample) if feed.rules.batch is None else feed.merged_tokens
@@ -190,14 +198,27 @@ class BrokerService:
         return {"producers": self._producers.endpoint, "trainers": self._trainers.endpoint}
 
     def drain(self) -> None:
-        """Stop gently; a second call stops at once. Any thread or signal handler may."""
+        """Serve the steps that are formed, then stop; a second call stops at once.
+
+        Safe in any thread and in signal handlers.
+        """
         if self._drain_asked.is_set():
             self._stop_now = True
         self._drain_asked.set()
         self._waker.wake()
 
     def ask(self, feed: str, ask: Ask, at_step: int | None, note: str) -> Future[Answer]:
-        """Ask for a change; any thread may. Canceled where the broker ends first."""
+        """Ask the core to change a feed while it runs. Safe in any thread.
+
+        Args:
+            feed: Name of the feed.
+            ask: The change.
+            at_step: Step at which the change takes effect; None: as early as possible.
+            note: A person's reason, which is recorded with the change.
+
+        Returns:
+            The core's answer. It is canceled if the broker ends before.
+        """
         future: Future[Answer] = Future()
         self._asked.append((Change(next(self._tokens), feed, ask, at_step, note), future))
         self._waker.wake()
@@ -220,10 +241,10 @@ class BrokerService:
         trial.release(zero)
 
     def run(self) -> None:
-        """Serve. Closes everything in the end."""
+        """Serve until the broker is drained, then close sockets, log and threads."""
         try:
             self.warm_up()
-            self._packing.start()
+            self._forming.start()
             self._perform_all(self.core.begin())
             self._ticked = time.monotonic()
             self._handle(Tick(self._clock))
@@ -233,7 +254,7 @@ class BrokerService:
             while not self._done():
                 self._turn(TICK_S)
             if not self.core.draining:
-                self._handle(Drain())  # producers that may stay as long as the broker does are told
+                self._handle(Drain())  # producers with nothing left to send wait for this
             until = time.monotonic() + FAREWELL_S
             while self.core.leases.num_producers and time.monotonic() < until and not self._stop_now:
                 self._turn(TICK_S)
@@ -243,9 +264,9 @@ class BrokerService:
     def close(self) -> None:
         """Give up sockets and threads; idempotent."""
         self.counters.ready = False
-        if self._packing.is_alive():
+        if self._forming.is_alive():
             self._to_form.put(None)
-            self._packing.join()
+            self._forming.join()
         self._producers.close()
         self._trainers.close()
         self._waker.close()
@@ -257,6 +278,7 @@ class BrokerService:
             self._allowed.close()
 
     def _done(self) -> bool:
+        """Return True if ``run`` is to end."""
         if self._stop_now or (self._exit_when_finished and self.core.finished):
             return True
         if self._drain_until is None:
@@ -265,11 +287,10 @@ class BrokerService:
 
     _ticked = 0.0
     _clock = 0.0
-    """Seconds that this process was there for, which is the time that the broker's core has: one that was stopped, or
-    whose machine slept, has heard nobody meanwhile, and drops nobody for it."""
+    """The core's time, in seconds. It stands still while the process is suspended, so that no peer times out."""
 
     def _turn(self, timeout_s: float = 0.0) -> None:
-        """Wait for something to come, up to ``timeout_s``, and do what there is to do."""
+        """Run one turn of the main loop: wait up to ``timeout_s`` for messages or a wake-up, then handle everything."""
         self._poller.wait(timeout_s)
         now = time.monotonic()
         if now - self._ticked >= TICK_S:
@@ -286,11 +307,11 @@ class BrokerService:
                 while self._formed:
                     self._on_formed(self._formed.popleft())
             for cut in router.take_cuts():
-                self._note_cut(cut)
+                self._on_cut(cut)
         while self._formed:
             self._on_formed(self._formed.popleft())
         self._keep_log()
-        for key in self._allowed.changes() if self._allowed is not None else ():
+        for key in self._allowed.take_changed_keys() if self._allowed is not None else ():
             self._handle(Withdrawn(key))
         while self._asked:
             change, future = self._asked.popleft()
@@ -299,31 +320,34 @@ class BrokerService:
         if self._drain_asked.is_set() and self._drain_until is None:
             self.counters.ready = False
             self._drain_until = now + self.config.drain_timeout_s
-            log.info("draining: serving what is formed, for %.0f s at most", self.config.drain_timeout_s)
+            log.info("draining: serving the steps that are formed, for at most %.0f s", self.config.drain_timeout_s)
             self._handle(Drain())
             self._publish(self._reporter.take(now))
 
     def _publish(self, snapshot: BrokerStatus) -> None:
+        """Replace ``snapshot`` and call ``on_snapshot``."""
         self.snapshot = snapshot
         self.on_snapshot(snapshot)
 
-    def _note_cut(self, cut: CutConnection) -> None:
+    def _on_cut(self, cut: CutConnection) -> None:
+        """Count and log a connection that the router has cut, and count it against its key."""
         self.counters.cut += 1
         of = ""
         if self._allowed is not None and cut.peer:
-            of = f", of key {self._allowed.rights(cut.peer).name!r}"
+            of = f" (key {self._allowed.rights(cut.peer).name!r})"
             self._allowed.note_cut(cut.peer)
         self._report(Report("warning", f"cut the connection of {cut.address}{of}: {cut.why}"))
 
     def _receive(self, router: Router, frames: list[Any], kind: type[FromProducer] | type[FromTrainer]) -> None:
+        """Decode a message and hand it to the core as an event of ``kind``; count a message that cannot be decoded."""
         try:
             envelope = wire.decode(frames[1:])
         except WireError as error:
             self.counters.damaged += 1
             router.note_damaged(frames[0].bytes)
-            if time.monotonic() >= self._say_damaged_at:  # whoever finds the port may send any number of them
+            if time.monotonic() >= self._say_damaged_at:  # anyone who reaches the port may send many
                 self._say_damaged_at = time.monotonic() + SAY_S
-                log.warning("dropped a message, of %d so far: %s", self.counters.damaged, error)
+                log.warning("dropped a message that cannot be decoded (%d so far): %s", self.counters.damaged, error)
             if isinstance(error, wire.OtherVersion):
                 self._refuse_version(frames[0].bytes, error.version, kind)
             return
@@ -331,12 +355,12 @@ class BrokerService:
         self._handle(kind(peer, envelope, self._allowed.rights(peer) if self._allowed is not None else None))
 
     def _refuse_version(self, peer: bytes, version: int, kind: type[FromProducer] | type[FromTrainer]) -> None:
-        """Tell a peer under its own header, else it waits for an answer until it gives up."""
-        if not self._version_answers.lets(time.monotonic()):
+        """Reject a peer of another protocol version, in a message with its version's header so that it can read it."""
+        if not self._version_answers.allows(time.monotonic()):
             return
         detail = (
-            f"got protocol version {version} from this process, but the broker of streampack {__version__} "
-            f"speaks {wire.VERSION}: install one version of streampack everywhere"
+            f"this process uses protocol version {version}, but the broker (streampack {__version__}) uses version "
+            f"{wire.VERSION}. Install the same version of streampack everywhere"
         )
         reject = Reject(code="version", detail=detail)
         answer = Envelope(run=self.core.run, epoch=self.core.epoch, fence=0, message=reject)
@@ -344,6 +368,7 @@ class BrokerService:
         self.counters.unsent += not router.send(peer, wire.encode(answer, version))
 
     def _on_formed(self, found: tuple[Formed, float] | BaseException) -> None:
+        """Hand the result of FORM to the core, or raise its error."""
         if isinstance(found, BaseException):
             raise found
         self.counters.form_seconds += found[1]
@@ -353,7 +378,7 @@ class BrokerService:
         self._perform_all(self.core.handle(event))
 
     def _perform_all(self, effects: list[Effect]) -> None:
-        """Perform effects, and handle what they bring about before anything else happens."""
+        """Perform effects, then handle the events that they cause."""
         for effect in effects:
             self._perform(effect)
         while self._events:
@@ -361,9 +386,9 @@ class BrokerService:
                 self._perform(effect)
 
     def _keep_log(self) -> None:
-        """Hand over what was appended; say what has become safe."""
+        """Write appended records to the log, and tell the core which are safe."""
         journal = self.core.journal
-        for event in self.keeper.news(journal.safe_upto, journal.stalled, journal.full) if self.keeper else ():
+        for event in self.keeper.take_events(journal.safe_upto, journal.stalled, journal.full) if self.keeper else ():
             self._handle(event)
 
     def _perform(self, effect: Effect) -> None:
@@ -383,23 +408,24 @@ class BrokerService:
             self._perform_on_log(effect)
         elif isinstance(effect, Answer):
             future = self._answers.pop(effect.token)
-            if future.set_running_or_notify_cancel():  # else nobody waits any more
+            if future.set_running_or_notify_cancel():  # false if the caller has given up
                 future.set_result(effect)
         elif isinstance(effect, Report):
             self._report(effect)
         else:
-            raise InternalError(f"got effect {type(effect).__name__}, which nobody performs")
+            raise InternalError(f"the service cannot perform effect {type(effect).__name__}")
 
     def _report(self, report: Report) -> None:
-        if report.level != "error" and not self._lines.lets(time.monotonic()):
+        """Log a report of the core; leave it out if peers cause too many lines, unless it is an error."""
+        if report.level != "error" and not self._lines.allows(time.monotonic()):
             return
         if held_back := self._lines.take_held_back():
-            log.warning("peers have caused %d lines more, which are not shown", held_back)
+            log.warning("left out %d log lines that peers caused", held_back)
         log.log(logging.getLevelName(report.level.upper()), report.text, extra={"about": report.about})
 
     def _perform_on_log(self, effect: Append | Recall | Cut) -> None:
         if self.keeper is None:
-            raise InternalError(f"got {type(effect).__name__} without a log")
+            raise InternalError(f"got effect {type(effect).__name__}, but the broker has no log")
         if isinstance(effect, Append):
             self.keeper.append(effect)
         elif isinstance(effect, Recall):
@@ -408,6 +434,7 @@ class BrokerService:
             self.keeper.trim(effect.lsn)
 
     def _send_shard(self, effect: SendShard) -> None:
+        """Copy a rank's shards out of the arena and send them."""
         envelope = effect.envelope
         room = functools.partial(self._trainers.room, effect.peer)
         payload = self.arena.gather(effect.contents, effect.frames, effect.cp, effect.cp_rank, effect.layout, room)
@@ -419,21 +446,23 @@ class BrokerService:
             self.counters.sent_tokens += payload[0].size
 
     def _send_trainer(self, peer: bytes, envelope: Envelope) -> None:
+        """Send a message to a trainer; tell the core if it cannot be sent."""
         if not self._trainers.send(peer, wire.encode(envelope)):
             self.counters.unsent += 1
             self._events.append(NotSent(peer, msgspec.structs.replace(envelope, payload=())))
 
-    def _pack(self) -> None:
-        """The thread that packs; a queue and a waker, as a pool's futures cost more than what they carry."""
+    def _form_steps(self) -> None:
+        """Run FORM for each request, in a thread of its own. A queue costs less than the futures of a thread pool."""
         while (form := self._to_form.get()) is not None:
             try:
-                self._formed.append(_choose(form))
+                self._formed.append(_form_step(form))
             except BaseException as error:
                 self._formed.append(error)
             self._waker.wake()
 
 
-def _choose(form: Form) -> tuple[Formed, float]:
+def _form_step(form: Form) -> tuple[Formed, float]:
+    """Choose the packs of a step; return them with the time that took, in seconds."""
     began = time.perf_counter()
     choice = form.request.choose()
     return Formed(form.feed, choice, form.generation), time.perf_counter() - began

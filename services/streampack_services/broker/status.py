@@ -1,7 +1,7 @@
 """The status of a broker: the types of its snapshot, field by field.
 
-``reporter`` takes a snapshot twice a second. ``/status`` sends it as JSON, encoded by msgspec, so the names and the
-order of the fields are an interface; a test records them. ``/metrics``, ``/history``, systemd, ``streampack status``
+``reporter`` takes a snapshot twice a second. ``/status`` sends it as JSON, encoded by msgspec. So names and order
+of the fields are an interface, which a test records. ``/metrics``, ``/history``, systemd, ``streampack status``
 and ``streampack top`` read the same fields. A new metric is one field here and one row in ``http.metrics``.
 
 All structs are frozen. Counters count from the start of this broker process, unless the field says otherwise. "Formed"
@@ -18,7 +18,7 @@ from streampack.core.model.rules import Rules
 
 State = Literal["starting", "serving", "waiting", "draining", "ended"]
 FeedState = Literal["serving", "waiting", "ended"]
-_WAITS = {"peers": "trainers", "join": "ranks", "stream": "samples", "memory": "room", "forming": "the packer"}
+_WAITS_FOR = {"peers": "trainers", "join": "ranks", "stream": "samples", "memory": "room", "forming": "the packer"}
 
 
 class WaitingFor(Struct, frozen=True, kw_only=True):
@@ -40,7 +40,7 @@ class WaitingFor(Struct, frozen=True, kw_only=True):
             return self.detail
         if self.batch:
             return f"waiting for {self.detail}"
-        return f"waiting for {_WAITS.get(self.reason, self.reason)}: {self.detail}"
+        return f"waiting for {_WAITS_FOR.get(self.reason, self.reason)}: {self.detail}"
 
 
 class StepCounts(Struct, frozen=True, kw_only=True):

@@ -1,10 +1,11 @@
-"""How many steps are left of the pass that is read, and how sure that is.
+"""An estimate of the steps left of a feed's current iteration, with bounds.
 
-Producers say how many samples the shards have that they have opened; partitions that have ended, or had in an earlier
-iteration, are known for sure. What is left of each stream, in tokens (or samples, where a batch is so many of them),
-over what a step has held so far, gives the steps. Shards that nobody has opened, and samples that have not come, are
-taken for as many more of those that are known: the bounds are two standard deviations away. Nothing is said of a feed
-that does not end, or of a stream whose source does not know its shards.
+Producers report the samples of the shards that they have opened. The sizes of partitions that have ended, now or in an
+earlier iteration, are exact. Shards that are not opened are assumed to be like the opened ones, and samples that have
+not come like those that have. The steps left are the tokens left of each stream / the mean tokens of a step so far. For
+batches of a fixed number of samples, both count samples instead. The bounds are two standard deviations away.
+
+There is no estimate for a feed that does not end, or for a stream whose source does not know its shards.
 """
 
 from __future__ import annotations
@@ -23,27 +24,32 @@ from streampack_services.broker.status import StepsLeft
 
 
 class Left(NamedTuple):
-    """What is left of a stream: ``samples`` that are not merged, and their ``variance``; each is ``each`` tokens (or
-    samples that count) in the mean of the ``seen`` ones. ``share``: of what a step holds, where the stream ends the
-    feed with it; else None.
+    """The samples left of a stream.
+
+    "Units" are tokens, or samples if steps are batches of a fixed number of samples.
     """
 
     samples: float
+    """Samples that are not merged yet, about."""
     variance: float
+    """Variance of ``samples``."""
     each: float
+    """Mean units of a sample, over the samples that have come."""
     seen: int
+    """Samples that have come."""
     share: float | None = None
+    """The stream's share of the units of a step, if the feed ends with this stream; else None."""
 
 
 def steps_left(core: Broker, feed: Feed) -> StepsLeft | None:
-    """Estimate the steps that some rank has yet to return; None where they cannot be estimated."""
+    """Estimate the steps that some rank has yet to return; return None if there is no estimate."""
     readers, rules, totals = feed.readers, feed.latest_rules, feed.figures.totals
     if readers.steps.end is not None:
         left_now = readers.steps.end.num_steps - readers.steps.released_upto
         return StepsLeft(estimate=left_now, low=left_now, high=left_now)
     if not rules.finite or not totals.steps:
         return None
-    every = [_left(core, feed, number, stream) for number, stream in enumerate(rules.streams) if stream.weight]
+    every = [_stream_left(core, feed, number, stream) for number, stream in enumerate(rules.streams) if stream.weight]
     left = [each for each in every if each is not None]
     stops = [each for each in left if each.share is not None]
     if len(stops) < sum(stream.on_exhaust == "stop" and stream.weight > 0 for stream in rules.streams):
@@ -53,7 +59,7 @@ def steps_left(core: Broker, feed: Feed) -> StepsLeft | None:
     if _in_samples(rules):
         held, in_steps = former.queued_samples, totals.samples
     of_step = in_steps / totals.steps
-    ways = [estimate([each], held, of_step, spread) for each in stops]  # the feed ends with the first of them
+    ways = [estimate([each], held, of_step, spread) for each in stops]  # the feed ends with the first of these streams
     if len(left) == len(every):
         ways.append(estimate([each._replace(share=None) for each in left], held, of_step, spread))
     if not ways or not of_step:
@@ -64,8 +70,16 @@ def steps_left(core: Broker, feed: Feed) -> StepsLeft | None:
 
 
 def estimate(left: Sequence[Left], held: float, of_step: float, spread: float) -> tuple[int, int, int]:
-    """Steps of what is left of streams and of what is ``held`` already: as many as there will be, likely, at least and
-    at most. A step holds ``of_step``; ``spread`` is the standard deviation of a sample.
+    """Estimate the steps that are not formed yet.
+
+    Args:
+        left: The samples left of each stream.
+        held: Units of samples that are merged and not in a step yet (see ``Left`` for units).
+        of_step: Mean units of a step.
+        spread: Standard deviation of the units of a sample.
+
+    Returns:
+        (most likely number of steps, lower bound, upper bound).
     """
     expected, variance = held, 0.0
     for samples, uncertain, each, seen, share in left:
@@ -78,16 +92,16 @@ def estimate(left: Sequence[Left], held: float, of_step: float, spread: float) -
 
 
 def size_left(size: SourceSize, passes: int) -> tuple[float, float]:
-    """Samples of all passes over a source of which some shards are known, and their variance."""
+    """Estimate the samples of ``passes`` passes over a source from its opened shards; return (samples, variance)."""
     mean, rest = size.samples / size.opened, max(size.shards - size.opened, 0)
-    shard = mean**2  # of one shard alone nobody knows how others are
+    shard = mean**2  # with one opened shard the spread is unknown: assume the mean
     if size.opened > 1:
         shard = max(size.squares - size.samples * mean, 0.0) / (size.opened - 1)
     return passes * (size.samples + rest * mean), passes**2 * shard * (rest + rest**2 / size.opened)
 
 
-def _left(core: Broker, feed: Feed, number: int, stream: StreamRules) -> Left | None:
-    """Return what is left of a stream; None where nobody knows."""
+def _stream_left(core: Broker, feed: Feed, number: int, stream: StreamRules) -> Left | None:
+    """Return the samples left of stream ``number`` of the feed; None if their number is unknown."""
     every, merge, counts = core.leases.partitions, feed.planner.merge.current, feed.planner.admission.counts[number]
     mine = every.of_stream(stream.name)
     merged = int(sum(merge.merged_samples[every.stream_of[p].number_in_feed(p)] for p in mine))
@@ -107,12 +121,12 @@ def _left(core: Broker, feed: Feed, number: int, stream: StreamRules) -> Left | 
 
 
 def _in_samples(rules: Rules) -> bool:
-    """Is a step so many samples?"""
+    """Return True if steps are batches of a fixed number of samples."""
     return rules.batch is not None and rules.batch.samples is not None
 
 
 def _spread(feed: Feed) -> float:
-    """Standard deviation of the lengths of samples in steps, about."""
+    """Return the standard deviation of the lengths of samples in steps, in tokens, about."""
     rows = np.array(feed.figures.lengths.rows(), np.float64).reshape(-1, 2)
     count, tokens = rows.sum(axis=0)
     if not count:

@@ -97,7 +97,7 @@ def list_(folder: Folder, as_json: AsJson = False) -> None:
     """
     from streampack_services.broker import authorization
 
-    authorization.must_be_there(folder)
+    authorization.check_has_keys(folder)
     rows = [
         {"name": name, "role": entry.role, "streams": list(entry.streams), "feeds": list(entry.feeds),
          "ranks": entry.ranks, "key": entry.key}
@@ -108,7 +108,7 @@ def list_(folder: Folder, as_json: AsJson = False) -> None:
         return
     from rich.console import Console
 
-    Console().print(authorization.table(rows))
+    Console().print(authorization.keys_table(rows))
 
 
 @keys.command()

@@ -117,7 +117,7 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_memory_that_is_too_small_is_refused_with_one_that_is_enough(tmp_path: Path) -> None:
     line = broker_line(tmp_path, memory="100KiB")
-    enough = re.search(r"got 100KiB, expected at least (\d+MiB)", line)
+    enough = re.search(r"got 100KiB, but the rules need at least (\d+MiB)", line)
     assert enough is not None
     tree: dict[str, Any] = {"memory": enough[1], "rules": RULES, "streams": {"web": {}}}
     tree["limits"] = {"sample_tokens": 4096, "chunk": "16KiB"}
@@ -360,8 +360,8 @@ def test_a_log_of_another_run_or_of_other_rules_is_refused_by_the_key_that_diffe
         ({"feeds": {"valid": {}}}, "feeds: got valid, expected train, as the log has them"),
     ):
         line = broker_line(tmp_path, **first | other)
-        assert f"{tmp_path / 'state'}: got a log that broker.yaml is not of: {said}" in line
-        assert line.endswith(": put broker.yaml back, or give the run another state_dir")
+        assert f"{tmp_path / 'state'} has the log of another configuration: {said}" in line
+        assert line.endswith(". Restore the broker.yaml of that log, or set another state_dir")
 
 
 def test_a_log_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:

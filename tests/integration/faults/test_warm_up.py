@@ -73,7 +73,7 @@ from streampack.core.form import form_kernels as form_kernel
 from streampack.core.packers.exact_fill import exact_fill_kernels as exact_fill_kernel
 from streampack_services.broker import arena_kernels
 places = np.zeros(1, np.int64)
-print(arena_kernels.let_go(places, places, places, 1, places, places), compiled() is not None)
+print(arena_kernels.release_samples(places, places, places, 1, places, places), compiled() is not None)
 kernels.load()
 kernels.wait()
 print(kernels.derive is not None)

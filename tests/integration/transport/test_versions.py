@@ -54,8 +54,8 @@ def test_a_peer_of_another_version_hears_both_at_once(
         come()
     assert time.monotonic() - began < SOON_S
     assert error.value.code == "version"
-    assert f"got protocol version {version}" in str(error.value)
-    assert f"speaks {ours}" in str(error.value)
+    assert f"uses protocol version {version}" in str(error.value)
+    assert f"uses version {ours}" in str(error.value)
 
 
 def test_a_broker_serves_others_beside_a_peer_of_another_version(

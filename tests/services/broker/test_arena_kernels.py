@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from streampack_services.broker.arena_kernels import KINDS, copy_slices, let_go, slices_of
+from streampack_services.broker.arena_kernels import KINDS, copy_slices, find_slices, release_samples
 
 from streampack.core.layout.boundaries import layouts
 from streampack.core.layout.shards import LAYOUTS, cut
@@ -134,7 +134,7 @@ def test_slices_are_those_of_the_layout_of_all_packs_and_its_cut(case: Laid, ran
         mine = cut(whole, case.cp, case.rank, case.kind)
     except ValueError:
         whole = None
-    for kernel in twins(slices_of):
+    for kernel in twins(find_slices):
         out = np.full((4, 2 * (len(handles) + len(case.counts)) + 1), GUARD)
         packs = handles, case.counts, case.widths, case.aligns
         found, tokens = kernel(*packs, places, lengths, case.cp, case.rank, KINDS[case.kind], *out)
@@ -157,7 +157,7 @@ def test_blocks_are_emptied_once_when_the_last_sample_goes(held: list[int], gone
     handles = np.array(sorted(i for i in gone if i < len(held)), np.int64)
     before = [sum(held[block::3]) for block in range(3)]
     after = [sum(n for i, n in enumerate(held) if i % 3 == block and i not in gone) for block in range(3)]
-    for kernel in twins(let_go):
+    for kernel in twins(release_samples):
         places, lengths = 10 * (np.arange(len(held)) % 3), np.array(held, np.int64)
         live, emptied = np.array(before), np.full(len(handles), -1)
         for _ in range(2):  # what is gone already changes nothing
