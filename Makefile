@@ -15,7 +15,7 @@ export UV_DEFAULT_INDEX ?= $(PIP_INDEX_URL)
 install = if [ -x $(BIN)/uv ]; then $(UV) $(1); else false; fi || $(PIP) $(1)
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test tools soak fuzz lint kernels bench docs docs-serve docs-artifact clean
+.PHONY: help demo test tools soak fuzz lint kernels bench docs docs-serve docs-artifact dist dist-check clean
 help:
 	@echo "make demo    the whole service on this machine, on text that is already there"
 	@echo "make test    lint, then every test"
@@ -27,6 +27,8 @@ help:
 	@echo "make bench   the quick benchmarks; fails where a ratio fell below benchmarks/bounds.yaml"
 	@echo "make docs    this documentation as a site, into build/site; docs-serve shows it on port 8000 while you write;"
 	@echo "             docs-artifact packs it into build/streampack-docs.tar.gz"
+	@echo "make dist    the wheel and the source distribution, in dist/; dist-check installs the wheel into an empty"
+	@echo "             environment, and runs the demo there"
 	@echo "make clean   remove what the targets made"
 
 $(BIN)/python:
@@ -98,5 +100,16 @@ docs-artifact: docs
 	@tar -czf build/streampack-docs.tar.gz --transform 's,^site,streampack-docs,' -C build site
 	@echo "build/streampack-docs.tar.gz"
 
+dist: $(DEV)
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+
+# Nothing of this folder is importable there: the demo runs from the wheel alone.
+dist-check: dist
+	rm -rf build/empty && mkdir -p build/empty
+	$(PYTHON) -m venv build/empty/venv
+	cd build/empty && env -u PYTHONPATH venv/bin/python -m pip install -q "streampack[service] @ file://$$(ls $(CURDIR)/dist/*.whl)"
+	cd build/empty && env -u PYTHONPATH venv/bin/streampack demo $(ARGS)
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .fuzz
+	rm -rf $(VENV) dist build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .fuzz

@@ -1,5 +1,3 @@
-"""The version of the library and the services."""
+"""The version of streampack, for the library and the services."""
 
-from __future__ import annotations
-
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

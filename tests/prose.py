@@ -16,7 +16,17 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 LONGEST = 25  # words in a sentence
 # Prose that is checked, and what is exempt from it: records of the past, and texts of others.
-CHECKED = ("README.md", "SECURITY.md", "CONTRIBUTING.md", "docs/", "deploy/", "examples/", "streampack/", "services/")
+CHECKED = (
+    "README.md",
+    "SECURITY.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/",
+    "deploy/",
+    "examples/",
+    "streampack/",
+    "services/",
+)
 EXEMPT = ("services/streampack_services/web/vendor/", "services/streampack_services/deploy/")
 # Files that are not rewritten yet. This list only gets shorter.
 PENDING = CHECKED
@@ -108,7 +118,7 @@ def python(text: str) -> Iterator[Piece]:
 
 def faults(text: str) -> Iterator[str]:
     """Yield what is wrong with one paragraph."""
-    text = re.sub(r"``.*?``|`[^`]*`", "code", text)
+    text = re.sub(r"``.*?``|`[^`]*`", "Code", text)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)|https?://\S+", r"\1", text)
     for sentence in re.split(r"(?<=[.!?])[)\"'*_]*\s+(?=[\"'(*_A-Z`])|\n\n", text):
         words = re.findall(r"[A-Za-z][\w'.-]*", sentence)

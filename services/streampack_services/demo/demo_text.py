@@ -6,11 +6,12 @@ cut at line ends to a quarter of the budget at most, so that a pack holds severa
 
 from __future__ import annotations
 
+import io
 import sysconfig
+import tarfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-
-import webdataset
 
 from streampack.errors import SourceError
 
@@ -37,24 +38,25 @@ def write_shards(folder: Path, num_tokens: int, max_bytes: int) -> tuple[str, in
     The text is gone through again if there is too little of it. Raises SourceError if there is none.
     """
     pattern = str(folder / f"text-{{00..{SHARDS - 1:02d}}}.tar")
-    writers = [webdataset.TarWriter(str(folder / f"text-{i:02d}.tar")) for i in range(SHARDS)]
     written = count = 0
-    try:
+    with ExitStack() as stack:
+        paths = [folder / f"text-{i:02d}.tar" for i in range(SHARDS)]
+        writers = [stack.enter_context(tarfile.open(path, "w")) for path in paths]
         while written < num_tokens:
             before = count
             for text in documents(max_bytes):
                 if written >= num_tokens:
                     break
-                writers[count % SHARDS].write({"__key__": f"{count:07d}", "txt": text})
-                written += len(text.encode()) + 1
+                content = text.encode()
+                member = tarfile.TarInfo(f"{count:07d}.txt")
+                member.size = len(content)
+                writers[count % SHARDS].addfile(member, io.BytesIO(content))
+                written += len(content) + 1
                 count += 1
             if count == before:
                 raise SourceError(
                     "got no Python sources on this machine, expected the standard library's: use --source"
                 )
-    finally:
-        for writer in writers:
-            writer.close()
     return pattern, count
 
 

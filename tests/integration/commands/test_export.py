@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -159,24 +156,3 @@ def test_the_name_of_a_run_that_no_unit_and_no_job_can_have_is_refused(tmp_path:
     error = the_error(in_process("export", "slurm", tmp_path / "out", "-c", config), 2)
     assert "--run: got 'sft\\nrm -rf x', expected letters" in error
     assert not (tmp_path / "out").exists()
-
-
-def test_a_wheel_has_all_of_it(tmp_path: Path) -> None:
-    """Built of a copy: building leaves folders beside what it builds."""
-    source = tmp_path / "source"
-    source.mkdir()
-    names = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "services", "streampack", "deploy")
-    subprocess.run(["cp", "-R", *(ROOT / name for name in names), source], check=True)
-    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    installed = tmp_path / "installed"
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(installed)
-    there = installed / "streampack_services/deploy"
-    expected = {path.relative_to(FILES) for path in FILES.rglob("*") if path.is_file()}
-    assert {path.relative_to(there) for path in there.rglob("*") if path.is_file()} == expected
-    words = [sys.executable, "-m", "streampack", "export", "docker", str(tmp_path / "out")]
-    subprocess.run(words, cwd=tmp_path, env={"PYTHONPATH": str(installed)}, check=True, capture_output=True)
-    version = wheel.name.split("-")[1]
-    assert f'STREAMPACK="streampack[service]=={version}"' in (tmp_path / "out/Dockerfile").read_text()
