@@ -121,7 +121,7 @@ def the_end_of_a_pass_is_not_told(patch: Patch) -> None:
     def chunk(original: Any, self: ProducerSession, chunk: Any) -> Any:
         return original(self, msgspec.structs.replace(chunk, pass_ended=False))
 
-    _wrap(patch, ProducerSession, "_chunk", chunk)
+    _wrap(patch, ProducerSession, "_hold_chunk", chunk)
 
 
 @mutant("passes")
@@ -222,7 +222,7 @@ def credits_are_added_up(patch: Patch) -> None:
         granted = held.window.grant_bytes if held is not None else 0
         return original(self, msgspec.structs.replace(flow, grant_bytes=granted + flow.grant_bytes), session)
 
-    _wrap(patch, ProducerSession, "_flow", flow)
+    _wrap(patch, ProducerSession, "_on_flow", flow)
 
 
 @mutant("R6")
@@ -236,7 +236,7 @@ def credits_of_an_old_session_count(patch: Patch) -> None:
         held = self.held.get((flow.stream, flow.partition))
         return original(self, flow, held.session[1] if held is not None else session)
 
-    _wrap(patch, ProducerSession, "_flow", flow)
+    _wrap(patch, ProducerSession, "_on_flow", flow)
 
 
 @mutant("R9")
@@ -251,12 +251,19 @@ def a_client_does_not_ask_again(patch: Patch) -> None:
 
 @mutant("R9", first=14)
 def a_producer_does_not_say_how_far_it_has_sent(patch: Patch) -> None:
-    patch.setattr(ProducerSession, "_remind", lambda self, held: [self._eos(held)] if held.ended else [])
+    patch.setattr(
+        ProducerSession, "_repeat_end_or_sent", lambda self, held: [self._end_message(held)] if held.ended else []
+    )
 
 
 @mutant("R9", first=85)
 def a_producer_says_the_end_once(patch: Patch) -> None:
-    _wrap(patch, ProducerSession, "_remind", lambda original, self, held: [] if held.ended else original(self, held))
+    _wrap(
+        patch,
+        ProducerSession,
+        "_repeat_end_or_sent",
+        lambda original, self, held: [] if held.ended else original(self, held),
+    )
 
 
 @mutant("R9", first=29)

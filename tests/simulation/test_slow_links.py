@@ -25,13 +25,13 @@ def test_over_a_slow_link_that_loses_nothing_every_part_is_sent_once(
 
 def test_a_client_that_asks_again_because_time_has_passed_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test of the test: this is what filled the queues of brokers."""
-    keep_up = ClientSession._keep_up
+    keep_up = ClientSession._ping_and_request
 
     def impatient(self: ClientSession, now: float) -> list[Effect]:
-        late = self.attached is not None and self._wants() and now - self._get_again._at > -RETRY_S / 2
-        return keep_up(self, now) + (self._from_missing() if late else [])
+        late = self.attached is not None and self._wants_steps() and now - self._get_again._at > -RETRY_S / 2
+        return keep_up(self, now) + (self._request_missing() if late else [])
 
-    monkeypatch.setattr(ClientSession, "_keep_up", impatient)
+    monkeypatch.setattr(ClientSession, "_ping_and_request", impatient)
     with pytest.raises(AssertionError, match="were sent more than once"):
         _read_slowly(0, monkeypatch)
 

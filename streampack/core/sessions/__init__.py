@@ -1,13 +1,16 @@
 """Sessions: the peers' ends of the protocol, as pure state machines.
 
-- ``producer_base``: what every producer does: it makes itself known, and sends no further than it may.
+- ``producer_base``: the part that all producers share: hello, pings, and the limits of credit.
 - ``producer_session``: a producer that reads its samples, and can read them again.
-- ``push_session``, ``push_buffer``: a producer of samples that exist once, and what it keeps until they are safe.
-- ``client_session``, ``client_events``: a rank that reads steps, and what its trainer asks of it.
+- ``push_session``, ``push_buffer``: a producer of samples that exist once, and its buffer of unsafe samples.
+- ``client_session``, ``client_events``: a rank that reads steps, and the requests of its trainer.
 - ``backoff``: when a message without an answer is sent again.
-- ``patience``: how long a trainer waits before it is told that nothing will come.
+- ``patience``: how long a trainer waits before it gets an error.
 
-A session sends states and repeats them until they hold, so no message has to arrive. A client, and each lease of a
-producer, is in one phase of an enum; a table has the phases that may follow. Sessions know the protocol. They do not
-know the broker's insides, sockets or clocks: time comes as an event.
+The shell, the program around a session, passes events to its ``handle``: messages, ticks, samples. It performs the
+effects that come back: messages to send, chunks to read, steps to deliver.
+
+Every message of a session states what holds ("I have returned 7 steps") and is repeated until it is confirmed. So a
+lost message does no harm. A client, and each lease of a ``ProducerSession``, is in one phase of an enum; a table lists
+the phases that may follow. A session knows the protocol. It does not know the inside of the broker, sockets or clocks.
 """

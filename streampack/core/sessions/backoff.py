@@ -1,6 +1,6 @@
-"""When to repeat a message that was not answered: each time later, and no two peers at the same moment.
+"""When to repeat a message that has no answer: later each time, and at different times for different peers.
 
-The delays are a function of the peer's name and of how often it has tried, so that a session stays deterministic.
+The delays depend only on the peer's name and the number of tries, so that a session stays deterministic.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import hashlib
 from dataclasses import dataclass
 
 UNSENT_S = 0.5
-"""Until a message is tried again that never left this process: nobody is burdened by it."""
+"""Seconds until the next try of a message that never left this process."""
 
 
 def spread(name: str, number: int) -> float:
-    """A value from 0 to 1 that differs by name and number.
+    """Return a value from 0 to 1 that is always the same for a name and a number, and differs between them.
 
     >>> spread("rank 0", 1) == spread("rank 0", 1) != spread("rank 1", 1)
     True
@@ -24,36 +24,39 @@ def spread(name: str, number: int) -> float:
 
 @dataclass(slots=True)
 class Backoff:
-    """Repeats of one message by the peer ``name``: after ``first_s``, then after twice as long each time, up to
-    ``most_s``; every delay is a quarter longer or shorter.
+    """The times at which the peer ``name`` repeats one message until it has an answer.
+
+    The first delay is ``first_s`` seconds; each delay is twice the last, up to ``most_s``. Each is up to a quarter
+    longer or shorter, by the peer's name.
     """
 
     name: str
     first_s: float
     most_s: float
     _at: float = 0.0
+    """Time of the next try."""
     _tries: int = 0
 
     def due(self, now: float) -> bool:
-        """Is it time to say it again?"""
+        """Return whether the message is to be sent at time ``now``, in seconds."""
         return now >= self._at
 
-    def said(self, now: float) -> None:
-        """The message was sent."""
+    def sent(self, now: float) -> None:
+        """Record that the message was sent at ``now``, and double the delay before the next try."""
         delay = min(self.first_s * 2.0 ** min(self._tries, 32), self.most_s)
         self._at = now + delay * (0.75 + 0.5 * spread(self.name, self._tries))
         self._tries += 1
 
     def answered(self, now: float) -> None:
-        """The peer moves: delays are short again."""
+        """Record an answer at ``now``: the next try comes after the first, short delay."""
         self._tries = 0
-        self.said(now)
+        self.sent(now)
 
     def unsent(self, now: float) -> None:
-        """The message never left this process: it does not count as a try."""
+        """Record that the message never left this process: try again soon, and do not count this try."""
         self._tries = 0
         self._at = now + UNSENT_S * (0.75 + 0.5 * spread(self.name, 0))
 
     def reset(self) -> None:
-        """The message is due at once."""
+        """Make the message due at once, and count its tries from 0."""
         self._tries, self._at = 0, 0.0

@@ -1,4 +1,4 @@
-"""What a client session hears of its trainer, and what it asks its shell to do beside sending."""
+"""Events that a trainer gives its client session, and effects that the session asks its shell to perform."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from streampack.core.protocol.trainer_messages import AskState, Attached, Commit
 
 
 class Returned(Event, frozen=True):
-    """The trainer has returned every step before ``step``."""
+    """The trainer is done with every step before ``step``."""
 
     step: int
 
 
 class Begin(Event, frozen=True):
-    """The trainer begins to iterate: at ``next_step`` of a ``round``, with what its checkpoint says of it.
+    """The trainer begins to iterate at ``next_step`` of a ``round``.
 
-    A later one of the same client is of a higher round.
+    The digest of all steps before is ``chain``; ``lineage`` and ``snapshot`` are those of the trainer's checkpoint.
+    Each ``Begin`` of a client has a higher round than the last.
     """
 
     next_step: int = 0
@@ -28,51 +29,51 @@ class Begin(Event, frozen=True):
 
 
 class Again(Event, frozen=True):
-    """Begin the feed again, at its first step."""
+    """The trainer begins the next round, at the first step of the feed."""
 
 
 class Damaged(Event, frozen=True):
-    """A message of the broker came damaged, and was dropped."""
+    """The shell has dropped a damaged message of the broker."""
 
 
 class Waiting(Event, frozen=True):
-    """The trainer begins to wait, for a step or an answer, or has what it waited for."""
+    """The trainer begins to wait for a step or an answer (``on``), or its wait has ended."""
 
     on: bool
 
 
 class Ask(Event, frozen=True):
-    """Ask the broker, one question at a time, for as long as the trainer waits."""
+    """The trainer asks the broker for a state or a commit; one question at a time, repeated while the trainer waits."""
 
     message: AskState | Commit
 
 
 class Detach(Event, frozen=True):
-    """The client is closed."""
+    """The trainer has closed the client."""
 
 
 class Deliver(Effect, frozen=True):
-    """A whole step: its parts in order, each with its payload; ``attached`` says how to read them."""
+    """Give the trainer a whole step: its ``parts`` in order, with payloads, decoded as ``attached`` says."""
 
     parts: tuple[Envelope, ...]
     attached: Attached
 
 
 class Ended(Effect, frozen=True):
-    """No step follows; ``chain`` is the digest of all."""
+    """Tell the trainer that the feed has ended after ``num_steps`` steps; ``chain`` is the digest of all."""
 
     num_steps: int
     chain: bytes
 
 
 class Answered(Effect, frozen=True):
-    """What the broker says to what was asked."""
+    """Give the trainer the broker's answer to its question."""
 
     message: State | Committed
 
 
 class Broken(Effect, frozen=True):
-    """The session cannot go on: ``code`` for the kind, ``detail`` for a person."""
+    """Raise an error in the trainer: ``code`` is its kind, ``detail`` its text. The session is over."""
 
     code: str
     detail: str

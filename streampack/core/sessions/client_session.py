@@ -1,22 +1,22 @@
 """A client's side of the protocol, as a pure state machine: ``handle(event) -> effects``.
 
-It attaches, asks for ``prefetch`` steps beyond the one in use, puts the parts of each together,
-and delivers whole steps in order. Everything it says is a state ("steps 7 to 9, I have returned
-7") and is repeated until it holds, later each time, so nothing depends on a message arriving. It pings from the
-moment it is answered, whatever it wants: a rank that has everything must still notice a new broker,
-and one that waits for the others must not be taken for dead.
+The session attaches to the broker and requests the step in use and ``prefetch`` steps after it. It puts the parts of
+each step together, and delivers whole steps in order. Every message states what holds ("send steps 7 to 9, I am done
+with 6"). It is repeated until it is answered, later each time, so that a lost message does no harm. After the first
+answer the session pings all the time. So a rank that has every step notices a new broker, and the broker knows that a
+rank which waits for the others is alive.
 
-The session asks for a part again only when the part is proven lost, never because time has passed: connections keep
-the order of messages, so a part before its turn proves it, and so does a Wait or End that says what was sent before.
-A new connection is a new Attach, which begins again at the first part that is missing. The session confirms parts as
-they arrive, because the broker sends only so many bytes ahead.
+Time alone never makes the session request a part again; it needs proof that the part was lost. Connections keep the
+order of messages. So a part that comes before its turn is such a proof. A ``Wait`` or ``End`` is one if it says that
+the broker has sent more than has arrived. After a new connection, the session attaches anew and begins at the first
+missing part. It confirms parts as they arrive, because the broker limits the bytes that are sent and not confirmed.
 
-It may take its rank first, and ``Begin`` later, at the step that a checkpoint names: until then it is not ready,
-holds nobody up and is sent no steps. ``Begin`` and ``Again`` also begin the next *round*, over a finite feed or where
-an iteration is broken off: it attaches anew and waits until every rank of the mesh has asked for that round. What
-comes of an earlier one is not taken.
+A session may take its rank first, and get its first step later (``Begin``), from a checkpoint. Until then it gets
+no steps, and the other ranks do not wait for it. Both ``Begin`` and ``Again`` also begin the next *round*, the next
+iteration over the feed. The session attaches anew, and waits until every rank of the mesh has asked for that round.
+It ignores messages of earlier rounds.
 
-A question (``Ask``) is repeated until it is answered, whatever becomes of the attachment meanwhile.
+A question (``Ask``) is repeated until it is answered, also while the session attaches anew.
 """
 
 from __future__ import annotations
@@ -66,16 +66,17 @@ from streampack.core.sessions.patience import Patience
 from streampack.core.stats.data_wait import Starvation, cause_of
 
 PING_S = 1.0
-"""Between pings, until the broker says another interval."""
+"""Seconds between pings, until the broker sets another interval."""
 RETRY_S = 2.0
-"""A message without an answer is repeated after so long, then later each time."""
+"""Seconds after which a message without an answer is repeated; each further delay is longer."""
 MOST_RETRY_S = 8.0
+"""Longest of these delays, in seconds."""
 MOST_AHEAD = 64
-"""Steps that a broker has ready at most, beyond those returned (``steps_ahead``): others are not kept."""
-GONE_S = 5.0
-"""A broker that does not answer for so long is reported as silent; intervals between pings at least."""
-SAID_S = 2.5
-"""Intervals between pings for which a Wait holds: the broker repeats it in each."""
+"""Most steps beyond the returned ones that a broker sends (``steps_ahead``); parts of later steps are ignored."""
+GONE_PINGS = 5.0
+"""Intervals between pings without a message, after which the broker is reported as silent."""
+WAIT_PINGS = 2.5
+"""Intervals between pings for which a ``Wait`` holds; the broker repeats it in each interval."""
 
 
 class ClientPhase(Enum):
@@ -111,7 +112,7 @@ _ANSWERED = {
     ClientPhase.ENDED_ATTACHING: ClientPhase.ENDED,
 }
 """The phase that follows an ``Attached``."""
-_LOST = {
+_UNKNOWN = {
     ClientPhase.CLAIMING: ClientPhase.CLAIMING,
     ClientPhase.HOLDING: ClientPhase.CLAIMING,
     ClientPhase.ATTACHING: ClientPhase.ATTACHING,
@@ -119,13 +120,14 @@ _LOST = {
     ClientPhase.ENDED: ClientPhase.ENDED_ATTACHING,
     ClientPhase.ENDED_ATTACHING: ClientPhase.ENDED_ATTACHING,
 }
-"""The phase that follows where the broker does not know this client any more."""
+"""The phase that follows if the broker does not know this client any more."""
 
 
 class _Assembly(Struct):
+    """The parts of one step that have arrived, by number; every part below ``upto`` has."""
+
     parts: dict[int, Envelope]
     upto: int = 0
-    """Every part before is there."""
 
     def add(self, part: int, envelope: Envelope) -> None:
         self.parts[part] = envelope
@@ -135,7 +137,19 @@ class _Assembly(Struct):
 
 @dataclass(slots=True)
 class ClientSession:
-    """State of one reader; ``next_step`` is where it begins, unless it is not ``ready`` before it is told to."""
+    """State of the reader of one rank.
+
+    Attributes:
+        next_step: The first step to read.
+        chain: Digest of all steps before the next one that is delivered.
+        round: Number of the iteration over the feed.
+        ready: False if the first step is not known yet, and comes with ``Begin``.
+        lineage, snapshot: Lineage and snapshot of the checkpoint at which the session begins.
+        attached: The broker's answer, which says how to read steps; None before it.
+        wait: Cause of the wait for the next step, as the broker reports it.
+        reached: True if the broker has answered at least once.
+        num_skipped: Steps that the run's record marks as skipped, and that were not delivered.
+    """
 
     run: int
     feed: str
@@ -159,11 +173,8 @@ class ClientSession:
     stats: dict[str, float] = field(default_factory=dict)
     starvation: Starvation | None = None
     wait: Wait | None = None
-    """Cause of the wait for the next step, as the broker reports it."""
     reached: bool = False
-    """The broker has answered at least once."""
     num_skipped: int = 0
-    """Steps that were passed over, as the run's record says."""
     _now: float = 0.0
     _ping_at: float = 0.0
     _num_pings: int = 0
@@ -174,16 +185,20 @@ class ClientSession:
     _get_again: Backoff = field(init=False)
     _ask_again: Backoff = field(init=False)
     _have_upto: int = 0
+    """Every step before has arrived."""
     _done_upto: int = 0
+    """The trainer is done with every step before."""
     _going_on: int = -1
+    """Lineage in which this reader was attached since it began; -1 if it was not."""
     _resend: int = 0
+    """Number of the last request to send again."""
     _next: tuple[int, int] = (0, 0)
-    """(step, part) that comes next of those that are sent for this ``_resend``."""
+    """(step, part) that is expected next of the parts that answer request ``_resend``."""
     _unconfirmed_bytes: int = 0
     _assembling: dict[int, _Assembly] = field(default_factory=dict)
     _chains: dict[int, bytes] = field(default_factory=dict)
     _skipped: set[int] = field(default_factory=set)
-    _asked: AskState | Commit | None = None
+    _question: AskState | Commit | None = None
     _num_steps: int | None = None
     phases: Phases[ClientPhase] = field(init=False)
 
@@ -198,7 +213,7 @@ class ClientSession:
         self._chains[self.next_step] = self.chain
 
     def handle(self, event: Event) -> list[Effect]:
-        """Return what to do about an event."""
+        """Return the effects of an event, for the shell to perform."""
         if self.phase is ClientPhase.OVER and not isinstance(event, Detach):
             return []
         if isinstance(event, Tick):
@@ -206,15 +221,15 @@ class ClientSession:
         if isinstance(event, FromBroker):
             return self._receive(event.envelope)
         if isinstance(event, Returned):
-            self._returned(event.step)
-            return self._get()
+            self._count_returned(event.step)
+            return self._request_steps()
         if isinstance(event, Begin):
-            return self._begin(event)
+            return self._begin_round(event)
         if isinstance(event, Again):
-            return self._begin(Begin(round=self.round + 1))
+            return self._begin_round(Begin(round=self.round + 1))
         if isinstance(event, Waiting):
-            self.patience.wants(event.on)
-            self._asked = self._asked if event.on else None
+            self.patience.trainer_waits(event.on)
+            self._question = self._question if event.on else None
             return []
         if isinstance(event, Unsent):
             self._unsent(event.envelope.message)
@@ -222,10 +237,10 @@ class ClientSession:
         if isinstance(event, Damaged):
             return self._ping() if self.reached else []  # the answer shows what is missing
         if isinstance(event, Ask):
-            self._asked = event.message
+            self._question = event.message
             self._ask_again.reset()
-            self.patience.asks()
-            return self._ask()
+            self.patience.question_asked()
+            return self._send_question()
         if isinstance(event, Detach):
             self.phases.go(ClientPhase.OVER)
             return [self._send(Bye(reason="goodbye"))]
@@ -233,19 +248,19 @@ class ClientSession:
 
     @property
     def phase(self) -> ClientPhase:
-        """Phase of the session."""
+        """The session's phase now."""
         return self.phases.now
 
     @property
     def _begun(self) -> bool:
-        """Whether the trainer has set its first step."""
+        """True if the trainer has set its first step."""
         return self.phase not in (ClientPhase.CLAIMING, ClientPhase.HOLDING)
 
     def waiting_for(self) -> str:
         """Return a text that names what the next step waits for."""
         if not self.reached:
             return "an answer of the broker"
-        if self.patience.silent_s > GONE_S * self._ping_s:
+        if self.patience.silent_s > GONE_PINGS * self._ping_s:
             return f"the broker, silent for {self.patience.silent_s:.0f} s"
         if self.wait is None:
             return f"step {self._have_upto}"
@@ -253,7 +268,7 @@ class ClientSession:
 
     def waits_for_batch(self) -> bool:
         """Return whether the next step waits only for a pushing program to end its batch."""
-        heard = self.reached and self.patience.silent_s <= GONE_S * self._ping_s
+        heard = self.reached and self.patience.silent_s <= GONE_PINGS * self._ping_s
         return heard and self.wait is not None and self.wait.batch
 
     @property
@@ -263,7 +278,7 @@ class ClientSession:
         The cause is the broker's last report; it is ``network`` if part of the step has come since, or the broker is
         silent.
         """
-        if self.wait is None or self.patience.silent_s > SAID_S * self._ping_s:
+        if self.wait is None or self.patience.silent_s > WAIT_PINGS * self._ping_s:
             return "network", None
         return cause_of(self.wait.reason), self.wait.stream if self.wait.reason == "stream" else None
 
@@ -272,25 +287,26 @@ class ClientSession:
     def _tick(self, now: float) -> list[Effect]:
         self._now = now
         self.patience.tick(now)
-        if self.reached and (why := self.patience.over()):
-            return self._break("stall", why)
+        if self.reached and (why := self.patience.reason_to_stop()):
+            return self._fail("stall", why)
         effects: list[Effect] = []
         if not self.phase.attached and self._attach_again.due(now):
             effects.append(self._attach())
-        if self._asked is not None and self._ask_again.due(now):
-            effects += self._ask()
-        return effects + self._keep_up(now)
+        if self._question is not None and self._ask_again.due(now):
+            effects += self._send_question()
+        return effects + self._ping_and_request(now)
 
-    def _keep_up(self, now: float) -> list[Effect]:
-        """Say that it is alive, and what it still wants."""
+    def _ping_and_request(self, now: float) -> list[Effect]:
+        """Send a ping, and repeat the request for steps, where they are due."""
         effects: list[Effect] = []
         if self.reached and now >= self._ping_at:
             effects += self._ping()
-        if self.phase.attached and self._wants() and self._get_again.due(now):
-            effects += self._get(repeated=True)
+        if self.phase.attached and self._wants_steps() and self._get_again.due(now):
+            effects += self._request_steps(repeated=True)
         return effects
 
     def _ping(self) -> list[Effect]:
+        """Send a ping, which says how far this reader is, and set the time of the next."""
         self._num_pings += 1
         early = 0.2 * spread(self.reader, self._num_pings) if self._ping_s > PING_S else 0.0  # not all at once
         self._ping_at = self._now + self._ping_s * (1.0 - early)
@@ -309,11 +325,12 @@ class ClientSession:
                 again.unsent(self._now)
 
     def _receive(self, envelope: Envelope) -> list[Effect]:
+        """Handle a message, unless an older broker or another run sent it; adopt a newer broker."""
         self.run = self.run or envelope.run
         if envelope.run != self.run or envelope.epoch < self.epoch:
             return []
         self.reached = True
-        self.patience.heard()
+        self.patience.broker_heard()
         if envelope.epoch > self.epoch:
             restarted, self.epoch = self.epoch > 0, envelope.epoch
             self.attempt = 0
@@ -323,35 +340,36 @@ class ClientSession:
         if isinstance(message, Attached):
             return self._on_attached(envelope.fence, message)
         if isinstance(message, Reject):
-            return self._break(message.code, message.detail)
+            return self._fail(message.code, message.detail)
         if isinstance(message, Who):
             return self._reattach() if self._now - self._attached_at >= RETRY_S / 4 else []
         if isinstance(message, Bye):
-            return self._break("stopped", message.reason)
+            return self._fail("stopped", message.reason)
         if isinstance(message, Fenced):
-            return self._break("fenced", message.detail)
+            return self._fail("fenced", message.detail)
         if isinstance(message, Probe):
             return self._ping()
         if isinstance(message, AskSnapshot):
-            return self._bring(message)
+            return self._send_snapshot(message)
         if isinstance(message, State | Committed):
-            return self._answer(message)
+            return self._on_answer(message)
         if envelope.fence != self.attempt and self.phase.attached:
             return []
         if isinstance(message, Wait):
             self.wait = message
-            self.patience.told(message.reason == "join", message.detail)
+            self.patience.broker_waits(message.reason == "join", message.detail)
             if message.reason == "join":
                 self._ping_s = message.ping_s
                 return []
-            return self._lost(message.resend, message.step, message.part)
+            return self._on_sent_upto(message.resend, message.step, message.part)
         if not self.phase.attached or not self._begun:
             return []
         if isinstance(message, StepPart):
-            return self._part(envelope, message)
-        return self._end(message) if isinstance(message, End) else []
+            return self._on_part(envelope, message)
+        return self._on_end(message) if isinstance(message, End) else []
 
     def _on_attached(self, attempt: int, message: Attached) -> list[Effect]:
+        """Take the broker's answer to ``Attach``: this reader has its rank in ``attempt``."""
         if message.reader != self.reader or message.round != self.round:
             return []
         if self._begun and not attempt:  # late: the answer to a claim that was not ready
@@ -359,26 +377,26 @@ class ClientSession:
         if self.phase.attached and attempt <= self.attempt:
             return []
         if self.phase.attached:
-            self.phases.go(_LOST[self.phase])
+            self.phases.go(_UNKNOWN[self.phase])
         self.attempt, self.attached = attempt, message
         self.phases.go(_ANSWERED[self.phase])
         self._going_on = message.lineage if self._begun else -1
         self._ping_s = message.ping_s
         self._ping_at = min(self._ping_at, self._now + self._ping_s)
-        return self._from_missing()
+        return self._request_missing()
 
-    def _from_missing(self) -> list[Effect]:
-        """Request all parts again from the first missing one."""
+    def _request_missing(self) -> list[Effect]:
+        """Ask the broker to send every part again from the first missing one on."""
         self._resend += 1
         self._next = self._have
-        return self._get()
+        return self._request_steps()
 
-    def _lost(self, resend: int, step: int, part: int = 0) -> list[Effect]:
-        """Request lost parts again. The broker had sent all before ``part`` of ``step`` for the Get of ``resend``."""
+    def _on_sent_upto(self, resend: int, step: int, part: int = 0) -> list[Effect]:
+        """Request lost parts again: for request ``resend``, the broker has sent all before ``part`` of ``step``."""
         if not self.phase.attached or not self._begun or resend != self._resend:
             return []
         self._get_again.answered(self._now)
-        return self._from_missing() if (step, part) > max(self._next, self._have) else []
+        return self._request_missing() if (step, part) > max(self._next, self._have) else []
 
     @property
     def _have(self) -> tuple[int, int]:
@@ -386,14 +404,15 @@ class ClientSession:
         assembly = self._assembling.get(self._have_upto)
         return self._have_upto, assembly.upto if assembly is not None else 0
 
-    def _part(self, envelope: Envelope, message: StepPart) -> list[Effect]:
+    def _on_part(self, envelope: Envelope, message: StepPart) -> list[Effect]:
+        """Take a part of a step, and deliver the steps that are complete with it."""
         if message.step >= self._done_upto + MOST_AHEAD or message.part >= max(message.parts, 1):
             return []  # what no broker sends
         in_turn = self._in_turn(message)
         if message.step < self._have_upto:
             return []
         self.wait = None
-        self.patience.told(joining=False)
+        self.patience.broker_waits(joining=False)
         self._get_again.answered(self._now)
         self._unconfirmed_bytes += sum(len(frame) for frame in envelope.payload)
         assembly = self._assembling.setdefault(message.step, _Assembly({}))
@@ -414,13 +433,13 @@ class ClientSession:
             else:
                 self._skipped.add(first.step)
                 self.num_skipped += 1
-        self._returned(done_upto)
+        self._count_returned(done_upto)
         assert self.attached is not None
         if not in_turn:
-            effects += self._from_missing()
+            effects += self._request_missing()
         elif self._done_upto > done_upto or self._unconfirmed_bytes >= self.attached.ack_bytes:
-            effects += self._get()
-        return effects + self._finished()
+            effects += self._request_steps()
+        return effects + self._end_round_if_complete()
 
     def _in_turn(self, message: StepPart) -> bool:
         """Return whether all parts that were sent before this one have arrived."""
@@ -431,8 +450,8 @@ class ClientSession:
         self._next = (message.step + 1, 0) if last else (message.step, message.part + 1)
         return found
 
-    def _returned(self, upto: int) -> None:
-        """Count steps before ``upto`` as returned, and the skipped steps that follow."""
+    def _count_returned(self, upto: int) -> None:
+        """Record that the trainer is done with the steps before ``upto``, and with skipped steps that follow them."""
         before, self._done_upto = self._done_upto, max(self._done_upto, upto)
         while self._done_upto in self._skipped:
             self._skipped.remove(self._done_upto)
@@ -440,20 +459,23 @@ class ClientSession:
         for step in range(before, self._done_upto):
             self._chains.pop(step, None)
 
-    def _answer(self, message: State | Committed) -> list[Effect]:
-        asked = self._asked
+    def _on_answer(self, message: State | Committed) -> list[Effect]:
+        """Give the trainer the answer to its question; drop any other answer."""
+        asked = self._question
         if asked is None or asked.step != message.step or isinstance(asked, Commit) != isinstance(message, Committed):
             return []
         if isinstance(message, State) and self._chains.get(message.step, b"") not in (b"", message.chain):
-            return self._break("diverged", f"the broker has other steps before {message.step} than were read here")
-        self._asked = None
+            return self._fail("diverged", f"the broker has other steps before {message.step} than were read here")
+        self._question = None
         return [Answered(message)]
 
-    def _end(self, message: End) -> list[Effect]:
+    def _on_end(self, message: End) -> list[Effect]:
+        """Record the number of the feed's steps, and end the round if all have arrived."""
         self._num_steps = message.num_steps
-        return self._finished() + self._lost(message.resend, message.num_steps)
+        return self._end_round_if_complete() + self._on_sent_upto(message.resend, message.num_steps)
 
-    def _finished(self) -> list[Effect]:
+    def _end_round_if_complete(self) -> list[Effect]:
+        """Tell the trainer that the feed has ended, once all of its steps have arrived."""
         if self._num_steps is None or self._have_upto < self._num_steps:
             return []
         if self.phase is ClientPhase.ENDED:
@@ -461,7 +483,8 @@ class ClientSession:
         self.phases.go(ClientPhase.ENDED)
         return [Ended(self._num_steps, self.chain)]
 
-    def _begin(self, place: Begin) -> list[Effect]:
+    def _begin_round(self, place: Begin) -> list[Effect]:
+        """Begin the round of a ``Begin`` at its first step, and attach for it."""
         self.round = place.round
         self.phases.go(ClientPhase.ATTACHING)
         self.lineage, self.snapshot = place.lineage, place.snapshot
@@ -473,14 +496,16 @@ class ClientSession:
         self._num_steps = None
         return self._reattach()
 
-    # What goes out
+    # Messages to the broker
 
-    def _wants(self) -> bool:
+    def _wants_steps(self) -> bool:
+        """Return whether fewer steps have arrived than ``prefetch`` asks for."""
         return self.phase is ClientPhase.READING and self._have_upto < self._done_upto + self.prefetch + 1
 
     def _attach(self) -> Effect:
+        """Return the effect that asks the broker for this reader's rank."""
         self._attached_at = self._now
-        self._attach_again.said(self._now)
+        self._attach_again.sent(self._now)
         attach = Attach(
             feed=self.feed, reader=self.reader, host=self.host, pid=self.pid, mesh=self.mesh,
             next_step=self._done_upto, chain=self._chains[self._done_upto], round=self.round, readers=self.readers,
@@ -489,24 +514,26 @@ class ClientSession:
         )  # fmt: skip
         return self._send(attach)
 
-    def _bring(self, asked: AskSnapshot) -> list[Effect]:
-        """Send the snapshot that this reader begins with, if the broker asks for that one."""
+    def _send_snapshot(self, asked: AskSnapshot) -> list[Effect]:
+        """Send the snapshot of this reader's checkpoint, if the broker asks for that one."""
         if self.snapshot is None or asked.digest != self._digest:
             return []
         return [self._send(Brought(feed=self.feed, digest=self._digest, snapshot=self.snapshot))]
 
     def _reattach(self) -> list[Effect]:
+        """Attach anew, and drop the parts of incomplete steps."""
         self.attached = self.wait = None
-        self.phases.go(_LOST[self.phase])
+        self.phases.go(_UNKNOWN[self.phase])
         self._assembling.clear()
         self._attach_again.reset()
         return [self._attach()]
 
-    def _get(self, repeated: bool = False) -> list[Effect]:
+    def _request_steps(self, repeated: bool = False) -> list[Effect]:
+        """Request the steps up to ``prefetch`` beyond the one in use, and confirm the parts that have arrived."""
         if self.attached is None or not self._begun:
             return []
         self._unconfirmed_bytes = 0
-        (self._get_again.said if repeated else self._get_again.answered)(self._now)
+        (self._get_again.sent if repeated else self._get_again.answered)(self._now)
         step, part = self._have
         get = Get(
             feed=self.feed, lineage=self.attached.lineage, start=step, part=part,
@@ -514,12 +541,13 @@ class ClientSession:
         )  # fmt: skip
         return [self._send(get)]
 
-    def _ask(self) -> list[Effect]:
-        assert self._asked is not None
-        self._ask_again.said(self._now)
-        return [self._send(self._asked)]
+    def _send_question(self) -> list[Effect]:
+        assert self._question is not None
+        self._ask_again.sent(self._now)
+        return [self._send(self._question)]
 
-    def _break(self, code: str, detail: str) -> list[Effect]:
+    def _fail(self, code: str, detail: str) -> list[Effect]:
+        """End the session with an error in the trainer."""
         self.phases.go(ClientPhase.OVER)
         return [Broken(code, detail)]
 

@@ -1,9 +1,9 @@
-"""How long a trainer waits before it is told that nothing will come: long for what heals by itself, never for ever.
+"""How long a trainer waits before it gets an error: long for faults that heal by themselves, but never forever.
 
-Three things end a wait: the broker was not heard for ``stall_s``, ranks of the mesh have not joined for
-``join_s``, a question was not answered in ``answer_s``. A broker that is alive and says which stream it waits for
-ends none. Time counts by ticks, none of them as more than a second: a process that was stopped and wakes up hours
-later has not waited.
+A wait ends with an error after ``stall_s`` without a message of the broker. It also ends after ``join_s`` in which
+ranks have not joined, and ``answer_s`` after a question without an answer. A trainer waits without limit while the
+broker reports the stream that it waits for. A tick counts as at most a second, so that time in which the process was
+stopped is no wait.
 """
 
 from __future__ import annotations
@@ -15,52 +15,62 @@ _TICK_S = 1.0
 
 @dataclass(slots=True)
 class Patience:
-    """Seconds that have passed of each wait, None where there is none."""
+    """The seconds that a trainer has waited, and their limits.
+
+    Attributes:
+        stall_s: Limit of a wait without a message of the broker.
+        join_s: Limit of a wait for ranks to join.
+        answer_s: Limit of a wait for the answer to a question.
+        silent_s: Seconds since the broker's last message, or since the start.
+    """
 
     stall_s: float = 300.0
     join_s: float = 300.0
     answer_s: float = 60.0
     silent_s: float = 0.0
-    """Since the broker was heard, or since the start."""
+    _waiting_s: float | None = None
+    """Seconds that the trainer has waited for a step or an answer; None while it does not wait."""
     _asking_s: float | None = None
-    _wanting_s: float | None = None
+    """Seconds since the trainer's question, if it waits for the answer."""
     _joining_s: float | None = None
+    """Seconds that the broker has waited for ranks to join, if it does."""
     _missing: str = ""
+    """Names of the ranks that have not joined."""
     _now: float = 0.0
 
     def tick(self, now: float) -> None:
-        """Time passes."""
+        """Add the seconds since the last tick, at most 1, to every wait that runs."""
         passed, self._now = min(now - self._now, _TICK_S), now
         self.silent_s += passed
-        if self._wanting_s is not None:
-            self._wanting_s += passed
+        if self._waiting_s is not None:
+            self._waiting_s += passed
             self._joining_s = None if self._joining_s is None else self._joining_s + passed
             self._asking_s = None if self._asking_s is None else self._asking_s + passed
 
-    def heard(self) -> None:
-        """The broker has said anything."""
+    def broker_heard(self) -> None:
+        """Record a message of the broker: its silence counts from 0 again."""
         self.silent_s = 0.0
 
-    def wants(self, waiting: bool) -> None:
-        """A trainer begins to wait, or has what it waited for."""
-        self._wanting_s = 0.0 if waiting else None
+    def trainer_waits(self, waiting: bool) -> None:
+        """Record that the trainer begins to wait (``waiting``), or that its wait has ended."""
+        self._waiting_s = 0.0 if waiting else None
         self._joining_s = None if self._joining_s is None else 0.0
         self._asking_s = self._asking_s if waiting else None
 
-    def asks(self) -> None:
-        """The trainer has asked something, and waits until it has its answer."""
+    def question_asked(self) -> None:
+        """Record a question of the trainer: its wait for the answer begins."""
         self._asking_s = 0.0
 
-    def told(self, joining: bool, detail: str = "") -> None:
-        """What the broker waits for: ranks that have yet to join (``detail`` names them), or something else."""
+    def broker_waits(self, joining: bool, detail: str = "") -> None:
+        """Record whether the broker waits for ranks to join, named by ``detail``, or for something else."""
         self._missing = detail
         self._joining_s = (self._joining_s or 0.0) if joining else None
 
-    def over(self) -> str:
-        """Why it is no use to wait any longer; empty if it is."""
-        if self._wanting_s is None:
+    def reason_to_stop(self) -> str:
+        """Return why the trainer should stop waiting, as an error text; empty while it may wait."""
+        if self._waiting_s is None:
             return ""
-        if min(self._wanting_s, self.silent_s) > self.stall_s:
+        if min(self._waiting_s, self.silent_s) > self.stall_s:
             return (
                 f"got no word of the broker for {self.silent_s:.0f} s, expected one within {self.stall_s:g} s: "
                 f"is it running, or stopped? (stall_timeout_s)"

@@ -1,9 +1,9 @@
-"""What every producer does alike, whether it reads its samples (``producer_session``) or they are pushed to it
-(``push_session``): make itself known to the broker, and send no further than it was allowed.
+"""The part that both kinds of producer share: hello, pings, and the limits of credit.
 
-It says hello until it has a lease, pings from its main loop whatever it does, and follows the newest broker of its
-run: what an older one said is dropped, and what a new one does not know is said again. How far it may send is a
-``SendWindow``, of one session of one partition. What a chunk holds is the shell's business.
+One kind reads its samples (``producer_session``), the other gets them from a program (``push_session``). A producer
+repeats its hello until it has a lease, and pings all the time. It follows the newest broker of its run: it drops
+messages of older ones, and says hello to a new one. A ``SendWindow`` limits what it sends in a session of a partition.
+Producers do not know what a chunk's payload holds; that is up to the shell.
 """
 
 from __future__ import annotations
@@ -22,20 +22,33 @@ from streampack.core.protocol.producer_messages import Flow, Hello, Lease, Offer
 from streampack.core.sessions.backoff import Backoff
 
 PING_S = 1.0
+"""Seconds between pings."""
 HELLO_S = 1.0
 MOST_HELLO_S = 4.0
-"""A Hello without a lease is repeated after ``HELLO_S``, then later each time, up to this."""
+"""A producer without a lease repeats its hello after ``HELLO_S`` seconds, then later each time, up to this."""
 BROKER_SILENT_S = 5.0
 """Seconds without a message of the broker after which a producer reports that it waits for the broker."""
 PartitionKey = tuple[str, int]
 """(stream, partition)."""
 Session = tuple[int, int]
-"""(broker's epoch, session): every broker counts its sessions from 1."""
+"""(epoch of the broker, number of the session): every broker counts its sessions from 1."""
 
 
 class Chunk(Event, frozen=True):
-    """Samples to be sent as one: ``payload`` is the tokens and every field; ``num_bytes`` of those by token. With
-    ``keep`` they are a group. ``policy_version`` is that of all of them.
+    """Samples that are sent in one message.
+
+    Attributes:
+        session: The session of the lease for which the shell read them.
+        lengths_u32, crcs_u32, loss_tokens_u32: Tokens, checksum and loss tokens of each sample: little-endian uint32.
+        num_bytes: Bytes of the tokens and of the fields that have a value for each token; credit counts these.
+        cursor: Place in the source after the last sample.
+        rejected: Number of rejected samples by reason.
+        payload: The tokens and each field, concatenated over the samples.
+        lost_tokens: Tokens that the producer cut from samples.
+        pass_ended: True if a pass over the source ends with these samples.
+        keep: Keep the samples together, in one pack or one step.
+        policy_version: Version of the policy that made the samples.
+        payload_crc: CRC32C of the payload's frames one after another, if known.
     """
 
     key: PartitionKey
@@ -53,22 +66,24 @@ class Chunk(Event, frozen=True):
     keep: Keep | UnsetType = msgspec.UNSET
     policy_version: int | UnsetType = msgspec.UNSET
     payload_crc: int | None = None
-    """CRC32C of the payload's frames one after another, where it is known."""
 
 
 class Failed(Event, frozen=True):
-    """The shell cannot go on; the broker and, through it, the trainers are told why."""
+    """The shell cannot go on. The session tells the broker why (``text``), and the broker tells the trainers."""
 
     text: str
 
 
 class Leave(Event, frozen=True):
-    """The shell was asked to stop."""
+    """The shell is to stop: say goodbye to the broker."""
 
 
 class Finish(Effect, frozen=True):
-    """Nothing is left to do, or the broker refused: ``error`` says so. Code ``done``: the broker wants no more of
-    anybody; ``stopped``: it is stopping.
+    """The session is over; the shell may end.
+
+    Attributes:
+        error: The text of the error; empty after a normal end.
+        code: Kind of the error; ``done`` if the broker needs no more samples, ``stopped`` if it stops.
     """
 
     error: str
@@ -76,35 +91,40 @@ class Finish(Effect, frozen=True):
 
 
 class SendWindow(Struct):
-    """How far one session may send (R6: what is granted is absolute), and what the broker has of it."""
+    """Credit of one session of a partition: absolute limits (R6), and what was sent and received of it."""
 
     known_seq: int
-    """The broker has every sample below."""
-    still_seq: int = 0
-    """What was sent at the last ping."""
+    """The broker has received every sample below this number."""
+    pinged_seq: int = 0
+    """At the last ping, every sample below this number was sent."""
     grant_seq: int = 0
+    """Only samples below this number may be sent."""
     grant_bytes: int = 0
+    """Bytes that may be sent in the session, in all."""
     sent_bytes: int = 0
 
     def widen(self, flow: Flow) -> None:
-        """What the broker says of it; a message that was overtaken takes nothing back."""
+        """Raise the limits to those of a message of the broker; an older message lowers none."""
         self.grant_seq = max(self.grant_seq, flow.grant_seq)
         self.grant_bytes = max(self.grant_bytes, flow.grant_bytes)
         self.known_seq = max(self.known_seq, flow.expected_seq)
 
     def allows(self, stop_seq: int, num_bytes: int) -> bool:
-        """May a chunk be sent that ends before ``stop_seq``?"""
+        """Return whether credit allows a chunk of ``num_bytes`` that ends before sample ``stop_seq``."""
         return stop_seq <= self.grant_seq and self.sent_bytes + num_bytes <= self.grant_bytes
 
     def seems_lost(self, sent_seq: int) -> bool:
-        """Was all below ``sent_seq`` sent a ping ago, and the broker still lacks some of it?"""
-        still, self.still_seq = self.still_seq == sent_seq, sent_seq
+        """Return whether samples seem lost: all below ``sent_seq`` were sent a ping ago, and the broker lacks some.
+
+        Call this once at each ping.
+        """
+        still, self.pinged_seq = self.pinged_seq == sent_seq, sent_seq
         return still and sent_seq > self.known_seq
 
 
 @dataclass(slots=True, kw_only=True)
 class Sender(ABC):
-    """One process that sends samples, to whichever broker its run has."""
+    """State that both kinds of producer share: one process that sends samples to the newest broker of its run."""
 
     run: int
     producer: str
@@ -112,7 +132,7 @@ class Sender(ABC):
     pid: int
     epoch: int = 0
     sizes: dict[str, SourceSize] = field(default_factory=dict)
-    """What is known of its streams' sources, for the pings."""
+    """Size of each stream's source, as far as it is known; pings carry it."""
     _now: float = 0.0
     _last_ping: float = -PING_S
     _last_hello: float = -HELLO_S
@@ -124,7 +144,7 @@ class Sender(ABC):
         self._hello_next = Backoff(self.producer, HELLO_S, MOST_HELLO_S)
 
     def handle(self, event: Event) -> list[Effect]:
-        """What to do about an event; never performs it."""
+        """Return the effects of an event, for the shell to perform."""
         if self._finished:
             return []
         if isinstance(event, Unsent):
@@ -140,59 +160,61 @@ class Sender(ABC):
         if isinstance(event, Leave):
             self._finished = True
             return [self._send(Bye(reason="goodbye")), Finish("")]
-        return self._given(event)
+        return self._handle_own(event)
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the broker was last heard, by the ticks."""
+        """Seconds, by ticks, since the last message of the broker."""
         return self._now - (self._last_heard if self._last_heard is not None else 0.0)
 
     @property
     def reached(self) -> bool:
-        """The broker has answered at least once."""
+        """True if the broker has answered at least once."""
         return self._last_heard is not None
 
-    # What each kind adds
+    # Each kind of producer has its own
 
     @property
     @abstractmethod
     def _offered(self) -> list[Offer]:
-        """What it says hello with."""
+        """Streams that the hello offers."""
 
     @property
     @abstractmethod
     def _has_lease(self) -> bool:
-        """Is there a session to send in?"""
+        """True if the producer holds a lease."""
 
     @abstractmethod
-    def _given(self, event: Event) -> list[Effect]:
-        """An event of its own shell."""
+    def _handle_own(self, event: Event) -> list[Effect]:
+        """Handle an event that only this kind of producer has, such as a chunk or an end."""
 
     @abstractmethod
-    def _heard(self, message: Message, fence: int) -> list[Effect]:
-        """A message of the broker that it follows."""
+    def _handle_message(self, message: Message, fence: int) -> list[Effect]:
+        """Handle a message of the current broker, of session number ``fence``."""
 
     @abstractmethod
     def _forget_sessions(self) -> list[Effect]:
-        """They were another broker's."""
+        """Drop the leases of the previous broker."""
 
     @abstractmethod
-    def _remind_all(self) -> list[Effect]:
-        """Say again what the broker seems not to know."""
+    def _repeat_unconfirmed(self) -> list[Effect]:
+        """Repeat messages that the broker may have missed."""
 
-    # What all do
+    # All producers share
 
     def _tick(self, now: float) -> list[Effect]:
+        """Send a hello and a ping when they are due."""
         self._now = now
         effects: list[Effect] = []
         if not self._has_lease and self._hello_next.due(now):
             effects.append(self._hello())
         if now - self._last_ping >= PING_S:
             self._last_ping = now
-            effects += [self._send(ProducerPing(producer=self.producer, sizes=self.sizes)), *self._remind_all()]
+            effects += [self._send(ProducerPing(producer=self.producer, sizes=self.sizes)), *self._repeat_unconfirmed()]
         return effects
 
     def _receive(self, envelope: Envelope) -> list[Effect]:
+        """Handle a message, unless an older broker or another run sent it; adopt a newer broker."""
         self.run = self.run or envelope.run
         if envelope.run != self.run or envelope.epoch < self.epoch:
             return []
@@ -205,19 +227,20 @@ class Sender(ABC):
             known, self.epoch = self.epoch, envelope.epoch
             if known:
                 effects += [Report("info", "the broker was restarted"), self._hello()]
-        return effects + self._heard(envelope.message, envelope.fence)
+        return effects + self._handle_message(envelope.message, envelope.fence)
 
     def _hello(self) -> Effect:
+        """Return the effect that sends a hello."""
         self._last_hello = self._now
-        self._hello_next.said(self._now)
+        self._hello_next.sent(self._now)
         return self._send(Hello(producer=self.producer, host=self.host, pid=self.pid, offers=self._offered))
 
-    def _hello_again(self) -> list[Effect]:
-        """The broker does not know it, or has leased it something that it has not heard of."""
+    def _hello_if_due(self) -> list[Effect]:
+        """Send a hello, unless one was sent just now: the broker does not know this producer, or a lease was lost."""
         return [self._hello()] if self._now - self._last_hello >= HELLO_S / 2 else []
 
     def _send(self, message: Message, session: Session = (0, 0), chunk: Chunk | None = None) -> Send:
-        """A message, with the payload of a chunk."""
+        """Return the effect that sends a message in a session, with a chunk's payload if there is one."""
         payload, crc = ((), None) if chunk is None else (chunk.payload, chunk.payload_crc)
         return Send(
             Envelope(

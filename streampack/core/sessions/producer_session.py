@@ -1,9 +1,9 @@
 """A producer's side of the protocol, as a pure state machine: ``handle(event) -> effects``.
 
-The broker leases partitions and says where each begins. The session asks its shell to read there, holds at most one
-chunk of a partition until the credits allow it, and sends it once. It never sends a chunk again: if something was lost,
-the broker begins a new session at the gap, and the source, which can seek, reads it again. Where nothing follows that
-would show the gap, the session tells the broker how far it has sent. It does not know what a chunk holds.
+The broker leases partitions, and a lease says where to begin. The session asks its shell to read from there (``Read``).
+It holds at most one chunk of a partition until credit allows it, and sends the chunk once. It never sends a chunk
+again. If one is lost, the broker begins a new session at the gap, and the shell reads the samples again. A gap shows
+when the next chunk arrives; if none follows, the session tells the broker how far it has sent (``Sent``).
 
 Each lease is in a ``LeasePhase``; ``LEASE_PHASES`` has the phases that may follow.
 """
@@ -29,14 +29,14 @@ from streampack.core.sessions.producer_base import (
 
 
 class EndOfPartition(Event, frozen=True):
-    """The source has no more for ``Read``."""
+    """The answer to ``Read`` at the end of the partition: there is no further chunk."""
 
     key: PartitionKey
     session: Session
 
 
 class Read(Effect, frozen=True):
-    """Read the next chunk of a lease: answer with ``Chunk`` or ``EndOfPartition``."""
+    """Read the next chunk of a lease, from sample ``seq`` on; answer with ``Chunk`` or ``EndOfPartition``."""
 
     lease: Lease
     session: Session
@@ -44,14 +44,14 @@ class Read(Effect, frozen=True):
 
 
 class Forget(Effect, frozen=True):
-    """The lease is over: close its reader."""
+    """Close the reader of a lease, which is over."""
 
     key: PartitionKey
     session: Session
 
 
 class LeasePhase(Enum):
-    """How far a lease is. ``ended``: nothing more is read or sent but the end."""
+    """The phases of a lease. ``ended``: nothing is read any more, and only the end is sent."""
 
     READING = ("its next chunk is being read", False)
     HOLDING = ("its next chunk waits for credit", False)
@@ -71,20 +71,20 @@ LEASE_PHASES = {
     LeasePhase.SETTLED: frozenset({LeasePhase.OVER}),
     LeasePhase.OVER: frozenset[LeasePhase](),
 }
-"""The phases that may follow each. A chunk is held (``HOLDING``) for no time where the credits allow it."""
+"""The phases that may follow each. A lease passes through ``HOLDING`` even if credit allows the chunk at once."""
 
 
 @dataclass(slots=True)
 class HeldLease:
-    """A partition that is leased, and how far it was read and sent.
+    """A leased partition, and how far it was read and sent.
 
     Attributes:
         lease: The broker's terms.
         session: The session that the lease has begun.
         next_seq: Number of the next sample to send.
-        window: How far may be sent.
+        window: Credit of the session.
         chunk: The chunk that waits for credit.
-        phases: How far the lease is.
+        phases: The phase of the lease, and those before.
     """
 
     lease: Lease
@@ -100,25 +100,26 @@ class HeldLease:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is read or sent but the end."""
+        """True if nothing is read any more, and only the end is sent."""
         return self.phases.now.ended
 
     def close(self, to: LeasePhase) -> None:
-        """Drop the chunk, which nobody wants any more, and enter the phase ``to``."""
+        """Drop the chunk that waits, and enter the phase ``to``."""
         self.chunk = None
         self.phases.go(to)
 
 
 @dataclass(slots=True, kw_only=True)
 class ProducerSession(Sender):
-    """State of one producer process; ``offers`` are the streams that it can read."""
+    """State of one process that reads samples; ``offers`` are the streams that it can read."""
 
     offers: list[Offer]
     held: dict[PartitionKey, HeldLease] = field(default_factory=dict)
     _last_session: dict[PartitionKey, Session] = field(default_factory=dict)
+    """The newest session of each partition so far."""
 
     def waiting_for(self) -> str:
-        """Return a text that says why the producer sends nothing; empty where it sends."""
+        """Return what the producer waits for, as a text; empty if it sends."""
         if self._last_heard is None or self.silent_s > BROKER_SILENT_S:
             return "an answer of the broker"
         if not self.held:
@@ -144,66 +145,70 @@ class ProducerSession(Sender):
     def _has_lease(self) -> bool:
         return bool(self.held)
 
-    def _given(self, event: Event) -> list[Effect]:
+    def _handle_own(self, event: Event) -> list[Effect]:
         if isinstance(event, Chunk):
-            return self._chunk(event)
-        return self._end(event) if isinstance(event, EndOfPartition) else []
+            return self._hold_chunk(event)
+        return self._end_partition(event) if isinstance(event, EndOfPartition) else []
 
     def _forget_sessions(self) -> list[Effect]:
-        effects = [self._forget(key, held) for key, held in self.held.items()]
+        effects = [self._close_lease(key, held) for key, held in self.held.items()]
         self.held.clear()
         return effects
 
-    def _forget(self, key: PartitionKey, held: HeldLease) -> Effect:
-        """End the session of a lease."""
+    def _close_lease(self, key: PartitionKey, held: HeldLease) -> Effect:
+        """End a lease, and return the effect that closes its reader."""
         held.close(LeasePhase.OVER)
         return Forget(key, held.session)
 
-    def _remind_all(self) -> list[Effect]:
-        return [e for held in self.held.values() for e in self._remind(held)]
+    def _repeat_unconfirmed(self) -> list[Effect]:
+        return [e for held in self.held.values() for e in self._repeat_end_or_sent(held)]
 
-    def _heard(self, message: Message, fence: int) -> list[Effect]:
+    def _handle_message(self, message: Message, fence: int) -> list[Effect]:
         if isinstance(message, Lease):
-            return self._lease(message, fence)
+            return self._on_lease(message, fence)
         if isinstance(message, Flow):
-            return self._flow(message, fence)
+            return self._on_flow(message, fence)
         if isinstance(message, Revoke):
-            return self._revoke((message.stream, message.partition), fence)
+            return self._on_revoke((message.stream, message.partition), fence)
         if isinstance(message, Who):
-            return self._hello_again()
-        return self._over(message) if isinstance(message, Reject | Done | Bye) else []
+            return self._hello_if_due()
+        return self._finish(message) if isinstance(message, Reject | Done | Bye) else []
 
-    def _lease(self, lease: Lease, number: int) -> list[Effect]:
+    def _on_lease(self, lease: Lease, number: int) -> list[Effect]:
+        """Begin session ``number`` of a partition, and read its first chunk."""
         key = (lease.stream, lease.partition)
         session = (self.epoch, number)
         if self._last_session.get(key, (0, 0)) >= session:
             return []
         self._last_session[key] = session
         known = self.held.get(key)
-        effects = [self._forget(key, known)] if known is not None else []
+        effects = [self._close_lease(key, known)] if known is not None else []
         self.held[key] = HeldLease(lease, session, lease.first_seq, SendWindow(lease.first_seq))
         return [*effects, Read(lease, session, lease.first_seq)]
 
-    def _flow(self, flow: Flow, number: int) -> list[Effect]:
+    def _on_flow(self, flow: Flow, number: int) -> list[Effect]:
+        """Take the credit of session ``number``, and send the chunk that waits; settle the lease if all is received."""
         held, session = self.held.get((flow.stream, flow.partition)), (self.epoch, number)
         if held is None or held.session != session:
-            return self._hello_again() if held is None or held.session < session else []
+            return self._hello_if_due() if held is None or held.session < session else []
         held.window.widen(flow)
         if not flow.ended:
-            return self._move(held)
+            return self._send_held(held)
         early = not held.ended  # the feed ends before the stream does
         if held.phases.now is not LeasePhase.SETTLED:
             held.close(LeasePhase.SETTLED)
         return [Forget((flow.stream, flow.partition), session)] if early else []
 
-    def _revoke(self, key: PartitionKey, number: int) -> list[Effect]:
+    def _on_revoke(self, key: PartitionKey, number: int) -> list[Effect]:
+        """Give up a lease, if session ``number`` is its session."""
         held, session = self.held.get(key), (self.epoch, number)
         if held is None or held.session != session:
             return []
         del self.held[key]
-        return [self._forget(key, held)]
+        return [self._close_lease(key, held)]
 
-    def _over(self, message: Reject | Done | Bye) -> list[Effect]:
+    def _finish(self, message: Reject | Done | Bye) -> list[Effect]:
+        """End the session: the broker rejects this producer, needs no more samples, or stops."""
         self._finished = True
         if isinstance(message, Reject):
             return [Finish(message.detail, message.code)]
@@ -212,25 +217,27 @@ class ProducerSession(Sender):
             return [Report("info", message.reason), goodbye, Finish("", "stopped")]
         return [goodbye, Finish("", "done")]
 
-    def _chunk(self, chunk: Chunk) -> list[Effect]:
+    def _hold_chunk(self, chunk: Chunk) -> list[Effect]:
+        """Take a chunk that was read for a lease, and send it if credit allows."""
         held = self.held.get(chunk.key)
         if held is None or held.session != chunk.session or held.ended:
             return []
         held.phases.go(LeasePhase.HOLDING)
         held.chunk = chunk
-        return self._move(held)
+        return self._send_held(held)
 
-    def _end(self, event: EndOfPartition) -> list[Effect]:
+    def _end_partition(self, event: EndOfPartition) -> list[Effect]:
+        """Tell the broker that a leased partition has ended."""
         held = self.held.get(event.key)
         if held is None or held.session != event.session or held.ended:
             return []
         held.phases.go(LeasePhase.ENDED)
-        return [self._eos(held)]
+        return [self._end_message(held)]
 
-    # Moving on
+    # Sending
 
-    def _move(self, held: HeldLease) -> list[Effect]:
-        """Send the chunk held if the credits allow it, and read the next."""
+    def _send_held(self, held: HeldLease) -> list[Effect]:
+        """Send the chunk that waits, if credit allows it, and read the next."""
         chunk = held.chunk
         if chunk is None:
             return []
@@ -248,15 +255,15 @@ class ProducerSession(Sender):
         held.phases.go(LeasePhase.READING)
         return [self._send(samples, held.session, chunk), Read(held.lease, held.session, stop)]
 
-    def _remind(self, held: HeldLease) -> list[Effect]:
-        """Repeat what the broker seems not to know: the end, or that all of this was sent."""
+    def _repeat_end_or_sent(self, held: HeldLease) -> list[Effect]:
+        """Repeat the end of a lease until it is confirmed, or report how far samples were sent if some seem lost."""
         if held.ended:
-            return [self._eos(held)] if held.phases.now is LeasePhase.ENDED else []
+            return [self._end_message(held)] if held.phases.now is LeasePhase.ENDED else []
         if not held.window.seems_lost(held.next_seq):
             return []
         stream, partition = held.lease.stream, held.lease.partition
         return [self._send(Sent(stream=stream, partition=partition, next_seq=held.next_seq), held.session)]
 
-    def _eos(self, held: HeldLease) -> Effect:
+    def _end_message(self, held: HeldLease) -> Effect:
         eos = Eos(stream=held.lease.stream, partition=held.lease.partition, total=held.next_seq)
         return self._send(eos, held.session)

@@ -1,9 +1,9 @@
-"""What a pushing producer keeps: samples and ends of batches, in their order, until the broker has them safe.
+"""The buffer of a pushing producer: samples and ends of batches, in order, until they are safe in the broker's log.
 
-Chunks are numbered when they are put in. Each is in one of two queues: those that the broker has been sent in this
-session, or had when it began, and those that wait. A new session moves the border between them. Ends of batches
-stand between samples, and the samples behind the first that is not safe do not go out: no lost message can let them
-into the batch before it. Knows nothing of credits, messages or time.
+A chunk's samples are numbered when the chunk is put in. One queue holds the chunks that the broker
+has, or was sent in this session. The other holds the chunks that wait. A new session moves the border between them.
+A mark is the end of a batch. Samples behind a mark are sent once the mark is safe, so that no lost message can put them
+into the batch before it. The buffer does not know credit, messages or time.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from msgspec import Struct
 from streampack.core.sessions.producer_base import Chunk
 
 CHUNK_BYTES = 1024
-"""What a chunk costs beside its payload, so that tiny ones count too."""
+"""Bytes that a chunk counts beside its payload, so that many tiny chunks fill the buffer, too."""
 
 
-class Kept(Struct, frozen=True):
-    """A chunk and the number of its first sample."""
+class KeptChunk(Struct, frozen=True):
+    """A chunk, the number of its first sample, and its size in bytes of the buffer."""
 
     base_seq: int
     chunk: Chunk
@@ -29,11 +29,12 @@ class Kept(Struct, frozen=True):
 
     @property
     def stop_seq(self) -> int:
+        """Number of the first sample after the chunk."""
         return self.base_seq + self.chunk.num_samples
 
 
 class KeptMark(Struct, frozen=True):
-    """The end of batch ``batch``, before sample ``seq``."""
+    """The end of batch ``batch``, before sample ``seq``; ``number`` counts the marks of the partition."""
 
     number: int
     seq: int
@@ -41,7 +42,7 @@ class KeptMark(Struct, frozen=True):
 
 
 def size_of(chunk: Chunk) -> int:
-    """Bytes of the buffer that a chunk takes."""
+    """Return the bytes that a chunk takes in the buffer."""
     columns = len(chunk.lengths_u32) + len(chunk.crcs_u32) + len(chunk.loss_tokens_u32)
     payload: tuple[Any, ...] = chunk.payload
     return sum(memoryview(frame).nbytes for frame in payload) + columns + CHUNK_BYTES
@@ -49,10 +50,15 @@ def size_of(chunk: Chunk) -> int:
 
 @dataclass(slots=True)
 class PushBuffer:
-    """At most ``capacity`` bytes, or one chunk that is larger.
+    """Chunks and marks that are not safe yet: at most ``capacity`` bytes, or one chunk that is larger.
 
-    ``next_seq`` and ``next_mark`` number what comes next, samples below ``durable_seq`` are safe and not kept any more,
-    those below ``sent_seq`` the broker was sent in this session, those below ``ever_sent_seq`` in any.
+    Attributes:
+        next_seq: Number of the next sample that is put in.
+        next_mark: Number of the next mark.
+        durable_seq: Samples below this number are safe, and have left the buffer.
+        sent_seq: Samples below this number were sent in this session, or the broker had them before.
+        ever_sent_seq: Samples below this number were sent in some session.
+        marks: Marks that are not known to be safe.
     """
 
     capacity: int
@@ -63,62 +69,62 @@ class PushBuffer:
     sent_seq: int = 0
     ever_sent_seq: int = 0
     marks: deque[KeptMark] = field(default_factory=deque)
-    """Those that are not known to be safe."""
-    _sent: deque[Kept] = field(default_factory=deque)
-    _waiting: deque[Kept] = field(default_factory=deque)
+    _sent: deque[KeptChunk] = field(default_factory=deque)
+    _waiting: deque[KeptChunk] = field(default_factory=deque)
 
     @property
     def empty(self) -> bool:
-        """Everything is safe."""
+        """True if every sample and mark is safe."""
         return not (self._sent or self._waiting or self.marks)
 
     @property
     def all_sent(self) -> bool:
+        """True if every sample was sent in this session, or the broker had it before."""
         return not self._waiting
 
     def number_from(self, seq: int, mark: int) -> None:
-        """What is put in is numbered from here on; all before is safe."""
+        """Number samples from ``seq`` on and marks from ``mark`` on; all before are safe."""
         self.next_seq = self.durable_seq = self.sent_seq = self.ever_sent_seq = seq
         self.next_mark = mark
 
-    def room(self, size: int) -> bool:
-        """May so many bytes be put in? An empty one takes whatever a message may hold."""
+    def has_room(self, size: int) -> bool:
+        """Return whether a chunk of ``size`` bytes may be put in; an empty buffer takes a chunk of any size."""
         return not self.num_bytes or self.num_bytes + size <= self.capacity
 
     def put(self, chunk: Chunk) -> None:
-        """Samples, from ``next_seq`` on."""
-        kept = Kept(self.next_seq, chunk, size_of(chunk))
+        """Add a chunk, and number its samples from ``next_seq`` on."""
+        kept = KeptChunk(self.next_seq, chunk, size_of(chunk))
         self._waiting.append(kept)
         self.next_seq = kept.stop_seq
         self.num_bytes += kept.size
 
     def end_batch(self, batch: int) -> None:
-        """A batch ends here."""
+        """Add a mark: the end of batch ``batch`` after the samples put in so far."""
         self.marks.append(KeptMark(self.next_mark, self.next_seq, batch))
         self.next_mark += 1
 
-    def next(self) -> Kept | None:
-        """The chunk to be sent next, if no end of a batch stands before it."""
+    def next_chunk(self) -> KeptChunk | None:
+        """Return the next chunk to send; None if there is none or a mark stands before it."""
         if not self._waiting or (self.marks and self.marks[0].seq <= self._waiting[0].base_seq):
             return None
         return self._waiting[0]
 
-    def sent(self) -> None:
-        """``next`` was sent."""
+    def next_was_sent(self) -> None:
+        """Move the chunk of ``next_chunk`` to the sent ones."""
         kept = self._waiting.popleft()
         self._sent.append(kept)
         self.sent_seq = kept.stop_seq
         self.ever_sent_seq = max(self.ever_sent_seq, kept.stop_seq)
 
-    def go_to(self, seq: int) -> None:
-        """A session begins: what is not below ``seq`` waits to be sent again."""
+    def resend_from(self, seq: int) -> None:
+        """Begin a session at sample ``seq``: chunks from there on wait to be sent again."""
         kept = [*self._sent, *self._waiting]
         self._sent = deque(each for each in kept if each.stop_seq <= seq)
         self._waiting = deque(kept[len(self._sent) :])
         self.sent_seq = seq
 
-    def forget(self, durable_seq: int) -> None:
-        """Samples below ``durable_seq`` are safe."""
+    def drop_safe(self, durable_seq: int) -> None:
+        """Drop the sent chunks whose samples are all below ``durable_seq``: they are safe."""
         self.durable_seq = max(self.durable_seq, durable_seq)
         while self._sent and self._sent[0].stop_seq <= self.durable_seq:
             self.num_bytes -= self._sent.popleft().size

@@ -67,7 +67,7 @@ class Rollouts(Live):
             chunk = chunk_of(partition, first, min(first + self.rng.randint(1, 3), self.wanted))
             if session.room(size_of(chunk)):
                 self._to_producer(b"push%d" % partition, Push(chunk))
-        elif session.begun and self.over and not session._ending:
+        elif session.begun and self.over and not session._end_requested:
             self._to_producer(b"push%d" % partition, EndPartition())
         super().turn()
 

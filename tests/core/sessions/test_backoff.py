@@ -15,7 +15,7 @@ def test_each_delay_is_twice_the_one_before_up_to_the_most_and_a_quarter_off_at_
     again, now = Backoff(name, first_s, most_s), 100.0
     assert again.due(now)
     for number in range(tries):
-        again.said(now)
+        again.sent(now)
         delay = min(first_s * 2.0**number, most_s)
         assert not again.due(now + 0.74 * delay)
         assert again.due(now + 1.26 * delay)

@@ -494,8 +494,8 @@ def test_a_broker_that_lost_what_was_safe_is_an_error(bench: Bench) -> None:
     bench.lease(10, 1, epoch=2)
     assert bench.error.code == "sequence"
     assert bench.error.error == (
-        "stream 'rollouts' partition 3: the broker asks for sample 10, which it had said was safe up to 12: its log "
-        "was lost or is another one; give it back its state_dir, or start a new run"
+        "stream 'rollouts' partition 3: the broker asks for sample 10, but it reported all samples before 12 as safe. "
+        "Its log was lost or is another one. Give it back its state_dir, or start a new run."
     )
 
 
@@ -512,7 +512,9 @@ def test_a_broker_that_has_more_than_was_pushed_is_an_error(where: str, bench: B
     else:
         bench.flow(1, expected_seq=15, durable_seq=12, durable_marks=1)
     assert bench.error.code == "sequence"
-    assert "another one pushes to the same partition; give each a partition of its own" in bench.error.error
+    assert (
+        "Another process pushes to the same partition. Give each process a partition of its own." in bench.error.error
+    )
 
 
 def test_samples_behind_a_mark_wait_until_it_is_safe(bench: Bench) -> None:
