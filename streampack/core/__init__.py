@@ -30,7 +30,7 @@ SendShard, Deliver), and a process around it does them:
    ``Planner.formed`` takes the choice, ``Former.apply`` and ``cut`` make steps of it.
 4. ``feed`` and ``serve``: ``Feed._publish``; ``Outbox.hand_out`` waits until the log is safe; ``Readers.add``;
    ``StepServer.serve`` and ``_send_part`` ask for **SendShard**. ``Arena.gather`` copies what one rank gets.
-5. Trainer process: ``client.prefetch`` receives; ``ClientSession.handle``, ``_part`` ask for **Deliver**, of a whole
+5. Trainer process: ``client.prefetch`` receives; ``ClientSession.handle``, ``_on_part`` ask for **Deliver**, of a whole
    step; ``packs.build.build_step``. ``Reading.next_pack`` takes it; ``Content.make`` builds the pack when it is read.
 
 Ten rules keep delivery exactly once. Modules cite them by number. ``tests/simulation/test_mutants.py`` takes each one

@@ -1,12 +1,14 @@
-"""Protocol: what peers say, and what the state machines hear and ask for.
+"""Protocol: the messages between peers, and the events and effects of the state machines.
 
-- ``message``: the envelope, and the messages that concern both producers and trainers.
-- ``producer_messages``, ``trainer_messages``: every other message, each with the side that it concerns.
+- ``message``: the envelope, and the messages of both producers and trainers.
+- ``producer_messages``: the messages between producers and the broker.
+- ``trainer_messages``: the messages between trainers and the broker.
 - ``events``: the events and effects that all state machines share.
-- ``effects``: the events that the broker hears, and the effects that it asks its shell for; those of the log are in
-  ``journal``.
-- ``rights``: what the key of a peer allows it to do.
+- ``effects``: the events and effects of the broker; the log's are in ``journal.log_effects``.
+- ``rights``: the messages that the key of a peer allows.
+
+A state machine takes events and returns effects; its shell, the program around it, performs the effects.
 
 Control messages carry state, not changes of state, so they may be lost, repeated or reordered. The package does not
-know bytes: ``wire`` encodes messages.
+know their bytes: ``wire`` encodes messages.
 """

@@ -1,7 +1,7 @@
-"""What the broker's state machine hears and what it asks its shell to do: events in, effects out.
+"""The events that the broker's state machine handles, and the effects that it asks its shell to perform.
 
-All are small frozen structs; ``events`` has those that every machine knows. Payload is opaque: the
-core passes frames on, by reference, to the effect that stores them.
+All are small frozen structs; ``events`` has the ones that every state machine shares. Payload is opaque: the core
+passes frames by reference to the effect that stores them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from streampack.core.protocol.rights import Rights
 
 
 class FromProducer(Event, frozen=True):
-    """A message of a producer; ``peer`` is what an answer is addressed to; ``rights``: those of its key, None where
-    there are no keys.
-    """
+    """A message of a producer has come; answers go to ``peer``. Its key has ``rights``, None without keys."""
 
     peer: bytes
     envelope: Envelope
@@ -29,7 +27,7 @@ class FromProducer(Event, frozen=True):
 
 
 class FromTrainer(Event, frozen=True):
-    """A message of a client."""
+    """A message of a trainer's client has come; answers go to ``peer``. Its key has ``rights``, None without keys."""
 
     peer: bytes
     envelope: Envelope
@@ -44,13 +42,13 @@ class NotSent(Event, frozen=True):
 
 
 class Withdrawn(Event, frozen=True):
-    """A key may not do all that it could: whoever came with it must ask again."""
+    """Rights of a key were withdrawn: peers that came with it must say hello or attach again."""
 
     key: bytes
 
 
 class Formed(Event, frozen=True):
-    """A packer's choice for the ``Form`` of a feed that had this ``generation``."""
+    """The packer has chosen: the answer to the ``Form`` of a feed with the same ``generation``."""
 
     feed: str
     choice: Choice
@@ -58,12 +56,17 @@ class Formed(Event, frozen=True):
 
 
 class Drain(Event, frozen=True):
-    """Take nothing new; serve what is formed."""
+    """The broker is to stop: take no new samples, and serve the steps that are formed."""
 
 
 class Change(Event, frozen=True):
-    """Somebody asks for a change of ``feed`` (empty: the only one) that holds from step ``at_step`` on, or from the
-    first that is not formed yet. ``note`` is what to record of it. Answered by an ``Answer`` of the same ``token``.
+    """A person asks for a change of the rules of a feed; an ``Answer`` of the same ``token`` follows.
+
+    Attributes:
+        feed: Name of the feed; empty if there is only one.
+        ask: The change.
+        at_step: First step with the change; None for the first that is not formed yet.
+        note: Text to record with the change.
     """
 
     token: int
@@ -74,17 +77,21 @@ class Change(Event, frozen=True):
 
 
 class SendProducer(Effect, frozen=True):
+    """Send a message to the producer ``peer``."""
+
     peer: bytes
     envelope: Envelope
 
 
 class SendTrainer(Effect, frozen=True):
+    """Send a message to the trainer's client ``peer``."""
+
     peer: bytes
     envelope: Envelope
 
 
 class Answer(Effect, frozen=True):
-    """To a ``Change``: ``step`` of ``feed`` from which it holds, and is recorded; or why it is refused."""
+    """Answer a ``Change``: it is recorded and holds from ``step`` of ``feed`` on, or is refused for ``refusal``."""
 
     token: int
     feed: str = ""
@@ -93,9 +100,14 @@ class Answer(Effect, frozen=True):
 
 
 class Store(Effect, frozen=True):
-    """Copy samples into the arena: ``lengths`` int64 [n] tokens from ``offsets`` of a chunk's ``payload``.
+    """Copy n samples of a chunk into the arena.
 
-    ``rows`` int64 [n]: each one's number in the chunk, for fields with one value a sample.
+    Attributes:
+        handles: int64 [n], handles of the samples.
+        offsets: int64 [n], tokens of the chunk before each sample.
+        lengths: int64 [n], tokens of each sample.
+        rows: int64 [n], position of each sample in the chunk, for fields with one value per sample.
+        payload: The chunk's frames.
     """
 
     handles: I64
@@ -106,13 +118,13 @@ class Store(Effect, frozen=True):
 
 
 class Release(Effect, frozen=True):
-    """The arena may forget these samples."""
+    """Free the memory of samples in the arena, by ``handles``, int64 [n]."""
 
     handles: I64
 
 
 class Form(Effect, frozen=True):
-    """Run ``request.choose()`` somewhere and say ``Formed``, of the same ``generation``."""
+    """Run the packer, ``request.choose()``, in any thread, and answer with ``Formed`` of the same ``generation``."""
 
     feed: str
     request: Request
@@ -120,9 +132,9 @@ class Form(Effect, frozen=True):
 
 
 class SendShard(Effect, frozen=True):
-    """Cut a rank's shard of each pack (its ``contents``) out of the arena and send it with its plan.
+    """Copy a rank's shard of each pack (``contents``) out of the arena, and send it to ``peer``.
 
-    The plan, a ``StepPart``, names the arrays that its payload must hold.
+    The message is a ``StepPart``; its payload is the arrays named by ``frames``, cut for rank ``cp_rank`` of ``cp``.
     """
 
     peer: bytes

@@ -10,27 +10,27 @@ from streampack.core.protocol.message import Envelope
 
 
 class Event(Struct, frozen=True):
-    """The root of what a state machine is told."""
+    """Base class of everything that a state machine handles."""
 
 
 class Effect(Struct, frozen=True):
-    """The root of what a state machine asks its shell to do."""
+    """Base class of everything that a state machine asks its shell to do."""
 
 
 class Tick(Event, frozen=True):
-    """Time, in seconds of a clock that never goes back."""
+    """The time is ``now``, in seconds of a clock that never goes back."""
 
     now: float
 
 
 class FromBroker(Event, frozen=True):
-    """A message of the broker, to a producer or a client."""
+    """A message of the broker has come, to a producer or a client."""
 
     envelope: Envelope
 
 
 class Send(Effect, frozen=True):
-    """A message for the broker."""
+    """Send a message to the broker."""
 
     envelope: Envelope
 
@@ -42,10 +42,10 @@ class Unsent(Event, frozen=True):
 
 
 class Report(Effect, frozen=True):
-    """A line for the log: ``text`` for people, the others what it is about, for those who search.
+    """Write a line to the program's log: ``text`` for people, and facts to search for in the other attributes.
 
-    Warning: somebody should look. Error: something is lost, or stops. Said when something has happened that is rare:
-    never once a pack, a step or a chunk.
+    A warning needs attention. An error means that something is lost or stops. Reports are rare: never one for each
+    pack, step or chunk.
     """
 
     level: Literal["info", "warning", "error"]
@@ -56,13 +56,13 @@ class Report(Effect, frozen=True):
     step: int | None = None
     attempt: int | None = None
     rank: str | None = None
-    """As ``Mesh.rank``."""
+    """Rank of the mesh, as ``Mesh.rank``."""
     producer: str | None = None
-    """host:pid, as the others where a process is named."""
+    """Process of a producer, as host:pid."""
     host: str | None = None
 
     @property
     def about(self) -> dict[str, str | int]:
-        """What is known of what it is about."""
+        """The facts of the line that are known, by name, without ``level`` and ``text``."""
         found = ((name, getattr(self, name)) for name in self.__struct_fields__[2:])
         return {name: value for name, value in found if value is not None}

@@ -1,11 +1,11 @@
-"""The envelope of every message, and the messages that concern both producers and trainers.
+"""The envelope of every message, and the messages of both producers and trainers.
 
-A message is what the state machines of both ends see. ``wire`` encodes it to frames. All control messages carry state,
-not changes of state, so they may be lost, repeated or reordered. Arrays travel as little-endian bytes (``*_u32`` and so
-on), and tokens as raw payload frames beside the message.
+State machines exchange messages as structs; ``wire`` encodes them to frames. All control messages carry state, not
+changes of state, so they may be lost, repeated or reordered. Arrays are little-endian bytes (``*_u32`` and so on), and
+tokens are raw payload frames beside the message.
 
-Every envelope names the run, the broker's epoch, and a *fence*: the producer's session for the partition that the
-message is about, or the trainers' attempt.
+Every envelope has the run, the broker's epoch, and a *fence*. The fence is the producer's session for a partition, or
+the trainers' attempt.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ WRONG_SIDE = "got an address of the broker, but not the one for this side"
 
 
 class Message(Struct, frozen=True, kw_only=True):
-    """The root of all messages; ``TYPE`` is its number in the header."""
+    """Base class of all messages; ``TYPE`` is the number of the message's kind in the header."""
 
     TYPE: ClassVar[int] = 0
 
 
 class Bye(Message, frozen=True, kw_only=True):
-    """Leaves at once: its leases or its rank are free. From the broker: it stops, and why."""
+    """Goodbye: a peer leaves, and gives up its leases or its rank; or the broker stops, for this ``reason``."""
 
     TYPE: ClassVar[int] = 5
     reason: Text = ""
 
 
 class Who(Message, frozen=True, kw_only=True):
-    """The broker does not know you: say HELLO or ATTACH again."""
+    """The broker does not know this peer, which must send ``Hello`` or ``Attach`` again."""
 
     TYPE: ClassVar[int] = 13
 
 
 class Reject(Message, frozen=True, kw_only=True):
-    """No, and why: for a person to read. Final for what was asked."""
+    """The broker rejects a request for good: ``code`` is the kind of the error, ``detail`` its text."""
 
     TYPE: ClassVar[int] = 14
     code: Name
@@ -51,10 +51,13 @@ SHARED_MESSAGES: tuple[type[Message], ...] = (Bye, Who, Reject)
 
 
 class Envelope(Struct, frozen=True, kw_only=True):
-    """A message with its fences and payload. ``payload`` frames are opaque to the core.
+    """A message with its fences and its payload, whose frames are opaque to the core.
 
-    ``run`` 0 is that of a peer that has not heard from the broker yet. ``payload_crc`` is the CRC32C of the frames one
-    after another, where who sends them knows it already.
+    Attributes:
+        run: Number of the run; 0 from a peer that has had no message of the broker yet.
+        epoch: The broker's epoch, which rises at each start.
+        fence: The producer's session for a partition, or the trainers' attempt.
+        payload_crc: CRC32C of the payload's frames one after another, if the sender knows it.
     """
 
     run: Count

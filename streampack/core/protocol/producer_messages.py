@@ -1,4 +1,4 @@
-"""Messages between producers and the broker. The file is a catalog: each message, and its answer, in one place."""
+"""Messages between producers and the broker: a catalog of each message and its answer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from streampack.core.model.snapshot import Count, Cursor
 from streampack.core.protocol.message import Message
 
 OVERLONG = "overlong"
-"""Why a producer rejects what is too long even to be sent: counted with the over-long."""
+"""Reason of a rejected sample that is too long even to be sent; it counts as an overlong sample."""
 
 
 # Producer -> broker
 
 
 class Offer(Struct, frozen=True, kw_only=True):
-    """A stream that a producer can read; ``source_digest`` tells whether two mean the same data.
+    """A stream that a producer can read; producers of the same data have the same ``source_digest``.
 
-    One that pushes samples, and can send none again once they are safe, names the ``partition`` that is its own.
+    A producer whose samples are pushed names the one ``partition`` to which it pushes.
     """
 
     stream: Name
@@ -32,7 +32,7 @@ class Offer(Struct, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """A producer and what it can read; repeated until leases come, and whenever the broker asks."""
+    """A producer introduces itself, with the streams that it offers; repeated until it gets a lease."""
 
     TYPE: ClassVar[int] = 1
     producer: Name
@@ -42,12 +42,22 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Samples(Message, frozen=True, kw_only=True):
-    """A chunk: consecutive samples of one partition, from ``base_seq``.
+    """A chunk of n consecutive samples of one partition.
 
-    Payload: the tokens, then a frame for each field of the lease: [tokens, ...], or [samples, ...] for
-    those of axis ``sample``, rejected ones too. Nothing is shifted. ``lengths_u32``, ``crcs_u32`` and
-    ``loss_tokens_u32`` [n]: tokens (0: rejected where it was read, counted in ``rejected`` by
-    reason), crc32c of the sample's bytes in all frames, labels that count.
+    Payload: the tokens, [tokens], then a frame for each field of the lease, [tokens, ...], or [n, ...] for axis
+    ``sample``. Labels are not shifted.
+
+    Attributes:
+        base_seq: Number of the first sample in its partition.
+        lengths_u32: [n], tokens of each sample; 0 if the producer rejected it.
+        crcs_u32: [n], CRC32C of each sample's bytes in all frames.
+        loss_tokens_u32: [n], labels of each sample that count in the loss.
+        cursor: Place in the source after the last sample.
+        rejected: Number of rejected samples by reason.
+        lost_tokens: Tokens of overlong samples that the producer cut or dropped.
+        pass_ended: True if the last sample is the last of its pass over the partition.
+        keep: The chunk is a group that no pack, or no step, may split; for pushed samples only.
+        policy_version: Version of the policy that made all samples; for pushed samples only.
     """
 
     TYPE: ClassVar[int] = 2
@@ -60,17 +70,13 @@ class Samples(Message, frozen=True, kw_only=True):
     cursor: Cursor
     rejected: Annotated[dict[Name, Count], Meta(max_length=64)] = msgspec.field(default_factory=dict)
     lost_tokens: Count = 0
-    """Of over-long samples, cut or dropped before they were sent."""
     pass_ended: bool = False
-    """The last sample is the last of its pass over the partition."""
     keep: Keep | UnsetType = msgspec.UNSET
-    """The chunk is one group, which no pack, or step, is to split; only of what is pushed."""
     policy_version: Count | UnsetType = msgspec.UNSET
-    """Of the policy that made its samples, all of them; only of what is pushed."""
 
 
 class Eos(Message, frozen=True, kw_only=True):
-    """The partition has ``total`` samples, over all its passes."""
+    """The partition has ended; it has ``total`` samples over all its passes."""
 
     TYPE: ClassVar[int] = 3
     stream: Name
@@ -79,7 +85,7 @@ class Eos(Message, frozen=True, kw_only=True):
 
 
 class Sent(Message, frozen=True, kw_only=True):
-    """All samples below ``next_seq`` were sent a while ago: what the broker lacks of them was lost."""
+    """All samples below ``next_seq`` were sent a while ago; any of them that the broker lacks was lost."""
 
     TYPE: ClassVar[int] = 6
     stream: Name
@@ -88,8 +94,9 @@ class Sent(Message, frozen=True, kw_only=True):
 
 
 class Mark(Message, frozen=True, kw_only=True):
-    """A pushing producer has ended its batch ``batch`` after sample ``seq - 1``: nothing that follows shares a step
-    with what came before. ``number`` counts the partition's marks from 0.
+    """The end of batch ``batch`` of a pushed partition, before sample ``seq``.
+
+    Samples before and after the mark share no step. ``number`` counts the partition's marks from 0.
     """
 
     TYPE: ClassVar[int] = 7
@@ -101,8 +108,13 @@ class Mark(Message, frozen=True, kw_only=True):
 
 
 class SourceSize(Struct, frozen=True, kw_only=True):
-    """What is known of how much a source has: its ``shards``, those that were ``opened``, how many ``samples`` these
-    have, and the sum of the ``squares`` of each one's.
+    """The size of a source, as far as it is known.
+
+    Attributes:
+        shards: Number of its files.
+        opened: Number of files that were opened.
+        samples: Samples of the opened files.
+        squares: Sum over the opened files of the square of each file's samples.
     """
 
     shards: Count
@@ -112,9 +124,7 @@ class SourceSize(Struct, frozen=True, kw_only=True):
 
 
 class ProducerPing(Message, frozen=True, kw_only=True):
-    """Alive, from the main loop; ``failure`` is why this producer must stop, where it must. ``sizes`` of the streams
-    that it reads.
-    """
+    """A producer is alive, or stops with an error (``failure``); ``sizes`` has the source size of each stream."""
 
     TYPE: ClassVar[int] = 4
     producer: Name
@@ -126,10 +136,20 @@ class ProducerPing(Message, frozen=True, kw_only=True):
 
 
 class Lease(Message, frozen=True, kw_only=True):
-    """Partition ``partition`` of ``partitions`` is yours from ``first_seq`` on; the fence is the session.
+    """The producer may send ``partition`` of ``partitions``; the envelope's fence is the session.
 
-    ``dtype`` of tokens and the ``fields`` that go with them; a sample of more than ``max_sample_tokens``
-    is the over-long policy's before it is sent; a chunk's payload stays below ``max_chunk_bytes``.
+    Attributes:
+        first_seq: Number of the first sample to send.
+        cursor: Place of that sample in the source; None for the beginning.
+        seed: Seed of the order in which the source is read.
+        passes: Passes over the source; None for no limit.
+        dtype: Type of the tokens.
+        fields: Fields of each sample beside the tokens.
+        overlong: Policy for overlong samples.
+        poison: Policy for samples that cannot be read.
+        max_sample_tokens: The producer applies ``overlong`` to samples with more tokens, before it sends them.
+        max_chunk_bytes: Limit of a chunk's payload.
+        batches: True if steps hold groups together; absent if steps are cut from a stream.
     """
 
     TYPE: ClassVar[int] = 10
@@ -147,13 +167,18 @@ class Lease(Message, frozen=True, kw_only=True):
     max_sample_tokens: Count
     max_chunk_bytes: Count
     batches: bool | UnsetType = msgspec.UNSET
-    """Steps are batches, which hold groups together; absent where they are cut from a stream."""
 
 
 class Flow(Message, frozen=True, kw_only=True):
-    """What the broker has and what it allows, of one session: send samples below ``grant_seq``
-    and no more than ``grant_bytes`` in all. ``durable_seq`` and ``durable_marks``: of samples and marks below
-    nothing will be asked again: they are safe in the log (R1; 0 where the stream is read again, not kept).
+    """Credit of a session, and how far the broker has received it.
+
+    Attributes:
+        expected_seq: The broker has every sample below this number.
+        grant_seq: The producer may send samples below this number.
+        grant_bytes: Bytes that the producer may send in the session, in all.
+        durable_seq: Samples below this number are safe in the log (R1); 0 for a stream that can be read again.
+        durable_marks: Marks below this number are safe in the log.
+        ended: True if the broker takes no more of the partition.
     """
 
     TYPE: ClassVar[int] = 11
@@ -168,7 +193,7 @@ class Flow(Message, frozen=True, kw_only=True):
 
 
 class Revoke(Message, frozen=True, kw_only=True):
-    """The session is over: another holds the partition, or nobody."""
+    """The session is over: the producer does not hold the partition any more."""
 
     TYPE: ClassVar[int] = 12
     stream: Name
@@ -176,7 +201,7 @@ class Revoke(Message, frozen=True, kw_only=True):
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """Every step was read and every reader has left: producers may go."""
+    """Every step was read and every reader has left: producers may stop."""
 
     TYPE: ClassVar[int] = 15
 

@@ -1,8 +1,8 @@
-"""What a peer may do, where it is known who it is: the rights of its key.
+"""Rights: the messages that the key of a peer may send.
 
-The shell knows whose a message is, and says so with it; here is decided whether that key may say it. Without keys
-nothing is asked. A peer of a key is named by the key first (``KEY_DIGITS`` hexadecimal digits), then by its connection:
-so that no key speaks for a process that came with another, whatever names and connections it claims.
+The shell knows the key of each message's sender, and passes its rights with the message. This module decides whether
+the key may send that message. Without keys, everything is allowed. The name of a peer is its key (``KEY_DIGITS``
+hexadecimal digits), then its connection. So a process cannot send messages in the name of a process with another key.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Side = Literal["producer", "trainer"]
 
 
 class Rights(Struct, frozen=True):
-    """What the key of this ``name`` may do: send samples, or take steps, or ``any`` of both.
+    """Rights of the key ``name``: to send samples (``producer``), to read steps (``trainer``), or both (``any``).
 
-    Of ``streams`` and ``feeds`` only those named, all where none is; only as these ``ranks`` of the mesh.
+    They hold for the named ``streams`` and ``feeds`` only, or for all if none is named, and for these ``ranks`` only.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Rights(Struct, frozen=True):
 
 
 NO_RIGHTS = Rights("", "none")
-"""Of a key that is not allowed, or not any more."""
+"""The rights of a key that is not allowed, or not any more."""
 
 
 def forbidden(rights: Rights, message: Message, side: Side) -> str:
-    """Why a key may not say this where producers, or trainers, connect; empty if it may."""
+    """Return why a key may not send ``message`` to the address of ``side``, as an error text; empty if it may."""
     if rights.role == "none":
         return "got a key that is not allowed any more, expected one of the broker's allowed.yaml"
     if rights.role not in (side, "any"):
@@ -53,10 +53,12 @@ def forbidden(rights: Rights, message: Message, side: Side) -> str:
 
 
 def _stream_of(message: Message) -> list[str]:
+    """Return the stream of a message about a partition, as a list; empty for other messages."""
     return [message.stream] if isinstance(message, Samples | Eos | Sent | Mark) else []
 
 
 def _not_its_rank(rights: Rights, message: Attach) -> str:
+    """Return why a key may not attach to a feed as a rank, as an error text; empty if it may."""
     if rights.feeds and message.feed not in rights.feeds:
         return f"got feed {message.feed!r} for key {rights.name!r}, expected one of: {', '.join(rights.feeds)}"
     own = dict(zip(("dp", "cp", "tp", "pp"), message.mesh.ranks, strict=True))
@@ -67,5 +69,5 @@ def _not_its_rank(rights: Rights, message: Attach) -> str:
 
 
 def key_of(peer: bytes) -> bytes:
-    """The key of a peer that has one."""
+    """Return the key in the name of a peer that has one."""
     return peer[:KEY_DIGITS]

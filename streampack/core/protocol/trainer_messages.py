@@ -1,4 +1,4 @@
-"""Messages between trainers and the broker. The file is a catalog: each message, and its answer, in one place."""
+"""Messages between trainers and the broker: a catalog of each message and its answer."""
 
 from __future__ import annotations
 
@@ -22,15 +22,22 @@ from streampack.core.stats.data_wait import Starvation
 
 
 class Attach(Message, frozen=True, kw_only=True):
-    """A reader and the rank it claims; ``next_step`` is the first it has not wholly returned.
+    """A reader claims a rank of a feed; repeated until ``Attached`` comes.
 
-    ``round`` counts the iterations of a finite feed, ``readers`` says which ranks of the mesh read at
-    all. ``chain`` is the digest of all steps before it, where it knows one; repeated until answered. One that is
-    not ``ready`` takes its rank and says later where it begins. From a checkpoint: its ``lineage``, and the
-    ``snapshot_digest`` of its snapshot, empty where there is none: a broker that needs the snapshot asks one reader of
-    all for it (``AskSnapshot``). ``going_on`` is the lineage in which it was let in since it said so: it goes on
-    with another broker, and has not gone back; -1 if it never was. ``variable_lengths``: a pipeline's stages take
-    micro-batches of any shape. ``starvation``: what it has waited for before, at another broker or this one.
+    Attributes:
+        reader: Name of the reader's client.
+        mesh: Sizes of the mesh, and the rank that the reader claims.
+        next_step: First step that the trainer is not done with.
+        chain: Digest of all steps before ``next_step``; empty if unknown.
+        round: Number of the iteration over a finite feed.
+        readers: The ranks of the mesh that read.
+        ready: False if the reader takes its rank now, and reports later where it begins.
+        lineage: Lineage of the checkpoint from which the reader begins.
+        snapshot_digest: Digest of the checkpoint's snapshot; empty if there is none. A broker that needs the
+            snapshot asks one of the readers for it (``AskSnapshot``).
+        going_on: Lineage in which the reader was attached since it began, and goes on; -1 if it was not.
+        variable_lengths: True if a pipeline's stages accept micro-batches of any shape.
+        starvation: The reader's data wait so far, by cause.
     """
 
     TYPE: ClassVar[int] = 20
@@ -52,11 +59,11 @@ class Attach(Message, frozen=True, kw_only=True):
 
 
 class Get(Message, frozen=True, kw_only=True):
-    """Request steps up to ``stop`` (exclusive); steps before ``done_upto`` are returned.
+    """Request the steps before ``stop``; the trainer is done with the steps before ``done_upto``.
 
-    The reader has every part before part ``part`` of step ``start``: the broker may send as many more. A ``resend``
-    higher than before is proof of loss: what was sent from there on has not arrived, and never will. Otherwise a
-    repeated Get changes nothing.
+    The reader confirms every part before part ``part`` of step ``start``, so that the broker may send as many bytes
+    more. A higher ``resend`` than before asks the broker to send again from there on: later parts were lost.
+    Otherwise a repeated Get changes nothing.
     """
 
     TYPE: ClassVar[int] = 21
@@ -70,8 +77,10 @@ class Get(Message, frozen=True, kw_only=True):
 
 
 class ReaderPing(Message, frozen=True, kw_only=True):
-    """Alive, whether or not anything is wanted; ``stats`` are figures of the client for the metrics. The reader has
-    every part before part ``part`` of step ``have_upto``.
+    """A reader is alive, and has every part before part ``part`` of step ``have_upto``.
+
+    The trainer is done with the steps before ``done_upto``. ``stats`` are the client's metrics, ``starvation`` its data
+    wait by cause.
     """
 
     TYPE: ClassVar[int] = 22
@@ -85,7 +94,7 @@ class ReaderPing(Message, frozen=True, kw_only=True):
 
 
 class AskState(Message, frozen=True, kw_only=True):
-    """What does a checkpoint hold that begins at ``step``? Repeated until answered with ``State``."""
+    """Ask for the contents of a checkpoint that begins at ``step``; repeated until ``State`` comes."""
 
     TYPE: ClassVar[int] = 23
     feed: Name
@@ -93,7 +102,7 @@ class AskState(Message, frozen=True, kw_only=True):
 
 
 class Commit(Message, frozen=True, kw_only=True):
-    """A checkpoint that begins at ``step`` is durable; repeated until answered with ``Committed``."""
+    """A checkpoint that begins at ``step`` is durable; repeated until ``Committed`` comes."""
 
     TYPE: ClassVar[int] = 24
     feed: Name
@@ -101,7 +110,7 @@ class Commit(Message, frozen=True, kw_only=True):
 
 
 class Brought(Message, frozen=True, kw_only=True):
-    """The snapshot of ``digest`` that the broker has asked for: megabytes perhaps, where windows are large."""
+    """The snapshot of ``digest`` that the broker has asked for; megabytes if windows are large."""
 
     TYPE: ClassVar[int] = 25
     feed: Name
@@ -113,10 +122,10 @@ class Brought(Message, frozen=True, kw_only=True):
 
 
 class Attached(Message, frozen=True, kw_only=True):
-    """The rank is yours in iteration ``round``; the fence is the attempt. What a client must know to rebuild packs.
+    """The reader has its rank in iteration ``round``; the envelope's fence is the attempt.
 
-    The reader pings every ``ping_s`` seconds, and says how far it has received whenever ``ack_bytes`` of payload have
-    come.
+    The ``rules`` and the ``layout`` tell the client how to rebuild packs. The reader pings every ``ping_s`` seconds,
+    and confirms parts whenever ``ack_bytes`` of payload have come.
     """
 
     TYPE: ClassVar[int] = 30
@@ -134,16 +143,30 @@ class Attached(Message, frozen=True, kw_only=True):
 class StepPart(Message, frozen=True, kw_only=True):
     """A step's plan for one rank, and the payload of some of its micro-batches.
 
-    Part ``part`` of ``parts`` holds micro-batches ``first`` and up, one pack each: ``packs_u32``
-    [p] their numbers in the step, ``counts_u32`` [p] their samples, ``loss_tokens_u32`` [p];
-    ``lengths_u32``, ``streams_u32``, ``indices_u64`` and ``parts_u32`` [sum of counts] describe
-    the samples. Payload: one frame for each name of ``frames``: ``input_ids`` [p, T / cp]; where the
-    layout cuts samples, ``edges`` int32 [slices], the token after each; fields of axis ``token``
-    [p, T / cp, ...] (or T where replicated), those of axis ``sample`` [sum of counts, ...]. ``widths_u32`` [p]: T of
-    each pack; empty where the rules' shape is ``fixed``: all are the budget. ``rows_u32`` [p], where rules are
-    ``padded``: tokens of a row of each; a sample has one, and behind them is one of padding at most.
-    ``num_loss_tokens`` and ``num_samples`` are those of the whole step. ``resend`` is that of the Get which it answers:
-    parts of one ``resend`` come in order, so one that comes before its turn shows that others are lost.
+    The part holds p packs, one for each micro-batch, with n samples in all. A pack has T tokens, over all cp ranks.
+    Payload: a frame for each name in ``frames``.
+
+    - ``input_ids``: [p, T / cp].
+    - ``edges``: int32 [slices], the token after each slice, if the layout cuts samples.
+    - fields of axis ``token``: [p, T / cp, ...], or [p, T, ...] if replicated.
+    - fields of axis ``sample``: [n, ...].
+
+    Attributes:
+        part, parts: Number of the part, and of all parts of the step.
+        first: Number of the first micro-batch in the part.
+        micro_batches: Micro-batches of the step; 0 if the step is skipped.
+        digest: Digest of the step.
+        chain: Digest of all steps up to this one.
+        num_loss_tokens, num_samples: Totals of the whole step.
+        packs_u32: [p], number of each pack in the step.
+        counts_u32: [p], samples of each pack.
+        loss_tokens_u32: [p], labels of each pack that count in the loss.
+        lengths_u32, streams_u32, indices_u64, parts_u32: [n], tokens, stream, index and piece of each sample.
+        widths_u32: [p], T of each pack; empty if the rules' shape is ``fixed``, and T is the budget.
+        rows_u32: [p], tokens of a row of each pack, if the rules are ``padded``: a row for each sample, and at most
+            one more of padding.
+        resend: Number of the Get that this part answers. Parts of one ``resend`` come in order, so a part before its
+            turn shows that others are lost.
     """
 
     TYPE: ClassVar[int] = 31
@@ -171,7 +194,7 @@ class StepPart(Message, frozen=True, kw_only=True):
     resend: Count = 0
 
     def widths(self, rules: Rules) -> I64:
-        """T of each pack, int64 [p]. Raises ValueError for what no pack of these rules can be."""
+        """Return T of each pack, int64 [p]; raise ValueError for a width that the rules do not allow."""
         count = len(self.counts_u32) // 4
         if rules.shape == "fixed" and not self.widths_u32:
             return np.full(count, rules.budget, np.int64)
@@ -182,8 +205,9 @@ class StepPart(Message, frozen=True, kw_only=True):
         return widths
 
     def aligns(self, rules: Rules) -> I64:
-        """What samples are padded to a multiple of, in each pack, int64 [p]: in padded ones the length of their rows.
-        Raises ValueError for rows that cannot be.
+        """Return the tokens of which each sample takes a multiple, for each pack, int64 [p].
+
+        In padded packs that is the length of their rows. Raise ValueError for rows that the rules do not allow.
         """
         counts = np.frombuffer(self.counts_u32, "<u4").astype(np.int64)
         if not rules.padded:
@@ -204,12 +228,18 @@ class StepPart(Message, frozen=True, kw_only=True):
 
 
 class Wait(Message, frozen=True, kw_only=True):
-    """Step ``step`` is not there yet, and what it waits for: the cause, in words, and the stream that is missing where
-    that is it. Said at once to who has nothing left, and then every ``ping_s``.
+    """Step ``step`` is not ready; sent at once to a reader without a step, and then every ``ping_s`` seconds.
 
-    Every part before part ``part`` of ``step`` was sent before, for the Get of this ``resend``: what the reader lacks
-    of them is lost. ``reason`` is "network" where parts are sent that the reader has not confirmed. ``ping_s``, of
-    "join", is that of ``Attached``.
+    For the Get of this ``resend``, every part before part ``part`` of ``step`` was sent. Any of them that the reader
+    lacks is lost.
+
+    Attributes:
+        reason: Kind of the cause; "network" if the reader has not confirmed parts that were sent, "join" if ranks have
+            not joined.
+        detail: The cause as a text.
+        stream: The stream whose samples are missing, if that is the cause.
+        batch: True if the wait is for a pushing program to end its batch.
+        ping_s: With "join", seconds between the reader's pings.
     """
 
     TYPE: ClassVar[int] = 32
@@ -219,15 +249,15 @@ class Wait(Message, frozen=True, kw_only=True):
     detail: Text
     stream: Name | None = None
     batch: bool = False
-    """The wait is for a program that pushes to end its batch."""
     part: Small = 0
     resend: Count = 0
     ping_s: PingS = 1.0
 
 
 class End(Message, frozen=True, kw_only=True):
-    """There is no step from ``num_steps`` on; ``chain`` is the digest of the whole run. Every step was sent before, for
-    the Get of this ``resend``.
+    """The feed ends after ``num_steps`` steps; ``chain`` is the digest of all of them.
+
+    For the Get of this ``resend``, every step was sent.
     """
 
     TYPE: ClassVar[int] = 33
@@ -239,14 +269,14 @@ class End(Message, frozen=True, kw_only=True):
 
 
 class Probe(Message, frozen=True, kw_only=True):
-    """Another process asks for this reader's rank: a reader that is alive pings at once."""
+    """Another process claims this reader's rank. A reader that is alive answers with a ping at once."""
 
     TYPE: ClassVar[int] = 37
     feed: Name
 
 
 class AskSnapshot(Message, frozen=True, kw_only=True):
-    """Send the snapshot of ``digest``, with which readers attach: asked of one of them. Answered with ``Brought``."""
+    """Ask one of the readers for the snapshot of ``digest``, with which they attach; the answer is ``Brought``."""
 
     TYPE: ClassVar[int] = 38
     feed: Name
@@ -254,8 +284,10 @@ class AskSnapshot(Message, frozen=True, kw_only=True):
 
 
 class State(Message, frozen=True, kw_only=True):
-    """What decides all steps from ``step`` on: ``snapshot`` is that of the nearest step not after it, None where that
-    is step 0. The same for every rank.
+    """The contents of a checkpoint that begins at ``step``: everything that decides the steps from there on.
+
+    The ``snapshot`` is of the nearest step at or before ``step`` that has one; None if that is step 0. It is the same
+    for every rank.
     """
 
     TYPE: ClassVar[int] = 34
@@ -275,7 +307,7 @@ class Committed(Message, frozen=True, kw_only=True):
 
 
 class Fenced(Message, frozen=True, kw_only=True):
-    """This reader is of an attempt that is over, and why. Final."""
+    """The attempt of this reader is over for good; ``detail`` says why."""
 
     TYPE: ClassVar[int] = 36
     feed: Name
