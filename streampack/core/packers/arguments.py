@@ -1,7 +1,7 @@
-"""What a caller gives that packs or plans offline: integers, or a line that says which is none.
+"""Checks of the arguments of ``pack_lengths`` and ``plan_step``: integers, and lengths that fit the budget.
 
-A stream's lengths and rules are checked where they come in; these are for ``pack_lengths`` and ``plan_step``, whose
-arguments nobody has seen.
+The lengths and rules of a stream are checked where they come in. These checks are for callers that pack or plan
+offline.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from streampack.errors import ConfigError, SampleError
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """An int or numpy's, and no bool."""
+    """Return True for an int or a numpy integer, and False for a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def check_numbers(least: int = 1, **numbers: object) -> None:
-    """Raises ConfigError for one of these that is no integer, or below ``least``."""
+    """Raise ConfigError if one of ``numbers``, given by name, is not an integer or is below ``least``."""
     for name, value in numbers.items():
         if not is_integer(value) or value < least:
             raise ConfigError(f"{name}: got {value!r}, expected an integer of at least {least}")
 
 
 def integers(lengths: Sequence[int] | I64) -> I64:
-    """``lengths`` as int64 [n]; tensors are taken as arrays. Raises SampleError naming the one that is no integer."""
+    """Return ``lengths``, a sequence, an array or a tensor, as int64 [n].
+
+    Raises SampleError, which names the sample, for a length that is not an integer.
+    """
     if hasattr(lengths, "__array__"):
         lengths = np.asarray(lengths)
     if not isinstance(lengths, np.ndarray):
@@ -46,10 +49,10 @@ def integers(lengths: Sequence[int] | I64) -> I64:
 
 
 def aligned_units(lengths: Sequence[int] | I64, budget: int, align: int) -> I64:
-    """``lengths`` in units of ``align`` tokens, rounded up: int64 [n].
+    """Return ``lengths``, in tokens, as int64 [n] in units of ``align`` tokens, rounded up.
 
-    Raises ConfigError for a budget that is no multiple of ``align``; SampleError naming a sample whose length is no
-    integer, below 1, or above the budget once rounded up.
+    Raises ConfigError for a budget that is not a multiple of ``align``. Raises SampleError, which names the sample, for
+    a length that is not an integer, below 1, or above the budget once rounded up.
     """
     check_numbers(budget=budget, align=align)
     if budget % align:

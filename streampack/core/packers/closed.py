@@ -1,11 +1,10 @@
-"""``pack_lengths``, which packs a closed list of lengths; how many packs there must be, and the way back to samples.
+"""``pack_lengths``, which packs a closed list of lengths; the number of packs, and the order back to the samples.
 
-Ranks that run in lock step need a number of packs that divides by theirs. More packs than a packer
-made are split off those there are: each new one takes the last sample of the pack with most samples (ties: the
-later pack), as in NeMo-RL, which goes on with the same pack until one is left in it, where this
-looks for the one with most each time. No pack grows, so none passes its budget. A pack never becomes
-empty: with fewer samples than packs the rest are empty ones, where the policy allows that. An empty pack is an empty
-list, at the end.
+Ranks that run in lock step need a number of packs that divides by the number of ranks. So ``with_count`` adds packs by
+splitting those that a packer made. Each new pack takes the last sample of the pack with most samples; of
+equal packs, the later one. NeMo-RL does the same, but splits one pack until a single sample is left in it. No pack
+grows, so none passes its budget, and no pack becomes empty. With fewer samples than packs, ``empty="pad"`` adds empty
+packs at the end. An empty pack is an empty list.
 
 >>> with_count([[0, 1, 2], [3]], multiple=4)
 [[0], [3], [2], [1]]
@@ -37,10 +36,10 @@ _WINDOW = 1024
 def with_count(
     packs: Iterable[Sequence[int]], min_packs: int = 0, multiple: int = 1, empty: Empty = "error"
 ) -> list[list[int]]:
-    """These packs in a number of at least ``min_packs``, rounded up to ``multiple``; the new ones behind the others.
+    """Split ``packs`` into at least ``min_packs``, rounded up to ``multiple``; new packs come behind the others.
 
-    ``empty`` says what happens where there are fewer samples than packs: ``error``, or ``pad``, empty packs at the
-    end. O(n log n). Raises SampleError.
+    With fewer samples than packs, ``empty="error"`` raises SampleError, and ``"pad"`` adds empty packs at the end.
+    O(n log n).
     """
     found = [list(pack) for pack in packs]
     num_packs = -(-max(len(found), min_packs) // multiple) * multiple
@@ -60,10 +59,15 @@ def with_count(
 
 
 def way_back(packs: Iterable[Sequence[int]]) -> I64:
-    """Where in the packs, laid end to end, each sample is: int64 [n].
+    """Return each sample's place in the packs laid end to end: the inverse permutation, int64 [n].
 
-    ``packs`` hold 0..n-1, each once. With results r in the packs' order, ``r[way_back(packs)]`` is in that of the
-    samples. Raises SampleError naming what is missing, or more than once there.
+    With results ``r`` in the packs' order, ``r[way_back(packs)]`` is in the samples' order.
+
+    Args:
+        packs: positions 0..n-1, each exactly once.
+
+    Raises:
+        SampleError: A position is missing or there more than once. The message names it.
     """
     order = np.fromiter(chain.from_iterable(packs), np.int64)
     counts = np.bincount(order[(order >= 0) & (order < len(order))], minlength=len(order))
@@ -90,23 +94,32 @@ def pack_lengths(
     empty: Empty = "error",
     **parameters: Any,
 ) -> list[list[int]]:
-    """Pack a closed list of lengths: the positions in each pack, in the order packs are emitted.
+    """Pack a closed list of lengths.
 
-    ``lengths``: integers, any sequence or array of shape [n], in tokens, each rounded up to a multiple
-    of ``align`` first. ``budget``: tokens of a pack, a multiple of ``align``. ``window``: samples that a
-    packer looks at together. By default ``exact_fill`` looks at all, and never makes more packs than first fit
-    decreasing; so do the packers of closed sets, and the others that stream look at 1024. ``seed`` is for packers that
-    shuffle, and changes nothing for the others. ``parameters`` are those of the packer:
-    ``max_samples_per_pack``, ``leftovers``, ``micro_batch_size``. ``sizes``: where items are groups, the samples in
-    each, int [n], which ``max_samples_per_pack`` counts.
+    Args:
+        lengths: Tokens in each sample: integers, any sequence or array of shape [n]. Each is rounded up to a multiple
+            of ``align`` first.
+        budget: Capacity of a pack in tokens, a multiple of ``align``.
+        packer: A packer's name.
+        window: Samples that a packer looks at together. By default ``exact_fill`` and the packers of closed sets look
+            at all samples, and the other packers at 1024. Without a window ``exact_fill`` never makes more packs than
+            first fit decreasing.
+        align: Alignment of a sample, in tokens.
+        seed: For packers that shuffle. Other packers ignore it.
+        sizes: Samples in each item, int [n], where items are groups. ``max_samples_per_pack`` counts them.
+        min_packs: The least number of packs. Additional packs are split off the packs with most samples.
+        pack_count_multiple: The number of packs is a multiple of this.
+        empty: With fewer samples than packs, ``error`` raises SampleError; ``pad`` adds empty packs at the end.
+        **parameters: Parameters of the packer: ``max_samples_per_pack``, ``leftovers``, ``micro_batch_size``.
 
-    There are at least ``min_packs``, in a multiple of ``pack_count_multiple``: more than were formed are split off
-    those with most samples. With fewer samples than packs ``empty`` says ``error``, or ``pad``: empty packs at the end.
-    ``way_back`` of the packs puts results in their order back into that of the samples.
+    Returns:
+        The positions of the samples in each pack, in the order in which the packer emits packs. With ``way_back``,
+        results in this order go back into the samples' order.
 
-    Raises SampleError (a ValueError) naming the sample whose length is no integer, below 1, or above the
-    budget once rounded up, or where there are too few; ConfigError for an unknown packer or parameter, or a number
-    that cannot be.
+    Raises:
+        SampleError: A length is not an integer, below 1, or above the budget once rounded up; or there are too few
+            samples. It is a ValueError, and names the sample.
+        ConfigError: Unknown packer or parameter, or a number out of range.
 
     >>> pack_lengths([3, 6, 5, 2, 4], 8)
     [[0, 2], [1, 3], [4]]
@@ -138,13 +151,16 @@ def pack_lengths(
         falling = first_fit_decreasing(
             units.tolist(), budget // align, cap, None if counts is None else counts.tolist()
         )
-        if len(falling) < len(packs):  # exact_fill has used up the short samples before the long ones
+        if len(falling) < len(packs):  # exact_fill used up the short samples before the long ones
             packs = sorted(map(sorted, falling))
     return with_count(packs, min_packs, pack_count_multiple, empty)
 
 
 def _sizes(sizes: Sequence[int] | I64 | None, num_items: int, cap: int | None) -> I64 | None:
-    """``sizes`` as int64 [n], all within the cap. Raises SampleError."""
+    """Return ``sizes``, the samples in each of ``num_items`` items, as int64 [n], or None.
+
+    Raises SampleError for a size below 1 or above ``cap``, or unless there is one size for each item.
+    """
     if sizes is None:
         return None
     found = integers(sizes)

@@ -1,13 +1,18 @@
-"""What the hot packers' kernels share: compiled by numba where it is installed, plain Python elsewhere.
+"""Loops that the kernels of ``exact_fill`` and ``joint`` share: compiled where numba is installed, else plain Python.
 
-Compiled kernels hold no lock while they run, so a broker forms packs beside its sockets. They are compiled once and
-cached on disk; the first call on a machine takes some seconds.
+Compiled kernels do not hold the GIL while they run, so a broker forms packs beside its sockets. They are compiled once
+and cached on disk; the first call on a machine takes some seconds.
 
-A few inner loops have a second form, in numpy or over Python ints, for where nothing compiles (``COMPILES``). There
-loops over arrays take a hundred times as long; compiled, the numpy forms take up to twice as long as the loops.
+A few inner loops have a second form, in numpy or over Python ints, which is used without numba (``COMPILES`` is False).
+Without numba, loops over arrays take a hundred times as long; compiled, the numpy forms take up to twice as long.
 
-Positions are int64. ``by_length`` holds those in the window longest first (ties: oldest first). A bitset row is a run
-of uint64 words, or one Python int: see below.
+Arguments that many kernels share:
+
+- Positions are int64 indices into ``lengths``, oldest first.
+- ``by_length``: the positions in the window, longest first (ties: oldest first). ``gone`` bool [n]: samples that left.
+- ``rest``: scratch space for candidates of the pack. ``room``: tokens that the pack may still take.
+- ``indices``: the result, to which a kernel appends from ``end`` on.
+- A bitset row is a run of uint64 words; without numba, one Python int. Bit g says that a gap of g tokens is reachable.
 """
 
 from __future__ import annotations
@@ -25,10 +30,10 @@ ONE = np.uint64(1)
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
-    """Compiled without the GIL, and cached on disk where there is a place to write to.
+    """Compile ``function`` with numba to run without the GIL, cached on disk if there is a place to write to.
 
-    A kernel holds the code of those it calls, while numba compiles it again only where its own file has changed: a
-    stale kernel would form other packs. So its stamp has those of the kernels that its file imports.
+    A compiled kernel contains the code of the kernels that it calls, but numba recompiles it only when its own file
+    changes. A stale kernel would form other packs. So the cache's stamp also covers the kernels that its file imports.
     """
     kernel = njit(nogil=True, cache=True)(function)
     if not hasattr(getattr(kernel, "_cache", None), "_cache_file"):  # no place to write to, or NUMBA_DISABLE_JIT
@@ -47,7 +52,10 @@ if COMPILES:
 
     @_compiled
     def _sort_in(by_length, num_sorted, lengths, gone, start, stop):  # type: ignore[no-untyped-def]
-        """Bring ``by_length`` up to date: drop who has left, merge in start..stop; how many it then holds."""
+        """Update ``by_length``: drop samples that are gone, merge in positions start..stop. Return its new count.
+
+        ``num_sorted`` is the count of positions that ``by_length`` holds before.
+        """
         kept = 0
         for i in by_length[:num_sorted]:
             if not gone[i]:
@@ -84,7 +92,10 @@ else:
 
 @_compiled
 def _gather(rest, source, num_source, seed, lengths, room):  # type: ignore[no-untyped-def]
-    """The samples of ``source`` but the seed that fit, in order, into ``rest``; how many. May work in place."""
+    """Copy the samples of ``source`` that fit ``room``, but not the seed, to ``rest`` in order. Return their number.
+
+    ``rest`` may be ``source``.
+    """
     num_rest = 0
     for k in range(num_source):
         i = source[k]
@@ -96,7 +107,10 @@ def _gather(rest, source, num_source, seed, lengths, room):  # type: ignore[no-u
 
 @_compiled
 def _gather_by_age(rest, most, after, first, edge, lengths, room):  # type: ignore[no-untyped-def]
-    """The same from the linked list, oldest first, ``most`` at most."""
+    """Copy up to ``most`` samples that fit ``room`` to ``rest``, oldest first. Return their number.
+
+    ``after`` links each position in the window to the next one; ``first`` is where to begin, ``edge`` the end.
+    """
     num_rest = 0
     i = first
     while i < edge and num_rest < most:
@@ -109,6 +123,7 @@ def _gather_by_age(rest, most, after, first, edge, lengths, room):  # type: igno
 
 @_compiled
 def _first_that_fits(by_length, start, stop, lengths, room):  # type: ignore[no-untyped-def]
+    """Return the first index of ``by_length`` in start..stop with a length of at most ``room``; ``stop`` if none."""
     while start < stop:
         middle = (start + stop) // 2
         if lengths[by_length[middle]] <= room:
@@ -120,6 +135,11 @@ def _first_that_fits(by_length, start, stop, lengths, room):  # type: ignore[no-
 
 @_compiled
 def _take_ahead(rest, num_rest, lengths, room, held, tokens, indices, end):  # type: ignore[no-untyped-def]
+    """Take samples of ``rest`` in order without a search, while the room is above 16 mean lengths.
+
+    Each taken sample leaves room for 8 mean lengths, so that the search can still fill the pack exactly. The window
+    holds ``held`` samples of ``tokens``. Return the count left in ``rest``, the room and the new end.
+    """
     skipped = 0
     for k in range(num_rest):
         i = rest[k]
@@ -137,10 +157,11 @@ if COMPILES:
 
     @_compiled
     def _fill_exactly(rest, num_rest, lengths, room, rows, barren, indices, end):  # type: ignore[no-untyped-def]
-        """Add the subset that leaves the smallest gap; among those, one of the first samples in order. The new end.
+        """Append the subset of ``rest`` that leaves the smallest gap in ``room``. Return the new end.
 
-        A length that reaches no new gap reaches none later in the pack either, with other samples before it: the rest
-        of that length need not be tried. ``barren`` bool [budget + 1], by length, is all False before and after.
+        Samples are tried in order, so the subset is one of the first samples. A length that reaches no new gap reaches
+        none later in the pack either; other samples of that length are not tried. Such lengths are marked in
+        ``barren`` bool [budget + 1], which is all False before and after.
         """
         words = room // 64 + 1
         rows[:words] = 0
@@ -196,9 +217,10 @@ else:  # a row of the bitset is one Python int
 
 @_compiled
 def _widen(rows, row, words, length):  # type: ignore[no-untyped-def]
-    """The next row: this one OR itself shifted down by ``length`` bits; whether that added any.
+    """Write the next bitset row: this row OR itself shifted down by ``length`` bits. Return True if a bit was added.
 
-    Over views, whose indices cannot be negative: so the loops are vectorized.
+    ``row`` is the index of the row's first word. The loops run over views, whose indices cannot be negative, so that
+    the compiler vectorizes them.
     """
     skip = length >> 6
     low = np.uint64(length & 63)
@@ -220,7 +242,7 @@ def _widen(rows, row, words, length):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _lowest_bit(rows, row):  # type: ignore[no-untyped-def]
-    """The lowest bit set in a row that has one."""
+    """Return the lowest set bit of the bitset row that begins at word ``row``; a bit must be set."""
     gap = 0
     while rows[row + (gap >> 6)] == 0:
         gap += 64

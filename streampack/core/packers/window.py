@@ -6,9 +6,9 @@ pack.
 
 A sample waits at most ``size`` packs plus one pack for each sample held when it came. The rest of that wait is the
 sample's *patience*: the number of packs that may still be formed without it. A window is *late* when its oldest sample
-has to be in the next pack: when some sample has no more patience than there are older samples. Until then any pack is
-allowed. From then on every pack takes the oldest sample. Then none waits too long, since each older sample delays a
-sample by one pack at most.
+has to be in the next pack. That is so when some sample has no more patience than there are older samples. Until then
+any pack is allowed. From then on every pack takes the oldest sample. Then none waits too long, since each older sample
+delays a sample by one pack at most.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """``best_fit_decreasing``: longest first, each into the fullest pack with room.
 
-The packs are those of TRL's ``bfd`` packing: ties of length go to the earlier sample, and among equally
-full packs to the one that became so first. It needs at most 11/9 of the best number of packs, plus 4:
-Johnson, Demers, Ullman, Garey and Graham, "Worst-case performance bounds for simple
-one-dimensional packing algorithms", SIAM J. Comput. 3 (1974).
+The packs are those of TRL's ``bfd`` packing. Ties of length go to the earlier sample. Among equally full packs, the one
+that became so first is taken. It needs at most 11/9 of the best number of packs, plus 4: Johnson, Demers, Ullman, Garey
+and Graham, SIAM J. Comput. 3 (1974), "Worst-case performance bounds for simple one-dimensional packing algorithms".
 
-The rooms that packs have are a set of integers up to the budget, kept as a trie of bitmaps (van Emde
-Boas's idea, 1975, with a fixed width): the smallest room that will do is found in
-O(log budget / 10), so n samples take O(n log n), the sorting.
+The room left in packs is a set of integers up to the budget, kept as a trie of bitmaps. That is van Emde Boas's idea
+(1975) with a fixed width. The smallest sufficient room is found in O(log budget / 10), so n samples take O(n log n)
+for the sorting.
 
 >>> best_fit_decreasing([3, 6, 5, 2, 4], 8)
 [[1, 3], [2, 0], [4]]
@@ -27,19 +26,19 @@ _LOW = (1 << _WIDTH) - 1
 
 @dataclass(frozen=True, slots=True)
 class BestFitDecreasing(Tumbling):
-    """See the module."""
+    """Packer by best fit decreasing."""
 
     name: str = "best_fit_decreasing"
 
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
-        """Packs of a block."""
+        """Pack one block: return lists of positions in ``lengths``; ``sizes`` are the samples in each item."""
         return best_fit_decreasing(lengths, budget, self.max_samples_per_pack, sizes)
 
 
 def best_fit_decreasing(
     lengths: Sequence[int], budget: int, max_samples_per_pack: int | None = None, sizes: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Packs of a closed set, in the order they were opened; inside a pack longest first.
+    """Return the packs of a closed set by best fit decreasing, in the order they were opened; inside, longest first.
 
     Arguments are those of ``first_fit``.
     """
@@ -68,7 +67,11 @@ def best_fit_decreasing(
 def _take_fullest(
     rooms: _IntSet, with_room: dict[int, deque[int]], spare: list[int], length: int, size: int
 ) -> tuple[int, int] | None:
-    """The room and the number of the fullest pack that may take so much, taken out of ``rooms``; None for none."""
+    """Find the fullest pack with room for an item, remove it from ``with_room``, and return its (room, number).
+
+    Returns None if no pack has room for ``length`` tokens and ``size`` samples. The packs in ``with_room`` are listed
+    by the tokens that they have room for; ``rooms`` holds the keys. Each pack may still take ``spare`` samples.
+    """
     room = rooms.at_least(length)
     while room is not None:
         for pack in with_room[room]:
@@ -82,7 +85,10 @@ def _take_fullest(
 
 
 class _IntSet:
-    """A set of integers from 0 to ``most``: bitmaps of 2**10, and above each level one of those that are not empty."""
+    """A set of integers from 0 to ``most``: a trie of bitmaps of 2**10 bits.
+
+    A bit on the lowest level is a member; a bit above it says that a bitmap one level below is not empty.
+    """
 
     def __init__(self, most: int) -> None:
         self._levels: list[dict[int, int]] = [{} for _ in range(max(-(-most.bit_length() // _WIDTH), 1))]
@@ -103,18 +109,18 @@ class _IntSet:
                 return
 
     def at_least(self, value: int) -> int | None:
-        """The smallest member from ``value`` on."""
+        """Return the smallest member that is at least ``value``; None if there is none."""
         for height, level in enumerate(self._levels):
             node = value >> _WIDTH
             members = level.get(node, 0) >> (value & _LOW) << (value & _LOW)
             if members:
                 for below in reversed(self._levels[:height]):
-                    node = node << _WIDTH | _lowest(members)
+                    node = node << _WIDTH | _lowest_bit(members)
                     members = below[node]
-                return node << _WIDTH | _lowest(members)
+                return node << _WIDTH | _lowest_bit(members)
             value = node + 1
         return None
 
 
-def _lowest(members: int) -> int:
+def _lowest_bit(members: int) -> int:
     return (members & -members).bit_length() - 1

@@ -1,13 +1,13 @@
 """First fit in any order, and ``first_fit_shuffle``: first fit in a shuffled one.
 
-"The first pack with room" is found in O(log packs) with a tournament tree over the room left, so n
-samples take O(n log n): the structure of Johnson, "Fast algorithms for bin packing", J. Comput.
-Syst. Sci. 8 (1974). A pack that holds as many samples as it may counts as full; where items are
-groups of several samples, packs with room for the tokens but not for the group are passed over one by one.
+A tournament tree over the room left finds the first pack with room in O(log packs), so n samples take O(n log n). It is
+the structure of Johnson, "Fast algorithms for bin packing", J. Comput. Syst. Sci. 8 (1974). A pack that holds
+``max_samples_per_pack`` samples counts as full. Where items are groups of several samples, packs with room for the
+tokens but not for the group are skipped one by one.
 
 First fit needs at most 1.7 times the best number of packs in any order (Dosa and Sgall, "First
-Fit bin packing: a tight analysis", STACS 2013). The shuffle is NeMo-RL's ``first_fit_shuffle``, with a seed:
-the same one for every block of a stream, for a packer remembers nothing.
+Fit bin packing: a tight analysis", STACS 2013). The shuffle is NeMo-RL's ``first_fit_shuffle``, with a seed. Every
+block of a stream has the same seed, since a packer keeps nothing between calls.
 
 >>> first_fit([0, 1, 2, 3, 4], [3, 6, 5, 2, 4], 8)
 [[0, 2], [1, 3], [4]]
@@ -24,13 +24,16 @@ from streampack.core.shuffle import shuffled
 
 @dataclass(frozen=True, slots=True)
 class FirstFitShuffle(Tumbling):
-    """See the module; ``seed`` is any int."""
+    """Packer by first fit in a shuffled order; ``seed`` is any int."""
 
     name: str = "first_fit_shuffle"
     seed: int = 0
 
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
-        """Packs of a block, in the order they were opened; inside a pack in the shuffled order."""
+        """Pack one block: return lists of positions in ``lengths``; ``sizes`` are the samples in each item.
+
+        Packs are in the order they were opened; inside a pack samples are in the shuffled order.
+        """
         return first_fit(shuffled(len(lengths), self.seed), lengths, budget, self.max_samples_per_pack, sizes)
 
 
@@ -38,10 +41,14 @@ def first_fit(
     order: Iterable[int], lengths: Sequence[int], budget: int,
     max_samples_per_pack: int | None = None, sizes: Sequence[int] | None = None,
 ) -> list[list[int]]:  # fmt: skip
-    """The items of ``order``, each put into the first pack with room; packs in the order they were opened.
+    """Put each item of ``order`` into the first pack with room; return the packs in the order they were opened.
 
-    ``order`` holds positions in ``lengths`` (all in 1..``budget``), each at most once. ``sizes``: samples in each
-    item, at most ``max_samples_per_pack``; None: one each.
+    Args:
+        order: Positions in ``lengths``, each at most once.
+        lengths: Tokens in each item, each in 1..``budget``.
+        budget: Capacity of a pack, in tokens.
+        max_samples_per_pack: The most samples in a pack; None for no cap.
+        sizes: Samples in each item, at most ``max_samples_per_pack``; None: one each.
     """
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     room = [budget] * (2 * leaves)  # room[k] is the most room in the packs below node k; pack i is node leaves + i
@@ -66,9 +73,9 @@ def first_fit(
 
 
 def _first_with(room: list[int], least: int, node: int) -> int:
-    """The first leaf, from the leaf ``node`` on, with a room of at least ``least``; there must be one."""
+    """Return the first leaf, from the leaf ``node`` on, with a room of at least ``least``; there must be one."""
     while room[node] < least:
-        while node & 1:  # all of its parent is behind
+        while node & 1:  # a right child: the search is done with its parent
             node >>= 1
         node += 1
     while 2 * node < len(room):
@@ -77,6 +84,7 @@ def _first_with(room: list[int], least: int, node: int) -> int:
 
 
 def _set_room(room: list[int], node: int, value: int) -> None:
+    """Set the room of the pack at leaf ``node``, and update the maxima above the leaf."""
     room[node] = value
     while node > 1:
         node >>= 1

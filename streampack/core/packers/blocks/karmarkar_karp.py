@@ -1,16 +1,16 @@
 """``karmarkar_karp``: packs that cost the same, by largest differencing, with the budget as a hard cap.
 
-Karmarkar and Karp, "The differencing method of set partitioning", UC Berkeley 1982; for k parts as in Michiels, Korst,
-Aarts and van Leeuwen, "Performance ratios for the differencing method", STACS 2003. Each item begins as a partition of
-its own: one part holds it, k - 1 are empty. Again and again the two partitions whose parts differ most are made one,
-the dearest part of one with the cheapest of the other, the second dearest with the second cheapest, and so on: so that
-their differences cancel. With *equal sizes* each first partition holds k consecutive items by cost, one in each part:
-then parts have as many items as each other, or one less.
+Karmarkar and Karp, "The differencing method of set partitioning", UC Berkeley 1982. For k parts: Michiels, Korst, Aarts
+and van Leeuwen, "Performance ratios for the differencing method", STACS 2003. Each item begins as a partition of
+its own: one part holds the item, k - 1 parts are empty. Then the two partitions with the greatest spread between their
+parts are merged, again and again. A merge joins the dearest part of one with the cheapest of the other, and so on, so
+that their differences cancel. With *equal sizes* each first partition
+holds k consecutive items by cost, one in each part. Then parts have as many items as each other, or one less.
 
-As a packer, on costs a * s + b * s * s, it is what verl and ROLL use: as many parts as the tokens need, and then more
-until every part is within the budget and the cap on samples. Theirs stops at the first count (ROLL: 8 samples of 7
-tokens and a budget of 8 make one pack of 14 of two), or fails with fewer samples than packs; here there are never more
-packs than samples. Packs are balanced, not full: it is for closed sets (on a stream: for blocks of it).
+verl and ROLL use it as a packer, on costs a * s + b * s * s. They begin with as many parts as the tokens need. This
+packer then adds parts until every part is within the budget and the cap on samples. Theirs stop at the first count, or
+fail with fewer samples than packs. (In ROLL, 8 samples of 7 tokens and a budget of 8 make a pack of 14 tokens.) Here
+there are never more packs than samples. Packs are balanced, not full: use it for closed sets.
 
 O(n (k + log n)) for each count that is tried. Ties go to the item that comes first.
 
@@ -37,7 +37,7 @@ Part = tuple[int, Items]  # cost, items
 
 @dataclass(frozen=True, slots=True)
 class KarmarkarKarp(Tumbling):
-    """See the module; a sample of s tokens (or units of the alignment) costs ``a * s + b * s * s``."""
+    """Packer by largest differencing; a sample of s tokens (or units of ``align``) costs ``a * s + b * s * s``."""
 
     name: str = "karmarkar_karp"
     a: int = 24576
@@ -50,7 +50,10 @@ class KarmarkarKarp(Tumbling):
             raise ValueError(f"got a={self.a} and b={self.b}, expected at least 0, and one of them above")
 
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
-        """Packs of a block, none empty, dearest last, samples in order; ``lengths`` lie in 1..``budget``."""
+        """Pack one block: return lists of positions in ``lengths``, which lie in 1..``budget``.
+
+        No pack is empty, the dearest is last, and samples are in order. ``sizes`` are the samples in each item.
+        """
         cap = self.max_samples_per_pack or sum(sizes)
         costs = [self.a * length + self.b * length * length for length in lengths]
         count = max(-(-sum(lengths) // budget), -(-sum(sizes) // cap)) if lengths else 0
@@ -60,20 +63,21 @@ class KarmarkarKarp(Tumbling):
             crowded = any(sum(sizes[i] for i in pack) > cap for pack in packs)
             if not over and not crowded:
                 return packs
-            # What does not fit needs so many more; with one for each sample all fit.
+            # The tokens over the budget need at least so many more packs. With one pack a sample all fit.
             count = min(count + max(-(-over // budget), 1), len(lengths))
 
 
 def karmarkar_karp(costs: Sequence[int], parts: int, *, equal_sizes: bool = False) -> list[list[int]]:
-    """``parts`` lists of positions in ``costs`` (at least 0 each), cheapest first; with fewer items some are empty.
+    """Split items into ``parts`` lists of nearly equal cost; return positions in ``costs``, the cheapest list first.
 
-    ``equal_sizes``: parts have as many items as each other, or one less.
+    Costs are at least 0. With fewer items than parts some lists are empty. With ``equal_sizes`` the lists have as many
+    items as each other, or one less.
     """
     if not parts:
         return []
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     step = parts if equal_sizes else 1
-    # A partition: spread, number (so that ties are settled), and its parts that are not empty, dearest first.
+    # A partition: negated spread, number (breaks ties), and its parts that are not empty, dearest first.
     partitions: list[tuple[int, int, list[Part]]] = []
     for number, start in enumerate(range(0, len(order), step)):
         first: list[Part] = [(costs[i], (i,)) for i in order[start : start + step]]
@@ -89,11 +93,15 @@ def karmarkar_karp(costs: Sequence[int], parts: int, *, equal_sizes: bool = Fals
 
 
 def _spread(partition: list[Part], parts: int) -> int:
+    """Return the cost of the dearest part minus that of the cheapest; parts not in the list are empty and cost 0."""
     return partition[0][0] - (partition[-1][0] if len(partition) == parts else 0)
 
 
 def _merge(one: list[Part], other: list[Part], parts: int) -> list[Part]:
-    """The dearest of one with the cheapest of the other, and so on; parts that are empty are not in the lists."""
+    """Merge two partitions: the dearest part of one with the cheapest of the other, and so on.
+
+    Lists are dearest first and leave out empty parts; ``parts`` is the number of parts with the empty ones.
+    """
     alone = parts - len(other)  # the first of ``one`` meet empty parts
     merged = [*one[:alone], *other[: parts - len(one)]]
     for (cost, items), (more, others) in zip(one[alone:], reversed(other), strict=False):
@@ -103,6 +111,7 @@ def _merge(one: list[Part], other: list[Part], parts: int) -> list[Part]:
 
 
 def _flat(items: Items) -> list[int]:
+    """Return the items of a tree as a list."""
     found: list[int] = []
     stack: list[Items | int] = [items]
     while stack:
@@ -115,21 +124,21 @@ def _flat(items: Items) -> list[int]:
 
 
 def difference_columns(rows: I64) -> I64:
-    """Which column each number goes to so that the columns' sums differ least, int64 [rows, columns].
+    """Assign each number of a row to a column so that the columns' sums are nearly equal; return int64 [m, k].
 
-    ``rows`` int64 [m, k], each from dearest to cheapest: largest differencing with equal sizes, whole rows at a time.
-    Every row of the answer is a permutation of the columns: ``answer[m, j]`` is that of ``rows[m, j]``. O(m k log k).
+    ``rows`` int64 [m, k], each from dearest to cheapest. Every row of the result is a permutation: ``result[m, j]`` is
+    the column of ``rows[m, j]``. It is largest differencing with equal sizes, a row at a time: O(m k log k).
 
     >>> difference_columns(np.array([[9, 7], [4, 1]])).tolist()
     [[1, 0], [0, 1]]
     """
     count, width = rows.shape
-    # A partition: spread, number, and sums from dearest to cheapest. Each is a row, or two that were merged: then the
-    # order in which their sums are.
+    # A partition: negated spread, number (breaks ties), and its columns' sums from dearest to cheapest.
+    # Each merge adds to ``merged`` the two partitions, and the order that sorts their added sums.
     partitions = [(int(row[-1] - row[0]), m, row) for m, row in enumerate(rows)]
     heapify(partitions)
     merged: list[tuple[int, int, I64]] = []
-    at = list(range(count))  # the partition that each number stands for: below count a row, then ``merged``
+    at = list(range(count))  # the partition of each number: below count a row, from count on an entry of ``merged``
     while len(partitions) > 1:
         _, number, sums = heappop(partitions)
         _, other, more = partitions[0]

@@ -1,13 +1,12 @@
 """``greedy_knapsack``: longest first, each into the emptiest pack if it fits there, else into a new one.
 
-The packs are those of AutoModel's neat packing; among equally long samples the earlier goes first, among
-equally empty packs the one opened first. It evens out what packs hold and so leaves more gaps than
-best fit: worst fit decreasing, at most 5/4 of the best number of packs in the limit (Johnson, "Fast algorithms for
-bin packing", J. Comput. Syst. Sci. 8, 1974). LLaMA-Factory's function of this name does something
-else: see ``decreasing``.
+The packs are those of AutoModel's neat packing. Among equally long samples the earlier goes first; among equally empty
+packs, the one opened first is taken. It is worst fit decreasing: it evens out the packs' tokens, and so leaves more
+gaps than best fit. In the limit it needs at most 5/4 of the best number of packs (Johnson, "Fast algorithms for bin
+packing", J. Comput. Syst. Sci. 8, 1974). LLaMA-Factory's function of this name does something else: see ``decreasing``.
 
-The emptiest pack is the head of a heap: O(n log n). Where items are groups of several samples, packs that
-may not hold so many more are passed over one by one.
+The emptiest pack is the head of a heap: O(n log n). Where items are groups of several samples, packs without room for
+the group's samples are skipped one by one.
 
 >>> greedy_knapsack([3, 6, 5, 2, 4], 8)
 [[1], [2, 3], [4, 0]]
@@ -24,19 +23,19 @@ from streampack.core.packers.blocks.tumbling import Tumbling
 
 @dataclass(frozen=True, slots=True)
 class GreedyKnapsack(Tumbling):
-    """See the module."""
+    """Packer that puts each sample, longest first, into the emptiest pack."""
 
     name: str = "greedy_knapsack"
 
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
-        """Packs of a block."""
+        """Pack one block: return lists of positions in ``lengths``; ``sizes`` are the samples in each item."""
         return greedy_knapsack(lengths, budget, self.max_samples_per_pack, sizes)
 
 
 def greedy_knapsack(
     lengths: Sequence[int], budget: int, max_samples_per_pack: int | None = None, sizes: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Packs of a closed set, in the order they were opened; inside a pack longest first.
+    """Return the packs of a closed set by worst fit decreasing, in the order they were opened; inside, longest first.
 
     Arguments are those of ``first_fit``.
     """
@@ -48,17 +47,20 @@ def emptiest_fit(
     order: Sequence[int], lengths: Sequence[int], budget: int, max_samples_per_pack: int | None,
     sizes: Sequence[int] | None, first_come: bool = False,
 ) -> tuple[list[list[int]], list[tuple[int, int]]]:  # fmt: skip
-    """The items of ``order``, each put into the emptiest pack if it fits there, else into a new one.
+    """Put each item of ``order`` into the emptiest pack if it fits there, else into a new pack.
 
-    Among equally empty packs the one opened first, or with ``first_come`` the one that became so first, is taken.
-    Beside the packs, in the order they were opened, the keys of that order: by them the packs go from the emptiest
-    to the fullest.
+    Among equally empty packs the one opened first is taken; with ``first_come``, the one that became so first. The
+    other arguments are those of ``first_fit``.
+
+    Returns:
+        The packs, in the order they were opened, and a sort key for each pack: sorted by these keys, packs go from
+        the emptiest to the fullest.
     """
     cap = sum(sizes or ()) + len(lengths) if max_samples_per_pack is None else max_samples_per_pack
     packs: list[list[int]] = []
     spare: list[int] = []
-    keys: list[tuple[int, int]] = []  # tokens, and what breaks ties
-    heap: list[tuple[int, int, int]] = []  # a key, and its pack
+    keys: list[tuple[int, int]] = []  # tokens, tie breaker
+    heap: list[tuple[int, int, int]] = []  # tokens, tie breaker, pack
     for turn, i in enumerate(order):
         size = sizes[i] if sizes else 1
         passed = []

@@ -3,20 +3,20 @@
 Johnson and Garey, "A 71/60 theorem for bin packing", J. Complexity 1 (1985). Samples are large (over half of the
 budget C), medium (over C/3), small (over C/6) or tiny. Each large one opens a pack. Then
 
-1. forward over these packs: the largest medium one that fits;
-2. backward over those without a medium one: if the two smallest small ones fit, the smallest, and the largest
-   small one that fits with it;
-3. forward: the largest of what is left that fits, again and again;
-4. what is left then (``leftovers``) goes into packs of its own: ``decreasing``, by first fit as in the paper, or
-   ``emptiest``, each into the emptiest of them if it fits, else into a new one.
+1. Forward over these packs: each takes the largest medium sample that fits.
+2. Backward over the packs without a medium sample. If the two smallest small samples fit, the pack takes the smallest,
+   and the largest small sample that fits with it.
+3. Forward: each takes the largest remaining sample that fits, again and again.
+4. The remaining samples go into packs of their own. By default this is first fit decreasing, as in the paper. With
+   ``leftovers="emptiest"`` each goes into the emptiest of these packs if it fits, else into a new one.
 
-The packs are NeMo-RL's, which says first fit decreasing in its manual and in its code does ``emptiest``, where the
-packs of step 4 come out emptiest first. Ties go to the earlier sample, but for the second small one of step 2: the
-later. Its worst case is better than first fit decreasing's, 71/60 of the best number of packs against 11/9. On
-lengths as they occur it never was: no less packs on 40 of 40 sets, more on 21.
+The packs are NeMo-RL's. Its manual says first fit decreasing in step 4, its code does ``emptiest`` and returns these
+packs emptiest first. Ties go to the earlier sample, but for the second small sample of step 2 to the later. The worst
+case is better than first fit decreasing's: 71/60 of the best number of packs against 11/9. On lengths as they occur it
+never needed fewer packs (40 sets), and on 21 of the 40 sets more.
 
-"The largest that fits" of a set from which samples are only taken is a binary search, and a walk over those that are
-gone, whose paths are compressed (Tarjan, J. ACM 22, 1975): O(n log n).
+Samples are only taken, never put back. So the largest that fits is found by a binary search, and a walk over the
+samples already taken with path compression (Tarjan, J. ACM 22, 1975): O(n log n).
 
 >>> modified_first_fit_decreasing([6, 3, 4, 2, 2, 1, 5, 4], 9)
 [[0, 1], [6, 2], [7, 3, 4, 5]]
@@ -38,7 +38,7 @@ Leftovers = Literal["decreasing", "emptiest"]
 
 @dataclass(frozen=True, slots=True)
 class ModifiedFirstFitDecreasing(Tumbling):
-    """See the module."""
+    """Packer by modified first fit decreasing; ``leftovers`` selects step 4."""
 
     name: str = "modified_first_fit_decreasing"
     leftovers: Leftovers = "decreasing"
@@ -49,7 +49,7 @@ class ModifiedFirstFitDecreasing(Tumbling):
             raise ValueError(f"got leftovers={self.leftovers!r}, expected 'decreasing' or 'emptiest'")
 
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
-        """Packs of a block."""
+        """Pack one block: return lists of positions in ``lengths``; ``sizes`` are the samples in each item."""
         return modified_first_fit_decreasing(lengths, budget, self.leftovers, self.max_samples_per_pack, sizes)
 
 
@@ -57,7 +57,7 @@ def modified_first_fit_decreasing(
     lengths: Sequence[int], budget: int, leftovers: Leftovers = "decreasing",
     max_samples_per_pack: int | None = None, sizes: Sequence[int] | None = None,
 ) -> list[list[int]]:  # fmt: skip
-    """Packs of a closed set: those of large samples, longest first, then those of ``leftovers``.
+    """Return the packs of a closed set by MFFD: those of large samples, longest first, then those of ``leftovers``.
 
     The other arguments are those of ``first_fit``.
     """
@@ -88,42 +88,43 @@ def modified_first_fit_decreasing(
 
 
 class _Left:
-    """Samples in an order of decreasing length, of which some are taken. A place is a position in that order."""
+    """The samples not taken yet, of an order of decreasing length. A place is a position in that order."""
 
     def __init__(self, order: list[int], lengths: Sequence[int], samples: Sequence[int]) -> None:
         self.lengths, self.samples = lengths, samples
         self._order = order
         self._negated = [-lengths[i] for i in order]
-        self._links = list(range(len(order) + 1))  # towards the first place, at it or behind, that is not taken
-        self._before = list(range(-1, len(order)))  # of a place that is not taken, the last such before it
+        self._links = list(range(len(order) + 1))  # for each place: itself, or once taken a place nearer to the next
+        self._before = list(range(-1, len(order)))  # for each place not taken: the last one before it not taken
 
     def largest(self, room: int, spare: int) -> int | None:
-        """The place of the first sample that fits; None if none does."""
+        """Return the place of the longest sample left that fits ``room`` tokens and ``spare`` samples, or None."""
         at = self._find(bisect_left(self._negated, -room)) if spare else len(self._order)
         while at < len(self._order) and self.samples[self._order[at]] > spare:
             at = self._find(at + 1)
         return at if at < len(self._order) else None
 
     def smallest_two(self) -> list[int]:
-        """The places of the last two, the last first; of fewer where fewer are left."""
+        """Return the places of the two shortest samples left, the shortest first; fewer if fewer are left."""
         last = self._before[len(self._order)]
         return [at for at in (last, self._before[last] if last >= 0 else -1) if at >= 0]
 
     def take(self, at: int) -> int:
-        """Take the sample of a place."""
+        """Take the sample at place ``at`` out, and return its position in ``lengths``."""
         self._before[self._find(at + 1)] = self._before[at]
         self._links[at] = at + 1
         return self._order[at]
 
     def item(self, at: int) -> int:
-        """The sample of a place."""
+        """Return the position in ``lengths`` of the sample at place ``at``."""
         return self._order[at]
 
     def rest(self) -> list[int]:
-        """The samples that are left, in order."""
+        """Return the positions of the samples left, longest first."""
         return [i for at, i in enumerate(self._order) if self._links[at] == at]
 
     def _find(self, at: int) -> int:
+        """Return the first place from ``at`` on that is not taken."""
         while self._links[at] != at:
             self._links[at] = at = self._links[self._links[at]]
         return at
@@ -131,14 +132,14 @@ class _Left:
 
 @dataclass(slots=True)
 class _Pack:
-    """The pack of a large sample: what it holds, the tokens and the samples that it may still take."""
+    """The pack of a large sample: its ``items``; ``room`` and ``spare``: tokens and samples that it may still take."""
 
     items: list[int]
     room: int
     spare: int
 
     def take_largest(self, left: _Left) -> bool:
-        """Take the largest that fits; whether any does."""
+        """Move the largest sample of ``left`` that fits into this pack; return False if none fits."""
         at = left.largest(self.room, self.spare)
         if at is None:
             return False
@@ -149,7 +150,10 @@ class _Pack:
         return True
 
     def take_two(self, small: _Left) -> None:
-        """Take the smallest, and the largest that fits with it, if the smallest two fit."""
+        """Move the smallest sample of ``small``, and the largest that fits with it, into this pack.
+
+        Do nothing if the two smallest samples do not fit.
+        """
         two = small.smallest_two()
         items = [small.item(at) for at in two]
         room, spare = sum(small.lengths[i] for i in items), sum(small.samples[i] for i in items)

@@ -1,9 +1,9 @@
-"""Packers that need all lengths before the first pack, on a stream: tumbling blocks.
+"""Base class of packers that need all lengths before the first pack: a stream is cut into tumbling blocks.
 
-The samples left are cut into blocks of ``window``. A block is packed whole, and all of its packs
-are returned even when that is more than was asked for, so packs are a function of the order of
-samples alone. A partial block is packed only once no more can come. What every block loses in its
-last packs is the price; whoever has a closed set gives its size as the window.
+The samples left are cut into blocks of ``window`` samples. A block is packed whole, and all of its packs are returned,
+even when that is more than was asked for. So packs are a function of the order of samples alone. A partial block is
+packed only once no more samples can come. Every block loses some tokens in its last packs. For a closed set, pass its
+number of samples as the window.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from streampack.core.packers.packer import I64, Capped, Choice, choice_of, sampl
 
 @dataclass(frozen=True, slots=True)
 class Tumbling(Capped, ABC):
-    """A packer of blocks; ages stay as they are, for no sample is ever left in a block."""
+    """Base of packers that pack one block of samples after another. Ages stay unchanged: a block leaves no sample."""
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
-        """Whole blocks, until there are at least ``count`` packs; a partial block only when ``closed``."""
+        """Choose packs as ``Packer.choose`` says: those of whole blocks, until there are at least ``count``.
+
+        A partial block is packed only when ``closed``.
+        """
         packs: list[list[int]] = []
         items, samples = lengths.tolist(), sample_counts(sizes, len(lengths))
         start = 0
@@ -34,4 +37,7 @@ class Tumbling(Capped, ABC):
 
     @abstractmethod
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
-        """Packs of positions in ``lengths``, a block, each once; ``sizes`` are the samples of each item."""
+        """Pack one block: return packs of positions in ``lengths``, each position once.
+
+        ``lengths`` are those of the block, each in 1..``budget``; ``sizes``, the samples in each item.
+        """

@@ -1,8 +1,8 @@
 """``none``: the original order, in ``samples // micro_batch_size`` packs as even in samples as can be.
 
-What ROLL does where nothing is packed: n samples make max(n // micro_batch_size, 1) packs, the first of which
-have one sample more where they do not come out even. ROLL knows no budget here; ours holds for every packer, so
-what passes it (or the cap on samples) goes on in another pack, as in ``concatenative``. O(n).
+This is what ROLL does without packing: n samples make max(n // micro_batch_size, 1) packs. If these do not come out
+even, the first packs have one sample more. ROLL has no budget here. Ours holds for every packer, so samples that pass
+the budget or the cap on samples go on in another pack, as in ``concatenative``. O(n).
 
 >>> Unpacked(micro_batch_size=2).pack([1, 1, 1, 1, 1, 3, 3], 5, [1] * 7)
 [[0, 1, 2], [3, 4], [5], [6]]
@@ -18,7 +18,7 @@ from streampack.core.packers.blocks.tumbling import Tumbling
 
 @dataclass(frozen=True, slots=True)
 class Unpacked(Tumbling):
-    """See the module. On a stream the samples are those of a block."""
+    """Packer that keeps the order, and makes packs of about ``micro_batch_size`` samples."""
 
     name: str = "none"
     micro_batch_size: int = 1
@@ -29,7 +29,7 @@ class Unpacked(Tumbling):
             raise ValueError(f"got micro_batch_size={self.micro_batch_size}, expected at least 1")
 
     def pack(self, lengths: Sequence[int], budget: int, sizes: Sequence[int]) -> list[list[int]]:
-        """Packs of a block, of runs of positions."""
+        """Pack one block: return runs of positions in ``lengths``; ``sizes`` are the samples in each item."""
         num_packs = max(len(lengths) // self.micro_batch_size, 1)
         least, longer = divmod(len(lengths), num_packs)
         starts = {pack * least + min(pack, longer) for pack in range(num_packs)}

@@ -1,7 +1,7 @@
-"""What ``exact_fill`` does where filling by age will not do; its docstring says when.
+"""The cases in which ``exact_fill`` does not fill a pack by age; the docstring of ``exact_fill`` says when.
 
-``ordered`` are the positions held, longest first. Every function appends to ``indices`` from ``end`` on and returns the
-pack's new end.
+``ordered`` are the positions held, longest first. ``sizes`` are the samples in each item, ``cap`` the most samples in a
+pack. Functions that form one pack append positions to ``indices`` from ``end`` on and return the pack's new end.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ import numpy as np
 from streampack.core.jit import COMPILES
 from streampack.core.packers.packer_kernels import _compiled, _first_that_fits
 
-#: What a third sample in the pack of a late one may be, in a critical window: one of the oldest so many that fit.
+#: In a critical window, the seed of a late pack may get a third sample: one of this many oldest samples that fit.
 OLD = 64
-#: Samples tried where packs may hold only so many.
+#: Samples tried for a pack whose number of samples is capped.
 CAPPED_TRIED = 256
-#: Samples left, at most, for them to change places: it takes the square of their number, a few times.
+#: The most samples for which ``last_packs`` tries swaps: a sweep takes the square of their number.
 MAX_SWAPPED = 2048
-#: Times that all samples are looked at, at most.
+#: The most sweeps of ``last_packs`` over all samples.
 SWEEPS = 16
 
 
 @_compiled
 def last_packs(ordered, lengths, sizes, budget, cap, pack_of):  # type: ignore[no-untyped-def]
-    """All that is held, planned at once: the packs' numbers to ``pack_of``; how many numbers there are.
+    """Plan all packs of the samples held at once: write each sample's pack number to ``pack_of``.
 
-    Once the stream is closed and the window runs dry, all that will come is known, so its packs need not be formed one
-    after the other. First fit decreasing forms them; then two samples of two packs change places, or a sample moves, as
-    long as that makes the fuller of the two packs fuller: hill climbing on the sum of squares of what packs hold, as in
-    Fleszar and Hindi, "New heuristics for one-dimensional bin-packing", Computers & Operations Research 29, 2002. A
-    pack whose last sample moves away is gone. So there are never more packs than first fit decreasing makes, and where
-    that wastes a few packs of some hundred, often two fewer.
+    Return how many numbers are in use; some of them may belong to no sample.
 
-    A move is a change of places with nothing: each pack has one sample of length 0 to begin with.
+    Once the stream is closed and the window runs dry, all remaining samples are known, so all their packs can be formed
+    together. First fit decreasing forms them. Then two samples of two packs swap, or a sample moves to another pack, as
+    long as the fuller of both packs becomes fuller. This is hill climbing on the sum of squares of the packs' tokens.
+    See Fleszar and Hindi, "New heuristics for one-dimensional bin-packing", Computers & Operations Research 29,
+    2002. A pack whose last sample moves away is gone. So there are never more packs than first fit decreasing
+    makes, and where that wastes a few packs of some hundred, often two fewer.
+
+    A move is a swap with nothing: each pack begins with one sample of length 0.
     """
     count = len(ordered)
     num_packs = first_fit(ordered, lengths, sizes, budget, cap, pack_of)
@@ -73,7 +75,10 @@ if COMPILES:
 
     @_compiled
     def _best_swap(i, pack, length, size, room, free):  # type: ignore[no-untyped-def]
-        """The sample that changes places with sample i so that the fuller of both packs gains most; -1 for none."""
+        """Return the sample whose swap with sample ``i`` adds most to the fuller of both packs; -1 for none.
+
+        ``room`` and ``free`` are the tokens and samples that each pack may still take.
+        """
         here, best, found = pack[i], 0, -1
         for j in range(len(pack)):
             there, more, also = pack[j], length[i] - length[j], size[i] - size[j]
@@ -87,7 +92,7 @@ else:
 
     def _best_swap(i, pack, length, size, room, free):  # type: ignore[no-untyped-def]
         here = pack[i]
-        # Samples fall in length: only those from ``first`` to ``last`` fit in both packs.
+        # Samples are longest first: only those from ``first`` to ``last`` fit in both packs.
         first = bisect_left(length, -length[i] - room[here], key=neg)
         last = bisect_right(length, room.max() - length[i], key=neg)
         there, more, also = pack[first:last], length[i] - length[first:last], size[i] - size[first:last]
@@ -99,9 +104,9 @@ else:
 
 @_compiled
 def first_fit(ordered, lengths, sizes, budget, cap, pack_of):  # type: ignore[no-untyped-def]
-    """Each of these into the first pack with room, its number to ``pack_of``; how many packs there are.
+    """Put each sample of ``ordered`` into the first pack with room: write the pack's number to ``pack_of``.
 
-    A tournament tree over the room of the packs, as in ``first_fit.first_fit``.
+    Return the number of packs. A tournament tree over the packs' room finds the pack, as in ``first_fit.first_fit``.
     """
     leaves = 1
     while leaves < len(ordered):
@@ -124,9 +129,9 @@ def first_fit(ordered, lengths, sizes, budget, cap, pack_of):  # type: ignore[no
 
 @_compiled
 def _first_with(room, least, node):  # type: ignore[no-untyped-def]
-    """The first leaf with a room of at least ``least``, from this leaf or the root on; there must be one."""
+    """Return the first leaf with a room of at least ``least``, from leaf ``node`` or the root on; there must be one."""
     while room[node] < least:
-        while node & 1:  # all of its parent is behind
+        while node & 1:  # a right child: the search is done with its parent
             node >>= 1
         node += 1
     while 2 * node < len(room):
@@ -138,7 +143,10 @@ if COMPILES:
 
     @_compiled
     def closest_pair(ordered, num_full, num_long, lengths, budget, indices, end):  # type: ignore[no-untyped-def]
-        """The long sample, and the longest short one that fits it, that leave the least gap; the pack's end."""
+        """Append the long sample and the short one that leave the least gap together. Return the pack's end.
+
+        In ``ordered`` full samples come first, up to ``num_full``; then long ones, up to ``num_long``; then short ones.
+        """
         least, at = budget, len(ordered)
         long, fits = num_full, len(ordered)
         for k in range(num_full, num_long):
@@ -176,7 +184,11 @@ else:
 
 @_compiled
 def best_with(ordered, after, edge, lengths, budget, seed, gain, indices, end):  # type: ignore[no-untyped-def]
-    """The seed with the one sample that fits best, or an old and another if these fill ``gain`` more; its end."""
+    """Append the seed and the longest sample that fits; return the pack's end.
+
+    Append an old sample and the longest that fits with both instead, if these fill at least ``gain`` tokens more. Old
+    samples are the ``OLD`` oldest that fit.
+    """
     room = budget - lengths[seed]
     indices[end] = seed
     end += 1
@@ -203,7 +215,7 @@ def best_with(ordered, after, edge, lengths, budget, seed, gain, indices, end): 
 
 @_compiled
 def _longest_but(ordered, lengths, room, one, other):  # type: ignore[no-untyped-def]
-    """The longest sample that fits but these two; -1 if there is none."""
+    """Return the longest sample that fits ``room``, other than ``one`` and ``other``; -1 if there is none."""
     at = _first_that_fits(ordered, 0, len(ordered), lengths, room)
     while at < len(ordered) and (ordered[at] == one or ordered[at] == other):
         at += 1
@@ -212,7 +224,7 @@ def _longest_but(ordered, lengths, room, one, other):  # type: ignore[no-untyped
 
 @_compiled
 def fill_up(ordered, lengths, budget, indices, start, end):  # type: ignore[no-untyped-def]
-    """Longest first whatever still fits into the pack at ``start``; its end."""
+    """Append to the pack ``indices[start:end]`` whatever still fits, longest first. Return the pack's end."""
     room = budget
     for i in indices[start:end]:
         room -= lengths[i]
@@ -232,13 +244,13 @@ def fill_up(ordered, lengths, budget, indices, start, end):  # type: ignore[no-u
 
 @_compiled
 def capped(view, edge, samples, tokens, budget, cap, seed, end):  # type: ignore[no-untyped-def]
-    """The seed's pack of ``cap`` samples at most, where filling it would have taken more.
+    """Form the seed's pack again with at most ``cap`` samples, where filling it took more. Return the pack's end.
 
-    Where samples are so short that as many as may be in the pack would not fill it, its samples are scarce: it takes
-    the oldest that leave room for as many as may still come. Otherwise, and with what is left, it is filled exactly
-    with few: the fewest samples that leave each gap, by dynamic programming over the oldest (the knapsack of Bellman
-    1957 with a count for each weight). Long samples first would do too, once; here those that are short and many leave
-    with their share of the long ones.
+    If ``cap`` samples of mean length do not fill the pack, it first takes the oldest samples. Each must leave a room
+    per remaining sample of at least the mean length. The rest is filled exactly with few samples. Dynamic programming
+    over the oldest finds the fewest samples that leave each gap (the knapsack of Bellman 1957 with a count for each
+    weight). Longest first would use up the long samples at once; here short samples leave with their share of long
+    ones. The window holds ``samples`` and ``tokens`` in total.
     """
     lengths, sizes, after, indices = view.lengths, view.sizes, view.after, view.indices
     indices[end] = seed
@@ -263,7 +275,7 @@ def capped(view, edge, samples, tokens, budget, cap, seed, end):  # type: ignore
 
 @_compiled
 def _fill_with_few(rest, lengths, sizes, room, slots, indices, end):  # type: ignore[no-untyped-def]
-    """Those that leave the smallest gap, with ``slots`` samples at most."""
+    """Append the subset of ``rest`` with at most ``slots`` samples that leaves the smallest gap. Return the new end."""
     fewest = np.full(room + 1, slots + 1)  # by gap; slots + 1 where it cannot be left
     fewest[room] = 0
     better = np.zeros((len(rest), room + 1), np.bool_)
@@ -288,7 +300,10 @@ if COMPILES:
 
     @_compiled
     def _with_one_more(fewest, better, length, size):  # type: ignore[no-untyped-def]
-        """Bring ``fewest`` up to date for one more sample; ``better``: for which gaps the sample is taken."""
+        """Update ``fewest``, the least number of samples that leaves each gap, with one more sample.
+
+        ``better`` bool [gaps] is set where the sample is taken.
+        """
         for gap in range(len(fewest) - length):
             if fewest[gap + length] + size < fewest[gap]:
                 fewest[gap] = fewest[gap + length] + size

@@ -1,8 +1,8 @@
-"""How ``exact_fill`` forms packs; ``exact_fill`` says what it does and why.
+"""The loop of ``exact_fill``: refill the window, form a pack, remove the pack. ``exact_fill`` has the theory.
 
-The window is a doubly linked list over positions, so that a sample leaves in O(1): ``after[n]`` is the oldest,
-``before[n]`` the youngest. ``by_length`` is brought up to date only for a crowded window or the end. What a call
-works on goes from function to function as a ``View``.
+The window is a doubly linked list over positions, so that a sample leaves in O(1). The oldest sample is ``after[n]``,
+the youngest ``before[n]``. The order ``by_length`` is updated only for a crowded window or the end. The state of a call
+goes from function to function as a ``View``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,31 @@ from streampack.core.packers.packer_kernels import (
     _take_ahead,
 )
 
+#: Samples gathered by age for the first search; 16 times as many for each next one.
 FEW = 64
-#: The end of a stream is formed at once when no more samples than these are left.
+#: When at most this many samples are left of a closed stream, all of their packs are formed at once.
 MAX_LAST = 2048
 
-#: What the numbers in ``View.now`` are; tokens and samples, those held.
+#: Indices into ``View.now``, the counters of a call. EDGE counts the positions that have entered the window. HELD (the
+#: items), SAMPLES, TOKENS, LONG and FULL count what the window holds. PATIENCE is the sum over samples that are not
+#: full. PACKS counts the packs formed, and LATE_FROM is the first pack for which lateness is computed again. SORTED
+#: counts the positions in ``by_length``, and SORTED_TO is the EDGE when they were sorted. FULL_HEAD and FULL_TAIL are
+#: the ends of the queue ``View.full``.
 EDGE, HELD, SAMPLES, TOKENS, LONG, FULL, PATIENCE = range(7)
 PACKS, LATE_FROM, SORTED, SORTED_TO, FULL_HEAD, FULL_TAIL = range(7, 13)
 
 
 class View(NamedTuple):
-    """The window and room to work in. All but the last three are as long as the lengths, or one longer."""
+    """The state of one call: the window, scratch space, and counters.
+
+    - ``lengths``, ``sizes``: tokens and samples in each item. Links of the window: ``after``, ``before``.
+    - ``due``: the last pack that each sample may wait for, counted from the call's first.
+    - ``gone``: the samples that left the window; ``full``, a queue of its full samples.
+    - ``by_length``: the samples in the window, longest first.
+    - ``pack_of``, ``rest``: scratch space; ``rows`` and ``barren`` are that of ``_fill_exactly``.
+    - ``indices``: the packs formed so far.
+    - ``now``: counters, see EDGE.
+    """
 
     lengths: I64
     sizes: I64
@@ -55,7 +69,10 @@ class View(NamedTuple):
 
 @_compiled
 def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap):  # type: ignore[no-untyped-def]
-    """Indices, bounds and ages of a Choice; ``cap`` samples a pack at most."""
+    """Choose up to ``count`` packs: return the indices, bounds and ages of a ``Choice``.
+
+    ``size`` is the window's size in samples; ``sizes``, the samples in each item; ``cap``, the most samples in a pack.
+    """
     n = len(lengths)
     after, before = np.arange(1, n + 2), np.arange(-1, n)
     after[n], before[0] = 0, n
@@ -90,6 +107,7 @@ def exact_fill(lengths, sizes, ages, budget, count, closed, size, cap):  # type:
 
 @_compiled
 def _refill(view, ages, budget, size):  # type: ignore[no-untyped-def]
+    """Admit samples until the window holds ``size`` samples and two budgets of tokens, or none is left."""
     lengths, due, now = view.lengths, view.due, view.now
     i, held, tokens = now[EDGE], now[HELD], now[TOKENS]
     while i < len(lengths) and (held < size or tokens < 2 * budget):
@@ -110,6 +128,7 @@ def _refill(view, ages, budget, size):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _remove(view, budget, pack):  # type: ignore[no-untyped-def]
+    """Remove a formed pack's samples from the window, and update the counters."""
     lengths, after, before, now = view.lengths, view.after, view.before, view.now
     for i in pack:
         after[before[i]], before[after[i]] = after[i], before[i]
@@ -128,7 +147,7 @@ def _remove(view, budget, pack):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _next_pack(view, budget, size, cap, seed, start):  # type: ignore[no-untyped-def]
-    """The next pack to ``indices[start:]``, in any order; its end."""
+    """Write the next pack to ``indices`` from ``start`` on, in any order. Return the pack's end."""
     now = view.now
     late = _is_late(view, size)
     others = now[HELD] - now[FULL]
@@ -165,12 +184,13 @@ def _next_pack(view, budget, size, cap, seed, start):  # type: ignore[no-untyped
 
 @_compiled
 def _is_crowded(now, budget):  # type: ignore[no-untyped-def]
+    """Return True if the window's long samples alone need packs for more than 4/5 of its tokens; full ones excluded."""
     return 5 * (now[LONG] - now[FULL]) * budget > 4 * (now[TOKENS] - now[FULL] * budget)
 
 
 @_compiled
 def _sort(view):  # type: ignore[no-untyped-def]
-    """Bring ``by_length`` up to date."""
+    """Update ``by_length``: drop samples that left the window, add those that entered."""
     now = view.now
     now[SORTED] = _sort_in(view.by_length, now[SORTED], view.lengths, view.gone, now[SORTED_TO], now[EDGE])
     now[SORTED_TO] = now[EDGE]
@@ -178,7 +198,7 @@ def _sort(view):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _is_late(view, size):  # type: ignore[no-untyped-def]
-    """Whether the oldest sample has to be in the next pack."""
+    """Return True if the oldest sample has to be in the next pack."""
     now = view.now
     if now[PACKS] < now[LATE_FROM]:
         return False
@@ -192,7 +212,7 @@ if COMPILES:
 
     @_compiled
     def _least_due(due, after, gone, edge):  # type: ignore[no-untyped-def]
-        """The least of what is left when each sample's older ones have gone, one a pack."""
+        """Return the pack from which on the oldest must leave: the least ``due`` minus the number of older samples."""
         least, rank = np.iinfo(np.int64).max, 0
         i = after[len(due)]
         while i < edge:
@@ -210,7 +230,11 @@ else:
 
 @_compiled
 def _filled(view, budget, cap, seed, crowded, start):  # type: ignore[no-untyped-def]
-    """The seed and what fills its pack; its end. Of many more are gathered only where the first do not fill it."""
+    """Write the seed and the samples that fill its pack, from ``start`` on. Return the pack's end.
+
+    Samples are searched by age, or longest first if ``crowded``. More than ``FEW`` are gathered only if the first ones
+    do not fill the pack.
+    """
     lengths, rest, indices, now = view.lengths, view.rest, view.indices, view.now
     most = len(rest) if crowded else FEW
     while True:
@@ -226,7 +250,7 @@ def _filled(view, budget, cap, seed, crowded, start):  # type: ignore[no-untyped
         else:
             gathered = _gather_by_age(rest, most, view.after, view.after[seed], now[EDGE], lengths, room)
         num_rest, room, end = _take_ahead(rest, gathered, lengths, room, now[HELD], now[TOKENS], indices, end)
-        if end - start > cap:  # too many already: the pack is formed anew
+        if end - start > cap:  # the caller forms the pack again with fewer samples
             return end
         end = _fill_exactly(rest, num_rest, lengths, room, view.rows, view.barren, indices, end)
         if gathered < most or (
@@ -239,7 +263,7 @@ def _filled(view, budget, cap, seed, crowded, start):  # type: ignore[no-untyped
 
 @_compiled
 def _form_all(view, budget, cap, bounds, end):  # type: ignore[no-untyped-def]
-    """All that is held, the pack with the oldest first; the end of the last."""
+    """Form packs of all samples held, the pack with the oldest sample first. Return the end of the last pack."""
     now, after, indices = view.now, view.after, view.indices
     _sort(view)
     pack_of, edge = view.pack_of, now[EDGE]

@@ -1,8 +1,10 @@
 """Packs that are full and cost the same, so that ranks that run at the same moment end together.
 
 - ``joint``: the packer and its theory.
-- ``joint_bounds``: how many tokens it holds, and how long a sample waits.
-- ``joint_kernels``: how packs are chosen, compiled where numba is installed.
+- ``joint_bounds``: bounds on the tokens held and on a sample's wait.
+- ``joint_kernels``: the choice of packs, compiled where numba is installed.
 
-The modules know lengths, costs and a budget. They do not know ranks: a caller says how many packs go together.
+``Joint.choose`` calls the kernel ``joint`` once. The kernel refills the window and forms whole groups of packs, until
+there are enough. The modules know lengths, costs and a budget. They do not know ranks: a caller says how many packs go
+together.
 """

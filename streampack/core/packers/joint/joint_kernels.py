@@ -1,7 +1,8 @@
-"""How ``joint`` forms groups; ``joint`` says what it does and why.
+"""The loop of ``joint``: refill the window, form a group of packs, remove the group. ``joint`` has the theory.
 
-Positions are int64. ``by_age`` and ``by_length`` hold the samples
-held, oldest and longest first, and are brought up to date once a group. The bitset is that of ``packer_kernels``.
+Positions are int64 indices into ``lengths``. ``by_age`` and ``by_length`` list the samples held, oldest and longest
+first, and are updated once a group. In ``by_length`` the outliers come first: ``outliers`` is their number. ``density``
+is the mean work for a token of the ordinary samples. The bitset is that of ``packer_kernels``.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import numpy as np
 from streampack.core.packers.joint.joint_bounds import WAITING
 from streampack.core.packers.packer_kernels import MAX_TRIED, _compiled, _fill_exactly, _sort_in
 
-#: Ordinary samples leave 3/32 of the packs open, and 1/16 of each.
+#: Ordinary samples leave 3/OPEN of a group's tokens open, and 2/OPEN of each pack.
 OPEN = 32
-#: Samples tried for a perfect fill before more are gathered: enough but for odd lengths.
+#: Samples tried for a perfect fill before more are gathered; enough unless lengths share a factor.
 FEW = 64
 
 
 @_compiled
 def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, cap):  # type: ignore[no-untyped-def]
-    """Indices, bounds and ages of a Choice. Long, for its state is shared."""
+    """Choose at least ``count`` packs, in whole groups: return the indices, bounds and ages of a ``Choice``.
+
+    Arguments are those of ``Joint.choose``; ``cap`` is the most samples in a pack. It is one long function because its
+    parts share their state.
+    """
     n = len(lengths)
     seen = int((ages >= 0).sum())
     edge, held, num_sorted, sorted_to = seen, seen, 0, 0
@@ -104,7 +109,7 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
                 keep = 0 if forced[i] else budget // (OPEN // 2)
                 pack_of[i] = _place(lengths[i], sizes[i], keep, mean, room, work, free, group)
 
-        # Pack after pack what was placed, by a counting sort; then what fills it.
+        # Write one pack after another: first the placed samples (a counting sort), then those that fill the pack.
         order, starts = _by_pack(by_length[:held] if last else chosen[:num_chosen], pack_of, num_packs)
         if not last:
             num_left = _left(left, rest, by_age, held, lengths, pack_of, is_outlier, ready, longest)
@@ -136,9 +141,10 @@ def joint(lengths, ages, sizes, budget, count, closed, window, group, patience, 
 
 @_compiled
 def _split(by_length, held, lengths, budget, tokens, squares):  # type: ignore[no-untyped-def]
-    """How many outliers there are, their tokens, those of the ordinary samples, and these samples' density.
+    """Split the samples held into outliers and ordinary samples.
 
-    ``tokens`` and ``squares`` are the sums over all that are held.
+    Return the number of outliers, their tokens, the tokens of the ordinary samples, and the ordinary samples' density.
+    The sums over all samples held are ``tokens`` and ``squares``.
     """
     outlier_tokens = outliers = 0
     for i in by_length[:held]:
@@ -154,7 +160,12 @@ def _split(by_length, held, lengths, budget, tokens, squares):  # type: ignore[n
 
 @_compiled
 def _first_run(by_length, outliers, lengths, budget, density, group, due, soon, crowded):  # type: ignore[no-untyped-def]
-    """Where in ``by_length`` the first run of outliers begins."""
+    """Return the index in ``by_length`` where the first run of outliers to place begins.
+
+    If an outlier is ``due`` by group ``soon``, take the run around the oldest such outlier with the least ratio of
+    longest to shortest. Otherwise take the longest run of similar outliers. If there is none, take the run with the
+    least ratio in a ``crowded`` window, else return ``outliers``.
+    """
     size = min(group, outliers)
     lasts = outliers - size
     at = -1
@@ -178,7 +189,10 @@ def _first_run(by_length, outliers, lengths, budget, density, group, due, soon, 
 
 @_compiled
 def _longest_run(by_length, outliers, lengths, density, group, start, room):  # type: ignore[no-untyped-def]
-    """Where the longest run of outliers alike begins, from ``start`` on, that fits ``room``; ``outliers`` if none."""
+    """Return where the longest run of ``group`` similar outliers that fit ``room`` begins; ``outliers`` if none does.
+
+    The search begins at ``start``. ``joint`` says which outliers are similar.
+    """
     for k in range(start, outliers - group + 1):
         long, short = lengths[by_length[k]], lengths[by_length[k + group - 1]]
         work = long * long + (room - long) * density
@@ -189,7 +203,11 @@ def _longest_run(by_length, outliers, lengths, density, group, start, room):  # 
 
 @_compiled
 def _by_age(chosen, num_forced, by_age, held, lengths, budget, group, is_outlier, forced):  # type: ignore[no-untyped-def]
-    """Add the oldest ordinary samples, then the oldest outliers, to those forced in; how many there are then."""
+    """Append the oldest ordinary samples, then the oldest outliers, to ``chosen``, behind the forced samples.
+
+    Stop at the first sample for which the group has no room: 3/OPEN of its tokens stay open. Return the new number of
+    chosen samples.
+    """
     room = group * budget - group * (budget // OPEN) * 3
     for i in chosen[:num_forced]:
         room -= lengths[i]
@@ -207,7 +225,10 @@ def _by_age(chosen, num_forced, by_age, held, lengths, budget, group, is_outlier
 
 @_compiled
 def _shorts(by_length, outliers, held, lengths, ordinary):  # type: ignore[no-untyped-def]
-    """The longest of the short samples' lengths, and their mean."""
+    """Return the longest and the mean length of the short samples.
+
+    Short samples are the shortest ordinary ones, with an eighth of the tokens of the ordinary ones.
+    """
     tokens = longest = count = 0
     while outliers < held - count and 8 * tokens < ordinary:
         count += 1
@@ -218,13 +239,17 @@ def _shorts(by_length, outliers, held, lengths, ordinary):  # type: ignore[no-un
 
 @_compiled
 def _longest_first(chosen, lengths):  # type: ignore[no-untyped-def]
+    """Sort the positions in place, longest first; of equal lengths the oldest first."""
     chosen.sort()
     chosen[:] = chosen[np.argsort(-lengths[chosen], kind="mergesort")]
 
 
 @_compiled
 def _place(length, size, keep, mean, room, work, free, count):  # type: ignore[no-untyped-def]
-    """The pack with least work that has room for a sample, which it then has; -1 if none has."""
+    """Place a sample in the pack with the least work that has room for it; return the pack, or -1 if none has room.
+
+    The pack keeps ``keep`` tokens open. ``room``, ``work`` and ``free`` (samples) of the ``count`` packs are updated.
+    """
     best = -1
     for p in range(count):
         if room[p] >= length + keep and free[p] >= size and (best < 0 or work[p] < work[best]):
@@ -238,7 +263,10 @@ def _place(length, size, keep, mean, room, work, free, count):  # type: ignore[n
 
 @_compiled
 def _last_packs(by_length, held, lengths, sizes, budget, group, cap, pack_of):  # type: ignore[no-untyped-def]
-    """All that is held in the fewest packs that placing finds: how many, with ``pack_of`` set; 0 for over ``group``."""
+    """Place all samples held in the fewest packs that placing finds: set ``pack_of``, return the number of packs.
+
+    Return 0, with ``pack_of`` cleared, if ``group`` packs are not enough.
+    """
     tokens = 0
     for i in by_length[:held]:
         tokens += lengths[i]
@@ -260,7 +288,7 @@ def _last_packs(by_length, held, lengths, sizes, budget, group, cap, pack_of):  
 
 @_compiled
 def _by_pack(chosen, pack_of, num_packs):  # type: ignore[no-untyped-def]
-    """Of those chosen the samples that were placed, pack after pack; where each pack begins."""
+    """Return the chosen samples that were placed, one pack after another, and where each pack begins."""
     starts = np.zeros(num_packs + 1, np.int64)
     for i in chosen:
         if pack_of[i] >= 0:
@@ -276,7 +304,10 @@ def _by_pack(chosen, pack_of, num_packs):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _left(left, others, by_age, held, lengths, pack_of, is_outlier, ready, longest):  # type: ignore[no-untyped-def]
-    """What packs may be filled with: the short samples, then the ``others``, both by age; how many."""
+    """Write the samples that may fill packs to ``left``: the short ones, then the others, both by age.
+
+    Return their number. Samples that are placed, and waiting outliers, are left out. ``others`` is scratch space.
+    """
     num_left = num_others = 0
     for i in by_age[:held]:
         if pack_of[i] < 0 and not (ready and is_outlier[i]):
@@ -292,7 +323,7 @@ def _left(left, others, by_age, held, lengths, pack_of, is_outlier, ready, longe
 
 @_compiled
 def _drop(positions, count, gone):  # type: ignore[no-untyped-def]
-    """Leave only those that have not gone, in place; how many."""
+    """Remove the samples that are gone from ``positions`` in place. Return how many are left."""
     kept = 0
     for i in positions[:count]:
         if not gone[i]:
@@ -303,7 +334,10 @@ def _drop(positions, count, gone):  # type: ignore[no-untyped-def]
 
 @_compiled
 def _fill(left, num_left, gone, rest, lengths, sizes, room, free, rows, barren, indices, end):  # type: ignore[no-untyped-def]
-    """Fill a pack with what is left and not gone: what to add from ``end`` on; the new end."""
+    """Append samples of ``left`` that fill a pack's ``room`` to ``indices``. Return the new end.
+
+    The pack takes at most ``free`` samples. If the exact fill needs more, the longest that fit are taken instead.
+    """
     for most in (FEW, MAX_TRIED):
         num_rest = 0
         for i in left[:num_left]:

@@ -1,9 +1,9 @@
-"""``buffer_first_fit``: the window in order of arrival, and all that fits is taken.
+"""``buffer_first_fit``: take every sample that fits, in order of arrival.
 
-The oldest sample is always taken, then each next one that still fits. It is VeOmni's ``dyn_bsz``, the best open
-streaming packer that we compared with; its buffer is ready with one budget of tokens, our window with two. Over a
-closed set that lies in the window it is first fit: Axolotl's ``multipack``, which is called first fit decreasing and
-does not sort. A pack costs O(window).
+A pack takes the oldest sample, and then each next one that still fits. This is VeOmni's ``dyn_bsz``, the best open
+streaming packer that we compared with. VeOmni's buffer is ready with one budget of tokens, our window with two. Over a
+closed set that lies in the window it is first fit. So is Axolotl's ``multipack``, which is called first fit decreasing
+but does not sort. A pack costs O(window).
 
 >>> import numpy as np
 >>> choice = BufferFirstFit().choose(np.array([3, 6, 5, 2, 4]), np.full(5, -1), 8, 9, True, window=5)
@@ -21,14 +21,14 @@ from streampack.core.packers.window import SlidingWindow, slide
 
 @dataclass(frozen=True, slots=True)
 class BufferFirstFit(Capped):
-    """See the module; ``choose`` is the Packer protocol's."""
+    """Packer that fills each pack from the window in order of arrival."""
 
     name: str = "buffer_first_fit"
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
-        """Up to ``count`` packs; inside a pack samples are in age order."""
+        """Choose up to ``count`` packs, as ``Packer.choose`` says; inside a pack samples are oldest first."""
         samples = sample_counts(sizes, len(lengths))
         cap = self.max_samples_per_pack or sum(samples)
 

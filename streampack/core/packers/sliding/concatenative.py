@@ -1,10 +1,9 @@
 """``concatenative``: next fit in input order, what most training code calls packing.
 
-One pack is open; a sample that does not fit closes it and opens the next. Nothing is reordered
-and nothing waits, which is its whole merit: the last sample of a pack leaves a gap of half a
-sample on average, and with long samples a pack in the worst case is half empty (twice the best
-number of packs: Johnson, "Fast algorithms for bin packing", J. Comput. Syst. Sci. 8, 1974). The
-semantics, with the cap on samples, are those of NeMo-RL and AutoModel's ``pack_dataset``.
+One pack is open; a sample that does not fit closes it and opens the next. Nothing is reordered and nothing waits. The
+price is a gap of half a sample in a pack on average. With long samples packs may be half empty: at worst twice the best
+number of packs (Johnson, "Fast algorithms for bin packing", J. Comput. Syst. Sci. 8, 1974). The semantics, with the cap
+on samples, are those of NeMo-RL and AutoModel's ``pack_dataset``.
 
 >>> import numpy as np
 >>> lengths = np.array([4, 1, 3, 2, 1, 3, 4, 5])
@@ -21,14 +20,17 @@ from streampack.core.packers.packer import I64, Capped, Choice, choice_of, sampl
 
 @dataclass(frozen=True, slots=True)
 class Concatenative(Capped):
-    """Next fit; a pack also closes at ``max_samples_per_pack`` samples."""
+    """Packer by next fit; a pack also closes at ``max_samples_per_pack`` samples."""
 
     name: str = "concatenative"
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
-        """Up to ``count`` packs; the open one is left to the next call unless nothing more can join it."""
+        """Choose up to ``count`` packs, as ``Packer.choose`` says, in the order of the samples.
+
+        The open pack is left to the next call unless no sample can join it.
+        """
         samples = sample_counts(sizes, len(lengths))
         cap = self.max_samples_per_pack or sum(samples) + 1
         packs: list[range] = []

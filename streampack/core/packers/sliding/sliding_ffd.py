@@ -1,13 +1,12 @@
-"""``sliding_ffd``: decreasing first fit that never stops to empty its window.
+"""``sliding_ffd``: first fit decreasing over a window that is refilled after every pack.
 
-The oldest sample held seeds the pack; the rest is filled from the window by decreasing length,
-each sample taken if it still fits (ties: the later sample first, as ``first_fit_decreasing``).
-One pack is emitted, the window is refilled, and so on: what a tumbling window loses at the end
-of every block is lost here once, at the end of the stream. Every pack holds the oldest sample,
-so none waits more packs than there were samples held when it came.
+The oldest sample held seeds the pack. The rest is filled from the window, longest first: each sample is taken if it
+still fits (ties: the later sample first, as ``first_fit_decreasing``). Then the window is refilled. A tumbling window
+loses tokens at the end of every block; this packer loses them once, at the end of the stream. Every pack holds the
+oldest sample, so none waits more packs than there were samples held when it came.
 
-First fit decreasing: Johnson, "Near-optimal bin packing algorithms", MIT 1973; one bin of it
-with a given seed is the greedy step of Martello and Toth, "Knapsack Problems", 1990, ch. 8.
+First fit decreasing: Johnson, "Near-optimal bin packing algorithms", MIT 1973. One bin of it with a given seed is the
+greedy step of Martello and Toth, "Knapsack Problems", 1990, ch. 8.
 
 >>> import numpy as np
 >>> sliding = SlidingFFD()
@@ -28,14 +27,14 @@ from streampack.core.packers.window import SlidingWindow, slide
 
 @dataclass(frozen=True, slots=True)
 class SlidingFFD(Capped):
-    """See the module; ``choose`` is the Packer protocol's."""
+    """Packer that seeds each pack with the oldest sample and fills it longest first."""
 
     name: str = "sliding_ffd"
 
     def choose(
         self, lengths: I64, ages: I64, budget: int, count: int, closed: bool, *, window: int, sizes: I64 | None = None
     ) -> Choice:
-        """Up to ``count`` packs; the seed first, the rest longest first."""
+        """Choose up to ``count`` packs, as ``Packer.choose`` says; inside a pack the seed first, then longest first."""
         view = SlidingWindow(lengths, ages, budget, window)
         samples = sample_counts(sizes, len(lengths))
         cap = self.max_samples_per_pack or sum(samples)
@@ -53,7 +52,11 @@ class SlidingFFD(Capped):
 
 
 def _take_pack(view: SlidingWindow, order: list[tuple[int, int]], samples: list[int], cap: int) -> list[int]:
-    """The oldest sample and what decreasing first fit puts with it; removed from ``order``."""
+    """Return the positions of one pack, the oldest sample and what fits beside it, and remove them from ``order``.
+
+    ``order`` holds (-length, -position) of the samples held, sorted; ``samples``, the samples in each item; ``cap``,
+    the most samples in a pack.
+    """
     seed, length = next(iter(view.held.items()))
     del order[bisect_left(order, (-length, -seed))]
     pack = [seed]
