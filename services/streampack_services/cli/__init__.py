@@ -1,12 +1,17 @@
-"""The command line: parses arguments, calls, and turns errors into one line and an exit code.
+"""The command line ``streampack``: parse arguments, run a command, print its result or its error, return an exit code.
 
-- ``main``: the command ``streampack``, its options, and the commands that start something.
-- ``cli_watch``: ``status``, ``top``, ``health``.
-- ``cli_control``: ``set``, ``skip``: changes of a running broker.
-- ``cli_keys``: ``keys``: secrets, and who may connect.
+``main`` defines the command, reads the arguments and maps each error to one line on standard error and an exit code.
+Each other file defines the commands of one theme, which ``main`` adds to its own:
+
+- ``main``: ``broker``, ``produce``, ``run``, ``check``, ``demo``.
+- ``cli_watch``: ``status``, ``top``, ``health``: look at a running broker.
+- ``cli_control``: ``set``, ``skip``: change a running broker.
 - ``cli_plan``: ``plan`` before a run, ``report`` after it.
-- ``cli_audit``: ``why``, ``replay``, ``ledger``: what happened.
-- ``cli_export``: ``export``: files for a cluster.
+- ``cli_audit``: ``why``, ``replay``, ``ledger``: ask what happened in a run.
+- ``cli_export``: ``export``: write the files for a cluster.
+- ``cli_keys``: ``keys``: make secrets, and allow or revoke keys.
+- ``cli_options``: the options that several commands share, and how results are printed.
 
-Commands import what they run when they run, so that ``--help`` is quick. Only this package and the demo print.
+A function here holds the arguments and the help text of one command. The work is done by another folder, which the
+function imports when it runs, so that ``--help`` is quick. Only this folder and ``demo`` print.
 """

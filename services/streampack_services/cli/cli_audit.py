@@ -1,19 +1,17 @@
-"""The commands that look back: ``why``, ``replay``, ``ledger verify``, ``ledger rebuild``. ``main`` adds them to its
-own.
+"""The commands that ask what happened in a run: ``why``, ``replay``, ``ledger verify`` and ``ledger rebuild``.
 
-All work on a state_dir, while its broker runs or after it has ended.
+They read the broker's state_dir, while the broker runs or after it has ended.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from streampack.errors import UserError
+from streampack_services.cli.cli_options import ADVANCED, AsJson, Command, Feed, Produce, print_result
 
 if TYPE_CHECKING:
     from streampack.sources import OpenedSource
@@ -23,51 +21,51 @@ StateDir = Annotated[
 ]
 Config = Annotated[
     Path | None,
-    typer.Option("--config", "-c", metavar="FILE", help="Or its broker.yaml, that names it.", show_default=False),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+    typer.Option("--config", "-c", metavar="FILE", show_default=False,
+                 help="The run's broker.yaml, which names its state_dir."),
+]  # fmt: skip
 ledger = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 def why(
     step: Annotated[
-        int | None, typer.Option("--step", metavar="K", min=0, help="What was in this step?", show_default=False)
+        int | None, typer.Option("--step", metavar="K", min=0, help="The step to explain.", show_default=False)
     ] = None,
     sample: Annotated[
         str | None,
         typer.Option("--sample", metavar="STREAM:INDEX", show_default=False,
-                     help="Where did this sample go? Or FILE:ROW, such as train.jsonl:101, with -p."),
+                     help="The sample to find. With -p also FILE:ROW, such as train.jsonl:101."),
     ] = None,
-    produce: Annotated[
-        list[Path] | None,
-        typer.Option("--produce", "-p", metavar="FILE", show_default=False,
-                     help="producer.yaml, to name the sample's file and row; may be given again."),
-    ] = None,
+    produce: Produce = None,
     dp: Annotated[
         int | None,
-        typer.Option("--dp", metavar="R", min=0, help="Only this data-parallel rank's packs.", show_default=False),
+        typer.Option("--dp", metavar="R", min=0, help="Show only this data-parallel rank's packs.", show_default=False),
     ] = None,
     dp_size: Annotated[
         int | None,
-        typer.Option("--dp-size", metavar="N", min=1, help="Deal the packs over so many ranks.", show_default=False),
+        typer.Option("--dp-size", metavar="N", min=1, show_default=False,
+                     help="Data-parallel ranks to deal the packs to. Needed with --dp."),
     ] = None,
     pp_size: Annotated[
         int | None,
-        typer.Option("--pp-size", metavar="N", min=1, show_default=False,
-                     help="And stages of a pipeline, which how many packs there are and how long may depend on."),
+        typer.Option("--pp-size", metavar="N", min=1, show_default=False, rich_help_panel=ADVANCED,
+                     help="Pipeline stages. The number and length of packs may depend on them."),
     ] = None,
-    feed: Annotated[
-        str | None, typer.Option("--feed", metavar="NAME", help="Default: the run's first.", show_default=False)
-    ] = None,
+    feed: Feed = None,
     state_dir: StateDir = None,
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    r"""Say what was in a step, or where a sample went.
+    """Show which samples a step holds, or where a sample went.
 
-    A step: its samples by pack, digests, denominators, what changed at it; with --dp-size and --pp-size, which rank of
-    such a mesh has which packs. A sample: its steps, packs and offsets; or that it was rejected, or is not read
-    yet. With the producer.yaml: the file and row that it was read from.
+    Use it to trace a loss spike to its samples, or to prove that a sample was used.
+
+    With --step it prints the samples of each pack, the digests and denominators of
+    the step, and the settings that changed at it. With --dp-size it also prints
+    which rank has which packs.
+
+    With --sample it prints the sample's steps, packs and offsets, or that the
+    sample was rejected or is not read yet. With -p it adds the file and row.
 
     \b
     Example:
@@ -80,61 +78,65 @@ def why(
     from streampack_services.ledger.state_dir import open_ledger, state_folder
 
     if (step is None) == (sample is None):
-        got = "nothing" if step is None else "--step and --sample"
-        raise UserError(f"got {got} to explain, expected --step or --sample")
-    if dp is not None and (dp_size is None or dp >= dp_size):
-        raise UserError(f"got --dp {dp} and --dp-size {dp_size}, expected a rank below a size: which mesh is it of?")
+        got = "neither --step nor --sample" if step is None else "both --step and --sample"
+        raise UserError(f"Got {got}. Pass exactly one of them.")
+    if dp is not None and dp_size is None:
+        raise UserError(f"--dp {dp} needs the number of data-parallel ranks. Pass --dp-size, too.")
+    if dp is not None and dp_size is not None and dp >= dp_size:
+        raise UserError(f"--dp is {dp}, but --dp-size {dp_size} has ranks 0 to {dp_size - 1}. Pass one of these.")
     if pp_size is not None and dp_size is None:
-        raise UserError(f"got --pp-size {pp_size} alone, expected --dp-size too: which mesh is it of?")
+        raise UserError(f"--pp-size {pp_size} needs the number of data-parallel ranks. Pass --dp-size, too.")
     with open_ledger(state_folder(state_dir, config)) as opened:
         if step is not None:
             found = audit.why_step(opened, step, feed, dp_size, pp_size or 1)
             if dp is not None:
                 found["packs"] = [pack for pack in found["packs"] if pack["dp_rank"] == dp]
-            _say(found, as_json, audit_report.show_step)
+            print_result(found, as_json, audit_report.show_step)
         elif sample is not None:
             found = audit.why_row(opened, sample, _sources(produce or []))
-            _say(found, as_json, audit_report.show_row if "samples" in found else audit_report.show_sample)
+            print_result(found, as_json, audit_report.show_row if "samples" in found else audit_report.show_sample)
 
 
 def replay(
-    step: Annotated[int, typer.Option("--step", metavar="K", min=0, help="Which step?", show_default=False)],
+    step: Annotated[int, typer.Option("--step", metavar="K", min=0, help="Step to form again.", show_default=False)],
     config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run's broker.yaml.")],
-    produce: Annotated[
-        list[Path] | None,
-        typer.Option("--produce", "-p", metavar="FILE", show_default=False,
-                     help="producer.yaml of the streams that are read; may be given again."),
-    ] = None,
-    feed: Annotated[
-        str | None, typer.Option("--feed", metavar="NAME", help="Default: the run's first.", show_default=False)
-    ] = None,
-    dp: Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Data-parallel ranks to deal it over.")] = 1,
-    cp: Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Context-parallel ranks to cut it for.")] = 1,
+    produce: Produce = None,
+    feed: Feed = None,
+    dp: Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Data-parallel ranks to deal the step to.")] = 1,
+    cp: Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Context-parallel ranks that share a pack.")] = 1,
     pp: Annotated[
-        int, typer.Option("--pp", metavar="N", min=1, help="Stages of the pipeline: what the first of them gets.")
+        int,
+        typer.Option("--pp", metavar="N", min=1, rich_help_panel=ADVANCED,
+                     help="Pipeline stages. The first stage's packs are formed."),
     ] = 1,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", show_default=False,
-                     help="Write what every rank got as numpy arrays, dp0.cp0.0.input_ids: rank, micro-batch, name."),
+                     help="Write each rank's arrays to this .npz file, named RANK.MICRO_BATCH.NAME: "
+                     "dp0.cp0.0.input_ids."),
     ] = None,
     lineage: Annotated[
         int | None,
-        typer.Option("--lineage", metavar="L", min=0, help="Default: the one that counts.", show_default=False),
+        typer.Option("--lineage", metavar="L", min=0, show_default=False, rich_help_panel=ADVANCED,
+                     help="Lineage of the step. Default: the latest that holds the step."),
     ] = None,
     state_dir: Annotated[
         Path | None,
-        typer.Option("--state-dir", metavar="FOLDER", help="Instead of broker.yaml's.", show_default=False),
+        typer.Option("--state-dir", metavar="FOLDER", show_default=False, rich_help_panel=ADVANCED,
+                     help="The broker's state_dir, in place of broker.yaml's."),
     ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", help="Give up when nothing moves for so long.")
+        float,
+        typer.Option("--timeout", metavar="SECONDS", rich_help_panel=ADVANCED,
+                     help="Give up after this time without progress."),
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    r"""Form a step again, bit for bit.
+    """Form a recorded step again, bit for bit.
 
-    From the log and the sources, as a broker does that is started again; beside a running one, too, which hears
-    nothing of it. Exit code 1 if it comes out otherwise than it is recorded.
+    Use it to get the exact arrays of a step, for example to debug a loss spike. It
+    reads the log and the sources, as a restarted broker does. It does not disturb a
+    broker that runs. The exit code is 1 if the step differs from its record.
 
     \b
     Example:
@@ -146,13 +148,13 @@ def replay(
     producer.import_from_here()
     options = replay.ReplayOptions(step, config, produce or [], feed, lineage, state_dir, dp, cp, pp, out, timeout)
     found = replay.replay(options)
-    _say(found, as_json, audit_report.show_replayed)
+    print_result(found, as_json, audit_report.show_replayed)
     raise typer.Exit(0 if found["equal"] else 1)
 
 
 @ledger.callback()
 def _ledger() -> None:
-    r"""Check the record of which sample went where, or make it again.
+    """Check or rebuild the record of where each sample went.
 
     \b
     Example:
@@ -160,12 +162,14 @@ def _ledger() -> None:
     """
 
 
-@ledger.command("verify")
+@ledger.command("verify", cls=Command)
 def verify_(state_dir: StateDir = None, config: Config = None, as_json: AsJson = False) -> None:
-    r"""Show that every sample is exactly once.
+    """Verify that a run has every sample exactly once.
 
-    Over the whole run: each is in one step that counts, or rejected, or not read yet; digests and chains follow from
-    what is recorded. Exit code 1 if anything is lost, repeated or damaged; the first few are named.
+    Use it after a run, or while its broker runs. Each sample must be in one step of
+    the history that counts, or rejected, or not read yet. All digests are computed
+    again from the records. The exit code is 1 if a sample is lost, repeated or
+    damaged; the first few are printed.
 
     \b
     Example:
@@ -176,15 +180,16 @@ def verify_(state_dir: StateDir = None, config: Config = None, as_json: AsJson =
 
     with open_ledger(state_folder(state_dir, config)) as opened:
         found = verify.verify(opened)
-    _say(found, as_json, audit_report.show_verified)
+    print_result(found, as_json, audit_report.show_verified)
     raise typer.Exit(0 if found["good"] else 1)
 
 
-@ledger.command()
+@ledger.command(cls=Command)
 def rebuild(state_dir: StateDir = None, config: Config = None, as_json: AsJson = False) -> None:
-    r"""Make the ledger again from the log alone.
+    """Rebuild the ledger from the log.
 
-    Compared with what was there. What is older than the log is kept as far as it is good.
+    Use it when the ledger is damaged or missing. The result is compared with the
+    old ledger. Intact entries that are older than the log are kept.
 
     \b
     Example:
@@ -195,20 +200,13 @@ def rebuild(state_dir: StateDir = None, config: Config = None, as_json: AsJson =
 
     folder = state_folder(state_dir, config)
     found = rebuild(folder)
-    _say(found, as_json, audit_report.show_rebuilt)
+    print_result(found, as_json, audit_report.show_rebuilt)
 
 
 def _sources(paths: list[Path]) -> dict[str, OpenedSource]:
-    """The sources of some producer.yaml, by stream."""
+    """Open the sources that the given producer.yaml files name, by stream."""
     from streampack.config.config_files import read_producer
     from streampack_services.daemons.producer import import_from_here, open_sources
 
     import_from_here()
     return {name: source for path in paths for name, source in open_sources(read_producer(path)).items()}
-
-
-def _say(found: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
-    if as_json:
-        print(json.dumps(found))
-    else:
-        show(found)

@@ -1,4 +1,4 @@
-"""The commands that change a running broker: ``set weights``, ``set streams``, ``skip``; added to those of ``main``."""
+"""The commands that change a running broker: ``set weights``, ``set streams`` and ``skip``."""
 
 from __future__ import annotations
 
@@ -12,43 +12,46 @@ import msgspec
 import typer
 
 from streampack.errors import UserError
+from streampack_services.cli.cli_options import ADVANCED, AsJson, Command, Timeout
 
 Endpoint = Annotated[
     str | None,
     typer.Option(
         "--endpoint", "-e", metavar="URL", show_default=False,
-        help="The broker's HTTP address, or file:// and its rendezvous file. Default: that of --config, else "
+        help="The broker's HTTP address, or file:// and its rendezvous file. Default: the broker of --config, else "
         "STREAMPACK_HTTP, else the rendezvous file in STREAMPACK_ENDPOINT, else http://127.0.0.1:7400.",
     ),
 ]  # fmt: skip
 Config = Annotated[
     Path | None,
     typer.Option("--config", "-c", metavar="FILE", show_default=False,
-                 help="broker.yaml of the run to change: its broker is found, and no other run is changed."),
+                 help="broker.yaml of the run to change. The command finds its broker and changes no other run."),
 ]  # fmt: skip
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the change.")]
-Feed = Annotated[
-    str | None, typer.Option("--feed", metavar="NAME", help="Needed where there are several.", show_default=False)
-]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Change the run without asking.")]
+ChangedFeed = Annotated[
+    str | None,
+    typer.Option("--feed", metavar="NAME", help="Feed to change. Needed if there are several.", show_default=False,
+                 rich_help_panel=ADVANCED),
+]  # fmt: skip
 Note = Annotated[
-    str | None, typer.Option("--note", metavar="TEXT", help="Why: it is recorded with it.", show_default=False)
+    str | None,
+    typer.Option("--note", metavar="TEXT", help="The reason, recorded with the change.", show_default=False),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait for an answer.")]
 AtStep = Annotated[
     int | None,
-    typer.Option("--at-step", metavar="N", min=0, help="Default: the first that is not formed yet.",
-                 show_default=False),
+    typer.Option("--at-step", metavar="N", min=0, show_default=False,
+                 help="First step of the change. Default: the first step that is not formed yet."),
 ]  # fmt: skip
 MANY_STEPS = 1000
-"""A skip of more steps is asked about: a slip of the finger ends the run."""
+"""Ask the user before a skip of more steps than this: a typing error could skip the rest of the run."""
 FAR_AHEAD = 100_000
+"""Ask the user before a change at a step that is more steps ahead than this."""
 settings = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @settings.callback()
 def _set() -> None:
-    r"""Change a run, from a step on.
+    """Change the weights or streams of a running broker.
 
     \b
     Example:
@@ -56,11 +59,13 @@ def _set() -> None:
     """
 
 
-@settings.command()
+@settings.command(cls=Command)
 def weights(
-    shares: Annotated[list[str], typer.Argument(metavar="STREAM=WEIGHT...", help="The others keep theirs.")],
+    shares: Annotated[
+        list[str], typer.Argument(metavar="STREAM=WEIGHT...", help="New weights. Other streams keep theirs.")
+    ],
     at_step: AtStep = None,
-    feed: Feed = None,
+    feed: ChangedFeed = None,
     note: Note = None,
     endpoint: Endpoint = None,
     config: Config = None,
@@ -68,10 +73,10 @@ def weights(
     as_json: AsJson = False,
     timeout: Timeout = 15.0,
 ) -> None:
-    r"""Give streams other weights.
+    """Change the weights of streams from a step on.
 
-    What is formed stays as it is; shares follow the new weights from there on. A weight of 0 takes a stream out for
-    good.
+    Use it to change the mixture of a run without a restart. Steps that are already
+    formed do not change. A weight of 0 removes a stream for good.
 
     \b
     Example:
@@ -82,19 +87,20 @@ def weights(
     _say(found, f"{' '.join(shares)} from step {found['step']} on", as_json)
 
 
-@settings.command()
+@settings.command(cls=Command)
 def streams(
     add: Annotated[
         list[str] | None,
-        typer.Option("--add", metavar="NAME[={...}]", help="A stream and its settings as in broker.yaml; repeatable.",
-                     show_default=False),
+        typer.Option("--add", metavar="NAME[={...}]", show_default=False,
+                     help="Add a stream with its settings as in broker.yaml. Repeat it for several."),
     ] = None,
     remove: Annotated[
         list[str] | None,
-        typer.Option("--remove", metavar="NAME", help="Take a stream out for good; repeatable.", show_default=False),
+        typer.Option("--remove", metavar="NAME", show_default=False,
+                     help="Remove a stream for good. Repeat it for several."),
     ] = None,
     at_step: AtStep = None,
-    feed: Feed = None,
+    feed: ChangedFeed = None,
     note: Note = None,
     endpoint: Endpoint = None,
     config: Config = None,
@@ -102,9 +108,10 @@ def streams(
     as_json: AsJson = False,
     timeout: Timeout = 15.0,
 ) -> None:  # fmt: skip
-    r"""Add streams to a feed, or take some out of it.
+    """Add streams to a feed, or remove streams from it.
 
-    Start the producers of a new stream after the answer.
+    Use it to bring new data into a run without a restart. Start the producers of a
+    new stream after this command has succeeded.
 
     \b
     Example:
@@ -112,7 +119,7 @@ def streams(
     """
     added, removed = dict(_stream(each) for each in add or []), remove or []
     if not added and not removed:
-        raise UserError("got neither --add nor --remove, expected one")
+        raise UserError("Got neither --add nor --remove. Pass at least one of them.")
     body = {"add": added, "remove": removed, "at_step": at_step}
     found = _ask("/control/streams", body, feed, note, _Target(endpoint, config, yes, timeout))
     changes = " ".join([*(f"+{name}" for name in added), *(f"-{name}" for name in removed)])
@@ -120,8 +127,8 @@ def streams(
 
 
 def skip(
-    steps: Annotated[str, typer.Option("--steps", metavar="A-B", help="The first and the last, or one.")],
-    feed: Feed = None,
+    steps: Annotated[str, typer.Option("--steps", metavar="A-B", help="First and last step to skip, or one step.")],
+    feed: ChangedFeed = None,
     note: Note = None,
     endpoint: Endpoint = None,
     config: Config = None,
@@ -129,9 +136,10 @@ def skip(
     as_json: AsJson = False,
     timeout: Timeout = 15.0,
 ) -> None:
-    r"""Have every rank pass over some steps.
+    """Skip steps, on every rank.
 
-    After a loss spike, say, before the trainers go back. What follows stays as it is.
+    Use it after a loss spike, before the trainers go back to a checkpoint. The
+    steps after the skipped ones do not change.
 
     \b
     Example:
@@ -139,25 +147,28 @@ def skip(
     """
     first, _, last = steps.partition("-")
     count = int(last) - int(first) + 1 if first.isdecimal() and last.isdecimal() else 1
-    doubt = f"{count} steps are skipped for good, {first} to {last}" if count > MANY_STEPS else ""
+    doubt = f"{count} steps, {first} to {last}, would be skipped for good" if count > MANY_STEPS else ""
     found = _ask("/control/skip", {"steps": steps}, feed, note, _Target(endpoint, config, yes, timeout), doubt)
-    _say(found, f"{f'steps {steps} are' if last else f'step {steps} is'} passed over", as_json)
+    _say(found, f"{f'steps {steps} are' if last else f'step {steps} is'} skipped", as_json)
 
 
 def _share(text: str) -> tuple[str, float]:
-    """``("code", 0.3)`` of ``code=0.3``. Raises UserError."""
+    """Return ``("code", 0.3)`` for ``code=0.3``. Raises UserError."""
     name, _, value = text.rpartition("=")
     try:
         weight = float(value)
     except ValueError:
         weight = math.nan
     if not name or not math.isfinite(weight):
-        raise UserError(f"got {text!r}, expected a stream and its weight, such as code=0.3")
+        raise UserError(f"Got {text!r}. Pass a stream and its weight, such as code=0.3.")
     return name, weight
 
 
 def _stream(text: str) -> tuple[str, dict[str, Any]]:
-    """``("math", {"weight": 0.2})`` of ``math={weight: 0.2}``; ``math`` alone has the defaults. Raises UserError."""
+    """Return ``("math", {"weight": 0.2})`` for ``math={weight: 0.2}``, and ``("math", {})`` for ``math``.
+
+    Raises UserError for text that is no name with settings, ConfigError for settings that a stream does not have.
+    """
     from streampack.config.daemon_settings import StreamSettings
     from streampack.config.typed_yaml import convert
 
@@ -167,13 +178,13 @@ def _stream(text: str) -> tuple[str, dict[str, Any]]:
     except msgspec.DecodeError:
         tree = None
     if not name or not isinstance(tree, dict):
-        raise UserError(f"got {text!r}, expected a stream and its settings, such as math='{{weight: 0.2}}'")
+        raise UserError(f"Got {text!r}. Pass a stream and its settings, such as math='{{weight: 0.2}}'.")
     convert(tree, StreamSettings, f"stream {name!r}")
     return name, tree
 
 
 class _Target(NamedTuple):
-    """Which broker to ask, and whether ``yes`` was said before the question."""
+    """The broker to change, as the options name it; ``yes``: change it without asking the user."""
 
     endpoint: str | None
     config: Path | None
@@ -184,8 +195,9 @@ class _Target(NamedTuple):
 def _ask(
     path: str, body: dict[str, Any], feed: str | None, note: str | None, target: _Target, doubt: str = ""
 ) -> dict[str, Any]:
-    """The broker's answer, and its ``run``. Ask the user first where ``doubt`` says why, where no broker was named, and
-    where later changes would wait for a step that is far ahead.
+    """Post a change to the broker's control ``path``; return the broker's answer and its ``run``.
+
+    Ask the user to confirm first if ``doubt`` is not empty, if nothing named the broker, or if the step is far ahead.
     """
     from streampack_services.http import http_client
 
@@ -193,27 +205,28 @@ def _ask(
     doubts = [doubt] if doubt else []
     if not broker.named:
         doubts.append(f"run {broker.run!r} at {broker.base} was not named by --endpoint, --config or the environment")
-    at_step, formed = body.get("at_step") or 0, _formed(broker.snapshot)
+    at_step, formed = body.get("at_step") or 0, _steps_formed(broker.snapshot)
     if at_step > formed + FAR_AHEAD:
-        doubts.append(f"step {at_step} is {at_step - formed} steps ahead, and later changes wait for it")
+        doubts.append(f"step {at_step} is {at_step - formed} steps ahead, and later changes must wait for it")
     if doubts and not target.yes:
         _confirm(doubts, broker.run)
     given = {key: value for key, value in {**body, "feed": feed, "note": note}.items() if value is not None}
     return {"run": broker.run, **http_client.ask_change(broker.base, path, given, target.timeout_s)}
 
 
-def _formed(snapshot: dict[str, Any]) -> int:
-    """The furthest step of any feed."""
+def _steps_formed(snapshot: dict[str, Any]) -> int:
+    """Return the number of steps that the feed with the most steps has formed."""
     return max((feed.get("steps", {}).get("formed", 0) for feed in snapshot.get("feeds", {}).values()), default=0)
 
 
 def _confirm(doubts: list[str], run: str) -> None:
-    """Raise UserError unless the user agrees."""
+    """Ask the user to confirm the change of ``run``; raise UserError if the user declines or cannot be asked."""
     why = "; ".join(doubts)
+    why = why[:1].upper() + why[1:]
     if not sys.stdin.isatty():
-        raise UserError(f"{why}: pass --yes to change run {run!r} without a question, or name another broker")
+        raise UserError(f"{why}. Pass --yes to change run {run!r} without a question, or name another broker.")
     if not typer.confirm(f"{why}. Change run {run!r}?", err=True):
-        raise UserError("got no for an answer: nothing was changed")
+        raise UserError("You declined. Nothing was changed.")
 
 
 def _say(found: dict[str, Any], said: str, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""The command ``export``; added to those of ``main``."""
+"""The command ``export``: write the files that a cluster needs to run streampack."""
 
 from __future__ import annotations
 
@@ -8,43 +8,48 @@ from typing import Annotated
 
 import typer
 
+from streampack_services.cli.cli_options import AsJson
+
 
 def export(
     what: Annotated[
         str, typer.Argument(metavar="WHAT", help="k8s, compose, docker, systemd, slurm, dashboards or alerts.")
     ],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write to.")],
     image: Annotated[
-        str | None, typer.Option("--image", metavar="NAME", help="The container image.", show_default=False)
+        str | None, typer.Option("--image", metavar="NAME", help="The container image to run.", show_default=False)
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="NAME", help="The run's name; default: that of --config.", show_default=False),
+        typer.Option("--run", metavar="NAME", help="The run's name. Default: that of --config.", show_default=False),
     ] = None,
     namespace: Annotated[
-        str | None, typer.Option("--namespace", metavar="NAME", help="Of Kubernetes.", show_default=False)
+        str | None, typer.Option("--namespace", metavar="NAME", help="The Kubernetes namespace.", show_default=False)
     ] = None,
     prefix: Annotated[
         str | None,
         typer.Option("--prefix", metavar="FOLDER", show_default=False,
-                     help="The virtual environment there, for systemd and slurm; default: /opt/streampack."),
+                     help="The virtual environment on the hosts, for systemd and slurm. Default: /opt/streampack."),
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option("--config", "-c", metavar="FILE", show_default=False,
-                     help="Your broker.yaml, in place of an example; containers' memory follows from it."),
+                     help="Your broker.yaml, in place of the example's. Memory limits follow from it."),
     ] = None,
     produce: Annotated[
         Path | None,
-        typer.Option("--produce", "-p", metavar="FILE", help="Your producer.yaml.", show_default=False),
+        typer.Option("--produce", "-p", metavar="FILE", show_default=False,
+                     help="Your producer.yaml, in place of the example's."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
+    as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    r"""Write what a place to run in needs, filled in.
+    """Write manifests, units or scripts to run streampack elsewhere.
 
-    Manifests, units, scripts, dashboards, alert rules: they work as they are, on example data. With --config and
-    --produce they are of your run; only addresses and folders are the place's own.
+    Use it to deploy a broker and producers to a cluster, or to install dashboards
+    and alert rules. The files work as they are, on example data. With --config and
+    --produce they run your own configuration; only addresses and folders are
+    replaced.
 
     \b
     Example:
@@ -60,5 +65,5 @@ def export(
     for path in files:
         print(path)
     for warning in warnings:
-        print(f"but: {warning}")
+        print(f"warning: {warning}")
     print(f"next: {then}")

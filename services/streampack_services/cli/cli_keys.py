@@ -1,6 +1,4 @@
-"""The commands that make secrets, and say who may come: ``keys new``, ``list``, ``revoke``, ``token``; added to those
-of ``main``.
-"""
+"""The commands that make secrets and decide who may connect: ``keys new``, ``list``, ``revoke`` and ``token``."""
 
 from __future__ import annotations
 
@@ -13,16 +11,18 @@ import typer
 
 from streampack.errors import UserError
 from streampack.transport.secret_files import write_secret
+from streampack_services.cli.cli_options import AsJson, Command
 
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Of the broker's keys: listen.keys of broker.yaml.")]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="What the key is called in logs and errors.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+Folder = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="Folder of the broker's keys: listen.keys in broker.yaml.")
+]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, in logs and errors.")]
 keys = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @keys.callback()
 def _keys() -> None:
-    r"""Make the secrets that keep others out.
+    """Make, list and revoke the keys of producers and trainers.
 
     \b
     Example:
@@ -33,7 +33,7 @@ def _keys() -> None:
     """
 
 
-@keys.command()
+@keys.command(cls=Command)
 def new(
     folder: Folder,
     name: Name,
@@ -41,25 +41,27 @@ def new(
     stream: Annotated[
         list[str] | None,
         typer.Option("--stream", metavar="NAME", show_default=False,
-                     help="Of a producer: it may send this stream alone; may be given again."),
+                     help="The only stream that this producer may send. Repeat it for several."),
     ] = None,
     feed: Annotated[
         list[str] | None,
         typer.Option("--feed", metavar="NAME", show_default=False,
-                     help="Of a trainer: it may read this feed alone; may be given again."),
+                     help="The only feed that this trainer may read. Repeat it for several."),
     ] = None,
     rank: Annotated[
         list[str] | None,
         typer.Option("--rank", metavar="AXIS=N", show_default=False,
-                     help="Of a trainer: it may be this rank of dp, cp, tp or pp alone; may be given again."),
+                     help="The only rank of dp, cp, tp or pp that this trainer may have. Repeat it for several axes."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    r"""Make a key, and let it in.
+    """Make a key for a producer or trainer, and allow it to connect.
 
-    The first one of a folder makes the broker's too. A broker that runs with this folder lets the key in within a
-    second. Take NAME.key, and nothing else of the folder, to where it is used: STREAMPACK_KEY_FILE, key_file of
-    producer.yaml or of connect().
+    Use it before you give a broker an address that other hosts can reach. The first
+    key of a folder also makes the broker's own key. A running broker accepts the
+    new key within a second. Copy NAME.key, and no other file of the folder, to the
+    host that uses it. Name it there in STREAMPACK_KEY_FILE, or in key_file of
+    producer.yaml or connect().
 
     \b
     Example:
@@ -75,21 +77,25 @@ def new(
         print(json.dumps({"name": name, "written": list(map(str, written))}))
     else:
         print(f"wrote {', '.join(map(str, written))}")
-        print(f"take {folder / name}.key to who is to be {name}, as STREAMPACK_KEY_FILE or key_file: it is a secret")
+        print(f"next: copy {folder / name}.key to the host of {name} and name it in STREAMPACK_KEY_FILE or key_file")
+        print("keep this file secret: anyone who has it can connect")
         if len(written) > 2:
-            print(f"and have the broker use the folder: listen: {{keys: {folder}}} in broker.yaml")
+            print(f"next: name the folder in broker.yaml: listen: {{keys: {folder}}}")
 
 
 def _rank(text: str) -> tuple[str, int]:
+    """Return ``("dp", 3)`` for ``dp=3``. Raises UserError."""
     axis, _, number = text.partition("=")
     if not number.isascii() or not number.isdigit():
-        raise UserError(f"--rank: got {text!r}, expected an axis and a number, such as dp=3")
+        raise UserError(f"--rank is {text!r}. Pass an axis and a number, such as dp=3.")
     return axis, int(number)
 
 
-@keys.command(name="list")
+@keys.command(name="list", cls=Command)
 def list_(folder: Folder, as_json: AsJson = False) -> None:
-    r"""Show who may come, and what each may do.
+    """List the keys that may connect, and what each may do.
+
+    Use it to see which streams, feeds and ranks each producer and trainer may use.
 
     \b
     Example:
@@ -111,11 +117,12 @@ def list_(folder: Folder, as_json: AsJson = False) -> None:
     Console().print(authorization.keys_table(rows))
 
 
-@keys.command()
+@keys.command(cls=Command)
 def revoke(folder: Folder, name: Name) -> None:
-    r"""Shut a key out.
+    """Revoke a key, so that it can no longer connect.
 
-    A broker that runs sends whoever came with it away within a second.
+    Use it when a key file was lost or is no longer needed. A running broker
+    disconnects all clients that use the key within a second.
 
     \b
     Example:
@@ -124,21 +131,23 @@ def revoke(folder: Folder, name: Name) -> None:
     from streampack_services.broker import authorization
 
     authorization.revoke(folder, name)
-    print(f"{name} may not come any more; its key file, wherever it is, is worth nothing")
+    print(f"revoked {name}: the broker accepts no copy of its key file any more")
 
 
-@keys.command()
+@keys.command(cls=Command)
 def token(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file, which nobody else can read.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write. Only you can read it.")],
 ) -> None:
-    r"""Make a token for the broker's HTTP side.
+    """Make a token that protects the broker's HTTP address.
 
-    The broker takes it from listen.token_file; status, top, health, set and skip from the file that
-    STREAMPACK_HTTP_TOKEN_FILE names; Prometheus from authorization.credentials_file.
+    Use it when other hosts can reach that address. Name the file in
+    listen.token_file of broker.yaml; in STREAMPACK_HTTP_TOKEN_FILE for status, top,
+    health, set and skip; in authorization.credentials_file for Prometheus.
 
     \b
     Example:
         streampack keys token http.token
     """
     write_secret(file, secrets.token_urlsafe(32) + "\n")
-    print(f"wrote {file}: name it in listen.token_file, and in STREAMPACK_HTTP_TOKEN_FILE of those who ask")
+    print(f"wrote {file}")
+    print("next: name it in listen.token_file of broker.yaml, and in STREAMPACK_HTTP_TOKEN_FILE of each client")

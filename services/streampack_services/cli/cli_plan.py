@@ -1,39 +1,34 @@
-"""The commands about how full packs are: ``plan`` before a run, ``report`` after. ``main`` adds them to its own.
+"""The commands about utilization and padding: ``plan`` before a run, ``report`` after it.
 
-Here is what their arguments mean; what is computed of them is in ``advisor`` and ``savings``.
+The functions here read the arguments; ``plan.advisor`` and ``plan.savings`` compute the results.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 import typer
 
 from streampack.config.alignment import Precision
 from streampack.core.model.rules import Overlong
 from streampack.errors import UserError
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-Feed = Annotated[
-    str | None,
-    typer.Option("--feed", metavar="NAME", help="Which feed of a run; default: its first.", show_default=False),
-]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long a broker may take to answer.")]
+from streampack_services.cli.cli_options import ADVANCED, AsJson, Feed, Timeout, print_result
 
 
 def _png(file: Path | None) -> Path | None:
+    """Return ``file``; raise UserError if its name does not end in .png."""
     if file is not None and file.suffix.lower() != ".png":
-        raise UserError(f"--png: got {file}, expected a file that ends in .png")
+        raise UserError(f"--png is {file}. Pass a file name that ends in .png.")
     return file
 
 
 Png = Annotated[
     Path | None,
-    typer.Option("--png", metavar="FILE", help="Draw it, too; needs matplotlib.", show_default=False, callback=_png),
-]
+    typer.Option("--png", metavar="FILE", help="Also draw a chart to this file. Needs matplotlib.", show_default=False,
+                 callback=_png),
+]  # fmt: skip
 
 
 def plan(
@@ -41,89 +36,93 @@ def plan(
         str | None,
         typer.Argument(
             metavar="LENGTHS|ENDPOINT|STATE_DIR", show_default=False,
-            help="Lengths of samples (.npy of integers, or a text of whole numbers); a broker's http://host:port, or "
-            "file:// and its rendezvous; or a state_dir.",
+            help="A file of sample lengths (.npy, or text with whole numbers); a broker's http://host:port, or "
+            "file:// and its rendezvous file; or a state_dir.",
         ),
     ] = None,
     config: Annotated[
         list[Path] | None,
         typer.Option("--config", "-c", metavar="FILE", show_default=False,
-                     help="producer.yaml: the streams to read. broker.yaml: rules, weights and mesh to begin with. May "
-                     "be given again."),
+                     help="producer.yaml: the streams to read. broker.yaml: rules, weights and mesh to start from. "
+                     "Repeat it for both."),
     ] = None,
     budget: Annotated[
         str | None,
         typer.Option("--budget", metavar="TOKENS[,...]", show_default=False,
-                     help="Tokens of a pack. The first is compared with the others; one alone with a half, twice and "
-                     "four times as many. Default: broker.yaml's, or the best around 8192."),
+                     help="Tokens per pack. The first is compared with the others; a single one with half, twice and "
+                     "four times of it. Default: broker.yaml's, or the best around 8192."),
     ] = None,
     window: Annotated[
         str | None,
         typer.Option("--window", metavar="SAMPLES[,...]", show_default=False,
-                     help="Samples that the packer looks over. Default: broker.yaml's, 1024, 256 and 4096."),
+                     help="Samples that the packer chooses from. Default: broker.yaml's, 1024, 256 and 4096."),
     ] = None,
     packer: Annotated[
         str | None,
         typer.Option("--packer", metavar="NAME[,...]", show_default=False,
-                     help="How samples are chosen. Default: broker.yaml's, exact_fill, and all the others."),
+                     help="Packers to compare. Default: broker.yaml's, exact_fill, and all others."),
     ] = None,
     mesh: Annotated[
         list[str] | None,
         typer.Option("--mesh", metavar="dp=N,cp=N,tp=N,pp=N", show_default=False,
-                     help="Parallel ranks: data, context, tensor, and stages of a pipeline. Given again, meshes are "
-                     "compared. Default: broker.yaml's planned_mesh, or one rank."),
+                     help="Data, context and tensor parallel ranks, and pipeline stages. Repeat it to compare meshes. "
+                     "Default: broker.yaml's planned_mesh, or one rank."),
     ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option("--shape", metavar="SHAPE", show_default=False,
-                     help="How long packs are: fixed, exact, multiple=512 or buckets=2048,4096. Given again, they are "
-                     "compared. Default: broker.yaml's, fixed, and the others."),
+                     help="Length of packs: fixed, exact, multiple=512 or buckets=2048,4096. Repeat it to compare "
+                     "shapes. Default: broker.yaml's, fixed, and the others."),
     ] = None,
     precision: Annotated[
         str | None,
-        typer.Option("--precision", metavar="NAME", show_default=False,
-                     help="Of FP8 products, which ask for longer multiples: "
+        typer.Option("--precision", metavar="NAME", show_default=False, rich_help_panel=ADVANCED,
+                     help="FP8 recipe, which needs packs of a multiple of more tokens: "
                      f"{', '.join(get_args(Precision))}. Default: broker.yaml's, or none."),
     ] = None,
     packs: Annotated[
         int | None,
         typer.Option("--packs", metavar="N", min=1, show_default=False,
-                     help="Packs of an optimizer step, over all ranks. Default: broker.yaml's, or 64."),
+                     help="Packs per optimizer step, over all ranks. Default: broker.yaml's, or 64."),
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option("--batch", metavar="SAMPLES", min=1, max=2**24, show_default=False,
-                     help="Or samples of a step, packed by themselves: step: {samples: N}. Default: broker.yaml's; of "
-                     "batches that end_of_batch closes, about as many as they have."),
+        typer.Option("--batch", metavar="SAMPLES", min=1, max=2**24, show_default=False, rich_help_panel=ADVANCED,
+                     help="Samples per step, in place of --packs: step: {samples: N}. Default: broker.yaml's. For "
+                     "batches that end_of_batch closes: about their number of samples."),
     ] = None,
     overlong: Annotated[
         str | None,
-        typer.Option("--overlong", metavar="POLICY", show_default=False,
-                     help=f"Samples over the budget: {', '.join(get_args(Overlong))}. Default: broker.yaml's; where "
-                     "that is error, what truncate would lose is shown."),
+        typer.Option("--overlong", metavar="POLICY", show_default=False, rich_help_panel=ADVANCED,
+                     help=f"Policy for samples over the budget: {', '.join(get_args(Overlong))}. Default: "
+                     "broker.yaml's; for error, the loss of truncate is shown."),
     ] = None,
     samples: Annotated[
         int | None,
         typer.Option("--samples", metavar="N", min=1, show_default=False,
-                     help="Read so many samples of each stream, or pack so many lengths. Default: 20000 to tokenize, "
-                     "50000 lengths."),
+                     help="Samples to read from each stream, or lengths to pack. Default: 20000 to tokenize, 50000 "
+                     "lengths."),
     ] = None,
     total: Annotated[
         int | None,
-        typer.Option("--total", metavar="N", min=1, show_default=False,
-                     help="Samples of one pass, where LENGTHS are some of them or a source does not know."),
+        typer.Option("--total", metavar="N", min=1, show_default=False, rich_help_panel=ADVANCED,
+                     help="Samples in one pass over the data. Needed if LENGTHS are only some of them, or if a source "
+                     "does not know its size."),
     ] = None,
     feed: Feed = None,
     png: Png = None,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:  # fmt: skip
-    r"""Say what budget, window, packer and mesh to take.
+    """Recommend a budget, window, packer and mesh for your data.
 
-    Forms and deals steps of your lengths as a broker would, for each setting of a grid around the one given: how full
-    packs are, what is wasted and why, how evenly ranks are loaded, steps of a pass. Then what to take, the reasons, and
-    the lines for broker.yaml. Lengths come from a file, from a run, or from producer.yaml, which tokenizes some
-    samples of each stream.
+    Use it before a run, or to tune one. It forms steps from the lengths of your
+    samples as a broker does, for a grid of settings around yours. It prints
+    utilization, padding by cause, load imbalance and steps per pass. Then it prints
+    the recommended settings, the reasons, and the lines for broker.yaml.
+
+    Lengths come from a file, from a run, or from producer.yaml; then some samples
+    of each stream are tokenized.
 
     \b
     Example:
@@ -142,12 +141,12 @@ def plan(
         found = advisor.advise(workload, options, say)
     found["why"] = advice.why(found, options.overlong)
     found["broker_yaml"] = advice.broker_yaml(found, options.overlong)
-    _say(found, as_json, plan_report.show_plan)
+    print_result(found, as_json, plan_report.show_plan)
     if png is not None:
         from streampack_services.plan import charts
 
         charts.draw_plan(found, workload.lengths, png)
-        print(f"drawn: {png}", file=sys.stderr)
+        print(f"wrote {png}", file=sys.stderr)
 
 
 def report(
@@ -155,36 +154,42 @@ def report(
         str | None,
         typer.Argument(
             metavar="STATE_DIR|ENDPOINT", show_default=False,
-            help="A run's state_dir: what its log says; or a broker's http://host:port, or file:// and its rendezvous: "
-            "what it has served since it started. Default: STREAMPACK_HTTP of the environment, else "
+            help="A run's state_dir, for all steps in its log; or a broker's http://host:port, or file:// and its "
+            "rendezvous file, for the steps since the broker started. Default: STREAMPACK_HTTP, else "
             "http://127.0.0.1:7400.",
         ),
     ] = None,
     gpus: Annotated[
         int | None,
         typer.Option("--gpus", metavar="N", min=1, show_default=False,
-                     help="How many share the work. Default: the ranks that are attached to the broker."),
+                     help="GPUs that share the work. Default: the ranks attached to the broker."),
     ] = None,
     tokens_per_second: Annotated[
         float | None,
         typer.Option("--tokens-per-second", metavar="N", min=1e-9, show_default=False,
-                     help="What one GPU computes, padding too. Default: what the broker packs now, by the GPUs."),
+                     help="Tokens that one GPU computes per second, padding included. Default: the broker's current "
+                     "rate, divided by the GPUs."),
     ] = None,
     micro_batch: Annotated[
         int | None,
-        typer.Option("--micro-batch", metavar="SAMPLES", min=1, show_default=False,
-                     help="Of the padded one that is compared with. Default: as many samples as a pack holds on the "
-                     "average."),
+        typer.Option("--micro-batch", metavar="SAMPLES", min=1, show_default=False, rich_help_panel=ADVANCED,
+                     help="Samples per micro-batch of the padded batches in the comparison. Default: the mean "
+                     "number of samples per pack."),
     ] = None,
     feed: Feed = None,
     png: Png = None,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:  # fmt: skip
-    r"""Say what a run saved by packing as it does.
+    """Show the padding and GPU hours that packing saved in a run.
 
-    In tokens, percent and GPU hours, against padding to the longest of a micro-batch, greedy concatenation, and first
-    fit decreasing over blocks of the window, each on the run's own samples in the order in which they came.
+    Use it after a run, or while its broker runs. It compares the run with three
+    other ways to batch the same samples in the same order:
+
+    \b
+    - padding to the longest sample of a micro-batch
+    - greedy concatenation
+    - first-fit decreasing over blocks of the window
 
     \b
     Example:
@@ -195,16 +200,9 @@ def report(
 
     run = plan_inputs.run_of(what, feed, timeout)
     found = savings.savings(run, micro_batch, savings.rate_of(run, gpus, tokens_per_second))
-    _say(found, as_json, savings_report.show_savings)
+    print_result(found, as_json, savings_report.show_savings)
     if png is not None:
         from streampack_services.plan import charts
 
         charts.draw_savings(found, savings_report.NAMES, run.lengths, png)
-        print(f"drawn: {png}", file=sys.stderr)
-
-
-def _say(found: dict[str, Any], as_json: bool, show: Any) -> None:
-    if as_json:
-        print(json.dumps(found))
-    else:
-        show(found)
+        print(f"wrote {png}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The commands that watch a broker: ``status``, ``top``, ``health``; added to those of ``main``."""
+"""The commands that watch a broker: ``status``, ``top`` and ``health``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait for an answer.")]
+from streampack_services.cli.cli_options import AsJson, Timeout, print_result
+
 Endpoint = Annotated[
     str | None,
     typer.Argument(
@@ -21,7 +21,10 @@ Endpoint = Annotated[
 
 
 def status(endpoint: Endpoint = None, as_json: AsJson = False, timeout: Timeout = 5.0) -> None:
-    r"""Show what a broker does, holds and waits for.
+    """Show the state of a broker once.
+
+    Use it to see how far a run is, how full memory is and what the broker waits
+    for.
 
     \b
     Example:
@@ -31,26 +34,26 @@ def status(endpoint: Endpoint = None, as_json: AsJson = False, timeout: Timeout 
     from streampack_services.watch import status_report
 
     snapshot = http_client.fetch_status(endpoint, timeout)
-    if as_json:
-        print(json.dumps(snapshot))
-    else:
-        status_report.show_status(http_client.understand(snapshot))
+    print_result(snapshot, as_json, lambda found: status_report.show_status(http_client.understand(found)))
 
 
 def top(
     endpoint: Endpoint = None,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="How often to ask.")
+        float, typer.Option("--interval", metavar="SECONDS", min=0.1, max=3600, help="Time between two updates.")
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Show it once, as where the output is no terminal.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line instead.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one update and exit, as if output were no terminal.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line instead.")] = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    r"""Watch a broker: throughput, waste, streams, ranks.
+    """Watch throughput, padding, streams and ranks of a broker.
 
-    Goes on until q or Ctrl-C. Of few ranks it shows a table, of many a map, a
-    cell a rank, and the worst by name: how long each waits, and what for. Figures are of the last 10 seconds
-    where they are not counts; with --once, from the start.
+    Use it to find out why a run is slow. It updates until you press q or Ctrl-C. A
+    few ranks are shown as a table, many ranks as a map with one cell per rank. The
+    ranks that wait longest are listed with the cause. Rates cover the last 10
+    seconds; with --once, the time since the broker started.
 
     \b
     Example:
@@ -63,14 +66,16 @@ def top(
 
 def health(
     endpoint: Endpoint = None,
-    live: Annotated[bool, typer.Option("--live/--ready", help="Whether its loop turns, or whether it serves.")] = False,
+    live: Annotated[
+        bool, typer.Option("--live/--ready", help="Ask if the broker is alive, or if it is ready to serve.")
+    ] = False,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    r"""Exit with 0 if a broker is ready, with 1 and why if not.
+    """Exit with 0 if a broker is ready, else with 1 and the reason.
 
-    For a container's health check and for probes that run a command: no curl is
-    needed. A broker that starts or drains is alive, and not ready.
+    Use it as the health check of a container or as a probe that runs a command; no
+    curl is needed. A broker that starts or drains is alive but not ready.
 
     \b
     Example:

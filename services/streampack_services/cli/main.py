@@ -1,8 +1,7 @@
-"""The command ``streampack``: parses, calls, and turns errors into one line and an exit code.
+"""The command ``streampack``: parse the arguments, run the command, print an error in one line, return an exit code.
 
-Exit codes: 0 good, 1 failed, 2 misuse, 75 try again, 130 interrupted. What a command does is
-elsewhere and imported when it runs, so that ``--help`` is quick. Only this module and the other
-``cli_*`` print.
+Exit codes: 0 success, 1 failure, 2 wrong usage, 75 try again, 130 interrupted. Each command imports the modules that do
+its work when it runs, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from streampack.errors import InternalError, StreampackError, UserError
 from streampack.version import __version__
 from streampack_services import logs
 from streampack_services.cli import cli_audit, cli_control, cli_export, cli_keys, cli_plan, cli_watch
+from streampack_services.cli.cli_options import ADVANCED, AsJson, Command
 
 app = typer.Typer(
     name="streampack", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -31,36 +31,35 @@ app = typer.Typer(
 
 
 def main() -> int:
-    """Run the command line. Returns the exit code; only a bug of ours shows a traceback."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background with it ignored
+    """Run the command line and return the exit code; only a bug of streampack prints a traceback."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
     try:
         app()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except InternalError:
-        return _our_bug()
+        return _report_bug()
     except StreampackError as error:
         print("streampack:", " ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except Exception:
-        return _our_bug()
+        return _report_bug()
     return 0
 
 
-def _our_bug() -> int:
+def _report_bug() -> int:
     traceback.print_exc()
-    said = f"streampack: this is a bug of streampack {__version__}: please report it with the lines above"
-    print(said, file=sys.stderr)
+    text = f"streampack: this is a bug in streampack {__version__}. Please report it with the lines above."
+    print(text, file=sys.stderr)
     return 1
 
 
-# Options that several commands share
-
-LogLevel = Annotated[logs.Level, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")]
-LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object a line.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+LogLevel = Annotated[
+    logs.Level, typer.Option("--log-level", metavar="LEVEL", help="Lowest level to log: debug, info, warning or error.")
+]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log one JSON object per line.")]
 
 
 def _version(wanted: bool) -> None:
@@ -75,36 +74,39 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    r"""Tokens to GPUs with nothing wasted, nothing lost and nobody waiting.
+    """Pack tokenized samples into training steps and stream them to GPUs.
+
+    Producers send tokenized samples to a broker. The broker packs the samples
+    into steps. Each rank of the trainers reads its shard of every step.
 
     \b
-    Producers stream tokenized samples to a broker; the broker packs them into
-    steps; each rank of the trainers gets its shard. To see all of it at work:
-
-    \b
+    To see all of this on your machine:
         streampack demo
 
-    Exit codes: 0 good, 1 failed, 2 misuse, 75 try again, 130 interrupted.
+    Exit codes: 0 success, 1 failure, 2 wrong usage, 75 try again later, 130
+    interrupted.
     """
 
 
-@app.command()
+@app.command(cls=Command)
 def broker(
-    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="broker.yaml.")],
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run's broker.yaml.")],
     http: Annotated[
         str | None,
-        typer.Option("--http", metavar="HOST:PORT", help="Instead of listen.http; port 0 is any.", show_default=False),
+        typer.Option("--http", metavar="HOST:PORT", show_default=False,
+                     help="HTTP address, in place of listen.http. Port 0 takes any free port."),
     ] = None,
     exit_when_finished: Annotated[
-        bool, typer.Option("--exit-when-finished", help="End once every step is delivered and all ranks have left.")
+        bool, typer.Option("--exit-when-finished", help="Exit once every step is delivered and all ranks have left.")
     ] = False,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
-) -> None:
-    r"""Run the broker, until it is told to stop.
+) -> None:  # fmt: skip
+    """Run a broker until it is stopped.
 
-    SIGTERM or Ctrl-C drains: ranks get the steps that are formed, then it ends
-    with 0. A second one ends it at once.
+    Start one broker per run, before or after its producers and trainers. On
+    SIGTERM or Ctrl-C the broker delivers the steps that are already formed, then
+    exits with 0. On a second signal it exits at once.
 
     \b
     Example:
@@ -122,20 +124,22 @@ def broker(
     serve(settings, exit_when_finished=exit_when_finished, ring=ring)
 
 
-@app.command()
+@app.command(cls=Command)
 def produce(
-    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="producer.yaml.")],
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The streams to send: producer.yaml.")],
     timeout: Annotated[
         float,
-        typer.Option("--timeout", metavar="SECONDS", help="How long the broker may take to answer at first."),
+        typer.Option("--timeout", metavar="SECONDS", rich_help_panel=ADVANCED,
+                     help="How long to wait for the broker's first answer."),
     ] = 60.0,
     log_level: LogLevel = "info",
     log_json: LogJson = False,
-) -> None:
-    r"""Read, tokenize and send streams to a broker.
+) -> None:  # fmt: skip
+    """Read samples, tokenize them and send them to a broker.
 
-    Ends when all is delivered. A broker that falls silent later is waited for. Start as many of these as
-    needed, here or elsewhere: results do not depend on how many there are.
+    Start as many producers as you need, on any host. The steps do not depend on
+    how many there are. A producer exits once all of its samples are delivered. If
+    the broker stops answering, the producer waits until it is back.
 
     \b
     Example:
@@ -149,33 +153,41 @@ def produce(
     producer.produce(read_producer(config), timeout_s=timeout, level=log_level, as_json=log_json)
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(cls=Command, context_settings={"allow_interspersed_args": False})
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="What to run, and its arguments.")],
-    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="broker.yaml.")],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The command to run, with its arguments.")],
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run's broker.yaml.")],
     produce: Annotated[
         list[Path] | None,
-        typer.Option("--produce", "-p", metavar="FILE", help="producer.yaml; may be given again.", show_default=False),
+        typer.Option("--produce", "-p", metavar="FILE", show_default=False,
+                     help="A producer.yaml to start a producer with. Repeat it for several producers."),
     ] = None,
     node_rank: Annotated[
         int | None,
-        typer.Option("--node-rank", metavar="N", min=0, show_default=False,
-                     help="This host's number where it is not SLURM_PROCID, GROUP_RANK or NODE_RANK."),
+        typer.Option("--node-rank", metavar="N", min=0, show_default=False, rich_help_panel=ADVANCED,
+                     help="This host's number, from 0. Default: SLURM_PROCID, GROUP_RANK or NODE_RANK."),
     ] = None,
     log_dir: Annotated[
         Path | None,
-        typer.Option("--log-dir", metavar="FOLDER", help="The daemons' logs as files there.", show_default=False),
+        typer.Option("--log-dir", metavar="FOLDER", show_default=False,
+                     help="Write the logs of broker and producers to files in this folder."),
     ] = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", help="How long node 0's broker may take to be there.")
+        float,
+        typer.Option("--timeout", metavar="SECONDS", rich_help_panel=ADVANCED,
+                     help="How long to wait for the broker, which host 0 starts."),
     ] = 600.0,
 ) -> None:  # fmt: skip
-    r"""Run a command with a broker, and producers, around it.
+    """Run a training command together with its broker and producers.
 
-    The command finds the broker by STREAMPACK_ENDPOINT and STREAMPACK_PRODUCERS, and its status by STREAMPACK_HTTP.
-    All of it ends together, and the exit code is the command's, or 1 if the broker or a producer failed. Ports that
-    broker.yaml does not name are free ones. On several hosts, run the same on each, with a rendezvous in broker.yaml
-    that all of them see: the first one starts the broker.
+    Use it to launch a whole run with one command. COMMAND finds the broker in
+    STREAMPACK_ENDPOINT and STREAMPACK_PRODUCERS, and its status in
+    STREAMPACK_HTTP. Ports that broker.yaml does not name are any free ones.
+
+    All processes end together. The exit code is that of COMMAND, or 1 if the
+    broker or a producer failed. On several hosts, run the same command on each,
+    with a rendezvous file in broker.yaml that all hosts can read. Host 0 starts
+    the broker.
 
     \b
     Example:
@@ -188,26 +200,28 @@ def run(
     raise typer.Exit(run_all(RunOptions(command, config, produce or [], node_rank, log_dir, timeout)))
 
 
-@app.command()
+@app.command(cls=Command)
 def check(
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="broker.yaml or producer.yaml.", show_default=False)
+        Path | None, typer.Argument(metavar="FILE", help="A broker.yaml or producer.yaml.", show_default=False)
     ] = None,
     samples: Annotated[
-        int, typer.Option("--samples", metavar="N", min=0, help="Show a producer's first samples of each stream, too.")
+        int,
+        typer.Option("--samples", metavar="N", min=0, help="Also show the first N samples of each stream as tokens."),
     ] = 0,
     schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON schema of both files, for editors; needs no FILE.")
+        bool, typer.Option("--schema", help="Print the JSON schema of both files, for editors. Needs no FILE.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    r"""Check a configuration and explain it.
+    """Check a configuration and explain every value.
 
-    Prints every value, the line or default that it came from and what it means;
-    then what follows: tokens a step, meshes that it can serve, how memory is
-    shared out, the files of a producer. Reads a producer's first rows and refuses
-    keys that none of them has. With --samples, shows what its first samples are as
-    tokens, and which of them are learned. Starts nothing.
+    Run it before you start a broker or producer; it starts nothing. It prints each
+    value, where the value comes from and what it means. Then it prints what
+    follows: tokens per step, possible meshes, the parts of memory, a producer's
+    files. It reads the first rows of a producer's files and rejects keys that
+    no row has. With --samples it shows the first samples and which of their tokens
+    are learned.
 
     \b
     Example:
@@ -223,7 +237,7 @@ def check(
         print(json.dumps(checking.json_schema(), indent=2))
         return
     if file is None:
-        raise UserError("got no FILE, expected broker.yaml or producer.yaml")
+        raise UserError("No FILE. Pass a broker.yaml or producer.yaml, or --schema.")
     producer.import_from_here()
     found = checking.check(file)
     if samples:
@@ -235,37 +249,50 @@ def check(
         previewing.show_preview(found.get("samples", {}))
 
 
-@app.command()
+@app.command(cls=Command)
 def demo(
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Optimizer steps of text to make.")] = 300,
-    budget: Annotated[int, typer.Option("--budget", metavar="TOKENS", min=8, help="Tokens a pack.")] = 8192,
-    window: Annotated[
-        int, typer.Option("--window", metavar="SAMPLES", min=1, help="Samples that the packer looks over.")
-    ] = 1024,
-    packer: Annotated[str, typer.Option("--packer", metavar="NAME", help=f"{', '.join(PACKER_NAMES)}.")] = "exact_fill",
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Optimizer steps to make text for.")] = 300,
+    budget: Annotated[int, typer.Option("--budget", metavar="TOKENS", min=8, help="Tokens per pack.")] = 8192,
     dp: Annotated[int, typer.Option("--dp", metavar="N", min=1, help="Data-parallel ranks.")] = 2,
-    cp: Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Context-parallel ranks of each.")] = 2,
+    cp: Annotated[int, typer.Option("--cp", metavar="N", min=1, help="Context-parallel ranks per pack.")] = 2,
     source: Annotated[
         str | None,
-        typer.Option(
-            "--source",
-            metavar="FILES",
-            show_default=False,
-            help="Your own .tar shards or .jsonl files, whole, instead of the text that is made.",
-        ),
+        typer.Option("--source", metavar="FILES", show_default=False,
+                     help="Your own .tar shards or .jsonl files. Default: text of the Python standard library."),
     ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", metavar="NAME|FILE", show_default=False,
+                     help="bytes, or a tokenizer.json or its folder. Needed for chats. Default: bytes, for texts."),
+    ] = None,
+    window: Annotated[
+        int,
+        typer.Option("--window", metavar="SAMPLES", min=1, rich_help_panel=ADVANCED,
+                     help="Samples that the packer chooses from."),
+    ] = 1024,
+    packer: Annotated[
+        str,
+        typer.Option("--packer", metavar="NAME", help=f"{', '.join(PACKER_NAMES)}.", rich_help_panel=ADVANCED),
+    ] = "exact_fill",
     work_ms: Annotated[
-        float, typer.Option("--work-ms", metavar="MS", min=0, help="What a client pretends to compute for a pack.")
+        float,
+        typer.Option("--work-ms", metavar="MS", min=0, rich_help_panel=ADVANCED,
+                     help="Milliseconds that a rank pretends to compute per pack."),
     ] = 20.0,
-    keys: Annotated[bool, typer.Option("--keys", help="As on a network: over TCP, with keys, encrypted.")] = False,
+    keys: Annotated[
+        bool,
+        typer.Option("--keys", help="Use encrypted TCP connections with keys, as between hosts.",
+                     rich_help_panel=ADVANCED),
+    ] = False,
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print the result alone.")] = False,
-) -> None:
-    r"""See the whole service at work on this machine.
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only.")] = False,
+) -> None:  # fmt: skip
+    """Run the whole service on this machine and check every sample.
 
-    A broker, two producers and a mesh of clients, on text that every machine has: the Python standard library's
-    own. Every pack is put together again, every sample is compared with the source. Ends with 0 only if each
-    arrived exactly once.
+    Use it to see streampack work before you configure anything. It starts a
+    broker, two producers and the ranks of a mesh. The ranks verify each pack, and
+    each sample is compared with its source. The exit code is 0 only if every
+    sample arrived exactly once.
 
     \b
     Example:
@@ -273,21 +300,21 @@ def demo(
     """
     module: Any = importlib.import_module("streampack_services.demo.demo")
     options = module.DemoOptions(
-        steps=steps, budget=budget, window=window, packer=packer, dp=dp, cp=cp, source=source, work_ms=work_ms,
-        json=as_json, quiet=quiet, keys=keys,
+        steps=steps, budget=budget, window=window, packer=packer, dp=dp, cp=cp, source=source,
+        tokenizer=tokenizer, work_ms=work_ms, json=as_json, quiet=quiet, keys=keys,
     )  # fmt: skip
     raise typer.Exit(module.run_demo(options))
 
 
-app.command()(cli_watch.status)
-app.command()(cli_watch.top)
-app.command()(cli_watch.health)
-app.command()(cli_plan.plan)
-app.command()(cli_plan.report)
-app.command()(cli_audit.why)
-app.command()(cli_audit.replay)
+app.command(cls=Command)(cli_watch.status)
+app.command(cls=Command)(cli_watch.top)
+app.command(cls=Command)(cli_watch.health)
+app.command(cls=Command)(cli_plan.plan)
+app.command(cls=Command)(cli_plan.report)
+app.command(cls=Command)(cli_audit.why)
+app.command(cls=Command)(cli_audit.replay)
 app.add_typer(cli_audit.ledger, name="ledger")
 app.add_typer(cli_control.settings, name="set")
-app.command()(cli_control.skip)
-app.command()(cli_export.export)
+app.command(cls=Command)(cli_control.skip)
+app.command(cls=Command)(cli_export.export)
 app.add_typer(cli_keys.keys, name="keys")

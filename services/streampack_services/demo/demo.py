@@ -1,8 +1,8 @@
-"""``streampack demo``: the whole service on this machine, checked sample by sample.
+"""``streampack demo``: run the whole service on this machine, check every sample, and print a table of figures.
 
-It starts what a user would start, the same commands with the same files: a broker, two producers,
-and a mesh of client processes that check every pack (``demo_rank``). In the end it reads the
-source once more, alone, and compares: each sample must have arrived exactly once, with its bytes.
+The demo runs the commands that a user would run: a broker and two producers. It also starts a mesh of client processes
+that check every pack (``demo_rank``). In the end ``demo_verdict`` reads the source once more and compares: each sample
+must have arrived exactly once, with the same tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,12 @@ START_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What ``streampack demo`` takes; ``steps`` sizes the text that is made, and ``source`` replaces it."""
+    """Options of ``streampack demo``.
+
+    The demo writes text for about ``steps`` steps, unless ``source`` names files to read instead. Their ``tokenizer``
+    is ``bytes``, ``package.module:function``, a tokenizer.json, or its folder. Each rank pretends to compute for
+    ``work_ms`` milliseconds per pack.
+    """
 
     steps: int
     budget: int
@@ -58,10 +63,11 @@ class DemoOptions:
     json: bool
     quiet: bool
     keys: bool = False
+    tokenizer: str | None = None
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run it, show it, and return 0 only if every sample arrived exactly once and every check held."""
+    """Run the demo and print its result; return 0 if every sample arrived exactly once and every check held, else 1."""
     quiet = options.json or options.quiet
     console = Console(stderr=quiet, quiet=quiet)
     folder = Path(tempfile.mkdtemp(prefix="streampack-demo-"))
@@ -83,6 +89,10 @@ def run_demo(options: DemoOptions) -> int:
 def _run(
     options: DemoOptions, folder: Path, processes: list[subprocess.Popen[bytes]], console: Console
 ) -> dict[str, Any]:
+    """Run broker, producers and ranks to the end of the source, and return the figures of ``judged``.
+
+    Append every process that is started to ``processes``, so that the caller can stop them.
+    """
     packs = options.dp * MICRO_BATCHES
     broker = _broker_tree(options, folder, packs)
     rules = checked(convert(broker, BrokerConfig)).plan()
@@ -90,8 +100,12 @@ def _run(
     if pattern is None:
         tokens = int((options.steps - 0.5) * packs * options.budget)
         pattern, count = write_shards(folder, tokens, options.budget // 4)
-        console.print(f"made {count:,} documents of the Python standard library's text, about {tokens:,} tokens")
-    source = {"source": "jsonl" if pattern.endswith(".jsonl") else "webdataset", "shards": pattern}
+        console.print(f"wrote {count:,} documents from the Python standard library, about {tokens:,} tokens")
+    source: dict[str, Any] = {"source": "jsonl" if pattern.endswith(".jsonl") else "webdataset", "shards": pattern}
+    if options.tokenizer is not None:
+        is_name = options.tokenizer == "bytes" or ":" in options.tokenizer
+        # Every token is learned: the ranks expect labels without a loss mask.
+        source["tokenizer"] = {"name" if is_name else "file": options.tokenizer, "train_on": "all"}
     expected = expected_samples(source, options.budget, PARTITIONS, SEED)
     steps = -(-sum(length for _, length in expected.values()) // (packs * options.budget))
 
@@ -103,12 +117,12 @@ def _run(
     with console.status("starting the broker (the first time on a machine it compiles its kernels)"):
         endpoint = _wait_for_broker(rendezvous, processes[0], folder)
     http = read_rendezvous(rendezvous, "http")
-    console.print(f"broker with its live figures at {http}/metrics")
+    console.print(f"the broker serves its metrics at {http}/metrics")
     producer = {"broker": f"file://{rendezvous}", "key_file": key_file, "streams": {"text": source}}
     for i in range(PRODUCERS):
         _start(processes, folder, f"producer-{i}", producer, "produce")
     with _bar(console) as bar:
-        task = bar.add_task("training on nothing", total=steps)
+        task = bar.add_task("reading and checking", total=steps)
         reports, seconds = _train(
             options, endpoint, key_file, processes, folder, lambda n: bar.update(task, completed=n)
         )
@@ -122,7 +136,7 @@ def _run(
 
 
 def _broker_tree(options: DemoOptions, folder: Path, packs: int) -> dict[str, Any]:
-    """broker.yaml of the demo: on sockets of this machine; with keys as on a network, encrypted."""
+    """Return the demo's broker.yaml: Unix sockets, or encrypted TCP with ``--keys``; ``packs`` packs per step."""
     any_port = "tcp://127.0.0.1:*"
     return {
         "run": "demo",
@@ -134,7 +148,7 @@ def _broker_tree(options: DemoOptions, folder: Path, packs: int) -> dict[str, An
         "rendezvous": str(folder / "streampack.json"),
         "memory": "1GiB" if options.budget <= 65_536 and options.window <= 4096 else "8GiB",
         "seed": SEED,
-        "tokens": "uint16",
+        "tokens": "uint16" if options.tokenizer is None else "int32",
         "planned_mesh": {"dp": options.dp, "cp": options.cp},
         "rules": {
             "packer": options.packer, "budget": options.budget, "window": {"samples": options.window},
@@ -147,6 +161,10 @@ def _broker_tree(options: DemoOptions, folder: Path, packs: int) -> dict[str, An
 def _start(
     processes: list[subprocess.Popen[bytes]], folder: Path, name: str, tree: dict[str, Any], *command: str
 ) -> None:
+    """Start ``streampack COMMAND`` with ``tree`` as its configuration; append the process to ``processes``.
+
+    The configuration is ``NAME.yaml`` in ``folder``, and the process logs to ``NAME.log`` there.
+    """
     config = folder / f"{name}.yaml"
     config.write_text(json.dumps(tree))  # JSON is YAML
     with (folder / f"{name}.log").open("wb") as log:
@@ -155,6 +173,7 @@ def _start(
 
 
 def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Terminate all processes; kill those that have not ended after 5 seconds."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -167,10 +186,14 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _wait_for_broker(rendezvous: Path, broker: subprocess.Popen[bytes], folder: Path) -> str:
+    """Wait until the broker has written its rendezvous file; return the trainers' endpoint from it.
+
+    Raises StreampackError if the broker ends, or does not start within START_TIMEOUT_S seconds.
+    """
     deadline = time.monotonic() + START_TIMEOUT_S
     while not rendezvous.exists():
         if broker.poll() is not None or time.monotonic() > deadline:
-            raise StreampackError(f"the broker did not start: {last_line(folder / 'broker.log')}")
+            raise StreampackError(f"The broker did not start. Its last log line: {last_line(folder / 'broker.log')}")
         time.sleep(0.02)
     return read_rendezvous(rendezvous, "trainers")
 
@@ -179,7 +202,10 @@ def _train(
     options: DemoOptions, endpoint: str, key_file: str, daemons: list[subprocess.Popen[bytes]], folder: Path,
     progress: Any,
 ) -> tuple[list[RankReport], float]:  # fmt: skip
-    """Run the mesh to its end; each rank's report, and the seconds it took."""
+    """Run a process per rank of the mesh; return the ranks' reports and the time from the first step on, in seconds.
+
+    ``progress`` is called with the number of steps that a rank has read so far.
+    """
     context = multiprocessing.get_context("spawn")
     ranks, pipes = [], []
     for dp_rank in range(options.dp):
@@ -209,6 +235,10 @@ def _train(
 def _gather(
     pipes: list[Connection], daemons: list[subprocess.Popen[bytes]], folder: Path, progress: Any
 ) -> tuple[list[RankReport], float]:
+    """Receive the progress and the report of every rank; return the reports and the time in seconds.
+
+    Return early if a rank reports an error. Raises StreampackError if the broker or a producer fails.
+    """
     reports: list[RankReport] = []
     open_ = list(pipes)
     began = time.monotonic()
@@ -219,7 +249,7 @@ def _gather(
             try:
                 said = pipe.recv()
             except EOFError:
-                said = RankReport(error="a rank ended without a word")
+                said = RankReport(error="a rank's process ended without a report")
             if isinstance(said, int):
                 first = first or time.monotonic()
                 progress(said)
@@ -231,11 +261,11 @@ def _gather(
         failed = [process for process in daemons if process.poll() not in (None, 0)]
         if failed:
             name = ["broker", *(f"producer-{i}" for i in range(PRODUCERS))][daemons.index(failed[0])]
-            raise StreampackError(f"{name} failed: {last_line(folder / f'{name}.log')}")
+            raise StreampackError(f"The process {name} failed. Its last log line: {last_line(folder / f'{name}.log')}")
     return reports, time.monotonic() - (first or began)
 
 
-# What is seen
+# Output
 
 
 def _bar(console: Console) -> Progress:
@@ -246,33 +276,33 @@ def _bar(console: Console) -> Progress:
 
 
 def _table(found: dict[str, Any], options: DemoOptions) -> Table:
-    """Fits a terminal of 80 columns."""
+    """Return the demo's figures as a table that fits a terminal of 80 columns."""
     verdict = "every sample arrived exactly once" if found["ok"] else f"FAILED {found['error']}".strip()
     style = "bold green" if found["ok"] else "bold red"
-    caption = f"while it ran, Prometheus could read {found['metrics']}"
+    caption = f"During the run, Prometheus could read {found['metrics']}"
     table = Table(title=f"streampack demo: {verdict}", title_style=style, caption=caption)
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("what it says", style="dim")
+    table.add_column("meaning", style="dim")
     percent = "{:.3%}".format
-    waste = found["waste"]
+    padding = found["waste"]
     bad = ", ".join(str(found[f"samples_{what}"]) for what in ("lost", "duplicated", "damaged"))
     rows = [
         ("samples delivered", f"{found['samples_delivered']:,}", f"of {found['samples_produced']:,} in the source"),
         ("lost, repeated, damaged", bad, "by id and checksum"),
         ("steps", f"{found['steps']:,}", f"of {options.dp * MICRO_BATCHES} packs, same on all ranks"),
         ("packs", f"{found['packs']:,}", f"of {options.budget:,} tokens"),
-        ("tokens", f"{found['tokens']:,}", "real ones, no padding"),
+        ("tokens", f"{found['tokens']:,}", "without padding"),
         ("utilization", percent(found["utilization"]), "tokens / (packs x budget)"),
-        ("waste: alignment", percent(waste["alignment"]), f"samples padded for cp={options.cp}"),
-        ("waste: tails of packs", percent(waste["pack_tail"]), "what no sample filled"),
-        ("waste: empty packs", percent(waste["empty_packs"]), "they complete the last step"),
+        ("padding: alignment", percent(padding["alignment"]), f"samples padded for cp={options.cp}"),
+        ("padding: pack tails", percent(padding["pack_tail"]), "space after the last sample"),
+        ("padding: empty packs", percent(padding["empty_packs"]), "complete the last step"),
         ("packing efficiency", percent(found["packing_efficiency"]), "fewest possible packs / packs"),
-        ("bin balance", f"{found['bin_balance']:.4f}", "1: all packs equally full"),
-        ("cost max / mean", f"{found['cost_max_over_mean']:.4f}", "1: no rank waits for another"),
-        ("tokens/s", f"{found['tokens_per_second']:,.0f}", f"while training {options.work_ms:g} ms a pack"),
+        ("bin balance", f"{found['bin_balance']:.4f}", "1.0: all packs equally full"),
+        ("load imbalance", f"{found['cost_max_over_mean']:.4f}", "max / mean cost; 1.0 is best"),
+        ("tokens/s", f"{found['tokens_per_second']:,.0f}", f"with {options.work_ms:g} ms of work per pack"),
         ("next() p50, p99", f"{found['next_p50_ms']:.3f}, {found['next_p99_ms']:.3f} ms", "after the second step"),
-        ("starved", percent(found["starved_fraction"]), "of the hungriest rank's time"),
+        ("data wait", percent(found["starved_fraction"]), "share of time, worst rank"),
         ("shards verified", f"{found['shards_verified']:,}", "labels, positions, boundaries"),
     ]  # fmt: skip
     for row in rows:

@@ -1,7 +1,7 @@
-"""A rank of the demo's mesh: trains on nothing, checks everything.
+"""One rank of the demo's mesh: it trains nothing, and checks every pack.
 
-Each context-parallel rank sends its shards to the group's first, which puts every pack together
-again, checks it against what its lengths promise, and takes the checksum of each sample.
+Each context-parallel rank sends its shards to rank 0 of its context-parallel group. Rank 0 puts every pack together
+again, checks labels, positions and boundaries, and takes the checksum of each sample.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from streampack.wire.checksums import crc32c
 
 REPORT_EVERY_S = 0.1
 Shard = tuple[I64, I64, I64, I64]
-"""Positions in the pack, input_ids, labels, position_ids of one rank."""
+"""One rank's part of a pack: positions in the pack, input_ids, labels, position_ids; each int64 [tokens]."""
 
 
 @dataclass(slots=True)
 class RankReport:
-    """What one rank saw, for the demo's table."""
+    """Steps, packs, samples and waiting times of one rank, and its error."""
 
     error: str = ""
     steps: int = 0
     samples: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(stream, index, part, crc32c of its tokens) of each sample, from the first rank of each group."""
+    """(stream, index, part, crc32c of the tokens) of each sample; only rank 0 of each context-parallel group has it."""
     packs: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """(step, micro_batch, real tokens, number in the step) of each pack."""
+    """(step, micro-batch, tokens without padding, number in the step) of each pack; only on rank 0 of a group."""
     slots: list[list[int]] = field(default_factory=list)
-    """Padded tokens of each sample, by pack."""
+    """Tokens with padding of each sample, one list per pack; only on rank 0 of a group."""
     shards_verified: int = 0
     next_ms: list[float] = field(default_factory=list)
-    """Of every next() after the second step."""
+    """Milliseconds that each next() took after the second step."""
     chain: str = ""
     stats: dict[str, float] = field(default_factory=dict)
 
@@ -47,7 +47,10 @@ class RankReport:
 def run_rank(
     endpoint: str, key_file: str, mesh: Mesh, work_ms: float, peers: list[Connection], report: Connection
 ) -> None:
-    """The process of one rank. ``peers``: to the group's first rank, or from all others."""
+    """Read and check all steps as one rank, in a process of its own; send a RankReport through ``report``.
+
+    ``peers``: on rank 0 of a context-parallel group the pipes to all other ranks of it; on these the pipe to rank 0.
+    """
     found = RankReport()
     try:
         with connect(endpoint, mesh=mesh, format="numpy", key_file=key_file) as loader:
@@ -61,6 +64,7 @@ def run_rank(
 def _train(
     loader: Client, mesh: Mesh, work_s: float, peers: list[Connection], report: Connection, found: RankReport
 ) -> None:
+    """Read and check all steps of ``loader`` into ``found``; send the number of steps to ``report`` now and then."""
     said = 0.0
     steps = loader.steps()
     while True:
@@ -70,7 +74,7 @@ def _train(
         if step is None:
             break
         if found.steps >= 2:
-            found.next_ms += [waited * 1000] + [0.0] * (len(step) - 1)  # its other packs are there already
+            found.next_ms += [waited * 1000] + [0.0] * (len(step) - 1)  # a step's other packs need no wait
         for pack in step:
             busy = time.perf_counter()
             _check(pack, step, mesh, peers, found)
@@ -84,6 +88,10 @@ def _train(
 
 
 def _check(pack: Pack, step: Step, mesh: Mesh, peers: list[Connection], found: RankReport) -> None:
+    """Send the pack's shard to rank 0 of the group; on rank 0, collect the shards, check the pack, add it to ``found``.
+
+    Raises AssertionError if the ranks read different packs or the pack is wrong.
+    """
     shard: Shard = (pack.positions(), pack.input_ids, pack.labels, pack.position_ids)
     if mesh.cp_rank:
         peers[0].send((step.index, pack.micro_batch, step.digest, shard))
@@ -92,7 +100,10 @@ def _check(pack: Pack, step: Step, mesh: Mesh, peers: list[Connection], found: R
     shards = [shard]
     for peer in peers:
         index, micro_batch, digest, theirs = peer.recv()
-        _expect((index, micro_batch, digest) == (step.index, pack.micro_batch, step.digest), "ranks read another pack")
+        _expect(
+            (index, micro_batch, digest) == (step.index, pack.micro_batch, step.digest),
+            "the ranks of a group read different packs",
+        )
         shards.append(theirs)
     found.samples += _reassemble(pack, shards)
     found.packs.append((step.index, pack.micro_batch, int(pack.cu_seqlens[-1]), pack.pack))
@@ -101,10 +112,15 @@ def _check(pack: Pack, step: Step, mesh: Mesh, peers: list[Connection], found: R
 
 
 def _reassemble(pack: Pack, shards: list[Shard]) -> list[tuple[int, int, int, int]]:
-    """Put a pack together and compare it with what its boundaries say; its samples' ids and checksums."""
+    """Put a pack together from its shards and check it; return (stream, index, part, crc32c) of each sample.
+
+    Raises AssertionError if tokens, labels or positions do not fit the pack's boundaries.
+    """
     total = int(pack.cu_seqlens_padded[-1])
     positions = np.concatenate([shard[0] for shard in shards])
-    _expect(len(positions) == total and len(np.unique(positions)) == total, "shards do not make up the pack")
+    _expect(
+        len(positions) == total and len(np.unique(positions)) == total, "the shards do not cover the pack exactly once"
+    )
     ids, labels, inner = (np.empty(total, np.int64) for _ in range(3))
     for at, shard_ids, shard_labels, shard_inner in shards:
         ids[at], labels[at], inner[at] = shard_ids, shard_labels, shard_inner
@@ -116,15 +132,17 @@ def _reassemble(pack: Pack, shards: list[Shard]) -> list[tuple[int, int, int, in
         end = int(pack.cu_seqlens_padded[i + 1])
         if stop > start:
             expected[start : stop - 1] = ids[start + 1 : stop]
-        _expect(not ids[stop:end].any(), "padding holds tokens")
-        _expect(bool((inner[start:end] == np.arange(end - start)).all()), "positions do not restart")
+        _expect(not ids[stop:end].any(), "the padding after a sample is not 0")
+        _expect(
+            bool((inner[start:end] == np.arange(end - start)).all()), "positions do not restart at 0 with each sample"
+        )
         if i < pack.num_samples:
             stream, index, part = pack.sample_ids[i].tolist()
             rows.append((stream, index, part, crc32c(ids[start:stop].astype("<i4").tobytes())))
-    _expect(bool((labels == expected).all()), "labels cross samples, or are not the next token")
+    _expect(bool((labels == expected).all()), "a label is not the next token of the same sample")
     return rows
 
 
-def _expect(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise AssertionError(otherwise)
+def _expect(condition: bool, error: str) -> None:
+    if not condition:
+        raise AssertionError(error)

@@ -1,7 +1,7 @@
-"""Text that every machine has, as WebDataset shards: the Python standard library's sources and docs.
+"""Text for the demo: the Python standard library's modules, written as WebDataset tar shards.
 
-A document is what a module defines at its top level, a function or a class with what precedes it,
-cut at line ends to a quarter of the budget at most, so that a pack holds several.
+A document is one function or class of a module's top level, with the lines before it. Long ones are cut at line ends to
+a quarter of the budget, so that a pack holds several documents.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _DEFINES = ("def ", "class ", "async def ", "@")
 
 
 def documents(max_bytes: int) -> Iterator[str]:
-    """The standard library's modules, largest folders last, in pieces of ``max_bytes`` of UTF-8 at most."""
+    """Yield the standard library's modules in pieces of at most ``max_bytes`` bytes of UTF-8.
+
+    Modules in deep folders come late, and tests last.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts)
     files.sort(key=lambda path: ("test" in path.parts, len(path.parts), path))
@@ -33,9 +36,10 @@ def documents(max_bytes: int) -> Iterator[str]:
 
 
 def write_shards(folder: Path, num_tokens: int, max_bytes: int) -> tuple[str, int]:
-    """Write tar shards with about ``num_tokens`` bytes of text; their brace pattern, and documents written.
+    """Write tar shards with ``num_tokens`` bytes of text or a little more, in documents of at most ``max_bytes`` bytes.
 
-    The text is gone through again if there is too little of it. Raises SourceError if there is none.
+    If the standard library has less text, its documents are written again. Returns the shards' brace pattern and the
+    number of documents. Raises SourceError if the machine has no sources of the standard library.
     """
     pattern = str(folder / f"text-{{00..{SHARDS - 1:02d}}}.tar")
     written = count = 0
@@ -55,18 +59,19 @@ def write_shards(folder: Path, num_tokens: int, max_bytes: int) -> tuple[str, in
                 count += 1
             if count == before:
                 raise SourceError(
-                    "got no Python sources on this machine, expected the standard library's: use --source"
+                    "This machine has no sources of the Python standard library. Pass your own files with --source."
                 )
     return pattern, count
 
 
 def _pieces(text: str, max_bytes: int) -> Iterator[str]:
+    """Yield a module's text, cut before each definition and after at most ``max_bytes`` bytes; drop longer lines."""
     held: list[str] = []
     size = 0
     for line in text.splitlines(keepends=True):
         length = len(line.encode())
         if length > max_bytes:
-            continue  # a table in one line, say: no place to cut it
+            continue
         if held and (size + length > max_bytes or line.startswith(_DEFINES)):
             yield "".join(held)
             held, size = [], 0

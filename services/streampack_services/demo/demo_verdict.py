@@ -1,6 +1,6 @@
-"""The demo's verdict: what the ranks report next to the source itself, sample by sample, and figures of the packing.
+"""The demo's verdict: compare the ranks' reports with the source, sample by sample, and compute the packing's figures.
 
-Knows reports and rules; no process, no socket.
+This module starts no process and opens no socket.
 """
 
 from __future__ import annotations
@@ -15,20 +15,35 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import index_of
 from streampack.core.stats.fill import figures
 from streampack.errors import UserError
-from streampack.sources import SourceSettings, open_source
+from streampack.sources import SourceSettings, TokenizerSettings, open_source, open_tokenizer
+from streampack.tokenizers.bytes_tokenizer import UnnamedTokenizer
+from streampack.tokenizers.token_ids import Encoded
 from streampack.wire.checksums import crc32c
 from streampack_services.demo.demo_rank import RankReport
 
 Expected = dict[tuple[int, int, int], tuple[int, int]]
-"""(crc32c, length) by (stream, index, part)."""
+"""Checksum (crc32c) and length in tokens of each sample, by its (stream, index, part)."""
 
 
-def expected_samples(settings: dict[str, str], budget: int, partitions: int, seed: int) -> Expected:
-    """(crc32c, length) of every sample by its id, as the source has it; read with no service around.
+class _NoTokenizer(UnnamedTokenizer):
+    """Bytes for texts; reject chats with an error that names the demo's option."""
 
-    Raises UserError where there is none.
+    def encode_chat(self, messages: object, tools: object = None) -> Encoded | str:
+        raise UserError(
+            "The files of --source hold chats, which need a tokenizer. "
+            "Pass --tokenizer with the folder of your model's tokenizer.json and chat template, or --tokenizer bytes."
+        )
+
+
+def expected_samples(settings: dict[str, Any], budget: int, partitions: int, seed: int) -> Expected:
+    """Read the whole source directly; return the checksum and length of every sample, cut to ``budget`` tokens.
+
+    Raises UserError if the source has no valid sample.
     """
-    source = open_source(convert(settings, SourceSettings))
+    settings = dict(settings)
+    named = settings.pop("tokenizer", None)
+    tokenizer = open_tokenizer(convert(named, TokenizerSettings, "tokenizer")) if named else _NoTokenizer()
+    source = open_source(convert(settings, SourceSettings), tokenizer)
     found = {}
     for partition in range(partitions):
         for seq, record in enumerate(source.read(partition, partitions, seed=seed, passes=1)):
@@ -37,14 +52,18 @@ def expected_samples(settings: dict[str, str], budget: int, partitions: int, see
                 index = int(index_of(seq, partition, partitions))
                 found[0, index, 0] = crc32c(tokens.astype("<i4").tobytes()), len(tokens)
     if not found:
-        raise UserError(f"{settings['shards']}: got no sample, expected at least one")
+        raise UserError(f"{settings['shards']} has no valid sample. Pass files with at least one to --source.")
     return found
 
 
 def judged(
     reports: list[RankReport], expected: Expected, rules: Rules, dp: int, cp: int, seconds: float
 ) -> dict[str, Any]:
-    """What was expected, what came of it, and how well it was packed; ``ok`` if all of it is as it should be."""
+    """Return the demo's result: counts of lost, repeated and damaged samples, and figures of the packing.
+
+    ``ok`` is True if every expected sample arrived exactly once and all ranks read the same steps.
+    The ranks read for ``seconds``.
+    """
     errors = [report.error for report in reports if report.error]
     arrived = Counter((stream, index, part) for report in reports for stream, index, part, _ in report.samples)
     wrong = sum(
@@ -96,7 +115,7 @@ def judged(
 
 
 def _cost_max_over_mean(reports: list[RankReport], rules: Rules) -> float:
-    """Cost of the dearest pack over the mean of those that run at the same time, mean over the run."""
+    """Return the load imbalance: max / mean cost of the packs of a micro-batch, averaged over all micro-batches."""
     by_time: dict[tuple[int, int], list[int]] = {}
     for report in reports:
         for (step, micro_batch, _, _), slots in zip(report.packs, report.slots, strict=True):

@@ -251,9 +251,9 @@ def test_what_is_not_there_is_said_to_be_missing(run: Run, state_dir: Path, tmp_
     where = ("--state-dir", state_dir)
     config = write(tmp_path / "broker.yaml", {"streams": {"web": {}}})
     for arguments, said in (
-        (("why", *where), "got nothing to explain"),
-        (("why", "--step", "1", "--sample", "web:1", *where), "got --step and --sample"),
-        (("why", "--step", "1", "--dp", "1", *where), "which mesh is it of?"),
+        (("why", *where), "Got neither --step nor --sample."),
+        (("why", "--step", "1", "--sample", "web:1", *where), "Got both --step and --sample."),
+        (("why", "--step", "1", "--dp", "1", *where), "Pass --dp-size, too."),
         (("why", "--step", "1"), "got nothing to say where the log is"),
         (("why", "--step", "1", "-c", config), "got no state_dir"),
         (("why", "--step", "9999", *where), "the feed has ended"),

@@ -129,7 +129,7 @@ def test_every_key_that_few_need_is_a_key_of_the_page() -> None:
 
 
 def test_without_a_file_check_says_which_it_needs() -> None:
-    assert "got no FILE, expected broker.yaml or producer.yaml" in the_error(in_process("check"), 2)
+    assert "No FILE. Pass a broker.yaml or producer.yaml" in the_error(in_process("check"), 2)
 
 
 def checked(path: Path) -> dict[str, dict[str, Any]]:

@@ -174,7 +174,7 @@ def test_the_commands_say_from_which_step_it_holds(desk: Desk, url: str) -> None
     shown = in_process("set", "weights", "code=0", "--at-step", "30", "--note", "why", "--json", "-e", url)
     assert json.loads(shown.stdout) == {"run": "sft", "feed": "train", "step": 30}
     shown = in_process("skip", "--steps", "120-140", "-e", url)
-    assert shown.stdout == "run sft, feed train: steps 120-140 are passed over\n"
+    assert shown.stdout == "run sft, feed train: steps 120-140 are skipped\n"
     math = "math={weight: 0.2, passes: 2, pushed: true}"
     shown = in_process("set", "streams", "--add", math, "--add", "plain", "--remove", "old", "-e", url)
     assert shown.stdout == "run sft, feed train: +math +plain -old from step 17 on\n", shown.stderr
@@ -191,7 +191,7 @@ def test_the_commands_say_from_which_step_it_holds(desk: Desk, url: str) -> None
 
 
 def test_what_the_commands_are_refused_is_one_line(desk: Desk, url: str) -> None:
-    assert "got 'code', expected a stream and its weight" in the_error(in_process("set", "weights", "code"), 2)
+    assert "Got 'code'. Pass a stream and its weight" in the_error(in_process("set", "weights", "code"), 2)
     assert "expected the first and the last" in the_error(in_process("skip", "--steps", "x", "-e", url), 2)
     desk.refusal = "got stream 'code', expected one of: web"
     assert desk.refusal in the_error(in_process("set", "weights", "code=1", "-e", url), 1)
@@ -211,7 +211,7 @@ def test_a_broker_may_be_named_in_four_ways(
     if how.startswith("STREAMPACK"):
         monkeypatch.setenv(how, url if how == "STREAMPACK_HTTP" else f"file://{found}")
     shown = in_process("skip", "--steps", "120-140", *words.get(how, []))
-    assert shown.stdout == "run sft, feed train: steps 120-140 are passed over\n", shown.stderr
+    assert shown.stdout == "run sft, feed train: steps 120-140 are skipped\n", shown.stderr
     written = write(tmp_path / "b.yaml", config | {"listen": {"http": url.removeprefix("http://")}})
     assert in_process("skip", "--steps", "7", "-c", written).returncode == 0
 
@@ -221,7 +221,7 @@ def test_a_run_that_was_not_named_is_not_changed_without_a_question(
 ) -> None:
     monkeypatch.setattr(http_client, "DEFAULT_ENDPOINT", url)
     said = the_error(in_process("set", "weights", "code=1"), 2)
-    assert f"run 'sft' at {url} was not named by --endpoint, --config or the environment: pass --yes" in said
+    assert f"Run 'sft' at {url} was not named by --endpoint, --config or the environment. Pass --yes" in said
     other = write(tmp_path / "b.yaml", {"run": "other", "streams": {"a": {}}})
     monkeypatch.setenv("STREAMPACK_ENDPOINT", "tcp://node0:7402")
     assert "STREAMPACK_ENDPOINT is tcp://node0:7402" in the_error(in_process("set", "weights", "code=1"), 2)
@@ -238,8 +238,8 @@ def test_a_run_that_was_not_named_is_not_changed_without_a_question(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["skip", "--steps", "200-999999999999999999"], "999999999999999800 steps are skipped for good"),
-        (["set", "weights", "code=1", "--at-step", "999999999999"], "later changes wait for it"),
+        (["skip", "--steps", "200-999999999999999999"], "steps, 200 to 999999999999999999, would be skipped for good"),
+        (["set", "weights", "code=1", "--at-step", "999999999999"], "later changes must wait for it"),
     ],
 )
 def test_a_change_that_is_likely_a_slip_is_asked_about(desk: Desk, url: str, words: list[str], said: str) -> None:
@@ -263,10 +263,10 @@ def test_a_user_at_a_terminal_is_asked(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], "got neither --add nor --remove, expected one"),
-        (["--add", "=1"], "got '=1', expected a stream and its settings, such as math='{weight: 0.2}'"),
-        (["--add", "math=0.2"], "got 'math=0.2', expected a stream and its settings"),
-        (["--add", "math={weight: "], "expected a stream and its settings"),
+        ([], "Got neither --add nor --remove. Pass at least one of them."),
+        (["--add", "=1"], "Got '=1'. Pass a stream and its settings, such as math='{weight: 0.2}'."),
+        (["--add", "math=0.2"], "Got 'math=0.2'. Pass a stream and its settings"),
+        (["--add", "math={weight: "], "Pass a stream and its settings"),
         (["--add", "math={weigth: 0.2}"], "stream 'math': got the unknown key 'weigth', expected 'weight' perhaps"),
         (["--add", "math={weight: 0}"], "stream 'math': weight: got"),
     ],

@@ -40,6 +40,19 @@ def test_the_demo_reads_the_users_own_files_on_another_mesh(tmp_path: Path) -> N
     assert "of 700 in the source" in result.stdout
 
 
+def test_the_demo_reads_chats_with_a_tokenizer_and_asks_for_one_without(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    files = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}] * 50)
+    result = streampack("demo", "--source", files, "--json")
+    assert result.returncode == 2
+    assert "hold chats, which need a tokenizer. Pass --tokenizer" in result.stderr
+    result = streampack(
+        "demo", "--source", files, "--tokenizer", "bytes", "--json", "--budget", "256", "--dp", "1", "--work-ms", "0"
+    )
+    assert result.returncode == 0, result.stderr + result.stdout
+    assert json.loads(result.stdout.splitlines()[-1])["samples_delivered"] == 50
+
+
 def test_the_demo_without_a_source_file_says_which() -> None:
     result = streampack("demo", "--source", "/nowhere/*.tar", "--json")
     assert result.returncode == 1

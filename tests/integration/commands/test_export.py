@@ -93,7 +93,7 @@ def test_what_will_not_work_there_is_said(mine: Path, tmp_path: Path) -> None:
             assert not (tmp_path / "none").exists()
     assert warned("k8s", "-c", mine, "-p", near) == []
     assert warned("systemd", "-c", mine, "-p", far) == []
-    assert f"but: {of_example}" in in_process("export", "slurm", tmp_path / "y", "-c", mine).stdout
+    assert f"warning: {of_example}" in in_process("export", "slurm", tmp_path / "y", "-c", mine).stdout
 
 
 def test_options_are_filled_in_everywhere(tmp_path: Path) -> None:

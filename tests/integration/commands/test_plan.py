@@ -424,7 +424,7 @@ def test_pictures_are_drawn(files: Path, served: RunningBroker, lengths: Path, t
     wrong = in_process("report", files / "state", "--png", tmp_path / "no" / "a.png")
     assert "cannot be written: No such file or directory" in the_error(wrong, 2)
     wrong = in_process("plan", lengths, "--png", tmp_path / "a.pdf")
-    assert the_error(wrong, 2).endswith("a.pdf, expected a file that ends in .png")
+    assert the_error(wrong, 2).endswith("a.pdf. Pass a file name that ends in .png.")
 
 
 def test_without_matplotlib_a_picture_says_what_to_install(lengths: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ def test_a_folder_that_has_no_keys_is_not_one_that_lets_nobody_in(words: tuple[s
         (("yes", "--role", "trainer"), "got name 'yes'"),
         (("x", "--role", "trainer", "--stream", "a"), "got streams for a trainer, but only a producer can have them"),
         (("x", "--role", "producer", "--rank", "dp=1"), "got ranks for a producer, but only a trainer can have them"),
-        (("x", "--role", "trainer", "--rank", "dp3"), "got 'dp3', expected an axis and a number"),
+        (("x", "--role", "trainer", "--rank", "dp3"), "--rank is 'dp3'. Pass an axis and a number"),
         (("x", "--role", "trainer", "--rank", "ep=3"), "got 'ep', expected some of dp, cp, tp, pp"),
         (("there", "--role", "trainer"), "'there' already has a key"),
     ],
