@@ -391,7 +391,7 @@ def test_every_link_of_a_page_leads_somewhere() -> None:
 
 
 def test_the_map_of_the_code_has_every_folder() -> None:
-    where_to_look = README[README.index("## Where to look") :]
+    where_to_look = PAGES[ROOT / "docs/concepts/architecture.md"]
     tops = (ROOT / "streampack", ROOT / "services/streampack_services")
     folders = {str(path.parent.relative_to(top)) for top in tops for path in top.rglob("*.py")} - {"."}
     assert len(folders) > 40
@@ -399,9 +399,20 @@ def test_the_map_of_the_code_has_every_folder() -> None:
 
 
 def test_every_failure_that_is_promised_has_tests_that_are_there() -> None:
-    promised = README[README.index("| what fails |") : README.index("What is **not** promised")]
+    promised = PAGES[ROOT / "docs/concepts/exactly-once.md"].partition("| what fails |")[2].partition("\n## ")[0]
     named = re.findall(r"`((?:\w+/)*test_\w+)`", promised)
     assert len(named) > 20
     paths = [path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")]
     there = {str(path.with_suffix("")) for path in paths}
     assert set(named) <= there | {path.stem for path in paths if path.parts[0] == "integration"}
+
+
+def test_every_rule_is_on_the_page_once_with_a_mutant_that_breaks_it() -> None:
+    """Rules are those of ``streampack.core``; each names a mutant that breaks it."""
+    stated = re.findall(r"^- (R\d+)\. ((?:.+\n?)(?:  .+\n?)*)", streampack.core.__doc__ or "", re.M)
+    mutants = (ROOT / "tests/simulation/test_mutants.py").read_text()
+    page = PAGES[ROOT / "docs/concepts/exactly-once.md"]
+    rows = re.findall(r"^\| (R\d+) \|(?:[^|]+\|){2} `(\w+)` \|$", page, re.M)
+    assert [rule for rule, _ in rows] == [rule for rule, _ in stated]
+    assert len(rows) == 10
+    assert [name for rule, name in rows if not re.search(rf'@mutant\("{rule}".*\)\ndef {name}\(', mutants)] == []
