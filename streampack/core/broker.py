@@ -26,7 +26,7 @@ from streampack.core.journal.log_records import (
 )
 from streampack.core.merge.queues import NOWHERE
 from streampack.core.model.capacity import Capacity, FeedPlan
-from streampack.core.model.rule_changes import Restream, Skip, changed, described
+from streampack.core.model.rule_changes import Restream, Skip, apply_change, describe_change
 from streampack.core.model.samples import SampleTable
 from streampack.core.protocol.effects import (
     Answer,
@@ -314,8 +314,8 @@ class Broker:
             of = self.leases.partitions.streams.get(stream.name)
             if of is not None and of.feed != feed.name:
                 raise ValueError(f"got a new stream {stream.name!r}, which feed {of.feed!r} has, expected a new name")
-        note = described(ask) + (f" ({event.note})" if event.note else "")
-        return feed.change(changed(feed.latest_rules, ask), event.at_step, note)
+        note = describe_change(ask) + (f" ({event.note})" if event.note else "")
+        return feed.change(apply_change(feed.latest_rules, ask), event.at_step, note)
 
     def _trainer(self, peer: bytes, envelope: Envelope) -> list[Effect]:
         """A client's message: for the feed that its peer reads, or asks for."""

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from streampack.config.daemon_settings import Name, StreamSettings
-from streampack.core.model.rule_changes import MAX_WEIGHT, Ask, Restream, Reweigh, Skip, described
+from streampack.core.model.rule_changes import MAX_WEIGHT, Ask, Restream, Reweigh, Skip, describe_change
 from streampack.core.model.rules import StreamRules
 from streampack.core.protocol.effects import Answer
 from streampack_services.http.http_guard import is_loopback
@@ -112,7 +112,7 @@ def handler(path: str, asking: Asking, anybody: bool) -> Callable[[Request], Awa
             ask = body.ask()
         except ValueError as error:  # msgspec's are too
             return _said(400, str(error))
-        future = asking(body.feed, ask, body.at_step, body.note or described(ask))
+        future = asking(body.feed, ask, body.at_step, body.note or describe_change(ask))
         try:
             answer = await asyncio.wait_for(asyncio.wrap_future(future), ANSWER_S)
         except TimeoutError:

@@ -17,7 +17,7 @@ from streampack.core.feed.merged_memory import MergedMemory
 from streampack.core.intake.partitions import Partitions
 from streampack.core.journal.history import History
 from streampack.core.merge.schedule import strides
-from streampack.core.model.rules import Rules, difference
+from streampack.core.model.rules import Rules, first_difference
 from streampack.core.model.samples import KEEPS, ROW
 from streampack.core.model.snapshot import FormState, MergeState, Snapshot
 
@@ -146,7 +146,7 @@ def _wrong_change(before: Rules, after: Rules) -> str:
     replace, known = msgspec.structs.replace, before.streams
     weights = zip(after.streams, known, strict=False)
     kept = tuple(replace(new, weight=old.weight) for new, old in weights)
-    wrong = difference(replace(after, streams=kept), before)
+    wrong = first_difference(replace(after, streams=kept), before)
     if wrong:
         return wrong
     names = [stream.name for stream in after.streams]

@@ -29,7 +29,7 @@ from streampack.core.journal.log_effects import Recall, Recalled
 from streampack.core.journal.log_records import CheckpointCommitted, FeedFacts, Record, RulesChanged, SnapshotTaken
 from streampack.core.journal.recorder import Recorder
 from streampack.core.model.capacity import FeedPlan
-from streampack.core.model.rules import Rules, difference
+from streampack.core.model.rules import Rules, first_difference
 from streampack.core.model.samples import I64, SampleTable
 from streampack.core.model.snapshot import Snapshot
 from streampack.core.model.steps import PlannedStep
@@ -362,7 +362,7 @@ class Feed:
 
     def recover_facts(self, facts: FeedFacts, released: int) -> None:
         """What survived of records that are gone. Raises ValueError for a feed of other rules."""
-        differs = difference(self.rules, facts.rules)
+        differs = first_difference(self.rules, facts.rules)
         if differs:
             raise ValueError(f"feeds.{self.name}: {differs} as the log has it")
         self.history.recover(facts, released)

@@ -1,18 +1,17 @@
-"""The nouns of the core, and what a run records of itself.
+"""The core's data types: samples, packs, steps, rules and snapshots.
 
-- ``samples``: what is known of a sample when the broker has taken it.
-- ``fields``: what a sample carries beside its token ids.
-- ``items``: what a packer packs: a sample, or a group of samples that stay together.
-- ``steps``: packs and steps, and the digests that name them.
-- ``shapes``: how long a pack is.
+- ``samples``: the table of samples that the broker holds: identity, length and checksum.
+- ``fields``: the values that a sample carries beside its token ids.
+- ``items``: the units that a packer packs: a sample, or a group of samples that stay together.
+- ``steps``: packs and steps, and their digests.
+- ``shapes``: the length of a pack in tokens.
 - ``rules``: the planning settings that a run records.
-- ``rule_changes``: what may be asked of a running feed, and the rules that follow.
-- ``snapshot``: all that decides later steps, beside samples that were not merged yet.
-- ``capacity``: what a broker is given before it runs: its feeds, and how much each side may hold.
+- ``rule_changes``: changes to a running feed, and the rules that follow from a change.
+- ``snapshot``: the state that decides all later steps, apart from samples that are not merged yet.
+- ``capacity``: the feeds of a broker, and the most that each side may hold.
 - ``mesh``: the trainers' mesh, and one process's ranks in it.
-- ``bounded``: types with bounds on what a peer may send.
-- ``phases``: the phases of a peer, and which may follow which.
+- ``bounded``: types with bounds on the values that a peer may send.
+- ``phases``: the phases of a peer, and which phase may follow which.
 
-The modules rely on ``packers`` for the parameters of each packer. They decide nothing, and know no peers and no
-messages.
+The modules ask ``packers`` for the parameters of each packer. They decide nothing, and know no peers and no messages.
 """

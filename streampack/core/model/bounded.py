@@ -12,10 +12,10 @@ from msgspec import Meta
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Text = Annotated[str, Meta(max_length=2000)]
 Host = Annotated[str, Meta(max_length=255)]
-"""As long as a name of one may be: many are remembered."""
+"""A host name; 255 characters are the longest that DNS allows."""
 Small = Annotated[int, Meta(ge=0, lt=2**20)]
 Digest = Annotated[bytes, Meta(max_length=16)]
 PingS = Annotated[float, Meta(ge=0.1, le=60.0)]
 MAX_STREAMS = 1024
 MAX_CHUNK_SAMPLES = 16_384
-"""Samples in one chunk: credits always allow as many to a partition of which none wait."""
+"""The most samples in one chunk. Credits always allow this many to a partition without waiting samples."""

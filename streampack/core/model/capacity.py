@@ -1,4 +1,4 @@
-"""What a broker is given before it runs: its feeds, and how much each side of it may hold."""
+"""The plan of a broker before it runs: its feeds, and the most that producers and readers may hold."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ MAX_PEERS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What producers may send: ``quota_tokens`` of each partition wait for the merge at most, a sample has up to
-    ``max_sample_tokens``, a message up to ``max_chunk_bytes``; ``max_peers`` of them are there at a time.
+    """Limits on producers.
+
+    Attributes:
+        quota_tokens: The most tokens of one partition that may wait for the merge.
+        max_sample_tokens: The most tokens in a sample.
+        max_chunk_bytes: The most bytes in a message.
+        max_peers: The most producers connected at a time.
     """
 
     quota_tokens: int
@@ -24,28 +29,28 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class FeedPlan:
-    """A feed before it runs: ``layout`` is how context parallelism cuts its packs, ``merged_tokens`` its share of
-    the arena for all that is merged.
-    """
+    """The plan of one feed."""
 
     name: str
     rules: Rules
     merged_tokens: int
+    """The feed's share of the arena for merged samples, in tokens."""
     layout: str = "zigzag"
+    """The way in which context parallelism cuts packs: see ``layout.shards``."""
     keeps: int = 3
-    """Committed checkpoints that trainers can go back to."""
+    """Number of committed checkpoints that trainers can go back to."""
     discards: bool = False
-    """When they go back, pushed samples that came since are dropped."""
+    """True: pushed samples that came after a checkpoint are dropped when trainers go back to it."""
     max_readers: int = MAX_PEERS
     leaving_bytes: int = 64 << 20
-    """Payload that may be on its way to all readers together, sent and not confirmed; one part may be beyond it."""
+    """The most payload sent to all readers together and not confirmed; one part may be beyond it."""
 
 
 def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
-    """Merged tokens without which a step might never be whole: the window of longest samples (``joint`` holds
-    outliers beside it), the step being formed, one being served, and a sample on its way.
+    """Return the merged tokens that a feed must be able to hold, or a step might never be whole.
 
-    Of batches nobody knows how long their samples are: those of one are a token each at least.
+    They hold a window of longest samples (``joint`` holds outliers beside it), the step being formed, one being served,
+    and a sample on its way. The lengths of a batch's samples are not known: each counts one token.
     """
     if rules.batch is not None:
         return (rules.batch.samples or rules.batch.min_samples) + 2 * rules.budget + max_sample_tokens
@@ -57,7 +62,10 @@ def needed_tokens(rules: Rules, max_sample_tokens: int) -> int:
 
 
 def wanted_tokens(rules: Rules, max_sample_tokens: int) -> int:
-    """What a feed would have of the memory that no feed needs: of batches, three of the longest samples."""
+    """Return the merged tokens that a feed should hold if there is memory to spare.
+
+    With batches of a fixed number of samples, that is three batches of the longest samples.
+    """
     needed = needed_tokens(rules, max_sample_tokens)
     if rules.batch is None or rules.batch.samples is None:
         return needed

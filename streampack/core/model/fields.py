@@ -1,10 +1,10 @@
-"""Fields: what a sample carries beside its token ids, declared once for a run.
+"""Fields: the values that a sample carries beside its token ids, declared once for a run.
 
-Every sample has ``input_ids``. A run may declare more: one value a token (a loss mask, advantages,
-router choices) or one a sample (a reward). A declaration fixes dtype, trailing shape, what stands
-at padding, whether a value speaks of its own token or of the next prediction's target, and what
-context parallelism does to it. Producers send all of them unshifted; the broker shifts those with
-``align: target`` inside each sample, before any split. The core knows their sizes, never values.
+Every sample has ``input_ids``. A run may declare more: one value per token (a loss mask, advantages, router choices) or
+one per sample (a reward). A declaration fixes dtype, trailing shape, the value at padding, and what context parallelism
+does to the values. It also says if a value belongs to its own token or, like a label, to predicting that token.
+Producers send all fields unshifted. The broker shifts fields with ``align: target`` inside each sample, before any
+split. The core knows the fields' sizes, never values.
 """
 
 from __future__ import annotations
@@ -23,33 +23,40 @@ DType = Literal[
 ]  # fmt: skip
 MAX_FIELDS = 32
 MAX_VALUE_BYTES = 4096
-"""Of one token's value in one field."""
+"""The most bytes of one token's value in one field."""
 MAX_SAMPLE_BYTES = 1024
-"""Of one sample's values in all fields of axis ``sample``: they are held beside the arena."""
+"""The most bytes of one sample's values in all fields of axis ``sample``, which are held outside the arena."""
 LOSS_MASK, LABELS, POSITION_IDS = "loss_mask", "labels", "position_ids"
-"""Names with a meaning: labels are masked where ``loss_mask`` is 0; ``labels`` are those that the
-producer sends, -100 where none counts; ``position_ids`` are supplied instead of derived."""
+"""Field names with a meaning: labels are masked where ``loss_mask`` is 0. A producer that declares ``labels`` or
+``position_ids`` sends them, and they are not derived; a label of -100 does not count."""
 GROUP, POLICY_VERSION = "group", "policy_version"
-"""What a pushing producer fills in of each sample of a group: the sequence number of the group's first, and the
-version of the policy that it was given."""
+"""Fields that a pushing producer fills in for each sample of a group.
+
+``group`` is the sequence number of the group's first sample, ``policy_version`` the version given with the group.
+"""
 DERIVED = (
     "input_ids", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "padding_mask", "num_samples", "num_segments",
     "sample_ids", "num_loss_tokens", "step", "step_num_loss_tokens", "micro_batch", "num_micro_batches", "dp_rank",
     "pack", "slices", "edges", "fields", "layout", "cp", "cp_rank",
 )  # fmt: skip
-"""Names that a pack has of its own."""
+"""Names of a pack's own attributes, which no field may have."""
 OF_ROWS = ("attention_mask", "shift_labels")
-"""Names that padded micro-batches have of their own, beside those."""
+"""Names that padded micro-batches have of their own, beside ``DERIVED``."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One declared field. Raises ValueError for what cannot be.
+    """One declared field. Raises ValueError for an invalid declaration.
 
-    ``axis``: one value a ``token`` or a ``sample``, of trailing ``shape``. ``align``: ``target``
-    values belong to predicting their token, and are shifted with the labels. ``pad`` stands at
-    padding (and where a target field has no next token); ``default`` where a sample comes without
-    the field, None rejecting it. ``cp``: each context-parallel rank gets its slice, or all of it.
+    Attributes:
+        name: The field's name in packs and in samples.
+        dtype: Type of the values.
+        axis: One value per ``token`` or per ``sample``. ``item`` and ``patch`` are reserved.
+        shape: Trailing shape of one value.
+        align: ``target`` values belong to predicting their token, and are shifted with the labels.
+        pad: The value at padding, and where a ``target`` field has no next token.
+        default: The value for samples that come without the field; None rejects these samples.
+        cp: Each context-parallel rank gets its ``slice`` of the values, or all of them (``replicate``).
     """
 
     name: str
@@ -96,16 +103,16 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
 
     @property
     def storage(self) -> np.dtype[Any]:
-        """The numpy dtype of the bytes: bfloat16 travels as uint16."""
+        """The numpy dtype of the values' bytes; bfloat16 is sent as uint16."""
         return np.dtype("<u2" if self.dtype == "bfloat16" else self.dtype).newbyteorder("<")
 
     @property
     def value_bytes(self) -> int:
-        """Of one token's, or one sample's, value."""
+        """Bytes of one token's or one sample's value."""
         return self.storage.itemsize * prod(self.shape)
 
     def fill(self, value: float) -> NDArray[Any]:
-        """``value`` as this field's bytes hold it: of ``storage``, shape []. Raises ValueError if it does not fit."""
+        """Return ``value`` as an array of dtype ``storage`` and shape []. Raises ValueError if it does not fit."""
         if self.dtype == "bfloat16":
             return to_bfloat16(np.array(value, np.float32))
         if self.storage.kind in "bui":
@@ -116,7 +123,7 @@ class Field(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
 
 
 def check_fields(fields: tuple[Field, ...]) -> None:
-    """Raises ValueError for a list of fields that cannot be, naming the one."""
+    """Raise ValueError for too many fields, or too many bytes in the fields of axis ``sample``."""
     if len(fields) > MAX_FIELDS:
         raise ValueError(f"got {len(fields)} fields, expected at most {MAX_FIELDS}")
     sample_bytes = sum(field.value_bytes for field in fields if field.axis == "sample")
@@ -125,7 +132,7 @@ def check_fields(fields: tuple[Field, ...]) -> None:
 
 
 def to_bfloat16(values: NDArray[Any]) -> NDArray[np.uint16]:
-    """float32 as bfloat16's bits, rounded to nearest, ties to even; NaN stays NaN. Any shape.
+    """Return the bfloat16 bits of float32 ``values`` of any shape, rounded to nearest, ties to even; NaN stays NaN.
 
     >>> hex(int(to_bfloat16(np.array(1.0, np.float32))))
     '0x3f80'
@@ -137,5 +144,5 @@ def to_bfloat16(values: NDArray[Any]) -> NDArray[np.uint16]:
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """bfloat16's bits as the float32 of the same value. Any shape."""
+    """Return the float32 values of bfloat16 ``bits`` of any shape."""
     return (bits.astype(np.uint32) << 16).view(np.float32)

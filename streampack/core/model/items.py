@@ -1,11 +1,11 @@
-"""Items: what a packer packs. One is a sample, or a group that is kept in one pack, as if it were one sample.
+"""Items, the units that a packer packs: a sample, or a group that stays in one pack as if it were one sample.
 
-A group is told by its samples, which follow each other in merge order: each but its last says that the next one
-belongs to it (``samples.PACK``, ``samples.STEP``). So a group is known to be whole once its last sample is there,
-whatever comes next. An item is as long as the slots of its samples together, and they stay next to each other in their
-pack; the pieces of a split sample, and samples kept in a step, are items of their own.
+The samples of a group follow each other in merge order. Each but the last says in its column ``keep`` that the next one
+belongs to the group (``samples.PACK``, ``samples.STEP``). So a group is known to be whole once its last sample is
+there. An item is as long as the slots (aligned tokens) of its samples together, and they stay adjacent in their pack.
+The pieces of a split sample, and samples kept in a step, are items of their own.
 
-Knows rows and positions; neither packs nor steps.
+The module knows rows and positions; neither packs nor steps.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ from streampack.core.model.samples import I64, PACK
 
 
 def num_whole(keeps: NDArray[np.uint8]) -> int:
-    """How many of these samples, uint8 [n], come before a group that has more to come."""
+    """Return how many samples come before a last group that is not whole yet; ``keeps`` uint8 [n] is their column."""
     last = np.flatnonzero(keeps != PACK)
     return int(last[-1]) + 1 if len(last) else 0
 
 
 def item_sizes(keeps: NDArray[np.uint8], slots: I64, most_tokens: int, most_samples: int | None) -> I64:
-    """Samples of each item, int64 [items]; of samples that say ``keeps``, uint8 [n], and take ``slots``, int64 [n].
+    """Return the number of samples in each item, int64 [items].
 
-    What no pack holds together, more than ``most_tokens`` or ``most_samples``, is no group: only a snapshot that was
-    made up has such, and its samples are items of their own.
+    A group that no pack holds is not kept together: its samples are items of their own. Only a forged snapshot has
+    such a group.
+
+    Args:
+        keeps: uint8 [n], the samples' column ``keep``.
+        slots: int64 [n], the samples' aligned tokens.
+        most_tokens: The most tokens in a pack.
+        most_samples: The most samples in a pack; None for no cap.
     """
     if not keeps.any():
         return np.ones(len(keeps), np.int64)
@@ -42,7 +48,10 @@ def item_sizes(keeps: NDArray[np.uint8], slots: I64, most_tokens: int, most_samp
 
 
 def samples_of(sizes: I64, items: I64) -> I64:
-    """Positions, int64 [m], of the samples of ``items``, one after another; ``sizes`` are those of all items."""
+    """Return the positions of the samples of ``items``, one item after another, int64 [m].
+
+    ``sizes`` int64 [k] are the samples of every item; ``items`` int64, indices into ``sizes``.
+    """
     if len(items) == 0:
         return np.zeros(0, np.int64)
     counts = sizes[items]

@@ -1,4 +1,4 @@
-"""The mesh of the trainers: sizes, and the ranks of one process. Also which ranks of a mesh read."""
+"""The mesh of the trainers: sizes, the ranks of one process, and the ranks that read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def rank(self) -> str:
-        """``dp=3 cp=1``: of the dimensions that this mesh has, dp always."""
+        """The ranks as text, e.g. ``dp=3 cp=1``; dimensions of size 1 are left out, but for dp."""
         names = zip(("dp", "cp", "tp", "pp"), self.ranks, self.sizes, strict=True)
         return " ".join(f"{name}={rank}" for name, rank, size in names if size > 1 or name == "dp")
 
@@ -49,13 +49,16 @@ class Mesh(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ReadBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which tensor and pipeline ranks read, equal on all ranks: negative ones count from the last; None: every one."""
+    """The tensor-parallel and pipeline ranks that read. All ranks must give the same.
+
+    Negative ranks count from the last; None: every rank reads.
+    """
 
     tp: Annotated[tuple[int, ...], Meta(min_length=1, max_length=4096)] | None = None
     pp: Annotated[tuple[int, ...], Meta(min_length=1, max_length=4096)] | None = None
 
     def ranks(self, mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tp and pp ranks of a mesh that read, in order. Raises ValueError for one that it does not have."""
+        """Return the tp ranks and the pp ranks that read, sorted. Raises ValueError for a rank outside the mesh."""
         return _named_ranks("tp", self.tp, mesh.tp), _named_ranks("pp", self.pp, mesh.pp)
 
     def __str__(self) -> str:
@@ -64,6 +67,7 @@ class ReadBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _named_ranks(name: str, ranks: tuple[int, ...] | None, size: int) -> tuple[int, ...]:
+    """Return ``ranks`` of a dimension of ``size`` ranks as non-negative ranks, sorted; all of them for None."""
     for rank in ranks or ():
         if not -size <= rank < size:
             raise ValueError(f"got readers {name}={list(ranks or ())}, expected ranks of a mesh with {name}={size}")

@@ -1,7 +1,7 @@
 """The phases of a peer: one enum and one table of allowed transitions for each kind of peer.
 
-A transition that the table does not have is a bug in streampack. It raises ``InternalError`` with the phases that the
-peer went through, so that the report shows how it came there.
+A transition that the table does not have is a bug in streampack. It raises ``InternalError`` with the last phases of
+the peer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from streampack.errors import InternalError
 
 KEPT = 32
-"""Phases of a peer that are remembered for the report."""
+"""Number of a peer's last phases that the report shows."""
 
 P = TypeVar("P", bound=Enum)
 

@@ -1,8 +1,8 @@
-"""What may be asked of a feed while it runs, and the rules that come of it.
+"""Changes to a running feed, and the rules that follow from a change.
 
-Other weights, streams added or removed, steps passed over. Asked of a step on, recorded with the
-merge's position there, and never undone: what was formed stays as it is. A stream that is removed keeps its
-number, with weight 0, since samples are told apart by it. Knows rules, not how a feed applies them.
+A change sets weights, adds or removes streams, or skips steps. It takes effect from a step on, is recorded with the
+merge's position there, and is never undone: formed steps stay as they are. A removed stream keeps its number, with
+weight 0, since sample ids contain it. The module knows rules, not how a feed applies them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ MAX_WEIGHT = 1e9
 
 
 class Reweigh(Struct, frozen=True, tag=True):
-    """Other weights for the streams named; the others keep theirs. 0 removes a stream."""
+    """New weights by stream name; other streams keep theirs. 0 removes a stream."""
 
     weights: dict[str, float]
 
 
 class Restream(Struct, frozen=True, tag=True):
-    """Streams that join, after those there are, and streams that leave."""
+    """Streams to add, behind the existing ones, and names of streams to remove."""
 
     add: tuple[StreamRules, ...] = ()
     remove: tuple[str, ...] = ()
 
 
 class Skip(Struct, frozen=True, tag=True):
-    """Steps ``first`` to ``last`` are passed over by every rank; what follows stays as it is."""
+    """Every rank skips the steps ``first`` to ``last``; later steps do not change."""
 
     first: int
     last: int
@@ -44,8 +44,8 @@ class Skip(Struct, frozen=True, tag=True):
 Ask = Reweigh | Restream | Skip
 
 
-def described(ask: Ask) -> str:
-    """In words, for the record: ``weights code=0.3 web=0.7``."""
+def describe_change(ask: Ask) -> str:
+    """Return the change as text for the record, e.g. ``weights code=0.3 web=0.7``."""
     if isinstance(ask, Skip):
         return f"skip steps {ask.first}-{ask.last}"
     if isinstance(ask, Reweigh):
@@ -54,12 +54,12 @@ def described(ask: Ask) -> str:
     return "streams " + " ".join([*added, *(f"-{name}" for name in ask.remove)])
 
 
-def changed(rules: Rules, ask: Reweigh | Restream) -> Rules:
-    """The rules after a change. Raises ValueError, one line, where it cannot be."""
+def apply_change(rules: Rules, ask: Reweigh | Restream) -> Rules:
+    """Return the rules after a change. Raises ValueError, with one line of text, for a change that is not possible."""
     if isinstance(ask, Reweigh):
         streams = _reweighed(rules, ask.weights)
     else:
-        streams = _reweighed(rules, dict.fromkeys(ask.remove, 0.0)) + _added(rules, ask.add)
+        streams = _reweighed(rules, dict.fromkeys(ask.remove, 0.0)) + _check_added(rules, ask.add)
     weights = {stream.name: stream.weight for stream in streams if stream.weight}
     if not weights:
         raise ValueError("got no stream that is left, expected one: a feed ends when its streams do")
@@ -74,6 +74,7 @@ def changed(rules: Rules, ask: Reweigh | Restream) -> Rules:
 
 
 def _reweighed(rules: Rules, weights: dict[str, float]) -> tuple[StreamRules, ...]:
+    """Return the streams of ``rules`` with new ``weights`` by name. Raises ValueError for a bad name or weight."""
     left = [stream.name for stream in rules.streams if stream.weight]
     for name, weight in weights.items():
         if name not in left:
@@ -90,7 +91,8 @@ def _reweighed(rules: Rules, weights: dict[str, float]) -> tuple[StreamRules, ..
     return tuple(replace(stream, weight=weights.get(stream.name, stream.weight)) for stream in rules.streams)
 
 
-def _added(rules: Rules, added: tuple[StreamRules, ...]) -> tuple[StreamRules, ...]:
+def _check_added(rules: Rules, added: tuple[StreamRules, ...]) -> tuple[StreamRules, ...]:
+    """Return ``added``, the streams to add to ``rules``. Raises ValueError for a known name or a bad weight."""
     known = {stream.name for stream in rules.streams}
     for stream in added:
         if stream.name in known:

@@ -1,7 +1,7 @@
-"""The planning constants that a run records: what FORM and DEAL depend on beside the samples.
+"""The rules: the planning settings that a run records, on which FORM and DEAL depend beside the samples.
 
-Two runs with equal rules and equal samples have equal steps, whatever machines, processes and
-meshes they run on. ``digest`` names them; a trainer may insist on one.
+Two runs with equal rules and equal samples have equal steps, whatever machines, processes and meshes they run on. The
+``digest`` identifies rules; a trainer may require a certain one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from streampack.core.packers.packer import Packer
 from streampack.core.packers.registry import PackerName, make_packer, parameters_of
 
 Positive = Annotated[int, Meta(ge=1, lt=2**62)]
-"""A count, as large as every message, record and kernel can hold."""
+"""A count of at least 1; every message, record and kernel can hold it."""
 Overlong = Literal["error", "drop", "truncate", "split"]
 Poison = Literal["error", "drop"]
 WeightUnit = Literal["tokens", "samples"]
@@ -31,10 +31,10 @@ BetweenPasses = Literal["continue", "drain"]
 TokenType = Literal["uint16", "int32"]
 MergeOrder = Literal["schedule", "arrival"]
 MAX_WEIGHT_RATIO = 4096
-"""Between the heaviest and the lightest stream: keeps the merge's clocks inside 64 bits."""
+"""The greatest ratio of two streams' weights; it keeps the merge's clocks inside 64 bits."""
 MicroBatchOrder = Literal["packer", "largest_first", "small_at_edges"]
 PACKER_KEYS = ("max_samples_per_pack", "leftovers", "micro_batch_size")
-"""Rules that are parameters of packers; None: as the packer has it."""
+"""Rules that are parameters of packers; None: the packer's default."""
 
 
 class Align(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -48,14 +48,21 @@ class Align(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
 
 class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How packs are matched over ranks: by cost a*s + b*s*s of each sample of s padded tokens.
+    """The way in which packs are balanced over ranks, by a cost of a*s + b*s*s for each sample of s padded tokens.
 
-    The default is the cost of a transformer layer of hidden size 4096; ``hidden_size`` h gives
-    a = 6 * h, b = 1. ``none`` deals packs in order. ``joint`` forms ``group`` packs at a time that cost the same
-    (``packers.joint``), before they are dealt: as many as there are data-parallel ranks, best, though FORM reads
-    this number and never the mesh; what is too long for its group waits for about ``patience`` groups. ``order`` is
-    that of each rank's micro-batches: as the packs were formed (``packer``; so with ``none``), the dearest first
-    (``largest_first``; so with the others), or in the middle (``small_at_edges``), where a pipeline is full.
+    The default is the cost of a transformer layer of hidden size 4096; ``hidden_size`` h gives a = 6 * h, b = 1.
+
+    Attributes:
+        kind: ``none`` deals packs in order, ``deal`` by cost. ``joint`` forms packs of equal cost (``packers.joint``).
+        order: Order of each rank's micro-batches. ``packer`` is that of forming, the default with kind ``none``. The
+            default with other kinds is ``largest_first``. With ``small_at_edges`` the dearest are in the middle,
+            where a pipeline is full.
+        hidden_size: Hidden size of the model; it replaces ``a`` and ``b``.
+        a: Cost of a token.
+        b: Cost of a pair of tokens.
+        group: Number of packs that ``joint`` forms together; best the number of data-parallel ranks. FORM reads
+            this number and never the mesh.
+        patience: Groups, about, that ``joint`` lets a sample wait that is too long for its group.
     """
 
     kind: Annotated[
@@ -93,29 +100,36 @@ class Balance(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
             raise ValueError(f"got {given} with kind: {self.kind}, expected it with kind: joint alone")
 
     def planned(self, dp: int) -> Balance:
-        """With what follows from the ranks that a run is planned for: packs of a group, where none are given."""
+        """Return these settings with ``group`` set to ``dp``, for kind ``joint`` without a group.
+
+        ``dp`` is the number of data-parallel ranks that the run is planned for.
+        """
         return msgspec.structs.replace(self, group=dp) if self.kind == "joint" and self.group is None else self
 
     @property
     def factors(self) -> tuple[int, int]:
-        """A and b."""
+        """The factors (a, b) of the cost."""
         return (6 * self.hidden_size, 1) if self.hidden_size else (self.a, self.b)
 
     def costs(self, slots: I64) -> I64:
-        """Work of samples of ``slots`` padded tokens, int64 [n]."""
+        """Return the costs of samples of ``slots`` padded tokens, int64 [n]."""
         a, b = self.factors
         costs: I64 = np.asarray(slots, np.int64) * (a + b * np.asarray(slots, np.int64))
         return costs
 
 
 class Batch(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A step is one batch, packed by itself: the next ``samples`` in merge order, whole ones, pieces of a split one
-    counting once; or, where that is None, all that comes before the marks of ``end_of_batch``, if it is ``min_samples``
-    at least: else it waits for the next batch's.
+    """Rules of a feed whose step is one batch of samples, packed by itself.
 
-    As many packs as come out; for a mesh they are made a multiple of ``micro_batch_multiple`` (None: the pipeline's
-    stages) for each rank, and ``min_micro_batches`` at least, by splitting them. ``empty``: what is done where that
-    leaves ranks without a sample, ``pad`` with empty packs or an ``error`` for all.
+    A step has as many packs as come out. For a mesh packs are split, so that each rank gets a suitable number.
+
+    Attributes:
+        samples: The next samples in merge order that make a batch; the pieces of a split sample count once. None: a
+            batch ends at the marks of ``end_of_batch``.
+        min_samples: With ``end_of_batch``, the fewest samples of a batch; a smaller one waits for the next batch's.
+        micro_batch_multiple: Each rank gets a multiple of this many packs; None: of the pipeline's stages.
+        min_micro_batches: The fewest packs of a rank.
+        empty: If ranks would be left without a sample, ``pad`` adds empty packs; ``error`` is an error for all.
     """
 
     samples: Annotated[int, Meta(ge=1, le=2**24)] | None = None
@@ -133,18 +147,25 @@ class Batch(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
 
 class Warmup(Struct, frozen=True, forbid_unknown_fields=True):
-    """The budget of step 0 is ``init`` tokens; it grows by as much a step, to be whole from step ``steps`` on."""
+    """Warmup of the budget: ``init`` tokens at step 0, growing evenly to the whole budget at step ``steps``."""
 
     init: Annotated[Positive, Meta(description="tokens of a pack of step 0; a longer sample is alone in its pack")]
     steps: Annotated[int, Meta(ge=1, lt=2**40, description="steps until the budget is whole; it grows evenly")]
 
 
 class StreamRules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a run records of a stream: its share, how often its data is gone over (``passes``; None for ever),
-    and what happens to samples over the budget (``overlong``) or that cannot be used (``poison``).
+    """Rules of one stream.
 
-    ``on_exhaust``: when nothing of it is left the others share its place (``renormalise``), or the feed ends at its
-    next turn (``stop``). ``pushed``: its samples are sent once and cannot be read again, so the log keeps them.
+    Attributes:
+        name: Name of the stream.
+        weight: Its share of the feed: see ``Rules.weight_unit``. 0: the stream is removed.
+        partitions: Number of its partitions.
+        passes: Number of passes over its data; None: without end.
+        overlong: Treatment of samples longer than the budget.
+        poison: Treatment of samples that cannot be used.
+        on_exhaust: When the stream ends, the others share its place (``renormalise``), or the feed ends at the
+            stream's next turn (``stop``).
+        pushed: Its samples are sent once and cannot be read again, so the log keeps them.
     """
 
     name: str
@@ -158,20 +179,33 @@ class StreamRules(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """The rules of one feed. ``budget`` tokens a pack, ``packs`` a step, ``window`` samples; with a ``batch`` packs
-    and window are those of each batch. ``warmup``: the budget of the first steps is less.
+    """The rules of one feed. Raises ValueError for rules that do not go together.
 
-    ``max_samples_per_pack``, ``leftovers`` and ``micro_batch_size`` are parameters of ``packer``: see there. ``shape``
-    says how long packs are: see ``shapes``. ``padded``: nothing is packed; FORM's packs are single samples, and DEAL
-    makes micro-batches of rows of them, a multiple of ``align.pack`` long: see ``dynamic_batches``.
-    ``tail`` says what happens to the packs that do not fill the last step: ``pad`` adds empty packs,
-    ``drop`` counts and drops them. ``weight_unit``: weights are shares of tokens, or of samples, where a split one
-    counts once and one that is rejected or dropped does not. ``between_passes``: ``drain`` ends each pass over all
-    streams as if it were the last, before the next begins. ``tokens`` is the dtype of token ids, ``fields`` what
-    samples carry beside them. ``merge``: which sample is next follows from weights, seed and position
-    (``schedule``), or from when chunks came, which the log records (``arrival``). ``max_policy_lag``: samples pushed
-    with the version of a policy are dropped as they come, and counted, where an earlier chunk's version is more than so
-    many ahead of theirs.
+    Attributes:
+        budget: Capacity of a pack, in tokens.
+        packs: Packs in a step; not used with ``batch``.
+        window: Samples that a packer looks at together; with ``batch``, those of one batch.
+        batch: A step is one batch of samples; None: a step is a number of packs.
+        warmup: A lower budget in the first steps.
+        packer: The packer's name.
+        max_samples_per_pack: A parameter of ``packer``, as are ``leftovers`` and ``micro_batch_size``.
+        padded: Nothing is packed. FORM's packs are single samples, and DEAL makes micro-batches of rows, whose length
+            is a multiple of ``align.pack``: see ``dynamic_batches``.
+        align: Multiples to which samples and packs are padded.
+        shape: The length of packs: see ``shapes``.
+        balance: Balance of packs over ranks.
+        tail: For packs that do not fill the last step: ``pad`` adds empty packs, ``drop`` counts and drops them.
+        weight_unit: Weights are shares of ``tokens`` or of ``samples``. A split sample counts once; a rejected or
+            dropped one does not count.
+        merge: The next sample follows from weights, seed and position (``schedule``), or from the order in which
+            chunks came, which the log records (``arrival``).
+        between_passes: ``drain`` ends each pass over all streams as if it were the last, before the next begins.
+        max_policy_lag: The most versions that a pushed sample's policy may be behind that of an earlier chunk. Older
+            samples are dropped as they come, and counted.
+        seed: Seed of the merge and of packers that shuffle.
+        tokens: Type of token ids.
+        fields: Fields that samples carry beside token ids.
+        streams: Streams, in the order of their numbers.
     """
 
     budget: Positive = 8192
@@ -196,7 +230,6 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
     tokens: TokenType = "int32"
     fields: tuple[Field, ...] = ()
     streams: tuple[StreamRules, ...] = ()
-    """In the order of their numbers."""
 
     def __post_init__(self) -> None:
         if self.budget % self.align.pack:
@@ -238,7 +271,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
             )
 
     def _check_padded(self) -> None:
-        """Rows of single samples know nothing of what packs are. Raises ValueError."""
+        """Raise ValueError for rules of packs with ``padded``, which makes rows of single samples."""
         if self.batch is None:
             raise ValueError(
                 "got padded: true with steps of packs, expected step: {samples: N} or {end_of_batch: true}: padded "
@@ -249,7 +282,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         for key in ("packer", *PACKER_KEYS, "window", "shape", "balance", "warmup"):
             got, expected = getattr(self, key), rows.get(key, getattr(default, key))
             if got != expected:
-                raise ValueError(f"got {key}: {_said(got)} with padded: true, expected no such key: nothing is packed")
+                raise ValueError(f"got {key}: {_text(got)} with padded: true, expected no such key: nothing is packed")
         for field in self.fields:
             if field.name in OF_ROWS:
                 raise ValueError(
@@ -257,7 +290,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
                 )
 
     def _check_joint(self) -> None:
-        """Groups of packs are formed by a method of their own, and steps hold whole ones. Raises ValueError."""
+        """Raise ValueError for another packer with kind ``joint``, or steps that do not hold whole groups."""
         if self.packer != "exact_fill":
             raise ValueError(
                 f"got balance.kind: joint with packer: {self.packer}, expected exact_fill, whose method fills its packs"
@@ -269,7 +302,7 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
             )
 
     def new_packer(self) -> Packer:
-        """The packer with its parameters. Raises ValueError for a rule that it does not know."""
+        """Return the packer of these rules with its parameters. Raises ValueError for a rule that it does not have."""
         joint = self.balance.kind == "joint"
         name = "joint" if joint else self.packer
         has = parameters_of(name)
@@ -284,34 +317,41 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
         return make_packer(name, **given, **own, **({"seed": self.seed} if "seed" in has else {}))
 
     def budget_at(self, step: int) -> int:
-        """Tokens of a pack of ``step``: less while ``warmup`` lasts, rounded down to ``align.pack``."""
+        """Return the budget of ``step`` in tokens: less during ``warmup``, then rounded down to ``align.pack``."""
         warmup = self.warmup
         if warmup is None or step >= warmup.steps:
             return self.budget
         return (warmup.init + (self.budget - warmup.init) * step // warmup.steps) // self.align.pack * self.align.pack
 
     def own_widths(self, slots: I64) -> I64:
-        """T of packs whose samples, padded, take ``slots`` tokens, int64 [packs], by themselves: see ``shapes``."""
+        """Return each pack's own length T in tokens, int64 [packs]: see ``shapes.own_widths``.
+
+        ``slots`` int64 [packs]: tokens of the packs' samples with alignment.
+        """
         return own_widths(slots, self.shape, self.budget, self.align.pack)
 
     def step_widths(self, slots: I64, pp: int) -> I64:
-        """T of all packs of a step on a mesh with ``pp`` stages, int64 [packs]."""
+        """Return the lengths T of a step's packs on a mesh with ``pp`` stages, in tokens, int64 [packs].
+
+        ``slots`` int64 [packs]: tokens of the packs' samples with alignment.
+        """
         return step_widths(slots, self.shape, self.budget, self.align.pack, pp)
 
     @property
     def width_unit(self) -> int:
-        """What every T is a multiple of."""
+        """The number of tokens that the length T of every pack is a multiple of."""
         return width_unit(self.shape, self.budget, self.align.pack)
 
     @property
     def token_bytes(self) -> int:
-        """Of one token with all its fields of axis ``token``."""
+        """Bytes of one token with all fields of axis ``token``."""
         return np.dtype(self.tokens).itemsize + sum(f.value_bytes for f in self.fields if f.axis == "token")
 
     @property
     def finite(self) -> bool:
-        """Every stream ends, or one stops the rest: the feed has a last step, and can be iterated again. None is
-        pushed: that is read once.
+        """True if the feed has a last step and can be iterated again.
+
+        That is so if every stream ends, or one stops the rest, and none is pushed, since those are read once.
         """
         if any(stream.pushed for stream in self.streams):
             return False
@@ -320,20 +360,23 @@ class Rules(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_
 
     @property
     def digest(self) -> str:
-        """32 hex digits that name these rules: blake2b over their canonical JSON, without what is a default: so that a
-        rule which a later version adds leaves recorded runs as they are.
+        """32 hex digits that identify these rules: blake2b over their canonical JSON.
+
+        Defaults are left out, so the digests of recorded runs stay valid when a later version adds a rule.
         """
         text = msgspec.json.encode(self, order="sorted")
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
-def _said(value: object) -> str:
+def _text(value: object) -> str:
     return msgspec.json.encode(value).decode() if isinstance(value, Struct) else str(value)
 
 
 class RulesChange(Struct, frozen=True, kw_only=True):
-    """Other rules for all that a feed merges after its first ``position`` samples: that is from ``step`` on, but for
-    what the window held. Before that step is reached the position is not known: -1. ``note`` says what was asked.
+    """New rules for all samples that a feed merges after its first ``position`` samples.
+
+    The change takes effect from ``step`` on, except for the samples in the window at that step. The position is -1
+    until the step is reached. ``note`` is the change as text.
     """
 
     step: int
@@ -342,32 +385,34 @@ class RulesChange(Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-def difference(got: Rules, expected: Rules) -> str:
-    """The first rule that differs, with both values; empty if none does."""
-    return _difference(msgspec.to_builtins(_whole(got)), msgspec.to_builtins(_whole(expected)), "rules")
+def first_difference(got: Rules, expected: Rules) -> str:
+    """Return a text with the first rule that differs and both values; empty if the rules are equal."""
+    return _find_difference(msgspec.to_builtins(_whole(got)), msgspec.to_builtins(_whole(expected)), "rules")
 
 
 def _whole(value: object) -> object:
-    """Structs as mappings with every key, defaults too."""
+    """Return ``value`` with every Struct as a dict that has all keys, also those with default values."""
     if isinstance(value, Struct):
         return {name: _whole(getattr(value, name)) for name in value.__struct_fields__}
     return [_whole(each) for each in value] if isinstance(value, tuple) else value
 
 
-def _difference(got: object, expected: object, path: str) -> str:
+def _find_difference(got: object, expected: object, path: str) -> str:
+    """Return a text with the first difference in nested dicts and lists; ``path`` is where they are in the rules."""
     if isinstance(got, dict) and isinstance(expected, dict) and got.keys() == expected.keys():
-        found = (_difference(got[key], expected[key], f"{path}.{key}") for key in got)
+        found = (_find_difference(got[key], expected[key], f"{path}.{key}") for key in got)
         return next(filter(None, found), "")
     if isinstance(got, list) and isinstance(expected, list) and len(got) == len(expected):
         names = [each.get("name", at) if isinstance(each, dict) else at for at, each in enumerate(expected)]
         every = zip(got, expected, names, strict=True)
-        return next(filter(None, (_difference(one, other, f"{path}.{name}") for one, other, name in every)), "")
+        return next(filter(None, (_find_difference(one, other, f"{path}.{name}") for one, other, name in every)), "")
     if got == expected:
         return ""
     return f"{path}: got {_short(got)}, expected {_short(expected)}"
 
 
 def _short(value: object) -> str:
+    """Return a short text of ``value``: names for a list of named things, else up to 80 characters."""
     if isinstance(value, list) and all(isinstance(each, dict) and "name" in each for each in value):
         return ", ".join(str(each["name"]) for each in value) or "none"
     return str(value)[:80]

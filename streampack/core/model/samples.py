@@ -1,10 +1,9 @@
-"""What is known of a sample once the broker has taken it; a sample's id is (stream, index, part).
+"""The table of samples that the broker holds; a sample's id is (stream, index, part).
 
-The core knows a sample's identity, length and checksum, never its tokens. A sample lives in one
-row of the ``SampleTable``; its row number, the *handle*, is what every queue, window and pack
-holds, so that the arena may move payload without anybody else noticing. Whether the next sample is of
-the same group is a column beside the row, which leaves the table only where there are groups. Rows are columns of
-numpy arrays because a broker at 100M tokens/s admits some 200,000 samples each second.
+The core knows a sample's identity, length and checksum, never its tokens. A sample lives in one row of the
+``SampleTable``. Queues, windows and packs hold its row number, the *handle*, so the arena may move the payload
+unnoticed. The column ``keep`` says that the next sample belongs to the same group; it leaves the table only where there
+are groups. Columns are numpy arrays because a broker at 100M tokens/s admits some 200,000 samples each second.
 """
 
 from __future__ import annotations
@@ -25,35 +24,41 @@ ROW = np.dtype(
         ("stream", "<i4"), ("index", "<i8"), ("part", "<i4"), ("length", "<i4"), ("loss_tokens", "<i4"), ("crc", "<u4"),
     ]
 )  # fmt: skip
-"""One sample's row where it leaves the table: a reference with a checksum, 28 bytes, never the tokens."""
+"""A sample's row outside the table: a reference with a checksum, 28 bytes, never the tokens."""
 
 Keep = Literal["pack", "step"]
-"""What a group must not be split over."""
+"""A group of samples stays in one pack, or in one step."""
 PACK, STEP = 1, 2
 KEEPS: dict[Keep, int] = {"pack": PACK, "step": STEP}
-"""What a sample's column ``keep`` says: the next one in merge order belongs to it, in one pack or one step; 0: it is
-alone, or its group's last."""
+"""Values of a sample's column ``keep``: the next sample in merge order belongs to the same pack or step.
+
+0: the sample is alone, or the last of its group.
+"""
 
 MANY_HANDLES, MARKS_PER_HANDLE = 4096, 32
-"""So many handles, in a table of at most so many rows for each, are put in order by a mark for each row: eight times
-as fast as a sort for 100,000 handles of 262,144 rows. Fewer are sorted."""
+"""From this many handles on, in a table of at most this many rows for each, handles are ordered by marking rows.
+
+That is eight times as fast as a sort for 100,000 handles of 262,144 rows. Fewer handles are sorted.
+"""
 
 IGNORE_INDEX = -100
-"""The label that no loss counts: a sample's last real token and all padding."""
+"""The label that losses ignore: that of a sample's last real token and of all padding."""
 
 
 def index_of(seq: int | I64, partition: int, partitions: int) -> int | I64:
-    """A sample's index in its stream, from its number in its partition.
+    """Return the index in the stream of sample number ``seq`` of a ``partition``.
 
-    Partitions take turns, so index order is the order of merging and both directions are closed
-    forms: ``partition = index % partitions`` and ``seq = index // partitions``. Indices of a
-    partition that ended before its peers are skipped, never reused.
+    Partitions take turns, so index order is merge order. The inverse is ``partition = index % partitions`` and
+    ``seq = index // partitions``. Indices of a partition that ended before its peers are skipped, never reused.
     """
     return seq * partitions + partition
 
 
 class SampleTable:
-    """Columns of every sample held, by handle; grows when full, reuses freed handles first-in first-out."""
+    """The samples held, as columns indexed by handle. It grows when full, and reuses freed handles first in, first out.
+
+    The columns are those of ``ROW``, and ``keep``: see ``KEEPS``.
+    """
 
     def __init__(self, capacity: int = 4096) -> None:
         self.stream: I32 = np.zeros(capacity, np.int32)
@@ -69,14 +74,14 @@ class SampleTable:
 
     @property
     def capacity(self) -> int:
-        """Handles are below this."""
+        """Number of rows; handles are below it."""
         return len(self.length)
 
     def __len__(self) -> int:
         return self.capacity - self._num_free
 
     def take(self, count: int) -> I64:
-        """``count`` free handles, int64 [count], those that have been free for longest."""
+        """Reserve ``count`` handles, int64 [count]: those that have been free for longest."""
         while self._num_free < count:
             self._grow()
         found = self._first_free(count)
@@ -85,10 +90,10 @@ class SampleTable:
         return found
 
     def free(self, handles: I64) -> None:
-        """Give handles back; their rows may be overwritten.
+        """Free handles; their rows may be overwritten.
 
-        They are taken again in the order of their numbers, so that samples which come together have rows that lie
-        together, whatever the order in which they went: a step's are found in a few cache lines of each column.
+        Freed handles are reserved again in the order of their numbers. So samples that come together have adjacent
+        rows, and the samples of a step lie in a few cache lines of each column.
         """
         at = (self._head + self._num_free) % self.capacity
         in_order = self._in_order(handles)
@@ -98,7 +103,7 @@ class SampleTable:
         self._num_free += len(handles)
 
     def _in_order(self, handles: I64) -> I64:
-        """Handles, which are all different, by their numbers."""
+        """Return ``handles``, which are all different, sorted."""
         if len(handles) < MANY_HANDLES or self.capacity > MARKS_PER_HANDLE * len(handles):
             return np.sort(handles)
         self._marks[handles] = True
@@ -107,26 +112,29 @@ class SampleTable:
         return found
 
     def _first_free(self, count: int) -> I64:
-        """A copy of the first ``count`` of the ring of free handles."""
+        """Return a copy of the first ``count`` handles of the ring of free handles."""
         room = len(self._free) - self._head
         if count <= room:
             return self._free[self._head : self._head + count].copy()
         return np.concatenate([self._free[self._head :], self._free[: count - room]])
 
     def rows(self, handles: I64) -> NDArray[np.void]:
-        """Rows of these samples, ``ROW`` [n]."""
+        """Return the rows of these samples, ``ROW`` [n]."""
         found = np.empty(len(handles), ROW)
         for name in ROW.names or ():
             found[name] = getattr(self, name)[handles]
         return found
 
     def keeps(self, handles: I64) -> bytes | UnsetType:
-        """What these samples say of the next ones, uint8 [n] as bytes; UNSET where there are no groups."""
+        """Return the column ``keep`` of these samples, uint8 [n] as bytes; UNSET if none is in a group."""
         found = self.keep[handles]
         return found.tobytes() if found.any() else msgspec.UNSET
 
     def enter(self, rows: NDArray[np.void], keeps: bytes | UnsetType = msgspec.UNSET) -> I64:
-        """New handles for samples of ``rows``, ``ROW`` [n], that say ``keeps``."""
+        """Add samples with these ``rows``, ``ROW`` [n], and column ``keep``, as ``keeps`` returns it.
+
+        Returns the new handles, int64 [n].
+        """
         handles = self.take(len(rows))
         for name in ROW.names or ():
             getattr(self, name)[handles] = rows[name]
@@ -134,6 +142,7 @@ class SampleTable:
         return handles
 
     def _grow(self) -> None:
+        """Double the number of rows."""
         old = self.capacity
         for name in (*(ROW.names or ()), "keep"):
             column = getattr(self, name)

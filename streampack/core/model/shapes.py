@@ -1,12 +1,12 @@
-"""How long a pack is: T, what its samples take of the budget C and the padding behind them.
+"""The length T of a pack in tokens: its samples' tokens and the padding behind them, at most the budget C.
 
-``fixed`` packs are all of C tokens: one shape for compilers and captured graphs, and for ranks that exchange tokens
-(mixture of experts). ``exact`` ones end behind their samples, at the next multiple of ``align.pack``: nothing is
-computed in vain, and every shape is another. Between the two are a multiple of n, and a few buckets. A pipeline's
-stages pass activations of one shape, so with pp > 1 every pack of a step is as long as its longest.
+``fixed`` packs all have C tokens. That is one shape for compilers and captured graphs, and for ranks that exchange
+tokens (mixture of experts). ``exact`` packs end behind their samples, at the next multiple of ``align.pack``: nothing
+is computed in vain, but shapes differ. Between the two are a multiple of n tokens, and a few buckets. A pipeline's
+stages pass activations of one shape, so with pp > 1 every pack of a step is as long as the longest.
 
-T is a function of the step and the mesh alone. FORM does not see it, and no digest changes with it; who deals a step
-works it out (``step_widths``), and it travels with the pack, since a rank knows only its own.
+T is a function of the step and the mesh alone. FORM does not know it, and no digest depends on it. DEAL computes it
+(``step_widths``) and sends it with the pack, since a rank knows only its own packs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _Tokens = Annotated[int, Meta(ge=1)]
 
 
 class Sizes(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """T is a ``multiple`` of so many tokens, or the least of some ``buckets`` that holds the pack; C is always one."""
+    """Sizes of packs: T is a multiple of ``multiple`` tokens, or the least of ``buckets`` that holds the pack.
+
+    The budget C is always a bucket.
+    """
 
     multiple: Annotated[_Tokens | None, Meta(description="packs are padded to a multiple of this")] = None
     buckets: Annotated[
@@ -42,7 +45,7 @@ Shape = Literal["fixed", "exact"] | Sizes
 
 
 def check_shape(shape: Shape, budget: int, align: int) -> None:
-    """Raises ValueError for sizes that are no multiples of ``align`` (``align.pack``), or lie beyond the budget."""
+    """Raise ValueError for sizes that are not multiples of ``align`` (``align.pack``), or are above the budget."""
     if not isinstance(shape, Sizes):
         return
     if shape.multiple is not None and (shape.multiple % align or budget % shape.multiple):
@@ -61,7 +64,9 @@ def check_shape(shape: Shape, budget: int, align: int) -> None:
 
 
 def own_widths(slots: I64, shape: Shape, budget: int, align: int) -> I64:
-    """T of packs whose samples, padded, take ``slots`` tokens, int64 [packs], where no other pack has a say.
+    """Return each pack's own length T, int64 [packs], regardless of the other packs of its step.
+
+    ``slots`` int64 [packs]: tokens of the packs' samples with alignment. ``align`` is ``align.pack``.
 
     >>> own_widths(np.array([0, 5, 16]), "exact", 32, 4).tolist()
     [4, 8, 16]
@@ -78,28 +83,31 @@ def own_widths(slots: I64, shape: Shape, budget: int, align: int) -> I64:
 
 
 def step_widths(slots: I64, shape: Shape, budget: int, align: int, pp: int) -> I64:
-    """T of all packs of a step, int64 [packs], on a mesh with ``pp`` stages: see ``own_widths``."""
+    """Return the lengths T of a step's packs, int64 [packs]: their own, or with ``pp`` > 1 that of the longest.
+
+    Arguments are those of ``own_widths``; ``pp`` is the number of pipeline stages.
+    """
     widths = own_widths(slots, shape, budget, align)
     return np.full_like(widths, widths.max()) if pp > 1 and len(widths) else widths
 
 
 def width_unit(shape: Shape, budget: int, align: int) -> int:
-    """What every T is a multiple of."""
+    """Return the number of tokens that every T is a multiple of."""
     if isinstance(shape, Sizes):
         return math.gcd(budget, *(shape.buckets or (shape.multiple or budget,)))
     return budget if shape == "fixed" else align
 
 
 def check_widths(widths: I64, shape: Shape, budget: int, align: int) -> None:
-    """Raises ValueError for a T that no pack of this shape has."""
+    """Raise ValueError if ``widths`` int64 [packs] contain a length T that no pack of this shape has."""
     wrong = (widths < 1) | (widths > budget)
     wrong |= own_widths(np.where(wrong, budget, widths), shape, budget, align) != widths
     if wrong.any():
-        raise ValueError(f"got a pack of {int(widths[wrong][0])} tokens, expected one of shape {said(shape)}")
+        raise ValueError(f"got a pack of {int(widths[wrong][0])} tokens, expected one of shape {shape_text(shape)}")
 
 
-def said(shape: Shape) -> str:
-    """As broker.yaml has it."""
+def shape_text(shape: Shape) -> str:
+    """Return the shape as broker.yaml spells it."""
     if not isinstance(shape, Sizes):
         return shape
     return f"{{multiple: {shape.multiple}}}" if shape.buckets is None else f"{{buckets: {list(shape.buckets)}}}"

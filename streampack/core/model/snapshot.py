@@ -1,9 +1,9 @@
-"""A snapshot: what decides every later step, beside samples that have not been merged yet.
+"""A snapshot: the state of a feed that decides all later steps, apart from samples that are not merged yet.
 
-It holds the merge's clocks, the window with its ages and the packs that wait for their step, as
-references with checksums, about 28 bytes a sample (R10). Whoever restores it reads the samples that
-it names again, and each partition from its *floor*: a place at or before the first sample that is named
-or not merged, with the cursor that the source goes on from.
+A snapshot holds the merge's clocks, the window with its ages and the packs that wait for their step. Samples are
+references with checksums, about 28 bytes each (R10). Restoring a snapshot reads each partition again from its *floor*:
+a place at or before the first sample that is in the snapshot or not merged. The floor has the cursor that the source
+resumes from.
 """
 
 from __future__ import annotations
@@ -18,16 +18,26 @@ from streampack.core.model.rules import RulesChange
 
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 Cursor = tuple[Count, Count, Count]
-"""(pass, shard, sample): where a source goes on; only the source reads it."""
+"""(pass, shard, sample): the place where a source resumes; only the source interprets it."""
 Floor = tuple[int, Cursor | None]
-"""(sequence number, cursor): where a partition is read again from."""
+"""(sequence number, cursor): the place from which a partition is read again."""
 
 
 class MergeState(Struct, frozen=True):
-    """A merge between two samples: by stream clock, turn, live; by partition ended, samples and tokens taken,
-    and whether it is at a barrier; whether a stream that ended has stopped it all, whether nothing of this pass
-    was taken, and how many there were before it. In order of arrival there are no clocks, and ``turn`` counts the
-    barriers gone over by partition.
+    """The state of a merge between two samples.
+
+    Attributes:
+        clock: Clock of each stream; empty in order of arrival.
+        turn: For each stream, the number within the stream of the partition whose turn is next. In order of arrival:
+            for each partition, the number of barriers that it passed.
+        live: For each stream, True until it ends; empty in order of arrival.
+        ended: For each partition, True once it ended and all its samples are merged.
+        merged_samples: Samples taken from each partition.
+        merged_tokens: Tokens taken from each partition.
+        at_barrier: For each partition, True while it waits at a barrier.
+        stopped: True once a stream that ended has stopped the merge.
+        fresh: True while no sample of this pass has been taken.
+        passes: Number of passes before this one.
     """
 
     clock: list[int]
@@ -43,10 +53,17 @@ class MergeState(Struct, frozen=True):
 
 
 class FormState(Struct, frozen=True):
-    """FORM between two choices: samples as references with checksums (``samples.ROW``), never tokens.
+    """The state of FORM between two choices of packs. Samples are ``samples.ROW``, never tokens.
 
-    ``window`` are those held, in merge order, with their ``ages``; ``pending`` those of the packs not
-    in a step yet, ``counts`` of them each.
+    Attributes:
+        next_step: The number of the next step.
+        chain: Digest of all steps before it.
+        closed: True if no more samples will come.
+        window: The samples held, in merge order, as bytes.
+        ages: Their ages: see ``packers.packer.Choice``.
+        pending: The samples of packs that are not in a step yet, as bytes.
+        counts: Samples of each of these packs.
+        keeps: Column ``keep`` of all these samples; UNSET without groups.
     """
 
     next_step: int
@@ -60,13 +77,22 @@ class FormState(Struct, frozen=True):
 
     @property
     def num_samples(self) -> int:
-        """Those held."""
+        """Number of samples in the window and in pending packs."""
         return len(self.ages) + sum(self.counts)
 
 
 class Snapshot(Struct, frozen=True):
-    """A feed's whole state, under the rules of digest ``rules`` and the first ``applied`` of the ``changes`` to them;
-    plain data, to be stored anyhow. ``floors`` by partition; ``skips`` are steps that are passed over (first, last).
+    """The whole state of a feed; plain data that may be stored in any way.
+
+    Attributes:
+        rules: Digest of the feed's rules.
+        merge: State of the merge.
+        form: State of FORM.
+        floors: Floor of each partition.
+        lineage: Number of the lineage.
+        changes: Changes to the rules.
+        applied: Number of ``changes`` in force.
+        skips: Steps that every rank skips, as (first, last).
     """
 
     rules: str
@@ -80,10 +106,10 @@ class Snapshot(Struct, frozen=True):
 
     @property
     def step(self) -> int:
-        """The first step that it decides."""
+        """The first step that the snapshot decides."""
         return self.form.next_step
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that differ between snapshots: of all that it holds, whatever process decoded it."""
+        """16 bytes that identify the snapshot: a hash of all its values, the same in every process."""
         return hashlib.blake2b(repr(self).encode(), digest_size=16).digest()

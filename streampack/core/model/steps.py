@@ -1,9 +1,9 @@
-"""The nouns that FORM makes: packs and steps, and the digests that name them.
+"""The results of FORM: packs and steps, and their digests.
 
 The packs of a step are flat: the handles of all samples in one array, and where each pack begins. A step has hundreds
-of them, and an object and an array for each would cost more than forming them does. ``PlannedPack`` is one of them by
-itself, made for whoever asks for it. A step's digest is a hash of its packs' digests, a pack's one of its samples'
-identities, lengths and checksums.
+of packs, and an object and an array for each would cost more than forming them. ``PlannedPack`` is a single pack, made
+on request. The digest of a pack is a hash of its samples' identities, lengths and checksums. The digest of a step is a
+hash of its packs' digests.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ FIRST_CHAIN = bytes(16)
 IDENTITY = np.dtype(
     [("stream", "<u4"), ("part", "<u4"), ("index", "<u8"), ("length", "<u4"), ("crc", "<u4")],
 )
-"""What a pack's digest covers of each sample."""
+"""The values of each sample that a pack's digest covers."""
 
 
 def pack_digests(rows: NDArray[np.void], bounds: I64) -> list[bytes]:
-    """Digests of packs, 16 bytes each: pack i holds samples ``rows[bounds[i]:bounds[i + 1]]``, ``samples.ROW``."""
+    """Return the packs' digests, 16 bytes each; pack i holds samples ``rows[bounds[i]:bounds[i + 1]]``.
+
+    ``rows`` are ``samples.ROW`` [n], ``bounds`` int64 [packs + 1].
+    """
     identities = np.empty(len(rows), IDENTITY)
     for name in IDENTITY.names or ():
         identities[name] = rows[name]
@@ -35,26 +38,26 @@ def pack_digests(rows: NDArray[np.void], bounds: I64) -> list[bytes]:
 
 
 def digests_of(identities: memoryview, bounds: I64) -> list[bytes]:
-    """The same from what they cover: ``IDENTITY`` of each sample, as bytes."""
+    """Return the packs' digests, as ``pack_digests``; ``identities`` are the bytes of ``IDENTITY`` for each sample."""
     blake2b, spans = hashlib.blake2b, pairwise((bounds * IDENTITY.itemsize).tolist())
     return [blake2b(identities[begin:end], digest_size=16).digest() for begin, end in spans]
 
 
 def step_digest(number: int, num_loss_tokens: int, num_samples: int, packs: Iterable[bytes]) -> bytes:
-    """A step's digest, of its number, its denominators and the digests of its ``packs``."""
+    """Return a step's digest: a hash of its number, its denominators and the digests of its ``packs``."""
     head = f"{number}:{num_loss_tokens}:{num_samples}:".encode()
     return hashlib.blake2b(head + b"".join(packs), digest_size=16).digest()
 
 
 def chain_digest(chain: bytes, digest: bytes) -> bytes:
-    """The digest of all steps up to one: of the ``chain`` before it and its own ``digest``."""
+    """Return the chain digest after a step: a hash of the ``chain`` before the step and the step's ``digest``."""
     return hashlib.blake2b(chain + digest, digest_size=16).digest()
 
 
 class PlannedPack(Struct, frozen=True, eq=False):
-    """Samples that share one budget: their ``handles`` int64 [n], empty for an empty pack.
+    """One pack: the ``handles`` int64 [n] of its samples, empty for an empty pack, and sums over the samples.
 
-    ``num_tokens`` real, ``num_slot_tokens`` with alignment, ``num_loss_tokens`` and ``cost`` are sums over them.
+    ``num_tokens`` counts real tokens, ``num_slot_tokens`` tokens with alignment.
     """
 
     handles: I64
@@ -66,11 +69,13 @@ class PlannedPack(Struct, frozen=True, eq=False):
 
 
 class PlannedPacks(Struct, frozen=True, eq=False):
-    """Packs in their order; ``packs[i]`` is the ``PlannedPack``.
+    """An ordered list of packs in flat arrays; ``packs[i]`` is a ``PlannedPack``.
 
-    ``handles`` int64 [n] of all their samples; pack i holds ``handles[bounds[i]:bounds[i + 1]]``, ``bounds`` int64
-    [packs + 1] from 0 to n. ``sums`` int64 [4, packs]: of each its ``tokens``, ``slots`` (tokens with alignment),
-    ``loss_tokens`` and ``costs``. ``digests``: 16 bytes each.
+    Attributes:
+        handles: int64 [n], those of all samples; pack i holds ``handles[bounds[i]:bounds[i + 1]]``.
+        bounds: int64 [packs + 1], from 0 to n.
+        sums: int64 [4, packs]: the ``tokens``, ``slots`` (tokens with alignment), ``loss_tokens`` and ``costs``.
+        digests: 16 bytes for each pack.
     """
 
     handles: I64
@@ -80,38 +85,38 @@ class PlannedPacks(Struct, frozen=True, eq=False):
 
     @classmethod
     def empty(cls, count: int = 0) -> PlannedPacks:
-        """So many packs without a sample."""
+        """Return ``count`` packs without samples."""
         digest = hashlib.blake2b(digest_size=16).digest()
         zeros = np.zeros((4, count), np.int64)
         return cls(np.zeros(0, np.int64), np.zeros(count + 1, np.int64), zeros, [digest] * count)
 
     @property
     def tokens(self) -> I64:
-        """Real tokens of each, int64 [packs]."""
+        """Real tokens of each pack, int64 [packs]."""
         tokens: I64 = self.sums[0]
         return tokens
 
     @property
     def slots(self) -> I64:
-        """Tokens of each with alignment, int64 [packs]."""
+        """Tokens of each pack with alignment, int64 [packs]."""
         slots: I64 = self.sums[1]
         return slots
 
     @property
     def loss_tokens(self) -> I64:
-        """int64 [packs]."""
+        """Tokens of each pack that count in the loss, int64 [packs]."""
         loss_tokens: I64 = self.sums[2]
         return loss_tokens
 
     @property
     def costs(self) -> I64:
-        """int64 [packs]."""
+        """Cost of each pack, as the rules' ``balance`` computes it, int64 [packs]."""
         costs: I64 = self.sums[3]
         return costs
 
     @property
     def counts(self) -> I64:
-        """Samples of each, int64 [packs]."""
+        """Number of samples of each pack, int64 [packs]."""
         return self.bounds[1:] - self.bounds[:-1]
 
     def __len__(self) -> int:
@@ -127,7 +132,7 @@ class PlannedPacks(Struct, frozen=True, eq=False):
 
     @classmethod
     def joined(cls, parts: Sequence[PlannedPacks]) -> PlannedPacks:
-        """All of ``parts``, one behind the other."""
+        """Return the packs of all ``parts``, one part after another."""
         held = [part for part in parts if len(part)]
         if len(held) < 2:
             return held[0] if held else cls.empty()
@@ -141,7 +146,7 @@ class PlannedPacks(Struct, frozen=True, eq=False):
         )
 
     def cut(self, count: int) -> tuple[PlannedPacks, PlannedPacks]:
-        """The first ``count``, and those behind."""
+        """Return the first ``count`` packs, and the packs behind them."""
         if count == len(self):
             return self, PlannedPacks.empty()
         at = self.bounds[count]
@@ -152,7 +157,7 @@ class PlannedPacks(Struct, frozen=True, eq=False):
 
 
 class PlannedStep(Struct, frozen=True, eq=False):
-    """G packs, one optimizer update, with the denominators of the whole of it."""
+    """The packs of one optimizer update, with the denominators of the whole step."""
 
     number: int
     packs: PlannedPacks
@@ -160,4 +165,4 @@ class PlannedStep(Struct, frozen=True, eq=False):
     num_samples: int
     digest: bytes
     chain: bytes
-    """Digest of this step and all before it."""
+    """Digest of this step and all steps before it."""

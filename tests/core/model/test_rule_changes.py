@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from streampack.core.broker import Broker
 from streampack.core.merge.schedule import change, merge_of
 from streampack.core.model.capacity import Capacity, FeedPlan
-from streampack.core.model.rule_changes import Ask, Restream, Reweigh, Skip, changed, described
+from streampack.core.model.rule_changes import Ask, Restream, Reweigh, Skip, apply_change, describe_change
 from streampack.core.model.rules import Rules, StreamRules
 from streampack.core.protocol.effects import Answer, Change
 
@@ -18,13 +18,13 @@ RULES = Rules(streams=(StreamRules("web", 0.7, 2), StreamRules("code", 0.3, 1), 
 
 
 def test_the_others_keep_their_weights_and_their_numbers() -> None:
-    after = changed(RULES, Reweigh({"code": 0.5}))
+    after = apply_change(RULES, Reweigh({"code": 0.5}))
     assert [(stream.name, stream.weight) for stream in after.streams] == [("web", 0.7), ("code", 0.5), ("old", 0.0)]
     assert msgspec.structs.replace(after, streams=RULES.streams) == RULES, "nothing else changes"
 
 
 def test_streams_join_at_the_end_and_leave_in_place() -> None:
-    after = changed(RULES, Restream((StreamRules("math", 2.0, 3),), ("web",)))
+    after = apply_change(RULES, Restream((StreamRules("math", 2.0, 3),), ("web",)))
     assert [(stream.name, stream.weight) for stream in after.streams] == [
         ("web", 0.0), ("code", 0.3), ("old", 0.0), ("math", 2.0),
     ]  # fmt: skip
@@ -48,14 +48,14 @@ def test_streams_join_at_the_end_and_leave_in_place() -> None:
 )
 def test_what_cannot_be_is_refused(ask: Reweigh | Restream, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
-        changed(RULES, ask)
+        apply_change(RULES, ask)
 
 
 def test_weights_of_a_feed_that_takes_samples_as_they_come_are_refused() -> None:
     arrival = msgspec.structs.replace(RULES, merge="arrival")
     with pytest.raises(ValueError, match="got weight 2 with merge: arrival, expected 0"):
-        changed(arrival, Reweigh({"web": 2.0}))
-    assert [stream.weight for stream in changed(arrival, Reweigh({"web": 0.0})).streams] == [0.0, 0.3, 0.0]
+        apply_change(arrival, Reweigh({"web": 2.0}))
+    assert [stream.weight for stream in apply_change(arrival, Reweigh({"web": 0.0})).streams] == [0.0, 0.3, 0.0]
 
 
 @given(st.dictionaries(st.sampled_from(["web", "code", "x"]), st.floats(-1, 5000), max_size=3), st.data())
@@ -64,7 +64,7 @@ def test_what_is_not_refused_is_what_a_merge_can_do(weights: dict[str, float], d
     rules = RULES
     for ask in (Reweigh(weights), Restream(added)):
         try:
-            after = changed(rules, ask)
+            after = apply_change(rules, ask)
         except ValueError:
             continue
         merge = merge_of(rules)
@@ -75,7 +75,7 @@ def test_what_is_not_refused_is_what_a_merge_can_do(weights: dict[str, float], d
 
 def test_what_was_asked_is_said_in_words() -> None:
     asks: list[Ask] = [Reweigh({"a": 0.3, "b": 2}), Restream((StreamRules("c"),), ("a",)), Skip(120, 140)]
-    assert [described(ask) for ask in asks] == ["weights a=0.3 b=2", "streams +c -a", "skip steps 120-140"]
+    assert [describe_change(ask) for ask in asks] == ["weights a=0.3 b=2", "streams +c -a", "skip steps 120-140"]
 
 
 @pytest.mark.parametrize(("first", "last"), [(2, 1), (-1, 1)])
