@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from streampack.core.intake.admission import Admission
-from streampack.core.intake.chunk_check import Received, received
+from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
 from streampack.core.intake.intake import Intake
 from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.merge.feed_merge import FeedMerge
@@ -235,8 +235,8 @@ def test_pieces_keep_their_own_labels_and_bytes(
         loss_tokens_u32=chunk.loss_tokens_u32, cursor=chunk.cursor, rejected=chunk.rejected,
     )  # fmt: skip
     envelope = Envelope(run=1, epoch=1, fence=1, message=message, payload=tuple(map(memoryview, chunk.payload)))  # type: ignore[arg-type]
-    came = received(envelope, message)
-    assert isinstance(came, Received)
+    came = parse_chunk(envelope, message)
+    assert isinstance(came, ReceivedChunk)
     assert admission.refusal(0, intake, came) is None
     assert chunk.num_bytes == sum(len(tokens) for tokens, _ in rows) * admission.token_bytes
     (store,), rejected = admission.admit(0, 0, intake, came)

@@ -310,12 +310,12 @@ def a_client_takes_a_step_with_parts_missing_before_it(patch: Patch) -> None:
         self._have_upto = max(self._have_upto, message.step)
         return original(self, envelope, message)
 
-    _wrap(patch, ClientSession, "_part", part)
+    _wrap(patch, ClientSession, "_on_part", part)
 
 
 @mutant("loss")
 def what_was_sent_before_a_word_proves_no_loss(patch: Patch) -> None:
-    patch.setattr(ClientSession, "_lost", lambda self, *sent: [])
+    patch.setattr(ClientSession, "_on_sent_upto", lambda self, *sent: [])
 
 
 @mutant("loss")

@@ -1,18 +1,23 @@
-"""Intake: the producers' side of the broker. Who sends which partition, and is a chunk good?
+"""Intake: the producers' side of the broker. It leases partitions to producers, and checks and admits their samples.
 
-- ``leases``: hears producers, serves the feeds' needs, and joins the other parts.
-- ``partitions``: the partitions' numbers, and the intake of each.
-- ``partition_records``: what the log has of each partition.
-- ``partition_accounts``: takes samples, and knows what waits and where a partition is read again from.
-- ``intake``: one partition's samples, in order, once each, and never more than was granted.
-- ``producers``: the producers that are there, which streams each offers, and which partitions each holds.
+A producer's message passes the files in this order:
+
+- ``leases``: handles the message. It owns the other parts, and also serves the feeds.
+- ``producers``: the producers that are connected, which streams each offers, and which partitions each holds.
 - ``rebalance``: shares partitions out, and moves them when producers come and go.
-- ``credits``: tells each holder where its partition begins, how much it may send, and what is safe.
-- ``lease_terms``: what the rules ask of a stream's samples.
-- ``overlong``: the policy for samples that are longer than a pack.
-- ``chunk_check``: checks a chunk against itself, the declared fields and the terms.
-- ``admission``, ``admission_kernels``: enter the samples of a good chunk into the table and the merge.
+- ``credits``: sends each holder its lease, its credit, and which of its samples are safe.
+- ``chunk_check``: checks a chunk against itself, the declared fields and the stream's terms.
+- ``partition_accounts``: records and admits a good chunk, and knows where each partition is read again from.
+- ``partition_records``: writes records of partitions to the log, and reads those of earlier brokers.
+- ``admission``, ``admission_kernels``: enter the samples of a good chunk into the sample table and the merge.
+- ``overlong``: the policy for samples that are longer than the budget of a pack.
 
-The package relies on ``merge``, which gets the samples, and on ``journal``, which records them. It does not know packs,
-steps or trainers.
+Under these are the state and the rules that they share:
+
+- ``partitions``: the numbers of all partitions, and the stream and the intake of each.
+- ``intake``: the position in one partition: samples in order, once each, and never more than credit allows.
+- ``lease_terms``: the terms of a stream: the rules that its samples have to meet.
+
+Every partition has one holder at most, and every sample is admitted once. ``merge`` gets the samples, ``journal`` the
+records. The package does not know packs, steps or trainers.
 """

@@ -1,8 +1,8 @@
-"""Admission: enter the samples of a chunk that was found good (``chunk_check``) into the table and the merge.
+"""Admission: enter the samples of a good chunk (``chunk_check``) into the sample table and the merge.
 
-The over-long policy acts, each piece gets a row in the table and its turn in the merge, and the arena is told what to
-copy. Streams are known by number, and partitions by the feed's own number. Tokens are only passed on. Where a sample
-is cut, the labels that each piece keeps are counted from the loss mask or the labels that were sent.
+First the policy for overlong samples applies (``overlong``). Each piece gets a row in the table and its turn in the
+merge, and ``Store`` asks the arena to copy its tokens. If a sample is cut, the loss tokens of each piece are counted
+from the loss mask or the labels. Streams and partitions have the numbers of their feed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from streampack.core.intake.admission_kernels import enter
-from streampack.core.intake.chunk_check import Frames, Received, Unfit, malformed, unwanted
+from streampack.core.intake.chunk_check import Frames, ReceivedChunk, Unfit, malformed, unwanted
 from streampack.core.intake.intake import Intake
 from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.intake.overlong import Pieces, apply_terms, drop_all
@@ -28,28 +28,34 @@ from streampack.core.protocol.events import Effect
 from streampack.core.protocol.producer_messages import OVERLONG
 
 POLICY_LAG = "policy_lag"
-"""Why samples are rejected whose policy was too old when they came."""
+"""Reason of samples that are rejected because the policy that made them is too old."""
 MAX_REASONS = 64
-"""Reasons for rejecting samples that are counted apart, by stream."""
+"""Most reasons for rejection that are counted separately, for each stream."""
 _NONE = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True)
 class StreamCounts:
-    """Counts of a stream's samples since the broker started."""
+    """Counts of a stream's samples since the broker started.
+
+    Attributes:
+        samples: Samples that came, rejected ones too.
+        tokens: Tokens that were admitted.
+        overlong: Samples that were cut, split or dropped because they are overlong.
+        lost_tokens: Tokens of overlong samples that were not admitted.
+        stale_tokens: Tokens of samples whose policy was too old.
+        rejected: Number of rejected samples by reason; after ``MAX_REASONS`` reasons, further ones count as "other".
+    """
 
     samples: int = 0
     tokens: int = 0
     overlong: int = 0
     lost_tokens: int = 0
-    """By the over-long policy."""
     stale_tokens: int = 0
-    """Of samples whose policy was too old."""
     rejected: dict[str, int] = field_(default_factory=dict)
-    """Samples that were rejected, by reason. Beyond ``MAX_REASONS`` reasons, the others are counted as "other"."""
 
     def count_rejected(self, reasons: dict[str, int]) -> None:
-        """Count rejected samples by reason."""
+        """Add rejected samples to the counts, by reason."""
         for reason, count in reasons.items():
             if reason == OVERLONG:
                 self.overlong += count
@@ -59,7 +65,7 @@ class StreamCounts:
 
 
 class Admission:
-    """Enter a feed's chunks into ``table`` and ``merge``; ``streams`` are in the order of the rules."""
+    """The admission of one feed: enters chunks into ``table`` and ``merge``; ``streams`` are in the rules' order."""
 
     def __init__(
         self, streams: list[StreamTerms], tokens: str, fields: tuple[Field, ...], max_sample_tokens: int,
@@ -76,13 +82,13 @@ class Admission:
         self.counts = [StreamCounts() for _ in streams]
 
     def extend(self, streams: list[StreamTerms]) -> None:
-        """Add streams, after those that are known."""
+        """Take on the streams that rules have added; ``streams`` has all, known ones first."""
         more = streams[len(self._streams) :]
         self._streams = [*self._streams, *more]
         self.counts += [StreamCounts() for _ in more]
 
-    def refusal(self, stream: int, intake: Intake, chunk: Received) -> Unfit | None:
-        """Return why this chunk cannot be believed or is not wanted: (code, detail); None where it is good."""
+    def refusal(self, stream: int, intake: Intake, chunk: ReceivedChunk) -> Unfit | None:
+        """Return the reason that a chunk is rejected; None if it is good."""
         if wrong := malformed(chunk, self._frames, self._max_sample_tokens, intake.total):
             return "malformed", wrong
         if intake.awaited and (changed := self._changed(stream, intake, chunk)):
@@ -90,19 +96,19 @@ class Admission:
         return unwanted(chunk, self._streams[stream])
 
     def admit(
-        self, stream: int, p: int, intake: Intake, chunk: Received, stale: bool = False
+        self, stream: int, p: int, intake: Intake, chunk: ReceivedChunk, stale: bool = False
     ) -> tuple[list[Effect], I64]:
-        """Enter the samples of a chunk that are not taken yet. No sample of a ``stale`` chunk is kept.
+        """Enter the samples of a chunk that were not taken before; drop all samples of a ``stale`` chunk.
 
         Args:
             stream: Number of the stream in its feed.
             p: Number of the partition in the merge.
-            intake: What was taken of the partition.
-            chunk: The chunk, found good.
-            stale: Whether the policy that made the samples is too old.
+            intake: The intake of the partition.
+            chunk: A good chunk.
+            stale: True if the policy that made the samples is too old.
 
         Returns:
-            What to store, and the sequence numbers, int64 [n], of new samples that are in no step.
+            The effects that store tokens, and the sequence numbers of new samples that were dropped, int64 [n].
         """
         counts, message, every = self.counts[stream], chunk.message, chunk.lengths
         stop, begin = chunk.stop_seq, intake.expected_seq
@@ -134,11 +140,11 @@ class Admission:
         intake.accept(stop, (chunk.num_tokens - had) * self.token_bytes, kept_tokens, message.cursor)
         return effects, rejected
 
-    def _enter(self, stream: int, p: int, chunk: Received, skip: int, pieces: Pieces) -> tuple[Store, int]:
-        """Give the ``pieces`` of a chunk's samples from its ``skip``-th on rows in the table and turns in the merge.
+    def _enter(self, stream: int, p: int, chunk: ReceivedChunk, skip: int, pieces: Pieces) -> tuple[Store, int]:
+        """Enter the pieces of a chunk's samples, from the ``skip``-th on, into the table and the merge.
 
         Returns:
-            What to store, and its tokens.
+            The effect that stores the tokens of the pieces, and their number.
         """
         terms, table, message = self._streams[stream], self._table, chunk.message
         handles = table.take(int(np.count_nonzero(pieces.length)))
@@ -158,13 +164,13 @@ class Admission:
         return Store(handles, starts, lengths, rows, chunk.envelope.payload), tokens
 
     def _awaited(self, intake: Intake, begin: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield (sequence number, handle) of the samples from ``begin`` to ``stop`` whose payload is awaited."""
+        """Yield (sequence number, handle) of the samples ``begin <= seq < stop`` whose payload is awaited."""
         for seq in range(begin, stop):
             for handle in intake.awaited.get(seq, ()):
                 yield seq, handle
 
-    def _changed(self, stream: int, intake: Intake, chunk: Received) -> str:
-        """Return how a sample differs from the first time that it came; empty where none does."""
+    def _changed(self, stream: int, intake: Intake, chunk: ReceivedChunk) -> str:
+        """Return an error text if an awaited sample differs from the first time that it came; empty if none does."""
         terms, table, message = self._streams[stream], self._table, chunk.message
         lengths, crcs, stop = chunk.lengths, chunk.crcs, min(intake.known_seq, chunk.stop_seq)
         for seq, handle in self._awaited(intake, max(intake.expected_seq, message.base_seq), stop):
@@ -175,13 +181,13 @@ class Admission:
                 index = index_of(seq, message.partition, terms.partitions)
                 return (
                     f"sample {terms.name}:{index}: got {length} tokens with checksum {int(crcs[at]):08x}, expected "
-                    f"{held} with {int(table.crc[handle]):08x}, as the first time: put the data, the tokenizer and its "
-                    f"settings back, or start a new run"
+                    f"{held} with {int(table.crc[handle]):08x}, as the first time. Put the data, the tokenizer and its "
+                    f"settings back, or start a new run."
                 )
         return ""
 
-    def _fill_in(self, stream: int, intake: Intake, chunk: Received, begin: int, stop: int) -> list[Effect]:
-        """Store the samples from ``begin`` to ``stop`` that were awaited."""
+    def _fill_in(self, stream: int, intake: Intake, chunk: ReceivedChunk, begin: int, stop: int) -> list[Effect]:
+        """Store the payload of the awaited samples ``begin <= seq < stop``."""
         found = list(self._awaited(intake, begin, stop))
         if not found:
             return []
@@ -193,9 +199,14 @@ class Admission:
         return [Store(handles, offsets, self._table.length[handles].astype(np.int64), rows, chunk.envelope.payload)]
 
     def _loss_tokens(self, payload: tuple[Any, ...], starts: I64, lengths: I64) -> I64:
-        """Return the labels that count in pieces of a chunk, int64 [n].
+        """Return the loss tokens of n pieces of a chunk, int64 [n].
 
-        All tokens of a piece but the first count, where no field says less.
+        All tokens of a piece but the first count, unless the loss mask or the labels exclude some.
+
+        Args:
+            payload: The chunk's frames.
+            starts: int64 [n], tokens of the chunk before each piece.
+            lengths: int64 [n], tokens of each piece.
         """
         counts = True
         frames = dict(zip((field.name for field in self._fields), payload[1:], strict=True))

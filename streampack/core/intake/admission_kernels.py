@@ -1,4 +1,4 @@
-"""The loops of admission, once over a chunk's samples each; twins as in ``merge_kernels``."""
+"""Compiled loops of ``chunk_check`` and ``admission``, each once over the samples of a chunk."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from streampack.core.model.samples import I32, I64, U32, SampleTable
 
 @njit(nogil=True, cache=True)
 def measure(lengths: U32, loss_tokens: U32) -> tuple[int, int, int, int]:
-    """Of samples' lengths and labels that count, uint32 [n]: all tokens, the most of one sample, samples of none, and
-    those with as many labels as tokens, which cannot be.
+    """Return totals of a chunk's samples.
+
+    Args:
+        lengths: uint32 [n], tokens of each sample.
+        loss_tokens: uint32 [n], labels of each sample that count in the loss.
+
+    Returns:
+        Tokens of all samples, tokens of the longest, number of empty samples, and number of samples with too many loss
+        tokens: as many as tokens, or more.
     """
     tokens = longest = num_empty = wrong_loss = 0
     for i in range(len(lengths)):
@@ -53,11 +60,34 @@ def enter(
 ) -> tuple[int, int]:
     """Write the pieces of a chunk's samples from the ``skip``-th on into the table, a row of ``handles`` each.
 
-    ``source``, ``offset``, ``length`` and ``part`` int64 [m] are the pieces, in the samples' order; ``lengths``,
-    ``crcs`` and ``loss_tokens`` [n] the samples, whose first has ``first_index``, each next one ``partitions`` more.
-    ``entries`` int64 [m] takes each piece's handle, -1 where it is of no length; ``stored`` int64 [3, m] where each
-    that has one begins in the chunk, its length and its sample's number. A piece that was cut gets all of its
-    sample's ``loss_tokens``. Returns how many were cut, and the tokens of all.
+    Args:
+        source: int64 [m], position in the chunk, from ``skip`` on, of the sample of each piece.
+        offset: int64 [m], tokens of the sample before each piece.
+        length: int64 [m], tokens of each piece.
+        part: int64 [m], number of each piece in its sample.
+        lengths: int64 [n], tokens of each sample of the chunk.
+        crcs: uint32 [n], checksum of each sample.
+        loss_tokens: uint32 [n], loss tokens of each sample.
+        skip: Samples at the chunk's beginning that have no pieces.
+        first_index: Index in the stream of the chunk's first sample; each next index is ``partitions`` higher.
+        partitions: Partitions of the stream.
+        stream: Value of every row: number of the stream.
+        keep: Value of every row but the last: how the samples stay together.
+        handles: int64 [k], rows for the pieces of at least a token.
+        to_stream: Column ``stream`` of the table, written.
+        to_index: Column ``index``.
+        to_part: Column ``part``.
+        to_length: Column ``length``.
+        to_loss_tokens: Column ``loss_tokens``.
+        to_crc: Column ``crc``.
+        to_keep: Column ``keep``.
+        entries: int64 [m], written: handle of each piece, -1 for a piece of length 0.
+        stored: int64 [3, m], written for each piece with a handle: tokens of the chunk before it, its length, and
+            position of its sample.
+
+    Returns:
+        Number of pieces that are shorter than their sample, and tokens of all pieces. A cut piece gets all of its
+        sample's ``loss_tokens``.
     """
     sample, begin, kept, cut, tokens = 0, 0, 0, 0, 0
     for i in range(len(source)):
@@ -86,7 +116,7 @@ def enter(
 
 
 def warm_up() -> None:
-    """Compile or load both, for columns that may not be written to: they lie in a message."""
+    """Compile or load both kernels for read-only columns, as messages have them."""
     table, one, said = SampleTable(1), np.ones(1, np.int64), np.frombuffer(bytes(4), "<u4")
     measure(said, said)
     enter(

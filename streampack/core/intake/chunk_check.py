@@ -1,7 +1,6 @@
-"""A chunk as it came, and what it must be: nothing that a producer sends is believed before it is checked.
+"""Checks of a chunk that a producer has sent: against itself, the feed's fields, and the stream's terms.
 
-It is checked against itself, against what the feed declares, and against the stream's terms. ``intake`` checks it
-against the credits, and ``admission`` against samples that came before.
+Later, ``intake`` checks the chunk against credit, and ``admission`` against the same samples of an earlier time.
 """
 
 from __future__ import annotations
@@ -20,15 +19,21 @@ from streampack.core.protocol.message import Envelope
 from streampack.core.protocol.producer_messages import Samples
 
 Unfit = tuple[str, str]
-"""Why something cannot be taken: (code, detail)."""
+"""Reason that a chunk is rejected: (code of the error, its text)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
-    """A chunk of n samples: what its message says of each, and in all.
+class ReceivedChunk:
+    """A chunk of n samples, with the arrays of its message and their totals.
 
-    ``lengths`` int64 [n], ``crcs`` and ``loss_tokens`` uint32 [n]; ``longest`` in tokens, ``num_empty`` samples without
-    any, ``wrong_loss`` samples with as many loss tokens as tokens.
+    Attributes:
+        lengths: int64 [n], tokens of each sample.
+        crcs: uint32 [n], checksum of each sample.
+        loss_tokens: uint32 [n], labels of each sample that count in the loss.
+        num_tokens: Tokens of all samples.
+        longest: Tokens of the longest sample.
+        num_empty: Number of samples without tokens.
+        wrong_loss: Number of samples with as many loss tokens as tokens, or more.
     """
 
     envelope: Envelope
@@ -43,12 +48,12 @@ class Received:
 
     @property
     def stop_seq(self) -> int:
-        """The number of the sample after its last."""
+        """Number of the first sample after the chunk."""
         return self.message.base_seq + len(self.lengths)
 
 
-def received(envelope: Envelope, message: Samples) -> Received | str:
-    """The chunk of a message; or why it is none."""
+def parse_chunk(envelope: Envelope, message: Samples) -> ReceivedChunk | str:
+    """Return the chunk of a message, or an error text if its arrays do not fit together."""
     columns = (message.lengths_u32, message.crcs_u32, message.loss_tokens_u32)
     count = len(message.lengths_u32) // 4
     if any(len(column) != 4 * count for column in columns):
@@ -56,21 +61,28 @@ def received(envelope: Envelope, message: Samples) -> Received | str:
     if not 0 < count <= MAX_CHUNK_SAMPLES:
         return f"got a chunk of {count} samples, expected 1 to {MAX_CHUNK_SAMPLES}"
     lengths, crcs, loss_tokens = (np.frombuffer(column, "<u4") for column in columns)
-    return Received(
+    return ReceivedChunk(
         envelope, message, lengths.astype(np.int64), crcs, loss_tokens, *map(int, measure(lengths, loss_tokens))
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """The frames of a feed's chunks: their ``names``, and the bytes of each by token and by sample."""
+    """The payload frames of a feed's chunks: ``names``, and ``widths``, the bytes (per token, per sample) of each."""
 
     names: Sequence[str]
     widths: Sequence[tuple[int, int]]
 
 
-def malformed(chunk: Received, frames: Frames, max_sample_tokens: int, total: int | None) -> str:
-    """What is wrong with a chunk of a partition of ``total`` samples, if that is known; empty if nothing."""
+def malformed(chunk: ReceivedChunk, frames: Frames, max_sample_tokens: int, total: int | None) -> str:
+    """Return an error text if a chunk contradicts itself, its frames or the limits; empty if it does not.
+
+    Args:
+        chunk: The chunk.
+        frames: The payload frames that the feed declares.
+        max_sample_tokens: Limit of a sample's tokens.
+        total: Samples of the partition, if its end is known.
+    """
     count, payload, message = len(chunk.lengths), chunk.envelope.payload, chunk.message
     if total is not None and chunk.stop_seq > total:
         return f"got sample {chunk.stop_seq - 1} of a partition that ended after {total}"
@@ -90,12 +102,12 @@ def malformed(chunk: Received, frames: Frames, max_sample_tokens: int, total: in
     return ""
 
 
-def unwanted(chunk: Received, terms: StreamTerms) -> Unfit | None:
-    """Why a stream does not take a chunk; None if it does."""
+def unwanted(chunk: ReceivedChunk, terms: StreamTerms) -> Unfit | None:
+    """Return the reason that a stream's terms reject a chunk; None if they accept it."""
     message = chunk.message
     if message.policy_version is not msgspec.UNSET and not terms.pushed:
         return "malformed", f"got a policy's version with samples of stream {terms.name!r}, which is read"
-    if message.keep and (wrong := _no_group(chunk, terms)):
+    if message.keep and (wrong := _unfit_group(chunk, terms)):
         return "group", wrong
     if terms.overlong != "error" or chunk.longest <= terms.limit:
         return None
@@ -103,12 +115,12 @@ def unwanted(chunk: Received, terms: StreamTerms) -> Unfit | None:
     index = index_of(message.base_seq + at, message.partition, terms.partitions)
     return "overlong", (
         f"sample {terms.name}:{index}: got {int(chunk.lengths[at])} tokens, expected at most the budget of "
-        f"{terms.limit}: set rules.overlong, or the stream's, to truncate, split or drop, or raise rules.budget"
+        f"{terms.limit}. Set rules.overlong, or the stream's, to truncate, split or drop, or raise rules.budget."
     )
 
 
-def _no_group(chunk: Received, terms: StreamTerms) -> str:
-    """Why a chunk cannot be kept together as it asks for; empty if it can, or is dropped."""
+def _unfit_group(chunk: ReceivedChunk, terms: StreamTerms) -> str:
+    """Return an error text if a chunk cannot be kept together as it asks for; empty if it can, or is dropped."""
     message, lengths = chunk.message, chunk.lengths
     first, last = (index_of(seq, message.partition, terms.partitions) for seq in (message.base_seq, chunk.stop_seq - 1))
     group = f"samples {terms.name}:{first} to {last}"
@@ -116,8 +128,8 @@ def _no_group(chunk: Received, terms: StreamTerms) -> str:
         return f"{group}: got a group of a stream that is read, expected one that is pushed"
     if message.keep == "step" and not terms.batches:
         return (
-            f"{group}: got keep='step' with steps that are cut from a stream, expected keep='pack', or none: or "
-            f"set rules.step to {{samples: N}} or {{end_of_batch: true}}"
+            f"{group}: got keep='step' with steps that are cut from a stream, expected keep='pack', or none. Or "
+            f"set rules.step to {{samples: N}} or {{end_of_batch: true}}."
         )
     if message.keep == "pack" and terms.padded:
         return f"{group}: got keep='pack' with rules.padded, expected keep='step', or none: nothing is packed"
@@ -127,6 +139,6 @@ def _no_group(chunk: Received, terms: StreamTerms) -> str:
     most = "" if terms.most is None else f" and max_samples_per_pack, {terms.most}"
     return (
         f"{group}: got a group kept in one pack of {int((kept > 0).sum())} samples, {int(kept.sum())} tokens "
-        f"before each is padded to {terms.align}, expected at most the budget of {terms.limit}{most}, for it "
-        f"cannot be cut: send smaller groups, raise rules.budget, or set overlong: drop"
+        f"before each is padded to {terms.align}. Expected at most the budget of {terms.limit}{most}, because the "
+        f"group cannot be cut. Send smaller groups, raise rules.budget, or set overlong: drop."
     )

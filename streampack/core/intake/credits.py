@@ -1,9 +1,8 @@
-"""Credits: tell the holder of each partition where it begins, how much it may send, and what is safe.
+"""Leases and credit: tell the holder of each partition where to begin, how much to send, and which samples are safe.
 
-A lease begins a *session*, at the next sample that is missing. A new session begins wherever that place moves, so that
-chunks still on their way belong to an old one. Credits are absolute within a session (``intake``). They are sent when
-they have grown enough to matter, and repeated, so that a lost message harms nothing. The module does not decide who
-holds a partition.
+A lease begins a *session*, at the next missing sample. When that position jumps, a new session begins, so that chunks
+on their way belong to an old one. Credit is absolute within a session (``intake``). It is sent when it has grown by a
+quarter, and repeated, so that a lost message does no harm. ``rebalance`` decides which producer holds a partition.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from streampack.core.protocol.producer_messages import Eos, Flow, Lease, Mark, R
 
 
 class Credits:
-    """Leases and credits of ``partitions``, sent to their holders among the ``producers``."""
+    """Sends the leases and the credit of ``partitions`` to the ``producers`` that hold them."""
 
     def __init__(
         self, run: int, epoch: int, capacity: Capacity, partitions: Partitions, producers: Producers, journal: Journal
@@ -32,19 +31,19 @@ class Credits:
         self.epoch = epoch
         """The broker's epoch."""
         self.drained = False
-        """Nothing more is leased or credited."""
+        """True if the broker stops, and gives no more leases or credit."""
         self._sessions = 0
         self._granted: list[tuple[int, int]] = []
-        """Samples and bytes of each partition's credits, as last sent."""
+        """Credit of each partition as last sent: (``grant_seq``, ``grant_bytes``)."""
         self._held_back: set[int] = set()
-        """Partitions that are leased once all that was pushed to them is safe."""
+        """Partitions that are leased once all samples pushed to them are safe."""
 
     def open(self) -> None:
-        """Take account of the partitions that were opened."""
+        """Add partitions that were opened, without credit."""
         self._granted += [(0, 0)] * (len(self._partitions) - len(self._granted))
 
     def begin(self, p: int) -> None:
-        """Begin a new session. What was sent in the session before is void."""
+        """Begin a new session of partition ``p``; messages of the session before become void."""
         self._sessions += 1
         self._partitions.intakes[p].begin(self._sessions)
         self._granted[p] = (0, 0)
@@ -61,7 +60,7 @@ class Credits:
             return []
         stream, intake = self._partitions.stream_of[p], self._partitions.intakes[p]
         terms = stream.terms
-        if terms.pushed and intake.unsafe:  # samples that are not safe may be lost yet, and their numbers used again
+        if terms.pushed and intake.unsafe:  # unsafe samples may get lost, and their numbers be used again
             self._held_back.add(p)
             return []
         lease = Lease(
@@ -74,13 +73,15 @@ class Credits:
         return self.send(holder.peer, lease, intake.session) + self.flow(p, repeat=True)
 
     def flow(self, p: int, repeat: bool = False) -> list[Effect]:
-        """Send the partition's credits, where they grew by a quarter of what they can be, or on ``repeat``."""
+        """Send the credit of partition ``p``, if it grew by a quarter of its limit, or always with ``repeat``."""
         intake, holder = self._partitions.intakes[p], self._producers.holder_of(p)
         if holder is None or self.drained:
             return []
         seq, size = intake.grant_seq, intake.grant_bytes
-        if intake.behind or (self._journal.full and self._partitions.stream_of[p].in_order):  # the log goes first
-            seq = min(seq, intake.recorded_seq)  # what is recorded already may come again
+        if intake.behind or (
+            self._journal.full and self._partitions.stream_of[p].in_order
+        ):  # the log's chunks come first
+            seq = min(seq, intake.recorded_seq)  # recorded samples may come again
         said_seq, said_size = self._granted[p]
         if not repeat and seq - said_seq < MAX_UNMERGED // 4 and size - said_size < intake.quota_bytes // 4:
             return []
@@ -94,29 +95,29 @@ class Credits:
         return self.send(holder.peer, flow, intake.session)
 
     def _needs_no_more(self, p: int) -> bool:
-        """Return whether the holder need send nothing more: the end of a pushed partition must be safe in the log."""
+        """Return whether the holder has to send nothing more; the end of a pushed partition must be safe in the log."""
         intake = self._partitions.intakes[p]
         if not self._partitions.stream_of[p].terms.pushed:
             return intake.ended
         return intake.closed or (intake.known_total is not None and intake.end_lsn < self._journal.safe_upto)
 
     def safe(self, upto: int) -> list[Effect]:
-        """Tell producers that keep what they push until it is safe that records below ``upto`` are safe."""
-        moved = [p for p, intake in enumerate(self._partitions.intakes) if intake.unsafe and intake.safe(upto)]
+        """Tell pushing producers which samples are safe, now that the log is safe below ``upto``."""
+        moved = [p for p, intake in enumerate(self._partitions.intakes) if intake.unsafe and intake.note_safe(upto)]
         effects = [e for p in moved for e in self.flow(p, repeat=True)]
         ready = [p for p in self._held_back if not self._partitions.intakes[p].unsafe]
         self._held_back.difference_update(ready)
         return effects + [e for p in ready for e in self.lease(p)]
 
     def settle(self, p: int) -> list[Effect]:
-        """Tell a producer at once that what was appended is safe, where the log does not wait for the disk."""
-        return self.flow(p, repeat=True) if self._partitions.intakes[p].safe(self._journal.safe_upto) else []
+        """Tell the holder of ``p`` at once that new samples are safe, if the log does not wait for the disk."""
+        return self.flow(p, repeat=True) if self._partitions.intakes[p].note_safe(self._journal.safe_upto) else []
 
     def revoke(self, producer: ConnectedProducer, session: int, message: Samples | Eos | Sent | Mark) -> list[Effect]:
-        """Tell a producer that it speaks in a session that is over."""
+        """Tell a producer that the session of its message is over."""
         revoke = Revoke(stream=message.stream, partition=message.partition)
         return self.send(producer.peer, revoke, session)
 
     def send(self, peer: bytes, message: Message, session: int = 0) -> list[Effect]:
-        """Send a message to a producer."""
+        """Return the effect that sends a message to the producer at ``peer``."""
         return [SendProducer(peer, Envelope(run=self._run, epoch=self.epoch, fence=session, message=message))]

@@ -10,35 +10,42 @@ from streampack.core.model.samples import I64
 
 @dataclass(frozen=True, slots=True)
 class StreamTerms:
-    """What the broker asks of a stream's producers: the rules' part of a lease."""
+    """The rules that a stream's samples have to meet, and that its producers learn with a lease.
+
+    Attributes:
+        limit: The budget of a pack in tokens; longer samples are overlong.
+        passes: Passes over the source; None for no limit.
+        overlong: Policy for overlong samples: ``error``, ``drop``, ``truncate`` or ``split``.
+        poison: Policy for samples that cannot be read.
+        barriers: True if steps do not mix passes.
+        pushed: True if a program pushes the samples.
+        align: Tokens of which each sample takes a multiple.
+        most: Most samples in a pack; None for no limit.
+        batches: True if steps are batches, instead of cut from a stream.
+        padded: True if samples are padded to rows, instead of packed.
+    """
 
     name: str
     partitions: int
     limit: int
-    """Tokens over which a sample is over-long."""
     passes: int | None = 1
     overlong: str = "error"
     poison: str = "error"
     barriers: bool = False
-    """Passes are kept apart."""
     pushed: bool = False
     align: int = 1
-    """Tokens that samples are padded to a multiple of."""
     most: int | None = None
-    """Samples that a pack holds."""
     batches: bool = False
-    """Steps are batches."""
     padded: bool = False
-    """Nothing is packed."""
 
     def fits(self, lengths: I64) -> bool:
-        """Does a pack hold samples of these lengths, int64 [n], 0 being none?"""
+        """Return whether one pack can hold samples of these lengths, int64 [n]; a sample of length 0 is left out."""
         tokens = int((-(-lengths // self.align) * self.align).sum())
         return tokens <= self.limit and (self.most is None or int((lengths > 0).sum()) <= self.most)
 
 
 def terms_of(rules: Rules) -> list[StreamTerms]:
-    """The terms of every stream of some rules, in their order."""
+    """Return the terms of every stream, in the order of the rules."""
     drain = rules.between_passes == "drain"
     return [
         StreamTerms(

@@ -1,17 +1,17 @@
-"""The producers' side of the broker: what producers send, and what a feed needs of them.
+"""The producers' side of the broker: handles the messages of producers, and gets samples for the feeds.
 
-A producer offers streams and is leased partitions (``rebalance``), with credits (``credits``). A chunk is taken if it
-is the next that its partition misses (``partition_accounts``). Messages of an older session or of an older broker
-change nothing. A producer that breaks the protocol, or says that it must stop, loses its leases; trainers that wait
-for its samples are told why. When a feed goes to another place, its partitions are read from there in new sessions.
+A producer offers streams and gets leases of partitions (``rebalance``), with credit (``credits``). A chunk is taken if
+it is the next one of its partition (``partition_accounts``). Messages of an older session or an older broker change
+nothing. A producer that breaks the protocol, or reports a failure, loses its leases; trainers that wait for its samples
+get the reason. When a feed goes back or forward, its partitions are read from there in new sessions.
 
-Partitions are known by number (``p``), numbered through over all feeds.
+A partition is named by its number ``p``, which counts the partitions of all feeds.
 """
 
 from __future__ import annotations
 
 from streampack.core.intake.admission import Admission
-from streampack.core.intake.chunk_check import received
+from streampack.core.intake.chunk_check import parse_chunk
 from streampack.core.intake.credits import Credits
 from streampack.core.intake.partition_accounts import PartitionAccounts
 from streampack.core.intake.partition_records import PartitionRecords
@@ -33,21 +33,21 @@ from streampack.core.protocol.trainer_messages import Attach, Get, ReaderPing
 
 FAREWELL = Bye(reason="the broker is stopping")
 REPEAT_S = 1.0
-"""Seconds after which credits are sent again, whether or not they changed."""
+"""Seconds after which unchanged credit is sent again."""
 PRODUCER_SILENT_S = 15.0
 """Seconds without a message after which a producer loses its leases."""
 
 
 class Leases:
-    """The owner of the producers' side; it joins the parts below, which all feeds share.
+    """The producers' side of the broker; all feeds share it and its parts.
 
     Attributes:
         partitions: The partitions of all feeds, and the intake of each.
-        records: What the log has of each partition.
-        accounts: What was taken of each partition, and where it is read again from.
-        producers: The producers that are there, and the holder of each partition.
-        credits: What holders are told.
-        rebalancer: Decides who holds which partition.
+        records: Writes records of partitions to the log.
+        accounts: Records and admits chunks, and reads partitions again.
+        producers: The connected producers, and the holder of each partition.
+        credits: Sends leases and credit to holders.
+        rebalancer: Decides which producer holds which partition.
     """
 
     def __init__(self, run: int, epoch: int, capacity: Capacity, table: SampleTable, journal: Journal) -> None:
@@ -59,53 +59,58 @@ class Leases:
         self.credits = Credits(run, epoch, capacity, self.partitions, self.producers, journal)
         self.rebalancer = Rebalancer(self.partitions, self.records, self.producers, self.credits)
         self.refused = 0
-        """Messages that broke the protocol."""
+        """Number of messages that were rejected."""
         self._now = 0.0
         self._repeated = 0.0
         """Time at which credits were last repeated."""
         self._done = False
-        """Nobody will ask for samples again."""
+        """True if no trainer will need samples again."""
 
     @property
     def num_producers(self) -> int:
-        """The number of producers that are there."""
+        """The number of connected producers."""
         return len(self.producers)
 
     def seen(self, stream: str) -> Seen:
-        """Return who offers a stream, and when one of them was heard."""
+        """Return the producers that offer a stream, and the time since their last message."""
         return self.producers.seen(stream, self._now)
 
-    # What a feed needs
+    # Calls of a feed
 
     def open(self, feed: str, rules: Rules, admission: Admission, merge: FeedMerge, history: History) -> None:
-        """Add the streams of ``feed`` that are not there yet, whose samples go to ``admission`` and ``merge``."""
+        """Add the new streams of ``feed``; their samples go to ``admission`` and ``merge``."""
         self.partitions.open(feed, rules, admission, merge, history)
         self.producers.open()
         self.credits.open()
 
     def merged(self, feed: str, moved: I64) -> list[Effect]:
-        """Widen the credits of the partitions ``moved``, int64 [n], in which the merge of ``feed`` has moved on."""
+        """Send more credit for partitions of which the merge of ``feed`` has taken samples.
+
+        Args:
+            feed: Name of the feed.
+            moved: int64 [n], the feed's own numbers of the partitions.
+        """
         effects: list[Effect] = []
         for p in self.accounts.note_merged(feed, moved):
             effects += self.credits.flow(p) + self._pull(p)
         return effects
 
     def close(self, feed: str) -> list[Effect]:
-        """Take no more of any stream of ``feed``, which has ended before them."""
+        """Take no more samples for ``feed``, which has ended."""
         return [e for p in self.partitions.of_feed(feed) for e in self._close(p)]
 
     def join(self, feed: str, known: int) -> list[Effect]:
-        """Lease the partitions beyond the ``known`` ones, which the merge of ``feed`` has now, from their beginning."""
+        """Lease, from their beginning, the partitions added to the merge of ``feed`` after its first ``known``."""
         more = self.accounts.join(feed, known)
         return self._read_from(more) if more else []
 
     def remove(self, rules: Rules) -> list[Effect]:
-        """Take no more of the streams of weight 0, which were removed; what waited of them is dropped."""
+        """Take no more samples of removed streams (of weight 0), and drop those that wait for the merge."""
         gone = [stream.name for stream in rules.streams if not stream.weight]
         return [e for name in gone for p in self.partitions.of_stream(name) for e in self._close(p)]
 
     def go_to(self, feed: str, floors: list[Floor], held: I64) -> list[Effect]:
-        """Read the partitions of ``feed`` again, in new sessions; see ``PartitionAccounts.go_to``."""
+        """Read the partitions of ``feed`` again from ``floors``, in new sessions; see ``PartitionAccounts.go_to``."""
         self.accounts.go_to(feed, floors, held)
         mine = self.partitions.of_feed(feed)
         for p in mine:
@@ -113,35 +118,36 @@ class Leases:
         return self._read_from(mine)
 
     def recalled(self, event: Recalled) -> list[Effect]:
-        """Take a chunk of a pushed partition that was read from the log."""
+        """Admit a chunk of a pushed partition that was read from the log, and read the next."""
         p, effects = self.accounts.recalled(event)
         if p is None:
             return effects
         return effects + self._pull(p) + self.credits.flow(p, repeat=not self.partitions.intakes[p].behind)
 
     def _read_from(self, mine: list[int]) -> list[Effect]:
-        """Read partitions from where their intakes stand, in new sessions."""
+        """Read partitions from the positions of their intakes, in new sessions."""
         return self.rebalancer.begin(mine) + [e for p in mine for e in self._pull(p)]
 
     def _close(self, p: int) -> list[Effect]:
+        """Take no more samples of a partition, and tell its holder."""
         intake = self.partitions.intakes[p]
-        intake.merged_tokens = intake.kept_tokens  # what waited is dropped
+        intake.merged_tokens = intake.kept_tokens  # samples that waited are dropped
         if intake.ended:
             return []
         intake.closed = True
         return self.credits.flow(p, repeat=True)
 
     def _pull(self, p: int) -> list[Effect]:
-        """Read on in the log, where it has more of a partition, and tell the holder if the partition ends with that."""
+        """Read a partition's next chunk from the log, if the log has one; tell the holder if the partition ends."""
         intake = self.partitions.intakes[p]
         ended = intake.ended
         effects = self.accounts.pull(p)
         return effects + (self.credits.flow(p, repeat=True) if intake.ended and not ended else [])
 
-    # What else happens
+    # Time, and the end
 
     def tick(self, now: float) -> list[Effect]:
-        """Drop producers that fell silent; repeat the credits of the others."""
+        """Drop silent producers, and repeat the credit of the others."""
         self._now = now
         effects: list[Effect] = []
         for producer in self.producers:
@@ -154,19 +160,19 @@ class Leases:
         return effects
 
     def dismiss(self, done: bool) -> list[Effect]:
-        """Tell producers that they may go, once nobody will ask for samples again (``done``)."""
+        """Tell producers once that they may stop, if no trainer will need samples again (``done``)."""
         tell, self._done = done and not self._done, done
         return [e for producer in self.producers for e in self.credits.send(producer.peer, Done())] if tell else []
 
     def drain(self) -> list[Effect]:
-        """Give no further credit, lease nothing, and send every producer away."""
+        """Stop: give no more leases or credit, and say goodbye to every producer."""
         self.credits.drained = True
         return [e for producer in self.producers for e in self.credits.send(producer.peer, FAREWELL)]
 
-    # What producers send
+    # Messages of producers
 
     def receive(self, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
-        """Take a producer's message."""
+        """Handle a message of the producer at ``peer``, and return the answers."""
         self._now = now
         message = envelope.message
         if isinstance(message, Hello):
@@ -188,12 +194,12 @@ class Leases:
         return self._refuse(peer, "protocol", f"got {type(message).__name__} from a producer")
 
     def leave(self, peer: bytes, why: ProducerDeparture) -> list[Effect]:
-        """Forget a peer that is gone, whether or not it was known."""
+        """Remove the producer at ``peer``, if there is one, and lease its partitions to others."""
         producer = self.producers.at(peer)
         return [] if producer is None else self.rebalancer.leave(producer, why)
 
     def _hello(self, peer: bytes, hello: Hello) -> list[Effect]:
-        """Let a producer in, refuse it, or leave it unanswered while its claim waits."""
+        """Admit a producer and lease partitions to it, reject it, or give no answer while its claim waits."""
         producers = self.producers
         for offer in hello.offers:
             if unfit := refusal(offer, self.partitions, self.records.digests):
@@ -224,7 +230,7 @@ class Leases:
         return effects + (self.credits.send(peer, Done()) if self._done else [])
 
     def _ping(self, producer: ConnectedProducer, message: ProducerPing) -> list[Effect]:
-        """Note what a producer says of itself, and repeat what it is to do."""
+        """Take a producer's report of itself, and repeat its credit; remove a producer that failed."""
         mine = self.producers.held_by(producer.name)
         producer.sizes = {name: size for name, size in message.sizes.items() if name in producer.offers}
         if message.failure:
@@ -239,12 +245,12 @@ class Leases:
             return self.credits.send(producer.peer, FAREWELL)
         return [e for p in mine for e in self.credits.flow(p, repeat=True)]
 
-    # What the holder of a partition sends
+    # Messages of the holder of a partition
 
     def _of_partition(
         self, producer: ConnectedProducer, envelope: Envelope, message: Samples | Eos | Sent | Mark
     ) -> list[Effect]:  # fmt: skip
-        """Take a producer's message about a partition, in the session in which it holds the partition."""
+        """Handle a producer's message about a partition; revoke its lease if the session is not the current one."""
         p = self.partitions.find(message.stream, message.partition)
         if p is None or self.producers.holder[p] != producer.name:
             return self.credits.revoke(producer, envelope.fence, message)
@@ -261,13 +267,13 @@ class Leases:
         return self.credits.again(p) if lost else self.credits.flow(p, repeat=True)
 
     def _samples(self, producer: ConnectedProducer, p: int, envelope: Envelope, message: Samples) -> list[Effect]:
-        """Take a chunk, refuse it, or ask for the samples that are missing before it."""
+        """Take a chunk, reject it, or ask for the samples that are missing before it."""
         intake, stream = self.partitions.intakes[p], self.partitions.stream_of[p]
         if self.credits.drained:
             return []
         if intake.unwanted or (intake.closed and stream.terms.pushed):
             return self.credits.flow(p, repeat=True)
-        chunk = received(envelope, message)
+        chunk = parse_chunk(envelope, message)
         if isinstance(chunk, str):
             return self._expel(producer, "malformed", chunk, p)
         unfit = stream.admission.refusal(stream.number, intake, chunk)
@@ -279,13 +285,13 @@ class Leases:
         if message.base_seq > intake.expected_seq or not fits:
             return self.credits.again(p)
         if stream.terms.pushed and message.base_seq < intake.recorded_seq:
-            return self.credits.again(p)  # half of it is in the log
+            return self.credits.again(p)  # the log has a part of the chunk
         self.producers.failures.pop(p, None)
         taken = self.accounts.take(p, chunk)
         return taken + self.credits.settle(p) + self.credits.flow(p, repeat=intake.closed)
 
     def _eos(self, producer: ConnectedProducer, p: int, message: Eos) -> list[Effect]:
-        """Take the end of a partition, once all samples before it are there."""
+        """Take the end of a partition, or ask for the samples that are missing before it."""
         intake = self.partitions.intakes[p]
         if intake.unwanted:
             return self.credits.flow(p, repeat=True)
@@ -304,7 +310,7 @@ class Leases:
         return self.accounts.end(p, message.total) + self.credits.flow(p, repeat=True)
 
     def _mark(self, p: int, message: Mark) -> list[Effect]:
-        """Take the end of a batch of a pushed partition."""
+        """Take the end of a batch of a pushed partition, or ask for the samples that are missing before it."""
         intake, stream = self.partitions.intakes[p], self.partitions.stream_of[p]
         if not stream.terms.pushed or message.number < intake.num_marks:
             return self.credits.flow(p, repeat=True)
@@ -313,7 +319,7 @@ class Leases:
         return self.records.append_mark(p, message) + self._pull(p) + self.credits.settle(p)
 
     def _expel(self, producer: ConnectedProducer, code: str, detail: str, p: int) -> list[Effect]:
-        """Refuse what a producer sent, and send it away: its leases go to others."""
+        """Reject a producer for a message about partition ``p``, and give its leases to others."""
         stream = self.partitions.stream_of[p]
         about = Report(
             "error", f"refused a producer: {detail}", feed=stream.feed, stream=stream.terms.name,
@@ -324,6 +330,7 @@ class Leases:
         return effects + self.rebalancer.leave(producer, ProducerDeparture.EXPELLED, code)
 
     def _refuse(self, peer: bytes, code: str, detail: str, report: Report | None = None) -> list[Effect]:
+        """Send a rejection with its reason, and log it."""
         self.refused += 1
         effects: list[Effect] = [report or Report("warning", f"refused a producer: {detail}")]
         return effects + self.credits.send(peer, Reject(code=code, detail=detail[:2000]))

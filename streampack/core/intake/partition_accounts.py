@@ -1,8 +1,8 @@
-"""What was taken of every partition, what waits, and where a partition is read again from.
+"""Records and admits the chunks of every partition, and reads partitions again.
 
-A chunk that was found good is recorded first, where its arrival decides the order, and then admitted. When a feed goes
-to another place, its partitions are read again from their floors: by a producer, or, where samples were pushed, out of
-the log. Samples are known by sequence number and partitions by number (``p``). The module does not know producers.
+A good chunk is first recorded, if its arrival decides the order, and then admitted. When a feed goes back or forward,
+a producer reads each of its partitions again from a floor. Pushed samples are read again from the log. The module
+does not know producers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import UNSET
 
 from streampack.core.intake.admission import POLICY_LAG
-from streampack.core.intake.chunk_check import Received, received
+from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
 from streampack.core.intake.partition_records import PartitionRecords
 from streampack.core.intake.partitions import Partitions
 from streampack.core.journal.log_effects import Recall, Recalled
@@ -26,29 +26,30 @@ from streampack.core.protocol.producer_messages import OVERLONG, Samples
 
 
 class PartitionAccounts:
-    """Take the samples of ``partitions``, and write them down in ``records``.
+    """Takes the samples of all partitions; a partition is named by its number ``p``.
 
     Args:
         run: The run's number.
         partitions: The partitions of all feeds.
-        records: What the log has of them.
+        records: Writes their records to the log.
         table: The metadata of all samples.
     """
 
     def __init__(self, run: int, partitions: Partitions, records: PartitionRecords, table: SampleTable) -> None:
         self._run, self._partitions, self._records, self._table = run, partitions, records, table
         self.absent: dict[int, tuple[int, int]] = {}
-        """Handles of samples that are known and whose payload is to come again: (partition, sequence number)."""
+        """(partition, sequence number) of each sample whose payload is to come again, by handle."""
 
     # Taking samples
 
-    def take(self, p: int, chunk: Received) -> list[Effect]:
-        """Record and admit a chunk that was found good."""
+    def take(self, p: int, chunk: ReceivedChunk) -> list[Effect]:
+        """Record a good chunk in the log, and admit its samples."""
         version = chunk.message.policy_version
         stale = version is not UNSET and self._partitions.stream_of[p].history.is_stale(version)
         return self._records.append_chunk(p, chunk, stale) + self._admit(p, chunk, stale)
 
-    def _admit(self, p: int, chunk: Received, stale: bool) -> list[Effect]:
+    def _admit(self, p: int, chunk: ReceivedChunk, stale: bool) -> list[Effect]:
+        """Admit the samples of a chunk, and record the dropped ones. All of a ``stale`` chunk are dropped."""
         intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
         effects, rejected = stream.admission.admit(stream.number, stream.number_in_feed(p), intake, chunk, stale)
         if self.absent:
@@ -67,21 +68,27 @@ class PartitionAccounts:
         return effects
 
     def end(self, p: int, total: int) -> list[Effect]:
-        """Note that a partition has ``total`` samples. It is done once all of them are taken."""
+        """Record that a partition has ended after ``total`` samples."""
         effects = self._records.append_end(p, total)
         if not self._partitions.intakes[p].behind:
-            self._end(p)
+            self._end_merge(p)
         return effects
 
-    def _end(self, p: int) -> None:
+    def _end_merge(self, p: int) -> None:
+        """Tell the merge that all samples of a partition were taken."""
         stream, intake = self._partitions.stream_of[p], self._partitions.intakes[p]
         intake.total = intake.known_total
         stream.merge.current.end(stream.number_in_feed(p))
 
     def note_merged(self, feed: str, moved: I64) -> list[int]:
-        """Note how far the merge of ``feed`` has come in its partitions ``moved``, int64 [n], and return their numbers.
+        """Update the merged samples and tokens of partitions of which the merge of ``feed`` has taken samples.
 
-        ``moved`` has the feed's own numbers, and the result the numbers over all feeds.
+        Args:
+            feed: Name of the feed.
+            moved: int64 [n], the feed's own numbers of the partitions.
+
+        Returns:
+            The numbers of these partitions over all feeds.
         """
         mine, known = self._partitions.of_feed(feed), list[int]()
         for number in moved.tolist():
@@ -95,7 +102,7 @@ class PartitionAccounts:
     # Reading the log
 
     def pull(self, p: int) -> list[Effect]:
-        """Take a pushed partition's next samples out of the log, where there is room for them."""
+        """Ask the log for a pushed partition's next chunk (``Recall``), if there is one and room for it."""
         intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
         merge, number = stream.merge.current, stream.number_in_feed(p)
         while intake.behind and not intake.recalling and not intake.unwanted:
@@ -117,14 +124,14 @@ class PartitionAccounts:
                 return [Recall(stream.feed, place.lsn)]
             intake.place += 1
         if stream.terms.pushed and not intake.behind and intake.total is None and intake.known_total is not None:
-            self._end(p)
+            self._end_merge(p)
         return []
 
     def recalled(self, event: Recalled) -> tuple[int | None, list[Effect]]:
         """Admit a chunk of a pushed partition that was read from the log.
 
         Returns:
-            The partition, None if it does not wait for the chunk, and the effects.
+            The partition (None if it does not wait for the chunk), and the effects.
         """
         record = event.record
         assert isinstance(record, ChunkAdmitted)
@@ -139,20 +146,20 @@ class PartitionAccounts:
             rejected=record.rejected, lost_tokens=record.lost_tokens, pass_ended=record.pass_ended, keep=record.keep,
         )  # fmt: skip
         envelope = Envelope(run=self._run, epoch=0, fence=0, message=message, payload=event.payload)
-        chunk = received(envelope, message)
-        assert isinstance(chunk, Received)  # it was found good before it was recorded
+        chunk = parse_chunk(envelope, message)
+        assert isinstance(chunk, ReceivedChunk)  # the chunk was checked before it was recorded
         intake.place += 1
         return p, self._admit(p, chunk, bool(record.stale))
 
-    # Going elsewhere
+    # Reading again
 
     def go_to(self, feed: str, floors: list[Floor], held: I64) -> None:
-        """Read the partitions of ``feed`` again; its merge says how far they are merged.
+        """Read the partitions of ``feed`` again from their floors, after its merge went back or forward.
 
         Args:
             feed: Name of the feed.
-            floors: Where each partition is read again from, one a partition that the merge knows.
-            held: Handles of samples whose payload is wanted again, int64 [n].
+            floors: Place to read each partition from, for every partition that the merge knows.
+            held: Handles of samples whose payload is to come again, int64 [n].
         """
         mine = self._partitions.of_feed(feed)
         ours = set(mine)
@@ -163,14 +170,18 @@ class PartitionAccounts:
             intake.go_to(floor, int(merge.merged_samples[number]), int(merge.merged_tokens[number]))
             whole = intake.known_total is not None and intake.expected_seq >= intake.known_total
             if whole and not intake.behind:
-                self._end(p)
+                self._end_merge(p)
         for p in mine[len(floors) :]:  # of streams that join later
             self._partitions.intakes[p].closed = True
             self._partitions.intakes[p].awaited.clear()
         self._await(feed, held)
 
     def join(self, feed: str, known: int) -> list[int]:
-        """Read the partitions beyond the ``known`` ones, which the merge of ``feed`` has now; return their numbers."""
+        """Read from their beginning the partitions added to the merge of ``feed`` after its first ``known``.
+
+        Returns:
+            The numbers of these partitions.
+        """
         mine = self._partitions.of_feed(feed)
         more = mine[known : len(self._partitions.stream_of[mine[0]].merge.current.merged_samples)]
         for p in more:
@@ -178,9 +189,11 @@ class PartitionAccounts:
         return more
 
     def floors(self, feed: str, held: I64) -> list[Floor]:
-        """Return where each partition of ``feed`` is read again from.
+        """Return the place to read each partition of ``feed`` from, to get samples again.
 
-        From there come the samples ``held`` (handles, int64 [n]) and all samples that are not merged.
+        Args:
+            feed: Name of the feed.
+            held: Handles of samples that are needed again, int64 [n], beside all samples that are not merged.
         """
         mine, streams = self._partitions.of_feed(feed), self._partitions.streams_of(feed)
         lowest = np.array(streams[0].merge.current.merged_samples)
@@ -191,7 +204,7 @@ class PartitionAccounts:
         return [self._partitions.intakes[p].floor(seq) for p, seq in zip(mine, lowest.tolist(), strict=False)]
 
     def _await(self, feed: str, held: I64) -> None:
-        """Note which samples' payload is to come again."""
+        """Mark the samples ``held`` as awaited: their payload is to come again."""
         streams, table = self._partitions.streams_of(feed), self._table
         rows = zip(held.tolist(), table.stream[held].tolist(), table.index[held].tolist(), strict=True)
         for handle, number, index in rows:
@@ -201,7 +214,7 @@ class PartitionAccounts:
             self.absent[handle] = (p, seq)
 
     def forget(self, handles: I64) -> None:
-        """Wait no more for the payload of samples that are released."""
+        """Do not wait any more for the payload of released samples, int64 [n]."""
         for handle in handles.tolist() if self.absent else ():
             p, seq = self.absent.pop(handle, (-1, 0))
             awaited = self._partitions.intakes[p].awaited if p >= 0 else {}

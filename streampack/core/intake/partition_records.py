@@ -1,9 +1,9 @@
-"""What the log has of each partition.
+"""Writes records of partitions to the log, and reads those of earlier brokers.
 
-The log gets the digest of each stream's source, chunks and ends of batches in the order in which they came, the ends
-of partitions, and rejected samples. What is appended is noted in the partition's ``Intake`` and in the feed's
-``History``. Before anything else happens, ``recover`` is told the records of earlier brokers, and ``learn`` what
-survives of records that are gone. The module does not know producers, or who asks for a record.
+There are records of the digest of each stream's source, of ends of partitions, and of rejected samples. Others give the
+order in which chunks and ends of batches came. Each record also updates the partition's ``Intake`` and the feed's
+``History``. At the start, ``recover`` takes the records of earlier brokers, and ``learn`` the facts that replace
+deleted records.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bisect import bisect_right
 import numpy as np
 from msgspec import UNSET
 
-from streampack.core.intake.chunk_check import Received
+from streampack.core.intake.chunk_check import ReceivedChunk
 from streampack.core.intake.partitions import Partitions
 from streampack.core.journal.history import ChunkPlace
 from streampack.core.journal.journal import Journal
@@ -30,34 +30,34 @@ from streampack.core.protocol.events import Effect
 from streampack.core.protocol.producer_messages import Mark
 
 DISCARDED = "discarded"
-"""Why samples are rejected that were pushed before trainers went back."""
+"""Reason of pushed samples that are lost because trainers went back to before they came."""
 
 
 class PartitionRecords:
-    """Append records of partitions to ``journal``, and learn from those of earlier brokers."""
+    """Appends records of partitions to ``journal``, and takes over those of earlier brokers."""
 
     def __init__(self, partitions: Partitions, journal: Journal) -> None:
         self._partitions, self._journal = partitions, journal
         self.digests: dict[str, str] = {}
-        """Digest of each stream's source, as accepted."""
+        """Accepted digest of each stream's source, by stream."""
 
     # Appending
 
     def accept_source(self, stream: str, digest: str) -> list[Effect]:
-        """Record the digest of a stream's source, where it is new."""
+        """Record the digest of a stream's source, if it is new."""
         if self.digests.get(stream) == digest:
             return []
         self.digests[stream] = digest
         return self._journal.append(SourceAccepted(stream=stream, source_digest=digest))
 
     def forget_source(self, stream: str) -> None:
-        """Let the next producer read other data, where nothing of the stream was taken or recorded."""
+        """Let the next producer read other data, if no sample of the stream was taken and the log is not kept."""
         of = self._partitions.streams[stream]
         if not self._journal.keeps and not of.admission.counts[of.number].samples:
             self.digests.pop(stream, None)
 
-    def append_chunk(self, p: int, chunk: Received, stale: bool) -> list[Effect]:
-        """Record that a chunk came, where that decides the order; with its payload where it cannot be sent again."""
+    def append_chunk(self, p: int, chunk: ReceivedChunk, stale: bool) -> list[Effect]:
+        """Record a chunk, if arrival decides the order of the merge; a pushed chunk is recorded with its payload."""
         intake, stream, message = self._partitions.intakes[p], self._partitions.stream_of[p], chunk.message
         stop, first = chunk.stop_seq, max(message.base_seq, intake.recorded_seq)
         if not stream.in_order or first >= stop or intake.closed:
@@ -93,7 +93,7 @@ class PartitionRecords:
         return effects
 
     def append_end(self, p: int, total: int) -> list[Effect]:
-        """Record that a partition has ``total`` samples, where that is new."""
+        """Record that a partition has ended after ``total`` samples, if that is new."""
         intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
         if intake.known_total is not None:
             return []
@@ -105,14 +105,14 @@ class PartitionRecords:
         return effects
 
     def append_rejection(self, p: int, seqs: I64, reasons: dict[str, int]) -> list[Effect]:
-        """Record that the samples of numbers ``seqs``, int64 [n], were rejected. ``reasons`` counts each reason."""
+        """Record rejected samples: their sequence numbers, int64 [n], and the count of each reason."""
         stream = self._partitions.stream_of[p]
         indices = np.asarray(index_of(seqs, p - stream.first, stream.terms.partitions), "<u8")
         record = SamplesRejected(stream=stream.terms.name, indices_u64=indices.tobytes(), reasons=reasons)
         return self._journal.append(record)
 
     def discard(self, feed: str) -> list[Effect]:
-        """Record which samples that were pushed to ``feed`` are lost, where that is not recorded yet."""
+        """Record the pushed samples of ``feed`` that are lost because trainers went back, if not recorded yet."""
         effects: list[Effect] = []
         mine = self._partitions.of_feed(feed)
         for place in self._partitions.stream_of[mine[0]].history.order if mine else ():
@@ -125,7 +125,7 @@ class PartitionRecords:
         return effects
 
     def _note_chunk(self, p: int, lsn: int, record: ChunkAdmitted) -> None:
-        """Note the place of a chunk in the log's order."""
+        """Add a chunk at log sequence number ``lsn`` to the partition's intake and the feed's history."""
         intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
         lengths = np.frombuffer(record.lengths_u32, "<u4")
         version = -1 if record.policy_version is UNSET else record.policy_version
@@ -140,17 +140,17 @@ class PartitionRecords:
         stream.history.came(place)
 
     def _note_mark(self, p: int, number: int, seq: int, lsn: int) -> None:
-        """Note the place of a batch's end in the log's order."""
+        """Add the end of batch ``number`` at log sequence number ``lsn`` to the intake and the feed's history."""
         intake, stream = self._partitions.intakes[p], self._partitions.stream_of[p]
         place = ChunkPlace(stream.number_in_feed(p), seq, 0, lsn, 0, mark=number)
         intake.end_batch(number, seq)
         intake.places.append(place)
         stream.history.came(place)
 
-    # What earlier brokers wrote, and what survives
+    # Records of earlier brokers
 
     def facts(self) -> dict[str, StreamFacts]:
-        """Return what must survive of each stream when records of the log go."""
+        """Return the facts of each stream that must survive when records of the log are deleted, by stream."""
         intakes = {
             name: [self._partitions.intakes[p] for p in self._partitions.of_stream(name)]
             for name in self._partitions.streams
@@ -166,7 +166,7 @@ class PartitionRecords:
         }
 
     def learn(self, stream: str, facts: StreamFacts) -> None:
-        """Take over what an earlier broker knew of a stream."""
+        """Take over the facts of a stream from an earlier broker."""
         if facts.source_digest:
             self.digests[stream] = facts.source_digest
         mine = [self._partitions.intakes[p] for p in self._partitions.of_stream(stream)]
@@ -180,7 +180,7 @@ class PartitionRecords:
     def recover(
         self, lsn: int, record: SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded
     ) -> None:
-        """Take over a record of the log, before anything else happens."""
+        """Take over a record of an earlier broker, at the start."""
         if isinstance(record, SourceAccepted):
             self.digests[record.stream] = record.source_digest
             return
@@ -199,6 +199,7 @@ class PartitionRecords:
         intake.durable_seq, intake.durable_marks = intake.recorded_seq, intake.num_marks
 
     def _recover_rejection(self, record: SamplesRejected) -> None:
+        """Take over a record of rejected samples, so that they are not recorded again."""
         stream = self._partitions.streams[record.stream]
         count = stream.terms.partitions
         for index in np.frombuffer(record.indices_u64, "<u8").tolist():
@@ -209,7 +210,7 @@ class PartitionRecords:
                 intake.places[at].counted = True
 
     def forget_below(self, lsn: int) -> None:
-        """Forget the places of records below ``lsn``, which are gone from the log."""
+        """Forget chunks below log sequence number ``lsn``: their records were deleted from the log."""
         for intake in self._partitions.intakes:
             gone = sum(place.lsn < lsn for place in intake.places)
             del intake.places[:gone]

@@ -1,8 +1,8 @@
 """The partitions of every stream: their numbers, and the intake of each.
 
-A partition is known by its number (``p``), numbered through over all feeds; its samples by sequence number. A feed
-numbers its own partitions, from 0, for its merge (``Stream.number_in_feed``). The module knows nothing of producers,
-of the log, or of how samples are taken.
+A partition has a number ``p``, which counts the partitions of all feeds. The merge of a feed has numbers of its own for
+the feed's partitions, from 0 (``Stream.number_in_feed``). A sequence number counts the samples of a partition. The
+module does not know producers or the log.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streampack.core.model.rules import Rules
 
 
 class Granted(NamedTuple):
-    """What the open partitions of a stream may send, and what of it waits.
+    """Credit of a stream, over its partitions that have not ended.
 
     Attributes:
         granted_tokens: Tokens that may wait for the merge.
@@ -38,11 +38,11 @@ class Stream:
 
     Attributes:
         feed: Name of the feed.
-        terms: What the rules ask of the stream's samples.
+        terms: The rules that the stream's samples have to meet.
         admission: Admits the feed's samples.
         merge: The feed's merge.
         rules: The feed's rules when the stream was added.
-        history: What the log says of the feed.
+        history: The feed's history, from the log.
         number: Number of the stream in its feed.
         first: Number of its first partition.
         first_in_feed: The feed's own number of its first partition.
@@ -60,7 +60,7 @@ class Stream:
 
     @property
     def in_order(self) -> bool:
-        """Whether the log has the order in which the stream's chunks came."""
+        """True if the log records the order in which the stream's chunks came."""
         return self.rules.merge == "arrival"
 
     def number_in_feed(self, p: int) -> int:
@@ -69,7 +69,7 @@ class Stream:
 
 
 class Partitions:
-    """The partitions of all feeds.
+    """The partitions of all feeds, by number ``p``.
 
     Args:
         quota_tokens: Tokens of each partition that may wait for the merge.
@@ -81,14 +81,14 @@ class Partitions:
         self.stream_of: list[Stream] = []
         """The stream of each partition."""
         self.intakes: list[Intake] = []
-        """What was taken of each partition."""
+        """The intake of each partition."""
         self._of_feed: dict[str, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self.intakes)
 
     def open(self, feed: str, rules: Rules, admission: Admission, merge: FeedMerge, history: History) -> None:
-        """Add the streams of ``feed`` that are not there yet, whose samples go to ``admission`` and ``merge``."""
+        """Add the new streams of ``feed``; their samples go to ``admission`` and ``merge``."""
         first_in_feed = len(self.of_feed(feed))
         for number, terms in enumerate(terms_of(rules)):
             if terms.name in self.streams:
@@ -102,36 +102,36 @@ class Partitions:
             first_in_feed += terms.partitions
 
     def of_feed(self, feed: str) -> list[int]:
-        """Return the partitions of ``feed``, in the feed's own order."""
+        """Return the numbers of the partitions of ``feed``, in the feed's own order."""
         return self._of_feed.setdefault(feed, [])
 
     def of_stream(self, stream: str) -> range:
-        """Return the partitions of a stream."""
+        """Return the numbers of a stream's partitions."""
         first = self.streams[stream].first
         return range(first, first + self.streams[stream].terms.partitions)
 
     def streams_of(self, feed: str) -> list[Stream]:
-        """Return the streams of ``feed``, in its own order."""
+        """Return the streams of ``feed``, in the order of its rules."""
         return [stream for stream in self.streams.values() if stream.feed == feed]
 
     def find(self, stream: str, partition: int) -> int | None:
-        """Return the number of a stream's partition; None where there is no such partition."""
+        """Return the number ``p`` of a stream's partition; None if there is no such partition."""
         known = self.streams.get(stream)
         if known is None or not 0 <= partition < known.terms.partitions:
             return None
         return known.first + partition
 
     def name_of(self, p: int) -> str:
-        """Return the name of a partition's stream."""
+        """Return the name of the stream of partition ``p``."""
         return self.stream_of[p].terms.name
 
     def next_seq(self, p: int) -> int:
-        """Return the number of the sample that the holder of a partition is to send next."""
+        """Return the sequence number of the sample that the holder of partition ``p`` is to send next."""
         intake = self.intakes[p]
         return intake.recorded_seq if self.stream_of[p].terms.pushed else intake.expected_seq
 
     def granted(self, stream: str) -> Granted:
-        """Return what the open partitions of a stream may send, and what of it waits for the merge."""
+        """Return the credit of a stream: tokens granted, tokens that wait for the merge, and samples still to come."""
         open_ = [each for p in self.of_stream(stream) if not (each := self.intakes[p]).ended]
         return Granted(
             self.quota_tokens * len(open_),
@@ -141,5 +141,5 @@ class Partitions:
 
     @property
     def ended(self) -> bool:
-        """Whether every partition was taken whole, or closed."""
+        """True if every partition has ended: all of its samples were taken, or no more are wanted."""
         return all(intake.ended for intake in self.intakes)

@@ -1,10 +1,9 @@
-"""The producers that are there: which streams each offers, and which partitions each holds.
+"""The connected producers: which streams each offers, and which partitions each holds.
 
-A producer is a process, whose name is its own for as long as it lives. A stream that is read is shared out among the
-producers that offer it (``rebalance``). A partition of a pushed stream belongs to the producer that names it. Where
-another producer holds that partition, the new one *claims* it. A holder that is heard after the claim came is alive,
-and the claim is refused. A holder that was silent for ``CLAIM_S`` has lost the partition for good. Of samples, the
-module knows nothing.
+A producer is a process with a name that no other process has. A stream that is read is shared out among the producers
+that offer it (``rebalance``). A partition of a pushed stream belongs to the producer that names it. If another producer
+holds that partition, the new one *claims* it. A holder that sends a message after the claim is alive, and the claim is
+rejected. A holder that is silent for ``CLAIM_S`` loses the partition for good. The module does not know samples.
 """
 
 from __future__ import annotations
@@ -18,16 +17,17 @@ from streampack.core.intake.partitions import Partitions
 from streampack.core.protocol.producer_messages import Hello, Offer, SourceSize
 
 HOSTS_SHOWN = 32
+"""Most hosts of a stream's producers in a report."""
 MOST_CLAIMS = 4096
-"""Claims, and producers that lost their partition, that are remembered: peers can invent any number of names."""
+"""Most claims, and most replaced producers, that are remembered, since peers can invent any number of names."""
 CLAIM_S = 3.0
 """Seconds of silence after which a producer that pushes loses its partition to another that claims it."""
 
 
 class ProducerDeparture(Enum):
-    """Reason why a producer has left; ``text`` is for the log.
+    """Reason that a producer was removed; ``text`` is for the log.
 
-    ``vanished``: it did not say so itself, and may be dead.
+    If ``vanished``, the producer did not say goodbye, and may be dead.
     """
 
     GOODBYE = ("it said goodbye", False)
@@ -47,12 +47,12 @@ class ConnectedProducer:
     """A process that sends samples.
 
     Attributes:
-        name: Name that the process chose, its own for as long as it lives.
-        peer: Its connection.
-        where: Its host and process id.
-        offers: The streams that it offers, each with the partition where it pushes, else None.
-        heard: When it was last heard, in seconds.
-        sizes: What it knows of the streams' sources, in the shards that it has opened.
+        name: Name that the process chose; no other process has it.
+        peer: Name of the connection.
+        where: Host and process id, as host:pid.
+        offers: The streams that the process offers: the partition to which it pushes, or None, by stream.
+        heard: Time of its last message, in seconds.
+        sizes: Sizes of the streams' sources, counting the files that this process has opened, by stream.
     """
 
     name: str
@@ -64,12 +64,12 @@ class ConnectedProducer:
 
     @property
     def host(self) -> str:
-        """Name of its host."""
+        """Name of the producer's host."""
         return self.where.rpartition(":")[0]
 
 
 class Claim(NamedTuple):
-    """Decision on a claim: it is refused, or waits, or takes over from the holders ``silent`` for too long."""
+    """Decision on a claim: rejected (with the reason), or waiting, or granted because the ``silent`` holders lose."""
 
     refusal: str = ""
     waits: bool = False
@@ -77,12 +77,12 @@ class Claim(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Who offers a stream.
+    """The producers that offer a stream.
 
     Attributes:
-        producers: Number of producers that offer it.
-        hosts: The first of their hosts, by name.
-        last_s: Seconds since one of them was heard; None where none ever was.
+        producers: Number of producers that offer the stream.
+        hosts: Their hosts, sorted, the first ``HOSTS_SHOWN``.
+        last_s: Seconds since the last message of one of them; None if there was none.
     """
 
     producers: int
@@ -91,7 +91,7 @@ class Seen(NamedTuple):
 
 
 class Producers:
-    """The producers that are there, and the holder of every partition."""
+    """The connected producers, and the holder of every partition."""
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions
@@ -100,14 +100,14 @@ class Producers:
         self.failures: dict[int, str] = {}
         """Reason why a partition's last holder stopped, by partition; removed when samples come again."""
         self.claims: dict[str, float] = {}
-        """Time at which each producer first claimed a partition that another holds."""
+        """Time at which each producer first claimed a partition that another holds, by name."""
         self.replaced: dict[str, None] = {}
-        """Producers that lost their partition to a claim, the oldest first."""
+        """Names of producers that lost their partition to a claim, the oldest first."""
         self._named: dict[str, ConnectedProducer] = {}
         self._names: dict[bytes, str] = {}
         """Name of the producer of each peer."""
         self._left: dict[str, float] = {}
-        """Time at which a stream's departed producer was last heard, by stream."""
+        """Time of the last message of a producer that has left, by stream."""
 
     def __len__(self) -> int:
         return len(self._named)
@@ -116,29 +116,29 @@ class Producers:
         return iter(list(self._named.values()))
 
     def open(self) -> None:
-        """Add the partitions that were opened: nobody holds them."""
+        """Add partitions that were opened, without a holder."""
         self.holder += [None] * (len(self._partitions) - len(self.holder))
 
     def named(self, name: str) -> ConnectedProducer | None:
-        """Return the producer of this name."""
+        """Return the producer of this name; None if it is not connected."""
         return self._named.get(name)
 
     def at(self, peer: bytes) -> ConnectedProducer | None:
-        """Return the producer of this connection."""
+        """Return the producer of the connection ``peer``; None if there is none."""
         name = self._names.get(peer)
         return None if name is None else self._named[name]
 
     def holder_of(self, p: int) -> ConnectedProducer | None:
-        """Return the producer that holds partition ``p``."""
+        """Return the producer that holds partition ``p``; None if there is none."""
         name = self.holder[p]
         return None if name is None else self._named[name]
 
     def held_by(self, name: str) -> list[int]:
-        """Return the partitions of a producer."""
+        """Return the numbers of the partitions that the producer ``name`` holds."""
         return [p for p, holder in enumerate(self.holder) if holder == name]
 
     def is_replaced(self, name: str) -> bool:
-        """Return whether another producer has claimed this one's partition."""
+        """Return whether the producer ``name`` has lost its partition to a claim."""
         return name in self.replaced
 
     def offering(self, stream: str) -> list[ConnectedProducer]:
@@ -146,14 +146,14 @@ class Producers:
         return [producer for producer in self._named.values() if stream in producer.offers]
 
     def seen(self, stream: str, now: float) -> Seen:
-        """Return who offers a stream, and when one of them was heard."""
+        """Return the producers that offer a stream, and the seconds since their last message."""
         there = self.offering(stream)
         heard = [*(producer.heard for producer in there), *([self._left[stream]] if stream in self._left else [])]
         hosts = sorted({producer.host for producer in there})[:HOSTS_SHOWN]
         return Seen(len(there), hosts, max(now - max(heard), 0.0) if heard else None)
 
     def size(self, stream: str) -> SourceSize | None:
-        """Return how much a stream has, as far as its producers know. Each of them reads other shards."""
+        """Return the size of a stream's source, summed over producers, which open different files; None if unknown."""
         sizes = [each.sizes[stream] for each in self._named.values() if stream in each.sizes]
         if not sizes:
             return None
@@ -163,7 +163,7 @@ class Producers:
         )  # fmt: skip
 
     def describe(self, p: int) -> str:
-        """Return a text that names partition ``p`` and who should send it."""
+        """Return a text that names partition ``p`` and the producer that sends it, or the reason that none does."""
         stream, holder = self._partitions.stream_of[p], self.holder_of(p)
         text = f"stream {stream.terms.name!r} partition {p - stream.first} of {stream.terms.partitions}"
         if p in self.failures:
@@ -174,12 +174,12 @@ class Producers:
         return f"{text}: held by the producer at {holder.where}"
 
     def pushed_from(self, p: int) -> str | None:
-        """Return the address of the producer that pushes to partition ``p``; None without one, or if it has failed."""
+        """Return host:pid of the producer that pushes to partition ``p``; None if there is none or it has failed."""
         holder = self.holder_of(p)
         return None if holder is None or p in self.failures else holder.where
 
     def add(self, hello: Hello, peer: bytes, now: float) -> ConnectedProducer:
-        """Take what a producer says that it offers, for the first time or again."""
+        """Add the producer of a hello, or update its connection and its offers; return the producer."""
         known = self._named.get(hello.producer)
         if known is not None:
             self._names.pop(known.peer, None)
@@ -190,7 +190,7 @@ class Producers:
         return producer
 
     def remove(self, name: str) -> ConnectedProducer:
-        """Forget a producer that has left, and return it. Nobody holds its partitions then."""
+        """Remove a producer that has left, and return it; its partitions have no holder then."""
         producer = self._named.pop(name)
         self._names.pop(producer.peer, None)
         self._left |= {stream: max(producer.heard, self._left.get(stream, 0.0)) for stream in producer.offers}
@@ -201,9 +201,9 @@ class Producers:
     # Claims
 
     def claim(self, hello: Hello, now: float) -> Claim:
-        """Decide the claim of a producer to partitions that others hold; an empty ``Claim`` where none does.
+        """Decide the claim of a producer to partitions that others hold; an empty ``Claim`` if no other holds them.
 
-        A holder keeps them while it is heard. A holder that was killed is silent, and cannot say goodbye.
+        A holder that still sends messages keeps its partitions. A holder that was killed is silent.
         """
         streams = self._partitions.streams
         wanted = {streams[offer.stream].first + (offer.partition or 0): offer for offer in hello.offers}
@@ -232,17 +232,18 @@ class Producers:
 
 
 def _forget_oldest(names: dict[str, Any]) -> None:
+    """Remove the oldest names beyond ``MOST_CLAIMS``."""
     while len(names) > MOST_CLAIMS:
         del names[next(iter(names))]
 
 
 def refusal(offer: Offer, partitions: Partitions, digests: dict[str, str]) -> tuple[str, str] | None:
-    """Return (code, detail) of what is wrong with an offer; None if nothing is.
+    """Return the reason that an offer is rejected, (code of the error, its text); None if it is accepted.
 
     Args:
         offer: A stream that a producer offers.
         partitions: The partitions of all feeds.
-        digests: Digest of each stream's source, as accepted.
+        digests: Accepted digest of each stream's source, by stream.
     """
     if offer.stream not in partitions.streams:
         return "unknown_stream", f"got stream {offer.stream!r}, expected one of: {', '.join(partitions.streams)}"
@@ -254,13 +255,13 @@ def refusal(offer: Offer, partitions: Partitions, digests: dict[str, str]) -> tu
         return None
     return "source_digest", (
         f"stream {offer.stream!r}: got other data than its first producer reads (source digest "
-        f"{offer.source_digest[:16]}, expected {digest[:16]}): give both the same files and tokenizer, or "
-        f"begin a new run"
+        f"{offer.source_digest[:16]}, expected {digest[:16]}). Give both the same files and tokenizer, or "
+        f"begin a new run."
     )
 
 
 def _misplaced(offer: Offer, partitions: Partitions) -> str:
-    """Return what is wrong with the partition of an offer; empty if nothing is. Only pushed streams name one."""
+    """Return an error text if an offer names a partition wrongly; empty if not. Only pushed streams name one."""
     terms = partitions.streams[offer.stream].terms
     if terms.pushed and offer.partition is None:
         return (

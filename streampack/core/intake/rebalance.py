@@ -1,8 +1,8 @@
 """Rebalancing: move leases when producers come and go.
 
-The partitions of a stream that is read are shared out evenly among the producers that offer it, so that any number of
-producer processes gives the same stream. A partition of a pushed stream goes to the producer that names it. Every move
-begins a new session at the next sample that is missing (``credits``). Partitions are known by number (``p``).
+The partitions of a stream that is read are shared out evenly among the producers that offer it. So any number of
+processes produces the same stream. A partition of a pushed stream goes to the producer that names it. Every move begins
+a new session at the next missing sample (``credits``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from streampack.core.protocol.producer_messages import Hello
 
 
 class Move(NamedTuple):
-    """Partition ``p`` goes ``to`` another producer, or to none; ``taken``: its holder still sends it."""
+    """Partition ``p`` goes ``to`` the producer of this name, or to none; ``taken`` if its holder still sends it."""
 
     p: int
     to: str | None
@@ -26,12 +26,12 @@ class Move(NamedTuple):
 
 
 class Rebalancer:
-    """Decide which producer holds which partition.
+    """Decides which producer holds which partition.
 
     Args:
         partitions: The partitions of all feeds.
-        records: What the log has of them; a source is forgotten when its last producer leaves.
-        producers: The producers that are there.
+        records: Forgets the digest of a source when its last producer leaves.
+        producers: The connected producers.
         credits: Sends leases to them.
     """
 
@@ -40,10 +40,10 @@ class Rebalancer:
     ) -> None:  # fmt: skip
         self._partitions, self._records, self._producers, self._credits = partitions, records, producers, credits
         self.vanished = 0
-        """Producers that were gone without a goodbye: silent, or followed by another process of their name."""
+        """Number of producers that left without a goodbye: silent, or replaced by another process of their name."""
 
     def join(self, peer: bytes, hello: Hello, now: float) -> list[Effect]:
-        """Lease partitions to a producer that has come, or that says again that it is there."""
+        """Add the producer of a hello, new or known, and lease partitions to it."""
         known = self._producers.named(hello.producer)
         producer = self._producers.add(hello, peer, now)
         effects: list[Effect] = []
@@ -58,12 +58,12 @@ class Rebalancer:
             effects.append(Report("warning", gone, producer=producer.where, host=producer.host))
         moved, last_words = self._share_out()
         held = [p for p in self._producers.held_by(producer.name) if p not in moved]
-        for p in held if restarted else ():  # another process: it does not know what was sent
+        for p in held if restarted else ():  # another process does not know how far the last one sent
             self._credits.begin(p)
         return effects + last_words + self._lease([*held, *moved])
 
     def leave(self, producer: ConnectedProducer, why: ProducerDeparture, detail: object = "") -> list[Effect]:
-        """Give the partitions of a producer that has left to others. ``detail`` completes the text of ``why``."""
+        """Remove a producer, and lease its partitions to others; ``detail`` completes the text of ``why``."""
         self.vanished += why.vanished
         self._producers.remove(producer.name)
         for stream in producer.offers:
@@ -76,20 +76,21 @@ class Rebalancer:
         return [left, *last_words, *self._lease(moved)]
 
     def begin(self, mine: list[int]) -> list[Effect]:
-        """Begin new sessions of the partitions ``mine``, and share all partitions out anew."""
+        """Begin new sessions of the partitions ``mine``, share all partitions out anew, and send the leases."""
         for p in mine:
             self._credits.begin(p)
         moved, last_words = self._share_out()
         return last_words + self._lease(sorted({*mine, *moved}))
 
     def _lease(self, partitions: list[int]) -> list[Effect]:
+        """Send the leases of partitions to their holders."""
         return [effect for p in partitions for effect in self._credits.lease(p)]
 
     def _share_out(self) -> tuple[list[int], list[Effect]]:
         """Give every open partition to a producer that offers its stream.
 
         Returns:
-            The partitions that moved, and what those who lost them are told: how much of theirs was taken.
+            The partitions that moved, and the messages that tell the old holders how far the broker has received.
         """
         moved: list[int] = []
         effects: list[Effect] = []
@@ -102,7 +103,7 @@ class Rebalancer:
         return sorted(moved), effects
 
     def _moves(self) -> list[Move]:
-        """Return the moves after which each open partition is with a producer that offers its stream, evenly."""
+        """Return the moves that share the open partitions of each stream out evenly among its producers."""
         moves: list[Move] = []
         for name, stream in self._partitions.streams.items():
             able, mine = self._producers.offering(name), self._partitions.of_stream(name)
@@ -116,7 +117,7 @@ class Rebalancer:
         return moves
 
     def _even_out(self, able: list[str], open_: list[int]) -> list[Move]:
-        """Return the moves after which no producer holds two more of the open partitions than another."""
+        """Return the moves after which the numbers of open partitions of the producers ``able`` differ by at most 1."""
         moves: list[Move] = []
         load: dict[str | None, list[int]] = {name: [] for name in able}
         orphans = list[int]()
@@ -135,6 +136,11 @@ class Rebalancer:
             moves.append(move)
 
     def _move_pushed(self, mine: range, named: dict[int | None, str]) -> list[Move]:
-        """Return the moves after which each partition of a pushed stream is with the producer that names it."""
+        """Return the moves that give each partition of a pushed stream to the producer that names it.
+
+        Args:
+            mine: Numbers of the stream's partitions.
+            named: Producer that names each partition, by its number in the stream.
+        """
         to = {p: named.get(p - mine.start) for p in mine}
         return [Move(p, name) for p, name in to.items() if name != self._producers.holder[p]]

@@ -18,7 +18,7 @@ from msgspec import UNSET
 from streampack.core.deal.step_cache import KeptSteps
 from streampack.core.form.former import Former
 from streampack.core.intake.admission import Admission
-from streampack.core.intake.chunk_check import Received, received
+from streampack.core.intake.chunk_check import ReceivedChunk, parse_chunk
 from streampack.core.intake.intake import Intake
 from streampack.core.intake.lease_terms import StreamTerms
 from streampack.core.intake.overlong import apply_terms
@@ -298,8 +298,8 @@ def refused(terms: StreamTerms, keep: Keep, lengths: list[int]) -> tuple[str, st
         cursor=(0, 0, 0), keep=keep,
     )  # fmt: skip
     envelope = Envelope(run=1, epoch=1, fence=1, message=chunk, payload=(memoryview(bytes(4 * sum(lengths))),))
-    came = received(envelope, chunk)
-    assert isinstance(came, Received)
+    came = parse_chunk(envelope, chunk)
+    assert isinstance(came, ReceivedChunk)
     return admission.refusal(0, Intake(1 << 20, 4), came)
 
 
@@ -309,10 +309,10 @@ def refused(terms: StreamTerms, keep: Keep, lengths: list[int]) -> tuple[str, st
         ({}, "pack", [60, 4], ""),
         ({}, "pack", [61, 1], "samples s:7 to 8: got a group kept in one pack of 2 samples, 62 tokens before each is"),
         ({"overlong": "truncate"}, "pack", [80], ""),
-        ({"overlong": "truncate"}, "pack", [80, 1], "of 2 samples, 65 tokens .* for it cannot be cut: send smaller"),
+        ({"overlong": "truncate"}, "pack", [80, 1], "of 2 samples, 65 tokens .* because the group cannot be cut. Send"),
         ({"overlong": "split"}, "pack", [80], "of 1 samples, 80 tokens"),
         ({"overlong": "drop"}, "pack", [80, 60, 60], ""),
-        ({"most": 2}, "pack", [1, 1, 1], "at most the budget of 64 and max_samples_per_pack, 2, for it cannot be cut"),
+        ({"most": 2}, "pack", [1, 1, 1], "the budget of 64 and max_samples_per_pack, 2, because the group cannot"),
         ({"most": 2, "overlong": "drop"}, "pack", [1, 1, 1], ""),
         ({"most": 2, "batches": True}, "step", [1, 1, 1], ""),
         ({}, "step", [1, 1], r"got keep='step' with steps that are cut from a stream, .* set rules\.step to"),
