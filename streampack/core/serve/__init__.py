@@ -1,14 +1,18 @@
-"""Serve: the trainers' side of the broker. Who holds which rank, and who has had which step?
+"""Serve: the trainers' side of the broker. It gives ranks to readers, and sends every rank its steps.
 
-- ``readers``: hears trainers' messages and their silence, and joins the others.
-- ``rank_registry``: which process holds which rank of the mesh, and which one claims it.
-- ``attempts``: when all ranks begin together, at which step.
-- ``snapshot_requests``: the snapshots of checkpoints that trainers bring.
-- ``step_server``: sends the parts of steps to ranks, and keeps steps until every rank has returned them.
-- ``progress``: how many steps each rank has returned.
-- ``reader_link``: messages to readers, as effects.
-- ``step_source``: what a feed does for its readers.
+A *reader* is a trainer's process that reads the steps of one rank of the mesh. An *attempt* is one generation of all
+ranks: it begins when every rank is ready. A reader's message passes the files in this order:
 
-The package relies on ``deal.step_cache`` for the messages of a step. It knows steps by number. It does not know how
-steps are formed, or samples.
+- ``readers``: handles the message, drops silent readers, and owns the other parts.
+- ``rank_registry``: the reader that holds each rank, and the readers that claim one.
+- ``snapshot_requests``: the snapshots of checkpoints that readers send.
+- ``attempts``: begins attempts, at the earliest step that a rank asks for.
+- ``step_server``: sends the parts of steps to ranks, and keeps each step until every rank has returned it.
+- ``progress``: the number of steps that each rank has returned.
+- ``reader_link``: wraps messages to readers as effects.
+- ``step_source``: the functions of a feed that readers need.
+
+A rank *returns* a step when its trainer is done with it. Every step goes to all ranks or to none (R3), and reads are
+pure (R4). The package relies on ``deal.step_cache`` for the messages of a step. It does not know samples, or how steps
+are formed.
 """

@@ -1,17 +1,16 @@
-"""How an attempt of the trainers begins: when, at which step, and with which ranks.
+"""Begins attempts of the trainers, at the right step and with all ranks.
 
-A reader takes its rank first (``rank_registry``). Later it says that it is ready and where it begins. An *attempt*
-begins when every rank of the mesh is ready and no other process claims one, because the holder of a claimed rank may
-be dead. It begins at the earliest step that a rank asks for; steps that are gone are formed again. Attempts are
-numbered, and what was said in another attempt, or to another broker, changes nothing.
+A reader takes its rank first (``rank_registry``). Later it is ready, and reports the step at which it begins. An
+*attempt* begins when every rank of the mesh is ready. No other process may claim a rank then, because the holder of a
+claimed rank may be dead. The attempt begins at the earliest step that a rank asks for; deleted steps are formed again.
+Attempts are numbered, and messages of another attempt or to another broker change nothing.
 
-A process that takes a rank over goes on in place where its steps are still kept: the other ranks notice nothing. Where
-the steps are not kept, it waits until all ranks ask for an earlier step. A process of another mesh waits until the old
-ranks are gone.
+A process that takes a rank over goes on in the same attempt if its steps are still kept. The other ranks do not
+notice. Otherwise it waits until all ranks ask for an earlier step. A process of another mesh waits until the old ranks
+are gone.
 
-A feed may be iterated again and again. A reader names the *round* that it is in. A reader that asks for a later round
-waits outside the current one. When all ranks of the mesh ask for that round, it begins, in a new attempt. A rank that
-is gone and has not asked for it holds the others back: all ranks iterate the same number of times.
+A feed may be iterated repeatedly, in *rounds*. A reader that asks for a later round waits outside the current one. The
+round begins in a new attempt, once all ranks of the mesh ask for it. So all ranks iterate the same number of times.
 """
 
 from __future__ import annotations
@@ -30,17 +29,18 @@ from streampack.core.serve.step_server import ACKS, StepServer
 from streampack.core.serve.step_source import StepSource
 
 PINGS_A_SECOND = 1000
-"""Pings of all ranks together: where there are more ranks, each pings less often."""
+"""Most pings of all ranks in a second: with more ranks, each pings less often."""
 MOST_PING_S = 10.0
+"""Longest time between two pings of a rank, in seconds."""
 PROBE_S = 1.0
 """Seconds between two probes of a holder whose rank is claimed."""
 
 NEWS_A_TICK = 16
-"""Times a tick that the texts for waiting readers are composed anew. Thousands of ranks may come at once."""
+"""Most times in a tick that the texts for waiting readers are composed: thousands of ranks may come at once."""
 
 
 class Departure(Enum):
-    """Why a reader has left; the value is the text for the log."""
+    """Reason that a reader was removed; the value is the text for the log."""
 
     GOODBYE = "it said goodbye"
     SILENT = "silent for {} s"
@@ -53,7 +53,7 @@ class Departure(Enum):
 
 
 class AttemptCoordinator:
-    """Begin attempts of the ranks that are ready, and tell the others what they wait for."""
+    """Begins attempts when all ranks are ready, and tells readers that wait the cause."""
 
     def __init__(
         self, link: ReaderLink, rules: Rules, layout: str, registry: RankRegistry, steps: StepServer,
@@ -65,20 +65,21 @@ class AttemptCoordinator:
         self.number = 0
         """The number of the attempt; 0 before the first."""
         self.round = 0
-        """The iteration of the feed that is served."""
+        """Number of the iteration over the feed that is served."""
         self._news = 0
+        """Changes in this tick of what readers wait for."""
         self._join_texts: dict[int | None, str] = {}
-        """What readers wait for that are in no attempt: of a later round, by its number; of this round at None."""
+        """Cause of the wait of readers outside the attempt, by the number of a later round; None for this round."""
         self._of_all: tuple[list[Reader], float, bool] = ([], 0.0, False)
-        """Of the readers in the way of the claim that was decided last: when one was heard, and whether one takes part.
-        All claims for ranks of another mesh have the same readers in the way, and there may be thousands of both."""
+        """The holders that blocked the last decided claim, the time of their last message, and whether one takes part.
+        All claims for ranks of another mesh share these, and there may be thousands of them."""
 
     def fail(self, code: str, detail: str) -> list[Effect]:
-        """Refuse every reader: nothing more can be served."""
+        """Reject every reader with an error: nothing more can be served."""
         return [effect for reader in self._registry for effect in self.refuse(reader, code, detail)]
 
     def check(self, step: int, chain: bytes) -> list[Effect]:
-        """Note the digest of all steps before ``step``. Refuse readers that begin there and had other steps."""
+        """Record the digest of all steps before ``step``, and reject readers that begin there but had other steps."""
         self._steps.note_chain(step, chain)
         astray = [reader for reader in self._registry if reader.ready and self.has_diverged(reader)]
         return [
@@ -87,20 +88,20 @@ class AttemptCoordinator:
 
     @property
     def known_upto(self) -> int:
-        """Steps before are formed, or some reader has had them, from this broker or another."""
+        """All steps before this one are formed, or some reader has had them from this broker or an earlier one."""
         return max([self._steps.formed_upto, *(reader.first_step for reader in self._registry if reader.ready)])
 
     @property
     def ping_s(self) -> float:
-        """Seconds between two pings of a reader; more where there are many readers."""
+        """Seconds between two pings of a reader; more with many readers."""
         return min(max(self._registry.num_ranks / self.pings_a_second, 1.0), MOST_PING_S)
 
-    # Ranks that are given up, and taken
+    # Ranks
 
     def take_rank(self, reader: Reader) -> list[Effect]:
-        """Give a reader its rank. A reader of another mesh ends the attempt of the mesh before."""
+        """Give a reader its free rank, and let it into the attempt if it is ready. Another mesh ends the attempt."""
         if self._registry.give_rank(reader):
-            self._steps.begin_nowhere()
+            self._steps.end_attempt()
         else:
             self._steps.await_others(reader.mesh.ranks)
         self._has_news()
@@ -110,7 +111,7 @@ class AttemptCoordinator:
         return [took, *self.arrive(reader)]
 
     def settle(self) -> list[Effect]:
-        """Decide claims: grant those whose rank is free, refuse those whose holder is alive."""
+        """Decide claims and requests for deleted steps, and begin an attempt if all ranks are ready."""
         self._of_all = ([], 0.0, False)
         effects = self._probe()
         effects += [effect for reader in list(self._registry.claims.values()) for effect in self._decide(reader)]
@@ -122,12 +123,12 @@ class AttemptCoordinator:
         return effects + (self._begin() if self._registry.all_wait() else [])  # a claim may have held them back
 
     def _probe(self) -> list[Effect]:
-        """Ask the holders of claimed ranks whether they are alive: their next ping may be far away."""
+        """Ask the holders of claimed ranks for a ping, because their next one may be seconds away."""
         effects: list[Effect] = []
         asked = None
         for claim in self._registry.claims.values():
             others = self._registry.in_the_way(claim)
-            if others is asked:  # all that claim ranks of another mesh have the same ones
+            if others is asked:  # claims for ranks of another mesh share one list
                 continue
             asked = others
             for other in others:
@@ -138,12 +139,12 @@ class AttemptCoordinator:
 
     @property
     def _claim_s(self) -> tuple[float, float]:
-        """Seconds of silence after which a holder loses its rank: in all, and since it was claimed and probed."""
+        """Seconds of silence after which a holder loses its rank: (in all, since the claim and its probe)."""
         more = self.ping_s - 1.0
         return CLAIM_S + more, min(CLAIM_S, more)
 
     def _decide(self, claim: Reader) -> list[Effect]:
-        """Grant a claim, refuse it, or leave it open."""
+        """Grant a claim if its holders are silent, reject it if one is alive, or leave it open."""
         others = self._registry.in_the_way(claim)
         if self._of_all[0] is not others:
             heard = max((other.heard for other in others), default=0.0)
@@ -154,7 +155,7 @@ class AttemptCoordinator:
             effects = [e for other in others for e in self.leave(other, Departure.TAKEN_OVER, silent_s)]
             return effects + self.take_rank(claim)
         late, foreign = self._is_late(claim), self._registry.is_foreign(claim)
-        restarts = (late or foreign) and entered  # the old ones may be about to die
+        restarts = (late or foreign) and entered  # the old processes may be about to end
         if heard <= claim.since + (RESTART_S if restarts else 0.0):
             return []
         return self.refuse(
@@ -162,7 +163,7 @@ class AttemptCoordinator:
         )
 
     def leave(self, reader: Reader, why: Departure, silent_s: float = 0.0) -> list[Effect]:
-        """Take a reader's rank back: its process is gone, or is told to go. It was silent for ``silent_s`` seconds."""
+        """Remove a reader and free its rank, for the reason ``why``; it was silent for ``silent_s`` seconds."""
         self._has_news()
         self._registry.remove(reader)
         self._steps.leave(reader)
@@ -170,14 +171,14 @@ class AttemptCoordinator:
         return [reader.report("info" if why is Departure.GOODBYE else "warning", text, self._feed)]
 
     def tick(self) -> None:
-        """Compose the texts for waiting readers anew."""
+        """Forget the texts for waiting readers, so that they are composed anew."""
         self._news = 0
-        self._look_again()
+        self._forget_texts()
 
     # Attempts
 
     def arrive(self, reader: Reader) -> list[Effect]:
-        """Let a reader that has its rank into the attempt, or have it wait for the next one."""
+        """Let a reader that has its rank into the attempt, begin one with it, or tell it what it waits for."""
         self._has_news()
         if not reader.ready:
             return self.answer(reader)
@@ -190,12 +191,12 @@ class AttemptCoordinator:
         return self.answer(reader) + self._steps.release()
 
     def _begin(self) -> list[Effect]:
-        """Begin an attempt, in the earliest round that a reader asks for. Steps that are gone are formed again."""
+        """Begin an attempt, in the earliest round and at the earliest step that readers ask for."""
         readers = list(self._registry.held.values())
         unfit = [
             (reader, gone) for reader in readers if (gone := self._source.unfit(reader.first_step, reader.snapshot))
         ]
-        if unfit:  # it was fit when it came
+        if unfit:  # the snapshot was fit when the reader came
             return [effect for reader, gone in unfit for effect in self.refuse(reader, *gone)]
         self.number += 1
         self.round = min(reader.round for reader in readers)
@@ -211,13 +212,13 @@ class AttemptCoordinator:
             effects += self._go_to(step, brought, step < self._steps.released_upto and not on)
         for reader in (reader for reader in members if reader.holds):  # one may have been refused as diverged
             effects += self._enter(reader)
-        self._look_again()
+        self._forget_texts()
         others = [reader for reader in readers if reader.holds and not reader.entered]
         effects += [e for reader in others for e in self.wait(reader)]
         return effects + self._steps.release() + self._steps.serve_all()
 
     def _go_to(self, step: int, snapshots: list[Snapshot], back: bool) -> list[Effect]:
-        """Have the feed form steps from ``step`` on, from the nearest snapshot that a reader has brought."""
+        """Delete all steps, and form them again from ``step`` on, from the nearest of the readers' snapshots."""
         effects = self._steps.forget_all(step)
         fit = [snapshot for snapshot in snapshots if snapshot.step <= step]
         nearest = max(fit, key=lambda snapshot: (snapshot.step, len(snapshot.changes)), default=None)
@@ -230,12 +231,12 @@ class AttemptCoordinator:
         return self._link.send(reader, self._attached(reader))
 
     def _is_late(self, reader: Reader) -> bool:
-        """Return whether the step that a reader asks for is gone, so that all ranks must begin again to serve it."""
+        """Return whether a reader asks for a deleted step, which only a new attempt of all ranks can serve."""
         gone = (reader.round, reader.first_step) < (self.round, self._steps.released_upto)
         return bool(self._steps.returned) and reader.ready and not reader.entered and gone
 
     def _too_late(self, reader: Reader, others: list[Reader]) -> tuple[str, str]:
-        """Return why a reader cannot begin where it asks to: (code, detail)."""
+        """Return why a reader cannot begin at the deleted step that it asks for: (code of the error, its text)."""
         alive = self._registry.names_of((other.mesh.ranks for other in others), len(others))
         if reader.round < self.round:
             return "round_gone", (
@@ -244,65 +245,69 @@ class AttemptCoordinator:
             )
         return "step_gone", (
             f"got a request to start at step {reader.first_step}, expected {self._steps.released_upto} or later, the "
-            f"oldest step kept, while other ranks still read: start all ranks again, or end {alive}"
+            f"oldest step kept, while other ranks still read. Start all ranks again, or end {alive}"
         )
 
     def has_diverged(self, reader: Reader) -> bool:
-        """Return whether a reader has had other steps before the one where it begins."""
+        """Return whether a reader has had other steps than this run's before its first step."""
         if reader.snapshot is not None and not self._source.knows(reader.snapshot):
-            return False  # other steps follow once its changes are known here, too
+            return False  # its changes are not recorded yet, and other steps follow from them
         known = self._steps.chain_of(reader.first_step)
         return known != b"" and reader.chain not in (b"", known)
 
     def _attached(self, reader: Reader) -> Attached:
+        """Return the message that tells a reader that it has its rank."""
         return Attached(
             feed=self._feed, reader=reader.name, lineage=self._steps.lineage, next_step=reader.first_step,
             rules=self._rules, layout=self._layout, round=reader.round, ping_s=self.ping_s,
             ack_bytes=self._steps.most_queued // ACKS,
         )  # fmt: skip
 
-    # What they are told
+    # Answers to readers
 
     def answer(self, reader: Reader) -> list[Effect]:
-        """Tell a reader where it stands: in the attempt, or with its rank and in none yet (fence 0)."""
+        """Tell a reader that it takes part in the attempt, or that it has its rank and what it waits for."""
         if reader.entered:
             return self._link.send(reader, self._attached(reader))
         known = reader.holds and not reader.fence
         return (self._link.send(reader, self._attached(reader)) if known else []) + self.wait(reader)
 
     def wait(self, reader: Reader) -> list[Effect]:
-        """Tell a reader what it waits for, if it does."""
+        """Tell a reader what it waits for, if it waits."""
         return self._steps.wait_for_step(reader) if reader.entered else self._wait_to_enter(reader)
 
     def _wait_to_enter(self, reader: Reader) -> list[Effect]:
+        """Tell a reader outside the attempt which ranks, or which snapshot, it waits for."""
         if self._steps.draining:
             return self._link.send(reader, Bye(reason="the broker is stopping"))
         if reader.holds and not reader.ready and reader.pending is None:
             return []
         detail = "the checkpoint's snapshot, which one rank sends" if reader.pending is not None else ""
-        detail = detail or self._missing(reader) if reader.holds else self._claimed(reader)
+        detail = detail or self._join_text(reader) if reader.holds else self._claim_text(reader)
         wait = Wait(
             feed=self._feed, step=reader.first_step, reason="join", detail=detail[:2000], ping_s=self.ping_s
         )  # fmt: skip
         return self._link.send(reader, wait)
 
     def _has_news(self) -> None:
-        """Note that readers wait for something else now."""
+        """Forget the texts for waiting readers, up to ``NEWS_A_TICK`` times a tick: readers wait for something else."""
         self._news += 1
         if self._news <= NEWS_A_TICK:
-            self._look_again()
+            self._forget_texts()
 
-    def _look_again(self) -> None:
+    def _forget_texts(self) -> None:
+        """Forget the texts for waiting readers."""
         self._join_texts.clear()
-        self._steps.look_again()
+        self._steps.forget_missing()
 
-    def _claimed(self, reader: Reader) -> str:
+    def _claim_text(self, reader: Reader) -> str:
+        """Return a text that names the holders of the rank that a reader claims."""
         others = self._registry.in_the_way(reader)
         names = self._registry.names_of((other.mesh.ranks for other in others), len(others))
         return f"rank {reader.mesh} is free when those that read are gone: {names}"
 
-    def _missing(self, reader: Reader) -> str:
-        """Return a text that names the ranks without which no attempt begins; one text for all who wait in a round."""
+    def _join_text(self, reader: Reader) -> str:
+        """Return a text that names the ranks that are not ready for the reader's round."""
         held, count = self._registry.held, self._registry.num_ranks
         ahead = bool(self._steps.returned) and reader.round > self.round
         key = reader.round if ahead else None
@@ -322,22 +327,22 @@ class AttemptCoordinator:
         return self._join_texts[key]
 
     def refuse(self, reader: Reader, code: str, detail: str) -> list[Effect]:
-        """Refuse a reader that was let in."""
+        """Reject a reader with an error, and remove it."""
         left = self.leave(reader, Departure.REFUSED)
         return self.reject(reader.peer, code, detail, reader.mesh, reader.host) + left
 
     def reject(
         self, peer: bytes, code: str, detail: str, mesh: Mesh | None = None, host: str | None = None
     ) -> list[Effect]:
-        """Refuse a client that holds and claims no rank."""
+        """Reject a client that neither holds nor claims a rank."""
         return self._link.reject(peer, code, detail, self.number, mesh.rank if mesh is not None else None, host)
 
 
 def diverged(reader: Reader, rules: Rules) -> str:
-    """Return what a reader is told that had other steps before the one where it begins."""
+    """Return the error text for a reader that had other steps than this run's before its first step."""
     pushed = any(stream.pushed for stream in rules.streams)
     lost = ", or the log that holds the pushed samples was lost or replaced (state_dir)" if pushed else ""
     return (
         f"the steps before {reader.first_step} are not those that this run serves: the data, the rules or the seed "
-        f"have changed{lost}: put them back or start a new run"
+        f"have changed{lost}. Put them back or start a new run."
     )

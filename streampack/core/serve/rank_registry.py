@@ -1,12 +1,12 @@
-"""Who holds which rank of the trainers' mesh, and who wants one.
+"""The readers that hold the ranks of the trainers' mesh, and those that claim one.
 
-A reader is a process. Its name is its own for as long as it lives. It *holds* its rank while it is heard. Another
-process that asks for that rank *claims* it. If the holder is heard after the claim came, two processes are alive, and
-the second is refused. A holder that was silent for ``CLAIM_S`` has lost the rank and is *fenced*: the broker tells it
-so, should it wake up.
+A reader is a process with a name that no other process has. It *holds* its rank as long as it sends messages. Another
+process that asks for the rank *claims* it. If the holder sends a message after the claim, both processes are alive, and
+the second is rejected. A holder that was silent for ``CLAIM_S`` loses the rank and is *fenced*: if it wakes up, the
+broker tells it to end.
 
-Ranks of two meshes are never held at once, so a claim for another mesh is a claim for all ranks that are held. The
-registry knows nothing of steps but where each reader begins.
+The ranks of two meshes are never held at the same time, so a claim for another mesh is a claim for all held ranks. The
+registry knows the first step of each reader, and no others.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from streampack.core.protocol.trainer_messages import Attach
 from streampack.core.stats.data_wait import Starvation
 
 CLAIM_S = 3.0
-"""A holder not heard of for so long loses its rank to one that claims it, where pings come every second."""
+"""Seconds of silence after which a holder loses its rank to a claim, if pings come every second."""
 RESTART_S = 10.0
-"""So long may the trainers of an attempt take to die when others come to begin a new one."""
+"""Seconds that the processes of an attempt may take to end when others come to begin a new one."""
 MAX_RANKS = 1 << 17
-"""Of a mesh: bounds what is believed of a peer."""
+"""Most ranks of a mesh that a peer may claim to have."""
 
 Ranks = tuple[int, int, int, int]
+"""A rank of the mesh: (dp, cp, tp, pp)."""
 
 
 class ReaderPhase(Enum):
-    """How far a reader is: with its rank, and with the place where it begins.
+    """The phases of a reader.
 
-    ``holds``: its rank is its own. ``ready``: it has said where it begins, and all that it needs is here.
+    ``holds``: the reader holds its rank. ``ready``: the broker knows its first step, and has the snapshot for it.
     """
 
     ATTACHING = ("its first message is being judged", False, False)
@@ -81,7 +82,37 @@ READER_PHASES = {
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """A trainer's process, and how far it was served."""
+    """A process that reads the steps of one rank, and how far they were sent.
+
+    Attributes:
+        name: Name of the process; no other process has it.
+        peer: Name of the connection.
+        where: Host and process id, as host:pid.
+        mesh: Sizes of the mesh, and the reader's rank.
+        readers: The ranks of the mesh that read.
+        heard: Time of its last message, in seconds.
+        since: Time since which it waits for its rank, or for an attempt.
+        phases: Its phase, and those before.
+        round: Number of the iteration over the feed that it asks for.
+        first_step: Step at which it begins.
+        chain: Digest of the steps before ``first_step``, as the reader knows it; empty if it does not.
+        snapshot: Snapshot of the checkpoint at which it begins.
+        pending: Its last ``Attach``, while the snapshot for it is missing.
+        going_on: Lineage in which it was attached since it began; -1 if it was not.
+        fence: The attempt that it knows of.
+        sent_upto, sent_part: All steps before ``sent_upto`` are sent, and the parts before ``sent_part`` of that step.
+        ever_sent: Highest (step, part) that ``sent_upto`` and ``sent_part`` had in this attempt.
+        queued: (step, part, bytes) of parts that are sent and not confirmed, in order.
+        queued_bytes: Bytes of these parts.
+        unreached: True if a part could not be sent; no more is sent until the reader's next message.
+        want_stop: The reader wants the steps before this one.
+        resend: Number of its last request to send parts again.
+        resent_at: Time at which parts were last sent again.
+        have_upto: Every step before has arrived.
+        probed: Time of the last ``Probe``.
+        stats: The client's metrics.
+        starvation: Its data wait, by cause.
+    """
 
     name: str
     peer: bytes
@@ -90,29 +121,20 @@ class Reader:
     readers: ReadBy
     heard: float
     since: float
-    """When it began to wait for what it wants now: its rank, or an attempt to take part in."""
     phases: Phases[ReaderPhase] = field(init=False)
     round: int = 0
     first_step: int = 0
     chain: bytes = b""
-    """Digest of the steps before ``first_step``, as the reader knows them; empty if it does not."""
     snapshot: Snapshot | None = None
-    """Of the checkpoint that it begins with."""
     pending: Attach | None = None
-    """What it said last, while the snapshot that it names is not here."""
     going_on: int = -1
     fence: int = 0
-    """The attempt that it was last told of."""
     sent_upto: int = 0
-    """Steps before are sent, and of this one the parts before ``sent_part``."""
     sent_part: int = 0
     ever_sent: tuple[int, int] = (0, 0)
-    """The same of all that was ever sent in this attempt: what is sent below is sent again."""
     queued: deque[tuple[int, int, int]] = field(default_factory=deque)
-    """(step, part, bytes) of what is sent and not confirmed, in order."""
     queued_bytes: int = 0
     unreached: bool = False
-    """A part for it could not be sent: none is, until it is heard again."""
     want_stop: int = 0
     resend: int = 0
     resent_at: float = -1.0
@@ -126,34 +148,35 @@ class Reader:
 
     @property
     def phase(self) -> ReaderPhase:
-        """How far it is."""
+        """The reader's phase now."""
         return self.phases.now
 
     @property
     def holds(self) -> bool:
-        """Its rank is its own."""
+        """True if the reader holds its rank."""
         return self.phases.now.holds
 
     @property
     def ready(self) -> bool:
-        """It has said where it begins, and all that it needs is here."""
+        """True if the broker knows the reader's first step, and has the snapshot for it."""
         return self.phases.now.ready
 
     @property
     def entered(self) -> bool:
-        """It takes part in the attempt that is served."""
+        """True if the reader takes part in the attempt."""
         return self.phases.now is ReaderPhase.ENTERED
 
     @property
     def host(self) -> str:
+        """Name of the reader's host."""
         return self.where.rpartition(":")[0]
 
     def report(self, level: Literal["info", "warning"], text: str, feed: str) -> Report:
-        """A line for the log that is about it."""
+        """Return the effect that writes a line about this reader to the log."""
         return Report(level, text, feed=feed, rank=self.mesh.rank, host=self.host, attempt=self.fence or None)
 
     def begin(self, message: Attach, now: float, snapshot: Snapshot | None, waits: bool) -> None:
-        """Take what it says of where it begins. It ``waits`` where the snapshot that it names is not here."""
+        """Take the first step, the round and the snapshot of an ``Attach``; it ``waits`` if the snapshot is missing."""
         self.round, self.first_step = message.round, message.next_step
         self.chain, self.snapshot, self.going_on = message.chain, snapshot, message.going_on
         self.pending = message if waits else None
@@ -166,17 +189,22 @@ class Reader:
             self.phases.go(ReaderPhase.CLAIMS)
 
     def take_rank(self) -> None:
-        """Its rank is its own from now on."""
+        """Change to the phase of a reader that holds its rank."""
         self.phases.go(_WITH_RANK[self.phase])
 
     def enter(self, attempt: int) -> None:
-        """Take part in an attempt."""
+        """Change to the phase of a reader that takes part in the attempt of this number."""
         self.phases.go(ReaderPhase.ENTERED)
         self.fence, self.snapshot = attempt, None
 
 
 class RankRegistry:
-    """The ranks of one mesh at a time: those ``held``, by rank, and the claims to them, oldest first."""
+    """The readers of one mesh at a time.
+
+    Attributes:
+        held: The readers that hold a rank, by rank.
+        claims: The readers that claim one, by name, oldest first.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -184,9 +212,9 @@ class RankRegistry:
         self.held: dict[Ranks, Reader] = {}
         self.claims: dict[str, Reader] = {}
         self.fenced: dict[str, str] = {}
-        """Why a process has lost its rank for good, by its name."""
+        """Reason that a process has lost its rank for good, by its name."""
         self.num_ranks = 0
-        """That read, of the mesh whose ranks are held, or were last."""
+        """Number of ranks that read, of the newest mesh."""
         self._mesh: tuple[Ranks, ReadBy] | None = None
         self._names: dict[str, Reader] = {}
         self._peers: dict[bytes, Reader] = {}
@@ -197,31 +225,33 @@ class RankRegistry:
         return len(self._names)
 
     def __iter__(self) -> Iterator[Reader]:
-        """Every reader, whether or not it holds its rank."""
+        """Yield every reader, with or without its rank."""
         return iter(list(self._names.values()))
 
     def named(self, name: str) -> Reader | None:
+        """Return the reader of this name; None if there is none."""
         return self._names.get(name)
 
     def at(self, peer: bytes) -> Reader | None:
+        """Return the reader of the connection ``peer``; None if there is none."""
         return self._peers.get(peer)
 
     def add(self, reader: Reader) -> None:
-        """A process that was not known claims its rank."""
+        """Add a new reader, which claims its rank."""
         self._names[reader.name] = self._peers[reader.peer] = self.claims[reader.name] = reader
 
     def held_last(self, name: str, ranks: Ranks) -> Reader | None:
-        """What a process was that held this rank last, and has left it."""
+        """Return the last reader of a rank, if it had this name; None if not."""
         last = self._last.get(ranks)
         return last if last is not None and last.name == name else None
 
     def move(self, reader: Reader, peer: bytes) -> None:
-        """It speaks over another connection now."""
+        """Record the new connection of a reader."""
         self._peers.pop(reader.peer, None)
         reader.peer, self._peers[peer] = peer, reader
 
     def remove(self, reader: Reader) -> None:
-        """It is gone; its rank is free."""
+        """Remove a reader, and free its rank."""
         self._names.pop(reader.name, None)
         self.claims.pop(reader.name, None)
         if self._peers.get(reader.peer) is reader:
@@ -232,7 +262,10 @@ class RankRegistry:
         reader.phases.go(ReaderPhase.GONE)
 
     def in_the_way(self, reader: Reader | Attach) -> list[Reader]:
-        """Those that hold what it claims: its rank, or any rank of another mesh; these are one list for all who do."""
+        """Return the holders of the rank that a reader claims.
+
+        If it is of another mesh, these are the holders of all ranks, as one list for all such claims.
+        """
         if self.is_foreign(reader):
             if self._all_held is None:
                 self._all_held = list(self.held.values())
@@ -241,14 +274,14 @@ class RankRegistry:
         return [] if holder is None else [holder]
 
     def is_foreign(self, reader: Reader | Attach) -> bool:
-        """Is it of another mesh, or does it say that other ranks read, than those that hold theirs?"""
+        """Return whether a reader's mesh, or its set of ranks that read, differs from that of the held ranks."""
         return bool(self.held) and self._mesh != (reader.mesh.sizes, reader.readers)
 
     def give_rank(self, reader: Reader) -> bool:
-        """Give a reader its rank, which nobody holds. Fence the process that held it last.
+        """Give a reader its rank, which must be free, and fence the process that held it last.
 
         Returns:
-            Whether this reader is the first of another mesh.
+            True if this reader is the first of another mesh.
         """
         mesh = (reader.mesh.sizes, reader.readers)
         other = self._mesh != mesh
@@ -267,7 +300,8 @@ class RankRegistry:
         return other
 
     def _fence(self, last: Reader, by: Reader) -> None:
-        if last.name in self._names:  # it is here itself, and no zombie
+        """Fence the process of ``last``, whose rank ``by`` has taken, unless it is connected."""
+        if last.name in self._names:
             return
         self.fenced.pop(last.name, None)
         self.fenced[last.name] = (
@@ -278,23 +312,24 @@ class RankRegistry:
             del self.fenced[next(iter(self.fenced))]
 
     def all_wait(self) -> bool:
-        """Does every rank that reads wait for an attempt to begin? Not while one is claimed: its holder may be dead."""
+        """Return whether every rank is ready for an attempt; not while one is claimed, since its holder may be dead."""
         there = not self.claims and len(self.held) == self.num_ranks > 0
         return there and all(reader.ready and not reader.entered for reader in self.held.values())
 
     def names_of(self, ranks: Iterable[Ranks], count: int) -> str:
-        """The first of ``count`` ranks, and what is known of who holds or held them, for a person."""
+        """Return a text that names the first 8 of ``count`` ranks, each with the host:pid of its last reader."""
         names = [self._describe(each) for each in islice(ranks, 8)]
         return "; ".join(names) + (f" and {count - len(names)} more" if count > len(names) else "")
 
     def _describe(self, ranks: Ranks) -> str:
+        """Return a text that names a rank and the host:pid of its last reader."""
         name, last = rank_name(ranks), self._last.get(ranks)
         if ranks in self.held:
             return f"{name} at {self.held[ranks].where}"
         return f"{name}, which was at {last.where}" if last is not None else name
 
     def ranks(self) -> Iterator[Ranks]:
-        """Every rank that reads, in order."""
+        """Yield every rank that reads, in order."""
         if self._mesh is None:
             return
         (dp, cp, tp, pp), read_by = self._mesh
@@ -302,7 +337,7 @@ class RankRegistry:
 
 
 def refusal(message: Attach, rules: Rules, layout: str) -> str:
-    """Why no reader can have this rank of this mesh, whoever else reads; empty if one can."""
+    """Return why a reader cannot have the rank of its ``Attach``, whatever other readers do; empty if it can."""
     mesh = message.mesh
     if prod(mesh.sizes) > MAX_RANKS:
         return f"got a mesh of {prod(mesh.sizes)} ranks, expected at most {MAX_RANKS}"
@@ -311,8 +346,8 @@ def refusal(message: Attach, rules: Rules, layout: str) -> str:
         return unfit
     if rules.padded and mesh.pp > 1 and not message.variable_lengths:
         return (
-            f"got pp={mesh.pp} from a feed of padded micro-batches, whose shapes differ, expected connect(..., "
-            f"variable_lengths=True), of stages that exchange any shape: say so, take pp=1, or pack"
+            f"got pp={mesh.pp} from a feed of padded micro-batches, whose shapes differ. If the pipeline's stages can "
+            f"exchange any shape, pass connect(..., variable_lengths=True). Else take pp=1, or pack."
         )
     try:
         tp, pp = message.readers.ranks(mesh)
@@ -324,7 +359,7 @@ def refusal(message: Attach, rules: Rules, layout: str) -> str:
 
 
 def clash(reader: Reader, other: Reader) -> tuple[str, str]:
-    """Why ``reader`` cannot have its rank while ``other`` holds its own: (code, detail)."""
+    """Return why ``reader`` cannot have its rank while ``other`` has its own: (code of the error, its text)."""
     if other.readers != reader.readers:
         return "mesh", (
             f"got readers {reader.readers}, expected {other.readers} as declared by {other.where}: "
@@ -342,5 +377,5 @@ def clash(reader: Reader, other: Reader) -> tuple[str, str]:
 
 
 def rank_name(ranks: Ranks) -> str:
-    """A rank, for a person."""
+    """Return a text for a rank, such as ``dp=1 cp=0 tp=0 pp=0``."""
     return " ".join(f"{name}={rank}" for name, rank in zip(("dp", "cp", "tp", "pp"), ranks, strict=True))

@@ -1,4 +1,4 @@
-"""Messages to readers, as effects: the run, the broker's epoch and the feed are the same in all of them."""
+"""Wraps messages to readers as effects, with the run, the broker's epoch and the feed."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from streampack.core.serve.rank_registry import Reader
 
 
 class ReaderLink:
-    """Address messages to the readers of one feed."""
+    """The sender of messages to the readers of one feed."""
 
     def __init__(self, run: int, epoch: int, feed: str) -> None:
         self.feed, self.epoch = feed, epoch
         self._run = run
         self.refused = 0
-        """Clients that were refused."""
+        """Number of clients that were rejected."""
 
     def envelope(self, message: Message, fence: int) -> Envelope:
         """Return an envelope for a message of attempt ``fence``."""
         return Envelope(run=self._run, epoch=self.epoch, fence=fence, message=message)
 
     def send(self, reader: Reader, message: Message) -> list[Effect]:
-        """Send a message to a reader, under the attempt that it was last told of."""
+        """Send a message to a reader, with the attempt that it knows of as the fence."""
         return [SendTrainer(reader.peer, self.envelope(message, reader.fence))]
 
     def reject(
         self, peer: bytes, code: str, detail: str, attempt: int, rank: str | None = None, host: str | None = None
     ) -> list[Effect]:
-        """Refuse a client, and log it. ``rank`` and ``host`` say which client it is, where that is known."""
+        """Send a client a rejection with its reason, and log it; ``rank`` and ``host`` name the client, if known."""
         self.refused += 1
         reject = SendTrainer(peer, self.envelope(Reject(code=code, detail=detail[:2000]), attempt))
         return [Report("warning", f"refused a client: {detail}", feed=self.feed, rank=rank, host=host), reject]

@@ -1,9 +1,8 @@
-"""The trainers' side of the broker: what its readers say, and what the feed has to tell them.
+"""The readers of one feed: handles their messages, and answers them.
 
-A reader asks for a rank (``rank_registry``), takes part in an attempt (``attempts``) and is sent its steps
-(``step_server``). This module hears the readers' messages and their silence, asks the feed for the state of a
-checkpoint, and tells readers when their checkpoint is noted as durable. It knows steps by number, never how they are
-formed.
+A reader asks for a rank (``rank_registry``), takes part in an attempt (``attempts``) and gets its steps
+(``step_server``). This module handles the readers' messages, and drops readers that are silent. It asks the feed for
+the state of a checkpoint, and tells readers when their checkpoint is recorded as durable.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from streampack.core.serve.step_server import RESEND_S, StepServer
 from streampack.core.serve.step_source import StepSource
 
 TELL_S = 1.0
-"""Seconds after which waiting readers are told again what they wait for. Where there are many readers it is longer."""
+"""Seconds after which readers are told again what they wait for; with many readers, the time between pings."""
 READER_SILENT_S = 15.0
 """Seconds without a message after which a reader loses its rank."""
 SILENT_PINGS = 3
@@ -42,9 +41,13 @@ SILENT_PINGS = 3
 
 
 class Readers:
-    """The readers of one feed. ``source`` is the feed, for what it does for them.
+    """The readers of one feed; ``source`` is the feed.
 
-    ``registry`` knows who holds which rank, ``attempts`` which attempt is served, ``steps`` what each rank has had.
+    Attributes:
+        link: Wraps messages to readers.
+        registry: The readers, and the ranks that they hold or claim.
+        steps: Keeps steps, and sends them.
+        attempts: Begins attempts.
     """
 
     def __init__(
@@ -61,23 +64,23 @@ class Readers:
         self._asked: dict[Reader, int] = {}
         """The step whose state each reader waits for."""
         self._commits: dict[Reader, int] = {}
-        """The step of the checkpoint that each reader waits to hear is committed."""
+        """The step of the checkpoint whose commit each reader waits for."""
         self._told = 0.0
 
-    # What the feed adds
+    # Calls of the feed
 
     def begin(self, step: int) -> None:
-        """Go on at ``step``: an earlier broker of this run has served the steps before."""
+        """Begin at ``step``: an earlier broker of this run has served the steps before."""
         self.steps.released_upto = self.steps.formed_upto = step
 
     def add(self, step: PlannedStep, skipped: bool = False) -> list[Effect]:
-        """Take a step that was formed, and serve the readers that wait for it. A ``skipped`` one is passed over."""
+        """Keep a step that was formed, and send it to readers; only its digests if it is ``skipped``."""
         self.steps.keep(step, skipped)
         effects = self.attempts.check(self.steps.formed_upto, step.chain)
         return effects + self.steps.release() + self.steps.serve_all()
 
     def committed(self, step: int) -> list[Effect]:
-        """Tell readers that their checkpoint is noted as durable, where it begins at ``step`` or before."""
+        """Tell readers that their checkpoint at ``step`` or before is recorded as durable."""
         self._forget_gone()
         told = [(reader, asked) for reader, asked in self._commits.items() if asked <= step]
         for reader, _ in told:
@@ -85,17 +88,17 @@ class Readers:
         return [e for reader, asked in told for e in self.link.send(reader, Committed(feed=self._feed, step=asked))]
 
     def drain(self) -> list[Effect]:
-        """Form no further step: readers get what there is, then a ``Bye``."""
+        """Stop: send readers the steps that are formed, then a ``Bye``."""
         self.steps.draining = True
         attempts, steps = self.attempts, self.steps
         return [
             e for reader in self.registry for e in (steps.serve(reader) if reader.entered else attempts.wait(reader))
         ]
 
-    # What comes in
+    # Messages of readers
 
     def receive(self, peer: bytes, envelope: Envelope, now: float) -> list[Effect]:
-        """Take a client's message."""
+        """Handle a message of the client at ``peer``, and return the answers."""
         self.registry.now = now
         message = envelope.message
         if isinstance(message, Attach):
@@ -105,7 +108,7 @@ class Readers:
         reader = self.registry.at(peer)
         assert reader is not None
         if isinstance(message, Brought):
-            return self._bring(reader, message)
+            return self._take_snapshot(reader, message)
         if isinstance(message, AskState):
             self._asked[reader] = message.step
             return self._tell_state(reader)
@@ -120,23 +123,24 @@ class Readers:
         if not reader.entered:
             return self._wait_for_ready(reader) if isinstance(message, Get) else []
         if isinstance(message, Get):
-            return self.steps.heard(reader) + self.steps.get(reader, message)
+            return self.steps.note_alive(reader) + self.steps.get(reader, message)
         if isinstance(message, ReaderPing):
-            return self.steps.heard(reader) + self.steps.ping(reader, message)
+            return self.steps.note_alive(reader) + self.steps.ping(reader, message)
         return self.attempts.reject(peer, "protocol", f"got {type(message).__name__} from a client")
 
     def tell_states(self) -> list[Effect]:
-        """Answer the readers that wait for a checkpoint's state, where it is known now."""
+        """Answer the readers that wait for a checkpoint's state, if it is known now."""
         self._forget_gone()
         return [effect for reader in list(self._asked) for effect in self._tell_state(reader)]
 
     def _forget_gone(self) -> None:
-        """Forget the questions of readers that have left."""
+        """Forget the requests of readers that have left."""
         for asked in (self._asked, self._commits):
             for reader in [reader for reader in asked if self.registry.named(reader.name) is not reader]:
                 del asked[reader]
 
     def _tell_state(self, reader: Reader) -> list[Effect]:
+        """Send a reader the state that it has asked for, or fetch it first."""
         state = self._source.state_of(self._asked[reader])
         if isinstance(state, list):
             return state
@@ -144,15 +148,16 @@ class Readers:
         return self.link.send(reader, state)
 
     def leave(self, peer: bytes, why: Departure) -> list[Effect]:
-        """Forget a peer that is gone, whether or not it was known."""
+        """Remove the reader at ``peer``, if there is one, for the reason ``why``."""
         reader = self.registry.at(peer)
         return [] if reader is None else self.attempts.leave(reader, why)
 
     def fail(self, code: str, detail: str) -> list[Effect]:
-        """Refuse every reader: nothing more can be served."""
+        """Reject every reader with an error: nothing more can be served."""
         return [effect for reader in self.registry for effect in self._refuse(reader, code, detail)]
 
     def _refuse(self, reader: Reader, code: str, detail: str) -> list[Effect]:
+        """Reject a reader with an error, and remove it."""
         return self.attempts.refuse(reader, code, detail)
 
     def knows(self, peer: bytes) -> bool:
@@ -160,17 +165,17 @@ class Readers:
         return self.registry.at(peer) is not None
 
     def peer_of(self, name: str) -> bytes | None:
-        """Return the peer of the reader of this name."""
+        """Return the connection of the reader of this name; None if there is none."""
         reader = self.registry.named(name)
         return None if reader is None else reader.peer
 
     @property
     def peers(self) -> list[bytes]:
-        """The peers of all readers that hold or claim a rank."""
+        """The connections of all readers that hold or claim a rank."""
         return [reader.peer for reader in self.registry]
 
     def tick(self, now: float) -> list[Effect]:
-        """Drop readers that fell silent, decide claims, and tell waiting readers what they wait for."""
+        """Remove silent readers, decide claims, and tell waiting readers what they wait for."""
         self.registry.now = now
         self.attempts.tick()
         self._forget_gone()
@@ -180,7 +185,7 @@ class Readers:
         for reader in self.registry:
             if now - reader.heard > silent_s:
                 effects += self.attempts.leave(reader, Departure.SILENT, now - reader.heard)
-        effects += self.attempts.settle() + self.steps.serve_held_back()  # some that were waited for may have left
+        effects += self.attempts.settle() + self.steps.serve_held_back()  # readers that others waited for may have left
         if now - self._told >= max(TELL_S, ping_s):
             self._told = now
             waiting = [reader for reader in self.registry if not self._is_behind(reader)]
@@ -188,22 +193,22 @@ class Readers:
         return effects + self.steps.tell_starving()
 
     def _is_behind(self, reader: Reader) -> bool:
-        """Return whether a reader waits for bytes that are on their way. It is told of them when it pings."""
+        """Return whether a reader waits for bytes that are on their way; the answer to its ping reports these."""
         return bool(reader.queued) and not self.steps.formed_upto <= reader.sent_upto < reader.want_stop
 
     @property
     def num_readers(self) -> int:
-        """Processes that hold or claim a rank."""
+        """Number of readers that hold or claim a rank."""
         return len(self.registry)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the mesh that read, whether attached or not; 0 before the first one came."""
+        """Number of ranks of the mesh that read, attached or not; 0 before the first reader came."""
         return self.registry.num_ranks
 
     @property
     def absent(self) -> str:
-        """A text that names the ranks that nobody holds; empty where there are none."""
+        """A text that names the ranks without a reader; empty if there are none."""
         ranks = [each for each in self.registry.ranks() if each not in self.registry.held]
         names = self.registry.names_of(ranks, len(ranks))
         return f"{len(ranks)} of {self.num_ranks} ranks are not there: {names}" if ranks else ""
@@ -211,20 +216,20 @@ class Readers:
     # Taking a rank
 
     def _attach(self, peer: bytes, message: Attach) -> list[Effect]:
-        """Take the first ``Attach`` of a reader, or refuse it."""
+        """Take an ``Attach``: add a new reader, which gets or claims its rank, or reject it."""
         if message.reader in self.registry.fenced:
             detail = self.registry.fenced[message.reader]
             return [SendTrainer(peer, self.link.envelope(Fenced(feed=self._feed, detail=detail), 0))]
         reader = self.registry.named(message.reader)
         if reader is not None and (reader.mesh, reader.readers) == (message.mesh, message.readers):
-            return self._again(reader, peer, message)
+            return self._attach_again(reader, peer, message)
         unfit = refusal(message, self._rules, self._layout)
         if unfit:
             return self.attempts.reject(peer, "mesh", unfit, message.mesh, message.host)
         if reader is None and self._is_full(message):
             return self.attempts.reject(peer, "too_many", (
                 f"got one reader more than the {self._max_readers} that may read feed {self._feed!r} at a time, "
-                f"expected no more: stop the others, or raise limits.peers in broker.yaml"
+                f"expected no more. Stop the others, or raise limits.peers in broker.yaml."
             ), message.mesh, message.host)  # fmt: skip
         waits, snapshot = self._snapshots.misses(message), self._snapshots.of(message)
         if waits and self._snapshots.is_full(message.snapshot_digest):
@@ -238,8 +243,8 @@ class Readers:
         reader = Reader(
             message.reader, peer, f"{message.host}:{message.pid}", message.mesh, message.readers, now, now
         )  # fmt: skip
-        reader.starvation = message.starvation  # of its whole life, perhaps with earlier brokers
-        if before is not None:  # it goes on counting
+        reader.starvation = message.starvation  # counted since the process began, also with earlier brokers
+        if before is not None:  # the rank's counts go on
             reader.stats, reader.starvation = before.stats, before.starvation
         reader.begin(message, now, snapshot, waits)
         if not waits and self.attempts.has_diverged(reader):
@@ -252,33 +257,33 @@ class Readers:
         return effects + self.attempts.take_rank(reader)
 
     def _is_full(self, message: Attach) -> bool:
-        """Return whether no other process may come.
+        """Return whether there are as many readers as may be.
 
-        A process that claims a rank replaces its holder, so as many may claim ranks as may hold them.
+        A process that claims a rank replaces its holder. So the limit holds separately for claims and for held ranks.
         """
         registry = self.registry
         there = registry.claims if registry.in_the_way(message) else registry.held
         return len(there) >= self._max_readers
 
     def _ask_for_snapshot(self, reader: Reader) -> list[Effect]:
-        """Ask a reader for the snapshot that it waits with, unless another reader was asked for it."""
+        """Ask a reader for the snapshot that it waits for, unless another reader was asked."""
         digest = self._snapshots.should_ask(reader, self.registry.now)
         return [] if digest is None else self.link.send(reader, AskSnapshot(feed=self._feed, digest=digest))
 
-    def _bring(self, reader: Reader, message: Brought) -> list[Effect]:
-        """Take a snapshot that was asked for: the readers that waited with it are ready now."""
+    def _take_snapshot(self, reader: Reader, message: Brought) -> list[Effect]:
+        """Take a snapshot that was asked for; the readers that waited for it are ready now."""
         reader.heard = self.registry.now
         if not self._snapshots.expects(message.digest):
             return []
         if message.snapshot.digest != message.digest:
             return self._refuse(reader, "snapshot", "got a snapshot of another digest than it attached with")
         waiting = self._snapshots.take(message.digest, message.snapshot)
-        return [e for each, attach in waiting for e in self._again(each, each.peer, attach)]
+        return [e for each, attach in waiting for e in self._attach_again(each, each.peer, attach)]
 
-    def _again(self, reader: Reader, peer: bytes, message: Attach) -> list[Effect]:
-        """Take an ``Attach`` of a known reader: a repetition, or it is ready now, or asks for another round.
+    def _attach_again(self, reader: Reader, peer: bytes, message: Attach) -> list[Effect]:
+        """Take an ``Attach`` of a known reader, which is repeated, or is ready now, or asks for another round.
 
-        An older copy of what it said changes nothing.
+        An older ``Attach`` changes nothing.
         """
         if message.round < reader.round or (reader.ready and not message.ready):
             return []
@@ -286,7 +291,7 @@ class Readers:
         if self.registry.at(peer) is not reader:
             effects += self.leave(peer, Departure.PEER_TOOK_RANK)
             self.registry.move(reader, peer)
-            self.steps.forget_queue(reader)  # it went with the connection
+            self.steps.forget_queue(reader)  # parts on their way were lost with the connection
             reader.resent_at = -RESEND_S
         reader.heard = self.registry.now
         if not message.ready or (reader.ready and message.round == reader.round):
@@ -302,12 +307,12 @@ class Readers:
         snapshot = self._snapshots.of(message)
         if gone := self._source.unfit(message.next_step, snapshot):
             return effects + self._refuse(reader, *gone)
-        self.steps.forget_queue(reader)  # out of its attempt, it confirms nothing of that any more
+        self.steps.forget_queue(reader)  # the reader left its attempt, and confirms no parts of it any more
         reader.begin(message, self.registry.now, snapshot, waits=False)
         if self.attempts.has_diverged(reader):
             return effects + self._refuse(reader, "diverged", diverged(reader, self._rules))
         return effects + (self.attempts.arrive(reader) if reader.holds else self.attempts.wait(reader))
 
     def _wait_for_ready(self, reader: Reader) -> list[Effect]:
-        """Answer a reader that asks for steps outside an attempt: it waits for one, or must say where it begins."""
+        """Answer a reader that requests steps outside an attempt: it waits for one, or must attach again."""
         return self.attempts.wait(reader) if reader.ready and not reader.fence else self.link.send(reader, Who())

@@ -1,7 +1,7 @@
-"""Snapshots of checkpoints that readers begin with: which are here, and which reader is asked for one.
+"""Snapshots of the checkpoints at which readers begin: those that have come, and requests for others.
 
-An ``Attach`` names the snapshot by its digest. The broker asks one of the readers that wait with the same digest for
-the bytes, and keeps them once for all.
+An ``Attach`` names a snapshot by its digest. The broker asks one of the readers with the same digest for the snapshot,
+and keeps it for all of them.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from streampack.core.protocol.trainer_messages import Attach
 from streampack.core.serve.rank_registry import RankRegistry, Reader
 
 MOST_BROUGHT = 4
-"""Different snapshots that readers may wait with: each may have megabytes. All ranks of an attempt bring the same."""
+"""Most different snapshots of waiting readers: each may have megabytes. All ranks of an attempt have the same one."""
 ASK_S = 2.0
-"""A reader that was asked for its snapshot and attaches again after this time is asked again."""
+"""Seconds after which a reader that was asked for its snapshot, and attaches again, is asked again."""
 TOO_MANY = (
-    f"got a snapshot that differs from those of {MOST_BROUGHT} checkpoints that other readers have brought, expected "
-    f"all ranks to bring the same: load one checkpoint on every rank"
+    f"got a snapshot that differs from those of {MOST_BROUGHT} checkpoints that other readers have brought. Expected "
+    f"all ranks to bring the same. Load one checkpoint on every rank."
 )
 
 
 class SnapshotRequests:
-    """The snapshots that the readers of one feed have brought, by digest, and the questions for others."""
+    """The snapshots that readers of one feed have sent, by digest, and the requests for others."""
 
     def __init__(self, registry: RankRegistry) -> None:
         self._registry = registry
         self._here: dict[bytes, Snapshot] = {}
         self._asked: dict[bytes, tuple[bytes, float]] = {}
-        """The peer that was asked for a digest, and when."""
+        """(peer that was asked, time) of each request, by digest."""
 
     def of(self, message: Attach) -> Snapshot | None:
-        """Return the snapshot that a reader begins with, if it is here."""
+        """Return the snapshot that an ``Attach`` names; None if it has not come."""
         return self._here.get(message.snapshot_digest)
 
     def misses(self, message: Attach) -> bool:
-        """Return whether a reader begins with a snapshot that is not here."""
+        """Return whether an ``Attach`` names a snapshot that has not come."""
         return message.ready and message.snapshot_digest not in (b"", *self._here)
 
     def is_full(self, digest: bytes) -> bool:
-        """Return whether readers wait with ``MOST_BROUGHT`` snapshots besides ``digest``. Forget unused snapshots."""
+        """Return whether readers use ``MOST_BROUGHT`` snapshots besides ``digest``, after forgetting unused ones."""
         held = {id(reader.snapshot) for reader in self._registry}
         self._here = {known: snapshot for known, snapshot in self._here.items() if id(snapshot) in held}
         pending = {reader.pending.snapshot_digest for reader in self._registry if reader.pending is not None}
@@ -48,7 +48,7 @@ class SnapshotRequests:
         return len({*self._here, *pending} - {digest}) >= MOST_BROUGHT
 
     def should_ask(self, reader: Reader, now: float) -> bytes | None:
-        """Return the digest to ask this reader for. None where its snapshot is here or another reader was asked."""
+        """Return the digest to ask a reader for; None if its snapshot has come or another reader was asked."""
         if reader.pending is None:
             return None
         digest = reader.pending.snapshot_digest
@@ -62,11 +62,11 @@ class SnapshotRequests:
         return digest
 
     def expects(self, digest: bytes) -> bool:
-        """Return whether a reader was asked for this snapshot and it has not come."""
+        """Return whether a reader was asked for the snapshot of this digest, and it has not come."""
         return digest in self._asked
 
     def take(self, digest: bytes, snapshot: Snapshot) -> Iterable[tuple[Reader, Attach]]:
-        """Keep a snapshot. Return the readers that waited for it, each with its ``Attach``."""
+        """Keep a snapshot that has come; return the readers that waited for it, each with its ``Attach``."""
         del self._asked[digest]
         self._here[digest] = snapshot
         return [

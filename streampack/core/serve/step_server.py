@@ -1,13 +1,13 @@
-"""The steps of one feed that are kept for its readers, and what each rank of the attempt has had of them.
+"""Keeps the steps of one feed, and sends them to the ranks of the attempt.
 
-A step goes out whole, to every rank. Reads are pure: a reader that asks again for a step gets the same bytes. Only
-``done_upto`` moves, and only up. Bytes that are sent and not confirmed are bounded, for each reader and for all
-together, so that a slow link fills no memory. Nothing is sent again unless the reader proves that it is lost.
+A step goes out whole, to every rank (R3). Reads are pure (R4): a reader that asks again for a step gets the same bytes.
+The bytes that are sent and not confirmed are bounded, for each reader and for all together. So a slow link does not
+fill the memory. A part is sent again only if the reader proves that it was lost.
 
-A step is kept until every rank has returned it. It is kept longer while one process was replaced, because the
-replacement may be the first of many processes that go back.
+A step is kept until every rank has returned it. After a process was replaced, steps are kept until the other ranks send
+a message: more processes may be replaced, and go back.
 
-The server knows steps and packs by number, never tokens. It does not know how an attempt begins.
+The server knows the numbers of steps and packs, and no tokens.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from streampack.core.serve.step_source import StepSource
 from streampack.core.stats.data_wait import Missing, NextWaits, Starvation
 
 MAX_AHEAD = 64
-"""Steps that one ``Get`` may ask for."""
+"""Most steps that one ``Get`` may request."""
 
 MOST_QUEUED = 8 << 20
-"""Bytes on their way to one reader. What follows waits behind them: a second for each MB/s of a slow link."""
+"""Most bytes on their way to one reader: later messages wait behind them, for 8 s on a link of 1 MB/s."""
 ACKS = 4
-"""Times that a reader confirms while it receives as many bytes as may be on their way to it."""
+"""Confirmations that a reader sends while it receives as many bytes as may be on their way to it."""
 KEPT_CHAINS = 4096
-"""Steps back for which the digest of all steps before is remembered."""
+"""Number of the last steps whose digests are remembered."""
 RESEND_S = 1.0
-"""Seconds between two proofs of loss that are believed of a reader that confirms nothing in between."""
+"""Least seconds between two times that parts are sent again to a reader that confirms nothing in between."""
 
 OUT = 1 << 62
-"""Steps that a rank outside the current round counts as having returned: all."""
+"""Number of returned steps of a rank outside the round: more than any step, so that no step is kept for it."""
 
 
 class RankProgress(NamedTuple):
-    """The progress of one reader and the figures that its client sent.
+    """The progress of one rank's reader, with the metrics of its client.
 
-    Steps are those of iteration ``round``; ``silent_s`` is the time in seconds since the reader was heard.
+    Steps count in iteration ``round``; ``silent_s`` is the seconds since the reader's last message.
     """
 
     ranks: Ranks
@@ -67,7 +67,7 @@ class RankProgress(NamedTuple):
 
 
 class StepServer:
-    """Keep steps, send them to the readers of the attempt, and forget them when every rank has returned them."""
+    """Keeps steps, sends them to the readers of the attempt, and deletes each when every rank has returned it."""
 
     def __init__(
         self, link: ReaderLink, rules: Rules, layout: str, table: SampleTable, registry: RankRegistry,
@@ -77,53 +77,57 @@ class StepServer:
         self._registry, self._source = registry, source
         self.kept = KeptSteps(link.feed, rules, layout, table)
         self.returned = Progress()
-        """Steps that each rank of the attempt has returned; empty before the first attempt."""
+        """Number of steps that each rank of the attempt has returned; empty before the first attempt."""
         self.unheard: set[Ranks] = set()
-        """Ranks not heard since a process was replaced: all processes may be restarting."""
+        """Ranks without a message since a process was replaced: all processes may be restarting."""
         self._chains: dict[int, bytes] = {}
+        """Digest of all steps before a step, by its number."""
         self._missing: Missing | None = None
-        """Reason why the next step is missing, computed once a tick for all readers that wait."""
+        """Cause of the wait for the next step, computed once a tick for all readers."""
         self._starving: dict[str, Reader] = {}
-        """Readers that have nothing to read, as they said, by name."""
+        """Readers that have reported that they have no step to read, by name."""
         self._said: tuple[str, str | None] | None = None
-        """(reason, stream) that all of them heard last, if it is the same for all."""
+        """(reason, stream) of the last ``Wait`` to these readers, if all got the same."""
         self.leaving_bytes = leaving_bytes
-        """Bytes that may be on their way to all readers together."""
+        """Most bytes that may be on their way to all readers together."""
         self.queued_bytes = 0
         """Bytes that are on their way to all readers together."""
         self.resent_bytes = 0
         """Bytes that were sent again because they were lost."""
         self._held_back: dict[str, Reader] = {}
-        """Readers that wait until others confirm, the oldest first."""
+        """Readers that get no part until others confirm theirs, the oldest first."""
         self.released_upto = 0
-        """Steps below are returned by every rank and forgotten."""
+        """Every rank has returned the steps before this one, which are deleted."""
         self.formed_upto = 0
+        """The steps before this one are formed."""
         self.end: End | None = None
+        """The end of the feed, once it is known."""
         self.draining = False
+        """True if the broker stops, and no further step is formed."""
         self.next_waits = NextWaits()
-        """Ranks' waiting times for steps, as they report them."""
+        """Data wait of all ranks, by cause, as they report it."""
 
     def finish(self, num_steps: int, chain: bytes) -> list[Effect]:
-        """End the round: no step follows."""
+        """End the round after ``num_steps`` steps; ``chain`` is the digest of all."""
         self.end = End(feed=self._link.feed, lineage=self.lineage, num_steps=num_steps, chain=chain)
         return self.serve_all()
 
     def chain_of(self, step: int) -> bytes:
-        """Return the digest of all steps before ``step``; empty for step 0 and where it is not known."""
+        """Return the digest of all steps before ``step``; empty for step 0 or if unknown."""
         return self._chains.get(step, b"")
 
     def note_chain(self, step: int, chain: bytes) -> None:
-        """Remember the digest of all steps before ``step``."""
+        """Record the digest of all steps before ``step``."""
         self._chains[step] = chain
         self._chains.pop(step - KEPT_CHAINS, None)
 
     def forget_chains(self, step: int) -> None:
-        """Forget the digests of steps after ``step``: other steps follow."""
+        """Delete the digests of steps after ``step``, since other steps follow it."""
         self._chains = {at: chain for at, chain in self._chains.items() if at <= step}
 
     @property
     def lineage(self) -> int:
-        """The lineage of the steps that are served."""
+        """Number of the lineage of the steps that are served."""
         return self.kept.lineage
 
     @lineage.setter
@@ -132,22 +136,22 @@ class StepServer:
 
     @property
     def dealt(self) -> DealtFigures:
-        """Load and padding of the ranks."""
+        """Statistics of the dealt steps: load and padding of the ranks."""
         return self.kept.figures
 
     @property
     def joined(self) -> bool:
-        """Whether an attempt has begun, with every rank ready for it. Some ranks may have left since."""
+        """True if an attempt has begun with all ranks, even if some ranks have left since."""
         return bool(self.returned) and bool(self._registry.held)
 
     @property
     def all_there(self) -> bool:
-        """Whether an attempt has begun and no rank has left it."""
+        """True if an attempt has begun with all ranks, and none has left."""
         return self.joined and len(self._registry.held) == self._registry.num_ranks
 
     @property
     def any_starved(self) -> bool:
-        """Whether some attached rank that wants to read has no step ready."""
+        """True if an attached rank that wants to read has no step."""
         return any(
             reader.have_upto <= self.returned[ranks] < OUT if reader.entered else reader.ready
             for ranks, reader in self._registry.held.items()
@@ -155,7 +159,7 @@ class StepServer:
 
     @property
     def slowest(self) -> str:
-        """A text that names the rank that has returned the fewest steps."""
+        """A text that names the rank that has returned the fewest steps, and their number."""
         held = self._registry.held
         if not self.returned or not held:
             return "no rank is attached"
@@ -166,7 +170,7 @@ class StepServer:
         return f"rank {held[ranks].mesh} at {held[ranks].where} has returned {self.returned[ranks]} steps"
 
     def stats(self) -> list[RankProgress]:
-        """Return one row for each reader, in the order of their ranks."""
+        """Return the progress of each reader that holds a rank, in the order of the ranks."""
         return [
             RankProgress(
                 ranks, reader.where, reader.round, self.returned[ranks] if reader.entered else 0, reader.have_upto,
@@ -176,31 +180,31 @@ class StepServer:
         ]  # fmt: skip
 
     def skip(self, first: int, last: int) -> None:
-        """Pass over steps ``first`` to ``last``, those that are kept, too."""
+        """Skip steps ``first`` to ``last``, also those that are kept: readers get only their digests."""
         self.kept.skip(first, last)
 
     def keep(self, step: PlannedStep, skipped: bool) -> None:
-        """Keep the next step; readers get only the digests of one that is ``skipped``."""
+        """Keep the next step for readers, which get only its digests if it is ``skipped``."""
         self._missing = None  # the step after it may wait for something else
         self.kept.add(step, skipped)
         self.formed_upto = step.number + 1
 
     def forget_all(self, step: int) -> list[Effect]:
-        """Forget all steps; ``step`` is formed next."""
+        """Delete all steps; ``step`` is formed next."""
         gone = [self.kept.forget(number) for number in range(self.released_upto, self.formed_upto)]
         self.released_upto = self.formed_upto = step
         self.end = None
         return [Release(handles) for handles in gone]
 
-    def heard(self, reader: Reader) -> list[Effect]:
-        """Note that a reader is alive, so it has not gone back to an earlier step."""
+    def note_alive(self, reader: Reader) -> list[Effect]:
+        """Record that a reader is alive, and so has not gone back; delete steps that were kept for that."""
         if reader.mesh.ranks not in self.unheard:
             return []
         self.unheard.remove(reader.mesh.ranks)
         return self.release()
 
     def get(self, reader: Reader, message: Get) -> list[Effect]:
-        """Answer a reader that asks for steps."""
+        """Answer a reader's request for steps: send parts, or tell it what the next step waits for."""
         reader.have_upto = max(reader.have_upto, message.start)
         reader.want_stop = max(reader.want_stop, min(message.stop, message.start + MAX_AHEAD))
         reader.unreached = False
@@ -216,51 +220,51 @@ class StepServer:
         return effects + self.wait_for_step(reader)
 
     def _send_again(self, reader: Reader, message: Get) -> None:
-        """Begin again at the place that a reader names: it has proven that what followed is lost."""
+        """Go back to the part that a reader asks for: it has proven that later parts are lost."""
         reader.resend, reader.resent_at = message.resend, self._registry.now
         self.forget_queue(reader)
         furthest = max(self.formed_upto, self.returned[reader.mesh.ranks])
         place = max((min(message.start, furthest), message.part), (self.released_upto, 0))
         reader.sent_upto, reader.sent_part = place
 
-    def look_again(self) -> None:
-        """Look anew at what the next step waits for, when it is asked for."""
+    def forget_missing(self) -> None:
+        """Forget the cause of the wait for the next step, so that it is computed anew."""
         self._missing = None
 
-    def begin_nowhere(self) -> None:
-        """Forget the attempt: ranks of another mesh have come."""
+    def end_attempt(self) -> None:
+        """Forget the ranks of the attempt."""
         self.returned.clear()
         self.unheard.clear()
 
     def begin(self, ranks: Iterable[Ranks]) -> None:
-        """Begin an attempt of these ranks. Each is out of it until it is entered."""
-        self.begin_nowhere()
+        """Begin an attempt of these ranks; no steps are kept for a rank until ``enter``."""
+        self.end_attempt()
         for each in ranks:
             self.returned[each] = OUT
 
     def enter(self, reader: Reader) -> None:
-        """Have a reader take part from its first step on."""
+        """Let a reader take part in the attempt, from its first step on."""
         self.returned[reader.mesh.ranks] = reader.first_step
         self.forget_queue(reader)
         reader.sent_upto, reader.sent_part, reader.ever_sent = reader.first_step, 0, (reader.first_step, 0)
         reader.want_stop, reader.resend, reader.resent_at = 0, 0, -RESEND_S
 
     def await_others(self, ranks: Ranks) -> None:
-        """Keep steps until all other ranks are heard: a process was replaced, and the others may follow."""
+        """Keep steps until every rank but ``ranks``, whose process was replaced, has sent a message."""
         if self.returned:
             self.unheard = self.returned.others(ranks)
 
     def leave_round(self, ranks: Ranks) -> None:
-        """Count a rank as having returned all steps: it asks for a later round."""
+        """Keep no more steps for a rank, which asks for a later round."""
         self.returned[ranks] = OUT
 
     def leave(self, reader: Reader) -> None:
-        """Forget a reader that is gone."""
+        """Forget a reader that has left, and the parts on their way to it."""
         self._starving.pop(reader.name, None)
         self.forget_queue(reader)
 
     def not_sent(self, peer: bytes, envelope: Envelope) -> None:
-        """Note that a message was dropped before it left. It goes out again once the reader is heard."""
+        """Record that a message for ``peer`` was dropped before it left; the part is sent again at the next message."""
         reader, message = self._registry.at(peer), envelope.message
         if reader is None or not isinstance(message, StepPart) or envelope.fence != reader.fence:
             return
@@ -268,28 +272,29 @@ class StepServer:
         place = message.step, message.part
         if message.resend == reader.resend and place < (reader.sent_upto, reader.sent_part):
             while reader.queued and reader.queued[-1][:2] >= place:
-                self._let_go(reader, reader.queued.pop()[2])
+                self._count_out(reader, reader.queued.pop()[2])
             reader.sent_upto, reader.sent_part = place
 
     def _confirm(self, reader: Reader, step: int, part: int) -> None:
-        """Note that the reader has every part before ``part`` of ``step``."""
+        """Record that a reader has every part before ``part`` of ``step``."""
         while reader.queued and reader.queued[0][:2] < (step, part):
-            self._let_go(reader, reader.queued.popleft()[2])
+            self._count_out(reader, reader.queued.popleft()[2])
             reader.resent_at = -RESEND_S
 
-    def _let_go(self, reader: Reader, num_bytes: int) -> None:
+    def _count_out(self, reader: Reader, num_bytes: int) -> None:
+        """Subtract bytes from those that are on their way to a reader."""
         reader.queued_bytes -= num_bytes
         self.queued_bytes -= num_bytes
 
     def forget_queue(self, reader: Reader) -> None:
-        """Forget what was on its way to a reader."""
-        self._let_go(reader, reader.queued_bytes)
+        """Forget the parts that are on their way to a reader, and do not count their bytes any more."""
+        self._count_out(reader, reader.queued_bytes)
         reader.queued.clear()
         reader.unreached = False
         self._held_back.pop(reader.name, None)
 
     def _may_send(self, reader: Reader) -> bool:
-        """Return whether another part may leave, for one reader and for all. Each reader may always have one part."""
+        """Return whether another part may be sent to a reader, by the limits of bytes on their way."""
         if reader.unreached or (reader.queued and reader.queued_bytes >= self.most_queued):
             return False
         if self.queued_bytes >= self.leaving_bytes:
@@ -299,20 +304,20 @@ class StepServer:
 
     @property
     def most_queued(self) -> int:
-        """Bytes that may be on their way to one reader."""
+        """Most bytes that may be on their way to one reader."""
         return min(MOST_QUEUED, self.leaving_bytes // max(self._registry.num_ranks, 1))
 
     def serve_held_back(self) -> list[Effect]:
-        """Serve the readers that waited until others confirmed."""
+        """Send parts to the readers that waited until others confirmed theirs."""
         effects: list[Effect] = []
         while self._held_back and self.queued_bytes < self.leaving_bytes:
             effects += self.serve(self._held_back.pop(next(iter(self._held_back))))
         return effects
 
     def tell_starving(self, forming: bool = True) -> list[Effect]:
-        """Tell the readers that have nothing to read what they wait for, where they have not heard it yet.
+        """Tell the readers without a step what they wait for, if that has changed.
 
-        With ``forming`` false, a step that is being packed is not worth a message: it is there in a moment.
+        With ``forming`` false, they get no message while the step is being packed, which takes a moment.
         """
         if not self._starving:
             return []
@@ -323,7 +328,7 @@ class StepServer:
         return [e for reader in list(self._starving.values()) if reader.entered for e in self.wait_for_step(reader)]
 
     def ping(self, reader: Reader, message: ReaderPing) -> list[Effect]:
-        """Answer a reader that says how far it is."""
+        """Answer a reader's ping, which reports how far it is, with what its next step waits for."""
         reader.have_upto = max(reader.have_upto, message.have_upto)
         reader.unreached = False
         self._confirm(reader, message.have_upto, message.part)
@@ -331,13 +336,14 @@ class StepServer:
         return effects + self.serve_held_back() + self.wait_for_step(reader)
 
     def note_figures(self, reader: Reader, message: ReaderPing) -> None:
-        """Keep the figures that a reader reports of itself."""
+        """Keep the metrics and the data wait that a reader reports."""
         reader.stats = message.stats
         if message.starvation is not None:
             self.next_waits.add(reader.starvation, message.starvation)
             reader.starvation = message.starvation
 
     def _note_done(self, reader: Reader, done_upto: int) -> list[Effect]:
+        """Record that a reader has returned the steps before ``done_upto``, and delete steps that all have returned."""
         done_upto = min(done_upto, reader.sent_upto)
         if done_upto <= self.returned[reader.mesh.ranks]:
             return []
@@ -345,22 +351,24 @@ class StepServer:
         return self.release()
 
     def release(self) -> list[Effect]:
-        """Forget the steps that every rank has returned, unless a rank may still ask for one again."""
+        """Delete the steps that every rank has returned, unless a rank may still ask for one again."""
         last = OUT if self.end is None else self.end.num_steps
         if not self.joined or any(self.returned[ranks] < last for ranks in self.unheard):
             return []
         least = self.returned.least
-        upto = self.released_upto if least == OUT else min(self.formed_upto, least)  # where all are out, nobody reads
+        upto = (
+            self.released_upto if least == OUT else min(self.formed_upto, least)
+        )  # no rank reads if all are outside the round
         effects: list[Effect] = [Release(self.kept.forget(n)) for n in range(self.released_upto, upto)]
         self.released_upto = max(self.released_upto, upto)
         return effects
 
     def serve_all(self) -> list[Effect]:
-        """Serve every reader."""
+        """Send to every reader the steps that it wants."""
         return [e for reader in self._registry for e in self.serve(reader)]
 
     def serve(self, reader: Reader) -> list[Effect]:
-        """Send the steps that the reader wants and that are there."""
+        """Send to a reader the formed steps that it wants, then the end of the feed or a goodbye."""
         if not reader.entered:
             return []
         effects: list[Effect] = []
@@ -378,7 +386,7 @@ class StepServer:
         return effects
 
     def _send_parts(self, reader: Reader, number: int) -> list[Effect]:
-        """Send the parts of a step that follow, as far as they may leave now."""
+        """Send the next parts of step ``number`` to a reader, as far as the limits allow."""
         effects: list[Effect] = []
         begin = reader.sent_part if reader.sent_upto == number else 0
         parts = self.kept.parts(number, reader.mesh, begin, reader.resend)
@@ -389,6 +397,7 @@ class StepServer:
         return effects
 
     def _send_part(self, reader: Reader, plan: StepPart, packs: Contents) -> Effect:
+        """Return the effect that sends a part to a reader, and count its bytes as on their way."""
         mesh, size, place = reader.mesh, self.kept.num_bytes(packs, reader.mesh), (plan.step, plan.part)
         if place < reader.ever_sent:
             self.resent_bytes += size
@@ -396,18 +405,19 @@ class StepServer:
         reader.sent_upto, reader.sent_part = (plan.step + 1, 0) if whole else (plan.step, plan.part + 1)
         reader.ever_sent = max(reader.ever_sent, (reader.sent_upto, reader.sent_part))
         reader.queued.append((*place, size))
-        self._let_go(reader, -size)
+        self._count_out(reader, -size)
         envelope = self._link.envelope(plan, reader.fence)
         if not plan.micro_batches:
             return SendTrainer(reader.peer, envelope)
         return SendShard(reader.peer, envelope, packs, plan.frames, self._layout, mesh.cp, mesh.cp_rank)
 
     def _send_end(self, reader: Reader) -> list[Effect]:
+        """Tell a reader that the feed has ended."""
         assert self.end is not None
         return self._link.send(reader, msgspec.structs.replace(self.end, resend=reader.resend))
 
     def wait_for_step(self, reader: Reader) -> list[Effect]:
-        """Tell a reader what its next step waits for, if it asked for one that is not there."""
+        """Tell a reader what its next step waits for, if it has requested one that has not come."""
         wants = reader.sent_upto < reader.want_stop
         if not wants and not reader.queued:
             return []
@@ -426,6 +436,7 @@ class StepServer:
         return self._send_wait(reader, missing)
 
     def _send_wait(self, reader: Reader, missing: Missing) -> list[Effect]:
+        """Send a reader the cause of its wait."""
         wait = Wait(
             feed=self._link.feed, step=reader.sent_upto, part=reader.sent_part, resend=reader.resend,
             reason=missing.reason, detail=missing.detail[:2000], stream=missing.stream, batch=missing.batch,

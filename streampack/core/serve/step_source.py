@@ -1,4 +1,4 @@
-"""What a feed does for its readers."""
+"""The functions of a feed that its readers need."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from streampack.core.stats.data_wait import Missing
 
 
 class StepSource(Protocol):
-    """Where the readers' steps come from; a ``Feed``."""
+    """The source of the readers' steps; ``Feed`` implements it."""
 
     def waiting_for(self) -> Missing:
-        """Return why the next step is not there."""
+        """Return the cause of the wait for the next step."""
 
     def unfit(self, step: int, given: Snapshot | None) -> tuple[str, str] | None:
-        """Return why the feed cannot go to ``step`` with a reader's snapshot: (code, detail); None where it can."""
+        """Return why the feed cannot go to ``step`` with a snapshot: (code of the error, its text); None if it can."""
 
     def rewind(self, step: int, given: Snapshot | None, back: bool) -> list[Effect]:
-        """Go to ``step``, from the snapshot ``given`` where no nearer one is known.
+        """Form steps anew from ``step`` on, from the snapshot ``given`` or a nearer one.
 
-        ``back``: the trainers have returned that step before, and no reader goes on where another broker served it.
+        ``back``: the trainers have returned that step before, and do not just go on after a restart of the broker.
         """
 
     def knows(self, given: Snapshot) -> bool:
-        """Return whether all changes and skips of a checkpoint's snapshot are recorded."""
+        """Return whether the log has all changes and skips of a checkpoint's snapshot."""
 
     def state_of(self, step: int) -> State | list[Effect]:
-        """Return a checkpoint's state, or the effects that fetch it. ``Readers.tell_states`` follows then."""
+        """Return the state of a checkpoint at ``step``, or the effects that fetch it before ``Readers.tell_states``."""
 
     def commit(self, step: int) -> list[Effect]:
-        """Note that a checkpoint is durable. ``Readers.committed`` follows once the note is safe."""
+        """Record that the checkpoint at ``step`` is durable; ``Readers.committed`` follows once the record is safe."""
