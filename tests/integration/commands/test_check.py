@@ -22,7 +22,6 @@ from streampack_services.check.check import key_lines, meaning_of
 from streampack.config.config_files import read_either
 from streampack.config.daemon_settings import BrokerConfig, ProducerConfig
 from streampack.errors import ConfigError
-from tests import configuration_page
 from tests.integration.running import in_process, the_error, write, write_jsonl
 
 ROOT = Path(__file__).parents[3]
@@ -117,15 +116,6 @@ def test_the_schema_has_the_meanings_that_check_shows(schema: Any) -> None:
         for field in msgspec.structs.fields(kind):
             if text := meaning_of(kind, field.name):
                 assert found[kind.__name__]["properties"][field.name]["description"] == text
-
-
-def test_the_page_of_keys_is_the_one_that_the_schema_makes() -> None:
-    assert (ROOT / "docs/reference/configuration.md").read_text() == configuration_page.page()
-
-
-def test_every_key_that_few_need_is_a_key_of_the_page() -> None:
-    rows = (ROOT / "docs/reference/configuration.md").read_text()
-    assert [path for path in configuration_page.FEW_NEED if rows.count(f"| `{path}` |") != 1] == []
 
 
 def test_without_a_file_check_says_which_it_needs() -> None:

@@ -1,26 +1,14 @@
-"""The page of all keys of broker.yaml and producer.yaml, from the JSON schema of ``streampack check``.
-
-    python -m tests.configuration_page > docs/reference/configuration.md
-
-``test_check`` compares the page with what this prints.
-"""
+"""Tables of the keys of broker.yaml and producer.yaml, from the JSON schema of ``streampack check --schema``."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from streampack_services.check.check import json_schema
 
 Tree = dict[str, Any]
-HEAD = """# Keys of broker.yaml and producer.yaml
-
-`streampack check FILE` shows the values of your file with these meanings; `streampack check --schema` prints a JSON
-schema for editors. NAME stands for a name of your own. The last table of each file has the keys that few runs need.
-`python -m tests.configuration_page > docs/reference/configuration.md` writes this page.
-"""
 FEW_NEED = {
     "rules.leftovers", "rules.micro_batch_size", "rules.max_policy_lag", "rules.align.sample", "rules.align.pack",
     "rules.align.lcm", "rules.balance.a", "rules.balance.b", "rules.balance.group", "rules.balance.patience",
@@ -32,10 +20,10 @@ FEW_NEED = {
 """Keys by their paths."""
 
 
-def page() -> str:
-    """The text of docs/reference/configuration.md."""
+def tables() -> str:
+    """Return the tables, a section for each file."""
     definitions = json_schema()["$defs"]
-    parts = [HEAD]
+    parts = list[str]()
     for file, kind in (("broker.yaml", "BrokerConfig"), ("producer.yaml", "ProducerConfig")):
         rows = list(_rows(definitions, definitions[kind]))
         sections = dict.fromkeys(path.rpartition(".")[0] for path, _ in rows if path not in FEW_NEED)
@@ -86,7 +74,3 @@ def _values(schema: Tree) -> str:
 
 def _yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

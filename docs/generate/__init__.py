@@ -1,0 +1,10 @@
+"""The parts of the documentation site that come from the code, made while mkdocs builds it.
+
+- ``hooks``: what mkdocs calls; fills in ``<!-- generated: NAME -->`` and adds figures and files of the repository.
+- ``configuration``: the tables of broker.yaml and producer.yaml, from their JSON schema.
+- ``cli``: the commands and their options, from the command line itself.
+- ``api_index``: the table of public names. mkdocstrings makes the pages behind it from docstrings.
+- ``errors``: the tree of errors, from ``streampack.errors``.
+- ``figures``: diagrams as SVG; packing figures are computed by ``streampack.pack_lengths``.
+- ``repository``: links from pages to files of the repository outside ``docs/``.
+"""

@@ -1,0 +1,41 @@
+"""Hooks of mkdocs: fill in generated parts, add figures, and keep links to files of the repository."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from streampack_services.http import metrics
+
+from docs.generate import api_index, cli, configuration, errors, figures, repository
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "api": api_index.table,
+    "cli": cli.page,
+    "configuration": configuration.tables,
+    "errors": errors.table,
+    "metrics": metrics.text,
+}
+"""What stands in place of ``<!-- generated: NAME -->``."""
+_MARK = re.compile(r"<!-- generated: (\w+) -->")
+ICON = repository.ROOT / "services/streampack_services/web/icon.svg"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the icon, the figures and the files that pages link to."""
+    files.append(File.generated(config, "assets/icon.svg", abs_src_path=str(ICON)))
+    for name, svg in figures.all_figures().items():
+        files.append(File.generated(config, f"assets/{name}.svg", content=svg))
+    for uri, path in repository.linked(files).items():
+        files.append(File.generated(config, uri, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Fill in what is generated, then point links into the repository to their copies on the site."""
+    markdown = _MARK.sub(lambda found: GENERATED[found[1]](), markdown)
+    return repository.relinked(markdown, page.file.src_uri)
