@@ -34,7 +34,7 @@ def status(endpoint: Endpoint = None, as_json: AsJson = False, timeout: Timeout 
     from streampack_services.watch import status_report
 
     snapshot = http_client.fetch_status(endpoint, timeout)
-    print_result(snapshot, as_json, lambda found: status_report.show_status(http_client.understand(found)))
+    print_result(snapshot, as_json, lambda found: status_report.show_status(http_client.parse_status(found)))
 
 
 def top(

@@ -1,13 +1,16 @@
-"""HTTP: what a broker says over HTTP, and the changes that it is asked for.
+"""The broker's HTTP side: status, metrics, probes, the live page, and changes of a running broker.
 
-- ``server``: the application and its thread: probes, status, metrics, the live page, changes.
-- ``http_guard``, ``http_limits``: who may ask, and how much one client may take.
+Its files:
+
+- ``server``: the application and its thread.
+- ``http_guard``: checks the token and the host of every request.
+- ``http_limits``: limits the time and the connections that clients may take.
 - ``control``: changes of a running broker: weights, streams, steps to skip.
-- ``metrics``, ``metric_rows``: the snapshot as Prometheus metrics: one row of a table each.
-- ``page``: the files of ``web/``.
-- ``history``, ``timeline``: figures over time, in bounded memory.
-- ``http_client``: the other end: what the command line asks a broker.
+- ``metrics``, ``metric_rows``: the table of Prometheus metrics, and the functions that read them from a snapshot.
+- ``page``: serves the files of ``web/``, and ``/history``.
+- ``history``, ``timeline``: keep figures over time, in bounded memory.
+- ``http_client``: the client that the command line uses.
 
-All answers come from the broker's last snapshot, so they never make the broker wait. The package relies on
-``broker.status`` for the types of the snapshot.
+All answers come from the broker's last snapshot (types in ``broker.status``), so no request makes the broker wait. Only
+``control`` hands a request to the broker's thread.
 """

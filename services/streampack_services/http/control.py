@@ -1,8 +1,8 @@
-"""Changes of a running broker, asked for over HTTP: ``POST /control/weights``, ``/control/streams``, ``/control/skip``.
+"""Changes of a running broker over HTTP: ``POST /control/weights``, ``/control/streams``, ``/control/skip``.
 
-A body is one JSON object, typed, unknown keys refused. It becomes an event of the broker's own thread,
-which answers; nothing is decided here. Answered to this machine alone unless ``listen.control`` says
-``any``, and never to a page in a browser: those say where they come from (``Origin``).
+A body is one JSON object with typed keys; an unknown key is an error. The broker's thread decides and answers. Requests
+from other machines are rejected unless ``listen.control`` is ``any``. Requests of web pages, which have an ``Origin``
+header, are always rejected.
 
     curl --json '{"weights": {"code": 0.3}}' http://127.0.0.1:7400/control/weights
     {"feed": "train", "step": 1288}
@@ -29,57 +29,59 @@ from streampack_services.http.http_guard import is_loopback
 
 MAX_BODY_BYTES = 1 << 16
 ANSWER_S = 10.0
-"""What the broker's loop may take to answer."""
+"""Time that the broker's thread has to answer, in seconds."""
 _STEPS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 At = Annotated[int, Meta(ge=0, lt=2**62)]
-"""A step, as large as a record can hold: a larger number would end the broker where it is written."""
+"""Number of a step, as large as a record of the log can hold."""
 
-Asking = Callable[[str, Ask, int | None, str], "Future[Answer]"]
-"""(feed or "", what, at_step, note) -> what the broker says to it, from its own thread."""
+AskBroker = Callable[[str, Ask, int | None, str], "Future[Answer]"]
+"""Asks the broker's thread for a change: (feed or "", change, at_step, note) -> its answer."""
 
 
 class _Body(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Keys that all requests have: the feed (empty if there is only one), and a person's reason."""
+
     feed: Annotated[str, Meta(max_length=200)] = ""
     note: Annotated[str, Meta(max_length=500)] = ""
 
 
 class WeightsBody(_Body, frozen=True, kw_only=True):
-    """Weights by stream; the others keep theirs, 0 removes one."""
+    """New weights by stream. Other streams keep theirs; 0 removes a stream."""
 
     weights: Annotated[dict[Name, Annotated[float, Meta(ge=0, le=MAX_WEIGHT)]], Meta(min_length=1)]
     at_step: At | None = None
 
     def ask(self) -> Ask:
-        """What is asked of the broker."""
+        """Return the change for the broker."""
         return Reweigh(self.weights)
 
 
 class StreamsBody(_Body, frozen=True, kw_only=True):
-    """Streams that join, with the settings of broker.yaml, and names of those that leave."""
+    """Streams to add, with settings as in broker.yaml, and names of streams to remove."""
 
     add: dict[Name, StreamSettings] = {}
     remove: list[Name] = []
     at_step: At | None = None
 
     def ask(self) -> Ask:
-        """What is asked of the broker. Raises ValueError if it is nothing."""
+        """Return the change for the broker; raise ValueError if there is no stream to add or remove."""
         if not self.add and not self.remove:
-            raise ValueError("got neither add nor remove, expected one")
+            raise ValueError("got neither add nor remove. Pass at least one of them")
         return Restream(tuple(_rules(name, stream) for name, stream in self.add.items()), tuple(self.remove))
 
 
 class SkipBody(_Body, frozen=True, kw_only=True):
-    """Steps to pass over: ``120-140``, or one."""
+    """Steps to skip: a range such as ``120-140``, or one number."""
 
     steps: str
 
     @property
     def at_step(self) -> None:
-        """Its steps say it."""
+        """None: the change names its steps itself."""
 
     def ask(self) -> Ask:
-        """What is asked of the broker. Raises ValueError for what are no steps."""
+        """Return the change for the broker; raise ValueError if ``steps`` is not a range of steps."""
         return parse_steps(self.steps)
 
 
@@ -91,67 +93,78 @@ BODIES: dict[str, type[WeightsBody | StreamsBody | SkipBody]] = {
 
 
 def parse_steps(text: str) -> Skip:
-    """``Skip(120, 140)`` of ``120-140``. Raises ValueError."""
+    """Return ``Skip(120, 140)`` for ``120-140``; raise ValueError for any other form."""
     found = _STEPS.fullmatch(text)
     if found is None:
-        raise ValueError(f"got steps {text[:50]!r}, expected the first and the last, such as 120-140, or one")
+        raise ValueError(f"got steps {text[:50]!r}, expected a range such as 120-140, or one step")
     first, last = found.groups()
     return Skip(int(first), int(first if last is None else last))
 
 
-def handler(path: str, asking: Asking, anybody: bool) -> Callable[[Request], Awaitable[Response]]:
-    """Of one of ``BODIES``; ``anybody``: not only this machine."""
+def handler(path: str, ask_broker: AskBroker, any_host: bool) -> Callable[[Request], Awaitable[Response]]:
+    """Return the handler for a path of ``BODIES``.
+
+    Args:
+        path: The path of the request.
+        ask_broker: Asks the broker's thread for the change.
+        any_host: Accept requests from other machines, too.
+    """
     body_type = BODIES[path]
 
     async def control(request: Request) -> Response:
-        refusal = _stranger(request, anybody)
-        if refusal:
-            return _said(403, refusal)
+        rejection = _rejection(request, any_host)
+        if rejection:
+            return _error(403, rejection)
         try:
             body = msgspec.json.decode(await _read(request), type=body_type)
             ask = body.ask()
-        except ValueError as error:  # msgspec's are too
-            return _said(400, str(error))
-        future = asking(body.feed, ask, body.at_step, body.note or describe_change(ask))
+        except ValueError as error:  # msgspec's errors are ValueErrors, too
+            return _error(400, str(error))
+        future = ask_broker(body.feed, ask, body.at_step, body.note or describe_change(ask))
         try:
             answer = await asyncio.wait_for(asyncio.wrap_future(future), ANSWER_S)
         except TimeoutError:
-            return _said(504, f"got no answer of the broker in {ANSWER_S:.0f} s, expected one: see its status")
+            return _error(504, f"the broker did not answer in {ANSWER_S:.0f} s. Look at its status and log")
         except asyncio.CancelledError:
-            return _said(503, "the broker is stopping")
+            return _error(503, "the broker is stopping")
         if answer.refusal:
-            return _said(409, answer.refusal)
+            return _error(409, answer.refusal)
         return JSONResponse({"feed": answer.feed, "step": answer.step})
 
     return control
 
 
 async def _read(request: Request) -> bytes:
-    """The body. Raises ValueError for one that is too large."""
+    """Return the body of a request; raise ValueError if it is larger than ``MAX_BODY_BYTES``."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise ValueError(f"got a body of more than {MAX_BODY_BYTES} bytes, expected at most that")
+            raise ValueError(
+                f"got a body of more than {MAX_BODY_BYTES} bytes, which is the limit. Ask for fewer changes at once"
+            )
     return bytes(body)
 
 
-def _stranger(request: Request, anybody: bool) -> str:
-    """Why whoever asks may not; empty if they may."""
+def _rejection(request: Request, any_host: bool) -> str:
+    """Return the reason that this client may not change the broker; empty if it may."""
     if "origin" in request.headers:
-        return "got a request of a web page, expected one of a program: a page must not change a run"
-    host = request.client.host if request.client else ""  # what a proxy on this machine says of its client, perhaps
-    if anybody or is_loopback(host):
+        return "got a request of a web page, which must not change a run. Use 'streampack set' or 'streampack skip'"
+    host = (
+        request.client.host if request.client else ""
+    )  # with a proxy on this machine, perhaps the address that it forwards
+    if any_host or is_loopback(host):
         return ""
-    return f"got a request from {host or 'nowhere'}, expected one of the broker's host: see listen.control"
+    return f"got a request from {host or 'an unknown host'}. Send it from the broker's host, or set listen.control: any"
 
 
 def _rules(name: str, settings: StreamSettings) -> StreamRules:
+    """Return the rules of a stream with these settings."""
     return StreamRules(
         name, settings.weight, settings.partitions, None if settings.repeat else settings.passes,
         settings.overlong or "error", settings.poison or "error", settings.on_exhaust, settings.pushed,
     )  # fmt: skip
 
 
-def _said(code: int, error: str) -> Response:
+def _error(code: int, error: str) -> Response:
     return JSONResponse({"error": error}, code)

@@ -1,8 +1,8 @@
-"""What the live page draws over time: figures of each feed, noted once a second beside the broker, for ``/history``.
+"""Figures of each feed over time, which the live page draws; ``/history`` serves them.
 
-A thread of its own reads the last snapshot, as HTTP's does: the broker's is never asked. Time is the broker's uptime,
-which no clock can set back; ``began`` is when that was 0, of the wall clock. Counters are kept, not rates: who draws
-takes differences, over as long as there is use for.
+A thread of its own adds a row for each feed every second, from the broker's last snapshot. Time is the broker's uptime,
+which never goes back; ``began`` is the wall-clock time at uptime 0. Rows hold counters, not rates: the page takes
+differences over the time that it shows.
 """
 
 from __future__ import annotations
@@ -23,20 +23,26 @@ COLUMNS = (
     "second", "tokens", "delivered", *(f"waste_{cause}" for cause in CAUSES), "formed", "returned", "ranks",
     *(f"starved_{cause}" for cause in STARVED_BY), "window", "held", "live",
 )  # fmt: skip
-"""Of a row. ``tokens``, ``delivered`` (wasted ones too), ``waste_*``: tokens formed since the start; ``formed``,
-``returned``: steps; ``starved_*``: seconds that ranks have waited here, added up, by cause; ``window``, ``held`` (of
-the feed), ``live`` (of all feeds): tokens now."""
+"""Columns of a row.
+
+- ``second``: uptime of the broker.
+- ``tokens``, ``delivered``, ``waste_*``: tokens formed since the start: real, with padding, and padding by cause.
+- ``formed``, ``returned``: steps of the current iteration.
+- ``ranks``: ranks attached.
+- ``starved_*``: seconds that the ranks have waited for data, summed, by cause.
+- ``window``, ``held``, ``live``: tokens now in the window, held by the feed, and held by all feeds.
+"""
 MOST_ROWS = sum(tier.rows for tier in TIERS)
-"""Of an answer: 1 MB."""
+"""Most rows of an answer, about 1 MB."""
 
 
 class Timelines:
-    """A timeline of each feed of ``snapshot()``, from ``start`` to ``close``."""
+    """The timelines of a broker's feeds, extended from ``snapshot()`` every second from ``start`` to ``close``."""
 
     def __init__(self, snapshot: Callable[[], BrokerStatus]) -> None:
         self._snapshot = snapshot
         self._timelines: dict[str, Timeline] = {}
-        self._starved: dict[str, Starved] = {}
+        self._starved: dict[str, DataWaitSums] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="streampack-history", daemon=True)
@@ -45,14 +51,20 @@ class Timelines:
         self._thread.start()
 
     def close(self) -> None:
-        """Note no more."""
+        """Stop the thread."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def since(self, second: float, feed: str | None = None) -> bytes | None:
-        """JSON: ``columns``, ``epoch`` and ``began`` of the broker, and by feed the rows after ``second``: those of one
-        ``feed``, or the last ones of each, all together no more than one has. None where there is no such feed.
+        """Return the rows after a time as JSON: ``columns``, ``epoch``, ``began``, and ``feeds`` with the rows of each.
+
+        Args:
+            second: Uptime of the broker, in seconds.
+            feed: Name of one feed, or None for the last rows of all feeds: ``MOST_ROWS`` of them in total.
+
+        Returns:
+            The JSON, or None if there is no such feed.
         """
         now = self._snapshot()
         if feed is not None and feed not in now.feeds:
@@ -61,35 +73,43 @@ class Timelines:
             wanted = {name: each for name, each in self._timelines.items() if feed in (None, name)}
             rows = {name: timeline.since(second)[-(MOST_ROWS // len(wanted)) :] for name, timeline in wanted.items()}
         began = now.taken_at - now.uptime_s
-        # Row by row: days of them at once would keep the broker's thread from running for as long as that takes.
+        # Encode row by row: encoding days of rows in one call would block the broker's thread (GIL).
         feeds = {name: [msgspec.Raw(msgspec.json.encode(list(row))) for row in rows[name]] for name in rows}
         return msgspec.json.encode({"columns": COLUMNS, "epoch": str(now.epoch), "began": began, "feeds": feeds})
 
-    def note(self, now: BrokerStatus) -> None:
-        """Add a row of each feed."""
+    def add(self, now: BrokerStatus) -> None:
+        """Add a row for each feed of a snapshot."""
         for name, feed in now.feeds.items():
-            starved = self._starved.setdefault(name, Starved()).add(now.uptime_s, feed.readers)
+            starved = self._starved.setdefault(name, DataWaitSums()).add(now.uptime_s, feed.readers)
             row = row_of(now, feed, starved)
             with self._lock:
                 self._timelines.setdefault(name, Timeline()).add(row)
 
     def _run(self) -> None:
         while not self._stop.wait(EVERY_S):
-            self.note(self._snapshot())
+            self.add(self._snapshot())
 
 
-class Starved:
-    """What the ranks of a feed have waited here, added up by cause: it never falls when one of them leaves, and what
-    one that comes has waited elsewhere is no part of it.
+class DataWaitSums:
+    """Data wait of all ranks of a feed, in seconds by cause, since this broker began.
+
+    A sum never falls when a rank leaves. Time that a rank waited before it attached to this broker does not count.
     """
 
     def __init__(self) -> None:
         self._sums = dict.fromkeys(STARVED_BY, 0.0)
         self._ranks: dict[Labels, tuple[float, dict[str, float] | None]] = {}
-        """By process and rank: when it was first there, and the seconds that it reported last."""
+        """By process and rank: the time at which it attached, and its last reported seconds by cause."""
 
     def add(self, second: float, readers: list[RankStatus]) -> dict[str, float]:
-        """The sums by now. Of what a rank says first, no more counts than the time that it was there."""
+        """Add what the ranks have waited since the last call, and return the sums.
+
+        A rank's first report counts for no more than the time for which it has been attached.
+
+        Args:
+            second: Uptime of the broker, in seconds.
+            readers: The attached ranks.
+        """
         before, self._ranks = self._ranks, {}
         for row in readers:
             who = rank_labels(row.where, row)
@@ -105,7 +125,7 @@ class Starved:
 
 
 def row_of(now: BrokerStatus, feed: FeedStatus, starved: dict[str, float]) -> Row:
-    """Return the ``COLUMNS`` of a feed."""
+    """Return a feed's row of ``COLUMNS``; ``starved``: seconds of data wait by cause."""
     return (
         now.uptime_s, feed.totals.tokens, feed.delivered_tokens, *(feed.waste_tokens[cause] for cause in CAUSES),
         feed.steps.formed, feed.steps.returned, len(feed.readers), *starved.values(), feed.window.tokens,

@@ -1,7 +1,6 @@
-"""What the command line asks a broker over HTTP: its status, its health, and changes of a run.
+"""The HTTP client of the command line: find a broker, fetch its status and health, ask for changes.
 
-Knows addresses, answers and the token that a broker may want (STREAMPACK_HTTP_TOKEN, or the file that
-STREAMPACK_HTTP_TOKEN_FILE names); what an answer looks like to a person is for others.
+It sends the token of the environment (STREAMPACK_HTTP_TOKEN, or the file that STREAMPACK_HTTP_TOKEN_FILE names).
 """
 
 from __future__ import annotations
@@ -24,19 +23,22 @@ from streampack_services.broker.status import BrokerStatus
 from streampack_services.http.http_guard import find_token, parse_address
 
 DEFAULT_ENDPOINT = "http://127.0.0.1:7400"
-_FROM = "set STREAMPACK_HTTP_TOKEN, or STREAMPACK_HTTP_TOKEN_FILE to a file that holds it"
-_NO_TOKEN = f"got a broker that wants a token, expected none: {_FROM}"
-_OTHER_TOKEN = f"got a broker that wants another token, expected the environment's to be its own: {_FROM}"
+_SET_TOKEN = "Set STREAMPACK_HTTP_TOKEN, or STREAMPACK_HTTP_TOKEN_FILE to the path of a file with it"
+_NO_TOKEN = f"the broker requires a token, but the environment has none. {_SET_TOKEN}"
+_OTHER_TOKEN = f"the broker requires another token than the environment has. {_SET_TOKEN}"
 Tree = dict[str, Any]
 
 
 def _base(endpoint: str | None, timeout_s: float) -> str:
+    """Return the HTTP address of the broker: the one that the user names, else ``DEFAULT_ENDPOINT``."""
     return _named(endpoint, None, timeout_s) or DEFAULT_ENDPOINT
 
 
 def _named(endpoint: str | None, config: BrokerConfig | None, timeout_s: float) -> str | None:
-    """The HTTP address that the user names: ``endpoint``, that of a broker.yaml, STREAMPACK_HTTP, or the rendezvous
-    file that STREAMPACK_ENDPOINT names. None where none of them is there.
+    """Return the HTTP address that the user names, or None.
+
+    It is the first of: ``endpoint``, the address in a broker.yaml, STREAMPACK_HTTP, the rendezvous file in
+    STREAMPACK_ENDPOINT.
     """
     trainers = os.environ.get("STREAMPACK_ENDPOINT", "")
     found = endpoint or (None if config is None else _of_config(config)) or os.environ.get("STREAMPACK_HTTP")
@@ -48,28 +50,32 @@ def _named(endpoint: str | None, config: BrokerConfig | None, timeout_s: float) 
     if "://" not in found:
         found = f"http://{found}"
     if not found.startswith(("http://", "https://")):
-        raise UserError(f"got endpoint {found!r}, expected the broker's HTTP address such as {DEFAULT_ENDPOINT}")
+        raise UserError(
+            f"got endpoint {found!r}, expected the broker's HTTP address. Pass one, e.g. {DEFAULT_ENDPOINT}"
+        )
     return found.rstrip("/")
 
 
 def _of_config(config: BrokerConfig) -> str:
-    """Where a broker of this configuration serves HTTP, for this machine. Raises UserError where only a running broker
-    knows it.
+    """Return the address at which this machine reaches HTTP of a broker of this configuration.
+
+    Raises:
+        UserError: The port is 0, so only the running broker knows it.
     """
     if config.rendezvous is not None:
         return f"file://{config.rendezvous}"
     host, port = parse_address(config.listen.http)
     if not port:
         raise UserError(
-            f"listen.http: got port 0 in {config.listen.http}, which only the broker's log tells: pass --endpoint, or "
-            f"set rendezvous in broker.yaml"
+            f"listen.http is {config.listen.http}, so only the broker's log has the port. Pass --endpoint, or set "
+            f"rendezvous in broker.yaml"
         )
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Found(NamedTuple):
-    """A running broker: its address, its status, and whether the user ``named`` it."""
+    """A running broker: its HTTP address, the JSON of its status, and True if the user ``named`` its address."""
 
     base: str
     snapshot: Tree
@@ -77,40 +83,53 @@ class Found(NamedTuple):
 
     @property
     def run(self) -> str:
+        """Name of the broker's run."""
         return str(self.snapshot["run"])
 
 
 def find_broker(endpoint: str | None, config: Path | None, timeout_s: float) -> Found:
-    """The broker whose run a command is to change.
+    """Return the broker whose run a command is to change.
 
-    Raises UserError if STREAMPACK_ENDPOINT names a broker whose HTTP address is not known, Rejected if the broker does
-    not serve the run of ``config``, Unreachable if nobody answers.
+    Args:
+        endpoint: HTTP address, or None.
+        config: Path of a broker.yaml, or None.
+        timeout_s: Seconds to wait for an answer.
+
+    Raises:
+        UserError: STREAMPACK_ENDPOINT names a broker, but its HTTP address is unknown.
+        Rejected: The broker does not serve the run of ``config``.
+        Unreachable: The broker does not answer.
     """
     settings = None if config is None else read_broker(config)
     base = _named(endpoint, settings, timeout_s)
     if base is None and (trainers := os.environ.get("STREAMPACK_ENDPOINT")):
         raise UserError(
-            f"STREAMPACK_ENDPOINT is {trainers}, which does not say where its broker serves HTTP: pass --endpoint "
-            f"http://HOST:7400 or -c broker.yaml, or set STREAMPACK_HTTP"
+            f"STREAMPACK_ENDPOINT is {trainers}, which is not an HTTP address. Pass --endpoint http://HOST:7400 or "
+            f"-c broker.yaml, or set STREAMPACK_HTTP"
         )
     found = Found(base or DEFAULT_ENDPOINT, fetch_status(base or DEFAULT_ENDPOINT, timeout_s), base is not None)
     if settings is not None and found.run != settings.run:
         raise Rejected(
             "run",
-            f"{found.base} serves run {found.run!r}, but {config} is of run {settings.run!r}: start its broker, or "
+            f"{found.base} serves run {found.run!r}, but {config} is of run {settings.run!r}. Start its broker, or "
             f"pass --endpoint",
         )
     return found
 
 
 def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) -> tuple[int, str]:
-    """(HTTP status, text); a ``body`` is posted. Raises Unreachable, or Rejected without the token that is wanted.
-    Proxies of the environment are not used: a broker is near.
+    """Send a request (POST if there is a ``body``), and return (HTTP status, text). Proxies are not used.
+
+    Raises:
+        Rejected: The broker requires a token that the environment does not have.
+        Unreachable: There is no answer.
     """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(base + path, body, {} if body is None else {"Content-Type": "application/json"})
     if token := find_token():
-        request.add_unredirected_header("Authorization", f"Bearer {token}")  # nobody can send it on to another host
+        request.add_unredirected_header(
+            "Authorization", f"Bearer {token}"
+        )  # a redirect to another host must not get the token
     try:
         with opener.open(request, timeout=timeout_s) as answer:
             return int(answer.status), answer.read().decode("utf-8", "replace")
@@ -122,13 +141,13 @@ def _fetch(base: str, path: str, timeout_s: float, body: bytes | None = None) ->
         reason = getattr(error, "reason", error)
         what = getattr(reason, "strerror", None) or str(reason)
         raise Unreachable(
-            f"{base}: got no answer ({what.lower()}), expected a broker: is 'streampack broker' running, "
-            f"with listen.http there?"
+            f"{base}: got no answer ({what.lower()}). Check the address, and that 'streampack broker' runs with that "
+            f"listen.http"
         ) from None
 
 
 def fetch_status(endpoint: str | None, timeout_s: float) -> Tree:
-    """The broker's snapshot. Raises Unreachable, or PeerError if something else answers there."""
+    """Return the JSON of the broker's status. Raise Unreachable, or PeerError if another program answers."""
     base = _base(endpoint, timeout_s)
     code, text = _fetch(base, "/status", timeout_s)
     try:
@@ -137,41 +156,39 @@ def fetch_status(endpoint: str | None, timeout_s: float) -> Tree:
             return found
     except ValueError:
         pass
-    raise PeerError(f"{base}/status: got an answer {code} that is no broker's, expected one: check the address")
+    raise PeerError(f"{base}/status: got HTTP status {code} from a program that is not a broker. Check the address")
 
 
 def read_status(endpoint: str | None, timeout_s: float) -> BrokerStatus:
-    """Return the broker's status. Raises Unreachable, or PeerError for an answer that this command cannot read."""
-    return understand(fetch_status(endpoint, timeout_s))
+    """Return the broker's status. Raise Unreachable, or PeerError if this version cannot read the answer."""
+    return parse_status(fetch_status(endpoint, timeout_s))
 
 
-def understand(tree: Tree) -> BrokerStatus:
-    """Return the status that the JSON of ``/status`` holds.
+def parse_status(tree: Tree) -> BrokerStatus:
+    """Return the status in the JSON of ``/status``.
 
-    Raises PeerError if a field is missing or has another type: the broker is of another version or build.
+    Raises:
+        PeerError: A field is missing or has another type, since the broker is of another version or build.
     """
     try:
         return msgspec.convert(tree, BrokerStatus)
     except msgspec.ValidationError as error:
-        got = f"got a broker of streampack {tree.get('version')}, whose status this command cannot read ({error})"
-        if tree.get("version") == __version__:
-            expected = "expected one of the same build: use the command of the broker's installation, or --json"
-        else:
-            expected = f"expected {__version__}: use the command of the broker's version, or --json"
-        raise PeerError(f"{got}, {expected}") from None
+        got = f"streampack {__version__} cannot read the status of a broker of {tree.get('version')} ({error})"
+        part = "installation" if tree.get("version") == __version__ else "version"
+        raise PeerError(f"{got}. Use the command of the broker's {part}, or --json") from None
 
 
 def fetch_events(endpoint: str | None, since: int, timeout_s: float) -> list[Tree]:
-    """What has happened after event number ``since``, as far as the broker keeps it. Raises Unreachable."""
+    """Return the events after number ``since`` that the broker still has, oldest first. Raise Unreachable."""
     code, text = _fetch(_base(endpoint, timeout_s), f"/events?since={since}", timeout_s)
     found = json.loads(text) if code == 200 else []
     return found if isinstance(found, list) else []
 
 
 def fetch_history(endpoint: str | None, since_s: float, timeout_s: float) -> dict[str, list[tuple[float, float]]]:
-    """Return by feed (uptime in seconds, tokens formed) about every second after that uptime.
+    """Return by feed (uptime in seconds, tokens formed so far), about one pair a second after uptime ``since_s``.
 
-    Empty where the broker has no history that this command can read. Raises Unreachable.
+    Empty if this version cannot read the broker's history. Raise Unreachable.
     """
     code, text = _fetch(_base(endpoint, timeout_s), f"/history?since={since_s}", timeout_s)
     if code != 200:
@@ -185,18 +202,21 @@ def fetch_history(endpoint: str | None, since_s: float, timeout_s: float) -> dic
 
 
 def fetch_health(endpoint: str | None, path: str, timeout_s: float) -> tuple[bool, str]:
-    """(good, what was said). Whatever keeps it from being asked is no good health."""
+    """Ask a probe, ``/livez`` or ``/readyz``; return (True if it is good, a description). Any error is not good."""
     try:
         code, text = _fetch(_base(endpoint, timeout_s), path, timeout_s)
     except StreampackError as error:
         return False, f"streampack: {error}"
-    return code == 200, text.strip() or f"got an answer {code}"
+    return code == 200, text.strip() or f"got HTTP status {code}"
 
 
 def ask_change(base: str, path: str, body: Tree, timeout_s: float) -> Tree:
-    """What the broker at ``base`` says to a change that is asked for: ``feed`` and ``step``, from which it holds.
+    """Ask the broker at ``base`` for a change; return ``feed`` and the first ``step`` with the change.
 
-    Raises UserError for what cannot be, Rejected where it is refused, Unreachable if no answer comes in time.
+    Raises:
+        UserError: The change is not valid.
+        Rejected: The broker rejects the change.
+        Unreachable: There is no answer in time.
     """
     code, text = _fetch(base, path, timeout_s, json.dumps(body).encode())
     try:
@@ -206,7 +226,7 @@ def ask_change(base: str, path: str, body: Tree, timeout_s: float) -> Tree:
     if code == 200 and isinstance(found, dict) and "step" in found:
         return found
     if not isinstance(found, dict) or "error" not in found:
-        raise PeerError(f"{base}{path}: got an answer {code} that is no broker's, expected one: check the address")
+        raise PeerError(f"{base}{path}: got HTTP status {code} from a program that is not a broker. Check the address")
     if code in (503, 504):
         raise Unreachable(f"{base}: {found['error']}")
     raise UserError(found["error"]) if code == 400 else Rejected("refused", found["error"])

@@ -1,13 +1,13 @@
-"""Who may ask the broker's HTTP side: a layer around the application, which knows nothing of it.
+"""Access control of the broker's HTTP side: ASGI middleware around the application.
 
-With a token, whoever does not bring it is answered 401, but for the probes (``/livez``, ``/readyz``), which say nothing
-of the run. Programs send it as ``Authorization: Bearer TOKEN``; a browser asks its user for a password (any name), and
-sends that with everything of the page.
+With a token, a request without it gets 401, except for the probes ``/livez`` and ``/readyz``, which tell nothing about
+the run. Programs send ``Authorization: Bearer TOKEN``. A browser asks its user for a name and a password: the name is
+ignored, the password is the token.
 
-Without one, on loopback, the danger is a page of some other site in a browser of this machine, which may ask for any
-address under a name of its own that it lets point here (DNS rebinding): what is asked for under a name that is not
-this machine's is refused. Such a page cannot bring the token. It cannot send JSON to another site either without being
-allowed to, which nobody is: what is posted must say that it is JSON.
+Without a token, on loopback, the danger is a web page of another site in a browser on this machine. Such a page can let
+a name of its own point to this machine (DNS rebinding). So requests for a host name other than this machine's are
+rejected. A page of another site cannot send JSON without permission, which this server never gives. So POST requests
+must have the content type JSON.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from streampack.errors import ConfigError, UserError
 from streampack.transport.secret_files import read_secret
 
 LEAST_TOKEN = 16
-"""Characters: what nobody guesses over a network."""
+"""Least characters of a token, so that it cannot be guessed over a network."""
 MAX_HEAD_BYTES = 1 << 16
-"""Most bytes of a request's target and headers. uvicorn's own bound (``h11_max_incomplete_event_size``, set to the
-same) applies only to a head that arrives in several parts."""
+"""Most bytes of a request's target and headers. The bound of uvicorn, ``h11_max_incomplete_event_size``, has the same
+value, but applies only to a head that arrives in several parts."""
 OPEN = ("/livez", "/readyz")
-"""Probes bring no token, and name a broker as they like."""
+"""Paths of the probes, which need no token and accept any host name."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*", re.ASCII)
-"""RFC 6750, section 2.1."""
+"""Syntax of a token: RFC 6750, section 2.1."""
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 
 Scope = MutableMapping[str, Any]
@@ -44,8 +44,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def find_token(file: str | None = None) -> str | None:
-    """The token: that of ``file``, else STREAMPACK_HTTP_TOKEN, else that of the file STREAMPACK_HTTP_TOKEN_FILE; None
-    where none of them is. Raises UserError for what is no token, or for a file that others can read.
+    """Return the HTTP token, or None if there is none.
+
+    It is in ``file``, else in STREAMPACK_HTTP_TOKEN, else in the file that STREAMPACK_HTTP_TOKEN_FILE names.
+
+    Raises:
+        UserError: The token is not valid, or other users can read its file.
     """
     text, where = os.environ.get("STREAMPACK_HTTP_TOKEN"), "STREAMPACK_HTTP_TOKEN"
     file = file or (None if text else os.environ.get("STREAMPACK_HTTP_TOKEN_FILE"))
@@ -53,24 +57,30 @@ def find_token(file: str | None = None) -> str | None:
         text, where = read_secret(Path(file)).strip(), file
     if not text:
         if file:
-            raise UserError(f"{file}: got nothing, expected a token: make one with 'streampack keys token'")
+            raise UserError(f"{file} is empty. Make a token with 'streampack keys token'")
         return None
     if len(text) < LEAST_TOKEN or not _TOKEN.fullmatch(text):
         raise UserError(
-            f"{where}: got {len(text)} characters that are no token, expected at least {LEAST_TOKEN} letters, digits "
-            f"or -._~+/: make one with 'streampack keys token'"
+            f"{where}: got a token of {len(text)} characters, expected at least {LEAST_TOKEN}, all of them letters, "
+            f"digits or -._~+/. Make one with 'streampack keys token'"
         )
     return text
 
 
 class Guard:
-    """``app`` for those who bring ``token``; without one for those who ask for this machine, where ``on_loopback``."""
+    """ASGI application that passes allowed requests on to ``app``.
+
+    Args:
+        app: The application.
+        token: Token that requests must have; None for no token.
+        on_loopback: The server listens on loopback, so without a token the host name must be this machine's.
+    """
 
     def __init__(self, app: App, token: str | None, on_loopback: bool) -> None:
         self._app, self._token, self._on_loopback = app, token, on_loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI; everything but HTTP is refused by what follows."""
+        """Handle a request (ASGI). The application itself rejects other protocols than HTTP."""
         refusal = None
         if scope["type"] == "http":
             refusal = _too_large(scope) or (self._refusal(scope) if scope["path"] not in OPEN else None)
@@ -84,23 +94,29 @@ class Guard:
         await send({"type": "http.response.body", "body": body})
 
     def _refusal(self, scope: Scope) -> tuple[int, str, list[tuple[bytes, bytes]]] | None:
+        """Return (HTTP status, error, headers) for a request that is not allowed, else None."""
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if self._token is not None and not hmac.compare_digest(
-            _brought(headers.get(b"authorization", "")).encode("latin-1", "replace"), self._token.encode()
+            _token_of(headers.get(b"authorization", "")).encode("latin-1", "replace"), self._token.encode()
         ):
             ask = [(b"www-authenticate", b'%s realm="streampack"' % kind) for kind in (b"Basic", b"Bearer")]
-            got = "another token than the broker's" if b"authorization" in headers else "no token"
-            return 401, f"got {got}, expected Authorization: Bearer and the one that its listen.token_file holds", ask
+            got = "another token" if b"authorization" in headers else "no token"
+            error = f"got {got}. Send 'Authorization: Bearer TOKEN' with the token of the broker's listen.token_file"
+            return 401, error, ask
         host = headers.get(b"host", "localhost")
-        if self._token is None and self._on_loopback and not _is_here(host):
-            return 421, f"got a request for {host[:100]!r}, expected one for this machine, such as localhost", []
+        if self._token is None and self._on_loopback and not _is_this_machine(host):
+            error = (
+                f"got a request for host {host[:100]!r}. Use a name of this machine such as localhost, or set a token"
+            )
+            return 421, error, []
         kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
         if scope["method"] not in ("GET", "HEAD") and kind != "application/json":
-            return 415, f"got content of type {kind[:100]!r}, expected application/json: curl --json sends it so", []
+            return 415, f"got content type {kind[:100]!r}, expected application/json. With curl use --json", []
         return None
 
 
 def _too_large(scope: Scope) -> tuple[int, str, list[tuple[bytes, bytes]]] | None:
+    """Return (HTTP status, error, headers) if target and headers are larger than ``MAX_HEAD_BYTES``, else None."""
     size = sum(len(name) + len(value) for name, value in scope["headers"])
     size += len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
     if size <= MAX_HEAD_BYTES:
@@ -108,8 +124,8 @@ def _too_large(scope: Scope) -> tuple[int, str, list[tuple[bytes, bytes]]] | Non
     return 431, f"got {size} bytes of target and headers, expected at most {MAX_HEAD_BYTES}", []
 
 
-def _brought(authorization: str) -> str:
-    """The token of an ``Authorization`` header: the password, where it is a browser's; empty where there is none."""
+def _token_of(authorization: str) -> str:
+    """Return the token in an ``Authorization`` header (Bearer, or the password of Basic); empty if there is none."""
     kind, _, value = authorization.partition(" ")
     if kind.lower() == "bearer":
         return value.strip()
@@ -121,24 +137,26 @@ def _brought(authorization: str) -> str:
         return ""
 
 
-def _is_here(host: str) -> bool:
-    """Is this ``Host`` header one of a machine itself?"""
+def _is_this_machine(host: str) -> bool:
+    """Return True if this ``Host`` header names the machine itself: localhost or a loopback address."""
     name = host.rpartition(":")[0] if re.search(r":\d*\Z", host) and not host.endswith("]") else host
     name = name.removeprefix("[").removesuffix("]").rstrip(".").lower()
     return name == "localhost" or name.endswith(".localhost") or is_loopback(name)
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """``("127.0.0.1", 7400)`` of ``127.0.0.1:7400``. Raises ConfigError."""
+    """Return ``("127.0.0.1", 7400)`` for ``127.0.0.1:7400``. Raise ConfigError for any other form."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"listen.http: got {address!r}, expected host:port such as 127.0.0.1:7400; port 0 is any")
+        raise ConfigError(
+            f"listen.http: got {address!r}, expected host:port such as 127.0.0.1:7400. Port 0 takes any free port"
+        )
     return host, int(port)
 
 
 def is_loopback(host: str) -> bool:
-    """Is it an address of the machine itself? An IPv4 address may come as an IPv6 one."""
+    """Return True if ``host`` is a loopback address; an IPv4 address may be written as an IPv6 one."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -147,6 +165,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _with_headers(send: Send) -> Send:
+    """Return ``send`` with the security headers added to every response."""
+
     async def sent(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", []), *_HEADERS]}

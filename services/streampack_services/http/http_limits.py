@@ -1,15 +1,15 @@
-"""Limits for one client of the HTTP side: slow clients, and many connections at once, cost a bounded amount.
+"""Limits for clients of the HTTP side: slow requests and many connections cost a bounded amount.
 
-The server closes a connection whose request, body included, is not whole ``WHOLE_S`` after the connection was made or
-the previous answer was given. At ``MOST_CONNECTIONS`` a new connection replaces the one that has been at its request
-the longest, so that idle connections cannot keep probes out. ``http_guard`` bounds the head of a request; the handler
-that reads a body bounds the body.
+A request, body included, must be complete ``WHOLE_S`` after its connection was made or the previous answer was sent.
+Otherwise the server closes the connection. At ``MOST_CONNECTIONS`` a new connection replaces the one that has waited
+longest for a complete request. So idle connections cannot keep probes out. ``http_guard`` bounds the head of a request,
+and the handler that reads a body bounds the body.
 
-uvicorn's settings cannot say this. It has no time limit for a request that has begun (``timeout_keep_alive`` ends with
-the next request's first byte), and ``limit_concurrency`` answers 503 to the newest connection: 256 idle connections
-would make ``/livez`` fail. ``Bounded`` therefore extends uvicorn's protocol and relies on its ``connections``,
-``transport``, ``loop``, ``cycle`` and ``on_response_complete``. pyproject.toml admits the versions of uvicorn that the
-tests of ``test_http_limits`` passed with; run them before you raise the bound.
+The settings of uvicorn do not suffice. Its ``timeout_keep_alive`` ends with the first byte of the next request, so it
+does not bound a request that has begun. Its ``limit_concurrency`` answers 503 to the newest connection, so 256 idle
+connections would make ``/livez`` fail. Therefore ``Bounded`` extends uvicorn's protocol. It relies on the attributes
+``connections``, ``transport``, ``loop``, ``cycle`` and ``on_response_complete``. The bound on uvicorn in
+pyproject.toml admits versions that passed ``test_http_limits``; run it before you raise the bound.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 WHOLE_S = 10.0
+"""Time for a complete request, in seconds."""
 MOST_CONNECTIONS = 256
+"""Most connections at once."""
 
 
 class Bounded(H11Protocol):
@@ -55,12 +57,14 @@ class Bounded(H11Protocol):
         self.transport.abort()
 
     def _restart_deadline(self) -> None:
+        """Give the next request ``WHOLE_S`` from now."""
         if self._deadline is not None:
             self._deadline.cancel()
         self.since = self.loop.time()
         self._deadline = self.loop.call_later(WHOLE_S, self._too_slow)
 
     def _too_slow(self) -> None:
+        """Close the connection at its deadline, unless the server is answering a complete request."""
         cycle: Any = self.cycle
         answering = cycle is not None and not cycle.response_complete and not cycle.more_body
         if not answering:

@@ -1,4 +1,4 @@
-"""The series of each metric: functions from a broker's status to rows, which ``metrics`` lists in its table."""
+"""Functions that read the series of a metric from a broker's status; ``metrics`` names one for each metric."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ Labels = tuple[str, ...]
 Rows = Iterable[tuple[Labels, float]]
 """(label values, value) of each series."""
 HistogramRows = Iterable[tuple[Labels, Histogram]]
+"""(label values, histogram) of each series."""
 RANKS = ("dp_rank", "cp_rank", "tp_rank", "pp_rank", "host")
+"""Labels that name a rank."""
 
 
-def at(value: Callable[[BrokerStatus], float]) -> Callable[[BrokerStatus], Rows]:
-    """Return one row: a figure of the broker."""
+def of_broker(value: Callable[[BrokerStatus], float]) -> Callable[[BrokerStatus], Rows]:
+    """Return a function that yields one row without labels: a figure of the broker."""
     return lambda status: [((), float(value(status)))]
 
 
 def of_feeds(value: Callable[[FeedStatus], float | None]) -> Callable[[BrokerStatus], Rows]:
-    """Return a row for each feed that has the figure."""
+    """Return a function that yields a row for each feed; a feed whose ``value`` is None has none."""
 
     def rows(status: BrokerStatus) -> Rows:
         for name, feed in status.feeds.items():
@@ -42,17 +44,17 @@ def of_feeds(value: Callable[[FeedStatus], float | None]) -> Callable[[BrokerSta
 
 
 def of_streams(value: Callable[[StreamStatus], float]) -> Callable[[BrokerStatus], Rows]:
-    """Return a row for each stream."""
+    """Return a function that yields a row for each stream."""
     return lambda status: [((row.stream,), float(value(row))) for row in status.streams]
 
 
 def of_log(value: Callable[[LogStatus], float]) -> Callable[[BrokerStatus], Rows]:
-    """Return one row: a figure of the log, if there is one."""
+    """Return a function that yields one row without labels: a figure of the log, if the broker has a log."""
     return lambda status: [] if status.log is None else [((), float(value(status.log)))]
 
 
 def of_readers(value: Callable[[RankStatus], float | None]) -> Callable[[BrokerStatus], Rows]:
-    """Return a row for each rank that has the figure."""
+    """Return a function that yields a row for each rank; a rank whose ``value`` is None has none."""
 
     def rows(status: BrokerStatus) -> Rows:
         for name, feed in status.feeds.items():
@@ -64,22 +66,22 @@ def of_readers(value: Callable[[RankStatus], float | None]) -> Callable[[BrokerS
 
 
 def client_figure(key: str, scale: float = 1.0) -> Callable[[BrokerStatus], Rows]:
-    """Return a row for each rank whose client sends the figure ``key``."""
+    """Return a function that yields a row for each rank whose client sends the figure ``key``, times ``scale``."""
     return of_readers(lambda row: row.stats[key] * scale if key in row.stats else None)
 
 
 def histograms(value: Callable[[Histograms], Histogram]) -> Callable[[BrokerStatus], HistogramRows]:
-    """Return a histogram of each feed."""
+    """Return a function that yields a histogram for each feed."""
     return lambda status: [((name,), value(feed.histograms)) for name, feed in status.feeds.items()]
 
 
 def rank_labels(feed: str, row: RankStatus) -> Labels:
-    """Return the values of the labels ``feed`` and ``RANKS``."""
+    """Return the values of the labels ``feed`` and ``RANKS`` for a rank."""
     return feed, str(row.dp_rank), str(row.cp_rank), str(row.tp_rank), str(row.pp_rank), row.host
 
 
 def ended(feed: FeedStatus) -> bool:
-    """Say whether all ranks have returned the last step of the iteration."""
+    """Return True if all ranks have returned the last step of the iteration."""
     return feed.steps.end is not None and feed.steps.returned >= feed.steps.end
 
 
@@ -94,26 +96,26 @@ def trainer_seconds(row: RankStatus) -> float | None:
 
 
 def bad_messages(status: BrokerStatus) -> Rows:
-    """Return a row for each reason."""
+    """Return the number of bad messages, a row for each reason."""
     return [((reason,), float(count)) for reason, count in msgspec.structs.asdict(status.messages).items()]
 
 
-def waste(status: BrokerStatus) -> Rows:
-    """Return a row for each feed and cause of padding."""
+def padding(status: BrokerStatus) -> Rows:
+    """Return the padding of delivered packs in tokens, a row for each feed and cause."""
     for name, feed in status.feeds.items():
         for cause, tokens in feed.waste_tokens.items():
             yield (name, cause), float(tokens)
 
 
-def lost(status: BrokerStatus) -> Rows:
-    """Return a row for each feed and policy that takes tokens."""
+def untrained(status: BrokerStatus) -> Rows:
+    """Return the received tokens that no rank trains, a row for each feed and policy."""
     for name, feed in status.feeds.items():
         for policy, tokens in msgspec.structs.asdict(feed.lost_tokens).items():
             yield (name, policy), float(tokens)
 
 
-def padding(status: BrokerStatus) -> Rows:
-    """Return a row for each kind of tokens of padded micro-batches, for feeds that have them."""
+def dynamic_batching(status: BrokerStatus) -> Rows:
+    """Return the tokens of padded micro-batches, a row for each feed with dynamic batching and kind of tokens."""
     kinds = [field for field in DynamicBatching.__struct_fields__ if field.endswith("_tokens")]
     for name, feed in status.feeds.items():
         if feed.dynamic_batching is not None:
@@ -122,7 +124,7 @@ def padding(status: BrokerStatus) -> Rows:
 
 
 def rank_tokens(status: BrokerStatus) -> Rows:
-    """Return a row for each feed, before and after balancing, and figure."""
+    """Return the tokens of a rank's step, a row for each feed, before and after balancing, and figure."""
     for name, feed in status.feeds.items():
         for when, spread in (("before", feed.rank_tokens.before), ("after", feed.rank_tokens.after)):
             for figure, tokens in msgspec.structs.asdict(spread).items():
@@ -130,7 +132,7 @@ def rank_tokens(status: BrokerStatus) -> Rows:
 
 
 def steps_left(status: BrokerStatus) -> Rows:
-    """Return a row for each bound, for feeds whose steps left can be estimated."""
+    """Return the estimate of steps left and its bounds, a row for each feed that has one and bound."""
     for name, feed in status.feeds.items():
         if feed.steps_left is not None:
             for bound, steps in msgspec.structs.asdict(feed.steps_left).items():
@@ -138,7 +140,7 @@ def steps_left(status: BrokerStatus) -> Rows:
 
 
 def last_seen(status: BrokerStatus) -> Rows:
-    """Return the time at which each stream was heard, in seconds since 1970."""
+    """Return the time at which a producer of each stream was last heard, in seconds since 1970."""
     for row in status.streams:
         if row.last_seen_s is not None:
             yield (row.stream,), status.taken_at - row.last_seen_s
@@ -151,11 +153,11 @@ def rejected(status: BrokerStatus) -> Rows:
             yield (row.stream, reason), float(count)
 
 
-def starved(status: BrokerStatus) -> Rows:
-    """Return a row for each rank and cause, and one for each stream of the cause ``stream``.
+def data_wait(status: BrokerStatus) -> Rows:
+    """Return the data wait in seconds, a row for each rank and cause; for the cause ``stream`` one for each stream.
 
-    Each second of a wait is in one series. A rank that has not reported has none: it may have waited for hours under
-    the broker before, and a counter that falls to 0 and comes back would count those hours again.
+    Each second of a wait is in one series. A rank that has not reported yet has no row. A row of 0 would
+    look like a reset of the counter after a broker's restart, and old seconds would count again.
     """
     for name, feed in status.feeds.items():
         for row in feed.readers:
@@ -169,11 +171,11 @@ def starved(status: BrokerStatus) -> Rows:
                 yield (*rank, "stream", stream), seconds
 
 
-def build(status: BrokerStatus) -> Rows:
-    """Return 1, labeled with the versions of streampack and of Python."""
+def build_info(status: BrokerStatus) -> Rows:
+    """Return one row with the value 1, labeled with the versions of streampack and Python."""
     return [((status.version, platform.python_version()), 1.0)]
 
 
-def run(status: BrokerStatus) -> Rows:
-    """Return 1 for each feed, labeled with the run, the feed and the digest of its rules."""
+def run_info(status: BrokerStatus) -> Rows:
+    """Return a row with the value 1 for each feed, labeled with the run, the feed and the digest of its rules."""
     return [((status.run, name, feed.rules.digest), 1.0) for name, feed in status.feeds.items()]

@@ -1,8 +1,8 @@
-"""The live page: the static files of ``web/`` at ``/`` and ``/web/``, as they are, and what they draw over time.
+"""The live page: the static files of ``web/`` at ``/`` and ``/web/``, and the rows that it draws at ``/history``.
 
-Files are read once and served from memory, each with a digest that the browser asks again with: what has not changed
-is not sent. Nothing else is ever served from a disk. The page may ask for nothing but what this server has, which the
-browser sees to (Content-Security-Policy); it is of plain modules that no tool has built.
+Files are read once and served from memory, each with its digest as ``ETag``, so that an unchanged file is not sent
+again. Nothing else is served from a disk. The header Content-Security-Policy makes the browser load nothing from other
+servers. The page consists of plain JavaScript modules without a build step.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ HEADERS = {
 
 
 def routes(history: Timelines) -> list[Route]:
-    """Of the page's files, and of ``/history``."""
+    """Return the routes of the page's files and of ``/history``."""
 
     def since(request: Request) -> Response:
         try:
             second = float(request.query_params.get("since", "-1"))
         except ValueError as error:
-            return PlainTextResponse(f"since: {error}: expected seconds of the broker's uptime\n", 400)
+            return PlainTextResponse(f"since: {error}. Pass seconds of the broker's uptime\n", 400)
         feed = request.query_params.get("feed")
         found = history.since(second, feed)
         if found is None:
-            return PlainTextResponse(f"feed: got {str(feed)[:100]!r}, expected one of those that /status has\n", 404)
+            return PlainTextResponse(f"feed: got {str(feed)[:100]!r}, expected the name of a feed in /status\n", 404)
         return Response(found, media_type="application/json", headers={"cache-control": "no-store"})
 
     files = [_route(path, file) for path, file in _files(resources.files("streampack_services") / "web", "/web/")]
@@ -44,7 +44,7 @@ def routes(history: Timelines) -> list[Route]:
 
 
 def _files(folder: Traversable, path: str) -> list[tuple[str, Traversable]]:
-    """(path in the URL, file) of all files below a folder."""
+    """Return (path in the URL, file) for all files below a folder; ``path`` is the folder's, with a slash."""
     found = []
     for each in sorted(folder.iterdir(), key=lambda each: each.name):
         found += [(path + each.name, each)] if each.is_file() else _files(each, f"{path}{each.name}/")
@@ -52,6 +52,7 @@ def _files(folder: Traversable, path: str) -> list[tuple[str, Traversable]]:
 
 
 def _route(path: str, file: Traversable) -> Route:
+    """Read a file, and return a route that serves it from memory."""
     content = file.read_bytes()
     kind = mimetypes.guess_type(path)[0] or "text/plain"
     etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'

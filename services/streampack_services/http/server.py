@@ -1,10 +1,9 @@
-"""The broker's HTTP side: the live page (``page``), metrics, probes and status, from its last snapshot; and what is
-asked of it (``control``).
+"""The HTTP server of a broker: the live page, metrics, probes and status, and changes of a running broker.
 
-Runs in a thread of its own beside the broker and only reads, but for what it passes on. ``/livez`` says whether the
-broker's loop still turns and depends on nobody else; ``/readyz`` whether it serves: not while it
-starts, not while it drains. Binds before it starts, so that a taken port is known at once. Who may ask at all is
-``http_guard``'s.
+It runs in a thread of its own and reads the broker's last snapshot; only ``control`` passes requests to the broker.
+The probe ``/livez`` is good while the broker's loop turns. The probe ``/readyz`` is good while the broker serves: not
+while it starts or drains. The server binds its port when it is made, so a port in use is an error at once.
+The module ``http_guard`` decides which requests are allowed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from starlette.routing import Route
 from streampack.errors import UserError
 from streampack_services.broker.status import BrokerStatus
 from streampack_services.http import control, page
-from streampack_services.http.control import Asking
+from streampack_services.http.control import AskBroker
 from streampack_services.http.history import Timelines
 from streampack_services.http.http_guard import MAX_HEAD_BYTES, Guard, is_loopback, parse_address
 from streampack_services.http.http_limits import Bounded
@@ -33,17 +32,22 @@ from streampack_services.http.metrics import CONTENT_TYPE, exposition
 from streampack_services.logs import Ring
 
 STUCK_AFTER_S = 30.0
-"""A loop that has taken no snapshot for so long is stuck."""
+"""``/livez`` fails after this time without a new snapshot, in seconds."""
 
 
 def make_app(
-    snapshot: Callable[[], BrokerStatus], history: Timelines, asking: Asking | None = None, anybody: bool = False,
+    snapshot: Callable[[], BrokerStatus], history: Timelines, ask_broker: AskBroker | None = None,
+    any_host: bool = False,
     ring: Ring | None = None,
 ) -> Starlette:  # fmt: skip
-    """The application; ``snapshot()`` is the last one taken, and may come from any thread.
+    """Return the ASGI application.
 
-    With ``asking`` changes may be asked for, from other hosts too with ``anybody``. The last events are those of
-    ``ring``.
+    Args:
+        snapshot: Returns the broker's last snapshot, in any thread.
+        history: Rows for ``/history``.
+        ask_broker: Asks the broker for a change; None: changes over HTTP are off.
+        any_host: Accept changes from other machines, too.
+        ring: The last log events, for ``/events``.
     """
 
     def metrics(_: Request) -> Response:
@@ -53,44 +57,56 @@ def make_app(
         now = snapshot()
         age = time.time() - now.taken_at
         if now.ready and age > STUCK_AFTER_S:
-            return PlainTextResponse(f"stuck: the broker's loop has not turned for {age:.0f} s\n", 503)
+            return PlainTextResponse(f"stuck: the broker's main loop has not turned for {age:.0f} s\n", 503)
         return PlainTextResponse("alive\n")
 
     def readyz(_: Request) -> Response:
         now = snapshot()
         return PlainTextResponse("ready\n") if now.ready else PlainTextResponse(f"not ready: {now.state}\n", 503)
 
-    said: tuple[BrokerStatus | None, bytes] = (None, b"")
+    encoded: tuple[BrokerStatus | None, bytes] = (None, b"")
 
     def status(_: Request) -> Response:
-        nonlocal said
+        nonlocal encoded
         now = snapshot()
-        if now is not said[0]:  # each snapshot is encoded once, however many ask
-            said = now, msgspec.json.encode(now)
-        return Response(said[1], media_type="application/json")
+        if now is not encoded[0]:  # encode each snapshot once for all clients
+            encoded = now, msgspec.json.encode(now)
+        return Response(encoded[1], media_type="application/json")
 
     def events(request: Request) -> Response:
         since = request.query_params.get("since", "0")
         if not since.isascii() or not since.isdigit() or len(since) > 18:
-            error = f"since: got {since[:40]!r}, expected the number (seq) of the last event that is known"
+            error = f"since: got {since[:40]!r}, expected the number (seq) of the last event that you have"
             return JSONResponse({"error": error}, 400)
         return JSONResponse(ring.since(int(since)) if ring is not None else [])
 
     handlers = {"/metrics": metrics, "/livez": livez, "/readyz": readyz, "/status": status, "/events": events}
     routes = [Route(path, each) for path, each in handlers.items()] + page.routes(history)
-    if asking is not None:
-        routes += [Route(path, control.handler(path, asking, anybody), methods=["POST"]) for path in control.BODIES]
+    if ask_broker is not None:
+        routes += [
+            Route(path, control.handler(path, ask_broker, any_host), methods=["POST"]) for path in control.BODIES
+        ]
     return Starlette(routes=routes)
 
 
 class HttpServer:
-    """Serves ``make_app`` on ``host:port`` (port 0: any free one) in a thread; ``url`` says where. With a ``token``
-    only to those who bring it.
+    """Serves ``make_app`` in a thread of its own; ``url`` is the address.
+
+    Args:
+        address: ``host:port`` to listen on; port 0 takes any free port.
+        snapshot: Returns the broker's last snapshot, in any thread.
+        ask_broker: Asks the broker for a change; None: changes over HTTP are off.
+        any_host: Accept changes from other machines, too.
+        ring: The last log events.
+        token: Token that requests must have; None for no token.
+
+    Raises:
+        UserError: The address cannot be used.
     """
 
     def __init__(
-        self, address: str, snapshot: Callable[[], BrokerStatus], asking: Asking | None = None, anybody: bool = False,
-        ring: Ring | None = None, token: str | None = None,
+        self, address: str, snapshot: Callable[[], BrokerStatus], ask_broker: AskBroker | None = None,
+        any_host: bool = False, ring: Ring | None = None, token: str | None = None,
     ) -> None:  # fmt: skip
         host, port = parse_address(address)
         self._socket = _listen(host, port, address)
@@ -100,9 +116,9 @@ class HttpServer:
         self._history = Timelines(snapshot)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                Guard(make_app(snapshot, self._history, asking, anybody, ring), token, is_loopback(bound_to)),
+                Guard(make_app(snapshot, self._history, ask_broker, any_host, ring), token, is_loopback(bound_to)),
                 log_config=None,
-                log_level="error",  # a warning is of what a client sends: it may send any number
+                log_level="error",  # clients can cause any number of warnings
                 http=Bounded,
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 ws="none",
@@ -118,7 +134,7 @@ class HttpServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening; waits a little for answers under way."""
+        """Stop listening; wait up to 3 s for answers under way."""
         self._history.close()
         self._server.should_exit = True
         if self._thread.is_alive():
@@ -130,12 +146,13 @@ class HttpServer:
 
 
 def _listen(host: str, port: int, address: str) -> socket.socket:
+    """Return a listening socket; raise UserError, naming ``address``, if that fails."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=64)
     except OSError as error:
         what = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
         raise UserError(
-            f"cannot listen on {address} for HTTP: got {what.lower()}, expected a free one: "
-            f"stop the other process, or give another with listen.http or --http, port 0 for any"
+            f"cannot listen on {address} for HTTP: {what.lower()}. Stop the other process, or pass another address "
+            f"with listen.http or --http (port 0 takes any free port)"
         ) from None

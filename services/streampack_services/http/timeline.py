@@ -1,7 +1,8 @@
-"""What was, in bounded memory: a row a second of the last minutes, ever fewer of what lies longer back.
+"""A time series in bounded memory: one row a second for the last minutes, fewer rows for older times.
 
-Rows hold counters that only rise beside figures of the moment, so that thinning loses no count: whatever lies between
-two rows that are kept is their difference. Knows numbers, and neither what they are of nor the time: rows bring it.
+Rows hold counters that only rise, and current values. Leaving out rows loses no count: the difference of two rows has
+everything between them. The module knows neither the meaning of the numbers nor a clock; the first number of a row is
+its time.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Row = Sequence[float]
-"""(seconds, *figures)."""
+"""(time in seconds, *figures)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """At most ``rows`` rows, of which each is at least ``every_s`` seconds after the one before."""
+    """A part of a timeline: at most ``rows`` rows, each at least ``every_s`` seconds after the row before."""
 
     every_s: float
     rows: int
 
 
 TIERS = (Tier(0.7, 600), Tier(10, 1440), Tier(60, 2880))
-"""10 minutes by the second (snapshots come a little early or late), 4 hours by 10 seconds, 2 days by the minute: 1 MB
-for 25 figures."""
+"""10 minutes with a row a second, 4 hours with a row every 10 s, 2 days with a row a minute: 1 MB for 25 figures. Rows
+come a little early or late, so the first tier takes them from 0.7 s on."""
 
 
 class Timeline:
-    """Rows of the same length, the oldest first; what falls out of a tier goes to the next, thinned, or is forgotten.
+    """Rows of the same length, in tiers. The oldest row of a full tier moves to the next tier, or is left out there.
 
     >>> timeline = Timeline((Tier(1, 2), Tier(10, 2)))
     >>> for second in range(20):
@@ -43,7 +44,7 @@ class Timeline:
         self._rows: tuple[deque[array[float]], ...] = tuple(deque() for _ in tiers)
 
     def add(self, row: Row) -> None:
-        """Note a row; one that comes sooner after the last than the first tier keeps them is left out."""
+        """Add a row. It is left out if it comes too soon after the last row for the first tier."""
         going: array[float] | None = array("d", row)
         for tier, rows in zip(self._tiers, self._rows, strict=True):
             if going is None or (rows and going[0] - rows[-1][0] < tier.every_s):
@@ -52,7 +53,7 @@ class Timeline:
             going = rows.popleft() if len(rows) > tier.rows else None
 
     def since(self, second: float) -> list[Row]:
-        """The rows after ``second``, the oldest first."""
+        """Return the rows after time ``second``, oldest first."""
         found: list[Row] = []
         for row in (row for rows in self._rows for row in reversed(rows)):
             if row[0] <= second:

@@ -94,7 +94,7 @@ def test_probes_bring_nothing(guarded: str, open_one: str) -> None:
 def test_a_name_that_somebody_lets_point_here_is_refused(open_one: str, host: str) -> None:
     status, _, text = ask(open_one, "/status", Host=host)
     assert status == 421
-    assert "expected one for this machine" in json.loads(text)["error"]
+    assert "Use a name of this machine such as localhost" in json.loads(text)["error"]
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:7400", "127.1.2.3", "[::1]:7400", "[::1]"])
@@ -143,12 +143,12 @@ def test_a_request_has_64_kib_of_headers_at_most(open_one: str, path: str, size:
 def test_the_commands_bring_the_token(guarded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = in_process("status", guarded)
     assert refused.returncode == 1
-    assert "got a broker that wants a token, expected none: set STREAMPACK_HTTP_TOKEN" in refused.stderr
+    assert "the broker requires a token, but the environment has none. Set STREAMPACK_HTTP_TOKEN" in refused.stderr
     assert in_process("health", guarded).returncode == 0
     (tmp_path / "old").write_text("x" + TOKEN + "\n")
     (tmp_path / "old").chmod(0o600)
     monkeypatch.setenv("STREAMPACK_HTTP_TOKEN_FILE", str(tmp_path / "old"))
-    assert "wants another token" in in_process("status", guarded).stderr
+    assert "requires another token" in in_process("status", guarded).stderr
     monkeypatch.setenv("STREAMPACK_HTTP_TOKEN", TOKEN)
     assert http_client.fetch_status(guarded, PATIENCE_S)["run"] == "guarded"
 
@@ -204,9 +204,9 @@ def test_a_token_is_made_for_its_user_alone(tmp_path: Path) -> None:
     [
         (TOKEN, 0o644, "that others can reach (mode 0644), expected its user alone (mode 0600)"),
         (TOKEN, 0o620, "that others can reach (mode 0620)"),
-        ("", 0o600, "got nothing, expected a token"),
-        ("short", 0o600, "got 5 characters that are no token, expected at least 16"),
-        (TOKEN + "\nand more", 0o600, "that are no token"),
+        ("", 0o600, "is empty. Make a token with"),
+        ("short", 0o600, "got a token of 5 characters, expected at least 16"),
+        (TOKEN + "\nand more", 0o600, "all of them letters, digits or"),
     ],
 )
 def test_what_is_no_secret_is_refused(tmp_path: Path, text: str, mode: int, expected: str) -> None:

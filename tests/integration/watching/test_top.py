@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from streampack_services.http.http_client import fetch_events, understand
+from streampack_services.http.http_client import fetch_events, parse_status
 from streampack_services.http.server import HttpServer
 from streampack_services.watch import status_report, top
 from streampack_services.watch.top import Asking, _Screen
@@ -121,7 +121,7 @@ def test_status_fits_a_screen_however_many_ranks_there_are(
     shown = in_process("status", served.http).stdout
     for text in ("starved by", "of all ranks' time", "buffered", "dp=0", "dp=1"):
         assert text in shown
-    status_report.show_status(understand(many(snapshot, 512)))
+    status_report.show_status(parse_status(many(snapshot, 512)))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 50
     assert max(map(len, lines)) <= 80
@@ -133,7 +133,7 @@ def test_a_stall_and_how_long_it_lasts_are_in_the_status_and_at_the_top(
 ) -> None:
     stalled = copy.deepcopy(snapshot) | {"state": "waiting", "stalled_s": 75.0}
     stalled["feeds"]["train"] |= {"state": "waiting", "stalled_s": 75.0}
-    status_report.show_status(understand(stalled))
+    status_report.show_status(parse_status(stalled))
     run, feed = (line for line in capsys.readouterr().out.splitlines() if "waiting for 1m15s" in line)
     assert stalled["run"] in run
     assert "feed train" in feed
@@ -160,7 +160,7 @@ def many(snapshot: Tree, ranks: int) -> Tree:
 def view_of(*snapshots: Tree, events: list[Tree] | None = None) -> BrokerView:
     watch = Watch()
     for each in snapshots:
-        watch.add(understand(each), events or [])
+        watch.add(parse_status(each), events or [])
     return watch.view()
 
 
@@ -261,11 +261,11 @@ def test_the_rank_that_others_wait_for_is_named(snapshot: Tree) -> None:
 
 def test_another_broker_begins_anew(snapshot: Tree) -> None:
     watch = Watch()
-    watch.add(understand(snapshot), [EVENT, EVENT | {"seq": 2}])
+    watch.add(parse_status(snapshot), [EVENT, EVENT | {"seq": 2}])
     assert watch.last_seq(snapshot["epoch"]) == 2
     again = snapshot | {"epoch": snapshot["epoch"] + 1, "uptime_s": 0.5}
     assert watch.last_seq(again["epoch"]) == 0
-    watch.add(understand(again), [EVENT])
+    watch.add(parse_status(again), [EVENT])
     assert [event["seq"] for event in watch.view().events] == [1]
     assert watch.view().streams[0].tokens_per_s is None
 
@@ -337,7 +337,7 @@ class Terminal:
 
 def test_on_a_terminal_top_follows_its_size_its_keys_and_a_broker_that_goes_and_comes(snapshot: Tree) -> None:
     snapshot = many(snapshot, 20)
-    server = HttpServer("127.0.0.1:0", lambda: understand(snapshot))
+    server = HttpServer("127.0.0.1:0", lambda: parse_status(snapshot))
     server.start()
     address = server.url.removeprefix("http://")
     terminal = Terminal("top", server.url, "--interval", "0.1")
@@ -350,7 +350,7 @@ def test_on_a_terminal_top_follows_its_size_its_keys_and_a_broker_that_goes_and_
         terminal.wait_for("starved by")
         server.close()
         terminal.wait_for("got no answer")
-        server = HttpServer(address, lambda: understand(later(snapshot, 1) | {"run": "again"}))
+        server = HttpServer(address, lambda: parse_status(later(snapshot, 1) | {"run": "again"}))
         server.start()
         terminal.wait_for("again")
         terminal.process.terminate()
@@ -387,9 +387,9 @@ def test_a_loop_that_stands_still_and_a_broker_of_another_version_are_said(
         asking.ask()
         assert not asking.trouble
         said.append(later(snapshot, 2) | {"version": "9.9", "memory": {}})
-        with pytest.raises(PeerError, match=r"got a broker of streampack 9\.9, .* expected"):
+        with pytest.raises(PeerError, match=r"cannot read the status of a broker of 9\.9 .* the broker's version"):
             asking.ask()
-        assert "got a broker of streampack 9.9" in the_error(in_process("status", url), 1)
+        assert "cannot read the status of a broker of 9.9" in the_error(in_process("status", url), 1)
 
 
 @pytest.mark.parametrize("key", ["stalled_s", "epoch", "taken_at", "uptime_s", "feeds"])
@@ -399,7 +399,7 @@ def test_a_broker_that_says_less_is_said_in_one_line(snapshot: Tree, key: str, v
     with saying(lambda: less) as url:
         for command in (("top", url, "--once"), ("status", url)):
             said = the_error(in_process(*command), 1)
-            assert f"got a broker of streampack {version}" in said
+            assert f"cannot read the status of a broker of {version}" in said
             assert f"`{key}`" in said
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from streampack_services.broker.status import BrokerStatus, FeedStatus, PackTotals, RankStatus
-from streampack_services.http.history import COLUMNS, MOST_ROWS, Starved, Timelines
+from streampack_services.http.history import COLUMNS, MOST_ROWS, DataWaitSums, Timelines
 
 from streampack.core.stats.data_wait import CAUSES as STARVED_BY
 from streampack.core.stats.padding import CAUSES
@@ -26,7 +26,7 @@ def row(rank: int, waited: float | None, cause: str = "stream") -> RankStatus:
 @given(st.lists(st.dictionaries(st.integers(0, 3), st.one_of(st.none(), st.floats(0, 1)), max_size=4), max_size=30))
 def test_the_sum_rises_by_what_ranks_have_waited_while_they_were_there(turns: list[dict[int, float | None]]) -> None:
     """Of the ranks that are there in a second, each has waited so much of it, or says nothing (None)."""
-    starved, waited, heard = Starved(), dict.fromkeys(range(4), 1000.0), dict[int, float]()
+    starved, waited, heard = DataWaitSums(), dict.fromkeys(range(4), 1000.0), dict[int, float]()
     least = most = last = 0.0
     for second, there in enumerate(turns):
         rows = []
@@ -45,7 +45,7 @@ def test_the_sum_rises_by_what_ranks_have_waited_while_they_were_there(turns: li
 
 
 def test_a_rank_that_comes_from_another_broker_has_waited_no_longer_than_it_is_here() -> None:
-    starved = Starved()
+    starved = DataWaitSums()
     assert starved.add(1.0, [row(0, None)])["stream"] == 0
     assert starved.add(3.0, [row(0, 5000.0)])["stream"] == pytest.approx(2.0)
     assert starved.add(4.0, [row(0, 5000.5)])["stream"] == pytest.approx(2.5)
@@ -68,7 +68,7 @@ def status(second: float, feeds: int) -> BrokerStatus:
 def test_an_answer_is_no_longer_of_many_feeds_than_of_one() -> None:
     history = Timelines(lambda: status(1e6, 8))
     for second in range(2000):
-        history.note(status(second, 8))
+        history.add(status(second, 8))
     every, one = (json.loads(history.since(-1, feed) or b"") for feed in (None, "feed3"))
     assert sum(map(len, every["feeds"].values())) <= MOST_ROWS
     assert {len(rows) for rows in every["feeds"].values()} == {MOST_ROWS // 8}
