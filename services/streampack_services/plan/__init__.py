@@ -1,12 +1,14 @@
-"""Plan: which settings some lengths ask for, and what a run saved.
+"""Plan: recommend settings for some lengths before a run, and report what packing saved after it.
 
-- ``plan_inputs``: lengths, out of the arguments of ``plan`` and ``report``.
-- ``plan_options``, ``grid``: the settings to compare.
-- ``advisor``: forecasts every setting, and chooses.
-- ``advice``: the choice in plain words, and as lines for broker.yaml.
-- ``plan_report``: shows the result to a person.
-- ``savings``, ``savings_report``: what a run saved against other ways of batching.
-- ``charts``: pictures of both, by matplotlib.
+``streampack plan`` passes through these files in order:
 
-The package relies on ``forecast``. It starts nothing and changes no run.
+- ``plan_inputs``: reads the lengths that the arguments name.
+- ``plan_options``: reads the settings to compare, from the arguments, broker.yaml or the run.
+- ``grid``: varies one setting at a time around the base setting.
+- ``advisor``: forecasts every setting with ``forecast``, and chooses.
+- ``advice``: explains the choice in sentences, and writes the lines for broker.yaml.
+- ``plan_report``: prints the result; ``charts`` draws it.
+
+``streampack report`` reads a run by ``plan_inputs``; ``savings`` compares it with other ways of batching, and
+``savings_report`` prints the result. The folder starts nothing and changes no run.
 """

@@ -11,15 +11,18 @@ from streampack_services.plan.advisor import NEAR_ORDER
 
 Tree = dict[str, Any]
 UNEVEN = 1.05
-"""Cost max / mean above this is worth a word."""
+"""A load imbalance (max / mean cost) below this counts as balanced."""
 COMPARED = 3
-"""Packers that are named beside the one taken."""
+"""Number of other packers to name beside the recommended one."""
 SAID = 0.001
-"""Smaller shares are not worth one."""
+"""Shares below this are not mentioned."""
 
 
 def why(found: Tree, overlong: str | None) -> list[str]:
-    """Return the reasons for the advice as sentences, the most important first."""
+    """Return the reasons for the advice as sentences, the most important first.
+
+    ``found`` is the result of ``advisor.advise``; ``overlong`` is the policy that the user asked for, or None.
+    """
     return [
         *_packer(found), *_window(found), *_budget(found), *_overlong(found, overlong), *_rejected(found),
         *_alignment(found), *_shape(found), *_batches(found), *_balance(found), *_meshes(found), *_last_step(found),
@@ -45,7 +48,7 @@ def broker_yaml(found: Tree, overlong: str | None) -> str:
 
 
 def _flow(value: Any) -> str:
-    """Return a value as one line of YAML."""
+    """Return a value as one line of YAML in flow style."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_flow(each)}' for key, each in value.items())}}}"
     if isinstance(value, list | tuple):
@@ -54,23 +57,24 @@ def _flow(value: Any) -> str:
 
 
 def _axis(found: Tree, axis: str, key: str) -> list[Tree]:
-    """Return the other forecasts on an axis than the advised one, the best first."""
+    """Return the forecasts on ``axis`` whose ``key`` differs from the advised setting's, the best first."""
     rows = [row for row in found["settings"] if row["axis"] == axis and not row["refused"]]
     others = [row for row in rows if row[key] != found["take"][key]]
     return sorted(others, key=lambda row: -row["useful"])
 
 
 def _packer(found: Tree) -> list[str]:
+    """Compare the advised packer with the next best ones, and name better ones that are not advised."""
     take, others = found["take"], _axis(found, "packer", "packer")
     base = next((row for row in found["settings"] if row["axis"] == "packer" and row["packer"] == take["packer"]), take)
     compared = ", ".join(f"{row['packer']} {row['useful']:.2%}" for row in others[:COMPARED])
-    said = f"{take['packer']} leaves {base['useful']:.2%} of the ranks' time to real tokens"
-    sentences = [said + (f"; next: {compared}." if compared else ".")]
+    sentences = [f"With {take['packer']}, the ranks spend {base['useful']:.2%} of their time on real tokens."]
+    sentences[0] += f" Next best: {compared}." if compared else ""
     better = [row["packer"] for row in others if row["useful"] > base["useful"] + SAID]
     sorting = ", ".join(name for name in better if name not in NEAR_ORDER)
     if sorting and not take["step_samples"]:
         sentences.append(
-            f"Not advised, for they rearrange whole windows, and steps differ in what they hold: {sorting}."
+            f"Better but not recommended: {sorting}. They sort whole windows by length, so steps differ in their mix."
         )
     return sentences
 
@@ -82,7 +86,7 @@ def _window(found: Tree) -> list[str]:
     if base is None or not others:
         return []
     compared = ", ".join(f"{row['window']} {_than(row, base)}" for row in others)
-    return [f"A window of {take['window']} samples: {compared}. A larger one holds samples back longer."]
+    return [f"Window of {take['window']} samples: {compared}. A larger window delays samples longer."]
 
 
 def _budget(found: Tree) -> list[str]:
@@ -96,17 +100,18 @@ def _budget(found: Tree) -> list[str]:
         cut = row["lost_share"] - base["lost_share"]
         cuts = f" and cuts off {row['lost_share']:.2%} of the tokens" if cut > SAID else ""
         compared.append(f"{row['budget']} {_than(row, base)}{cuts}")
-    return [f"A budget of {take['budget']} tokens: {', '.join(compared)}. Activations of a whole pack must fit a GPU."]
+    return [f"Budget of {take['budget']} tokens: {', '.join(compared)}. The activations of a pack must fit on a GPU."]
 
 
 def _than(row: Tree, base: Tree) -> str:
-    """Say how much better ``row`` is than ``base``; differences within the error of the forecasts do not count."""
+    """Say how much better ``row`` is than ``base``; ignore differences within the error of the forecasts."""
     doubt = 2 * math.hypot(row["useful_error"], base["useful_error"])
     points = row["useful"] - base["useful"]
     return _change(points) if abs(points) > doubt else "is about as good"
 
 
 def _change(points: float) -> str:
+    """Say a gain or loss of the ranks' useful time, as a share of 1: ``gains 0.46%``."""
     return "is as good" if abs(points) < SAID else f"{'gains' if points > 0 else 'loses'} {abs(points):.2%}"
 
 
@@ -115,39 +120,41 @@ def _overlong(found: Tree, overlong: str | None) -> list[str]:
     if not take["overlong"]:
         return []
     over = f"{take['overlong']:,} of {found['lengths']['samples']:,} samples are longer than the budget"
-    lost = f"{take['lost_share']:.2%} of all tokens are lost"
+    lost = f"loses {take['lost_share']:.2%} of all tokens"
     if overlong is None:
-        stops = "without overlong in broker.yaml a run would stop at the first"
-        return [f"{over}. Truncated, {lost}; split, none; {stops}."]
-    return [f"{over}: {overlong}, {lost}."]
+        stops = "Without overlong in broker.yaml, a run stops at the first such sample"
+        return [f"{over}. overlong: truncate {lost}, overlong: split loses none. {stops}."]
+    return [f"{over}. overlong: {overlong} {lost}."]
 
 
 def _rejected(found: Tree) -> list[str]:
     if not found["rejected"]:
         return []
-    return [f"{found['rejected']:,} samples cannot be used: poison: drop counts them, without it a run stops there."]
+    return [
+        f"{found['rejected']:,} samples are not valid. poison: drop drops them; without it a run stops at the first."
+    ]
 
 
 def _alignment(found: Tree) -> list[str]:
     take, said = found["take"], list[str]()
     if take["waste"]["alignment"] > SAID:
-        padded = f"Samples padded to multiples of {take['align']['sample']} tokens, which the mesh asks for, take"
-        said.append(f"{padded} {take['waste']['alignment']:.2%}.")
+        padded = f"The mesh needs samples padded to multiples of {take['align']['sample']} tokens. This padding takes"
+        said.append(f"{padded} {take['waste']['alignment']:.2%} of the capacity.")
     rows = [row for row in found["settings"] if row["axis"] == "mesh" and not row["refused"]]
     for tight in rows:
         given = next((row for row in rows if row["mesh"] == tight["mesh"]), tight)
         if tight["mesh"] == take["mesh"] and tight["align"] != given["align"]:
             saved = given["waste"]["alignment"] - tight["waste"]["alignment"]
             said.append(
-                f"align: {{sample: tight}} pads them to {tight['align']['sample']}, all that the kernels' split needs, "
-                f"and saves {saved:.2%} of all that is computed (useful {tight['useful'] - given['useful']:+.2%}): not "
-                f"proved on GPUs yet."
+                f"align: {{sample: tight}} pads samples only to multiples of {tight['align']['sample']} tokens. It "
+                f"saves {saved:.2%} of the capacity (useful {tight['useful'] - given['useful']:+.2%}). It is not "
+                f"tested on GPUs yet."
             )
     return said
 
 
 def _shape(found: Tree) -> list[str]:
-    """Say what other shapes would gain or lose; empty if packs are full anyway."""
+    """Say how much other shapes of packs gain or lose; empty if none makes a difference."""
     rows = [row for row in found["settings"] if row["axis"] == "shape" and not row["refused"]]
     base = next((row for row in rows if row["shape"] == found["take"]["shape"]), None)
     if base is None:
@@ -155,15 +162,15 @@ def _shape(found: Tree) -> list[str]:
     said = [f"{shape_text(row['shape'])} {_change(row['useful'] - base['useful'])}" for row in rows if row is not base
             if abs(row["useful"] - base["useful"]) >= SAID]  # fmt: skip
     stages = base["mesh"]["pp"]
-    pipeline = f"; with {stages} stages all packs of a step are as long as its longest" if stages > 1 else ""
-    shapes = f"Packs of shape {shape_text(base['shape'])}"
+    pipeline = f" With {stages} pipeline stages, all packs of a step are as long as its longest." if stages > 1 else ""
+    shapes = f"Shape of packs {shape_text(base['shape'])}"
     if not said:
-        return [f"{shapes}: no other would gain much{pipeline}."] if stages > 1 or base["step_samples"] else []
-    return [f"{shapes}: {', '.join(said)}. Compilers and captured graphs want few shapes{pipeline}."]
+        return [f"{shapes}: no other shape gains much.{pipeline}"] if stages > 1 or base["step_samples"] else []
+    return [f"{shapes}: {', '.join(said)}. Compilers and CUDA graphs need few different shapes.{pipeline}"]
 
 
 def shape_text(shape: Any) -> str:
-    """``exact``, ``multiple 512``, ``buckets 2048 4096``."""
+    """Return a shape as text: ``exact``, ``multiple 512`` or ``buckets 2048 4096``."""
     if isinstance(shape, str):
         return shape
     if shape.get("multiple"):
@@ -179,34 +186,36 @@ def _batches(found: Tree) -> list[str]:
     low, high, dp = take["micro_batches_low"], take["micro_batches_high"], take["mesh"]["dp"]
     ranks = f" on each of {dp} ranks" if dp > 1 else ""
     micro = _counted(low, high, "micro-batch", "micro-batches")
-    said = f"A batch of {take['step_samples']:,} samples is {take['formed_packs']:.1f} packs, and {micro}{ranks}"
+    said = f"A batch of {take['step_samples']:,} samples is {take['formed_packs']:.1f} packs, in {micro}{ranks}."
     split, empty = take["split_share"], take["waste"]["empty_pack"]
-    needs = [f"{split:.1%} of these are split off others"] if split > SAID else []
-    needs += [f"{empty:.1%} of all slots are in empty ones"] if empty > SAID else []
-    said += f": {' and '.join(needs)}" if needs else ""
-    return [f"{said}."]
+    needs = [f"{split:.1%} of the packs are split off others"] if split > SAID else []
+    needs += [f"{empty:.1%} of the capacity is in empty packs"] if empty > SAID else []
+    said += f" To give every rank as many packs, {' and '.join(needs)}." if needs else ""
+    return [said]
 
 
 def _counted(low: int, high: int, one: str, many: str) -> str:
+    """Return ``1 micro-batch``, ``3 micro-batches`` or ``3 to 4 micro-batches``."""
     return f"{low} {one if low == 1 else many}" if low == high else f"{low} to {high} {many}"
 
 
 def _balance(found: Tree) -> list[str]:
+    """Say the load imbalance over the data-parallel ranks, and how to lower it."""
     take = found["take"]
     dp = take["mesh"]["dp"]
     if dp == 1:
-        return ["On one data-parallel rank nobody waits for another; --mesh dp=8,cp=2 says what yours costs."]
-    said = f"The dearest of {dp} ranks needs {take['cost_max_over_mean']:.3f} times the mean of its micro-batch"
+        return ["One data-parallel rank waits for no other. Pass your mesh, such as --mesh dp=8,cp=2, to see its cost."]
+    said = f"The load imbalance (max / mean cost) over {dp} data-parallel ranks is {take['cost_max_over_mean']:.3f}"
     if take["cost_max_over_mean"] < UNEVEN:
-        return [f"{said}: balanced."]
+        return [f"{said}, which is balanced."]
     if take["step_samples"]:
-        return [f"{said}: the others wait. Larger batches give DEAL more to choose from."]
-    joint = "" if take["packer"] == "joint" else "; balance: joint forms packs that cost the same"
-    return [f"{said}: the others wait. More packs a step give DEAL more to choose from{joint}."]
+        return [f"{said}. Larger batches lower it."]
+    joint = "" if take["packer"] == "joint" else ", as does balance: joint, which forms packs of equal cost"
+    return [f"{said}. More packs per step lower it{joint}."]
 
 
 def _meshes(found: Tree) -> list[str]:
-    """Meshes beside each other, where several were given, each with the alignment that is derived from it."""
+    """Compare the meshes in a sentence; empty if only one was given."""
     rows: dict[str, float] = {}
     for row in found["settings"]:
         if row["axis"] == "mesh" and not row["refused"]:
@@ -215,25 +224,27 @@ def _meshes(found: Tree) -> list[str]:
     if len(rows) < 2:
         return []
     compared = ", ".join(f"{mesh} {useful:.2%}" for mesh, useful in sorted(rows.items(), key=lambda each: -each[1]))
-    return [f"Meshes, by the ranks' time for real tokens: {compared}; what kernels and links cost is not in it."]
+    return [f"Share of the ranks' time on real tokens by mesh: {compared}. Kernels and links are not included."]
 
 
 def _last_step(found: Tree) -> list[str]:
     share = found["take"]["waste"]["empty_pack"]
     if share <= 0.005 or found["take"]["step_samples"]:
         return []
-    return [f"Empty packs of the last step take {share:.2%}: fewer packs a step, several passes, or tail: drop."]
+    return [
+        f"Empty packs of the last step take {share:.2%} of the capacity. Avoid them with fewer packs or tail: drop."
+    ]
 
 
 def _steps(found: Tree) -> list[str]:
     take = found["take"]
     warmup = take["rules"].get("warmup")
-    among = f", the first {warmup['steps']:,} from a budget of {warmup['init']:,} on" if warmup else ""
+    among = f"; the budget of the first {warmup['steps']:,} grows from {warmup['init']:,}" if warmup else ""
     if take["steps"] is None:
-        return ["How many steps a pass has is not known: --total says how many samples it has."]
+        return ["The number of steps per pass is not known. Pass the number of samples with --total."]
     if take["steps_low"] == take["steps_high"]:
         of = f"{take['step_samples']:,} samples" if take["step_samples"] else f"{take['step_packs']} packs"
         return [f"A pass is {take['steps']:,} step{'s' * (take['steps'] != 1)} of {of}{among}."]
     return [
-        f"A pass is {take['steps']:,} steps, most likely (95 %) {take['steps_low']:,} to {take['steps_high']:,}{among}."
+        f"A pass is {take['steps']:,} steps (95% interval: {take['steps_low']:,} to {take['steps_high']:,}){among}."
     ]

@@ -1,9 +1,9 @@
-"""``streampack plan``: which budget, window, packer and mesh some lengths ask for, from what each would give.
+"""``streampack plan``: forecast every setting of the grid, and recommend a budget, window and packer.
 
-Every setting of the grid (``grid``) is forecast by the broker's own planning (``forecast``). What is taken leaves the
-most of the ranks' time to real tokens; where that makes no difference to speak of, it is what was given. Where no
-budget was given, the base is the smallest that is good enough. Shapes and tight alignment are shown, not taken: what
-they ask of kernels and compilers is not known here.
+Each setting of the grid (``grid``) is forecast by the broker's own planning (``forecast``). The recommended setting
+lets the ranks spend most of their time on real tokens; if the difference is small, the base setting is kept. If no
+budget was given, the base is the smallest budget that is good enough. Shapes and tight alignment are forecast but not
+recommended, because their effect on kernels and compilers is not known here.
 """
 
 from __future__ import annotations
@@ -35,22 +35,25 @@ from streampack_services.plan.grid import PlanOptions, Setting, base_of, fitting
 
 Tree = dict[str, Any]
 SAME = 0.001
-"""Shares of the ranks' time that differ by less are the same."""
+"""Shares of the ranks' time that differ by less than this count as the same."""
 NEAR_ORDER = ("exact_fill", "joint", "sliding_ffd", "buffer_first_fit", "concatenative")
-"""Other packers rearrange whole windows, mostly by length, so that steps differ in what they hold."""
+"""Packers that keep samples near their order. Others sort windows by length, so that steps differ in their mix."""
 WORTH = 0.005
-"""A budget is not good enough if another gains more than this."""
+"""A budget is not good enough if another one gains more than this share of the ranks' time."""
 WAITING = 4 / 3
 """Factor on a broker's memory: a quarter of it is for samples that wait for the merge."""
 CUT = 0.01
-"""A budget that cuts off more than this of all tokens is not advised where another does not."""
+"""A budget that cuts off more than this share of all tokens is recommended only if all others do, too."""
 
 
 def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] = lambda _: None) -> Tree:
-    """The forecasts of the grid and what follows: a tree for JSON. ``say`` hears what is being forecast.
+    """Forecast every setting of the grid and choose one; return a tree for JSON.
 
-    ``settings`` hold each a ``Setting`` and its ``Forecast``, or why it was ``refused``; ``take`` is one more of them,
-    ``why`` sentences, ``broker_yaml`` its lines. Raises SampleError for over-long samples that are an error.
+    ``settings`` lists each ``Setting`` with its ``Forecast``, or with the reason why it was ``refused``. ``take`` is
+    the recommended setting, with its ``rules`` as broker.yaml has them and the ``memory_bytes`` that a broker needs.
+    ``say`` is called with the name of each setting that is forecast.
+
+    Raises SampleError for a sample over the budget if the policy is ``error``, UserError for a base without a forecast.
     """
     forecaster = _Forecaster(workload, options, say)
     if options.overlong == "error":
@@ -77,19 +80,19 @@ def advise(workload: Workload, options: PlanOptions, say: Callable[[str], None] 
 
 
 def _steps_notes(options: PlanOptions, workload: Workload) -> list[str]:
-    """Return notes on how the steps differ from the requested ones."""
+    """Return sentences on how the steps of the forecast differ from the requested ones."""
     asked, base, notes = options.rules.packs, base_of(options), list[str]()
     if options.step.get("end_of_batch"):
-        notes.append(f"batches are taken to be of {base.step_samples:,} samples each; those of a run end at marks")
+        notes.append(f"the forecast assumes batches of {base.step_samples:,} samples; those of a run end at marks")
     if base.step_packs not in (asked, None):
-        notes.append(f"a step has {base.step_packs} packs instead of {asked}: a multiple of dp")
+        notes.append(f"a step has {base.step_packs} packs instead of {asked}, because dp must divide the packs")
     if (held := len(workload.lengths)) < (base.step_samples or 0):
-        notes.append(f"that is no whole batch: figures are of one of {samples_said(held)}")
+        notes.append(f"there is no whole batch: the figures are for a batch of {samples_said(held)}")
     return notes
 
 
 def _held_tokens(rules: Rules, workload: Workload) -> int:
-    """Return the tokens that a broker must hold; for batches, three of the mean size."""
+    """Return the tokens that a broker must hold; if steps are batches, at least three batches of the mean size."""
     needed = needed_tokens(rules, rules.budget + 1)
     if rules.batch is None or rules.batch.samples is None:
         return needed
@@ -97,9 +100,7 @@ def _held_tokens(rules: Rules, workload: Workload) -> int:
 
 
 def _keys(options: PlanOptions, take: Setting, rules: Rules) -> Tree:
-    """``rules`` of a setting as broker.yaml has them, but for policies of samples; what follows or is a default is left
-    out.
-    """
+    """Return the ``rules`` of a setting as broker.yaml has them, without defaults, derived keys and sample policies."""
     tree: Tree = {"packer": rules.packer, "budget": rules.budget}
     tree |= {} if options.batched else {"window": {"samples": rules.window}}
     tree |= {key: value for key in PACKER_KEYS if (value := getattr(rules, key)) is not None}
@@ -120,7 +121,7 @@ def _keys(options: PlanOptions, take: Setting, rules: Rules) -> Tree:
 
 
 class _Forecaster:
-    """Forecasts of settings, each made once; a text gives the reason if there is none."""
+    """A cache of forecasts: call it with a setting to get its forecast, or the reason as text if there is none."""
 
     def __init__(self, workload: Workload, options: PlanOptions, say: Callable[[str], None]) -> None:
         self._workload, self._options, self._say = workload, options, say
@@ -149,6 +150,7 @@ class _Forecaster:
         )  # fmt: skip
 
     def _forecast(self, setting: Setting) -> Forecast | str:
+        """Forecast a setting; return the reason as text if its rules contradict each other or the mesh."""
         mesh = setting.mesh
         try:
             rules = self.rules(setting)
@@ -160,7 +162,7 @@ class _Forecaster:
             return str(error)
 
     def _steps(self, order: Order, rules: Rules) -> FormedSteps:
-        """Return the steps that FORM makes of an order. Shapes share them, since FORM does not use the shape."""
+        """Return the steps that FORM makes of the samples in an order, cached: all shapes share the same steps."""
         formed = msgspec.structs.replace(rules, shape="fixed")
         if formed not in self._formed:
             self._formed[formed] = steps_of(order, formed)
@@ -168,6 +170,7 @@ class _Forecaster:
 
 
 def _refuse_overlong(workload: Workload, budget: int) -> None:
+    """Raise SampleError if a sample has more tokens than ``budget``."""
     for stream in workload.streams:
         for partition, lengths in enumerate(stream.partitions):
             over = lengths > budget
@@ -175,8 +178,8 @@ def _refuse_overlong(workload: Workload, budget: int) -> None:
                 at = int(np.argmax(over))
                 raise SampleError(
                     f"{workload.what}: sample {partition + at * len(stream.partitions)} of {stream.name}: got "
-                    f"{int(lengths[at])} tokens, expected at most {budget}, the budget: take a larger one, or "
-                    f"--overlong truncate, split or drop"
+                    f"{int(lengths[at])} tokens, expected at most the budget of {budget}. Pass a larger --budget, or "
+                    f"--overlong truncate, split or drop."
                 )
 
 
@@ -189,7 +192,9 @@ def _forecast_on(rows: SettingForecasts, axis: str) -> list[tuple[Setting, Forec
 
 
 def _best(rows: SettingForecasts, axis: str) -> Any:
-    """Return the value that spends most of the ranks' time on real tokens; the base if none is clearly better.
+    """Return the value of ``axis`` that spends most of the ranks' time on real tokens.
+
+    Return the base value, which comes first in ``rows``, if no other is clearly better.
 
     Any packer may be advised inside a batch, where the order of samples does not change the update. Otherwise only
     the base packer and those of ``NEAR_ORDER`` may.
@@ -228,13 +233,14 @@ def _with_budget(options: PlanOptions, forecaster: _Forecaster) -> PlanOptions:
 
 
 def _row(setting: Setting, made: Forecast | str) -> Tree:
+    """Return a setting with its forecast, or the reason for none under ``refused``, as a tree for JSON."""
     tree: Tree = {**asdict(setting), **{key: msgspec.to_builtins(getattr(setting, key)) for key in ("mesh", "shape")}}
     tree["align"] = {"sample": setting.align.sample, "pack": setting.align.pack}
     return tree | {"refused": made if isinstance(made, str) else None} | ({} if isinstance(made, str) else asdict(made))
 
 
 def _about(workload: Workload) -> Tree:
-    """Return facts about the lengths that were read, for the head of the answer."""
+    """Return counts and percentiles of the lengths that were read, as a tree for JSON."""
     lengths = workload.lengths
     p50, p99 = np.percentile(lengths, (50, 99)).astype(int).tolist()
     return {

@@ -1,4 +1,4 @@
-"""Pictures of what ``streampack plan`` and ``report`` found, by matplotlib, which is needed for nothing else."""
+"""Charts of the results of ``streampack plan`` and ``report``, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -23,33 +23,36 @@ CAUSES = {
     "alignment": "#8da0cb", "pack_tail": "#fc8d62", "shape": "#e8c468", "pipeline": "#b07aa1", "empty_pack": "#bbbbbb",
 }  # fmt: skip
 FAR = 0.5
-"""Of all slots wasted: what is beyond is cut."""
+"""Bars longer than this share of the capacity are cut off in the chart of a plan."""
 F64 = NDArray[np.float64]
 REAL, PADDING = "#3b8f6b", "#fc8d62"
 
 
 def new_figure(width: float, height: float, rows: int, columns: list[float]) -> tuple[Figure, Any]:
-    """A figure of no window, and its axes [rows, columns]. Raises UserError without matplotlib."""
+    """Return a figure without a window, ``width`` by ``height`` inches, and its axes [rows, columns].
+
+    ``columns``: relative widths. Raises UserError if matplotlib is not installed.
+    """
     try:
         figure = importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "matplotlib":
             raise
-        raise UserError("--png: got no module 'matplotlib', expected it: pip install matplotlib") from None
+        raise UserError("--png needs matplotlib, which is not installed. Run: pip install matplotlib") from None
     made = figure.Figure(figsize=(width, height), layout="constrained")
     return made, made.subplots(rows, len(columns), squeeze=False, width_ratios=columns)
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Write it as a PNG. Raises UserError where that cannot be."""
+    """Write a figure as a PNG file. Raises UserError if the file cannot be written."""
     try:
         figure.savefig(file, format="png", dpi=120)
     except OSError as error:
-        raise UserError(f"{file}: cannot be written: {error.strerror}") from None
+        raise UserError(f"{file} cannot be written: {error.strerror}. Pass another file to --png.") from None
 
 
 def draw_lengths(axes: Axes, lengths: I64, marks: dict[str, int]) -> None:
-    """How the tokens are spread over lengths, and ``marks`` at some."""
+    """Draw a histogram of the tokens by the length of their sample, with a named line at each length of ``marks``."""
     edges = np.unique(np.geomspace(1, max(int(lengths.max()), *marks.values()) + 1, 60).astype(int))
     counts, _ = np.histogram(lengths, edges, weights=lengths)
     axes.bar(edges[:-1], counts / lengths.sum(), np.diff(edges), align="edge", color=REAL, linewidth=0)
@@ -61,12 +64,12 @@ def draw_lengths(axes: Axes, lengths: I64, marks: dict[str, int]) -> None:
         axes.annotate(
             name, (at, 0.98), xycoords=("data", "axes fraction"), rotation=90, va="top", ha="right", fontsize=8
         )
-    axes.set_title("where the tokens are", loc="left", fontsize=10)
-    axes.set_xlabel("length of the sample, tokens")
+    axes.set_title("share of tokens by sample length", loc="left", fontsize=10)
+    axes.set_xlabel("sample length, tokens")
 
 
 def draw_plan(found: Tree, lengths: I64, file: Path) -> None:
-    """The tree of ``advisor.advise``: what each setting wastes, and the lengths that it was forecast from."""
+    """Draw the result of ``advisor.advise`` to ``file``: padding by cause of each setting, and the lengths."""
     rows = [row for row in found["settings"] if row["axis"] != "base" and not row["refused"]]
     figure, grid = new_figure(11, 2.2 + 0.26 * len(rows), 1, [1.7, 1.0])
     axes: Axes = grid[0, 0]
@@ -94,7 +97,7 @@ def draw_plan(found: Tree, lengths: I64, file: Path) -> None:
             axes.axhline(places[at] + 0.5, color="#cccccc", linewidth=0.8)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
     axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.set_title("what is wasted (* taken)", loc="left", fontsize=10)
+    axes.set_title("padding by cause (* recommended)", loc="left", fontsize=10)
     figure.legend(*axes.get_legend_handles_labels(), fontsize=8, loc="outside lower left", ncols=7)
     draw_lengths(grid[0, 1], lengths, {f"budget {take['budget']:,}": take["budget"]})
     figure.suptitle(f"{found['what']}: {samples_said(found['lengths']['samples'])}", x=0.01, ha="left", fontsize=11)
@@ -102,7 +105,7 @@ def draw_plan(found: Tree, lengths: I64, file: Path) -> None:
 
 
 def _cut_at(axes: Axes, ends: F64, places: I64) -> None:
-    """Leave out what is beyond half of all slots, and write how much it is: or nothing else could be seen."""
+    """Cut bars longer than FAR off and write their length beside them, so that short bars stay visible."""
     if not (ends > FAR).any() or (ends > FAR).all():
         return
     edge = 1.2 * float(ends[ends <= FAR].max())
@@ -113,7 +116,7 @@ def _cut_at(axes: Axes, ends: F64, places: I64) -> None:
 
 
 def setting_name(row: Tree) -> str:
-    """What of a setting its axis varies: ``window 256``."""
+    """Return the value that a setting has on its axis, as text: ``window 256``."""
     if row["axis"] == "shape":
         return shape_text(row["shape"])
     if row["axis"] == "mesh":
@@ -124,12 +127,15 @@ def setting_name(row: Tree) -> str:
 
 
 def is_taken(row: Tree, take: Tree) -> bool:
-    """Whether a setting has on its axis what was taken."""
+    """Return whether a setting has the recommended value on its axis."""
     return bool(row[row["axis"]] == take[row["axis"]] and row["align"] == take["align"])
 
 
 def draw_savings(found: Tree, names: dict[str, str], lengths: I64, file: Path) -> None:
-    """The tree of ``savings.savings``: what each way of batching computes, real tokens and padding."""
+    """Draw the result of ``savings.savings`` to ``file``: tokens and padding of each way of batching, and the lengths.
+
+    ``names``: what to call each way of batching.
+    """
     figure, grid = new_figure(11, 3.4, 1, [1.7, 1.0])
     axes: Axes = grid[0, 0]
     rows = {**{names[name]: row for name, row in found["others"].items()}, f"this run: {found['packer']}": found["run"]}
@@ -138,7 +144,7 @@ def draw_savings(found: Tree, names: dict[str, str], lengths: I64, file: Path) -
     axes.barh(places, np.full(len(rows), found["tokens"]), 0.6, color=REAL, label="tokens")
     axes.barh(places, slots - found["tokens"], 0.6, found["tokens"], color=PADDING, label="padding")
     for place, row in zip(places, rows.values(), strict=True):
-        said = f"{row['utilization']:.2%} filled"
+        said = f"utilization {row['utilization']:.2%}"
         if "saved_share" in row:
             hours = f", {row['saved_gpu_hours']:,.3g} GPU hours" if "saved_gpu_hours" in row else ""
             said = f"saved {row['saved_share']:.1%}{hours}" if row["saved_slots"] >= 0 else "saved nothing"

@@ -1,7 +1,7 @@
-"""The settings that ``streampack plan`` looks at: around one base setting each axis is varied alone.
+"""The settings that ``streampack plan`` compares: a base setting, and variations of one axis at a time.
 
-Budgets (with the packs of a step changed the other way, so that a step has the same tokens; batches stay as they are),
-windows, packers, shapes of packs, meshes. Alignment follows from the mesh, as in a broker. Knows no lengths.
+The axes are budget, window, packer, shape of packs and mesh. A larger budget has fewer packs per step, so that a step
+keeps its tokens; batches stay as they are. Alignment follows from the mesh, as in a broker.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from streampack_services.forecast.rank_loads import PlanMesh
 
 JOINT = Balance("joint")
 DERIVED = AlignSettings()
-"""All follows from the mesh."""
+"""Derive all alignment from the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting of the grid, on ``axis``; a step is ``step_packs`` over all ranks, or ``step_samples``."""
+    """One setting of the grid, and the ``axis`` that it varies.
+
+    A step has ``step_packs`` packs over all ranks, or is a batch of ``step_samples`` samples; the other is None.
+    """
 
     axis: str
     budget: int
@@ -41,13 +44,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What to vary: the first of ``budgets``, ``windows``, ``packers``, ``shapes`` and ``meshes`` are the base setting.
+    """The values to compare on each axis; the first of each is the base setting's.
 
-    ``rules`` give the rest, and ``step`` is theirs as broker.yaml has it, where steps are batches. ``align`` are
-    multiples that hold whatever the mesh is, or what they follow from beside it. The group of ``joint``, which is a
-    packer here, follows from the mesh if it has none. ``keep_budget``: it was asked for.
-    ``overlong`` None: what ``truncate`` would lose is shown; ``overlong_of_all``: it was asked for, whatever ``rules``
-    say of each stream.
+    ``rules``: all other settings. ``step``: the step as broker.yaml has it, if steps are batches.
+    ``align``: fixed multiples of tokens, or settings from which a mesh's multiples are derived.
+    ``joint``: balance settings of the packer ``joint``; without a group, the group is derived from the mesh.
+    ``keep_budget``: the user asked for the first budget.
+    ``overlong``: policy for samples over the budget; None forecasts ``truncate`` to show its loss.
+    ``overlong_of_all``: the policy holds for all streams, in place of their own.
     """
 
     rules: Rules
@@ -67,18 +71,18 @@ class PlanOptions:
 
     @property
     def batched(self) -> bool:
-        """Steps are batches."""
+        """True if steps are batches of samples, False if steps are numbers of packs."""
         return self.rules.batch is not None
 
     def align_of(self, mesh: PlanMesh) -> Align:
-        """What samples and packs are padded to on a mesh."""
+        """Return the multiples of tokens that samples and packs are padded to on a mesh."""
         if isinstance(self.align, Align):
             return self.align
         return derived_align(mesh.cp, mesh.tp, self.layout, self.precision, self.align)
 
 
 def default_budgets(budget: int) -> tuple[int, ...]:
-    """Around one budget, it first."""
+    """Return a budget, then half, twice and four times of it."""
     return (budget, *(each for each in (budget // 2, budget * 2, budget * 4) if each >= 1))
 
 
@@ -87,13 +91,13 @@ def default_windows(window: int) -> tuple[int, ...]:
 
 
 def default_packers(packer: str, *, batched: bool) -> tuple[str, ...]:
-    """All but ``none``, which does not pack, and ``joint``, which packs no batch, unless it is what the rules say."""
+    """Return ``packer``, then all others except ``none``; except ``joint``, too, if steps are batches."""
     without = ("none", "joint") if batched else ("none",)
     return (packer, *(each for each in PACKERS if each not in (packer, *without)))
 
 
 def default_shapes(shape: Shape, budget: int, align: int) -> tuple[Shape, ...]:
-    """One, then the others: multiples of a 16th or so of the budget, and buckets of quarters."""
+    """Return ``shape``, then fixed, exact, multiples of about a 16th of the budget, and buckets of quarters of it."""
     found: list[Shape] = ["fixed", "exact"]
     parts = [budget // n for n in (16, 8, 4, 2) if not budget % n and not budget // n % align]
     found += [Sizes(multiple=part) for part in parts[:1]]
@@ -103,22 +107,25 @@ def default_shapes(shape: Shape, budget: int, align: int) -> tuple[Shape, ...]:
 
 
 def fitting(budget: int, align: Align) -> int:
-    """The multiple of ``align.pack`` that is next below, or the least."""
+    """Return the largest multiple of ``align.pack`` up to ``budget``, at least ``align.pack`` itself."""
     return max(budget // align.pack, 1) * align.pack
 
 
 def base_of(options: PlanOptions) -> Setting:
-    """What the others are around."""
+    """Return the base setting: the first value of each axis."""
     return _setting("base", options, options.budgets[0], options.windows[0], options.packers[0], options.meshes[0])
 
 
 def grid(options: PlanOptions) -> list[Setting]:
-    """Every setting, the base first on each axis. Raises ConfigError for a base that cannot be."""
+    """Return the base setting, then the settings of each axis.
+
+    Raises ConfigError if the base budget is not a multiple of the pack alignment.
+    """
     mesh, base = options.meshes[0], base_of(options)
     if base.budget % base.align.pack:
         raise ConfigError(
-            f"budget: got {base.budget}, expected a multiple of {base.align.pack}, which the mesh and precision ask "
-            f"for: take {fitting(base.budget, base.align)}"
+            f"budget: got {base.budget}, expected a multiple of {base.align.pack}, which the mesh and precision "
+            f"need. Use {fitting(base.budget, base.align)}."
         )
     budgets = (fitting(budget, base.align) for budget in sorted(options.budgets))
     found = [base, *(_setting("budget", options, budget, base.window, base.packer, mesh) for budget in budgets)]
@@ -135,6 +142,7 @@ def grid(options: PlanOptions) -> list[Setting]:
 
 
 def _setting(axis: str, options: PlanOptions, budget: int, window: int, packer: str, mesh: PlanMesh) -> Setting:
+    """Return a setting with the base shape, and about as many tokens per step as the base setting."""
     rules, batch = options.rules, options.rules.batch
     packs = max(round(rules.packs * options.budgets[0] / budget / mesh.dp), 1) * mesh.dp if batch is None else None
     samples, shape = batch.samples if batch is not None else None, options.shapes[0] if options.shapes else rules.shape
@@ -142,7 +150,7 @@ def _setting(axis: str, options: PlanOptions, budget: int, window: int, packer: 
 
 
 def _of_mesh(options: PlanOptions, base: Setting, mesh: PlanMesh) -> Iterator[Setting]:
-    """A mesh; with tensor parallelism also with samples aligned to what context parallelism needs, and no more."""
+    """Yield the base setting on a mesh; with tensor parallelism also with the tight sample alignment, if it differs."""
     setting = _setting("mesh", options, base.budget, base.window, base.packer, mesh)
     yield replace(setting, budget=fitting(base.budget, setting.align))
     given = options.align

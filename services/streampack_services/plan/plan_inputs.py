@@ -1,7 +1,7 @@
 """Read the lengths that ``streampack plan`` and ``report`` use, from their arguments and configurations.
 
-Where lengths come from follows from the argument: a URL is a broker, a folder with a log is a state_dir, a file of
-numbers is lengths. Without one, the streams of producer.yaml are read and tokenized.
+The argument decides where lengths come from. A URL is a broker, a folder with a log is a state_dir, and a file of
+numbers is lengths. Without an argument, the streams of producer.yaml are read and tokenized.
 """
 
 from __future__ import annotations
@@ -38,14 +38,18 @@ from streampack_services.plan.grid import PlanOptions
 from streampack_services.plan.plan_options import PlanBase, PlanInputs, base_of_broker, base_of_run, options_of
 
 TO_TOKENIZE = 20_000
+"""Samples to tokenize of each stream, without ``--samples``."""
 TO_PACK = 50_000
-"""Samples, where ``--samples`` does not say."""
+"""Lengths to pack, without ``--samples``."""
 PARTITIONS = 4
 """Partitions of a stream, the default of broker.yaml."""
 
 
 def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
-    """Read the lengths and the grid. Raises UserError for arguments that are wrong, SourceError, Unreachable."""
+    """Return the lengths and the grid of settings that the arguments of ``streampack plan`` ask for.
+
+    Raises UserError for wrong arguments, SourceError for unreadable sources, Unreachable if no broker answers.
+    """
     configs = list(given.configs)
     what = given.what
     if what is not None and what.endswith((".yaml", ".yml")):
@@ -57,10 +61,10 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
         return _of_producer(given, producer, base), options
     if what is None:
         raise UserError(
-            "got nothing to plan for, expected lengths, a broker's address, a state_dir or -c producer.yaml"
+            "No lengths to plan for. Pass a file of lengths, a broker's address, a state_dir or -c producer.yaml."
         )
     if producer is not None:
-        raise UserError(f"got {what} and a producer.yaml, expected one of them to read")
+        raise UserError(f"Got both {what} and a producer.yaml to read lengths from. Pass only one of them.")
     run = _run(what, given.feed, given.timeout_s)
     if run is None:
         options = options_of(given, base)
@@ -71,20 +75,22 @@ def read(given: PlanInputs) -> tuple[Workload, PlanOptions]:
 
 
 def run_of(what: str | None, feed: str | None, timeout_s: float) -> Served:
-    """Return the run that ``streampack report`` is about. Raises UserError, Unreachable."""
+    """Return the run at a broker's address (None: the default address) or in a state_dir, for ``streampack report``.
+
+    Raises UserError if ``what`` is neither, Unreachable if no broker answers.
+    """
     run = _run(what, feed, timeout_s)
     if run is not None:
         return run
     if Path(str(what)).is_dir():
-        raise UserError(f"{what}: got a folder without a log, expected a broker's state_dir or its address")
+        raise UserError(f"{what} is a folder without a log. Pass a broker's state_dir or its address.")
     raise UserError(
-        f"{what}: expected a broker's state_dir or its address; for lengths, 'streampack plan {what}' says how full "
-        f"packs will be"
+        f"{what} is neither a broker's state_dir nor its address. For a file of lengths, run 'streampack plan {what}'."
     )
 
 
 def _run(what: str | None, feed: str | None, timeout_s: float) -> Served | None:
-    """Read the run of a broker's address (None: the default one) or of a state_dir; None for anything else."""
+    """Return the run at a broker's address (None: the default address) or in a state_dir; None for anything else."""
     if what is None or what.startswith(("http://", "https://", "file://")):
         return run_lengths.from_status(http_client.read_status(what, timeout_s), feed)
     if Path(what).is_dir() and segment_files(Path(what)):
@@ -94,7 +100,7 @@ def _run(what: str | None, feed: str | None, timeout_s: float) -> Served | None:
 
 @contextmanager
 def saying() -> Iterator[Callable[[str], None]]:
-    """Show progress on standard error, if it is a terminal. Yields a function that sets the line's text."""
+    """Show a progress line on standard error, if it is a terminal; yield a function that sets the line's text."""
     console = Console(stderr=True, highlight=False, markup=False)
     if not sys.stderr.isatty():
         yield lambda _: None
@@ -107,6 +113,7 @@ def saying() -> Iterator[Callable[[str], None]]:
 
 
 def _of_producer(given: PlanInputs, producer: ProducerConfig, base: PlanBase) -> Workload:
+    """Read and tokenize samples of the streams in producer.yaml; return their lengths."""
     import_from_here()
     names = [stream.name for stream in base.rules.streams if stream.name in producer.streams] or list(producer.streams)
     streams = {name: producer.streams[name] for name in names}
@@ -115,52 +122,54 @@ def _of_producer(given: PlanInputs, producer: ProducerConfig, base: PlanBase) ->
     partitions = {name: known.get(name, PARTITIONS) for name in names}
     what = ", ".join(names)
     if len(names) > 1 and not base.given:
-        what += " (of equal weights: -c broker.yaml says others)"
+        what += " (equal weights; pass -c broker.yaml for others)"
     return _with_total(sampling.sample(what, sources, partitions, given.samples or TO_TOKENIZE, base.rules.seed), given)
 
 
 def _of_file(given: PlanInputs, what: str) -> Workload:
+    """Read a file of lengths. Raises UserError if the path is none."""
     if is_lengths(Path(what)):
         return of_lengths(Path(what).name, read_lengths(Path(what)), given.samples or TO_PACK, given.total)
     if Path(what).is_dir():
-        raise UserError(f"{what}: got a folder without a log, expected a broker's state_dir, its address, or lengths")
+        raise UserError(f"{what} is a folder without a log. Pass a broker's state_dir, its address, or lengths.")
     raise UserError(
-        f"{what}: expected lengths, a broker's address or a state_dir; to plan for data, name them in a producer.yaml "
-        f"and give it with -c"
+        f"{what}: expected a file of lengths, a broker's address or a state_dir. To plan for your data, name the "
+        f"files in a producer.yaml and pass -c producer.yaml."
     )
 
 
 def _of_run(run: Served, most: int) -> Workload:
+    """Return at most ``most`` lengths of a run's samples, taken in stretches over the whole run."""
     lengths = stretches(run.lengths, most)
     whole = run.ended and len(lengths) == run.samples
     every = counted(run.lengths) if len(run.lengths) == run.samples and not whole and run.ended else None
     total = float(run.samples) if run.ended else None
-    note = f"{len(lengths):,} of the {run.samples:,} samples served, {run.note}; over-long ones as they were left"
+    note = f"{len(lengths):,} of the {run.samples:,} samples served, {run.note}; overlong samples as the run cut them"
     return Workload(run.what, (StreamLengths("data", (lengths,), (whole,), total, every=every),), [note])
 
 
 def _with_total(workload: Workload, given: PlanInputs) -> Workload:
+    """Return ``workload`` with the samples per pass of ``--total``. Raises UserError if they cannot be right."""
     if given.total is None:
         return workload
     if len(workload.streams) > 1:
-        raise UserError("got --total and several streams, expected one stream: whose samples would it count?")
+        raise UserError("Got --total and several streams. --total needs exactly one stream, so leave it out.")
     stream = workload.streams[0]
     if stream.whole or given.total < stream.num_samples:
-        raise UserError(f"got a total of {given.total:,} samples, but {stream.num_samples:,} were read"
-                        f"{', which are all' if stream.whole else ''}: leave --total out")  # fmt: skip
+        raise UserError(f"--total is {given.total:,} samples, but {stream.num_samples:,} were read"
+                        f"{', which are all' if stream.whole else ''}. Leave --total out.")  # fmt: skip
     known = StreamLengths(stream.name, stream.partitions, stream.ended, float(given.total))
     return replace(workload, streams=(known,))
 
 
 def _configs(files: list[Path]) -> tuple[BrokerConfig | None, ProducerConfig | None]:
+    """Read at most one broker.yaml and one producer.yaml. Raises UserError for a second file of one kind."""
     broker: BrokerConfig | None = None
     producer: ProducerConfig | None = None
     for file in files:
         found = read_either(file)
         if (broker if isinstance(found, BrokerConfig) else producer) is not None:
-            raise UserError(
-                f"{file}: got a second configuration of its kind, expected one broker.yaml and producer.yaml"
-            )
+            raise UserError(f"{file} is a second file of its kind. Pass at most one broker.yaml and one producer.yaml.")
         if isinstance(found, BrokerConfig):
             broker = found
         else:

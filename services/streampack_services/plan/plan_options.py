@@ -1,6 +1,6 @@
-"""The grid that ``streampack plan`` is asked for: out of its arguments, and of what a configuration or a run gives.
+"""Read the grid of settings that ``streampack plan`` compares from its arguments, broker.yaml or a run.
 
-What an argument does not say, broker.yaml or the run does; what neither says, defaults around the base setting.
+An argument comes first, then broker.yaml or the run, then a default around the base setting.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streampack_services.plan.grid import DERIVED, JOINT, PlanOptions, default_b
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """The arguments of ``streampack plan``, as they were written."""
+    """The arguments of ``streampack plan``, as the user wrote them."""
 
     what: str | None
     configs: list[Path] = field(default_factory=list)
@@ -46,9 +46,10 @@ class PlanInputs:
 
 @dataclass(frozen=True, slots=True)
 class PlanBase:
-    """Base settings of the grid, from a configuration or a run; a run has a fixed ``align``.
+    """Base settings of the grid, from a configuration or a run.
 
-    ``batch_samples``: mean samples per batch of a run whose batches end at marks.
+    ``align``: a run's fixed multiples of tokens, or the settings from which a mesh's multiples are derived.
+    ``batch_samples``: mean samples per batch of a run whose batches end at marks. ``given``: False for defaults.
     """
 
     rules: Rules
@@ -77,7 +78,7 @@ def base_of_broker(broker: BrokerConfig, feed: str | None) -> PlanBase:
 def base_of_run(run: Served, *, other_mesh: bool) -> PlanBase:
     """Return the base settings of a run's rules.
 
-    With ``other_mesh``, the run's alignment, joint balance and mesh are left out.
+    With ``other_mesh``, leave out the run's alignment, joint balance and mesh.
     """
     mesh = run.mesh
     batch = run.rules.batch
@@ -88,16 +89,16 @@ def base_of_run(run: Served, *, other_mesh: bool) -> PlanBase:
 
 
 def _joint_of(rules: Rules) -> Balance:
-    """Return the balance settings with which joint packs are formed."""
+    """Return the settings of the packer ``joint``, with the group and patience of ``rules``."""
     return Balance("joint", group=rules.balance.group, patience=rules.balance.patience)
 
 
 def options_of(given: PlanInputs, base: PlanBase) -> PlanOptions:
-    """Return the grid of settings to forecast. Raises UserError for arguments that are wrong."""
+    """Return the grid of settings to forecast. Raises UserError for wrong arguments and for rules without packing."""
     if base.rules.padded:
         raise UserError(
-            "got padded: true, expected rules that pack: plan forecasts packs; give it the lengths alone, or plan one "
-            "batch with streampack.plan_step(mode='padded')"
+            "The rules have padded: true, but plan forecasts packs. Pass only the lengths, or plan a single batch "
+            "with streampack.plan_step(mode='padded')."
         )
     meshes = tuple(map(_mesh, given.meshes)) or (base.mesh or PlanMesh(),)
     packer, rules = base.rules.new_packer().name, with_packer(base.rules, base.rules.packer)
@@ -108,11 +109,11 @@ def options_of(given: PlanInputs, base: PlanBase) -> PlanOptions:
         axes[axis] = asked if len(asked) > 1 else around(asked[0] if asked else getattr(rules, axis))
     names = _words(given.packer)
     for name in names:
-        _one_of("--packer", name, tuple(PACKERS))
+        _must_be_known("--packer", name, tuple(PACKERS))
     packers = names if len(names) > 1 else default_packers(names[0] if names else packer, batched=bool(step))
     overlong = given.overlong if given.overlong is not None else _overlong_of(rules)
-    _one_of("--overlong", overlong, get_args(Overlong))
-    _one_of("--precision", given.precision, get_args(Precision))
+    _must_be_known("--overlong", overlong, get_args(Overlong))
+    _must_be_known("--precision", given.precision, get_args(Precision))
     precision = cast("Precision | None", given.precision) or base.precision
     return PlanOptions(
         rules, base.layout, axes["budget"], axes["window"], packers, meshes, tuple(map(_shape, given.shapes)), step,
@@ -122,23 +123,24 @@ def options_of(given: PlanInputs, base: PlanBase) -> PlanOptions:
 
 
 def _with_step(given: PlanInputs, rules: Rules, base: PlanBase) -> tuple[Rules, dict[str, Any]]:
-    """The rules with steps of so many packs, or of batches whose size is known; of batches also as broker.yaml says
-    them.
+    """Return the rules with the step that the arguments ask for, and a batch's ``step`` as broker.yaml has it.
+
+    The second value is empty for steps that are numbers of packs. Raises UserError for contradicting arguments, and
+    for batches whose number of samples is not known.
     """
     if given.packs is not None and given.batch is not None:
-        raise UserError("got --packs and --batch, expected one of them: a step is so many packs, or a batch of samples")
+        raise UserError("Got both --packs and --batch. A step is a number of packs or of samples: pass only one.")
     if given.packs is not None:
         return msgspec.structs.replace(rules, packs=given.packs, batch=None), {}
     asked = rules.batch if rules.batch is not None or given.batch is None else Batch(samples=given.batch)
     if asked is None:
         return rules, {}
     if given.window is not None:
-        raise UserError("got --window and steps that are batches, expected no window: a batch is packed whole")
+        raise UserError("Got --window, but steps are batches, which are packed whole. Leave --window out.")
     samples = given.batch or asked.samples or base.batch_samples
     if samples is None:
         raise UserError(
-            "got step: {end_of_batch: true}, whose batches only the programs that push them know, expected how many "
-            "samples one has: give --batch N"
+            "The size of batches is not known with step: {end_of_batch: true}. Pass the samples of a batch: --batch N."
         )
     others = {key: value for key, value in msgspec.to_builtins(asked).items() if key != "samples"}
     ends = rules.batch is not None and rules.batch.samples is None
@@ -147,40 +149,42 @@ def _with_step(given: PlanInputs, rules: Rules, base: PlanBase) -> tuple[Rules, 
 
 
 def _overlong_of(rules: Rules) -> str | None:
-    """The policy of all streams where they share one that lets a run go on; None where it is ``error``."""
+    """Return the overlong policy that all streams without ``error`` share; None if there is no such policy."""
     policies = {stream.overlong for stream in rules.streams} - {"error"}
     return policies.pop() if len(policies) == 1 else None
 
 
 def _words(text: str | None) -> tuple[str, ...]:
+    """Return the different words of a comma-separated list."""
     return tuple(dict.fromkeys(word.strip() for word in (text or "").split(",") if word.strip()))
 
 
 def _numbers(text: str | None, name: str) -> tuple[int, ...]:
+    """Return the numbers of a comma-separated list. Raises UserError, which names the option ``name``."""
     words = _words(text)
     if not all(map(_is_size, words)):
-        raise UserError(f"--{name}: got {text!r}, expected whole numbers above 0, such as 4096,8192")
+        raise UserError(f"--{name} is {text!r}. Pass whole numbers above 0, such as 4096,8192.")
     return tuple(map(int, words))
 
 
-def _one_of(option: str, got: str | None, known: tuple[str, ...]) -> None:
+def _must_be_known(option: str, got: str | None, known: tuple[str, ...]) -> None:
     if got is not None and got not in known:
-        raise UserError(f"{option}: got {got!r}, expected one of: {', '.join(known)}")
+        raise UserError(f"{option} is {got!r}. Pass one of: {', '.join(known)}.")
 
 
 def _mesh(text: str) -> PlanMesh:
-    """``dp=8,cp=2``."""
+    """Return the mesh that ``dp=8,cp=2`` names. Raises UserError."""
     sizes: dict[str, int] = {}
     for word in _words(text):
         name, _, size = word.partition("=")
         if name not in PlanMesh.__struct_fields__ or not _is_size(size) or int(size) >= 2**20:
-            raise UserError(f"--mesh: got {text!r}, expected sizes of dp, cp, tp and pp, such as dp=8,cp=2")
+            raise UserError(f"--mesh is {text!r}. Pass sizes of dp, cp, tp and pp, such as dp=8,cp=2.")
         sizes[name] = int(size)
     return PlanMesh(**sizes)
 
 
 def _shape(text: str) -> Shape:
-    """``exact``, ``multiple=512``, ``buckets=2048,4096``."""
+    """Return the shape that ``exact``, ``multiple=512`` or ``buckets=2048,4096`` names. Raises UserError."""
     name, _, sizes = text.strip().partition("=")
     words = _words(sizes)
     if name in ("fixed", "exact") and not words:
@@ -189,7 +193,7 @@ def _shape(text: str) -> Shape:
         return Sizes(multiple=int(words[0]))
     if name == "buckets" and words and all(map(_is_size, words)):
         return Sizes(buckets=tuple(map(int, words)))
-    raise UserError(f"--shape: got {text!r}, expected fixed, exact, multiple=512 or buckets=2048,4096")
+    raise UserError(f"--shape is {text!r}. Pass fixed, exact, multiple=512 or buckets=2048,4096.")
 
 
 def _is_size(word: str) -> bool:

@@ -1,4 +1,4 @@
-"""What ``streampack plan`` shows a person: the tree of ``advisor.advise``, laid out."""
+"""Print the result of ``streampack plan`` for a person: the lengths, a table of settings, the reasons, broker.yaml."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tree = dict[str, Any]
 
 
 def show_plan(found: Tree) -> None:
-    """Print it."""
+    """Print the result of ``advisor.advise``, with the ``why`` and ``broker_yaml`` of ``advice``."""
     console = new_console()
     console.print(Text.assemble((str(found["what"]), "bold"), f"  {lengths_text(found['lengths'])}"), soft_wrap=True)
     for stream in found["streams"]:
@@ -26,7 +26,7 @@ def show_plan(found: Tree) -> None:
     _print_table(found)
     refused = [row for row in found["settings"] if row["refused"]]
     for row in refused:
-        console.print(f"not shown: {setting_name(row)}: {row['refused']}")
+        console.print(f"not possible: {setting_name(row)}: {row['refused']}")
     console.print()
     console.print(_legend(found), style="dim")
     console.print()
@@ -38,34 +38,36 @@ def show_plan(found: Tree) -> None:
 
 
 def new_console() -> Console:
-    """One that prints names as they are."""
+    """Return a console that prints names unchanged, without markup or highlighting."""
     return Console(highlight=False, markup=False, emoji=False)
 
 
 def print_whole(table: Table) -> None:
-    """Print a table as wide as it is: a narrow terminal wraps its rows, nothing is cut."""
+    """Print a table in its full width: a narrow terminal wraps its rows, nothing is cut."""
     console = new_console()
     console.width = width_of(table)
     console.print(table)
 
 
 def width_of(table: Table) -> int:
-    """Columns of a terminal that a table takes."""
+    """Return the width of a table, in characters."""
     return Console(width=1000).measure(table).maximum
 
 
 def lengths_text(lengths: Tree) -> str:
+    """Return ``6,000 samples, 3,966,192 tokens: mean 661, median 394, p99 4,066, longest 9,000``."""
     return (
         f"{samples_said(lengths['samples'])}, {lengths['tokens']:,} tokens: mean {lengths['mean']:.0f}, median "
-        f"{lengths['p50']:,}, 99 of 100 to {lengths['p99']:,}, longest {lengths['max']:,}"
+        f"{lengths['p50']:,}, p99 {lengths['p99']:,}, longest {lengths['max']:,}"
     )
 
 
 def _read_text(stream: Tree, *, alone: bool) -> str:
+    """Say how much of a pass was read from a stream; without the stream's name if it is ``alone``."""
     name = "" if alone else f"{stream['stream']}: "
     if stream["share"] is None:
         were = "was" if stream["samples"] == 1 else "were"
-        return f"{name}{samples_said(stream['samples'])} {were} read; how many there are is not known"
+        return f"{name}{samples_said(stream['samples'])} {were} read; the size of a pass is not known"
     if stream["share"] == 1:
         return f"{name}all of a pass was read"
     counts = f"{stream['samples']:,} of about {stream['pass_samples']:,.0f} samples"
@@ -74,33 +76,37 @@ def _read_text(stream: Tree, *, alone: bool) -> str:
 
 WASTE = {
     "align": ("alignment", "samples padded to multiples"),
-    "tail": ("pack_tail", "behind a pack's last sample"),
-    "shape": ("shape", "from there to the multiple or bucket"),
-    "pipe": ("pipeline", "to the longest pack of the step"),
+    "tail": ("pack_tail", "space after a pack's last sample"),
+    "shape": ("shape", "packs padded to a multiple or bucket"),
+    "pipe": ("pipeline", "packs padded to the longest of the step"),
     "empty": ("empty_pack", "packs without samples"),
 }
-"""Columns: the cause, and what it is."""
-NAME, LEAST = 20, ("attention", "align", "filled", "cut", "micro", "empty")
-"""Columns of a setting's name at least, and what goes first where a terminal is narrow."""
+"""By column: the cause of padding in a forecast, and its meaning."""
+NAME = 20
+"""Least width of a setting's name, in characters."""
+LEAST = ("attention", "align", "utilization", "cut", "micro", "empty")
+"""Columns to leave out on a narrow terminal, the first one first."""
 
 
 def _columns(rows: list[Tree]) -> dict[str, list[str]]:
-    """Cells by column; without those that are nothing anywhere."""
-    percents = {"useful": [row["useful"] for row in rows], "filled": [row["filled"] for row in rows]}
+    """Return the cells of each column as text; leave out shares that are 0 in every row."""
+    percents = {"useful": [row["useful"] for row in rows], "utilization": [row["filled"] for row in rows]}
     losses = {name: [row["waste"][cause] for row in rows] for name, (cause, _) in WASTE.items()}
     losses["cut"] = [row["lost_share"] for row in rows]
     percents |= {name: values for name, values in losses.items() if max(values) > 0.5e-4}
     found = {name: [f"{value:.2%}" for value in values] for name, values in percents.items()}
-    for name in ("cost", "attention"):
-        found[name] = [f"{row[f'{name}_max_over_mean']:.3f}" for row in rows]
+    for name, key in (("imbalance", "cost"), ("attention", "attention")):
+        found[name] = [f"{row[f'{key}_max_over_mean']:.3f}" for row in rows]
     if rows[0]["step_samples"]:
         found["micro"] = [_range(row["micro_batches_low"], row["micro_batches_high"]) for row in rows]
     return found
 
 
 def _print_table(found: Tree) -> None:
-    """As wide as it is; on a terminal that is narrower without the doubt about steps, which is said below, and without
-    the columns that leave no room for the settings' names.
+    """Print the table of settings in its full width.
+
+    On a narrower terminal, leave out the interval of steps, which the reasons repeat. Then leave out columns of LEAST
+    until there is room for the settings' names.
     """
     rows = [row for row in found["settings"] if row["axis"] != "base" and not row["refused"]]
     columns, console = _columns(rows), new_console()
@@ -119,6 +125,7 @@ def _print_table(found: Tree) -> None:
 
 
 def _table(found: Tree, rows: list[Tree], columns: dict[str, list[str]], gap: int) -> Table:
+    """Return the table of settings, with ``gap`` spaces between columns and an empty row between axes."""
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("setting", overflow="fold")
     for name in columns:
@@ -133,21 +140,22 @@ def _table(found: Tree, rows: list[Tree], columns: dict[str, list[str]], gap: in
 
 
 def _legend(found: Tree) -> str:
+    """Explain the columns of the table, one line each."""
     shown = _columns([row for row in found["settings"] if row["axis"] != "base" and not row["refused"]])
     causes = "; ".join(f"{name}, {what}" for name, (_, what) in WASTE.items() if name in shown)
-    useful = "the share of the ranks' time, by the rules' cost of a sample, in which real tokens are computed"
+    useful = "share of the ranks' time spent on real tokens, by the rules' cost of a sample"
     parts = [
         f"useful: {useful}; the rest is padding and waiting",
-        "filled: real tokens of all that is computed" + (f"; the rest: {causes}" if causes else ""),
-        *(["cut: of all tokens, those beyond the budget"] if "cut" in shown else []),
-        "cost: the dearest rank of a micro-batch by the mean; attention: of s*s alone",
-        *(["micro: micro-batches of a rank's step"] if "micro" in shown else []),
+        "utilization: real tokens / capacity" + (f"; the rest is padding: {causes}" if causes else ""),
+        *(["cut: tokens over the budget, as a share of all tokens"] if "cut" in shown else []),
+        "imbalance: max / mean cost of the ranks in a micro-batch; attention: the same for a cost of length squared",
+        *(["micro: micro-batches per rank and step"] if "micro" in shown else []),
     ]
-    return ". ".join(parts) + ". * taken."
+    return "\n".join([*parts, "*: recommended"])
 
 
 def steps_text(row: Tree) -> str:
-    """``385``, ``385 (381-389)``."""
+    """Return the steps of a pass as text, with the 95% interval if they are not exact: ``385 (381-389)``."""
     if row["steps"] is None:
         return "?"
     exact = row["steps_low"] == row["steps_high"]

@@ -1,16 +1,15 @@
-"""``streampack report``: what a run saved against other ways of batching, on its own lengths.
+"""``streampack report``: compare a run with other ways of batching its samples.
 
-Compared is what GPUs compute, in slots (tokens and padding), for the very same samples in the order in which they came:
+The comparison counts slots: tokens and padding that GPUs compute for the same samples in the same order.
 
-- ``padding``: so many samples at a time as a pack of the run held on the average, each padded to the longest of its
-  micro-batch, as a loader without packing does;
-- ``greedy``: concatenated one after another until the next does not fit (``concatenative``);
-- ``first_fit_decreasing``: over blocks of the run's window, as offline packers are run on a stream.
+- ``padding``: each sample is padded to the longest of its micro-batch, as a loader without packing does. A micro-batch
+  has as many samples as a pack of the run holds on average.
+- ``greedy``: samples are concatenated until the next one does not fit (packer ``concatenative``).
+- ``first_fit_decreasing``: first-fit decreasing over blocks of the run's window, as offline packers do.
 
-All of them with the run's budget, alignment and shape, and what the run closed on the way (``Served.bounds``: batches)
-is closed for them: nobody packs or pads across it. GPU hours are slots by a rate, the slots that one GPU computes a
-second, which is given, or estimated from what the broker packs now: the same rate for all, so what attention saves or
-costs, where samples are padded or long, is not in them.
+All ways use the run's budget, alignment and shape. None packs or pads across the end of a batch (``Served.bounds``).
+GPU hours are slots divided by a rate: the slots that one GPU computes per second. All ways have the same rate, so GPU
+hours do not show the cost of attention, which depends on lengths.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _PACKERS = {"greedy": "concatenative", "first_fit_decreasing": "first_fit_decrea
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """``tokens_per_s``: slots that one GPU computes a second; ``said`` where that is from."""
+    """Compute rate of the GPUs: ``tokens_per_s`` slots per second and GPU; ``said`` says where the rate comes from."""
 
     gpus: int
     tokens_per_s: float
@@ -44,8 +43,10 @@ class Rate:
 
 
 def padded_slots(lengths: I64, micro_batch: int, align: int, bounds: I64 | None = None) -> int:
-    """Slots of samples that are padded to the longest of their micro-batch, the last one (before each of ``bounds``)
-    smaller.
+    """Return the slots of samples that are padded to the longest of their micro-batch.
+
+    ``lengths``: tokens per sample, int64 [samples]. ``align``: multiple of tokens that a sample is padded to.
+    ``bounds``: ends of batches as indices into ``lengths``, int64 [batches + 1], from 0; no micro-batch crosses one.
 
     >>> padded_slots(np.array([4, 1, 3, 2, 5]), 2, 1)
     19
@@ -58,8 +59,10 @@ def padded_slots(lengths: I64, micro_batch: int, align: int, bounds: I64 | None 
 
 
 def packed_slots(lengths: I64, rules: Rules, packer: str, bounds: I64 | None = None) -> int:
-    """Slots of the packs that ``packer`` makes of ``lengths``, each as long as the rules' shape has it; empty ones are
-    not counted. What lies between ``bounds``, int64 [b + 1], is packed by itself: whole, where steps are batches.
+    """Return the slots of the packs that ``packer`` forms of ``lengths``, int64 [samples], without empty packs.
+
+    Each pack is as long as the rules' shape makes it. Samples between two of ``bounds``, int64 [batches + 1], are
+    packed by themselves; if steps are batches, in one window.
     """
     window = rules.window if rules.batch is None else max(len(lengths), 1)
     rules = with_packer(rules, packer, batch=None, warmup=None, window=window)
@@ -74,10 +77,11 @@ def packed_slots(lengths: I64, rules: Rules, packer: str, bounds: I64 | None = N
 
 
 def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
-    """What a run saved: a tree for JSON.
+    """Compare a run with other ways of batching; return a tree for JSON.
 
-    ``run``: its slots; ``others``: by name the slots that they would need, what the run ``saved`` of them in slots,
-    share, and with ``rate`` GPU hours.
+    ``run`` has the run's slots. ``others`` has the slots of each other way, and what the run saves against it. Savings
+    are in slots, as a share, and in GPU hours if there is a ``rate``. ``micro_batch``: samples per micro-batch for
+    ``padding``; None uses the mean number of samples per pack.
     """
     rules = run.rules
     size = micro_batch or max(round(run.samples / run.filled_packs), 1)
@@ -105,22 +109,26 @@ def savings(run: Served, micro_batch: int | None, rate: Rate | None) -> Tree:
 
 
 def rate_of(run: Served, gpus: int | None, tokens_per_s: float | None) -> Rate | None:
-    """What one GPU computes: as given, or what the broker packs now by the GPUs; None where neither is known."""
+    """Return the compute rate of the GPUs: as given, or the broker's current rate divided by the GPUs.
+
+    Return None if neither is known. Raises UserError for a rate that is not a finite number.
+    """
     count = gpus or run.ranks or 1
     if tokens_per_s is not None:
         if not math.isfinite(tokens_per_s):
-            raise UserError(f"--tokens-per-second: got {tokens_per_s}, expected what one GPU computes, such as 9000")
+            raise UserError(f"--tokens-per-second is {tokens_per_s}. Pass the rate of one GPU, such as 9000.")
         return Rate(count, tokens_per_s, "as given")
     if not run.tokens_per_s or not (gpus or run.ranks):
         return None
     empty = 0 if run.rules.padded else run.empty_packs * int(run.rules.own_widths(np.zeros(1, np.int64))[0])
     slots = run.tokens_per_s * (run.pack_slots + empty) / run.tokens
-    whose = f"{count} as given" if gpus else f"the {count} attached ranks"
-    return Rate(count, slots / count, f"what the broker packs now, {run.tokens_per_s:,.0f} tokens a second, by {whose}")
+    whose = f"{count} GPUs as given" if gpus else f"the {count} attached ranks"
+    said = f"the broker's current {run.tokens_per_s:,.0f} tokens per second, divided by {whose}"
+    return Rate(count, slots / count, said)
 
 
 def _of(slots: int, tokens: int, rate: Rate | None, own: int | None = None) -> Tree:
-    """What a way of batching needs; with the run's ``own`` slots also what it saved."""
+    """Return slots, utilization and GPU hours of a way of batching; with the run's ``own`` slots also the savings."""
     tree: Tree = {"slots": slots, "utilization": tokens / max(slots, 1)}
     if own is not None:
         tree |= {"saved_slots": slots - own, "saved_share": (slots - own) / max(slots, 1)}
@@ -134,17 +142,15 @@ def _of(slots: int, tokens: int, rate: Rate | None, own: int | None = None) -> T
 
 
 def assumptions(run: Served, micro_batch: int, rate: Rate | None) -> list[str]:
-    """What the comparison takes for granted, in sentences."""
+    """Return the assumptions of the comparison, as sentences."""
     part = "all" if run.share == 1 else f"{len(run.lengths):,} (the others in proportion)"
-    sentences = [f"Packed in each way: of {samples_said(run.samples)} {part}, {run.note}."]
+    sentences = [f"Compared: of {samples_said(run.samples)} {part}, {run.note}."]
     if len(run.bounds) > 2:
-        sentences.append(f"Nothing crosses the ends of {len(run.bounds) - 1:,} batches, in none of the ways.")
-    padding = f"Padding: {samples_said(micro_batch)} a micro-batch; a pack holds {run.samples / run.filled_packs:.1f}."
+        sentences.append(f"No way of batching crosses the ends of the {len(run.bounds) - 1:,} batches.")
+    padding = f"Padding: {samples_said(micro_batch)} per micro-batch; a pack holds "
+    padding += f"{run.samples / run.filled_packs:.1f} on average."
     split = " Packs are counted as formed, before a mesh splits them." if run.rules.batch is not None else ""
-    sentences.append(f"{padding} Empty packs of last steps are counted for none.{split}")
+    sentences.append(f"{padding} Empty packs of last steps are not counted.{split}")
     if rate is None:
-        return [*sentences, "GPU hours: --tokens-per-second says what one GPU computes; --gpus how many there are."]
-    return [
-        *sentences,
-        f"GPU hours: {rate.tokens_per_s:,.0f} slots a second and GPU ({rate.said}), whatever they hold.",
-    ]
+        return [*sentences, "GPU hours: not known. Pass --tokens-per-second for one GPU, and --gpus."]
+    return [*sentences, f"GPU hours: {rate.tokens_per_s:,.0f} slots per second and GPU ({rate.said})."]

@@ -1,4 +1,4 @@
-"""What ``streampack report`` shows a person: the tree of ``savings.savings``, laid out."""
+"""Print the result of ``streampack report`` for a person: a table, the assumptions, and one sentence."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Tree = dict[str, Any]
 NAMES = {
     "padding": "padding to the longest",
     "greedy": "greedy concatenation",
-    "first_fit_decreasing": "first fit decreasing",
+    "first_fit_decreasing": "first-fit decreasing",
 }
 
 
 def show_savings(found: Tree) -> None:
-    """Print it."""
+    """Print the result of ``savings.savings``."""
     console = new_console()
     about = f"  {samples_said(found['samples'])}, {found['tokens']:,} tokens, budget {found['budget']:,}"
     console.print(Text.assemble((str(found["what"]), "bold"), about), soft_wrap=True)
@@ -34,7 +34,7 @@ def show_savings(found: Tree) -> None:
 
 
 def headline(found: Tree) -> str:
-    """The report in a sentence."""
+    """Return the savings against each other way of batching, in one sentence."""
     parts = []
     for name, row in found["others"].items():
         hours = f" ({row['saved_gpu_hours']:,.3g} GPU hours)" if "saved_gpu_hours" in row else ""
@@ -45,19 +45,20 @@ def headline(found: Tree) -> str:
 
 
 def _table(found: Tree, *, narrow: bool = False) -> Table:
-    """``narrow``: without what follows from the other columns."""
+    """Return the table of slots and savings; ``narrow``: without the columns that follow from the others."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("way of batching", no_wrap=True)
     run = {f"this run: {found['packer']}": found["run"]}
     rows = {NAMES[name]: row for name, row in found["others"].items()} | run
     columns = [
         ("slots", [f"{row['slots']:,}" for row in rows.values()]),
-        ("filled", [f"{row['utilization']:.2%}" for row in rows.values()]),
-        ("saved", [f"{row['saved_slots']:,}" if "saved_slots" in row else "" for row in rows.values()]),
-        ("of its slots", [_saved_share(row) for row in rows.values()]),
+        ("utilization", [f"{row['utilization']:.2%}" for row in rows.values()]),
+        ("saved slots", [f"{row['saved_slots']:,}" if "saved_slots" in row else "" for row in rows.values()]),
+        ("saved %", [_saved_share(row) for row in rows.values()]),
     ]
     if found["gpus"] is not None:
-        hours = {"gpu_hours": "GPU hours", "saved_gpu_hours": "saved", "saved_hours": f"hours on {found['gpus']}"}
+        on_all = f"saved h on {found['gpus']} GPU{'s' * (found['gpus'] != 1)}"
+        hours = {"gpu_hours": "GPU hours", "saved_gpu_hours": "saved", "saved_hours": on_all}
         for key, name in hours.items():
             columns.append((name, [f"{row[key]:,.3g}" if key in row else "" for row in rows.values()]))
     if narrow:

@@ -185,8 +185,8 @@ def test_of_a_run_that_goes_on_nobody_knows_how_long_a_pass_is(files: Path) -> N
         report = ask("report", str(loader.http))
     assert found["settings"][0]["steps"] is None
     assert found["settings"][0]["mesh"] == {"dp": 1, "cp": 1, "tp": 1, "pp": 1}
-    assert "samples were read; how many there are is not known" in shown
-    assert "How many steps a pass has is not known" in shown
+    assert "samples were read; the size of a pass is not known" in shown
+    assert "The number of steps per pass is not known" in shown
     assert report["others"]["greedy"]["saved_slots"] > 0
 
 
@@ -217,7 +217,7 @@ def test_a_plan_says_what_to_take_and_why(lengths: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     for text in (
         "3,000 samples", "all of a pass was read", "budget 1,024", "window 4,096", "concatenative", "exact_fill *",
-        "align 8", "align 4", "useful:", "without overlong in broker.yaml a run would stop", "not proved on GPUs yet",
+        "align 8", "align 4", "useful:", "Without overlong in broker.yaml, a run stops", "not tested on GPUs yet",
         "step: {packs: 64}, overlong: truncate}", "planned_mesh: {dp: 4, cp: 2, tp: 2}",
     ):  # fmt: skip
         assert text in " ".join(shown.stdout.split()), text
@@ -301,11 +301,13 @@ def test_grids_and_meshes_are_what_was_asked_for(lengths: Path) -> None:
     ]
     assert found["take"]["packer"] == "exact_fill"
     assert found["notes"] == []
-    said = next(sentence for sentence in found["why"] if sentence.startswith("Meshes, by"))
+    said = next(
+        sentence for sentence in found["why"] if sentence.startswith("Share of the ranks' time on real tokens by mesh")
+    )
     assert "dp=2 " in said
     assert "dp=3 cp=3 " in said
     found = ask("plan", lengths, "--mesh", "dp=3", "--packer", "exact_fill")
-    assert found["notes"] == ["a step has 63 packs instead of 64: a multiple of dp"]
+    assert found["notes"] == ["a step has 63 packs instead of 64, because dp must divide the packs"]
 
 
 def test_a_key_of_one_packer_does_not_keep_the_others_from_being_forecast(lengths: Path, tmp_path: Path) -> None:
@@ -326,7 +328,7 @@ def test_lengths_may_be_a_sample_of_a_pass(lengths: Path) -> None:
     assert base["steps_low"] < base["steps"] < base["steps_high"]
     shown = " ".join(in_process("plan", lengths, "--total", "300000").stdout.split())
     assert "1.00% of a pass was read: 3,000 of about 300,000 samples" in shown
-    assert "most likely (95 %)" in shown
+    assert "(95% interval: " in shown
 
 
 @pytest.mark.parametrize(
@@ -372,7 +374,7 @@ def test_numbers_are_lengths_in_any_text(tmp_path: Path) -> None:
 
 def test_overlong_samples_are_an_error_where_they_should_be(lengths: Path) -> None:
     line = the_error(in_process("plan", lengths, "--budget", "64", "--overlong", "error"), 2)
-    assert "tokens, expected at most 64, the budget: take a larger one, or --overlong truncate" in line
+    assert "tokens, expected at most the budget of 64. Pass a larger --budget, or --overlong truncate" in line
     over = int((np.load(lengths) > 512).sum())
     assert ask("plan", lengths, "--budget", "512")["take"]["overlong"] == over
     assert ask("plan", lengths, "--budget", "512", "--overlong", "split")["settings"][0]["lost_share"] == 0
@@ -381,17 +383,17 @@ def test_overlong_samples_are_an_error_where_they_should_be(lengths: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--budget", "8k"), "--budget: got '8k', expected whole numbers above 0"),
-        (("--window", "0"), "--window: got '0', expected whole numbers above 0"),
-        (("--packer", "best"), "--packer: got 'best', expected one of: exact_fill"),
-        (("--mesh", "dp=2,ep=2"), "--mesh: got 'dp=2,ep=2', expected sizes of dp, cp, tp and pp"),
-        (("--overlong", "cut"), "--overlong: got 'cut', expected one of: error"),
+        (("--budget", "8k"), "--budget is '8k'. Pass whole numbers above 0"),
+        (("--window", "0"), "--window is '0'. Pass whole numbers above 0"),
+        (("--packer", "best"), "--packer is 'best'. Pass one of: exact_fill"),
+        (("--mesh", "dp=2,ep=2"), "--mesh is 'dp=2,ep=2'. Pass sizes of dp, cp, tp and pp"),
+        (("--overlong", "cut"), "--overlong is 'cut'. Pass one of: error"),
         (("--mesh", "cp=3", "--budget", "1000"), "budget: got 1000, expected a multiple of 6"),
-        (("--shape", "tight"), "--shape: got 'tight', expected fixed, exact, multiple=512 or buckets=2048,4096"),
-        (("--shape", "multiple=1,2"), "--shape: got 'multiple=1,2', expected"),
-        (("--precision", "fp4"), "--precision: got 'fp4', expected one of: fp8_blockwise, mxfp8, fp8"),
-        (("--packs", "4", "--batch", "4"), "got --packs and --batch, expected one of them"),
-        (("--window", "4", "--batch", "4"), "got --window and steps that are batches, expected no window"),
+        (("--shape", "tight"), "--shape is 'tight'. Pass fixed, exact, multiple=512 or buckets=2048,4096"),
+        (("--shape", "multiple=1,2"), "--shape is 'multiple=1,2'. Pass fixed"),
+        (("--precision", "fp4"), "--precision is 'fp4'. Pass one of: fp8_blockwise, mxfp8, fp8"),
+        (("--packs", "4", "--batch", "4"), "Got both --packs and --batch."),
+        (("--window", "4", "--batch", "4"), "Got --window, but steps are batches"),
         (("--total", "7"), "got a total of 7 samples, expected at least the 3,000 lengths given"),
         (("--budget", "134217728"), "expected less than 134217728 with packer: exact_fill"),
     ],
@@ -401,18 +403,18 @@ def test_what_cannot_be_planned_is_said(lengths: Path, arguments: tuple[str, ...
 
 
 def test_what_is_missing_is_said(files: Path, tmp_path: Path) -> None:
-    assert "got nothing to plan for" in the_error(in_process("plan"), 2)
-    assert "got nothing to plan for" in the_error(in_process("plan", "-c", files / "broker.yaml"), 2)
+    assert "No lengths to plan for." in the_error(in_process("plan"), 2)
+    assert "No lengths to plan for." in the_error(in_process("plan", "-c", files / "broker.yaml"), 2)
     assert "cannot be read" in the_error(in_process("plan", tmp_path / "no.npy"), 2)
     for data in (tmp_path / "no.jsonl", files / "web-0.jsonl", files / "web-*.jsonl"):
-        assert "name them in a producer.yaml and give it with -c" in the_error(in_process("plan", data), 2)
+        assert "name the files in a producer.yaml and pass -c producer.yaml" in the_error(in_process("plan", data), 2)
     assert "got a folder without a log" in the_error(in_process("plan", tmp_path), 2)
     assert "got a folder without a log" in the_error(in_process("report", tmp_path), 2)
     for file in (tmp_path / "no.npy", files / "web-0.jsonl"):
         line = the_error(in_process("report", file), 2)
-        assert "expected a broker's state_dir or its address; for lengths, 'streampack plan" in line
+        assert "is neither a broker's state_dir nor its address. For a file of lengths, run 'streampack plan" in line
     assert "got no answer" in the_error(in_process("plan", "http://127.0.0.1:1"), 75)
-    assert "expected one of them to read" in the_error(in_process("plan", "x.npy", "-c", files / "producer.yaml"), 2)
+    assert "Pass only one of them" in the_error(in_process("plan", "x.npy", "-c", files / "producer.yaml"), 2)
 
 
 def test_pictures_are_drawn(files: Path, served: RunningBroker, lengths: Path, tmp_path: Path) -> None:

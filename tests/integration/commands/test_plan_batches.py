@@ -134,7 +134,7 @@ def test_why_and_replay_deal_as_the_pipeline_had_it(files: Path, served: Served,
             name = f"dp{mine.dp_rank}.cp{mine.cp_rank}.{mine.micro_batch}.input_ids"
             assert np.array_equal(arrays[name], mine.input_ids), name
     line = the_error(in_process("why", *where, "--pp-size", "2"), 2)
-    assert "got --pp-size 2 alone, expected --dp-size too" in line
+    assert "--pp-size 2 needs the number of data-parallel ranks. Pass --dp-size, too." in line
 
 
 @pytest.mark.parametrize("step", [{"packs": 3}, {"end_of_batch": True}])
@@ -177,8 +177,8 @@ def test_how_large_batches_are_that_marks_close_is_to_be_said(files: Path, tmp_p
     broker = {"rules": rules, "merge": "arrival", "state_dir": "x", "streams": {"rollouts": {"pushed": True}}}
     config = write(tmp_path / "broker.yaml", broker)
     line = the_error(in_process("plan", tmp_path / "lengths.npy", "-c", config), 2)
-    assert "got step: {end_of_batch: true}, whose batches only the programs that push them know" in line
-    assert "give --batch N" in line
+    assert "The size of batches is not known with step: {end_of_batch: true}." in line
+    assert "Pass the samples of a batch: --batch N." in line
     found = ask("plan", tmp_path / "lengths.npy", "-c", config, "--batch", "90", "--mesh", "dp=2")
     base = found["settings"][0]
     assert (base["steps"], base["step_samples"]) == (10, 90)
@@ -202,13 +202,13 @@ def test_what_a_configuration_says_of_steps_is_kept_in_the_lines_for_broker_yaml
     for key in ("steps", "useful", "waste", "align", "shape", "packer", "window", "budget", "step_packs"):
         assert again[key] == took[key], key
     assert took["align"] == {"sample": 4, "pack": 4}
-    assert any("the first 5 from a budget of 512 on" in sentence for sentence in found["why"])
+    assert any("the budget of the first 5 grows from 512" in sentence for sentence in found["why"])
 
 
 def test_of_less_than_a_batch_that_is_said(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.arange(1, 10))
     found = ask("plan", tmp_path / "lengths.npy", "--batch", "10", "--budget", "64")
-    assert found["notes"] == ["that is no whole batch: figures are of one of 9 samples"]
+    assert found["notes"] == ["there is no whole batch: the figures are for a batch of 9 samples"]
 
 
 def test_shapes_and_stages_show_what_they_cost(tmp_path: Path) -> None:
@@ -236,7 +236,12 @@ def test_shapes_and_stages_show_what_they_cost(tmp_path: Path) -> None:
     assert stages["waste"]["pipeline"] == pytest.approx(1 - stages["filled"])
     assert exact["useful"] > multiple["useful"] > fixed["useful"]
     shown = " ".join(in_process("plan", *common, *meshes).stdout.split())
-    for text in ("multiple 128", "dp=4 pp=2", "pipe, to the longest pack of the step", "shape exact: fixed loses"):
+    for text in (
+        "multiple 128",
+        "dp=4 pp=2",
+        "pipe, packs padded to the longest of the step",
+        "shape exact: fixed loses",
+    ):
         assert text in shown, text
 
 
@@ -249,7 +254,7 @@ def test_precision_asks_for_its_multiples(tmp_path: Path) -> None:
     assert rows["mesh"]["align"] == {"sample": 4, "pack": 128}, "tight, too"
     assert rows["base"]["waste"]["pack_tail"] > 0
     assert "precision: mxfp8" in found["broker_yaml"]
-    assert any("align: {sample: tight} pads them to 4" in sentence for sentence in found["why"])
+    assert any("align: {sample: tight} pads samples only to multiples of 4" in sentence for sentence in found["why"])
     file = tmp_path / "broker.yaml"
     file.write_text(found["broker_yaml"] + "\nstreams: {web: {}}\n")
     values = {row["path"]: row["value"] for row in ask("check", file)["values"]}

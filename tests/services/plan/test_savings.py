@@ -67,7 +67,7 @@ def test_batches_are_compared_batch_by_batch() -> None:
     found = savings.savings(served_by("eight", LENGTHS, batches), None, None)
     assert found["run"]["slots"] == 5 * 6
     assert (found["batches"], found["others"]["greedy"]["slots"]) == (3, 30)
-    assert "Nothing crosses the ends of 3 batches, in none of the ways." in found["assumptions"]
+    assert "No way of batching crosses the ends of the 3 batches." in found["assumptions"]
 
 
 def test_other_ways_of_batching_have_the_shape_of_the_run_s_packs() -> None:
@@ -83,10 +83,10 @@ def test_what_needs_fewer_slots_than_the_run_is_said_to_save_nothing() -> None:
     assert found["others"]["padding"]["saved_slots"] == -1
     assert headline(found) == (
         "Saved: nothing against padding to the longest, which has 4 slots, 0.0% against greedy concatenation, "
-        "0.0% against first fit decreasing."
+        "0.0% against first-fit decreasing."
     )
     assert "of 1 sample all" in found["assumptions"][0]
-    assert "1 sample a micro-batch" in found["assumptions"][1]
+    assert "1 sample per micro-batch" in found["assumptions"][1]
 
 
 def test_without_a_rate_there_are_no_hours() -> None:
@@ -161,7 +161,7 @@ def test_a_rate_is_what_was_given_or_what_the_broker_packs_now() -> None:
     assert found.gpus == 10
     assert found.tokens_per_s == pytest.approx(25.0)
     assert savings.rate_of(replace(run, tokens_per_s=0.0), 4, None) is None
-    with pytest.raises(UserError, match="--tokens-per-second: got inf"):
+    with pytest.raises(UserError, match="--tokens-per-second is inf"):
         savings.rate_of(run, 2, float("inf"))
     assert savings.rate_of(replace(run, ranks=0), None, None) is None
 
