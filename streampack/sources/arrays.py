@@ -1,9 +1,9 @@
-"""Many samples at once, side by side: what shards of arrays of ids give, instead of a record of each.
+"""Many samples in a few arrays: how shards whose samples are arrays of ids return them.
 
-Theory of operation. Where a sample is an array of ids in a file, reading it costs less than the Python objects that
-would speak of it. So such a shard gathers some hundreds at a time: their ids end to end, their lengths, and a reason
-for each that is none. ``Records`` says of them all that Records would, and is taken apart into these where somebody
-wants them, or a policy has to look at one.
+Theory of operation. Where a sample is an array of ids in a file, creating Python objects for it takes longer than
+reading it. So such a shard reads some hundreds of samples at a time. It returns their ids in one array, their lengths,
+and a reason for each rejected sample. ``Records`` holds them with their cursors. It is split into single ``RawSample``
+objects where a caller wants them, or where a policy has to look at one sample.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,16 +15,18 @@ from numpy.typing import NDArray
 
 from streampack.core.model.fields import Field
 from streampack.sources.order import Cursor
-from streampack.sources.records import NO_FIELDS, NO_REASONS, RawSample, RawSamples, Sample
+from streampack.sources.records import NO_FIELDS, NO_REASONS, RawSample, RawSamples, Sample, why_of
 from streampack.tokenizers.token_ids import NO_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Consecutive samples of one shard as they were found: what as many Records would say, in a few arrays.
+    """Consecutive samples of one shard in a few arrays, instead of one ``RawSample`` for each.
 
-    ``begin``: the place before the first; ``cursor``: after the last. ``where(i)``: of the i-th, for messages.
-    ``by_sample``: the names of the fields that have one value a sample.
+    - ``begin``: cursor before the first sample.
+    - ``cursor``: cursor after the last sample.
+    - ``where(i)``: file and row of sample i of these, for messages.
+    - ``by_sample``: names of the fields that have one value per sample, not per token.
     """
 
     samples: RawSamples
@@ -37,24 +39,26 @@ class Records:
         return len(self.samples.lengths)
 
     def __iter__(self) -> Iterator[RawSample]:
-        """Each as a Record; their arrays share memory with these."""
+        """Yield each sample as a RawSample whose arrays share memory with these."""
         tokens, lengths, reasons, fields = self.samples
         tokens = tokens.astype(np.int32, copy=False)
         at = 0
         for i, length in enumerate(lengths.tolist()):
             end = at + length
             own = {name: value[i] if name in self.by_sample else value[at:end] for name, value in fields.items()}
-            reason = reasons.get(i)
             cursor = self._after(i + 1)
-            yield RawSample(tokens[at:end], reason, self.where(i), cursor, own if own and not reason else NO_FIELDS)
+            if reason := reasons.get(i):
+                yield RawSample(tokens[at:end], str(reason), self.where(i), cursor, why=why_of(reason))
+            else:
+                yield RawSample(tokens[at:end], None, self.where(i), cursor, own or NO_FIELDS)
             at = end
 
     def _after(self, count: int) -> Cursor:
-        """The place after the first ``count``."""
+        """Return the cursor after the first ``count`` samples."""
         return self.cursor if count == len(self) else self.begin._replace(sample=self.begin.sample + count)
 
     def apart(self, odd: NDArray[np.bool_]) -> Iterator["RawSample | Records"]:
-        """In their order: those that are ``odd``, bool [n], as a Record each, and what lies between as Records."""
+        """Yield samples marked in ``odd`` (bool [n]) as single RawSamples and the runs between as Records, in order."""
         places = np.flatnonzero(odd).tolist()
         ends = np.concatenate([[0], np.cumsum(self.samples.lengths)])
         at = 0
@@ -66,6 +70,7 @@ class Records:
             at = place + 1
 
     def _part(self, begin: int, end: int, ends: NDArray[np.int64]) -> "Records":
+        """Return samples ``begin`` to ``end`` as Records; ``ends`` [n + 1]: where each sample's tokens end."""
         tokens, lengths, reasons, fields = self.samples
         of_tokens = slice(int(ends[begin]), int(ends[end]))
         part = RawSamples(
@@ -82,7 +87,7 @@ class Records:
 
 @dataclass(slots=True)
 class Room:
-    """How much a reader of ``read_many`` takes next; it may change this after each thing it was given."""
+    """Most samples and tokens of the next Records from ``read_many``. The caller may change both between two."""
 
     samples: int
     tokens: int
@@ -90,7 +95,7 @@ class Room:
 
 @runtime_checkable
 class ManySource(Protocol):
-    """A source that gives many samples at once where its data are arrays of ids."""
+    """A source that can return many samples at once, as Records, where its data are arrays of ids."""
 
     def read_many(
         self,
@@ -104,14 +109,15 @@ class ManySource(Protocol):
         skip: int = 0,
         room: Room,
     ) -> Iterator[RawSample | Records]:
-        """See Source.read: the same samples in the same order, of one shard at most in each Records.
+        """Yield the samples that ``Source.read`` yields, in the same order, many at once where possible.
 
-        A Records has no more samples than ``room`` has, and no more tokens, except where its first alone has more.
+        Each Records comes from one shard and holds at most ``room.samples`` samples and ``room.tokens`` tokens. A
+        single sample may exceed ``room.tokens``.
         """
 
 
 def fitting(lengths: NDArray[np.int64], tokens: int) -> int:
-    """How many of the first samples have ``tokens`` ids together; one at least.
+    """Return how many leading samples have at most ``tokens`` ids in total, at least 1. ``lengths``: ids of each.
 
     >>> fitting(np.array([3, 4, 5]), 7), fitting(np.array([3, 4, 5]), 2)
     (2, 1)
@@ -120,7 +126,7 @@ def fitting(lengths: NDArray[np.int64], tokens: int) -> int:
 
 
 def one_sample(found: Sample | str, by_sample: Collection[str]) -> RawSamples:
-    """What was read by itself, or why it was not, as the first of many."""
+    """Return one sample, or the reason of a rejected one, as RawSamples of length 1."""
     if isinstance(found, str):
         return RawSamples(NO_TOKENS, np.zeros(1, np.int64), {0: found})
     fields = {name: value[np.newaxis] if name in by_sample else value for name, value in found.fields.items()}
@@ -134,8 +140,10 @@ def as_samples(
     fields: Mapping[str, NDArray[Any]] = NO_FIELDS,
     by_sample: frozenset[str] = frozenset(),
 ) -> RawSamples:
-    """What ``as_tokens`` does, of many: integers [sum of lengths] as Samples. ``reasons``: of a length of 0 that is not
-    just ``empty``.
+    """Check the ids of many samples as ``as_tokens`` does, and return RawSamples; bad samples get length 0.
+
+    ``ids``: integers [sum of lengths]. ``reasons``: by sample number, why a sample of length 0 is rejected; ``empty``
+    if not given.
 
     >>> as_samples(np.array([7, 8, -1, 9]), np.array([2, 1, 0, 1]))[:3]
     (array([7, 8, 9], dtype=int32), array([2, 0, 0, 1]), {2: 'empty', 1: 'range'})

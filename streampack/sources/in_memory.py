@@ -1,8 +1,8 @@
-"""Rows of this process as a source: a list, a dataset, a generator. Never leaves the process that holds them.
+"""Rows in this process's memory as a source: a list, a dataset or a generator. The rows never leave the process.
 
-A sequence (``__len__`` and ``__getitem__``) is read at any place and, if asked to, in the shuffled order that a file
-with as many samples has. Another iterable is gone through in its own order, again for each pass; an iterator only
-once, so that it can be resumed nowhere but where it is.
+A sequence (``__len__`` and ``__getitem__``) can be read from any cursor and shuffled. Its order is that of a file with
+the same number of samples. Another iterable is read in its own order, from its start in each pass. An iterator is read
+once, so reading can only continue where it stopped.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from streampack.errors import SourceError, StreampackError, UserError
 from streampack.sources.formats.python import ItemReader
 from streampack.sources.order import Cursor, sample_order
 from streampack.sources.records import RawSample, why_of
-from streampack.sources.settings import SourceSettings, as_words
-from streampack.sources.walk import mask_words, vocab_size_of
+from streampack.sources.settings import SourceSettings, digest_keys
+from streampack.sources.walk import missing_mask_key, vocab_size_of
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.token_ids import NO_TOKENS
 
 
 class InMemory:
-    """A ``Source`` of one partition over ``rows``: what the source ``python`` takes as items, with its settings."""
+    """A ``Source`` with one partition over ``rows``: texts, mappings or sequences of ids, as for source ``python``."""
 
     num_shards = 1
 
@@ -36,26 +36,28 @@ class InMemory:
         self.vocab_size = vocab_size_of(settings, tokenizer)
         self._once = iter(rows) if isinstance(rows, Iterator) else None
         self._taken = 0
-        of_settings = as_words(settings) | mask_words(settings, tokenizer)
+        of_settings = digest_keys(settings) | missing_mask_key(settings, tokenizer)
         words = ("streampack-in-memory-1", type(rows).__qualname__, repr(of_settings), tokenizer.digest)
         self.digest = hashlib.sha256("\0".join(words).encode()).hexdigest()
 
     def check_passes(self) -> None:
-        """Raises UserError for rows that cannot be gone over again."""
+        """Raise UserError if the rows are an iterator, which can be read only once."""
         if self._once is not None:
-            raise UserError("got an iterator and more than one pass, expected rows that can be read again: give a list")
+            raise UserError(
+                "got an iterator and more than one pass, expected rows that can be read again: pass a list, or passes=1"
+            )
 
     def read(
         self, partition: int, partitions: int, *, seed: int, passes: int | None, fields: Sequence[Field] = (),
         start: Cursor | None = None, skip: int = 0,
     ) -> Iterator[RawSample]:  # fmt: skip
-        """See ``Source.read``. Raises SourceError if an iterator is to be read again."""
+        """Yield the rows as samples: see ``Source.read``. Raises SourceError if an iterator would be read again."""
         if (partition, partitions) != (0, 1):
             raise UserError(f"partitions: got {partitions}, expected 1: rows in memory are one partition")
         return self._walk(ItemReader(self._settings, self._tokenizer, fields), seed, passes, start, skip)
 
     def peek(self, most: int) -> Iterator[RawSample]:
-        """The first ``most`` records without fields; none of an iterator, whose rows come only once."""
+        """Yield the first ``most`` samples without fields; nothing for an iterator, which can be read only once."""
         if self._once is not None:
             return iter(())
         reader = ItemReader(replace(self._settings, fields={}), self._tokenizer, ())
@@ -64,10 +66,11 @@ class InMemory:
     def _walk(
         self, reader: ItemReader, seed: int, passes: int | None, start: Cursor | None, skip: int
     ) -> Iterator[RawSample]:
+        """Yield the samples of all passes from ``start`` on, without the first ``skip``."""
         pass_, first = (start.pass_, start.sample) if start else (0, 0)
         while passes is None or pass_ < passes:
             done = first
-            for done, (number, row) in enumerate(self._from(first, seed, pass_), first + 1):
+            for done, (number, row) in enumerate(self._rows_of_pass(first, seed, pass_), first + 1):
                 if skip:
                     skip -= 1
                     continue
@@ -77,15 +80,15 @@ class InMemory:
                 else:
                     yield RawSample(got.tokens, None, where, cursor, got.fields)
             if not done:
-                return  # no rows: for ever would be a busy loop
+                return  # no rows: endless passes would be a busy loop
             pass_, first = pass_ + 1, 0
 
-    def _from(self, first: int, seed: int, pass_: int) -> Iterator[tuple[int, Any]]:
-        """(number, row) of a pass, from place ``first`` of its order on."""
+    def _rows_of_pass(self, first: int, seed: int, pass_: int) -> Iterator[tuple[int, Any]]:
+        """Yield (row number, row) of one pass, from place ``first`` of its order on."""
         rows: Any = self._rows
         try:
             if self._once is not None:
-                yield from self._further(self._once, pass_, first)
+                yield from self._continue_iterator(self._once, pass_, first)
             elif hasattr(rows, "__len__") and hasattr(rows, "__getitem__"):
                 count = len(rows)
                 order = (
@@ -98,13 +101,14 @@ class InMemory:
         except StreampackError:
             raise
         except Exception as error:  # the user's own code
-            raise SourceError(f"the rows cannot be read: {error!r}") from error
+            raise SourceError(f"the rows cannot be read: their own code raised {error!r}") from error
 
-    def _further(self, rows: Iterator[Any], pass_: int, first: int) -> Iterator[tuple[int, Any]]:
+    def _continue_iterator(self, rows: Iterator[Any], pass_: int, first: int) -> Iterator[tuple[int, Any]]:
+        """Yield (row number, row) of an iterator. Raises SourceError unless ``first`` is where reading stopped."""
         if pass_ or first != self._taken:
             raise SourceError(
-                f"an iterator was read up to row {self._taken}, and row {first} of pass {pass_} is wanted: expected "
-                f"rows that can be read again: give a list, or an object whose __iter__ begins anew"
+                f"got an iterator, read up to row {self._taken}, but row {first} of pass {pass_} is needed. It is read "
+                f"once: pass a list, or an object whose __iter__ starts from the first row"
             )
         for number, row in enumerate(rows, first):
             self._taken = number + 1

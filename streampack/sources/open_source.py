@@ -1,4 +1,4 @@
-"""From settings to an opened source: imports the format that a configuration names, and walks its shards."""
+"""Opens the source that settings describe: imports the module of its format, and gives it to a ShardedSource."""
 
 import importlib
 
@@ -10,11 +10,21 @@ from streampack.tokenizers.bytes_tokenizer import UnnamedTokenizer
 
 
 def open_source(settings: SourceSettings, tokenizer: Tokenizer | None = None) -> OpenedSource:
-    """The source that ``settings`` name; texts go through ``tokenizer`` (None: bytes, with an end-of-text id, and
-    no chats).
+    """Open the source that ``settings`` describe.
 
-    Looks at names and sizes, and at a few bytes where shards are pieces of files; a file is indexed when its turn
-    comes. Raises ConfigError for settings that cannot be, SourceError for files that are not there.
+    Opening lists the files with their sizes, and reads a few bytes where shards are pieces of files. A file is indexed
+    when its samples are first read.
+
+    Args:
+        settings: Format, files and keys.
+        tokenizer: Turns texts into token ids. None: UTF-8 bytes and an end-of-text id, without support for chats.
+
+    Returns:
+        The source, ready to ``read``.
+
+    Raises:
+        ConfigError: Settings are invalid or contradict each other, or a package is missing.
+        SourceError: A file is missing or cannot be read.
 
     >>> source = open_source(SourceSettings("jsonl", "data/*.jsonl"))                        # doctest: +SKIP
     >>> for record in source.read(partition=0, partitions=4, seed=17, passes=1): ...         # doctest: +SKIP

@@ -1,14 +1,14 @@
-"""The order of samples: a pure function of (seed, pass, shard number), and of nothing else.
+"""The order of samples: a pure function of (seed, pass, shard number).
 
-Theory of operation. A pass walks the shards of a partition in a shuffled order, and the samples within each
-shard in another. Both orders come from sorting by the 64-bit keys of ``core.shuffle``, whose state is a hash of (what
-is ordered, seed, pass, shard number).
+Theory of operation. A pass reads the shards of a partition in a shuffled order, and the samples of each shard in
+another shuffled order. Both orders come from sorting 64-bit pseudo-random keys of ``core.shuffle``. The keys derive
+from a hash of (shards, samples or blocks; seed; pass; shard number).
 
-A shard's key depends on its number among *all* shards, and a sample's on its shard's number. So the order
-within a shard is the same however many partitions there are, and a partition's order of shards is one order of
-all shards with the other partitions' left out.
+A shard's key depends on its number among *all* shards, and a sample's key on the number of its shard. So the order
+within a shard does not depend on the number of partitions. A partition's order of shards is the order of all shards,
+without those of other partitions.
 
-This module knows numbers: never files, tokens or partitions.
+This module knows numbers. It does not know files, tokens or partitions.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,13 @@ from streampack.core.shuffle import BLOCKS, GAMMA, MASK, SAMPLES, SHARDS, keys, 
 
 
 class Cursor(NamedTuple):
-    """Where to go on in one partition: places in the ORDER of a pass, not file numbers. Opaque to all but sources.
+    """Where reading continues in one partition. Only sources interpret a cursor.
 
-    Three small ints, in this order, on the wire: pass number, place among the partition's shards, place within
-    that shard. The same seed, partition and number of partitions must be given back with it.
+    - ``pass_``: number of the pass, from 0.
+    - ``shard``: place among the partition's shards in the order of the pass (not a shard number).
+    - ``sample``: place in that shard's order of samples.
+
+    A cursor is valid with the seed, partition and number of partitions that it came from.
 
     >>> Cursor(pass_=0, shard=0, sample=0)  # the beginning
     Cursor(pass_=0, shard=0, sample=0)
@@ -36,9 +39,9 @@ class Cursor(NamedTuple):
 
 
 def shard_order(shards: Sequence[int], *, seed: int, pass_: int) -> list[int]:
-    """The given shard numbers in the order of this pass.
+    """Return the shard numbers ``shards`` in the shuffled order of pass ``pass_``.
 
-    ``seed`` is any int (taken modulo 2**64); numbers and pass are not negative.
+    ``seed`` is any int (taken modulo 2**64); shard numbers and ``pass_`` are at least 0.
 
     >>> shard_order([0, 1, 2, 3, 4], seed=0, pass_=0)
     [4, 0, 1, 2, 3]
@@ -50,10 +53,10 @@ def shard_order(shards: Sequence[int], *, seed: int, pass_: int) -> list[int]:
 def sample_order(
     num_samples: int, *, seed: int, pass_: int, shard: int, blocks: Sequence[int] = ()
 ) -> NDArray[np.int64]:
-    """The samples of one shard in the order of this pass: a permutation of 0..num_samples-1, [num_samples] int64.
+    """Return one shard's sample numbers in the shuffled order of a pass: a permutation of 0..n-1, int64 [n].
 
-    ``blocks``: how many samples each run of them has that must stay together, num_samples in all; the runs are
-    shuffled, and the samples in each. With none, or one, all samples are one run.
+    ``blocks``: sizes, in samples, of runs that stay together; they add up to ``num_samples``. Runs are shuffled, and
+    so are the samples in each run. With fewer than two blocks, all samples are one run.
 
     >>> sample_order(5, seed=0, pass_=0, shard=0).tolist()
     [1, 4, 2, 0, 3]

@@ -1,4 +1,4 @@
-"""The nouns of sources: a sample, a record, many of either, a shard, a format, a source."""
+"""Types of sources: samples as they are read, one or many; shards; formats; and sources."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,16 +18,19 @@ NO_REASONS: Mapping[int, str] = MappingProxyType({})
 
 
 DAMAGED = "damaged"
-"""The reason of what stands for a file, or the rest of one, that is cut short or damaged; ``where`` is its error."""
+"""Reason of the rejected sample that stands for a damaged or truncated file, or the rest of one.
+
+Its ``where`` holds the error's text.
+"""
 
 
 class Because(str):
-    """A sample's reason with ``why``, a parser's own words, which messages show."""
+    """The reason why a sample is rejected, with ``why``, a detail such as a parser's message."""
 
     __slots__ = ("why",)
 
     def __new__(cls, reason: str, why: str) -> "Because":
-        """``reason`` as a word that is counted, ``why`` for people."""
+        """Make a reason: ``reason`` is the word that is counted, ``why`` the detail that messages show."""
         made = super().__new__(cls, reason)
         made.why = why
         return made
@@ -36,27 +39,29 @@ class Because(str):
 
 
 def why_of(reason: str) -> str:
-    """A parser's words on a reason; none where it has none."""
+    """Return the detail of a reason, such as a parser's message; empty if the reason is a plain string."""
     return reason.why if isinstance(reason, Because) else ""
 
 
 class Sample(NamedTuple):
-    """A good one: ``tokens`` [T] int32, T > 0, and its fields by name, [T, ...] or, one a sample, [...]."""
+    """A valid sample: ``tokens`` [T] int32, T > 0, and its fields by name, [T, ...] or [...] for axis ``sample``."""
 
     tokens: Tokens
     fields: Mapping[str, NDArray[Any]] = NO_FIELDS
 
 
 class RawSample(NamedTuple):
-    """One sample as it was found.
+    """One sample as a source read it, valid or rejected.
 
-    ``tokens``: [T] int32, T > 0, perhaps read-only; empty when rejected. ``reason``: None when good, else a word:
-    ``empty``, ``dtype``, ``ragged``, ``range``, ``encoding``, ``json``, ``npy``, ``missing``, ``duplicate``,
-    ``damaged``, the tokenizer's own, or ``NAME: length`` (``dtype``, ``shape``, ``range``, ``ragged``, ``npy``) of a
-    field. ``where``: for messages. ``cursor``: the place AFTER this record. ``fields``: what it has beside the tokens,
-    by name: [T, ...] or, one a sample, [...]; of the declared dtype, but float32 for bfloat16. A declared field that
-    the sample does not have is not there. ``loss_mask`` is there whenever the tokenizer gave one. ``why``: of a
-    rejected one, what a parser says of it, if anything.
+    - ``tokens``: [T] int32, T > 0, perhaps read-only; empty if the sample is rejected.
+    - ``reason``: None for a valid sample. Else one word: ``empty``, ``dtype``, ``ragged``, ``range``, ``encoding``,
+      ``json``, ``npy``, ``missing``, ``duplicate``, ``damaged`` or a tokenizer's. For a bad field it is ``NAME:
+      length`` (or ``dtype``, ``shape``, ``range``, ``ragged``, ``npy``).
+    - ``where``: file and row, for messages.
+    - ``cursor``: the place after this sample.
+    - ``fields``: values by field name, [T, ...] or [...] for axis ``sample``. Their dtype is the declared one, but
+      float32 for bfloat16. A field that the sample lacks is absent. ``loss_mask`` is present if the tokenizer made one.
+    - ``why``: detail of the reason, such as a parser's message; may be empty.
     """
 
     tokens: Tokens
@@ -68,16 +73,18 @@ class RawSample(NamedTuple):
 
     @property
     def place(self) -> str:
-        """``where``, and ``why`` where there is one: for messages."""
+        """File and row for messages, followed by ``why`` in parentheses if there is one."""
         return f"{self.where} ({self.why})" if self.why else self.where
 
 
 class RawSamples(NamedTuple):
-    """Many side by side, as shards of arrays give them.
+    """Many samples of one shard in a few arrays.
 
-    ``tokens``: [sum of lengths] int32 or uint16, perhaps read-only. ``lengths``: int64 [n], 0 for those without tokens,
-    which are in ``reasons`` by their place among these. ``fields``: by name, [sum of lengths, ...] or, one a sample,
-    [n, ...]; of the declared dtype, but float32 for bfloat16; each of them is there for all or for none.
+    - ``tokens``: [sum of lengths] int32 or uint16, perhaps read-only.
+    - ``lengths``: tokens of each sample, int64 [n]; 0 for a rejected one.
+    - ``reasons``: sample number (0..n-1) to reason, for each rejected sample.
+    - ``fields``: values by field name, [sum of lengths, ...] or [n, ...] for axis ``sample``. Their dtype is the
+      declared one, but float32 for bfloat16. All n samples have a field, or the field is absent.
     """
 
     tokens: NDArray[np.int32] | NDArray[np.uint16]
@@ -87,20 +94,22 @@ class RawSamples(NamedTuple):
 
 
 class Source(Protocol):
-    """Data that can be read again from any cursor.
-
-    ``digest`` (hex) covers the files' names under their common folder and sizes, the keys, ``shuffle`` and the
-    tokenizer: equal on all hosts that see the same data. ``num_shards``: what the partitions divide between them:
-    files, or pieces of them. ``vocab_size``: of the tokenizer that texts go through; None where that is not known, or
-    there are no texts.
-    """
+    """Data that can be read again from any cursor."""
 
     @property
-    def digest(self) -> str: ...
+    def digest(self) -> str:
+        """Hex digest of the data's identity; hosts that see the same data compute the same digest.
+
+        It covers the files' names (relative to their common folder) and sizes, the keys, ``shuffle`` and the tokenizer.
+        """
+
     @property
-    def num_shards(self) -> int: ...
+    def num_shards(self) -> int:
+        """Number of files, or pieces of files, that the partitions divide between them."""
+
     @property
-    def vocab_size(self) -> int | None: ...
+    def vocab_size(self) -> int | None:
+        """Vocabulary size of the tokenizer; None if it is unknown, or the source holds ids instead of texts."""
 
     def read(
         self,
@@ -113,67 +122,86 @@ class Source(Protocol):
         start: Cursor | None = None,
         skip: int = 0,
     ) -> Iterator[RawSample]:
-        """The records of one partition from ``start`` (None: the beginning) on, ``skip`` of them left out unread.
+        """Yield the samples of one partition, pass after pass.
 
-        ``passes``: how many in all, None for ever. ``fields``: those that the run declares.
-        A partition without samples yields nothing. Raises UserError
-        for arguments that cannot be, SourceError for files that are gone, broken or changed, or that ``start``
-        was not made with.
+        A partition without samples yields nothing.
+
+        Args:
+            partition: Number of the partition, 0 to ``partitions`` - 1.
+            partitions: Number of partitions that divide the shards.
+            seed: Seed of the order.
+            passes: Number of passes in all; None for endless passes.
+            fields: Fields that the run declares.
+            start: Cursor to continue from; None for the beginning.
+            skip: Number of samples to leave out from there, without reading them.
+
+        Raises:
+            UserError: An argument is out of range.
+            SourceError: A file is missing, damaged or changed, or ``start`` belongs to other files.
         """
 
 
 class OpenedSource(Source, Protocol):
-    """What open_source gives: a Source that knows its files."""
+    """The source that ``open_source`` returns: a Source that also knows its files and can be previewed."""
 
     @property
-    def num_files(self) -> int: ...
-    def peek(self, most: int) -> Iterator[RawSample]:
-        """The first ``most`` records as they lie, without fields, for a look before a run.
+    def num_files(self) -> int:
+        """Number of files that the source listed; 0 if it reads no files."""
 
-        Of large files that are indexed by reading them, it takes those in the first bytes.
+    def peek(self, most: int) -> Iterator[RawSample]:
+        """Yield the first ``most`` samples in the files' order, without fields, for a preview before a run.
+
+        If a format has to read a whole file to index it, only samples in the file's first 4 MiB are yielded.
         """
 
 
 class Shard(Protocol):
-    """One indexed file, or a piece of one: what a format provides.
-
-    ``blocks``: how many samples each run of them has that is read as a whole (Parquet's row groups), [] where
-    any order costs the same; the order keeps a run together.
-    """
+    """One indexed file, or a piece of a file, as a format provides it. Its length is its number of samples."""
 
     @property
-    def blocks(self) -> Sequence[int]: ...
+    def blocks(self) -> Sequence[int]:
+        """Sizes, in samples, of the runs that are read as a whole, such as row groups; empty if there are none.
+
+        The shuffled order keeps the samples of a run together.
+        """
+
     def __len__(self) -> int: ...
     def load(self, sample: int) -> Sample | str:
-        """Sample number ``sample`` in the file's own order, or why there is none."""
+        """Return sample number ``sample`` in the shard's own order, or the reason why it is rejected."""
 
-    def where(self, sample: int) -> str: ...
+    def where(self, sample: int) -> str:
+        """Return the file and row of a sample, for messages."""
 
 
 @runtime_checkable
 class ArrayShard(Protocol):
-    """A shard whose samples are arrays of ids: they are read many at a time. See Shard."""
+    """A shard whose samples are arrays of ids, which are read many at a time. Its length is its number of samples."""
 
     @property
-    def blocks(self) -> Sequence[int]: ...
+    def blocks(self) -> Sequence[int]:
+        """Sizes, in samples, of the runs that are read as a whole; see ``Shard.blocks``."""
+
     def __len__(self) -> int: ...
     def gather(self, samples: NDArray[np.int64], tokens: int) -> RawSamples:
-        """The first of the samples of these numbers, in this order: as many as have ``tokens`` ids, one at least."""
+        """Read the leading samples of the numbers ``samples`` that fit into ``tokens`` ids, at least one."""
 
-    def where(self, sample: int) -> str: ...
+    def where(self, sample: int) -> str:
+        """Return the file and row of a sample, for messages."""
 
 
 AnyShard: TypeAlias = Shard | ArrayShard
 OpenShard: TypeAlias = Callable[[int], AbstractContextManager[AnyShard]]
-"""Shard number i of a source, open."""
+"""A function from a shard's number to a context manager that opens it."""
 
 
 class Format(NamedTuple):
-    """What a format makes of the settings: the files it looked at, and a function from fields to what opens shards.
+    """The files of a source, and how a format opens their shards.
 
-    ``words``: what the digest must hold beside files and settings. ``pieces``: where shards are pieces of files, how
-    many each file has, in the order of the shards; () where each shard is a file. ``peek``: what opens the beginning of
-    a shard, where that is not ``reader(())``.
+    - ``files``: the files, listed. ``num_shards``: number of shards that they make up.
+    - ``reader``: from the declared fields to a function that opens a shard by its number.
+    - ``words``: what the source's digest covers beside files and settings.
+    - ``pieces``: number of shards in each file, if shards are pieces of files; empty if each shard is a file.
+    - ``peek``: opens the beginning of a shard for a preview; None if ``reader(())`` does.
     """
 
     files: list[File]

@@ -1,4 +1,4 @@
-"""What a configuration says of a source, and which keys mean something to which format."""
+"""Settings of a source in a configuration, and the keys that each format takes."""
 
 from typing import Annotated, Any, Literal
 
@@ -20,95 +20,161 @@ KEYS: dict[str, tuple[str, ...]] = {
     "megatron": (*_FILES, "modes"),
     "python": ("path", "shuffle", *_OF_ROWS),
 }
-"""The keys of each format; any other is refused."""
+"""Keys that each format takes; any other key is an error."""
 
 
 class SourceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which data, and what in it is a sample.
+    """Settings of a source: the format, the files, and the part of them that is a sample.
 
-    ``source``: the format.
+    ``source`` names the format:
 
-    ============= ===================================================== ==================================
-    source        ``shards`` or ``path``                                a sample
-    ============= ===================================================== ==================================
-    jsonl         files of JSON lines                                   a line: a row
-    webdataset    tar files                                             the members of one name
-    parquet       Parquet files                                         a row
-    huggingface   folders that ``Dataset.save_to_disk`` wrote           a row
-    text          plain text, UTF-8                                     a line, paragraph or file (``unit``)
-    megatron      ``data/code`` for data/code.bin and data/code.idx     a sequence of the index
-    python        ``path: package.module:thing``, an iterable           an item: text, row or ids
-    ============= ===================================================== ==================================
+    - ``jsonl``: files of JSON lines. A sample is a line, which holds a row.
+    - ``webdataset``: tar files. A sample is the members that share a name.
+    - ``parquet``: Parquet files. A sample is a row.
+    - ``huggingface``: folders that ``Dataset.save_to_disk`` wrote. A sample is a row.
+    - ``text``: plain text in UTF-8. A sample is a line, a paragraph or a file (``unit``).
+    - ``megatron``: ``data/code`` names data/code.bin and data/code.idx. A sample is a sequence of the index.
+    - ``python``: ``path: package.module:thing`` names an iterable. A sample is an item: a text, a row or ids.
 
-    ``shards``: a path or URL (``s3://``, ``hf://``, ``https://``: all that fsspec knows), a brace pattern
-    (``web-{000..511}.tar``), a glob, or a list of these; their order is that of the expansion, a glob's matches
-    sorted. ``path``: one, taken as it is written. Exactly one of the two.
+    Give either ``shards`` or ``path``:
+
+    - ``shards``: a path, a URL that fsspec can open (``s3://``, ``hf://``, ``https://``), a brace pattern
+      (``web-{000..511}.tar``), a glob, or a list of these. Files keep the order of the list; a glob's matches are
+      sorted.
+    - ``path``: one path, taken literally.
 
     In a row, at most one of ``text_key``, ``tokens_key``, ``messages_key`` and ``prompt_key`` (with
-    ``completion_key``) says what is the sample; see ``rows`` for what is looked for without. In tar files
-    ``text_key`` and ``tokens_key`` are the extension of a member, ``json/key`` for a key of a .json member; the
-    others are keys of the .json member. ``fields``: a declared field's name to the key that holds it, where they
-    differ; in tar files it is the member KEY.npy, else a key of the .json member.
-    ``missing_mask``: a sample without the ``loss_mask`` that the run declares is trained on as a whole and counted
-    (``train``), or rejected (``reject``). Tar files reject by default, since a member may be lost; others train, and so
-    do tar files with ``train_on: all``.
-    ``unit``: of text; ``line`` by default. Empty lines separate paragraphs, and are no samples.
-    ``modes``: of multimodal Megatron data, which sequences to read by their mode; 0 is text.
-    ``shuffle``: false reads files and samples as they lie, in every pass. A stream's partitions take turns, so that
-    several files come in their order only with ``partitions: 1`` in broker.yaml, and one file always does.
+    ``completion_key``) names the sample. Without any, the usual keys are tried: see ``formats.rows``. In tar files, the
+    first two name a member's extension, or ``json/key`` for a key of the .json member. The other two are keys of the
+    .json member.
+
+    The other keys:
+
+    - ``fields``: a declared field's name to the key that holds it, where they differ. In tar files a field is the
+      member KEY.npy, else a key of the .json member.
+    - ``missing_mask``: samples without the ``loss_mask`` that the run declares are trained on as a whole (``train``) or
+      rejected (``reject``). Tar files default to ``reject``, because a member may be lost. Other formats, and tar files
+      with ``train_on: all``, default to ``train``.
+    - ``unit``: part of a text that is a sample; ``line`` by default. Empty lines separate paragraphs.
+    - ``modes``: modes of the sequences to read from multimodal Megatron data; 0 is text.
+    - ``shuffle``: false reads files and samples in their own order in every pass. A stream's partitions take turns, so
+      several files come in order only with ``partitions: 1`` in broker.yaml.
     """
 
     source: Annotated[
         Literal["webdataset", "jsonl", "parquet", "huggingface", "text", "megatron", "python"],
-        Meta(description="format of the files"),
+        Meta(
+            description="Format of the data. It decides which other keys are allowed. `python` reads an iterable that "
+            "`path` names instead of files."
+        ),
     ]
     shards: Annotated[
-        str | list[str] | None, Meta(description="files: a path, URL, brace pattern or glob, or a list of these")
+        str | list[str] | None,
+        Meta(
+            description="Files to read: a path, a URL, a brace pattern (`web-{000..511}.tar`) or a glob, or a list of "
+            "these. Give either `shards` or `path`."
+        ),
     ] = None
-    path: Annotated[str | None, Meta(description="one file, folder, prefix or import path, as it is written")] = None
-    text_key: Annotated[str | None, Meta(description="key of the text")] = None
-    tokens_key: Annotated[str | None, Meta(description="key of the token ids")] = None
-    messages_key: Annotated[str | None, Meta(description="key of the chat's messages")] = None
-    prompt_key: Annotated[str | None, Meta(description="key of the prompt")] = None
-    completion_key: Annotated[str | None, Meta(description="key of the answer to the prompt")] = None
-    fields: Annotated[dict[str, str], Meta(description="a declared field's name to its key, where they differ")] = {}
+    path: Annotated[
+        str | None,
+        Meta(
+            description="One file, folder, prefix or import path (`package.module:thing`), taken literally, without "
+            "patterns. Give either `shards` or `path`."
+        ),
+    ] = None
+    text_key: Annotated[
+        str | None,
+        Meta(
+            description="Key that holds a sample's text; in tar files, an extension (`txt`) or `json/key`. Default: "
+            "the usual keys are tried, such as `text`, `input_ids` and `messages`."
+        ),
+    ] = None
+    tokens_key: Annotated[
+        str | None,
+        Meta(
+            description="Key that holds a sample's token ids, if the data is tokenized already; in tar files, `npy` or "
+            "`json/key`. Default: as for `text_key`."
+        ),
+    ] = None
+    messages_key: Annotated[
+        str | None,
+        Meta(
+            description="Key that holds a chat's list of messages, which the tokenizer's chat template writes. "
+            "Default: as for `text_key`."
+        ),
+    ] = None
+    prompt_key: Annotated[
+        str | None,
+        Meta(
+            description="Key that holds the prompt of a prompt and completion pair. Default: `prompt`, if "
+            "`completion_key` is set; else as for `text_key`."
+        ),
+    ] = None
+    completion_key: Annotated[
+        str | None,
+        Meta(description="Key that holds the completion of a pair. Default: `completion`, else `response`."),
+    ] = None
+    fields: Annotated[
+        dict[str, str],
+        Meta(
+            description="Keys of the fields that broker.yaml declares, as `field: key`, for fields whose key has "
+            "another name in this data."
+        ),
+    ] = {}
     missing_mask: Annotated[
         Literal["train", "reject"] | None,
-        Meta(description="samples without their declared loss_mask: train on all their tokens, or reject them"),
+        Meta(
+            description="Samples that lack the `loss_mask` that the run declares: train on all their tokens (`train`) "
+            "or reject them (`reject`). Default: `reject` for tar files, where a member may be lost; else `train`."
+        ),
     ] = None
     unit: Annotated[
-        Literal["line", "paragraph", "file"] | None, Meta(description="part of a text that is a sample")
+        Literal["line", "paragraph", "file"] | None,
+        Meta(
+            description="Part of a plain text file that is a sample; empty lines separate paragraphs. Default: `line`."
+        ),
     ] = None
-    modes: Annotated[list[int] | None, Meta(description="modes of multimodal Megatron data to read")] = None
-    shuffle: Annotated[bool, Meta(description="each pass has shards and samples in another order")] = True
+    modes: Annotated[
+        list[int] | None,
+        Meta(description="Modes of the sequences to read from multimodal Megatron data; `[0]` reads text."),
+    ] = None
+    shuffle: Annotated[
+        bool,
+        Meta(
+            description="Read shards and samples in a new random order in each pass. To read them in the files' order, "
+            "set `false`; several files also need `partitions: 1` in broker.yaml."
+        ),
+    ] = True
 
 
 def check_settings(settings: SourceSettings) -> None:
-    """Raises ConfigError for keys that mean nothing to the format, that exclude each other, or that are missing."""
+    """Raise ConfigError for keys that the format does not take, that exclude each other, or that are missing."""
     known, defaults = KEYS[settings.source], SourceSettings("jsonl")
     for key in SourceSettings.__struct_fields__:
         if key not in ("source", *known) and getattr(settings, key) != getattr(defaults, key):
             raise ConfigError(
-                f"{key}: means nothing to source: {settings.source}, expected of {', '.join(known)}: remove it"
+                f"{key}: got a key that `source: {settings.source}` does not take, expected one of {', '.join(known)}: "
+                "remove it"
             )
     if (settings.shards is None) == (settings.path is None):
         both = "neither" if settings.path is None else "both"
-        what = "path" if "shards" not in known else "shards (patterns) or path (one, as it is)"
+        what = "path" if "shards" not in known else "either shards (patterns) or path (one path, taken literally)"
         raise ConfigError(f"shards, path: got {both}, expected {what}")
     if settings.modes is not None and not (settings.modes and all(-128 <= mode <= 127 for mode in settings.modes)):
-        raise ConfigError(f"modes: got {settings.modes}, expected a list of modes between -128 and 127, for text [0]")
+        raise ConfigError(f"modes: got {settings.modes}, expected a list of modes between -128 and 127; for text, [0]")
     named = [key for key in _ROW_KEYS[:4] if getattr(settings, key) is not None]
     if len(named) > 1:
-        raise ConfigError(f"{', '.join(named)}: got {'both' if len(named) == 2 else 'all'}, expected at most one")
+        got = "both" if len(named) == 2 else "all"
+        raise ConfigError(f"{', '.join(named)}: got {got}, expected at most one: keep the key of the sample")
     if settings.completion_key is not None and named not in ([], ["prompt_key"]):
-        raise ConfigError(f"completion_key: got it beside {named[0]}, expected prompt_key or neither")
+        raise ConfigError(f"completion_key: got it with {named[0]}, expected it with prompt_key: remove one of them")
 
 
-def as_words(settings: SourceSettings) -> dict[str, Any]:
-    """What a digest must hold of the settings: all but where the files lie."""
+def digest_keys(settings: SourceSettings) -> dict[str, Any]:
+    """Return the settings that a source's digest covers: all but the format and the files."""
     words: dict[str, Any] = msgspec.to_builtins(settings)
     found = {key: words[key] for key in (*_ROW_KEYS, "unit", "shuffle")}
-    if settings.modes is not None:  # left out otherwise: digests of sources without it stay what they were
+    if settings.modes is not None:  # only then: digests of sources without modes must not change
         found["modes"] = sorted(set(settings.modes))
     return found
 

@@ -1,10 +1,9 @@
-"""Walking shards: passes, partitions, cursors and skipping, the same for every format.
+"""Reads the shards of a format: passes, partitions, cursors and skipping, in the same way for every format.
 
-Shard i belongs to partition i mod P. Where shards are pieces of files and are not shuffled, it is file i that does, so
-that a partition has its files in their own order. Held in memory: one shard's index and one block of samples.
+Shard i belongs to partition i mod P. If shards are unshuffled pieces of files, all pieces of file i belong to partition
+i mod P. So a partition reads its files in order. Memory holds one shard's index and one block of samples.
 
-A shard that is damaged keeps its place: it is one sample that is rejected, for whoever reads to stop at, or to count
-and go on with the others.
+A damaged shard keeps its place as one rejected sample. The reader stops at it, or counts it and continues.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from streampack.core.model.fields import Field
 from streampack.errors import DamagedFile, SourceError, UserError
 from streampack.sources.arrays import Records, Room
 from streampack.sources.files.byte_source import File, Head, ShardFile
-from streampack.sources.files.compressed import plain
+from streampack.sources.files.compressed import decompressed
 from streampack.sources.files.listing import open_file
 from streampack.sources.order import Cursor, sample_order, shard_order
 from streampack.sources.records import (
@@ -36,16 +35,16 @@ from streampack.sources.records import (
     Shard,
     why_of,
 )
-from streampack.sources.settings import SourceSettings, as_words, rejects_unmasked
+from streampack.sources.settings import SourceSettings, digest_keys, rejects_unmasked
 from streampack.tokenizers.base import Tokenizer
 from streampack.tokenizers.token_ids import NO_TOKENS
 
 _AT_ONCE = 4096
-"""Places of an order turned to Python's ints at a time."""
+"""Sample numbers converted to Python ints at a time."""
 _HEAD_BYTES = 1 << 22
-"""What of a file is looked at before a run."""
+"""Bytes at the start of a file that a preview reads."""
 _RECORDS_AT_ONCE, _TOKENS_AT_ONCE = 256, 1 << 16
-"""What is gathered at a time for who wants a record of each."""
+"""Samples and tokens read at a time for callers that want single RawSamples."""
 
 
 def one_shard_a_file(
@@ -54,32 +53,37 @@ def one_shard_a_file(
     *,
     from_start: bool = False,
 ) -> Format:
-    """The format whose shards are whole files, perhaps compressed.
+    """Return a Format whose shards are whole files, perhaps compressed.
 
-    ``index`` makes a Shard of an open file, for the fields of a run. ``from_start``: it reads the file from its start
-    to its end, so the first bytes are enough for a look at the first samples.
+    Args:
+        files: The files, listed.
+        index: Function from the fields of a run to a function that indexes an open file.
+        from_start: Indexing reads the file from start to end, so its first bytes suffice to preview the first samples.
     """
 
     def reader(fields: Sequence[Field]) -> OpenShard:
+        """Return a function that opens a shard for the ``fields`` of a run."""
         index_file = index(fields)
 
         @contextlib.contextmanager
         def open_shard(number: int) -> Iterator[AnyShard]:
-            with open_file(files[number]) as file, plain(file) as opened:
+            """Open file ``number``, decompress it if needed, and index it."""
+            with open_file(files[number]) as file, decompressed(file) as opened:
                 yield index_file(opened)
 
         return open_shard
 
     @contextlib.contextmanager
     def open_head(number: int) -> Iterator[AnyShard]:
-        with open_file(files[number], range(_HEAD_BYTES)) as file, plain(file) as opened:
+        """Open and index the first bytes of file ``number``, for a preview."""
+        with open_file(files[number], range(_HEAD_BYTES)) as file, decompressed(file) as opened:
             yield index(())(Head(opened, _HEAD_BYTES))
 
     return Format(files, len(files), reader, peek=open_head if from_start else None)
 
 
 def pieces(num_samples: int) -> list[range]:
-    """Samples that are found by number cut into shards: 64 or so, of at most 65,536, so that partitions can share.
+    """Divide ``num_samples`` numbered samples into about 64 ranges, each a shard of at most 65,536 samples.
 
     >>> [len(piece) for piece in pieces(130)][:3], len(pieces(130)), len(pieces(10**7))
     ([3, 3, 3], 44, 153)
@@ -91,14 +95,14 @@ def pieces(num_samples: int) -> list[range]:
 def digest_of(
     settings: SourceSettings, tokenizer: Tokenizer, words: tuple[str, ...], files: Sequence[File] = ()
 ) -> str:
-    """See Source.digest; ``words``: what it must hold beside settings, tokenizer and files."""
+    """Return a source's digest in hex. ``words``: what it covers beside settings, tokenizer and files."""
     return hashlib.sha256(
         msgspec.json.encode(
             [
                 "streampack-source-2",
                 settings.source,
                 [(file.name, file.size) for file in files],
-                as_words(settings) | mask_words(settings, tokenizer),
+                digest_keys(settings) | missing_mask_key(settings, tokenizer),
                 words,
                 tokenizer.digest,
             ],
@@ -107,26 +111,29 @@ def digest_of(
     ).hexdigest()
 
 
-def mask_words(settings: SourceSettings, tokenizer: Tokenizer) -> dict[str, str]:
-    """The digest's word on samples without a loss mask; none where they are trained on, as they always were."""
+def missing_mask_key(settings: SourceSettings, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the digest's entry for samples without a loss mask; empty if they are trained on.
+
+    Only rejecting has an entry, so digests from before the key existed stay valid.
+    """
     return {"missing_mask": "reject"} if rejects_unmasked(settings, tokenizer) else {}
 
 
 def vocab_size_of(settings: SourceSettings, tokenizer: Tokenizer) -> int | None:
-    """See Source.vocab_size."""
+    """Return the tokenizer's vocabulary size; None if it is unknown, or the source holds ids instead of texts."""
     return None if settings.source == "megatron" or settings.tokens_key is not None else tokenizer.vocab_size
 
 
 def check_read(partition: int, partitions: int, passes: int | None, skip: int) -> None:
-    """Raises UserError for arguments of Source.read that cannot be."""
+    """Raise UserError for arguments of ``Source.read`` that are out of range."""
     if not 0 <= partition < partitions:
         raise UserError(f"partition: got {partition} of {partitions}, expected one of 0..{partitions - 1}")
     if skip < 0 or (passes is not None and passes < 0):
-        raise UserError(f"skip, passes: got {skip}, {passes}, expected none below 0")
+        raise UserError(f"skip, passes: got {skip}, {passes}, expected numbers of at least 0")
 
 
-class _Damaged:
-    """What is left of a shard that cannot be indexed: one sample that is rejected."""
+class _DamagedShard:
+    """A shard that cannot be indexed: it has one sample, which is rejected with the error's text."""
 
     blocks = ()
 
@@ -144,18 +151,18 @@ class _Damaged:
 
 
 @contextlib.contextmanager
-def _opened(open_shard: OpenShard, number: int) -> Iterator[AnyShard]:
-    """Shard ``number``, or what is left of it."""
+def _open_or_damaged(open_shard: OpenShard, number: int) -> Iterator[AnyShard]:
+    """Open shard ``number``; yield a ``_DamagedShard`` in its place if it cannot be indexed."""
     with contextlib.ExitStack() as stack:
         try:
             shard: AnyShard = stack.enter_context(open_shard(number))
         except DamagedFile as error:
-            shard = _Damaged(error)
+            shard = _DamagedShard(error)
         yield shard
 
 
 class ShardedSource:
-    """Walks the shards of a format, and the samples of each, in their order."""
+    """A source that reads the shards of a format, and the samples of each shard, in their order."""
 
     def __init__(self, settings: SourceSettings, format_: Format, tokenizer: Tokenizer) -> None:
         in_order = not settings.shuffle and bool(format_.pieces)
@@ -164,17 +171,17 @@ class ShardedSource:
         self.vocab_size = vocab_size_of(settings, tokenizer)
         self.num_files, self.num_shards = len(format_.files), format_.num_shards
         self.shard_samples: dict[int, int] = {}
-        """How many samples those shards have that were opened so far, by number."""
+        """Shard number to number of samples, for the shards opened so far."""
         self._reader, self._peek = format_.reader, format_.peek
         self._shuffle = settings.shuffle
         self._files: list[range] = []
-        """The shards of each file, where they must stay in its order."""
+        """Shard numbers of each file, if files must be read in order; else empty."""
         if in_order:
             ends = [0, *accumulate(format_.pieces)]
             self._files = [range(begin, end) for begin, end in pairwise(ends)]
 
     def shards_of(self, partition: int, partitions: int) -> Sequence[int]:
-        """The shards that belong to one of ``partitions``, by number."""
+        """Return the numbers of the shards that belong to ``partition``."""
         if self._files:
             return list(chain.from_iterable(self._files[partition::partitions]))
         return range(partition, self.num_shards, partitions)
@@ -190,7 +197,7 @@ class ShardedSource:
         start: Cursor | None = None,
         skip: int = 0,
     ) -> Iterator[RawSample]:
-        """See Source.read."""
+        """Yield the samples of one partition, one by one: see ``Source.read``."""
         room = Room(_RECORDS_AT_ONCE, _TOKENS_AT_ONCE)
         many = self.read_many(
             partition, partitions, seed=seed, passes=passes, fields=fields, start=start, skip=skip, room=room
@@ -209,51 +216,56 @@ class ShardedSource:
         skip: int = 0,
         room: Room,
     ) -> Iterator[RawSample | Records]:
-        """See ManySource.read_many."""
+        """Yield the samples of one partition, many at once where possible: see ``ManySource.read_many``."""
         check_read(partition, partitions, passes, skip)
         start = start or Cursor(0, 0, 0)
         shards = self.shards_of(partition, partitions)
         if min(start.pass_, start.shard, start.sample) < 0 or start.shard > len(shards):
-            raise SourceError(f"{start}: no such place in {len(shards)} shards; it was made with other files or P")
+            raise SourceError(
+                f"{start}: got a cursor with no such place in {len(shards)} shards. It was made with other files or "
+                "another number of partitions: resume with those"
+            )
         by_sample = frozenset(each.name for each in fields if each.axis == "sample")
-        return self._walk(self._reader(fields), shards, seed, passes, start, skip, _Wanted(room, by_sample))
+        return self._walk(self._reader(fields), shards, seed, passes, start, skip, _ReadOptions(room, by_sample))
 
     def peek(self, most: int) -> Iterator[RawSample]:
-        """See OpenedSource.peek."""
-        return islice(self._peeked(self._peek or self._reader(())), most)
+        """Yield the first ``most`` samples in the files' order, without fields: see ``OpenedSource.peek``."""
+        return islice(self._in_file_order(self._peek or self._reader(())), most)
 
-    def _peeked(self, open_shard: OpenShard) -> Iterator[RawSample]:
-        wanted = _Wanted(Room(_RECORDS_AT_ONCE, _TOKENS_AT_ONCE), frozenset())
+    def _in_file_order(self, open_shard: OpenShard) -> Iterator[RawSample]:
+        """Yield the samples of all shards, unshuffled, one by one."""
+        wanted = _ReadOptions(Room(_RECORDS_AT_ONCE, _TOKENS_AT_ONCE), frozenset())
         for number in range(self.num_shards):
-            with _opened(open_shard, number) as shard:
+            with _open_or_damaged(open_shard, number) as shard:
                 if not len(shard):
                     continue
                 order, at, after = np.arange(len(shard)), Cursor(0, number, 0), Cursor(0, number + 1, 0)
                 if isinstance(shard, ArrayShard):
                     yield from chain.from_iterable(
                         found if isinstance(found, Records) else (found,)
-                        for found in _gathered(shard, order, at, after, wanted)
+                        for found in _read_many(shard, order, at, after, wanted)
                     )
                 else:
-                    yield from _loaded(shard, order, at, after)
+                    yield from _read_each(shard, order, at, after)
 
     def where(
         self, partition: int, partitions: int, *, seed: int, passes: int | None, seq: int, fields: Sequence[Field] = ()
     ) -> str | None:
-        """File and row of sample ``seq`` of a partition, counted over its passes; None if there is no such sample.
+        """Return the file and row of sample number ``seq`` of a partition; None if there is no such sample.
 
-        Opens the shards before it for their number of samples, once each, and decodes no sample.
+        Samples are numbered from 0 over all passes. Shards before the sample are opened once each, to count their
+        samples; no sample is decoded.
         """
         shards, pass_, left = self.shards_of(partition, partitions), 0, seq
         while passes is None or pass_ < passes:
             before = left
-            for number in self._shards(shards, seed, pass_):
-                if left < (count := self._count(number, fields)):
-                    with _opened(self._reader(fields), number) as shard:
-                        return shard.where(int(self._order(shard, number, seed, pass_)[left]))
+            for number in self._shard_order(shards, seed, pass_):
+                if left < (count := self._count_samples(number, fields)):
+                    with _open_or_damaged(self._reader(fields), number) as shard:
+                        return shard.where(int(self._sample_order(shard, number, seed, pass_)[left]))
                 left -= count
             if left == before:
-                return None  # no shard has any
+                return None  # all shards are empty
             pass_ += 1
         return None
 
@@ -267,14 +279,21 @@ class ShardedSource:
         upto: int,
         fields: Sequence[Field] = (),
     ) -> list[tuple[int, int]]:
-        """(partition, number in it, counted over its passes) of each sample whose file and row are ``wanted``.
+        """Find samples by file and row: return (partition, sample number) of each one that is ``wanted``.
 
-        Of the first pass, and of passes that begin at or before sample ``upto`` of the partition. Opens every shard,
-        and decodes no sample.
+        Samples of a partition are numbered from 0 over all passes. Every shard is opened; no sample is decoded.
+
+        Args:
+            wanted: Predicate on the text that ``Shard.where`` returns.
+            partitions: Number of partitions.
+            seed: Seed of the order.
+            passes: Number of passes in all; None for endless passes.
+            upto: Search the first pass, and each pass that begins at or before this sample of a partition.
+            fields: Fields that the run declares.
         """
         found = []
         for number in range(self.num_shards):
-            with _opened(self._reader(fields), number) as shard:
+            with _open_or_damaged(self._reader(fields), number) as shard:
                 self.shard_samples[number] = len(shard)
                 rows = [row for row in range(len(shard)) if wanted(shard.where(row))]
                 if not rows:
@@ -282,68 +301,77 @@ class ShardedSource:
                 file = next((i for i, pieces in enumerate(self._files) if number in pieces), number)
                 shards, pass_, begin = self.shards_of(partition := file % partitions, partitions), 0, 0
                 while (passes is None or pass_ < passes) and (begin <= upto or not pass_):
-                    walked, order = self._shards(shards, seed, pass_), self._order(shard, number, seed, pass_)
-                    before = begin + sum(self._count(each, fields) for each in walked[: walked.index(number)])
+                    walked = self._shard_order(shards, seed, pass_)
+                    order = self._sample_order(shard, number, seed, pass_)
+                    before = begin + sum(self._count_samples(each, fields) for each in walked[: walked.index(number)])
                     found += [(partition, before + int(np.flatnonzero(order == row)[0])) for row in rows]
-                    pass_, begin = pass_ + 1, begin + sum(self._count(each, fields) for each in shards)
+                    pass_, begin = pass_ + 1, begin + sum(self._count_samples(each, fields) for each in shards)
         return found
 
-    def _count(self, number: int, fields: Sequence[Field]) -> int:
+    def _count_samples(self, number: int, fields: Sequence[Field]) -> int:
+        """Return the number of samples of shard ``number``; open the shard the first time."""
         if number not in self.shard_samples:
-            with _opened(self._reader(fields), number) as shard:
+            with _open_or_damaged(self._reader(fields), number) as shard:
                 self.shard_samples[number] = len(shard)
         return self.shard_samples[number]
 
-    def _shards(self, shards: Sequence[int], seed: int, pass_: int) -> list[int]:
+    def _shard_order(self, shards: Sequence[int], seed: int, pass_: int) -> list[int]:
+        """Return the shard numbers ``shards`` in the order of a pass, shuffled or not."""
         return shard_order(shards, seed=seed, pass_=pass_) if self._shuffle else list(shards)
 
     def _walk(
         self, open_shard: OpenShard, shards: Sequence[int], seed: int, passes: int | None, start: Cursor, skip: int,
-        wanted: "_Wanted",
+        wanted: "_ReadOptions",
     ) -> Iterator[RawSample | Records]:  # fmt: skip
+        """Yield the samples of ``shards``, pass after pass, from ``start`` on, without the first ``skip``."""
         pass_, first_shard, first = start.pass_, start.shard, start.sample
         while passes is None or pass_ < passes:
             from_the_beginning, seen = (first_shard, first) == (0, 0), 0
-            order = self._shards(shards, seed, pass_)
+            order = self._shard_order(shards, seed, pass_)
             for place in range(first_shard, len(order)):
                 after = Cursor(pass_, place + 1, 0) if place + 1 < len(order) else Cursor(pass_ + 1, 0, 0)
-                with _opened(open_shard, order[place]) as shard:
+                with _open_or_damaged(open_shard, order[place]) as shard:
                     count = self.shard_samples[order[place]] = len(shard)
                     if first > count:
                         raise SourceError(
-                            f"{start}: the shard has {count} samples; the cursor was made with other files"
+                            f"{start}: got a cursor beyond the {count} samples of its shard. It was made with other "
+                            "files: restore them, or start a new run"
                         )
                     seen += count
                     skipped = min(skip, count - first)
                     skip -= skipped
                     if first + skipped < count:
-                        numbers = self._order(shard, order[place], seed, pass_)
+                        numbers = self._sample_order(shard, order[place], seed, pass_)
                         at = Cursor(pass_, place, first + skipped)
                         if isinstance(shard, ArrayShard):
-                            yield from _gathered(shard, numbers, at, after, wanted)
+                            yield from _read_many(shard, numbers, at, after, wanted)
                         else:
-                            yield from _loaded(shard, numbers, at, after)
+                            yield from _read_each(shard, numbers, at, after)
                 first = 0
             if from_the_beginning and not seen:
-                return  # no samples in any shard: for ever would be a busy loop
+                return  # no samples in any shard: endless passes would be a busy loop
             pass_, first_shard, first = pass_ + 1, 0, 0
 
-    def _order(self, shard: AnyShard, number: int, seed: int, pass_: int) -> NDArray[np.int64]:
+    def _sample_order(self, shard: AnyShard, number: int, seed: int, pass_: int) -> NDArray[np.int64]:
+        """Return the sample numbers of shard ``number`` in the order of a pass, shuffled or not."""
         count = len(shard)
         if not self._shuffle:
             return np.arange(count)
         return sample_order(count, seed=seed, pass_=pass_, shard=number, blocks=shard.blocks)
 
 
-class _Wanted(NamedTuple):
-    """See ``read_many`` and ``Records``."""
+class _ReadOptions(NamedTuple):
+    """Options of reading many samples: ``room`` as for ``read_many``, ``by_sample`` as for ``Records``."""
 
     room: Room
     by_sample: frozenset[str]
 
 
-def _loaded(shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor) -> Iterator[RawSample]:
-    """The records of one shard from the place ``at`` on, one by one; the last one's cursor is ``after``."""
+def _read_each(shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor) -> Iterator[RawSample]:
+    """Yield the samples of one shard, one by one, from place ``at`` of ``order`` on.
+
+    ``after``: the cursor of the last sample.
+    """
     (pass_, place, first), count = at, len(order)
     load, where = shard.load, shard.where
     for begin in range(first, count, _AT_ONCE):
@@ -352,7 +380,7 @@ def _loaded(shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor) -
             try:
                 got = load(sample)
             except DamagedFile as error:
-                got, place_of = DAMAGED, _Damaged(error).where
+                got, place_of = DAMAGED, _DamagedShard(error).where
             cursor = Cursor(pass_, place, done) if done < count else after
             if isinstance(got, str):
                 yield RawSample(NO_TOKENS, str(got), place_of(sample), cursor, why=why_of(got))
@@ -360,10 +388,10 @@ def _loaded(shard: Shard, order: NDArray[np.int64], at: Cursor, after: Cursor) -
                 yield RawSample(got.tokens, None, where(sample), cursor, got.fields)
 
 
-def _gathered(
-    shard: ArrayShard, order: NDArray[np.int64], at: Cursor, after: Cursor, wanted: _Wanted
+def _read_many(
+    shard: ArrayShard, order: NDArray[np.int64], at: Cursor, after: Cursor, wanted: _ReadOptions
 ) -> Iterator[RawSample | Records]:
-    """The same, as many at once as are wanted."""
+    """Yield the samples of one shard, many at once, from place ``at`` of ``order`` to cursor ``after``."""
     count = len(order)
     while at != after:
         numbers = order[at.sample : at.sample + max(1, wanted.room.samples)]
@@ -371,15 +399,16 @@ def _gathered(
         try:
             samples = shard.gather(numbers, wanted.room.tokens)
         except DamagedFile as error:
-            samples, place_of = _ONE_DAMAGED, _Damaged(error).where
+            samples, place_of = _ONE_DAMAGED, _DamagedShard(error).where
         done = at.sample + len(samples.lengths)
         cursor = at._replace(sample=done) if done < count else after
-        yield Records(samples, at, cursor, _places(place_of, numbers), wanted.by_sample)
+        yield Records(samples, at, cursor, _where_of(place_of, numbers), wanted.by_sample)
         at = cursor
 
 
 _ONE_DAMAGED = RawSamples(NO_TOKENS, np.zeros(1, np.int64), {0: DAMAGED})
 
 
-def _places(place_of: Callable[[int], str], numbers: NDArray[np.int64]) -> Callable[[int], str]:
+def _where_of(place_of: Callable[[int], str], numbers: NDArray[np.int64]) -> Callable[[int], str]:
+    """Return a function from an index into ``numbers`` to the file and row of that sample."""
     return lambda i: place_of(int(numbers[i]))

@@ -237,7 +237,7 @@ def test_what_cannot_be_read_is_refused_at_once(source: Source) -> None:
         source.read(0, 2, seed=0, passes=1, skip=-1)
     with pytest.raises(SourceError, match="no such place in 3 shards"):
         source.read(0, 2, seed=0, passes=1, start=Cursor(0, 4, 0))
-    with pytest.raises(SourceError, match="the cursor was made with other files"):
+    with pytest.raises(SourceError, match="It was made with other files"):
         list(source.read(0, 1, seed=0, passes=1, start=Cursor(0, 0, 8)))
 
 
@@ -340,7 +340,7 @@ def test_a_bad_line_has_its_reason_and_its_place(tmp_path: Path, newline: bytes,
     (b'{"x": [1, -Infinity], "text": "a"}', "invalid character (byte 11): Infinity is not JSON"),
     (b'{"text": "a"} {}', "trailing characters (byte 15)"),
     (b"[1]", "Expected `object`, got `array`"),
-    (b'{"other": ' + b"[" * 100_000, "nested too deep"),
+    (b'{"other": ' + b"[" * 100_000, "nested too deeply"),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["jsonl", "tar"])
 def test_a_bad_line_is_shown_with_the_words_of_the_parser(tmp_path: Path, kind: str, line: bytes, why: str) -> None:
@@ -584,8 +584,8 @@ def test_a_cut_tar_names_the_place_and_the_member(tmp_path: Path) -> None:
     os.truncate(path, 2000)
     message = stop_message("webdataset", path)
     assert message == (
-        f"{path}: at byte 1536: got member 'b.txt' of 5000 bytes where 464 are left, expected all of it; "
-        "the file is cut short, damaged or no tar: copy or write it again"
+        f"{path}: at byte 1536: got member 'b.txt' of 5000 bytes where 464 are left, expected the whole member. "
+        "The file is cut short, damaged or not a tar archive: copy or write it again"
     )
 
 
@@ -637,22 +637,22 @@ def test_what_comes_after_the_end_of_a_tar_is_not_lost_in_silence(tmp_path: Path
 def test_a_compressed_file_is_named_as_such(tmp_path: Path, kind: str, magic: bytes, name: str) -> None:
     for size in (20, 5000):
         (tmp_path / "a").write_bytes(magic + b"1" * size)
-        assert f"a: is {name}-compressed, expected a plain, gzip" in stop_message(kind, tmp_path / "a")
+        assert f"a: got a file compressed with {name}, expected a plain, gzip" in stop_message(kind, tmp_path / "a")
 
 
 def test_a_sparse_member_is_refused(tmp_path: Path) -> None:
     info = tarfile.TarInfo("a.txt")
     info.type = tarfile.GNUTYPE_SPARSE
     (tmp_path / "a.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
-    assert "a.txt is a sparse file" in stop_message("webdataset", tmp_path / "a.tar")
+    assert "got the sparse file a.txt" in stop_message("webdataset", tmp_path / "a.tar")
 
 
 def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a-0.jsonl", [])
     assert "a-1.jsonl: cannot be read (No such file or directory)" in stop_message("jsonl", tmp_path / "a-{0..2}.jsonl")
-    assert "b-*.jsonl: got no file, expected at least one to match" in stop_message("jsonl", tmp_path / "b-*.jsonl")
-    assert "is no regular file" in stop_message("jsonl", tmp_path)
-    assert "comes more than once" in stop_message("jsonl", [str(tmp_path / "a-*"), str(tmp_path / "a-0.jsonl")])
+    assert "b-*.jsonl: got no matching file, expected at least one" in stop_message("jsonl", tmp_path / "b-*.jsonl")
+    assert "is not a regular file" in stop_message("jsonl", tmp_path)
+    assert "a-0.jsonl from two patterns" in stop_message("jsonl", [str(tmp_path / "a-*"), str(tmp_path / "a-0.jsonl")])
     assert "expected at least one path" in stop_message("jsonl", [])
     assert "do not match" in stop_message("jsonl", tmp_path / "a-{0..2.jsonl")
     assert "expected files: a pipe has no offsets" in stop_message("webdataset", "pipe:cat a.tar")
@@ -674,7 +674,7 @@ def test_a_file_that_changes_size_stops_the_reader(tmp_path: Path, kind: Any, by
     size = path.stat().st_size
     os.truncate(path, size + by)
     with pytest.raises(
-        SourceError, match=rf"got {size + by} bytes, expected the {size} it had when opened; files must"
+        SourceError, match=rf"got {size + by} bytes, expected the {size} it had when opened\. A file must not"
     ):
         list(records)
 

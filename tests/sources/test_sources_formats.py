@@ -310,7 +310,7 @@ def test_a_file_that_is_cut_anywhere_is_never_taken_for_a_shorter_one(kind: str,
 @pytest.mark.parametrize(("kind", "expected"), [
     ("parquet", "got 0 bytes, expected a Parquet file"),
     ("huggingface", "got 0 bytes, expected an Arrow stream"),
-    ("megatron", "got 0 bytes, expected 34 at least"),
+    ("megatron", "got 0 bytes, expected at least 34"),
 ])  # fmt: skip
 def test_a_file_of_0_bytes_is_named(kind: str, expected: str, tmp_path: Path) -> None:
     settings = WRITERS[kind](tmp_path)
@@ -443,7 +443,7 @@ def test_what_datasets_saves_is_read_in_its_order(tmp_path: Path) -> None:
     assert sorted(got) == sorted(datasets.load_from_disk(str(tmp_path / "some"))["text"])
     datasets.DatasetDict(train=dataset, test=dataset).save_to_disk(str(tmp_path / "dict"))
     said = message(SourceSettings("huggingface", path=str(tmp_path / "dict")))
-    assert "holds the splits train, test, expected one: give" in said
+    assert "got a folder with the splits train, test, expected one split: give" in said
 
 
 def test_folders_that_are_no_saved_dataset_are_named(tmp_path: Path) -> None:
@@ -452,13 +452,13 @@ def test_folders_that_are_no_saved_dataset_are_named(tmp_path: Path) -> None:
     for bad, expected in (
         ({**state, "_indices_data_files": [{"filename": "indices.arrow"}]}, "flatten_indices"),
         ({"_data_files": [{"filename": "../x"}]}, "is damaged"),
-        ({"_data_files": []}, "names no data files"),
+        ({"_data_files": []}, "got a dataset without data files"),
         ([], "is damaged"),
     ):
         (tmp_path / "state.json").write_text(json.dumps(bad))
         assert expected in message(settings)
     (tmp_path / "state.json").unlink()
-    assert "holds no state.json" in message(settings)
+    assert "got a folder without state.json" in message(settings)
 
 
 def test_damaged_offsets_do_not_end_the_process(tmp_path: Path) -> None:
@@ -468,7 +468,7 @@ def test_damaged_offsets_do_not_end_the_process(tmp_path: Path) -> None:
     offsets = struct.pack("<5i", 0, 3, 6, 9, 12)
     assert offsets in raw
     path.write_bytes(raw.replace(offsets, struct.pack("<5i", 0, 3, 6, 9, 2**30)))
-    assert "the file is cut short, damaged or no Arrow stream" in message(settings)
+    assert "The file is cut short, damaged or not an Arrow stream" in message(settings)
 
 
 # Compressed files
@@ -514,9 +514,9 @@ def test_a_compressed_file_that_is_cut_or_damaged_is_never_a_shorter_one(packer:
     settings = SourceSettings("jsonl", path=str(path))
     for size in [*range(4, len(whole), 41), len(whole) - 1]:
         path.write_bytes(whole[:size])
-        assert "a.jsonl: is cut short or damaged" in message(settings)
+        assert "a.jsonl: the file is cut short or damaged" in message(settings)
     path.write_bytes(whole + b"garbage")
-    assert "a.jsonl: is cut short or damaged" in message(settings)
+    assert "a.jsonl: the file is cut short or damaged" in message(settings)
     path.write_bytes(whole)
     assert len(read(settings)) == 300
 
@@ -578,7 +578,7 @@ def test_every_integer_dtype_is_read(code: int, tmp_path: Path) -> None:
     (0, b"XX", "got the head"),
     (9, struct.pack("<Q", 2), "version 2, expected"),
     (17, b"\x09", "got the dtype code 9, expected 1..8"),
-    (17, b"\x06", "got float64 data, expected token ids"),
+    (17, b"\x06", "got float64 data, expected integer token ids"),
     (18, struct.pack("<Q", 5), "for 5 sequences"),
     (18, struct.pack("<Q", 2**62), "for 4611686018427387904 sequences"),
     (34, struct.pack("<i", -1), "puts sequence 0 of -1 ids"),
@@ -689,7 +689,7 @@ def test_a_pair_without_its_other_half_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.bin").unlink()
     assert "a.bin: cannot be read (No such file" in message(SourceSettings("megatron", path=str(tmp_path / "a")))
     (tmp_path / "a.bin").write_bytes(b"a")
-    assert "one of the two is cut short" in message(SourceSettings("megatron", path=str(tmp_path / "a")))
+    assert "One of the two files is cut short" in message(SourceSettings("megatron", path=str(tmp_path / "a")))
 
 
 # Python
@@ -702,11 +702,11 @@ def test_items_are_texts_rows_or_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "expected"), [
-    ("once", "which can be read once; expected what can be read again: name the function"),
+    ("once", "which can be read only once. Name the function"),
     ("number", "gives a int, expected a list"),
     ("wants", "takes (much: int) -> list[int], expected () or (partition, partitions)"),
     ("missing", "cannot be imported"),
-    ("failing", "raised RuntimeError: the store is down; mend the code"),
+    ("failing", "raised RuntimeError: the store is down. Correct the code"),
     ("THINGS", "gives a dict, expected a list"),
 ])  # fmt: skip
 def test_what_cannot_be_read_again_is_refused(name: str, expected: str) -> None:
@@ -717,14 +717,14 @@ def test_what_cannot_be_read_again_is_refused(name: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize(("settings", "expected"), [
-    (SourceSettings("text", "a", text_key="b"), "text_key: means nothing to source: text"),
-    (SourceSettings("megatron", "a", fields={"a": "b"}), "fields: means nothing to source: megatron"),
-    (SourceSettings("jsonl", "a", unit="line"), "unit: means nothing to source: jsonl"),
-    (SourceSettings("python", "a:b"), "shards: means nothing to source: python"),
+    (SourceSettings("text", "a", text_key="b"), "text_key: got a key that `source: text` does not take"),
+    (SourceSettings("megatron", "a", fields={"a": "b"}), "fields: got a key that `source: megatron` does not take"),
+    (SourceSettings("jsonl", "a", unit="line"), "unit: got a key that `source: jsonl` does not take"),
+    (SourceSettings("python", "a:b"), "shards: got a key that `source: python` does not take"),
     (SourceSettings("jsonl"), "shards, path: got neither"),
     (SourceSettings("jsonl", "a", path="b"), "shards, path: got both"),
     (SourceSettings("jsonl", "a", text_key="a", prompt_key="b"), "text_key, prompt_key: got both"),
-    (SourceSettings("jsonl", "a", text_key="a", completion_key="b"), "completion_key: got it beside text_key"),
+    (SourceSettings("jsonl", "a", text_key="a", completion_key="b"), "completion_key: got it with text_key"),
 ])  # fmt: skip
 def test_keys_that_mean_nothing_are_refused(settings: SourceSettings, expected: str) -> None:
     with pytest.raises(ConfigError) as error:

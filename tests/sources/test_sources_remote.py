@@ -205,7 +205,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, server: Server) -> None
     server.failures = 0
     assert "gone.jsonl: cannot be read" in stop_message(SourceSettings("jsonl", path=f"{server.url}/gone.jsonl"))
     server.sizeless = True
-    assert "does not say its size" in stop_message(good)
+    assert "does not report the file's size" in stop_message(good)
 
 
 def test_a_server_without_ranges_is_refused(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +226,9 @@ def test_a_file_that_changes_is_noticed_when_its_turn_comes(tmp_path: Path, serv
 
 
 @pytest.mark.parametrize(("url", "expected"), [
-    ("nosuch://bucket/a", "expected a URL that fsspec knows"),
+    ("nosuch://bucket/a", "expected a URL that fsspec can open"),
     ("memory://nothing/a.jsonl", "memory://nothing/a.jsonl: cannot be read"),
-    ("memory://nothing/*.jsonl", "got no file, expected at least one to match"),
+    ("memory://nothing/*.jsonl", "got no matching file, expected at least one"),
 ])  # fmt: skip
 def test_urls_that_name_nothing_are_refused(url: str, expected: str) -> None:
     assert expected in stop_message(SourceSettings("jsonl", url))
@@ -244,5 +244,5 @@ def test_a_store_whose_package_is_missing_says_which() -> None:
 
 def test_a_folder_is_no_file() -> None:
     fsspec.filesystem("memory").pipe_file("/folder/inner/a", b"x")
-    with pytest.raises(SourceError, match="is no file; expected one"):
+    with pytest.raises(SourceError, match=r"is not a file\. To read the files of a folder"):
         measure(["memory://folder/inner"])

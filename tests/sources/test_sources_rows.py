@@ -252,5 +252,7 @@ def test_nulls_that_a_table_adds_to_messages_are_taken_out(tmp_path: Path) -> No
 
 def test_a_mapped_field_that_the_run_does_not_declare_is_refused(tmp_path: Path) -> None:
     settings = write_rows("jsonl", tmp_path, [{"text": "a"}], fields={"advantage": "adv"})
-    with pytest.raises(ConfigError, match=r"got advantage, expected of those that the run declares \(advantages\)"):
+    with pytest.raises(
+        ConfigError, match=r"got advantage, expected one of the fields that the run declares \(advantages\)"
+    ):
         read(settings, (ADVANTAGES,))

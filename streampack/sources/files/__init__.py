@@ -7,6 +7,7 @@
 - ``remote``: files at URLs, read through fsspec in ranges, with a bounded cache of blocks.
 - ``compressed``: a gzip or Zstandard file, read as the plain file in it.
 
-A file that changes its size after it was listed raises SourceError. The modules know bytes and offsets. They do not
+A path or a pattern becomes a list of ``File`` (name and size), and opening one gives a ``ShardFile`` with exact reads.
+A file whose size changes after it was listed raises SourceError. These modules know bytes and offsets. They do not
 know samples, formats or the order of samples.
 """

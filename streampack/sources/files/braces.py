@@ -1,8 +1,8 @@
 r"""Brace patterns in names of shards: ``web-{000..511}.tar``, expanded as bash does.
 
-Alternatives (``{a,b}``), numbers (``{1..9}``, ``{000..511}`` with zeros, ``{0..9..3}`` with an increment) and letters
-(``{a..e}``), nested too. Braces around neither are kept (``{a}``); a backslash keeps the character after it. Unlike
-bash, braces that do not match are an error: the name of a shard rarely has one.
+A pattern may hold alternatives (``{a,b}``), numbers (``{1..9}``, ``{000..511}`` with zeros, ``{0..9..3}`` with an
+increment) and letters (``{a..e}``), also nested. Other braces stay as they are (``{a}``); a backslash keeps the
+character after it. Unlike in bash, an unmatched brace is an error, because it is nearly always a typing mistake.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PLAIN = re.compile(r"[^\\{},]+")
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Return the names that ``pattern`` stands for, in its order; ValueError where braces do not match."""
+    """Return the names that ``pattern`` stands for, in its order. Raises ValueError for an unmatched brace."""
     (names,), end = _alternatives(pattern, 0, nested=False)
     if end < len(pattern):
         raise ValueError(f"got a closing brace without an opening one in {pattern!r}")
@@ -22,7 +22,10 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def _alternatives(pattern: str, at: int, nested: bool) -> tuple[list[list[str]], int]:
-    """The names of each alternative from ``at`` to the closing brace or the end, and the index of that."""
+    """Parse ``pattern`` from index ``at`` to a closing brace or the end.
+
+    Returns (for each alternative the names that it stands for, index where parsing stopped).
+    """
     found = [[""]]
     while at < len(pattern) and pattern[at] != "}":
         if pattern[at] == "," and nested:
@@ -41,7 +44,7 @@ def _alternatives(pattern: str, at: int, nested: bool) -> tuple[list[list[str]],
 
 
 def _group(pattern: str, at: int) -> tuple[list[str], int]:
-    """The names of the braces that open before ``at``, and the index after them."""
+    """Expand the brace group whose content begins at index ``at``; return (names, index after the closing brace)."""
     alternatives, end = _alternatives(pattern, at, nested=True)
     if end == len(pattern):
         raise ValueError(f"got an opening brace without a closing one in {pattern!r}")
@@ -52,7 +55,7 @@ def _group(pattern: str, at: int) -> tuple[list[str], int]:
 
 
 def _range(text: str) -> list[str] | None:
-    """The numbers or letters of ``first..last`` or ``first..last..increment``; None for other text."""
+    """Return the numbers or letters of ``first..last`` or ``first..last..increment``; None for other text."""
     match = _RANGE.fullmatch(text)
     if match is None or match[1].isalpha() != match[2].isalpha():
         return None

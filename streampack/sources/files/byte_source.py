@@ -1,8 +1,8 @@
-"""What a file of samples is: its name, its size, and exact reads at an offset.
+"""Files of samples as bytes: a file's name and size, and exact reads at an offset of an open file.
 
-A path is local, or a URL that fsspec opens. Both become a File, with the size that it must keep; a local one its time
-of writing too, looked at when it is opened. A ShardFile is an open one: ``pread`` gives exactly the bytes asked for, or
-raises SourceError; ``gather`` many pieces in one call.
+A path is local, or a URL that fsspec opens. Both become a ``File`` with its size, which must not change. A local file
+also has its time of writing, which is compared when the file is opened. A ``ShardFile`` is an open file: ``pread``
+returns exactly the bytes asked for or raises SourceError, and ``gather`` reads many pieces in one call.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from streampack.errors import SourceError
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """``path``: absolute, or a URL. ``name``: under the source's common folder, portable. ``size``: bytes.
+    """A file of a source, as it was listed: it must keep its size while the source is open.
 
-    ``mtime_ns``: None for a URL.
+    - ``path``: absolute path, or a URL.
+    - ``name``: path relative to the folder that all files of the source share.
+    - ``size``: bytes.
+    - ``mtime_ns``: time of the last write, in nanoseconds; None for a URL.
     """
 
     path: str
@@ -31,19 +34,25 @@ class File:
 
 
 class ShardFile(Protocol):
-    """An open file that must not change. ``path`` and ``name`` are for people, ``size`` in bytes."""
+    """An open file that must not change."""
 
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """Path or URL of the file, for messages."""
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Path relative to the folder that all files of the source share, for messages."""
+
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Size in bytes."""
+
     def pread(self, size: int, offset: int) -> bytes:
-        """Exactly ``size`` bytes from ``offset``. Raises SourceError when the file has changed or cannot be read."""
+        """Return exactly ``size`` bytes from byte ``offset``. Raises SourceError if the file has changed."""
 
     def gather(self, sizes: NDArray[np.int64], offsets: NDArray[np.int64]) -> bytes:
-        """Pieces that all lie within the file, end to end: one copy. Raises as ``pread`` does."""
+        """Return the pieces ``[offsets[i], offsets[i] + sizes[i])`` of the file, joined. Raises as ``pread`` does."""
 
     def close(self) -> None: ...
 
@@ -53,9 +62,9 @@ def is_url(path: str) -> bool:
 
 
 def join_pieces(data: memoryview, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> bytes:
-    """``data[begins[i]:ends[i]]`` of all i, end to end. What lies end to end in the data is copied as one.
+    """Return the slices ``data[begins[i]:ends[i]]`` of all i, joined. Slices that touch are copied as one.
 
-    Joining views costs half of what numpy's concatenate of slices does, and a tenth of a take by index.
+    Joining views takes half the time of numpy's ``concatenate`` of slices, and a tenth of ``take`` by index.
 
     >>> join_pieces(memoryview(b"abcdef"), np.array([4, 0, 1]), np.array([6, 1, 3]))
     b'efabc'
@@ -67,22 +76,23 @@ def join_pieces(data: memoryview, begins: NDArray[np.int64], ends: NDArray[np.in
 
 
 class Head:
-    """The first ``most`` bytes of an open file, as if they were all of it."""
+    """An open file that appears to end after its first ``most`` bytes."""
 
     def __init__(self, file: ShardFile, most: int) -> None:
         self.path, self.name, self.size = file.path, file.name, min(file.size, most)
         self.pread, self.gather, self.close = file.pread, file.gather, file.close
 
 
-def changed(path: str, size: int, expected: int) -> SourceError:
+def changed_size_error(path: str, size: int, expected: int) -> SourceError:
+    """Return the error for a file that has ``size`` bytes now and had ``expected`` bytes when it was listed."""
     return SourceError(
-        f"{path}: got {size} bytes, expected the {expected} it had when opened; "
-        "files must not change under a run: restore it, or start the stream's next revision"
+        f"{path}: got {size} bytes, expected the {expected} it had when opened. A file must not change during a run: "
+        "restore it, or read the new data as a stream of another name"
     )
 
 
 class PositionedFile(io.RawIOBase):
-    """A ShardFile with a position, for libraries that want one; closing it leaves the file open."""
+    """A ShardFile with a read position, for libraries that need a file object. Closing it leaves the file open."""
 
     def __init__(self, file: ShardFile) -> None:
         self._file, self._at = file, 0
@@ -116,9 +126,9 @@ _MAGIC = {b"\xfd7zXZ\x00": "xz", b"BZh": "bzip2"}
 
 
 def refuse_compressed(file: ShardFile, first: bytes) -> None:
-    """SourceError when a file's first bytes say that it is compressed in a way that ``compressed`` does not read."""
+    """Raise SourceError if the ``first`` bytes of ``file`` show xz or bzip2 compression, which is not supported."""
     for magic, kind in _MAGIC.items():
         if first.startswith(magic):
             raise SourceError(
-                f"{file.path}: is {kind}-compressed, expected a plain, gzip or Zstandard file: decompress it first"
+                f"{file.path}: got a file compressed with {kind}, expected a plain, gzip or Zstandard file"
             )

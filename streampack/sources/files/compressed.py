@@ -1,14 +1,14 @@
-"""Compressed shards: a gzip or Zstandard file as the plain file in it.
+"""Compressed shards: a gzip or Zstandard file, read as the plain file in it.
 
-Theory of operation. Samples are read at their offsets, in a shuffled order, and a compressed file has none to seek to.
-So a shard is decompressed as a whole when it is opened, into a temporary file that has no name and goes with its
-descriptor: a process that is killed leaves nothing behind. From there on it is read as any other, in the same order as
-the plain file would be. A process holds one shard at a time; TMPDIR says where.
+Theory of operation. Samples are read at byte offsets, in a shuffled order, and a compressed file has no such offsets.
+So opening a shard decompresses all of it into an unnamed temporary file. The kernel deletes that file when its
+descriptor is closed, so a killed process leaves nothing behind. Then the shard is read like a plain file, in the same
+order. Each process holds one decompressed shard at a time, in the folder that TMPDIR names.
 
-The alternatives cost more: an index into a gzip file takes a first pass over all of it anyway, then 32 KiB of memory
-for each place to begin at, and decompresses megabytes for each sample; Zstandard files with a seek table are rare.
+The alternatives cost more. An index into a gzip file needs a first pass over the whole file, and 32 KiB of memory for
+each entry point. Each sample then costs megabytes of decompression. Zstandard files with a seek table are rare.
 
-A file that is cut short or damaged is refused, since both formats say where they end.
+Both formats mark their end, so a file that is cut short or damaged raises DamagedFile.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 @contextlib.contextmanager
-def plain(file: ShardFile) -> Iterator[ShardFile]:
-    """``file`` itself, or what a compressed one holds.
+def decompressed(file: ShardFile) -> Iterator[ShardFile]:
+    """Yield ``file`` itself, or its decompressed contents if it is a gzip or Zstandard file.
 
     Raises DamagedFile for a file that is cut short or damaged, ConfigError where a package is missing, SourceError
     where the temporary file cannot be written.
     """
     first = file.pread(min(file.size, 4), 0)
-    open_stream = _gzip if first.startswith(_GZIP) else _zstd() if first == _ZSTD else None
+    open_stream = _open_gzip if first.startswith(_GZIP) else _zstd_reader() if first == _ZSTD else None
     if open_stream is None:
         yield file
         return
@@ -48,7 +48,7 @@ def plain(file: ShardFile) -> Iterator[ShardFile]:
 
 
 class _Decompressed(LocalFile):
-    """The contents of a compressed file, under its path and name."""
+    """The decompressed contents of a file, in a temporary file; ``path`` and ``name`` are the compressed file's."""
 
     def __init__(self, file: ShardFile, open_stream: Callable[..., Any]) -> None:
         self.path, self.name = file.path, file.name
@@ -59,39 +59,40 @@ class _Decompressed(LocalFile):
                 self._fd = os.dup(temporary.fileno())
         except OSError as error:
             raise SourceError(
-                f"{file.path}: cannot be decompressed into {tempfile.gettempdir()} ({error.strerror}): make room "
-                "there, set TMPDIR to a folder with room for one shard a process, or decompress the files first"
+                f"{file.path}: cannot be decompressed into {tempfile.gettempdir()} ({error.strerror}). Free space "
+                "there, set TMPDIR to a folder with space for one shard per process, or decompress the files first"
             ) from error
 
 
 def _decompress(file: ShardFile, open_stream: Callable[..., Any], to: IO[bytes]) -> int:
-    """Write what ``file`` holds to ``to``; its size in bytes."""
+    """Write the decompressed contents of ``file`` to ``to``; return their size in bytes."""
     size = 0
     with io.BufferedReader(PositionedFile(file), _BLOCK_BYTES) as raw, open_stream(raw) as stream:
-        while block := _read(file, stream):
+        while block := _read_block(file, stream):
             size += to.write(block)
     to.flush()
     return size
 
 
-def _read(file: ShardFile, stream: IO[bytes]) -> bytes:
+def _read_block(file: ShardFile, stream: IO[bytes]) -> bytes:
+    """Return the next decompressed block, empty at the end. Raises DamagedFile naming ``file``."""
     try:
         return stream.read(_BLOCK_BYTES)
     except SourceError:
         raise
     except Exception as error:  # EOFError, BadGzipFile (an OSError), zlib.error, ZstdError
         said = " ".join(str(error).split())[:200].rstrip(".")
-        raise DamagedFile(f"{file.path}: is cut short or damaged ({said}): copy or write it again") from error
+        raise DamagedFile(f"{file.path}: the file is cut short or damaged ({said}): copy or write it again") from error
 
 
-def _gzip(raw: io.BufferedReader) -> IO[bytes]:
+def _open_gzip(raw: io.BufferedReader) -> IO[bytes]:
     return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
 
 
-def _zstd() -> Callable[..., Any]:
-    """The standard library's from Python 3.14 on, else the same as a package."""
+def _zstd_reader() -> Callable[..., Any]:
+    """Return the class ZstdFile: the standard library's (Python 3.14 on) or the package's. Raises ConfigError."""
     for module in ("compression.zstd", "backports.zstd"):
         with contextlib.suppress(ImportError):
             opened: Callable[..., Any] = importlib.import_module(module).ZstdFile
             return opened
-    raise ConfigError("shards: Zstandard files need `pip install 'streampack[zstd]'`, or Python 3.14")
+    raise ConfigError("shards: reading Zstandard files needs `pip install 'streampack[zstd]'`, or Python 3.14")

@@ -1,4 +1,4 @@
-"""From paths and patterns to files with their sizes; opens one file for reading, here or at a URL."""
+"""Lists the files that paths and patterns name, with their sizes, and opens one of them, local or at a URL."""
 
 import contextlib
 import glob
@@ -13,9 +13,10 @@ from streampack.sources.files.local_files import LocalFile
 
 @contextlib.contextmanager
 def open_file(file: File, need: range | None = None) -> Iterator[ShardFile]:
-    """``need``: the bytes that will be read, None for all.
+    """Open a listed file, local or at a URL, and close it at the end.
 
-    Raises SourceError when it is gone or is not what it was when the source was opened.
+    ``need``: range of bytes that will be read, for the kernel to fetch ahead; None for all. Raises SourceError if the
+    file is gone, or changed since it was listed.
     """
     if is_url(file.path):
         from streampack.sources.files.remote import RemoteFile
@@ -30,28 +31,27 @@ def open_file(file: File, need: range | None = None) -> Iterator[ShardFile]:
 
 
 def read_file(file: File) -> bytes:
-    """All of a small one."""
+    """Return the whole contents of a small file."""
     with open_file(file) as opened:
         return opened.pread(file.size, 0)
 
 
 def find(shards: str | Sequence[str] | None, path: str | None) -> list[str]:
-    """The paths and URLs that ``shards`` (patterns) or ``path`` (one, as it is) name."""
+    """Return the paths and URLs of a source: ``shards`` are patterns to expand, ``path`` is taken literally."""
     return [path] if path is not None else expand(shards or ())
 
 
 def expand(shards: str | Sequence[str]) -> list[str]:
-    """Paths, brace patterns and globs as paths, in the order given, each glob's matches sorted by code point.
+    """Expand paths, brace patterns and globs to paths, in the order given; a glob's matches sort by code point.
 
-    Raises SourceError for a glob that matches nothing or a path that comes twice, ConfigError for a pattern that
-    is none.
+    Raises SourceError for a glob that matches nothing or a path that occurs twice, ConfigError for an invalid pattern.
 
     >>> expand("web-{00..02}.tar")
     ['web-00.tar', 'web-01.tar', 'web-02.tar']
     """
     patterns = [shards] if isinstance(shards, str) else list(shards)
     if not patterns:
-        raise ConfigError("shards: got an empty list, expected at least one path or pattern")
+        raise ConfigError("shards: got an empty list, expected at least one path or pattern: add one")
     paths: list[str] = []
     for pattern in patterns:
         for path in _expand_braces(pattern):
@@ -59,21 +59,27 @@ def expand(shards: str | Sequence[str]) -> list[str]:
     seen: set[str] = set()
     for path in (path if is_url(path) else os.path.abspath(path) for path in paths):
         if path in seen:
-            raise SourceError(f"shards: {path} comes more than once: make the patterns disjoint")
+            raise SourceError(
+                f"shards: got {path} from two patterns, expected each file once: change the patterns so that they do "
+                "not overlap"
+            )
         seen.add(path)
     return paths
 
 
 def _expand_braces(pattern: str) -> list[str]:
     if pattern.startswith("pipe:"):
-        raise ConfigError(f"shards: got {pattern!r}, expected files: a pipe has no offsets to seek to; give its URL")
+        raise ConfigError(
+            f"shards: got {pattern!r}, expected files: the output of a command cannot be read at an offset. "
+            "Give the URL that the command reads"
+        )
     if "{" not in pattern or (not is_url(pattern) and os.path.exists(pattern)):
         return [pattern]
     try:
         return expand_braces(pattern)
     except ValueError as error:
         raise ConfigError(
-            f"shards: the braces of {pattern!r} do not match; expected e.g. web-{{000..511}}.tar"
+            f"shards: got {pattern!r}, whose braces do not match; expected e.g. web-{{000..511}}.tar"
         ) from error
 
 
@@ -90,14 +96,14 @@ def _expand_glob(path: str) -> list[str]:
         found = sorted(glob.glob(path, recursive=True))
         path = os.path.abspath(path)
     if not found:
-        raise SourceError(f"{path}: got no file, expected at least one to match: mend the pattern")
+        raise SourceError(f"{path}: got no matching file, expected at least one: correct the pattern")
     return found
 
 
 def measure(paths: Sequence[str]) -> list[File]:
-    """Each path or URL with its size in bytes, and its name under the folder common to all; paths made absolute.
+    """Return a File for each path or URL: its size in bytes, and its name relative to the folder common to all.
 
-    Raises SourceError for what is not there or is no file.
+    Local paths are made absolute. Raises SourceError for a path that does not exist or is not a file.
     """
     urls = [path for path in paths if is_url(path)]
     sizes: dict[str, int] = {}
@@ -105,7 +111,7 @@ def measure(paths: Sequence[str]) -> list[File]:
         from streampack.sources.files.remote import size_urls
 
         sizes = size_urls(urls)
-    places = [_place(path) for path in paths]
+    places = [_path_in_one_tree(path) for path in paths]
     folder = os.path.commonpath([os.path.dirname(place) for place in places])
     files = []
     for path, place in zip(paths, places, strict=True):
@@ -118,8 +124,11 @@ def measure(paths: Sequence[str]) -> list[File]:
     return files
 
 
-def _place(path: str) -> str:
-    """A path as if all were in one tree; without a URL's query, which may hold a secret that changes."""
+def _path_in_one_tree(path: str) -> str:
+    """Return an absolute path for a local path, or ``/scheme/rest`` for a URL.
+
+    The result omits a URL's query, which may hold a secret that changes.
+    """
     scheme, url, rest = path.partition("://")
     return os.path.normpath(f"/{scheme}/{rest.partition('?')[0]}") if url else os.path.abspath(path)
 
@@ -129,8 +138,8 @@ def _stat(path: str) -> os.stat_result:
         status = os.stat(path)
     except OSError as error:
         raise SourceError(
-            f"{path}: cannot be read ({error.strerror}); expected a file: make it, or mend the path"
+            f"{path}: cannot be read ({error.strerror}); expected a file: create it, or correct the path"
         ) from error
     if not os.path.isfile(path):
-        raise SourceError(f"{path}: is no regular file; expected one: a folder is written as {path}/*")
+        raise SourceError(f"{path}: is not a regular file. To read the files of a folder, write {path}/*")
     return status

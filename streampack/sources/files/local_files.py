@@ -1,9 +1,9 @@
 """Files of this machine.
 
-They are read, not mapped, where one piece is asked for: a mapped file that is cut kills the process that reads it, and
-the page cache serves either. Many small pieces are copied out of a mapping, at a fifth of what a system call for each
-costs. The size is looked at before and after, so nearly always an error says that a file was cut; if it is cut in that
-very millisecond the process ends, and its leases go to another, which says so.
+A single piece is read by a system call, not through a memory mapping: if a mapped file is truncated, reading it kills
+the process. Many small pieces are copied out of a mapping, in a fifth of the time of one system call for each. The
+size is checked before and after, so a truncated file nearly always raises SourceError. If the file is truncated during
+the copy itself, the process is killed; another producer takes over its leases and raises the error.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.errors import SourceError
-from streampack.sources.files.byte_source import File, changed, join_pieces
+from streampack.sources.files.byte_source import File, changed_size_error, join_pieces
 
 
 class LocalFile:
-    """See ShardFile; one descriptor."""
+    """An open local file: a ShardFile with one descriptor. ``need``: range of bytes to fetch ahead."""
 
     def __init__(self, file: File, need: range) -> None:
         self.path, self.name, self.size = file.path, file.name, file.size
@@ -29,19 +29,19 @@ class LocalFile:
             self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SourceError(
-                f"{file.path}: cannot be opened ({error.strerror}); was there when the run began"
+                f"{file.path}: cannot be opened ({error.strerror}). The file existed when the run began: restore it"
             ) from error
         try:
             self._check_size()
             if os.fstat(self._fd).st_mtime_ns != file.mtime_ns:
                 raise SourceError(
-                    f"{file.path}: got a file written since it was opened, expected the same one; "
-                    "files must not change under a run: restore it, or start the producers again if it is equal"
+                    f"{file.path}: got a file written since it was opened, expected the same one. A file must not "
+                    "change during a run: restore it, or restart the producers if its contents are the same"
                 )
         except BaseException:
             self.close()
             raise
-        if need and hasattr(os, "posix_fadvise"):  # samples come in any order: have the kernel fetch them as a whole
+        if need and hasattr(os, "posix_fadvise"):  # samples are read in any order: fetch the range now
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._fd, need.start, len(need), os.POSIX_FADV_WILLNEED)
 
@@ -52,7 +52,7 @@ class LocalFile:
     def _check_size(self) -> None:
         size = os.lseek(self._fd, 0, os.SEEK_END)  # a third of fstat's cost; pread does not use the position
         if size != self.size:
-            raise changed(self.path, size, self.size)
+            raise changed_size_error(self.path, size, self.size)
 
     def pread(self, size: int, offset: int) -> bytes:
         try:
@@ -61,7 +61,9 @@ class LocalFile:
             while len(data) < size:  # one call reads 2 GiB at most, some network file systems less
                 more = os.pread(self._fd, size - len(data), offset + len(data))
                 if not more:
-                    raise SourceError(f"{self.path}: ends at byte {offset + len(data)}, expected {offset + size}")
+                    raise SourceError(
+                        f"{self.path}: ends at byte {offset + len(data)}, expected {offset + size}: restore the file"
+                    )
                 data += more
         except OSError as error:
             raise SourceError(f"{self.path}: cannot be read at byte {offset} ({error.strerror})") from error
@@ -74,7 +76,7 @@ class LocalFile:
         if not self._mapped:
             try:
                 self._mapped = memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_READ))
-            except OSError:  # some file systems map nothing, and a process may be held to too little address space
+            except OSError:  # some file systems do not support it, and a limit on address space may forbid it
                 return b"".join(map(self.pread, sizes.tolist(), offsets.tolist()))
         data = join_pieces(self._mapped, offsets, offsets + sizes)
         self._check_size()

@@ -1,12 +1,12 @@
-"""Files at URLs, through fsspec: ranged reads, a bounded cache of blocks, and a few tries for each.
+"""Files at URLs, read through fsspec: ranged reads, a bounded cache of blocks, and retries.
 
-Theory of operation. A read is served from blocks of 4 MiB, of which each open file keeps the 64 last used (256
-MiB): a shard up to that size crosses the network once, however its samples are shuffled; a larger one that is
-shuffled is fetched again and again, so keep remote shards below it. Blocks that are missing side by side are one
-request. A request that fails, or gives another number of bytes, is tried again up to four times within 4 s.
+Theory of operation. Reads come from blocks of 4 MiB; each open file caches the 64 blocks used last (256 MiB). A shard
+up to that size crosses the network once, in whatever order its samples are read. A larger shuffled shard is fetched
+again and again, so keep remote shards below 256 MiB. Neighboring missing blocks are one request. A request that fails,
+or returns the wrong number of bytes, is retried up to four times within 4 s.
 
-A file's size must be known, and is compared when it is opened; an object that is replaced by one of the same size
-goes unnoticed. Credentials and endpoints are fsspec's own business: its configuration file and environment.
+The store must report a file's size, which is compared when the file is opened. A replacement of the same size is not
+noticed. Credentials and endpoints come from fsspec: its configuration file and environment.
 """
 
 import importlib
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streampack.errors import ConfigError, SourceError
-from streampack.sources.files.byte_source import File, changed
+from streampack.sources.files.byte_source import File, changed_size_error
 
 _BLOCK_BYTES = 4 << 20
 _BLOCKS = 64
@@ -32,48 +32,49 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-def shown(url: str) -> str:
-    """A URL for messages: without its query, which may hold a secret."""
+def without_query(url: str) -> str:
+    """Return a URL for messages: without its query, which may hold a secret."""
     return url.partition("?")[0]
 
 
 def list_urls(pattern: str) -> list[str]:
-    """The URLs that match a glob, sorted. Raises SourceError when it cannot be listed."""
+    """Return the URLs that match a glob, sorted. Raises SourceError if the store cannot list them."""
     fs, path = _filesystem(pattern)
     if "::" in pattern:
-        raise ConfigError(f"shards: got {pattern!r}, expected no glob in a chain of file systems: list the files")
-    return sorted(fs.unstrip_protocol(found) for found in _try(shown(pattern), lambda: fs.glob(path)))
+        raise ConfigError(f"shards: got {pattern!r}: a URL with '::' cannot hold a glob. List the files one by one")
+    return sorted(fs.unstrip_protocol(found) for found in _retry(without_query(pattern), lambda: fs.glob(path)))
 
 
 def size_urls(urls: Sequence[str]) -> dict[str, int]:
-    """The size in bytes of each. Raises SourceError for one that is not there, or does not say."""
+    """Return the size in bytes of the file at each URL. Raises SourceError if one is missing or has no known size."""
     for url in urls:
-        _filesystem(url)  # an import or a name that fails does so here, not in a thread
+        _filesystem(url)  # a failing import or name raises here, not in a thread
     with ThreadPoolExecutor(min(_LISTERS, len(urls))) as pool:
         return dict(zip(urls, pool.map(_size, urls), strict=True))
 
 
 def _size(url: str) -> int:
     fs, path = _filesystem(url)
-    info = _try(shown(url), lambda: fs.info(path))
+    name = without_query(url)
+    info = _retry(name, lambda: fs.info(path))
     if info.get("type") == "directory":
-        raise SourceError(f"{shown(url)}: is no file; expected one: a folder is written as {shown(url)}/*")
+        raise SourceError(f"{name}: is not a file. To read the files of a folder, write {name}/*")
     size = info.get("size")
     if not isinstance(size, int):
-        raise SourceError(f"{shown(url)}: does not say its size, expected it to: copy it to a store that does")
+        raise SourceError(f"{name}: the store does not report the file's size. Copy the file to a store that does")
     return size
 
 
 class RemoteFile:
-    """See files.ShardFile. Reads from one thread at a time."""
+    """An open file at a URL: a ShardFile with a cache of blocks. One thread at a time may read from it."""
 
     def __init__(self, file: File) -> None:
-        self.path, self.name, self.size = shown(file.path), file.name, file.size
+        self.path, self.name, self.size = without_query(file.path), file.name, file.size
         self._fs, self._at = _filesystem(file.path)
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
         size = _size(file.path)
         if size != file.size:
-            raise changed(self.path, size, file.size)
+            raise changed_size_error(self.path, size, file.size)
 
     def close(self) -> None:
         self._blocks.clear()
@@ -86,7 +87,7 @@ class RemoteFile:
         first, last = offset // _BLOCK_BYTES, (offset + size - 1) // _BLOCK_BYTES
         if last - first >= _BLOCKS:
             return self._fetch(offset, offset + size)
-        blocks = self._held(first, last)
+        blocks = self._cached_blocks(first, last)
         begin = offset - first * _BLOCK_BYTES
         if first == last:
             return blocks[0][begin : begin + size]
@@ -95,8 +96,8 @@ class RemoteFile:
     def gather(self, sizes: NDArray[np.int64], offsets: NDArray[np.int64]) -> bytes:
         return b"".join(map(self.pread, sizes.tolist(), offsets.tolist()))
 
-    def _held(self, first: int, last: int) -> list[bytes]:
-        """The blocks first..last, fetched where they are not held."""
+    def _cached_blocks(self, first: int, last: int) -> list[bytes]:
+        """Return the blocks number ``first`` to ``last``; fetch those that are not in the cache."""
         missing = [block for block in range(first, last + 1) if block not in self._blocks]
         if missing:
             begin, end = missing[0] * _BLOCK_BYTES, min(self.size, (missing[-1] + 1) * _BLOCK_BYTES)
@@ -111,49 +112,59 @@ class RemoteFile:
         return [self._blocks[block] for block in range(first, last + 1)]
 
     def _fetch(self, begin: int, end: int) -> bytes:
+        """Request bytes ``begin`` to ``end`` of the file, with retries."""
+
         def fetch() -> bytes:
             data: bytes = self._fs.cat_file(self._at, start=begin, end=end)
             if len(data) != end - begin:
-                raise EOFError(f"got {len(data)} bytes of {end - begin}: was it replaced, or answers it no ranges")
+                raise EOFError(f"got {len(data)} bytes of {end - begin}: file replaced, or ranged reads not supported")
             return data
 
-        return _try(f"{self.path}: at byte {begin}", fetch)
+        return _retry(f"{self.path}: at byte {begin}", fetch)
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
-    """Fsspec's file system for a URL, and the path in it."""
+    """Return (fsspec file system for a URL, path in that file system). Raises ConfigError."""
     try:
         fsspec = importlib.import_module("fsspec.core")
     except ImportError as error:
-        raise ConfigError(f"{shown(url)}: URLs need `pip install 'streampack[remote]'`") from error
+        raise ConfigError(
+            f"{without_query(url)}: reading from a URL needs `pip install 'streampack[remote]'`"
+        ) from error
     try:
         fs, path = fsspec.url_to_fs(url)
     except ImportError as error:  # s3fs, gcsfs, ...: fsspec says which
-        raise ConfigError(f"{shown(url)}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{without_query(url)}: {' '.join(str(error).split())}") from error
     except ValueError as error:
-        raise ConfigError(f"{shown(url)}: {' '.join(str(error).split())}; expected a URL that fsspec knows") from error
+        text = " ".join(str(error).split())
+        raise ConfigError(f"{without_query(url)}: {text}; expected a URL that fsspec can open") from error
     return fs, path
 
 
-def _try(what: str, call: Callable[[], _T]) -> _T:
-    """``call()``, some times over if need be: stores fail now and then, each with exceptions of its own."""
+def _retry(what: str, call: Callable[[], _T]) -> _T:
+    """Return ``call()``; repeat the call after an exception, five tries in all. ``what`` names the URL in errors.
+
+    Raises SourceError after the last try, or at once if the file is missing or must not be read.
+    """
     waits = list(_WAITS_S)
     while True:
         try:
             return call()
         except (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError) as error:
-            raise SourceError(f"{what}: cannot be read ({_said(error)}); expected a file: mend the path") from error
+            raise SourceError(
+                f"{what}: cannot be read ({_error_text(error)}): correct the path or its permissions"
+            ) from error
         except Exception as error:
             if not waits:
                 raise SourceError(
-                    f"{what}: cannot be read in {len(_WAITS_S) + 1} tries ({_said(error)}); is the store up?"
+                    f"{what}: cannot be read in {len(_WAITS_S) + 1} tries ({_error_text(error)}): check the store"
                 ) from error
             if len(waits) == len(_WAITS_S):
-                _log.warning("%s: %s; trying again", what, _said(error))
+                _log.warning("a read failed: %s: %s; trying again", what, _error_text(error))
             time.sleep(waits.pop(0))
 
 
-def _said(error: Exception) -> str:
-    """In one line, whoever wrote it, and with no query in it."""
+def _error_text(error: Exception) -> str:
+    """Return the text of an exception in one line, at most 200 characters, without the queries of URLs."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return " ".join(shown(word) if "://" in word else word for word in text.split(" "))[:200]
+    return " ".join(without_query(word) if "://" in word else word for word in text.split(" "))[:200]

@@ -1,8 +1,8 @@
-"""Arrow columns as rows: what Parquet and saved datasets share. Needs pyarrow (``pip install 'streampack[parquet]'``).
+"""Converts Arrow columns to rows, for Parquet and saved datasets. Needs ``pip install 'streampack[parquet]'``.
 
-Lists of numbers become numpy arrays that share the batch's memory; lists of lists too where their lengths agree.
-Texts and chats become Python's own. Keys that are null inside a struct are left out, since a table gives every
-message, and every argument of a tool's call, all keys that any has; ``content`` and ``value`` stay.
+Lists of numbers become numpy arrays that share the record batch's memory. Lists of equally long lists become arrays
+with more dimensions. Texts and chats become Python objects. A struct's keys that are null are left out, because a
+table gives each message every key that any message has. Only the keys ``content`` and ``value`` stay when null.
 """
 
 import importlib
@@ -15,33 +15,39 @@ from streampack.errors import ConfigError, SourceError
 
 
 def need_pyarrow(module: str = "pyarrow") -> Any:
-    """The module of pyarrow. Raises ConfigError that says what to install."""
+    """Import and return a module of pyarrow. Raises ConfigError that says what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            "source: parquet and huggingface need pyarrow: `pip install 'streampack[parquet]'`"
+            "source: the formats parquet and huggingface need pyarrow: `pip install 'streampack[parquet]'`"
         ) from error
 
 
-def said(error: BaseException) -> str:
-    """The first line of an error of pyarrow's, cut to a readable length."""
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's text, at most 200 characters."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(". ")
 
 
 def choose_columns(path: str, names: Sequence[str], wanted: Sequence[str], any_of: Sequence[str]) -> list[str]:
-    """Those of a file's columns that are to be read. Raises SourceError where none of ``any_of`` is there."""
+    """Return the names of the columns to read: those of ``names`` that are in ``wanted``, in the file's order.
+
+    ``any_of``: columns that may hold the sample. Raises SourceError if the file at ``path`` has none of them.
+    """
     if not set(any_of) & set(names):
         shown = ", ".join(names)[:200] or "none"
         raise SourceError(
             f"{path}: got the columns {shown}, expected one of {', '.join(any_of)}: set text_key, tokens_key, "
-            "messages_key, prompt_key or fields to a column that is there"
+            "messages_key, prompt_key or fields to a column of the file"
         )
     return [name for name in names if name in set(wanted)]
 
 
 class ArrowRows:
-    """Columns of equal length, by row: ``rows[i]`` is a dict. UnicodeDecodeError where a text is no UTF-8."""
+    """Columns of equal length, read row by row: ``rows[i]`` is a dict from column name to value.
+
+    Indexing raises UnicodeDecodeError if a text is not valid UTF-8.
+    """
 
     def __init__(self, columns: dict[str, Any]) -> None:
         """``columns``: name to a pyarrow Array or ChunkedArray."""
@@ -57,13 +63,13 @@ class ArrowRows:
 
 
 def _reader(column: Any, pa: Any) -> Callable[[int], Any]:
-    """A function from a row's number to its value; None where it is null."""
+    """Return a function from a row number to the value of ``column`` in that row, None for null."""
     kind = column.type
     if isinstance(column, pa.ChunkedArray):  # too large to be one array
         return lambda row: _value(column[row], pa)
     if is_plain_list(kind, pa) and is_number(kind.value_type, pa):
         values = column.values
-        if values.null_count == 0:  # else a null in one row would make floats of the ints of all
+        if values.null_count == 0:  # a null in one row would convert the ints of all rows to floats
             offsets, flat = column.offsets.to_numpy(), values.to_numpy(zero_copy_only=False)
             valid = column.is_valid().to_numpy(zero_copy_only=False) if column.null_count else None
 
@@ -75,15 +81,17 @@ def _reader(column: Any, pa: Any) -> Callable[[int], Any]:
 
 
 def is_plain_list(kind: Any, pa: Any) -> bool:
-    """Lists of any length, end to end."""
+    """Return whether the Arrow type ``kind`` is a list of variable length, with 32-bit or 64-bit offsets."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def is_number(kind: Any, pa: Any) -> bool:
+    """Return whether the Arrow type ``kind`` is an integer, a float or a bool."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
 def _value(scalar: Any, pa: Any) -> Any:
+    """Convert a pyarrow scalar to a Python object or a numpy array; None for null."""
     if not scalar.is_valid:
         return None
     if isinstance(scalar, pa.ListScalar):
@@ -92,7 +100,7 @@ def _value(scalar: Any, pa: Any) -> Any:
 
 
 def _list(values: Any, pa: Any) -> Any:
-    """An array of numbers as one of numpy's; of lists of one length as one of more dimensions; else a list."""
+    """Convert a pyarrow array to a numpy array if it holds numbers, or equally long lists of them; else to a list."""
     if is_number(values.type, pa):
         return values.to_numpy(zero_copy_only=False)
     if _is_list(values.type, pa) and len(values) and values.null_count == 0:
@@ -104,10 +112,12 @@ def _list(values: Any, pa: Any) -> Any:
 
 
 def _is_list(kind: Any, pa: Any) -> bool:
+    """Return whether the Arrow type ``kind`` is a list of variable or fixed length."""
     return is_plain_list(kind, pa) or bool(pa.types.is_fixed_size_list(kind))
 
 
 def _without_nulls(value: Any) -> Any:
+    """Return ``value`` without the null entries of its dicts, at any depth, except ``content`` and ``value``."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, dict):

@@ -1,13 +1,14 @@
 """Datasets of Hugging Face as ``Dataset.save_to_disk`` writes them: a row is a sample.
 
-Theory of operation. The folder holds state.json, which names the files, and Arrow IPC streams, one a file: a schema,
-record batches (of 1000 rows), an end marker. The index is the offset, size and rows of each batch, from the headers
-of the messages alone (https://arrow.apache.org/docs/format/Columnar.html, "Encapsulated message format"; the header
-is a flatbuffer of Message.fbs). A batch is what is read at once, and one is held; so the order shuffles the batches
-of a file, and the rows in each. A batch is checked as a whole before any of its rows is used: damaged offsets would
-end the process.
+Theory of operation. The folder holds state.json, which names the files. Each file is an Arrow IPC stream: a schema,
+record batches of 1000 rows, an end marker. The index holds the offset, size and number of rows of each batch. It comes
+from the headers of the messages (https://arrow.apache.org/docs/format/Columnar.html, "Encapsulated message format"; a
+header is a flatbuffer of Message.fbs). A batch is read as a whole, and one is held at a time. So the order shuffles the
+batches of a file, and the rows in each. A batch is validated before its rows are used, because damaged offsets would
+crash the process.
 
-``datasets`` is not needed, only pyarrow. Rows that were shuffled or selected must be written out before saving.
+The package ``datasets`` is not needed, only pyarrow. Call ``flatten_indices()`` on a shuffled or selected dataset
+before saving it.
 """
 
 import json
@@ -22,7 +23,7 @@ from streampack.core.model.fields import Field
 from streampack.errors import DamagedFile, SourceError
 from streampack.sources.files.byte_source import ShardFile
 from streampack.sources.files.listing import find, measure, read_file
-from streampack.sources.formats.arrow import ArrowRows, choose_columns, need_pyarrow, said
+from streampack.sources.formats.arrow import ArrowRows, choose_columns, first_line, need_pyarrow
 from streampack.sources.formats.list_columns import ListShard, plan_of
 from streampack.sources.formats.rows import MISSING, RowReader, missing_from
 from streampack.sources.records import AnyShard, Format, Sample
@@ -37,7 +38,7 @@ _INDICES = ("_indices_data_files", "_indices_files")
 
 
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
-    """What open_source calls."""
+    """Open saved datasets: list their data files, and return how to open each as a shard."""
     need_pyarrow()
 
     def index(fields: Sequence[Field]) -> Callable[[ShardFile], AnyShard]:
@@ -49,46 +50,49 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
 
 
 def _files(folder: str) -> list[str]:
-    """The data files of a saved dataset, in its order. Raises SourceError for what is none."""
+    """Return the paths of a saved dataset's data files, in its order. Raises SourceError if it is not a dataset."""
     try:
         (state_file,) = measure([posixpath.join(folder, "state.json")])
     except SourceError as error:
-        raise SourceError(f"{folder}: {_no_dataset(folder)}") from error
+        raise SourceError(f"{folder}: {_why_no_dataset(folder)}") from error
     try:
         state = json.loads(read_file(state_file))
         names = [entry["filename"] for entry in state["_data_files"]]
         moved = any(state.get(key) for key in _INDICES)
         if not all(isinstance(name, str) and name == posixpath.basename(name) for name in names):
-            raise ValueError("names of files that are no names")
+            raise ValueError("file names with a folder in them")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SourceError(f"{state_file.path}: is damaged ({error!r}): save the dataset again") from error
+        raise SourceError(f"{state_file.path}: the file is damaged ({error!r}): save the dataset again") from error
     if moved:
         raise SourceError(
-            f"{folder}: got rows that are selected by indices, expected them written out: save "
+            f"{folder}: got a dataset whose rows are selected by indices, expected all rows in order: save "
             "dataset.flatten_indices() instead"
         )
     if not names:
-        raise SourceError(f"{folder}: names no data files, expected one: save the dataset again")
+        raise SourceError(f"{folder}: got a dataset without data files, expected at least one: save it again")
     return [posixpath.join(folder, name) for name in names]
 
 
-def _no_dataset(folder: str) -> str:
+def _why_no_dataset(folder: str) -> str:
+    """Return the error text for a folder without state.json; it names the splits if the folder holds some."""
     try:
         (splits_file,) = measure([posixpath.join(folder, "dataset_dict.json")])
         splits = [str(split) for split in json.loads(read_file(splits_file))["splits"]]
-        return f"holds the splits {', '.join(splits)}, expected one: give {folder}/{splits[0]}"
+        return f"got a folder with the splits {', '.join(splits)}, expected one split: give {folder}/{splits[0]}"
     except (SourceError, ValueError, KeyError, TypeError, IndexError):
-        return "holds no state.json, expected a folder that Dataset.save_to_disk wrote"
+        return "got a folder without state.json, expected a folder that Dataset.save_to_disk wrote"
 
 
 class _Message(NamedTuple):
+    """A message of an Arrow stream: byte offset, size in bytes with its header, and rows (0 for a schema)."""
+
     offset: int
     size: int
     rows: int
 
 
 class ArrowShard:
-    """An indexed Arrow stream, and one batch's rows; a few words are held for each batch."""
+    """A shard of one Arrow stream: the index of its record batches, and the rows of the batch read last."""
 
     def __init__(self, file: ShardFile, reader: RowReader) -> None:
         self._pa = need_pyarrow()
@@ -100,7 +104,7 @@ class ArrowShard:
             self._schema = self._pa.ipc.read_schema(self._pa.py_buffer(file.pread(schema.size, schema.offset)))
             self._names = list(self._schema.names)
         except Exception as error:
-            raise _broken(file, schema.offset, said(error)) from error
+            raise _broken(file, schema.offset, first_line(error)) from error
         self._columns = choose_columns(file.path, self._names, reader.keys, reader.sample_keys)
         self._batch, self._rows = -1, ArrowRows({})
 
@@ -108,41 +112,44 @@ class ArrowShard:
         return self._ends[-1] if self._ends else 0
 
     def as_arrays(self) -> AnyShard:
-        """This shard, or one of arrays where its rows are ids."""
+        """Return a ListShard over this shard if its rows are ids and numbers; else the shard itself."""
         plan = plan_of(self._schema, self._reader)
         return self if plan is None else ListShard(self, plan)
 
     def rows_of(self, sample: int) -> tuple[ArrowRows, range]:
-        """The batch that holds a sample, and the samples that it holds."""
+        """Return the rows of the record batch that holds a sample, and the range of sample numbers in that batch."""
         batch = bisect_right(self._ends, sample)
         if batch != self._batch:
-            self._rows, self._batch = self._read(self._batches[batch]), batch
+            self._rows, self._batch = self._read_batch(self._batches[batch]), batch
         return self._rows, range(self._ends[batch] - self.blocks[batch], self._ends[batch])
 
     def load(self, sample: int) -> Sample | str:
+        """Read one row as a sample, or return the reason why it is rejected."""
         rows, run = self.rows_of(sample)
         got = self._reader(rows[sample - run.start])
         return missing_from(self._names) if got == MISSING else got
 
-    def _read(self, batch: _Message) -> ArrowRows:
+    def _read_batch(self, batch: _Message) -> ArrowRows:
+        """Read and validate the wanted columns of one record batch. Raises DamagedFile."""
         data = self._pa.py_buffer(self._file.pread(batch.size, batch.offset))
         try:
             read = self._pa.ipc.read_record_batch(self._pa.ipc.read_message(data), self._schema)
             if read.num_rows != batch.rows:
-                raise ValueError(f"{read.num_rows} rows of {batch.rows}")
+                raise ValueError(f"{read.num_rows} rows instead of {batch.rows}")
             columns = {name: read.column(self._names.index(name)) for name in self._columns}
             for column in columns.values():
                 column.validate(full=True)
             return ArrowRows(columns)
         except Exception as error:
-            raise _broken(self._file, batch.offset, said(error)) from error
+            raise _broken(self._file, batch.offset, first_line(error)) from error
 
     def where(self, sample: int) -> str:
+        """Return the file and row number of a sample, for messages."""
         return f"{self._file.name}:row {sample}"
 
 
 def _index(file: ShardFile) -> tuple[_Message, list[_Message]]:
-    """The schema's message and those of the batches. Raises SourceError unless the stream is whole."""
+    """Return (schema message, record batch messages) of an Arrow stream. Raises SourceError if it is incomplete."""
     schema: _Message | None = None
     batches: list[_Message] = []
     at = 0
@@ -150,36 +157,38 @@ def _index(file: ShardFile) -> tuple[_Message, list[_Message]]:
         raise DamagedFile(f"{file.path}: got 0 bytes, expected an Arrow stream: save the dataset again")
     while True:
         if at + 8 > file.size:
-            raise _broken(file, at, "it ends without its end marker")
+            raise _broken(file, at, "the stream ends without its end marker")
         mark, size = struct.unpack("<II", file.pread(8, at))
         if mark != _CONTINUATION:
             raise _broken(file, at, "no message begins there")
         if size == 0:
             break
         if size > min(_MAX_HEADER_BYTES, file.size - at - 8):
-            raise _broken(file, at, f"a header of {size} bytes where {file.size - at - 8} are left")
+            raise _broken(file, at, f"a header has {size} bytes where {file.size - at - 8} are left")
         kind, rows, body = _read_header(file, at, file.pread(size, at + 8))
         if body > file.size - at - 8 - size:
-            raise _broken(file, at, f"a batch of {body} bytes where {file.size - at - 8 - size} are left")
+            raise _broken(file, at, f"a batch has {body} bytes where {file.size - at - 8 - size} are left")
         message = _Message(at, 8 + size + body, rows)
         if kind == _SCHEMA and schema is None:
             schema = message
         elif kind == _BATCH and schema is not None:
             batches.append(message)
         elif kind == _DICTIONARY:
-            raise SourceError(f"{file.path}: has dictionary-encoded columns, expected none: cast them and save again")
+            raise SourceError(
+                f"{file.path}: got dictionary-encoded columns, expected none: cast them and save the dataset again"
+            )
         else:
-            raise _broken(file, at, f"a message of kind {kind}")
+            raise _broken(file, at, f"got an unexpected message of kind {kind}")
         at += message.size
     if schema is None:
-        raise _broken(file, at, "it has no schema")
+        raise _broken(file, at, "the stream has no schema")
     if at + 8 != file.size:
-        raise _broken(file, at + 8, "data after its end")
+        raise _broken(file, at + 8, "got data after the end marker")
     return schema, batches
 
 
 def _read_header(file: ShardFile, at: int, header: bytes) -> tuple[int, int, int]:
-    """(kind, rows, bytes of the body) in a message's flatbuffer."""
+    """Return (kind, rows, bytes of the body) from the flatbuffer of a message at offset ``at``. Raises DamagedFile."""
     try:
         message = struct.unpack_from("<I", header)[0]
         kind_at, inner_at, body_at = (_slot(header, message, slot) for slot in (1, 2, 3))
@@ -190,15 +199,15 @@ def _read_header(file: ShardFile, at: int, header: bytes) -> tuple[int, int, int
             batch = inner_at + struct.unpack_from("<I", header, inner_at)[0]
             rows_at = _slot(header, batch, 0)
             rows = struct.unpack_from("<q", header, rows_at)[0] if rows_at else 0
-        if body < 0 or not 0 <= rows <= 8 * body:  # a column takes a bit a row at least
-            raise ValueError("sizes that cannot be")
+        if body < 0 or not 0 <= rows <= 8 * body:  # a column takes at least one bit per row
+            raise ValueError("impossible sizes")
     except (struct.error, IndexError, ValueError) as error:
-        raise _broken(file, at, "a header that cannot be read") from error
+        raise _broken(file, at, "a header cannot be decoded") from error
     return kind, rows, body
 
 
 def _slot(buffer: bytes, table: int, slot: int) -> int:
-    """Where field number ``slot`` of the flatbuffer table at ``table`` lies; 0 where it is left at its default."""
+    """Return the offset of field number ``slot`` of the flatbuffer table at ``table``; 0 if the field is absent."""
     vtable = table - struct.unpack_from("<i", buffer, table)[0]
     if vtable < 0:
         raise ValueError("a table outside of the buffer")
@@ -209,6 +218,7 @@ def _slot(buffer: bytes, table: int, slot: int) -> int:
 
 
 def _broken(file: ShardFile, offset: int, got: Any) -> DamagedFile:
+    """Return the error for an Arrow stream that is damaged at byte ``offset``; ``got`` says what is wrong."""
     return DamagedFile(
-        f"{file.path}: at byte {offset}: {got}; the file is cut short, damaged or no Arrow stream: save it again"
+        f"{file.path}: at byte {offset}: {got}. The file is cut short, damaged or not an Arrow stream: save it again"
     )

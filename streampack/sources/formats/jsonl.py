@@ -1,13 +1,13 @@
-"""JSON lines: one object a line, a row.
+"""JSON lines: each line is a JSON object, which is a row.
 
-Theory of operation. The index is the offset, length and number of every line, found by scanning the file for
-newline bytes once, 1 MiB at a time; no JSON is parsed for it. So a line that does not parse still has its place.
-Lines that are empty are no records (a file may end with or without a newline, lines may end in CR LF); a line of
-blanks is one, and rejected. A byte-order mark at the very beginning is passed over. A file of 0 bytes is an
-empty shard. A field that is null counts as absent. Format: https://jsonlines.org and RFC 8259.
+Theory of operation. The index holds the offset, length and number of every line. Building it scans the file once for
+newline bytes, 1 MiB at a time. No JSON is parsed, so a line that does not parse keeps its place. Empty lines are
+not samples; a line of blanks is a rejected sample. Lines may end in LF or CR LF, the last line in neither. A byte-order
+mark at the beginning is skipped. A file of 0 bytes is an empty shard. A null value counts as absent. The format is that
+of https://jsonlines.org and RFC 8259.
 
-Keys that are not asked for are skipped without being built. ``open_row`` is also what reads the .json members
-of tar shards, and ``index_lines`` what finds the lines of plain text.
+Unwanted keys are skipped without building their values. The function ``open_row`` also reads the .json members of tar
+shards, and ``index_lines`` also finds the lines of plain text.
 """
 
 import codecs
@@ -35,7 +35,7 @@ _NOT_JSON = re.compile(rb"NaN|Infinity")
 
 
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
-    """What open_source calls."""
+    """Open JSON lines files: list them, and return how to open each as a shard."""
 
     def index(fields: Sequence[Field]) -> Callable[[ShardFile], Shard]:
         reader = RowReader(settings, tokenizer, fields)
@@ -46,7 +46,7 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
 
 
 class JsonlShard:
-    """An indexed file of JSON lines; 24 bytes are held for each."""
+    """A shard of one JSON lines file; its index takes 24 bytes per line."""
 
     blocks = ()
 
@@ -58,25 +58,27 @@ class JsonlShard:
         return len(self._offsets)
 
     def load(self, sample: int) -> Sample | str:
+        """Read one line as a sample, or return the reason why it is rejected."""
         line = self._file.pread(self._sizes[sample], self._offsets[sample])
         row = self._decode(line)
         got = row if isinstance(row, str) else self._reader(row)
         return missing_in(line) if got == MISSING else got
 
     def where(self, sample: int) -> str:
+        """Return the file and line number of a sample, for messages."""
         return f"{self._file.name}:line {self._lines[sample]}"
 
 
 def index_lines(file: ShardFile) -> tuple["array[int]", "array[int]", "array[int]"]:
-    """(offsets, sizes without the line's end, numbers from 1) of the lines that are not empty; three of int64.
+    """Return (offsets, sizes without line ends, line numbers from 1) of the lines that are not empty, as int64 arrays.
 
-    Raises SourceError when the file is compressed, or changes meanwhile.
+    Offsets and sizes are in bytes. Raises SourceError if the file is compressed, or changes during the scan.
     """
     first = file.pread(min(file.size, 8), 0)
     refuse_compressed(file, first)
     offsets, sizes, lines = array("q"), array("q"), array("q")
     begin = len(codecs.BOM_UTF8) if first.startswith(codecs.BOM_UTF8) else 0
-    number, before = 1, 0  # of the line that begins at `begin`; the byte before the block
+    number, before = 1, 0  # number of the line that begins at `begin`; last byte of the previous block
     for offset in range(0, file.size, _BLOCK_BYTES):
         block = np.frombuffer(file.pread(min(_BLOCK_BYTES, file.size - offset), offset), np.uint8)
         found = np.flatnonzero(block == _NEWLINE)
@@ -97,9 +99,10 @@ def index_lines(file: ShardFile) -> tuple["array[int]", "array[int]", "array[int
 
 
 def open_row(keys: Sequence[str]) -> Callable[[bytes], dict[str, Any] | str]:
-    """A function from the bytes of one JSON object to those of ``keys`` that it has, or to a reason.
+    """Return a function that decodes the bytes of one JSON object to a dict of those ``keys`` that it has.
 
-    Reasons: ``json`` (does not parse, or is no object; a Because with the parser's words), ``encoding``.
+    For bytes that cannot be decoded the function returns a reason, ``encoding`` or ``json``. The reason ``json`` (not
+    valid JSON, or not an object) is a Because with the parser's message.
 
     >>> open_row(["text"])(b'{"text": "hi", "id": 7}'), open_row(["text"])(b"[]")
     ({'text': 'hi'}, 'json')
@@ -113,26 +116,26 @@ def open_row(keys: Sequence[str]) -> Callable[[bytes], dict[str, Any] | str]:
         except UnicodeDecodeError:
             return "encoding"
         except (ValueError, RecursionError) as error:
-            return Because("json", _why(line, error))
+            return Because("json", _json_error(line, error))
 
     return load
 
 
 def missing_in(line: bytes) -> Because:
-    """The reason of a JSON object in which the sample is missing."""
+    """Return the reason ``missing`` for a JSON object without a sample, with the keys that the object has."""
     try:
         row = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
-    except ValueError:  # a key that is no UTF-8
+    except ValueError:  # a key that is not UTF-8
         return Because(MISSING, "")
     return missing_from(key for key, value in row.items() if bytes(value) != b"null")
 
 
-def _why(line: bytes, error: Exception) -> str:
-    """What the parser says of a line that is no JSON object."""
+def _json_error(line: bytes, error: Exception) -> str:
+    """Return a readable message for the parser's ``error`` on a line that is not a JSON object."""
     if not line.strip():
         return "the line is blank"
     if isinstance(error, RecursionError):
-        return "nested too deep"
+        return "nested too deeply"
     words = str(error).removeprefix("JSON is malformed: ")
     at = _AT.search(words)
     number = _NOT_JSON.match(line, int(at[1])) if at else None

@@ -1,9 +1,9 @@
 """Columns of lists of ids, in Parquet and Arrow files: many rows are read at once.
 
-Theory of operation. Arrow keeps the lists of a column end to end, with the places where each begins. So the rows of
-one group (a row group, a record batch) are gathered like pieces of a file: the ids, and each declared field that is a
-list of numbers beside them, or one number a row. Rows that are anything else (null, a null in a list, a field longer
-than its ids) are found for the whole group at once, and read by themselves, as rows of all kinds are.
+Theory of operation. Arrow stores the lists of a column in one array, with the offsets where each list begins. So the
+rows of one group (a row group or a record batch) are copied like pieces of a file. The ids are copied, and each
+declared field that is a list of numbers or one number per row. Irregular rows (null, a null in a list, a
+field of another length than its ids) are read one by one.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,10 @@ from streampack.sources.records import RawSamples, Sample
 
 
 class ColumnPlan(NamedTuple):
-    """The columns: of the ids, and of the declared fields that are there."""
+    """Columns to read many rows at once: ``ids`` names the ids' column, ``fields`` pairs fields with their columns.
+
+    ``by_sample``: names of the fields that have one value per sample.
+    """
 
     ids: str
     fields: tuple[tuple[Field, str], ...]
@@ -30,7 +33,7 @@ class ColumnPlan(NamedTuple):
 
 
 def plan_of(schema: Any, reader: RowReader) -> ColumnPlan | None:
-    """How the rows of this pyarrow schema are read many at once; None where they are not ids and numbers."""
+    """Return the columns of a pyarrow schema to read many rows at once; None if its rows are not ids and numbers."""
     pa = need_pyarrow()
     ids = reader.only_ids(schema.names)
     if ids is None or not is_plain_list(schema.field(ids).type, pa):
@@ -51,19 +54,25 @@ def plan_of(schema: Any, reader: RowReader) -> ColumnPlan | None:
 
 
 class Grouped(Protocol):
-    """A shard of groups of rows."""
+    """A shard whose rows are stored in groups, such as row groups or record batches."""
 
     @property
-    def blocks(self) -> Sequence[int]: ...
+    def blocks(self) -> Sequence[int]:
+        """Number of rows of each group."""
+
     def __len__(self) -> int: ...
-    def load(self, sample: int) -> Sample | str: ...
-    def where(self, sample: int) -> str: ...
+    def load(self, sample: int) -> Sample | str:
+        """Read one row as a sample, or return the reason why it is rejected."""
+
+    def where(self, sample: int) -> str:
+        """Return the file and row number of a sample, for messages."""
+
     def rows_of(self, sample: int) -> tuple[ArrowRows, range]:
-        """The group that holds a sample, and the samples that it holds."""
+        """Return the rows of the group that holds a sample, and the range of sample numbers in that group."""
 
 
 class ListShard:
-    """See ArrayShard."""
+    """An ArrayShard over a shard of row groups: reads many rows of ids and numbers at once."""
 
     def __init__(self, shard: Grouped, plan: ColumnPlan) -> None:
         self._shard, self._plan = shard, plan
@@ -75,8 +84,9 @@ class ListShard:
         return len(self._shard)
 
     def gather(self, samples: NDArray[np.int64], tokens: int) -> RawSamples:
+        """Read the leading rows of ``samples`` that lie in one group and fit into ``tokens`` ids, at least one."""
         if samples[0] not in self._run:
-            self._run, self._lists = range(0), None  # two are never held
+            self._run, self._lists = range(0), None  # free the last group before reading the next
             rows, self._run = self._shard.rows_of(int(samples[0]))
             self._lists = _open_lists(rows.columns, self._plan)
         if self._lists is not None:
@@ -88,7 +98,11 @@ class ListShard:
 
 
 class _ListColumn(NamedTuple):
-    """Lists end to end: bytes of the values, and where in ``dtype`` values each begins and ends, int64 [rows]."""
+    """A column of lists in one array.
+
+    - ``data``: bytes of all values, of type ``dtype``.
+    - ``begins``, ``ends``: each list's first value and the value after its last, as indices, int64 [rows].
+    """
 
     data: memoryview
     dtype: np.dtype[Any]
@@ -96,12 +110,18 @@ class _ListColumn(NamedTuple):
     ends: NDArray[np.int64]
 
     def gather(self, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the values of the lists of these rows, joined."""
         size = self.dtype.itemsize
         return np.frombuffer(join_pieces(self.data, self.begins[rows] * size, self.ends[rows] * size), self.dtype)
 
 
 class _Lists(NamedTuple):
-    """One group: its ids, its fields by name as lists or as one value a row, and which rows are to be read alone."""
+    """The columns of one group of rows.
+
+    - ``ids``: lists of ids.
+    - ``lists``, ``values``: fields by name, with a list or with one value per row.
+    - ``odd``: bool [rows], True for rows that must be read one by one.
+    """
 
     ids: _ListColumn
     lists: dict[str, _ListColumn]
@@ -109,7 +129,7 @@ class _Lists(NamedTuple):
     odd: NDArray[np.bool_]
 
     def gather(self, rows: NDArray[np.int64], tokens: int) -> RawSamples | None:
-        """The first of ``rows``, as many as have ``tokens`` ids; None where the very first is odd."""
+        """Read the leading regular rows of ``rows`` that fit into ``tokens`` ids; None if the first is irregular."""
         odd = np.flatnonzero(self.odd[rows])
         lengths = self.ids.ends[rows] - self.ids.begins[rows]
         count = min(fitting(lengths, tokens), int(odd[0]) if len(odd) else len(rows))
@@ -122,7 +142,11 @@ class _Lists(NamedTuple):
 
 
 def _open_lists(columns: dict[str, Any], plan: ColumnPlan) -> _Lists | None:
-    """None where a column is too large to be one array, or values do not fit the declared field: rows say which."""
+    """Open the columns of one group of rows for reading many rows at once.
+
+    Returns None if a column is too large for one array, or if values do not fit a declared field. The rows are then
+    read one by one, so that each bad row gets its reason.
+    """
     if any(
         isinstance(columns[key], need_pyarrow().ChunkedArray) for key in (plan.ids, *(key for _, key in plan.fields))
     ):
@@ -147,7 +171,7 @@ def _open_lists(columns: dict[str, Any], plan: ColumnPlan) -> _Lists | None:
 
 
 def _open_column(array: Any) -> tuple[_ListColumn, NDArray[Any], NDArray[np.bool_]]:
-    """(the lists of a pyarrow array, their values end to end, which of them are or hold a null)."""
+    """Return (lists of a pyarrow array, all their values, bool [rows]: lists that are null or hold a null)."""
     flat, null_values = _numbers(array.values)
     offsets = array.offsets.to_numpy().astype(np.int64)
     odd = array.is_null().to_numpy(zero_copy_only=False)
@@ -158,10 +182,11 @@ def _open_column(array: Any) -> tuple[_ListColumn, NDArray[Any], NDArray[np.bool
 
 
 def _numbers(array: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """(values, which are null) of a pyarrow array of numbers; nulls are 0."""
+    """Return (values of a pyarrow array of numbers with 0 for nulls, bool mask of the nulls)."""
     null = array.is_null().to_numpy(zero_copy_only=False)
     return (array.fill_null(0) if array.null_count else array).to_numpy(zero_copy_only=False), null
 
 
 def _bytes(values: NDArray[Any]) -> memoryview:
+    """Return a view of an array's bytes."""
     return np.ascontiguousarray(values).view(np.uint8).data

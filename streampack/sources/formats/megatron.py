@@ -1,13 +1,13 @@
 r"""Megatron's indexed datasets: PREFIX.bin holds token ids, PREFIX.idx says where each sequence lies.
 
-Theory of operation. The index (megatron/core/datasets/indexed_dataset.py, version 1) is, little-endian:
+Theory of operation. The index (megatron/core/datasets/indexed_dataset.py, version 1) is, little-endian::
 
     b"MMIDIDX\0\0", version u64 = 1, dtype code u8, number of sequences u64, number of document bounds u64,
     sizes int32 [sequences], pointers int64 [sequences] (bytes into .bin), document bounds int64 [bounds],
     and in multimodal data modes int8 [sequences]
 
-A sequence is a sample. A shard is a run of sequences, about 64 runs per pair of files, so that several partitions
-share one pair and at most 65,536 index entries are in memory. A shard's part of the index is read and checked when
+A sequence is a sample. Each pair of files is divided into about 64 shards, runs of sequences. So several partitions
+share one pair, and at most 65,536 index entries are in memory. A shard's part of the index is read and checked when
 the shard is opened.
 
 The sequences must cover the .bin exactly once, in any order. Each shard checks that its sequences lie end to end;
@@ -49,9 +49,11 @@ _INDEX_BLOCK = 1 << 16
 
 
 class Pair(NamedTuple):
-    """PREFIX.bin and PREFIX.idx.
+    """The files PREFIX.bin and PREFIX.idx, with facts from the head of the index.
 
-    ``dtype``: of the ids. ``sequences``: their number. ``modes_at``: byte offset of the modes in the .idx, 0 without.
+    - ``dtype``: dtype of the ids in the .bin.
+    - ``sequences``: number of sequences.
+    - ``modes_at``: byte offset of the modes in the .idx; 0 if it has none.
     """
 
     data: File
@@ -75,13 +77,15 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
     runs = [pieces(pair.sequences) for pair in pairs]
     ends = list(accumulate(map(len, runs)))
     checked: set[int] = set()
-    """Pairs whose sequences are in another order than their data, and were checked as a whole."""
+    """Numbers of the pairs whose whole index was checked, because it lists sequences in another order than the data."""
 
     def reader(fields: Sequence[Field]) -> OpenShard:
-        FieldReader(settings, fields)  # refuses a field that the run does not declare
+        """Return a function that opens a shard by its number. Raises ConfigError for an undeclared field."""
+        FieldReader(settings, fields)  # raises for a field that the run does not declare
 
         @contextlib.contextmanager
         def open_shard(number: int) -> Iterator[AnyShard]:
+            """Open shard ``number``: read and check its part of the index, and open the .bin."""
             at = bisect_right(ends, number)
             pair, run = pairs[at], runs[at][number - ends[at]]
             with open_file(pair.idx, range(0)) as index:
@@ -103,7 +107,10 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
 
 
 class SequenceShard:
-    """Sequences of one run; 24 bytes are held for each. ``numbers``: their numbers in the index."""
+    """A shard of consecutive sequences of one .bin file, with 24 bytes of index per sequence.
+
+    ``numbers``: number of each sequence in the index. ``sizes``: ids of each. ``pointers``: byte offset of each.
+    """
 
     blocks = ()
 
@@ -118,16 +125,19 @@ class SequenceShard:
         return len(self._sizes)
 
     def gather(self, samples: NDArray[np.int64], tokens: int) -> RawSamples:
+        """Read the leading sequences of ``samples`` that fit into ``tokens`` ids, at least one."""
         lengths = self._sizes[samples]
         samples, lengths = samples[: (count := fitting(lengths, tokens))], lengths[:count]
         data = self._file.gather(lengths * self._dtype.itemsize, self._pointers[samples])
         return as_samples(np.frombuffer(data, self._dtype), lengths)
 
     def where(self, sample: int) -> str:
+        """Return the file and sequence number of a sample, for messages."""
         return f"{self._file.name}:sequence {self._numbers[sample]}"
 
 
 def _prefix(path: str) -> str:
+    """Return a path without its suffix .bin or .idx."""
     return path.removesuffix(".bin").removesuffix(".idx")
 
 
@@ -135,7 +145,7 @@ def _open_pair(data: File, index: File) -> Pair:
     """Read the head of an index. Raises SourceError if the head or the file's size is wrong."""
     with open_file(index, range(0)) as file:
         if index.size < _HEADER.size:
-            raise _broken(index, f"got {index.size} bytes, expected {_HEADER.size} at least")
+            raise _broken(index, f"got {index.size} bytes, expected at least {_HEADER.size}")
         magic, version, code, sequences, bounds = _HEADER.unpack(file.pread(_HEADER.size, 0))
         if magic != _MAGIC or version != 1:
             raise _broken(index, f"got the head {magic!r}, version {version}, expected {_MAGIC!r}, version 1")
@@ -143,7 +153,7 @@ def _open_pair(data: File, index: File) -> Pair:
             raise _broken(index, f"got the dtype code {code}, expected 1..8")
         dtype = np.dtype(_DTYPES[code])
         if dtype.kind == "f":
-            raise SourceError(f"{index.path}: got {dtype} data, expected token ids: integers")
+            raise SourceError(f"{index.path}: got {dtype} data, expected integer token ids")
         size = _HEADER.size + 12 * sequences + 8 * bounds
         if index.size not in (size, size + sequences):
             raise _broken(index, f"got {index.size} bytes, expected {size} for {sequences} sequences")
@@ -164,12 +174,12 @@ def _entries(file: ShardFile, pair: Pair, begin: int, count: int) -> tuple[NDArr
 def _read_index(
     file: ShardFile, pair: Pair, run: range
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], SourceError | None]:
-    """Return (sizes in ids, pointers in bytes, error) of a run; the error is None if sequences lie end to end.
+    """Return (sizes in ids, pointers in bytes, error) of the sequences of ``run``.
 
-    The error is true unless the sequences cover the .bin in another order. Raises SourceError for a sequence that
-    cannot be.
+    The error is None if the sequences lie end to end. Else it applies unless the whole index covers the .bin once, in
+    another order. Raises SourceError for a sequence outside the .bin.
     """
-    more = min(len(run) + 1, pair.sequences - run.start)  # our last must end where the next run's first begins
+    more = min(len(run) + 1, pair.sequences - run.start)  # the last must end where the next run begins
     sizes, pointers = _entries(file, pair, run.start, more)
     item = pair.dtype.itemsize
     ends = pointers + sizes * item
@@ -180,11 +190,12 @@ def _read_index(
         apart[0] |= pointers[0] != 0
 
     def error(sample: int) -> SourceError:
+        """Return the error that names sequence ``sample`` of the run."""
         return SourceError(
             f"{pair.data.path}: got {pair.data.size} bytes, but its .idx puts sequence {run.start + sample} of "
-            f"{sizes[sample]} ids at byte {pointers[sample]}, before byte {limits[sample]}; expected sequences of "
-            f"{item}-byte ids that cover the file once: one of the two is cut short, damaged or belongs to another "
-            "file; copy or write both again"
+            f"{sizes[sample]} ids at byte {pointers[sample]}, before byte {limits[sample]}. Expected sequences of "
+            f"{item}-byte ids that cover the file once. One of the two files is cut short, damaged or belongs to "
+            "another file: copy or write both again"
         )
 
     if bad.any():
@@ -196,9 +207,9 @@ def _read_index(
 def _cover_once(file: ShardFile, pair: Pair) -> bool:
     """Return whether the sequences, in any order, hold every byte of the .bin exactly once.
 
-    Each sequence adds hash(end) - hash(begin) to a sum modulo 2**64. Where one ends and another begins the terms
-    cancel, so that hash(size) - hash(0) is left exactly when each byte is in one sequence (but for one damaged file
-    in 2**64). So the index is read block by block, and nothing is sorted.
+    Each sequence adds hash(end) - hash(begin) to a sum modulo 2**64. Where one ends and another begins, the terms
+    cancel. If each byte is in one sequence, hash(size) - hash(0) remains; a wrong index gives that sum with a chance
+    of 1 in 2**64. So the index is read block by block, and nothing is sorted.
     """
     total = _hash(np.array([0])) - _hash(np.array([pair.data.size]))
     for begin in range(0, pair.sequences, _INDEX_BLOCK):
@@ -218,7 +229,7 @@ def _hash(places: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def _of_modes(file: ShardFile, pair: Pair, run: range, modes: Sequence[int] | None) -> NDArray[np.int64]:
-    """Return the places in a run of sequences with these modes. Without modes in the index all are text, mode 0."""
+    """Return the indices in ``run`` of the sequences with these modes. If the index has no modes, all have mode 0."""
     if modes is None:
         return np.arange(len(run))
     if not pair.modes_at:
@@ -228,4 +239,5 @@ def _of_modes(file: ShardFile, pair: Pair, run: range, modes: Sequence[int] | No
 
 
 def _broken(index: File, got: str) -> SourceError:
-    return SourceError(f"{index.path}: {got}; the file is cut short, damaged or no index: copy or write it again")
+    """Return the error for an .idx file that is not valid; ``got`` says what is wrong."""
+    return SourceError(f"{index.path}: {got}. The file is cut short, damaged or not an index: copy or write it again")

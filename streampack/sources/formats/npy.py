@@ -1,4 +1,4 @@
-"""The arrays in .npy files (numpy.lib.format, versions 1 and 2): never unpickled, never trusted about their size."""
+"""Reads arrays from .npy files (numpy.lib.format, versions 1 and 2), without unpickling or trusting their size."""
 
 import functools
 import io
@@ -11,9 +11,10 @@ _MAX_HEADER = 10_000
 
 
 def load_npy(raw: bytes) -> NDArray[Any] | str:
-    """The array of numbers or bools in the bytes of a .npy file, read-only; or why there is none: ``npy``, ``dtype``.
+    """Decode the bytes of a .npy file to a read-only array of numbers or bools, or return a reason.
 
-    Never allocates what a header claims: the data must have exactly the size that it says.
+    The reasons are ``npy`` (not a valid .npy file) and ``dtype`` (not numbers). The header's claim
+    allocates no memory: the data must have exactly the size that the header gives.
 
     >>> buffer = io.BytesIO(); np.save(buffer, np.array([5, 6], np.uint16)); load_npy(buffer.getvalue())
     array([5, 6], dtype=uint16)
@@ -35,9 +36,9 @@ def load_npy(raw: bytes) -> NDArray[Any] | str:
     return np.frombuffer(raw, dtype, offset=size).reshape(shape, order="F" if fortran else "C")
 
 
-@functools.lru_cache(maxsize=1024)  # headers differ by length only, and parsing one costs ten times the rest
+@functools.lru_cache(maxsize=1024)  # few headers differ, and parsing one takes ten times as long as the rest
 def parse_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool] | str:
-    """(dtype, shape, whether in Fortran's order) of a whole header, or the reason why there are none."""
+    """Return (dtype, shape, whether in Fortran order) from a complete .npy header, or the reason it is rejected."""
     stream = io.BytesIO(header)
     try:
         version = np.lib.format.read_magic(stream)
@@ -45,8 +46,8 @@ def parse_header(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool] |
             shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
         elif version == (2, 0):
             shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
-        else:  # (3, 0) is for field names beyond latin-1: a structured array, no numbers
+        else:  # (3, 0) is for field names beyond latin-1: a structured array, not numbers
             return "dtype"
-    except Exception:  # the literal parser raises anything for hostile text
+    except Exception:  # the literal parser raises any exception for hostile text
         return "npy"
     return "npy" if min(shape, default=0) < 0 else (dtype, shape, fortran)

@@ -1,10 +1,10 @@
-"""Tar shards whose samples are .npy members, with fields beside them as such: many are read at once.
+"""Tar shards whose samples and fields are .npy members: many samples are read at once.
 
-Theory of operation. The header that numpy writes before an array of one dimension has 128 bytes and says, beside the
-dtype, but its length, which the size of the member says, too. So the headers of many members are made anew and
-compared with what is there in one call, where to take one apart costs ten times what reading its array does. What
-compares equal is read with them; any other member (of another dtype or writer, with two dimensions, damaged, missing)
-ends the run before it, and its sample is read by itself, as those of all kinds are.
+Theory of operation. Numpy's header of a one-dimensional array has 128 bytes and holds the dtype and the length. The
+length also follows from the member's size. So the expected headers of many members are generated, and compared with the
+real ones in one call. Parsing one header takes ten times as long as reading its array. Members with the expected header
+are read together. Any other member (another dtype or writer, two dimensions, damaged, missing) ends the run before it,
+and its sample is read alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,25 +25,25 @@ _SHAPE = b"'shape': ("
 
 
 class Members(NamedTuple):
-    """One member of each sample: bytes and offsets in the tar, int64 [n]; a size below 0 where there is none."""
+    """One tar member of each of n samples: its size and offset in bytes, int64 [n]; size -1 if a sample has none."""
 
     file: ShardFile
     sizes: NDArray[np.int64]
     offsets: NDArray[np.int64]
 
     def dtype(self, sample: int) -> np.dtype[Any] | None:
-        """Of the vector that a sample's member is; None where it is anything else."""
+        """Return the dtype of a sample's member; None unless it is a one-dimensional .npy array as numpy writes it."""
         if self.sizes[sample] < _HEADER:
             return None
-        return _vector_of(self.file.pread(_HEADER, int(self.offsets[sample])))
+        return _array_dtype(self.file.pread(_HEADER, int(self.offsets[sample])))
 
     def lengths(self, samples: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[np.int64]:
-        """What the sizes say, if they are vectors of this dtype; -1 where they cannot be."""
+        """Return the array lengths that the members' sizes imply for this dtype; -1 where a size does not fit."""
         sizes = self.sizes[samples] - _HEADER
         return np.where((sizes < 0) | (sizes % dtype.itemsize != 0), -1, sizes // dtype.itemsize)
 
-    def alike(self, samples: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
-        """How many of the first are vectors of the very first one's dtype, and of these lengths."""
+    def count_alike(self, samples: NDArray[np.int64], lengths: NDArray[np.int64]) -> int:
+        """Return how many leading members of ``samples`` are arrays of the first one's dtype and of these lengths."""
         offsets = self.offsets[samples]
         found = self.file.gather(np.full(len(samples), _HEADER), offsets)
         expected = _headers(found[:_HEADER], lengths.tolist())
@@ -53,15 +53,18 @@ class Members(NamedTuple):
         return int(differ.reshape(-1, _HEADER).any(axis=1).argmax())
 
     def values(self, samples: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """The vectors, end to end."""
+        """Return the values of these samples' arrays, joined."""
         sizes, offsets = self.sizes[samples] - _HEADER, self.offsets[samples] + _HEADER
         return np.frombuffer(self.file.gather(sizes, offsets), dtype)
 
 
 class NpyShard:
-    """See ArrayShard. ``fields``: members of declared fields of one value a token, by field.
+    """An ArrayShard of .npy members: reads the ids and fields of many samples at once.
 
-    ``load`` reads one sample by itself, or says why there is none.
+    - ``ids``: members that hold the ids.
+    - ``fields``: declared fields with one value per token, and their members.
+    - ``load``: reads one sample alone, or returns the reason why it is rejected.
+    - ``where``: returns file and key of a sample, for messages.
     """
 
     blocks = ()
@@ -77,23 +80,24 @@ class NpyShard:
         return len(self._ids.sizes)
 
     def gather(self, samples: NDArray[np.int64], tokens: int) -> RawSamples:
-        found = self._alike(samples, tokens)
+        """Read the leading samples that are alike and fit into ``tokens`` ids, at least one."""
+        found = self._read_alike(samples, tokens)
         return one_sample(self._load(int(samples[0])), ()) if found is None else found
 
-    def _alike(self, samples: NDArray[np.int64], tokens: int) -> RawSamples | None:
-        """The first that are alike in all their members; None where the very first is not as fields are declared."""
+    def _read_alike(self, samples: NDArray[np.int64], tokens: int) -> RawSamples | None:
+        """Read the leading samples whose members have the expected headers; None if the first has other members."""
         dtype = self._ids.dtype(int(samples[0]))
         if dtype is None or dtype.kind not in "iu":
             return None
         lengths = self._ids.lengths(samples, dtype)
-        count = min(fitting(np.maximum(lengths, 0), tokens), _before(lengths < 0))
+        count = min(fitting(np.maximum(lengths, 0), tokens), _count_before(lengths < 0))
         for field, members in self._fields:
             wanted = given_dtype(field)
             if members.dtype(int(samples[0])) != wanted:
                 return None
-            count = min(count, _before(members.lengths(samples[:count], wanted) != lengths[:count]))
+            count = min(count, _count_before(members.lengths(samples[:count], wanted) != lengths[:count]))
         for members in (self._ids, *(members for _, members in self._fields)):
-            count = count and members.alike(samples[:count], lengths[:count])
+            count = count and members.count_alike(samples[:count], lengths[:count])
         if not count:
             return None
         samples, lengths = samples[:count], lengths[:count]
@@ -101,13 +105,13 @@ class NpyShard:
         return as_samples(self._ids.values(samples, dtype), lengths, fields=fields)
 
 
-def _before(odd: NDArray[np.bool_]) -> int:
-    """How many there are before the first that is odd."""
+def _count_before(odd: NDArray[np.bool_]) -> int:
+    """Return how many entries come before the first True; all if there is none."""
     return int(np.append(odd, True).argmax())
 
 
-def _vector_of(header: bytes) -> np.dtype[Any] | None:
-    """The dtype that 128 bytes say, if they are the header of a vector as numpy writes it."""
+def _array_dtype(header: bytes) -> np.dtype[Any] | None:
+    """Return the dtype of a 128-byte .npy header; None unless numpy would write it so for a one-dimensional array."""
     found = parse_header(header) if header.startswith(_MAGIC) else "npy"
     if isinstance(found, str) or len(found[1]) != 1 or _headers(header, found[1]) != header:
         return None
@@ -115,11 +119,11 @@ def _vector_of(header: bytes) -> np.dtype[Any] | None:
 
 
 def _headers(like: bytes, lengths: Sequence[int]) -> bytes:
-    """``like`` for vectors of these lengths, end to end."""
+    """Return .npy headers of one-dimensional arrays of these lengths, joined; the dtype is that of header ``like``."""
     form = like.partition(_SHAPE)[0].replace(b"%", b"%%") + _SHAPE + b"%d,), }"
     return b"".join([(form % length).ljust(_HEADER - 1) + b"\n" for length in lengths])
 
 
 def given_dtype(field: Field) -> np.dtype[Any]:
-    """The dtype that a field's values come in; others are converted one by one, or refused."""
+    """Return the dtype in which a field's values are read without conversion."""
     return np.dtype(np.float32) if field.dtype == "bfloat16" else field.storage

@@ -1,10 +1,10 @@
-"""Parquet: a row is a sample.
+"""Parquet files: a row is a sample.
 
-Theory of operation. The index is the footer. A row group is what is read at once, its needed columns only, and one
-is held; so the order shuffles the row groups of a file, and the rows in each. Memory is one row group's, decoded:
-write them of some ten thousand rows, and at least as many files as there are partitions.
+Theory of operation. The index is the file's footer. A row group is read as a whole, only the needed columns, and one
+row group is held at a time. So the order shuffles the row groups of a file, and the rows in each. Memory holds one
+decoded row group: write row groups of about ten thousand rows, and at least as many files as there are partitions.
 
-A file that is cut has no footer, and is refused; so is one whose pages do not decode, and one of 0 bytes.
+A truncated file has no footer and raises DamagedFile. So does a file of 0 bytes, or one whose pages do not decode.
 """
 
 from bisect import bisect_right
@@ -16,7 +16,7 @@ from streampack.core.model.fields import Field
 from streampack.errors import DamagedFile, SourceError
 from streampack.sources.files.byte_source import PositionedFile, ShardFile
 from streampack.sources.files.listing import find, measure
-from streampack.sources.formats.arrow import ArrowRows, choose_columns, need_pyarrow, said
+from streampack.sources.formats.arrow import ArrowRows, choose_columns, first_line, need_pyarrow
 from streampack.sources.formats.list_columns import ListShard, plan_of
 from streampack.sources.formats.rows import MISSING, RowReader, missing_from
 from streampack.sources.records import AnyShard, Format, Sample
@@ -26,7 +26,7 @@ from streampack.tokenizers.base import Tokenizer
 
 
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
-    """What open_source calls."""
+    """Open Parquet files: list them, and return how to open each as a shard."""
     need_pyarrow()
 
     def index(fields: Sequence[Field]) -> Callable[[ShardFile], AnyShard]:
@@ -37,7 +37,7 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
 
 
 class ParquetShard:
-    """A file's footer, and one row group's rows."""
+    """A shard of one Parquet file: its footer, and the rows of the row group read last."""
 
     def __init__(self, file: ShardFile, reader: RowReader) -> None:
         pq, pa = need_pyarrow("pyarrow.parquet"), need_pyarrow()
@@ -52,12 +52,12 @@ class ParquetShard:
             groups = [footer.row_group(group) for group in range(footer.num_row_groups)]
             self.blocks = [group.num_rows for group in groups]
             if any(not 0 <= group.num_rows <= group.column(0).num_values for group in groups):
-                raise ValueError("row groups of more rows than values")
+                raise ValueError("row groups with more rows than values")
             self._schema = self._parquet.schema_arrow
             names = list(self._schema.names)
         except SourceError:
             raise
-        except Exception as error:  # ArrowInvalid, OSError, and what a damaged footer makes of Python
+        except Exception as error:  # ArrowInvalid, OSError, and any other for a damaged footer
             raise _broken(file, error) from error
         self._ends = list(accumulate(self.blocks))
         self._columns = choose_columns(file.path, names, reader.keys, reader.sample_keys) if self._ends else []
@@ -67,19 +67,20 @@ class ParquetShard:
         return self._ends[-1] if self._ends else 0
 
     def as_arrays(self) -> AnyShard:
-        """This shard, or one of arrays where its rows are ids."""
+        """Return a ListShard over this shard if its rows are ids and numbers; else the shard itself."""
         plan = plan_of(self._schema, self._reader)
         return self if plan is None else ListShard(self, plan)
 
     def rows_of(self, sample: int) -> tuple[ArrowRows, range]:
-        """The row group that holds a sample, and the samples that it holds."""
+        """Return the rows of the row group that holds a sample, and the range of sample numbers in that group."""
         group = bisect_right(self._ends, sample)
         if group != self._group:
-            self._rows = ArrowRows({})  # two are never held
-            self._rows, self._group = self._read(group), group
+            self._rows = ArrowRows({})  # free the last row group before reading the next
+            self._rows, self._group = self._read_group(group), group
         return self._rows, range(self._ends[group] - self.blocks[group], self._ends[group])
 
     def load(self, sample: int) -> Sample | str:
+        """Read one row as a sample, or return the reason why it is rejected."""
         rows, run = self.rows_of(sample)
         try:
             row = rows[sample - run.start]
@@ -88,11 +89,12 @@ class ParquetShard:
         got = self._reader(row)
         return missing_from(self._schema.names) if got == MISSING else got
 
-    def _read(self, group: int) -> ArrowRows:
+    def _read_group(self, group: int) -> ArrowRows:
+        """Read the needed columns of one row group. Raises DamagedFile."""
         try:
             table = self._parquet.read_row_group(group, columns=self._columns, use_threads=False)
             if table.num_rows != self.blocks[group]:
-                raise ValueError(f"{table.num_rows} rows of {self.blocks[group]}")
+                raise ValueError(f"{table.num_rows} rows instead of {self.blocks[group]}")
             return ArrowRows({name: table.column(name) for name in self._columns})
         except SourceError:
             raise
@@ -100,10 +102,12 @@ class ParquetShard:
             raise _broken(self._file, error, f" in row group {group}") from error
 
     def where(self, sample: int) -> str:
+        """Return the file and row number of a sample, for messages."""
         return f"{self._file.name}:row {sample}"
 
 
 def _broken(file: ShardFile, error: Any, where: str = "") -> DamagedFile:
+    """Return the error for a damaged Parquet file; ``where`` names the row group, if known."""
     return DamagedFile(
-        f"{file.path}: is no Parquet file, cut short or damaged{where} ({said(error)}): copy or write it again"
+        f"{file.path}: the file is cut short, damaged or not Parquet{where} ({first_line(error)}): copy or rewrite it"
     )

@@ -1,21 +1,20 @@
-"""Any iterable of Python's, by its import path ``package.module:thing``.
+"""Any Python iterable as a source, by its import path ``package.module:thing``.
 
-Theory of operation. There are three kinds, found in this order:
+Theory of operation. There are three kinds, tried in this order:
 
-1. A function that takes ``(partition, partitions)``: it returns that partition's items, anew each time.
-2. An object with ``__len__`` and ``__getitem__``, or a function without arguments that returns one: any item can be
-   read, so it is cut into shards, shuffled and resumed like files.
-3. An object that can be iterated again and again, or a function without arguments that returns an iterator: every
-   partition P takes the items i with i mod partitions = P.
+1. A function that takes ``(partition, partitions)``. Each call returns that partition's items from the first on.
+2. An object with ``__len__`` and ``__getitem__``, or a function without arguments that returns one. Any item can be
+   read, so the object is divided into shards, shuffled and resumed like files.
+3. An object that can be iterated repeatedly, or a function without arguments that returns an iterator. Partition p
+   takes the items i with i mod partitions = p.
 
-The first and third keep their own order, and can only go on from a cursor by being read from the start of the pass
-and thrown away up to it: a restart in the middle of a pass costs the time of the items before, and with the third
-every partition reads everything. Both must give the same items each time. A generator itself, which can be read
-once, is refused: name the function that makes it.
+Kinds 1 and 3 keep their own order and must return the same items each time. Resuming reads the pass from its start and
+discards the items before the cursor, which takes time. With kind 3, every partition reads all items. A generator object
+can be read only once, so it is an error: name the function that makes it.
 
-An item is a text, a row (a mapping, see ``rows``), or a sequence of token ids; any other is rejected. An exception
-that the code raises stops the reader. The digest holds the import path, the length, and the attribute ``digest``
-(str) where there is one: give it one that changes with the data.
+An item is a text, a row (a mapping, see ``rows``), or a sequence of token ids; other items are rejected. An exception
+in the user's code stops the reader. The source's digest covers the import path, the length, and the object's attribute
+``digest`` (str) if it has one. Give it a digest that changes with the data.
 """
 
 import contextlib
@@ -49,36 +48,36 @@ from streampack.tokenizers.callable_tokenizer import import_path
 from streampack.tokenizers.token_ids import NO_TOKENS, Encoded
 
 Items = Callable[[int, int], Iterable[object]]
-"""(partition, partitions) -> its items, from the first on."""
+"""A function ``(partition, partitions)`` that returns a partition's items from the first on."""
 
 
 def open_python(settings: SourceSettings, tokenizer: Tokenizer) -> OpenedSource:
-    """What open_source calls. Raises ConfigError for what cannot be imported, or read more than once."""
+    """Open the object that ``settings.path`` names. Raises ConfigError if it cannot be imported or read repeatedly."""
     path = settings.path or ""
     thing = _import(path)
     digest = getattr(thing, "digest", "")
     words = (path, digest if isinstance(digest, str) else "")
     if callable(thing) and not _is_indexable(thing) and not isinstance(thing, Iterable):
         if _takes_partitions(path, thing):
-            return _replayed(settings, tokenizer, words, thing, divided=True)
-        made = _call(path, thing)
+            return _open_replayed(settings, tokenizer, words, thing, divided=True)
+        made = _call_user_code(path, thing)
         if not _is_indexable(made):
-            _check_iterable(path, made)
-            return _replayed(settings, tokenizer, words, lambda _partition, _partitions: thing(), divided=False)
+            _check_is_iterable(path, made)
+            return _open_replayed(settings, tokenizer, words, lambda _partition, _partitions: thing(), divided=False)
         thing = made
     if _is_indexable(thing):
-        return ShardedSource(settings, _indexed(settings, tokenizer, thing, words), tokenizer)
-    _check_iterable(path, thing)
+        return ShardedSource(settings, _open_indexed(settings, tokenizer, thing, words), tokenizer)
+    _check_is_iterable(path, thing)
     if isinstance(thing, Iterator):
         raise ConfigError(
-            f"path: {path!r} is a {type(thing).__name__}, which can be read once; expected what can be read again: "
-            "name the function that makes it, or a list"
+            f"path: {path!r} is a {type(thing).__name__}, which can be read only once. Name the function that makes "
+            "it, or a list"
         )
-    return _replayed(settings, tokenizer, words, lambda _partition, _partitions: thing, divided=False)
+    return _open_replayed(settings, tokenizer, words, lambda _partition, _partitions: thing, divided=False)
 
 
 class ItemReader:
-    """``reader(item)`` is a Sample, or the word that says why there is none."""
+    """Converts an item (a text, a row or ids): ``reader(item)`` is a Sample, or the reason why it is rejected."""
 
     def __init__(self, settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Field]) -> None:
         self._tokenizer = tokenizer
@@ -98,7 +97,7 @@ class ItemReader:
 
 
 class ItemShard:
-    """A run of the items of what has a length."""
+    """A shard of consecutive items of an indexable object. ``run``: their indices."""
 
     blocks = ()
 
@@ -109,25 +108,28 @@ class ItemShard:
         return len(self._run)
 
     def as_arrays(self) -> AnyShard:
-        """This shard, or one of arrays where its first item is one, and items cost nothing to make."""
+        """Return an ArrayItemShard over this shard if its items are in memory and the first is an array of ids."""
         held = isinstance(self._items, list | tuple | np.ndarray)
         return ArrayItemShard(self) if held and len(self) and _is_vector(self.item(0)) else self
 
     def item(self, sample: int) -> Any:
+        """Return the item of sample number ``sample``. Raises SourceError if the user's code fails."""
         try:
             return self._items[self._run[sample]]
         except Exception as error:
-            raise _raised(self.where(sample), error) from error
+            raise _user_code_error(self.where(sample), error) from error
 
     def load(self, sample: int) -> Sample | str:
+        """Convert one item to a sample, or return the reason why it is rejected."""
         return self._reader(self.item(sample))
 
     def where(self, sample: int) -> str:
+        """Return the import path and index of a sample's item, for messages."""
         return f"{self._path}[{self._run[sample]}]"
 
 
 class ArrayItemShard:
-    """A run of items of which the first is an array of ids: those like it are read many at a time."""
+    """An ArrayShard of items: reads many at a time where consecutive items are arrays of ids of one dtype."""
 
     blocks = ()
 
@@ -138,6 +140,7 @@ class ArrayItemShard:
         return len(self._one)
 
     def gather(self, samples: NDArray[np.int64], tokens: int) -> RawSamples:
+        """Read the leading items of ``samples`` that are alike and fit into ``tokens`` ids, at least one."""
         found: list[NDArray[Any]] = []
         left = tokens
         for sample in samples.tolist():
@@ -152,21 +155,27 @@ class ArrayItemShard:
 
 
 def _is_vector(item: object) -> TypeGuard[NDArray[Any]]:
+    """Return whether an item is a one-dimensional numpy array of integers."""
     return isinstance(item, np.ndarray) and item.ndim == 1 and item.dtype.kind in "iu"
 
 
-def _indexed(settings: SourceSettings, tokenizer: Tokenizer, items: Any, words: tuple[str, ...]) -> Format:
+def _open_indexed(settings: SourceSettings, tokenizer: Tokenizer, items: Any, words: tuple[str, ...]) -> Format:
+    """Return the Format of an indexable object: shards are ranges of its items. ``words``: for the digest."""
     path = settings.path or ""
     length = len(items)
     runs = pieces(length)
 
     def reader(fields: Sequence[Field]) -> OpenShard:
+        """Return a function that opens a shard by its number, for the ``fields`` of a run."""
         read = ItemReader(settings, tokenizer, fields)
 
         @contextlib.contextmanager
         def open_shard(number: int) -> Iterator[AnyShard]:
+            """Open range ``number`` of the items. Raises SourceError if the object's length changed."""
             if len(items) != length:
-                raise SourceError(f"{path}: got {len(items)} items, expected the {length} it had when opened")
+                raise SourceError(
+                    f"{path}: got {len(items)} items, expected the {length} it had when opened: keep its length fixed"
+                )
             yield ItemShard(path, items, runs[number], read).as_arrays()
 
         return open_shard
@@ -174,15 +183,20 @@ def _indexed(settings: SourceSettings, tokenizer: Tokenizer, items: Any, words: 
     return Format([], len(runs), reader, (*words, str(length)), (len(runs),))
 
 
-def _replayed(
+def _open_replayed(
     settings: SourceSettings, tokenizer: Tokenizer, words: tuple[str, ...], items: Items, *, divided: bool
 ) -> OpenedSource:
+    """Return a ReplayedSource with its digest, which covers ``words``."""
     digest = digest_of(settings, tokenizer, (*words, "divided" if divided else "replayed"))
     return ReplayedSource(settings, tokenizer, items, digest, divided)
 
 
 class ReplayedSource:
-    """Items that can only be read from the first on. A cursor is (pass, 0, items read of this partition)."""
+    """A source of items that can only be read from the first on.
+
+    A cursor is (pass, 0, number of the partition's items already read). If ``divided``, ``items`` returns only the
+    partition's own items. Else it returns all items, and partition p uses each item i with i mod partitions = p.
+    """
 
     num_files, num_shards = 0, 1
 
@@ -204,21 +218,25 @@ class ReplayedSource:
         start: Cursor | None = None,
         skip: int = 0,
     ) -> Iterator[RawSample]:
-        """See Source.read; ``seed`` changes nothing, the order is the items' own."""
+        """Yield the samples of one partition: see ``Source.read``. The order is the items' own; ``seed`` is unused."""
         check_read(partition, partitions, passes, skip)
         start = start or Cursor(0, 0, 0)
         if min(start.pass_, start.sample) < 0 or start.shard != 0:
-            raise SourceError(f"{start}: no such place in {self._path}; it was made with another source")
+            raise SourceError(
+                f"{start}: got a cursor with no such place in {self._path}. It was made with another source: "
+                "resume with that source"
+            )
         reader = ItemReader(self._settings, self._tokenizer, fields)
         return self._walk(partition, partitions, passes, reader, start, skip)
 
     def _walk(
         self, partition: int, partitions: int, passes: int | None, reader: ItemReader, start: Cursor, skip: int
     ) -> Iterator[RawSample]:
+        """Yield the samples of a partition, pass after pass, from ``start`` on, without the first ``skip``."""
         pass_, first = start.pass_, start.sample
         while passes is None or pass_ < passes:
             count = 0
-            for number, item in self._pass(partition, partitions, first):
+            for number, item in self._items_of_pass(partition, partitions, first):
                 count = number + 1
                 if skip > 0:
                     skip -= 1
@@ -231,15 +249,15 @@ class ReplayedSource:
                 else:
                     yield RawSample(got.tokens, None, where, cursor, got.fields)
             if first == 0 and count == 0:
-                return  # for ever would be a busy loop
+                return  # no items: endless passes would be a busy loop
             pass_, first = pass_ + 1, 0
 
     def peek(self, most: int) -> Iterator[RawSample]:
-        """See OpenedSource.peek."""
+        """Yield the first ``most`` samples in their own order, without fields: see ``OpenedSource.peek``."""
         return islice(self.read(0, 1, seed=0, passes=1), most)
 
-    def _pass(self, partition: int, partitions: int, first: int) -> Iterator[tuple[int, object]]:
-        """(number, item) of one pass over a partition from number ``first`` on."""
+    def _items_of_pass(self, partition: int, partitions: int, first: int) -> Iterator[tuple[int, object]]:
+        """Yield (number in the partition, item) of one pass over a partition, from number ``first`` on."""
         number = 0
         try:
             items = iter(self._items(partition, partitions))
@@ -248,29 +266,30 @@ class ReplayedSource:
                     yield number, item
                 number += 1
         except Exception as error:
-            raise _raised(f"{self._path} item {number} of partition {partition}", error) from error
+            raise _user_code_error(f"{self._path} item {number} of partition {partition}", error) from error
         if number < first:
             raise SourceError(
-                f"{self._path}: got {number} items in partition {partition}, expected the {first} that were read "
-                "before: it must give the same ones each time"
+                f"{self._path}: got {number} items in partition {partition}, expected at least the {first} that were "
+                "read before. Change the code so that it returns the same items each time"
             )
 
 
 def _import(path: str) -> Any:
+    """Import the object at ``package.module:thing``. Raises ConfigError."""
     if not all(path.partition(":")):
         raise ConfigError(f"path: got {path!r}, expected 'package.module:thing'")
     return import_path("path", path)
 
 
 def _is_indexable(thing: object) -> bool:
-    """A mapping has both too, but its keys are no numbers."""
+    """Return whether items can be read by number: ``thing`` has a length and ``__getitem__``, and is not a mapping."""
     if isinstance(thing, type | str | bytes | Mapping):
         return False
     return hasattr(thing, "__len__") and hasattr(thing, "__getitem__")
 
 
 def _takes_partitions(path: str, function: Callable[..., Any]) -> bool:
-    """Whether it wants (partition, partitions). Raises ConfigError for one that wants anything else."""
+    """Return whether a function takes (partition, partitions). Raises ConfigError unless it takes those or nothing."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -284,19 +303,22 @@ def _takes_partitions(path: str, function: Callable[..., Any]) -> bool:
     raise ConfigError(f"path: {path!r} takes {signature}, expected () or (partition, partitions)")
 
 
-def _call(path: str, function: Callable[[], Any]) -> Any:
+def _call_user_code(path: str, function: Callable[[], Any]) -> Any:
+    """Return ``function()``. Raises SourceError naming ``path`` for any exception."""
     try:
         return function()
     except Exception as error:
-        raise _raised(path, error) from error
+        raise _user_code_error(path, error) from error
 
 
-def _check_iterable(path: str, thing: object) -> None:
+def _check_is_iterable(path: str, thing: object) -> None:
+    """Raise ConfigError unless ``thing`` is iterable and neither a text nor a mapping."""
     if isinstance(thing, str | bytes | Mapping) or not hasattr(thing, "__iter__"):
         kind = type(thing).__name__
-        raise ConfigError(f"path: {path!r} gives a {kind}, expected a list, a dataset or what can be iterated")
+        raise ConfigError(f"path: {path!r} gives a {kind}, expected a list, a dataset or another iterable")
 
 
-def _raised(where: str, error: Exception) -> SourceError:
+def _user_code_error(where: str, error: Exception) -> SourceError:
+    """Return the error for an exception in the user's code; ``where`` names the item."""
     text = " ".join(str(error).split())[:200]
-    return SourceError(f"{where}: raised {type(error).__name__}: {text}; mend the code, or have it skip that item")
+    return SourceError(f"{where}: raised {type(error).__name__}: {text}. Correct the code, or have it skip that item")

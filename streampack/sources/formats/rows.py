@@ -1,7 +1,7 @@
-"""Rows: a mapping from keys to values, as JSON lines, Parquet, datasets and Python give them, made a sample.
+"""Converts a row, a mapping from keys to values, to a sample, for all formats whose samples are rows.
 
-Theory of operation. One key of the row is the sample, or one pair of keys. It is the one that the settings name;
-when they name none, the first of these that is there and not null:
+Theory of operation. The sample is the value of one key of the row, or of a pair of keys. The settings name that key.
+If they name none, the first of these keys that the row has, with a value that is not null, is taken::
 
     text                       a text
     tokens, input_ids          token ids
@@ -9,11 +9,11 @@ when they name none, the first of these that is there and not null:
     prompt + completion        a prompt, and the answer to learn
     prompt + response          the same
 
-Then come the fields that the run declares. What the row does not have is left out; what it has must be of the
-declared shape, as long as the tokens, and of values that the declared dtype holds, or the whole sample is
-rejected: a wrong advantage is worse than a missing sample.
+Then the declared fields are read. A field that the row lacks is left out. A value must have the declared shape, as
+many entries as there are tokens, and fit the declared dtype. Else the whole sample is rejected, because a wrong
+advantage is worse than a missing sample.
 
-This module knows rows, never where they lie.
+This module knows rows. It does not know files.
 """
 
 import json
@@ -42,22 +42,26 @@ _DETECTED = (
 )
 _TOOLS = "tools"
 NO_MASK = f"{LOSS_MASK}: missing"
-"""The reason of a sample that comes without its loss mask."""
+"""Reason of a sample that lacks its loss mask."""
 MISSING = "missing"
-"""The reason of a row that has none of the keys that may hold the sample."""
+"""Reason of a row that has none of the keys that may hold the sample."""
 _UNREAD = ("npy", "json", "encoding")
-"""Words that stand for a field's value that could not be read."""
+"""Reasons that take the place of a field's value that could not be read."""
 
 
 class RowReader:
-    """``reader(row)`` is a Sample, or the word that says why there is none. ``keys``: all that it may look at."""
+    """Converts rows: ``reader(row)`` is a Sample, or the reason why the row is rejected.
+
+    - ``sample_keys``: keys that may hold the sample.
+    - ``keys``: all keys that are read, those of the fields included.
+    """
 
     def __init__(self, settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Field] = ()) -> None:
         self._tokenizer, self._encode = tokenizer, tokenizer.encode
-        self._looks = _looks(settings)
+        self._candidates = _candidate_keys(settings)
         self.fields = FieldReader(settings, fields, rejects_unmasked(settings, tokenizer))
-        keys = [key for _, *pair in self._looks for key in pair if key]
-        tools = [_TOOLS] if any(kind == _CHAT for kind, *_ in self._looks) else []
+        keys = [key for _, *pair in self._candidates for key in pair if key]
+        tools = [_TOOLS] if any(kind == _CHAT for kind, *_ in self._candidates) else []
         self.sample_keys = tuple(dict.fromkeys(keys))
         self.keys = tuple(dict.fromkeys([*keys, *tools, *(key for _, key in self.fields.keys)]))
 
@@ -66,13 +70,13 @@ class RowReader:
         return encoded if isinstance(encoded, str) else self.fields.add(encoded, row)
 
     def only_ids(self, names: Collection[str]) -> str | None:
-        """The key of the ids of rows with these keys; None where anything else in them may be the sample."""
-        found = [(kind, key) for kind, key, _ in self._looks if key in names]
+        """Return the key that holds the ids in rows with the keys ``names``; None if another key may be the sample."""
+        found = [(kind, key) for kind, key, _ in self._candidates if key in names]
         return found[0][1] if len(found) == 1 and found[0][0] == _TOKENS else None
 
     def encode(self, row: Mapping[str, Any]) -> Encoded | str:
-        """The sample without its fields."""
-        for kind, key, second in self._looks:
+        """Return the token ids and loss mask of a row, without its fields, or the reason why it is rejected."""
+        for kind, key, second in self._candidates:
             value = row.get(key)
             if value is None:
                 continue
@@ -89,10 +93,12 @@ class RowReader:
 
 
 class FieldReader:
-    """What a run declares, found under a source's keys. ``keys``: (field, key) of each.
+    """Reads the fields that a run declares from rows.
 
-    ``needs_mask``: a sample without a ``loss_mask`` is rejected, where the run declares one and no default for it.
-    Raises ConfigError for a field that the settings map and the run does not declare.
+    - ``keys``: pairs (field, key that holds it).
+    - ``needs_mask``: samples without a ``loss_mask`` are rejected, because the run declares one without a default.
+
+    Raises ConfigError for a field that the settings map but the run does not declare.
     """
 
     def __init__(self, settings: SourceSettings, fields: Sequence[Field], reject_unmasked: bool = False) -> None:
@@ -100,14 +106,17 @@ class FieldReader:
         if unknown:
             names = ", ".join(field.name for field in fields) or "none"
             raise ConfigError(
-                f"fields: got {unknown[0]}, expected of those that the run declares ({names}): add it to "
-                "broker.yaml's fields, or remove it here"
+                f"fields: got {unknown[0]}, expected one of the fields that the run declares ({names}): add it to "
+                "`fields` in broker.yaml, or remove it here"
             )
         self.keys = tuple((field, settings.fields.get(field.name, field.name)) for field in fields)
         self.needs_mask = reject_unmasked and any(each.name == LOSS_MASK and each.default is None for each in fields)
 
     def add(self, encoded: Encoded, row: Mapping[str, Any]) -> Sample | str:
-        """The sample with its fields from ``row``, where a value may be a str: why it could not be read."""
+        """Return the sample with its fields from ``row``, or the reason why a field is rejected.
+
+        A value in ``row`` may be a reason (str) instead: the value could not be read.
+        """
         tokens, mask = encoded
         if not self.keys and mask is None:
             return Sample(tokens)
@@ -123,26 +132,26 @@ class FieldReader:
                 return f"{field.name}: {array}"
             found[field.name] = array
         if mask is not None:
-            found.setdefault(LOSS_MASK, mask)  # not declared: the producer says so
+            found.setdefault(LOSS_MASK, mask)  # not declared: the producer reports that
         return Sample(tokens, found or NO_FIELDS)
 
 
 def missing_from(keys: Iterable[str], what: str = "the keys") -> Because:
-    """The reason of a row in which the sample is missing, with the keys that it has."""
+    """Return the reason ``missing`` for a row without a sample, with the keys that the row has."""
     names = ", ".join(keys) or "none"
     return Because(MISSING, f"has {what} {names[:200]}")
 
 
 def keys_of(row: Mapping[str, Any]) -> list[str]:
-    """The keys of a row that are not null."""
+    """Return the keys of a row whose values are not null."""
     return [str(key) for key, value in row.items() if value is not None]
 
 
 def ids_of(value: object) -> Tokens | str:
-    """A row's ids as [T] int32, or the reason why there are none; bools are no ids, nor in a list of ints."""
+    """Return a row's token ids as [T] int32, or the reason why they are rejected. Bools are rejected, also in lists."""
     if isinstance(value, list | tuple):
-        ids = _packed(value)
-        if ids is not None and ids.min() > 1:  # none was a bool: looking at the types of all costs as much again
+        ids = _pack_int32(value)
+        if ids is not None and ids.min() > 1:  # ids above 1 cannot be bools, which saves the check of types
             return ids
         kinds = set(map(type, value))
         if kinds == {int}:
@@ -156,8 +165,8 @@ def ids_of(value: object) -> Tokens | str:
     return as_tokens(value)
 
 
-def _packed(value: Sequence[Any]) -> Tokens | None:
-    """Numbers as int32 in half of numpy's time; None where there are none, or one that is not of int32."""
+def _pack_int32(value: Sequence[Any]) -> Tokens | None:
+    """Convert Python ints to an int32 array, twice as fast as numpy; None if empty, or if one does not fit."""
     try:
         return np.frombuffer(packed("i", value), np.int32) if value else None
     except (TypeError, OverflowError):
@@ -165,10 +174,15 @@ def _packed(value: Sequence[Any]) -> Tokens | None:
 
 
 def as_field(value: object, field: Field, num_tokens: int) -> NDArray[Any] | str:
-    """``value`` as the field's dtype (float32 for bfloat16): [num_tokens, *shape], or [*shape] for axis sample.
+    """Convert a field's value to its dtype, or return the reason why the value is rejected.
 
-    Else the reason: ``ragged``; ``shape``; ``length`` (not as many as tokens); ``dtype`` (a float, NaN or null for
-    integers; no number at all); ``range`` (the dtype does not hold it). A float may lose digits, nothing else may.
+    The array is [num_tokens, *shape], or [*shape] for axis ``sample``; its dtype is float32 for bfloat16. Only floats
+    may lose precision. The reasons:
+
+    - ``ragged``, ``shape``: the value has another shape than declared.
+    - ``length``: the value does not have one entry per token.
+    - ``dtype``: the value is not a number, or is a float, NaN or null for an integer field.
+    - ``range``: the dtype cannot hold a value.
 
     >>> as_field([1, 0, 1], Field(name="loss_mask", dtype="uint8", align="target"), 3)
     array([1, 0, 1], dtype=uint8)
@@ -203,8 +217,8 @@ def as_field(value: object, field: Field, num_tokens: int) -> NDArray[Any] | str
     return "range" if np.any(np.isinf(converted) & np.isfinite(array)) else converted
 
 
-def _looks(settings: SourceSettings) -> tuple[tuple[str, str, str], ...]:
-    """(kind, key, second key) of what may be the sample, in the order of looking."""
+def _candidate_keys(settings: SourceSettings) -> tuple[tuple[str, str, str], ...]:
+    """Return the keys that may hold the sample, as (kind, key, second key of a pair), in the order they are tried."""
     if settings.text_key is not None:
         return ((_TEXT, settings.text_key, ""),)
     if settings.tokens_key is not None:
@@ -219,10 +233,10 @@ def _looks(settings: SourceSettings) -> tuple[tuple[str, str, str], ...]:
 
 
 def _tools(value: object) -> object:
-    """A row's tools; tables often hold them as a JSON text, since their shape differs from row to row."""
+    """Return a row's tools, decoded if they are JSON text, as tables often hold them; other values as they are."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        return value  # the tokenizer says what it is not
+        return value  # the tokenizer rejects it with its reason

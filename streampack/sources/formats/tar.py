@@ -1,11 +1,10 @@
-"""The members of a tar file: names, offsets, sizes.
+"""Lists the members of a tar file: names, offsets and sizes.
 
-Theory of operation. A tar file (POSIX.1-1988 ustar, POSIX.1-2001 pax, GNU) is a row of members, each a header of
-512 bytes and its data; two blocks of zeros end it. The index is made from the headers alone: plain ones are
-taken apart here, which is several times faster than ``tarfile``; from the first that is not plain (GNU long names,
-global pax headers, base-256 numbers) ``tarfile`` goes on. An archive must end in its zero blocks, and nothing may
-follow them: ``tarfile`` alone would take a cut or damaged archive for a shorter one, and samples would be lost in
-silence.
+Theory of operation. A tar file (POSIX.1-1988 ustar, POSIX.1-2001 pax, GNU) is a sequence of members. Each member is a
+header of 512 bytes and its data. Two blocks of zeros end the file. The index is built from the headers alone. This
+module parses common headers, several times faster than ``tarfile``. From the first uncommon header on (GNU long names,
+global pax headers, base-256 numbers) ``tarfile`` continues. An archive must end in its zero blocks, and nothing may
+follow them. Without that check, a truncated archive would pass for a shorter one, and samples would be lost unnoticed.
 """
 
 import io
@@ -17,7 +16,7 @@ from typing import TypeAlias
 from streampack.errors import DamagedFile, SourceError
 from streampack.sources.files.byte_source import PositionedFile, ShardFile, refuse_compressed
 
-Member: TypeAlias = tuple[str, int, int]  # name, offset of the data, size; of regular files only
+Member: TypeAlias = tuple[str, int, int]  # (name, byte offset of the data, size in bytes) of a regular file
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)
@@ -25,14 +24,14 @@ _AHEAD_BYTES = 1 << 16
 
 
 def members(file: ShardFile) -> Iterator[Member]:
-    """(name, offset of its data, size in bytes) of every regular file in a tar, in the archive's order.
+    """Yield (name, byte offset of the data, size in bytes) of every regular file in a tar, in the archive's order.
 
-    Raises SourceError for what is no tar, is cut short, is damaged, is compressed or changes meanwhile.
+    Raises SourceError if the file is not a tar, or is truncated, damaged, compressed or changed.
     """
     if file.size == 0:
         raise DamagedFile(f"{file.path}: got 0 bytes, expected a tar archive: write it again")
     offset, buffer, base = 0, b"", 0
-    pax: dict[bytes, bytes] = {}  # what the pax header before this one says of it
+    pax: dict[bytes, bytes] = {}  # records of the pax header before the current header
     pax_offset = 0
     while True:
         if offset + _BLOCK > file.size:
@@ -42,14 +41,14 @@ def members(file: ShardFile) -> Iterator[Member]:
         header = buffer[offset - base : offset - base + _BLOCK]
         if header == _ZEROS and not pax:
             return _check_end(file, offset)
-        plain = _plain(header)
+        plain = _parse_header(header)
         if plain is None:
             break
         name, size = plain
         data, is_pax = offset + _BLOCK, header[156] == _PAX
         if is_pax and not pax and size <= _MAX_PAX_BYTES and data + size <= file.size:
             at = data - base
-            pax = _pax(buffer[at : at + size] if at + size <= len(buffer) else file.pread(size, data))
+            pax = _parse_pax(buffer[at : at + size] if at + size <= len(buffer) else file.pread(size, data))
             if not pax:
                 break
             pax_offset = offset
@@ -60,7 +59,7 @@ def members(file: ShardFile) -> Iterator[Member]:
                 name, size = pax[b"path"].decode() if b"path" in pax else name, int(pax.get(b"size", size))
             except ValueError:
                 break
-            yield _checked(file, name, data, size)
+            yield _checked_member(file, name, data, size)
             pax = {}
         offset = data + -(-size // _BLOCK) * _BLOCK
     end = yield from _members_by_tarfile(file, pax_offset if pax else offset)
@@ -72,13 +71,16 @@ _MAX_PAX_BYTES = 1 << 16
 _ADLER = 65521
 
 
-def _plain(header: bytes) -> tuple[str, int] | None:
-    """(name, size) of a ustar, GNU or V7 header of a regular file, or of pax records; None for others and damage."""
+def _parse_header(header: bytes) -> tuple[str, int] | None:
+    """Parse a 512-byte header of a regular file or of pax records to (name, size in bytes).
+
+    Returns None for any other or damaged header, which ``tarfile`` then reads.
+    """
     kind = header[156]
     if (kind not in _REGULAR and kind != _PAX) or header[257:262] not in (b"ustar", b"\0\0\0\0\0"):
         return None
-    # The header's checksum is the sum of its bytes, its own field taken as blanks. The low half of adler32 is
-    # that sum plus 1, modulo 65521, and costs a thirtieth of sum(): hence everything modulo that.
+    # A header's checksum is the sum of its bytes, with blanks in place of the checksum field. The low half of adler32
+    # is that sum plus 1, modulo 65521, and is 30 times faster than sum(). So the comparison is modulo 65521.
     field = header[148:156]
     total = (zlib.adler32(header) & 0xFFFF) - 1 - sum(field) + 8 * ord(" ")
     try:
@@ -95,10 +97,10 @@ def _plain(header: bytes) -> tuple[str, int] | None:
     return None if size < 0 or not name or name.endswith("/") else (name, size)
 
 
-def _pax(records: bytes) -> dict[bytes, bytes]:
-    """Pax records, each ``length keyword=value newline``; empty when there is one that tarfile should look at.
+def _parse_pax(records: bytes) -> dict[bytes, bytes]:
+    """Parse pax records, each ``length keyword=value newline``, to a dict; empty if only ``tarfile`` can read them.
 
-    webdataset.TarWriter writes such a header before every member, for the fraction of its time stamp.
+    The class webdataset.TarWriter writes such records before every member, for the fraction of its time stamp.
     """
     found: dict[bytes, bytes] = {}
     at = 0
@@ -117,7 +119,7 @@ _PAX_KEYWORDS = frozenset(b"path size mtime atime ctime uid gid uname gname comm
 
 
 def _members_by_tarfile(file: ShardFile, start: int) -> Generator[Member, None, int]:
-    """The members from the header at ``start`` on; returns the offset of the block that ended them."""
+    """Yield the members from the header at byte ``start`` on; return the offset of the block that ended them."""
     stream = io.BufferedReader(PositionedFile(file), _AHEAD_BYTES)
     stream.seek(start)
     at = start
@@ -125,27 +127,29 @@ def _members_by_tarfile(file: ShardFile, start: int) -> Generator[Member, None, 
         with tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
             while (member := archive.next()) is not None:
                 at = archive.offset
-                archive.members.clear()  # type: ignore[attr-defined]  # or they would all be held
+                archive.members.clear()  # type: ignore[attr-defined]  # the list would grow with every member
                 if member.issparse():
                     raise SourceError(
-                        f"{file.path}: {member.name} is a sparse file: write the archive without --sparse"
+                        f"{file.path}: got the sparse file {member.name}, expected plain files: write the archive "
+                        "without --sparse"
                     )
                 if member.isreg():
-                    yield _checked(file, member.name, member.offset_data, member.size)
+                    yield _checked_member(file, member.name, member.offset_data, member.size)
             return archive.offset
     except (tarfile.TarError, ValueError, OverflowError) as error:  # a damaged pax record raises any of these
         raise _broken(file, at, str(error), "a tar header") from error
 
 
-def _checked(file: ShardFile, name: str, offset: int, size: int) -> Member:
+def _checked_member(file: ShardFile, name: str, offset: int, size: int) -> Member:
+    """Return the member. Raises DamagedFile if its data would extend beyond the end of the file."""
     if not 0 <= size <= file.size - offset:
         got = f"member {name!r} of {size} bytes where {max(0, file.size - offset)} are left"
-        raise _broken(file, offset, got, "all of it")
+        raise _broken(file, offset, got, "the whole member")
     return name, offset, size
 
 
 def _check_end(file: ShardFile, offset: int) -> None:
-    """An archive ends in blocks of zeros (two, says POSIX; one will do), and nothing else comes after them."""
+    """Raise SourceError unless the archive has zeros from byte ``offset`` to its end, at least one block of them."""
     expected = "a tar header, or the blocks of zeros that end an archive"
     if offset + _BLOCK > file.size:
         raise _broken(file, offset, f"the end of the file ({file.size} bytes)", expected)
@@ -156,14 +160,15 @@ def _check_end(file: ShardFile, offset: int) -> None:
         block = file.pread(min(_AHEAD_BYTES, file.size - at), at)
         if block.count(0) != len(block):
             raise SourceError(
-                f"{file.path}: got more data at byte {at} after the archive's end at byte {offset}, expected none; "
-                "tar files that were joined with cat must be separate files, or joined with tar --concatenate"
+                f"{file.path}: got more data at byte {at} after the archive's end at byte {offset}, expected none. "
+                "Join tar files with tar --concatenate, not with cat, or keep them separate"
             )
 
 
 def _broken(file: ShardFile, offset: int, got: str, expected: str) -> DamagedFile:
+    """Return the error for a tar file that is damaged at byte ``offset``. Raises SourceError if it is compressed."""
     refuse_compressed(file, file.pread(min(file.size, 8), 0) if offset == 0 else b"")
     return DamagedFile(
-        f"{file.path}: at byte {offset}: got {got}, expected {expected}; "
-        "the file is cut short, damaged or no tar: copy or write it again"
+        f"{file.path}: at byte {offset}: got {got}, expected {expected}. "
+        "The file is cut short, damaged or not a tar archive: copy or write it again"
     )

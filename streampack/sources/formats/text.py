@@ -1,8 +1,8 @@
-"""Plain text, UTF-8: a sample a line, a paragraph or a file.
+"""Plain text in UTF-8: a sample is a line, a paragraph or a file.
 
-Lines are found as those of JSON lines are, and a byte-order mark at the beginning is passed over. A paragraph is a
-run of lines that are not empty; the line ends between them are its own. A file of 0 bytes has no lines and no
-paragraphs; with ``unit: file`` it is a record that is rejected (``empty``). Text has no fields.
+Lines are found as in JSON lines files, and a byte-order mark at the beginning is skipped. A paragraph is a run of lines
+that are not empty, with the line ends between them. A file of 0 bytes has no lines and no paragraphs. With ``unit:
+file`` it is a rejected sample (``empty``). Text has no fields.
 """
 
 import codecs
@@ -23,7 +23,7 @@ from streampack.tokenizers.token_ids import Encoded
 
 
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
-    """What open_source calls."""
+    """Open text files: list them, and return how to open each as a shard."""
     unit = settings.unit or "line"
 
     def index(fields: Sequence[Field]) -> Callable[[ShardFile], Shard]:
@@ -34,7 +34,7 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
 
 
 class TextShard:
-    """An indexed file of text; 24 bytes are held for each line or paragraph."""
+    """A shard of one text file; its index takes 24 bytes per line or paragraph."""
 
     blocks = ()
 
@@ -57,15 +57,17 @@ class TextShard:
         return len(self._offsets)
 
     def load(self, sample: int) -> Sample | str:
+        """Read one line, paragraph or file as a sample, or return the reason why it is rejected."""
         encoded = encode(self._file.pread(int(self._sizes[sample]), int(self._offsets[sample])), self._tokenizer)
         return encoded if isinstance(encoded, str) else self._reader.add(encoded, {})
 
     def where(self, sample: int) -> str:
+        """Return the file and first line number of a sample, for messages."""
         return f"{self._file.name}:line {self._lines[sample]}"
 
 
 def encode(raw: bytes, tokenizer: Tokenizer) -> Encoded | str:
-    """The tokens of a text's bytes, or the reason why there are none."""
+    """Decode UTF-8 bytes and tokenize the text; return the reason instead if the sample is rejected."""
     try:
         return tokenizer.encode(raw.decode())
     except UnicodeDecodeError:

@@ -1,14 +1,14 @@
 """Tar shards as webdataset writes them, read in any order.
 
-Theory of operation. Consecutive members whose names agree up to the first dot of the file name are one sample; what
-follows that dot, in lower case, says what the member is (https://github.com/webdataset/webdataset,
+Theory of operation. Consecutive members whose names agree up to the first dot of the file name are one sample. The
+rest after that dot, in lower case, is the member's extension (https://github.com/webdataset/webdataset,
 ``base_plus_ext`` and ``group_by_keys`` in tariterators.py). Names without a dot, hidden files and ``__meta__`` names
-are passed over, as there. Of each sample one member is read: see SourceSettings; without keys, the first of .txt,
-.text, .npy, .json that it has. A .json member is a row.
+are skipped, as webdataset does. One member of each sample is read: the settings name its extension. Without settings,
+the first of .txt, .text, .npy, .json that the sample has is read. A .json member is a row.
 
-A declared field is the member KEY.npy where there is one, else the key of the row, else of the .json member beside.
+A declared field is read from the member KEY.npy, else from the row, else from the sample's .json member.
 
-The webdataset package itself is not needed.
+The package webdataset is not needed.
 """
 
 import re
@@ -47,8 +47,8 @@ _SHOWN = 16
 
 
 def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
-    """What open_source calls."""
-    _loads(msgspec.structs.replace(settings, fields={}), tokenizer, ())  # what is wrong with the keys is said at once
+    """Open tar files: check the keys, list the files, and return how to open each as a shard."""
+    _loads(msgspec.structs.replace(settings, fields={}), tokenizer, ())  # raises now for wrong keys
 
     def index(fields: Sequence[Field]) -> Callable[[ShardFile], AnyShard]:
         loads = _loads(settings, tokenizer, fields)
@@ -59,7 +59,7 @@ def open_format(settings: SourceSettings, tokenizer: Tokenizer) -> Format:
 
 
 class TarShard:
-    """An indexed tar shard; a key and 17 bytes are held for each sample, some more for each member of a field."""
+    """A shard of one tar file; its index takes 17 bytes and a key per sample, and more per member of a field."""
 
     blocks = ()
 
@@ -75,13 +75,18 @@ class TarShard:
         wanted = {f"{key}.npy".lower() for _, key in self._fields.keys}
         self._damage = ""
         self._others: dict[str, None] = {}
-        """Some of the extensions that are not read."""
+        """Some of the extensions that are not read, for messages."""
         try:
             self._index({suffix: rank for rank, suffix in enumerate(loads)}, {*wanted, _JSON} if wanted else set())
         except DamagedFile as error:
-            self._break_off(error)
+            self._end_at_damage(error)
 
     def _index(self, ranks: dict[str, int], wanted: set[str]) -> None:
+        """Build the index from the tar's members.
+
+        ``ranks``: extension to rank; the sample is the member with the lowest rank. ``wanted``: extensions of members
+        that hold fields. Raises DamagedFile.
+        """
         seen: set[str] = set()
         key_now: str | None = None
         for name, offset, size in members(self._file):
@@ -94,7 +99,7 @@ class TarShard:
             if key != key_now:
                 key_now = key
                 seen.clear()
-                self._add(key)
+                self._add_sample(key)
             rank = ranks.get(suffix, _MISSING)
             if rank == _MISSING and len(self._others) < _SHOWN:
                 self._others[suffix] = None
@@ -106,18 +111,19 @@ class TarShard:
                 self._beside[-1][suffix] = offset, size
             seen.add(suffix)
 
-    def _break_off(self, error: DamagedFile) -> None:
-        """Keep what came before the damage, and one sample that stands for the rest."""
+    def _end_at_damage(self, error: DamagedFile) -> None:
+        """Keep the samples before the damage, and add one rejected sample for the rest. Raises if there are none."""
         if not self._keys:
             raise error
         self._damage = str(error)
         if self._fields.keys:
-            self._ranks[-1] = _DAMAGED  # some of its members may be behind the damage
+            self._ranks[-1] = _DAMAGED  # some of its members may follow the damage
         else:
-            self._add("")
+            self._add_sample("")
             self._ranks[-1] = _DAMAGED
 
-    def _add(self, key: str) -> None:
+    def _add_sample(self, key: str) -> None:
+        """Append a sample without members to the index."""
         self._keys.append(key)
         self._offsets.append(0)
         self._sizes.append(0)
@@ -126,7 +132,7 @@ class TarShard:
             self._beside.append({})
 
     def as_arrays(self) -> AnyShard:
-        """This shard, or one of arrays where its samples are nothing but that, the first one's like most."""
+        """Return an NpyShard over this shard if its samples and fields are .npy members; else the shard itself."""
         sizes, offsets = np.array(self._sizes, np.int64), np.array(self._offsets, np.int64)
         good = np.flatnonzero(np.array(self._ranks) >= 0)
         if not len(good) or not all(rank < 0 or self._arrays[rank] for rank in set(self._ranks)):
@@ -157,6 +163,7 @@ class TarShard:
         return len(self._keys)
 
     def load(self, sample: int) -> Sample | str:
+        """Read one sample from its members, or return the reason why it is rejected."""
         rank = self._ranks[sample]
         if rank == _MISSING:
             return missing_from(self._others, "other members in its file:")
@@ -169,7 +176,7 @@ class TarShard:
         return self._fields.add(encoded, self._with_members(sample, row) if self._fields.keys else row)
 
     def _with_members(self, sample: int, row: Row) -> Row | dict[str, object]:
-        """The row with the values of the fields that lie beside it; a str where one cannot be read."""
+        """Return the row, extended by fields from other members; a value is a reason (str) if it cannot be read."""
         beside = self._beside[sample]
         values: dict[str, object] = {**self._read_json(beside), **row}
         for _, key in self._fields.keys:
@@ -178,6 +185,10 @@ class TarShard:
         return values
 
     def _read_json(self, beside: dict[str, tuple[int, int]]) -> Row:
+        """Return the fields in a sample's .json member; each is a reason (str) if the member cannot be read.
+
+        ``beside``: extension to (byte offset, size) of the sample's other members.
+        """
         if _JSON not in beside:
             return {}
         offset, size = beside[_JSON]
@@ -185,22 +196,26 @@ class TarShard:
         return dict.fromkeys((key for _, key in self._fields.keys), row) if isinstance(row, str) else row
 
     def where(self, sample: int) -> str:
+        """Return the file and key of a sample, for messages; the error's text for a damaged one."""
         return self._damage if self._ranks[sample] == _DAMAGED else f"{self._file.name}:{self._keys[sample]}"
 
 
 def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Field]) -> dict[str, Load]:
-    """What reads a member of each extension; of several in one sample, the first here is taken."""
+    """Return the functions that read a member, by its extension; the first extension that a sample has is read."""
 
     def text(raw: bytes) -> tuple[Encoded, Row] | str:
+        """Read a text member; the row is empty."""
         encoded = encode(raw, tokenizer)
         return encoded if isinstance(encoded, str) else (encoded, {})
 
     def npy(raw: bytes) -> tuple[Encoded, Row] | str:
+        """Read a .npy member of token ids; the row is empty."""
         found = load_npy(raw)
         ids = found if isinstance(found, str) else ids_of(found)
         return ids if isinstance(ids, str) else (Encoded(ids), {})
 
     def row(text_key: str | None = None, tokens_key: str | None = None) -> Load:
+        """Return a function that reads a .json member, whose sample is under the given key."""
         of_row = msgspec.structs.replace(settings, text_key=text_key, tokens_key=tokens_key)
         reader = RowReader(of_row, tokenizer, fields)
         decode = open_row(reader.keys)
@@ -231,6 +246,6 @@ def _loads(settings: SourceSettings, tokenizer: Tokenizer, fields: Sequence[Fiel
     if settings.text_key is None and last == "npy" and not inner:
         return {suffix: npy}
     raise ConfigError(
-        f"text_key, tokens_key: got {settings.text_key!r}, {settings.tokens_key!r}; expected an extension: for text "
-        "such as 'txt' or 'json/field', for tokens 'npy' or 'json/field'"
+        f"text_key, tokens_key: got {settings.text_key!r}, {settings.tokens_key!r}; expected an extension. In tar "
+        "files, text is under 'txt' or 'json/KEY', and tokens are under 'npy' or 'json/KEY'"
     )
