@@ -441,7 +441,7 @@ def a_feed_takes_more_than_its_share_of_the_memory(patch: Patch) -> None:
 
 @mutant("R1", PUSHED)
 def samples_are_said_to_be_safe_before_they_are(patch: Patch) -> None:
-    _wrap(patch, Intake, "safe", lambda original, self, upto: original(self, 1 << 60))
+    _wrap(patch, Intake, "note_safe", lambda original, self, upto: original(self, 1 << 60))
 
 
 @mutant("R1", PUSHED)

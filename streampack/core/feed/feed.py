@@ -206,7 +206,7 @@ class Feed:
                 return effects
             self._outbox.put(step)
         if steps and (taken := self.planner.snapshot()) is not None:
-            effects += self._recorder.snapshot(taken)
+            effects += self._recorder.record_snapshot(taken)
             self.history.forget_snapshots(self.steps.released_upto, self._journal.keeps)
         if self.planner.former.finished and not self.planner.ended:
             effects += self._close()
@@ -215,7 +215,7 @@ class Feed:
     def _note(self, step: PlannedStep) -> list[Effect]:
         """Record a step, or see that it is what was recorded."""
         if not self._recorder.contradicts(step):
-            return self._recorder.step(step, self.steps.released_upto)
+            return self._recorder.record_step(step, self.steps.released_upto)
         return self._fail(
             "diverged",
             f"step {step.number} came out otherwise than the first time, though every sample that was compared is the "
@@ -235,10 +235,10 @@ class Feed:
             first = self._table.rows(dropped[:1]).tobytes()
             tail = self.readers.attempts.round, self.history.lineage, self.next_step, first
             self.figures.drop(self._table.length[dropped], tail)
-            effects += [*self._recorder.tail(self.next_step, dropped), Release(dropped)]
+            effects += [*self._recorder.record_tail(self.next_step, dropped), Release(dropped)]
         if self.planner.ended:
             end = self.next_step, self.planner.former.chain
-            effects += self._recorder.end(*end)
+            effects += self._recorder.record_end(*end)
             self._outbox.put(end)
         return effects
 
@@ -328,19 +328,19 @@ class Feed:
                 change = msgspec.structs.replace(change, step=max(change.step, step))
             if change.step < history.num_steps:  # formed before a trainer came with it: nobody had them
                 effects += self._branch(change.step, f"a checkpoint knows of {change.note}")
-            effects += self._recorder.change(change)
+            effects += self._recorder.record_change(change)
             self.planner.live.know(change.rules)
         for first, last in given.skips:
             if (first, last) not in history.skips:
-                effects += self._recorder.skip(first, last)
+                effects += self._recorder.record_skip(first, last)
         history.begin_at(given.step)
         if given.step > history.last_snapshot:
-            effects += self._recorder.snapshot(given)
+            effects += self._recorder.record_snapshot(given)
         return effects + self.planner.restore(given)
 
     def _branch(self, step: int, why: str, since: int | None = None) -> list[Effect]:
         """Another lineage begins at ``step``."""
-        effects = self._recorder.lineage(step, why, since)
+        effects = self._recorder.begin_lineage(step, why, since)
         self.steps.lineage = self.history.lineage
         self.steps.forget_chains(step)
         return effects
@@ -401,7 +401,7 @@ class Feed:
                 f"or stop the trainers, skip, and start them from a checkpoint before step {first}"
             )
         self.steps.skip(first, last)
-        return self._recorder.skip(first, last)
+        return self._recorder.record_skip(first, last)
 
     def state_of(self, step: int) -> State | list[Effect]:
         """What a checkpoint that begins at ``step`` holds; or what is done to know it, nothing where nobody can."""

@@ -111,7 +111,7 @@ class LiveRules:
             )
         step = max(unformed, at_step or 0, history.changes[-1].step if history.changes else 0)
         change = RulesChange(step=step, position=-1, rules=rules, note=f"{note}, asked at step {unformed}")
-        effects = self._recorder.change(change)
+        effects = self._recorder.record_change(change)
         self.know(rules)
         return effects, step
 
@@ -141,7 +141,7 @@ class LiveRules:
             grows = _partitions(change.rules) > known
             if self._is_due(change, next_step) and may_be_here and (merge.may_grow or not grows):
                 change = msgspec.structs.replace(change, step=next_step, position=merge.position)
-                effects += self._recorder.change(change)
+                effects += self._recorder.record_change(change)
             if change.position < 0 or change.position > merge.position:
                 break
             dropped = change_merge(merge, change.rules)

@@ -1,7 +1,7 @@
 """Writes records of partitions to the log, and reads those of earlier brokers.
 
 There are records of the digest of each stream's source, of ends of partitions, and of rejected samples. Others give the
-order in which chunks and ends of batches came. Each record also updates the partition's ``Intake`` and the feed's
+order in which chunks and ends of batches add_chunk. Each record also updates the partition's ``Intake`` and the feed's
 ``History``. At the start, ``recover`` takes the records of earlier brokers, and ``learn`` the facts that replace
 deleted records.
 """
@@ -30,7 +30,7 @@ from streampack.core.protocol.events import Effect
 from streampack.core.protocol.producer_messages import Mark
 
 DISCARDED = "discarded"
-"""Reason of pushed samples that are lost because trainers went back to before they came."""
+"""Reason of pushed samples that are lost because trainers went back to before they add_chunk."""
 
 
 class PartitionRecords:
@@ -137,7 +137,7 @@ class PartitionRecords:
         intake.recorded_seq = place.stop_seq
         if stream.terms.pushed:
             intake.places.append(place)
-        stream.history.came(place)
+        stream.history.add_chunk(place)
 
     def _note_mark(self, p: int, number: int, seq: int, lsn: int) -> None:
         """Add the end of batch ``number`` at log sequence number ``lsn`` to the intake and the feed's history."""
@@ -145,7 +145,7 @@ class PartitionRecords:
         place = ChunkPlace(stream.number_in_feed(p), seq, 0, lsn, 0, mark=number)
         intake.end_batch(number, seq)
         intake.places.append(place)
-        stream.history.came(place)
+        stream.history.add_chunk(place)
 
     # Records of earlier brokers
 

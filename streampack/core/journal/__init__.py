@@ -1,11 +1,12 @@
-"""Journal: what the broker decides, as records in a log.
+"""Journal: the broker's decisions as records in a log.
 
-- ``recorder``: from a decision to a record and a line of history, in one move.
+- ``recorder``: turns a decision of a feed into a record, and adds it to the feed's history.
 - ``log_records``: every kind of record.
-- ``journal``: gives records their numbers, and knows which are safe.
-- ``log_effects``: what the log is asked to do, and the events that answer.
-- ``history``: what is recorded of one feed; a new broker fills it from the log.
+- ``journal``: numbers the records, and knows which are safe.
+- ``log_effects``: the effects that write, read and cut the log, and the events that answer.
+- ``history``: the recorded steps, snapshots and chunks of one feed; a new broker fills it from the log.
 
-Nothing goes out that a record which is not safe decides (R1, R2). The package does not know bytes, files or disks:
-``wire`` encodes records, and the services write them.
+A record has a log sequence number (LSN), which counts all records of the run. It is *safe* once the log has it as
+durably as the settings ask for. Nothing that an unsafe record decides is sent (R1, R2). The package does not know
+bytes, files or disks: ``wire`` encodes records, and the services write them.
 """

@@ -1,9 +1,9 @@
-"""What is recorded of one feed: how each step came out, where it may be taken up again, in which order chunks came.
+"""The history of one feed, as the log has it: digests of steps, places of snapshots, and the order of chunks.
 
-It is filled as records are appended, and from the log when a broker starts, in the same way. Steps are
-known by the digest of all steps up to them (16 bytes a step); snapshots by the step that they begin and
-the record that holds them. Of chunks that were taken in the order of their arrival it knows where each
-begins and which record holds it: from them the merge gets its script, and pushed partitions are read again.
+Each record that is appended is added, and a broker that starts adds the log's records in the same way. The history
+keeps for each step the digest of all steps up to it, 16 bytes. For each snapshot it keeps the step and the record. For
+chunks whose order of arrival decides the steps, it keeps their place in the partition and their record. The merge
+repeats that order, and pushed partitions are read again from these records.
 """
 
 from __future__ import annotations
@@ -20,14 +20,23 @@ from streampack.core.model.snapshot import Snapshot
 
 DIGEST_BYTES = 16
 KEPT_STEPS = 16
-"""Snapshots of so many steps before the oldest that a rank may ask for stay in memory: trainers fetch ahead."""
+"""Steps before the oldest kept step whose snapshots stay in memory, because trainers fetch ahead."""
 
 
 @dataclass(slots=True)
 class ChunkPlace:
-    """A recorded chunk: ``count`` samples, of ``tokens``, of a partition from ``base_seq`` on; or the ``mark``-th mark,
-    behind ``base_seq`` samples. ``lost``: trainers went back and its samples were discarded; ``counted``: the log says
-    of each that it was. ``version`` is the policy's that made them, -1 where none is said.
+    """A recorded chunk, or a recorded mark (the end of a batch).
+
+    Attributes:
+        partition: The feed's own number of the partition.
+        base_seq: Number of the chunk's first sample; for a mark, of the sample after it.
+        count: Samples of the chunk; 0 for a mark.
+        lsn: Log sequence number of the record.
+        tokens: Tokens of the chunk.
+        mark: Number of the mark; -1 for a chunk.
+        lost: True if trainers went back, and the samples were discarded.
+        counted: True if the log has a record of the discarded samples.
+        version: Version of the policy that made the samples; -1 if unknown.
     """
 
     partition: int
@@ -42,11 +51,17 @@ class ChunkPlace:
 
     @property
     def stop_seq(self) -> int:
+        """Number of the first sample after the chunk."""
         return self.base_seq + self.count
 
 
 @dataclass(slots=True)
 class _Place:
+    """A recorded snapshot: its step and LSN, the floors of all partitions, and merged samples up to it (``position``).
+
+    The snapshot holds ``held`` samples; it is None here if it is only in the log.
+    """
+
     step: int
     lsn: int
     floors: list[int]
@@ -55,13 +70,28 @@ class _Place:
     snapshot: Snapshot | None
 
     def floor(self, partition: int) -> int:
-        """Where a partition is read again from; one that joined later has none: from its beginning."""
+        """Return the sequence number from which a partition is read again; 0 for one that joined later."""
         return self.floors[partition] if partition < len(self.floors) else 0
 
 
 @dataclass(slots=True)
 class History:
-    """One feed's; ``rules`` are those that it began with."""
+    """The history of one feed.
+
+    Attributes:
+        rules: The rules with which the feed began.
+        lineage, lineage_step: Number of the lineage, and the step at which it began.
+        changes: Changes of the rules, in order.
+        skips: Skipped steps, as (first, last).
+        commits: Steps of the checkpoints that are kept.
+        released: Every rank has returned the steps before this one, as far as the log knows.
+        end: (number of steps, digest of all), once the end is recorded.
+        tails: Recorded tails that ``tail: drop`` left out, as (step that follows, row of the first sample). Passes
+            shorter than a step leave several tails before one step.
+        order: Chunks and marks in the order in which they came.
+        newest_version: Newest version of the policies that made samples in ``order``; -1 if unknown.
+        is_cut: True if the first records were deleted from the log.
+    """
 
     rules: Rules
     num_partitions: int
@@ -71,40 +101,36 @@ class History:
     skips: list[tuple[int, int]] = field(default_factory=list)
     commits: list[int] = field(default_factory=list)
     released: int = 0
-    """Steps below are returned by every rank, as far as is known."""
     end: tuple[int, bytes] | None = None
-    """(steps, digest of all), once the end is recorded."""
     tails: set[tuple[int, bytes]] = field(default_factory=set)
-    """What ``tail: drop`` left out, as recorded: (the step that follows, the first sample's row). Passes shorter than a
-    step leave several tails before one step."""
     order: list[ChunkPlace] = field(default_factory=list)
     newest_version: int = -1
-    """Of the policies that made the samples in that order; -1 where none is said."""
     is_cut: bool = False
-    """Its first records are gone."""
     _first: int = 0
+    """The first step that is known."""
     _chains: bytearray = field(default_factory=bytearray)
     _lsns: array[int] = field(default_factory=lambda: array("q"))
     _places: list[_Place] = field(default_factory=list)
+    """Recorded snapshots, by step."""
     _at_hand: list[_Place] = field(default_factory=list)
-    """Those whose snapshot is in memory."""
+    """Recorded snapshots that are in memory, too."""
 
     # Steps
 
     @property
     def num_steps(self) -> int:
-        """Steps below are recorded."""
+        """The steps before this one are recorded."""
         return self._first + len(self._lsns)
 
     def chain_after(self, step: int) -> bytes | None:
-        """Digest of ``step`` and all before it, or None where that is not recorded, or not any more."""
+        """Return the digest of ``step`` and all steps before it; None if it is not recorded, or was deleted."""
         at = step - self._first
         if not 0 <= at < len(self._lsns):
             return None
         return bytes(self._chains[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES])
 
     def add_step(self, step: int, chain: bytes, lsn: int) -> None:
-        """Step ``step`` is recorded; it follows those before it, or they are no longer there, or another broker's."""
+        """Add a step: the digest of it and all before, and its LSN. After a gap, forget the steps before."""
         if not self._lsns or step > self.num_steps:
             self._first = step
             del self._lsns[:], self._chains[:]
@@ -113,28 +139,28 @@ class History:
             self._lsns.append(lsn)
 
     def is_gone(self, step: int) -> bool:
-        """Is ``step`` before all steps that a cut log still has? It is formed again, and not recorded again."""
+        """Return whether the record of ``step`` was deleted; a step that is formed again is not recorded again then."""
         return self.is_cut and step < self._first
 
     def begin_at(self, step: int) -> None:
-        """What is recorded begins at ``step``, which a checkpoint has brought, if it is beyond all that is known."""
+        """Begin at ``step``, from a checkpoint, if it is beyond all known steps; forget these."""
         if step > self.num_steps:
             self._first = step
             del self._lsns[:], self._chains[:]
 
     def lsn_of(self, step: int) -> int:
-        """The record of ``step``, or -1."""
+        """Return the LSN of the record of ``step``; -1 if unknown."""
         at = step - self._first
         return self._lsns[at] if 0 <= at < len(self._lsns) else -1
 
     def note_change(self, change: RulesChange) -> None:
-        """A change is asked for; or the position is known at which the first that waits for one holds."""
+        """Add a change of the rules; one with a position replaces the first change that waits for its position."""
         waiting = (number for number, known in enumerate(self.changes) if known.position < 0 <= change.position)
         at = next(waiting, len(self.changes))
         self.changes[at : at + 1] = [change]
 
     def knows(self, given: Snapshot) -> bool:
-        """Is all that a checkpoint knows of changes and skips recorded here?"""
+        """Return whether all changes and skips of a checkpoint's snapshot are recorded."""
         own = self.changes[: len(given.changes)]
         return (
             len(own) == len(given.changes)
@@ -146,13 +172,13 @@ class History:
         )
 
     def is_skipped(self, step: int) -> bool:
-        """Is ``step`` passed over?"""
+        """Return whether ``step`` is skipped."""
         return any(first <= step <= last for first, last in self.skips)
 
     # Snapshots
 
     def add_snapshot(self, snapshot: Snapshot, lsn: int, keep: bool = True) -> None:
-        """A snapshot is in record ``lsn``, and kept here as well if ``keep``."""
+        """Add a snapshot with its LSN; it stays in memory if ``keep``."""
         if not self._lsns:
             self._first = max(self._first, snapshot.step)
         if not self._places or snapshot.step > self._places[-1].step:
@@ -163,14 +189,17 @@ class History:
             self._at_hand += self._places[-1:] if keep else []
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Have one that is recorded at hand again."""
+        """Keep a snapshot that was read from the log in memory."""
         at = bisect_right(self._places, snapshot.step, key=lambda place: place.step) - 1
         if at >= 0 and self._places[at].step == snapshot.step:
             self._at_hand += [self._places[at]] if self._places[at].snapshot is None else []
             self._places[at].snapshot = snapshot
 
     def nearest(self, step: int) -> tuple[int, int, Snapshot | None] | None:
-        """(its step, its record, itself if at hand) of the last snapshot not after ``step``."""
+        """Return (step, LSN, snapshot) of the last snapshot at or before ``step``; None if there is none.
+
+        In place of a snapshot that is only in the log, the third value is None.
+        """
         at = bisect_right(self._places, step, key=lambda place: place.step) - 1
         if at < 0:
             return None
@@ -179,25 +208,30 @@ class History:
 
     @property
     def last_position(self) -> int:
-        """Samples merged at the last snapshot: what holds from before it on would have to be in it."""
+        """Number of merged samples at the last snapshot; a change cannot hold from before it on."""
         return self._places[-1].position if self._places else 0
 
     def forget_after(self, position: int) -> None:
-        """Let go of snapshots at which more samples were merged."""
+        """Forget the snapshots at which more than ``position`` samples were merged."""
         self._places = [place for place in self._places if place.position <= position]
 
     @property
     def last_snapshot(self) -> int:
-        """The step of the last one, or 0."""
+        """Step of the last snapshot; 0 without one."""
         return self._places[-1].step if self._places else 0
 
     @property
     def in_last_snapshot(self) -> int:
-        """Samples that the last one holds."""
+        """Number of samples that the last snapshot holds."""
         return self._places[-1].held if self._places else 0
 
     def forget_snapshots(self, released: int, keeps_log: bool) -> None:
-        """Let go of what no rank will ask for: from memory, or wholly where there is no log to read it from."""
+        """Drop old snapshots, which no rank will ask for, from memory; without a log, forget them and their chunks.
+
+        Args:
+            released: Every rank has returned the steps before this one.
+            keeps_log: True if there is a log to read them from.
+        """
         at = bisect_right(self._places, released - KEPT_STEPS, key=lambda place: place.step) - 1
         if at <= 0:
             return
@@ -211,7 +245,7 @@ class History:
             self.is_cut = True
 
     def wanted_lsn(self, step: int) -> int:
-        """The first record without which nobody could go to ``step``."""
+        """Return the LSN of the first record that is needed to go to ``step``."""
         at = bisect_right(self._places, step, key=lambda place: place.step) - 1
         if at < 0:
             return 0
@@ -220,7 +254,7 @@ class History:
         return min(place.lsn, next(needed, place.lsn))
 
     def forget_below(self, lsn: int) -> None:
-        """Records below ``lsn`` are gone from the log."""
+        """Forget steps, snapshots and chunks below ``lsn``: their records were deleted from the log."""
         self._places = [place for place in self._places if place.lsn >= lsn]
         self.order = [chunk for chunk in self.order if chunk.lsn >= lsn]
         self.is_cut = True
@@ -231,8 +265,10 @@ class History:
 
     @property
     def oldest_step(self) -> int:
-        """The first step that can be gone to: 0, or, where the order of arrival decides and the log has lost its first
-        chunks, that of the first snapshot which needs none of them.
+        """The first step to which the feed can go.
+
+        That is 0, unless arrival decides the order and the log's first chunks were deleted. Then it is the step of the
+        first snapshot that needs none of them.
         """
         if not (self.is_cut and self.in_order):
             return 0
@@ -247,8 +283,9 @@ class History:
         return next(whole, self.num_steps)
 
     def revisit(self, step: int) -> None:
-        """Have a broker that begins serve ``step`` first, passed over or not, and keep nothing for anybody else: to
-        look at it again.
+        """Make a broker that starts serve ``step`` first, also if it is skipped, to look at the step again.
+
+        Other ranks and checkpoints count no more.
         """
         self.released = step
         self.skips.clear()
@@ -256,30 +293,34 @@ class History:
 
     @property
     def in_order(self) -> bool:
-        """Does the order in which chunks came decide the steps?"""
+        """True if the order in which chunks came decides the steps."""
         return self.rules.merge == "arrival"
 
     # Policies
 
     def is_stale(self, version: int) -> bool:
-        """Is what a policy of this version made too old to be taken next in the order?"""
+        """Return whether samples of a policy of this version are too old to be admitted now."""
         lag = self.rules.max_policy_lag
         return lag is not None and 0 <= version < self.newest_version - lag
 
-    def came(self, place: ChunkPlace) -> None:
-        """A chunk, or a mark, is next in the order."""
+    def add_chunk(self, place: ChunkPlace) -> None:
+        """Add a chunk or a mark, next in the order."""
         self.order.append(place)
         self.newest_version = max(self.newest_version, place.version)
 
     # Lineages
 
     def branch(self, lineage: int, step: int, since: int | None = None) -> None:
-        """Forget what is recorded of ``step`` and after: another lineage follows, without chunks of records from
-        ``since`` on.
+        """Begin another lineage at ``step``: forget the steps from there on, and mark chunks as lost.
+
+        Args:
+            lineage: Number of the new lineage.
+            step: Its first step.
+            since: LSN from which on chunks are lost; None if none are.
         """
         for place in self.order:
             place.lost = place.lost or (since is not None and place.lsn >= since)
-        if since is not None:  # policies begin again from an older version: theirs is not to be too old
+        if since is not None:  # the trainers' policies go on from an older version
             self.newest_version = max((place.version for place in self.order if not place.lost), default=-1)
         self.lineage, self.lineage_step = lineage, step
         keep = max(step - self._first, 0)
@@ -291,14 +332,14 @@ class History:
         self.tails = {tail for tail in self.tails if tail[0] < step}
 
     def begin_of(self, step: int) -> int:
-        """The record after that of ``step - 1``, be it a snapshot; 0 for the first step."""
+        """Return the LSN after the record of the step before ``step``; if unknown, that of the snapshot at ``step``."""
         found = self.nearest(step)
         if self.lsn_of(step - 1) < 0 and found is not None and found[0] == step:
             return found[1]
         return self.lsn_of(step - 1) + 1
 
     def recover(self, facts: FeedFacts, released: int) -> None:
-        """What survived of records that are gone; steps below ``released`` were returned by every rank."""
+        """Take over the facts that replace deleted records; every rank has returned the steps before ``released``."""
         self.lineage, self.lineage_step = facts.lineage, facts.lineage_step
         self.changes = list(facts.changes)
         self.skips, self.commits = list(facts.skips), list(facts.commits)
@@ -307,7 +348,7 @@ class History:
             self.newest_version = max(self.newest_version, facts.newest_version)
 
     def facts(self) -> FeedFacts:
-        """What must survive when records of the log go."""
+        """Return the facts that must survive when records of the log are deleted."""
         return FeedFacts(
             rules=self.rules, lineage=self.lineage, lineage_step=self.lineage_step, changes=self.changes,
             skips=self.skips, commits=self.commits,

@@ -1,7 +1,7 @@
-"""The log as the core sees it: records get numbers when they are appended, and are *safe* some time later.
+"""The journal: numbers records when they are appended, and knows which are *safe* in the log.
 
-What may be said to others depends on it (R1, R2): nothing goes out that a record not yet safe decides.
-Without a log every record is safe at once, so that nothing else differs.
+Nothing is sent that an unsafe record decides (R1, R2). Without a log every record is safe at once, so that the rest of
+the core is the same.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from streampack.core.protocol.events import Effect
 
 
 class Journal:
-    """Numbers records; ``keeps`` is whether there is a log at all, ``next_lsn`` where it goes on."""
+    """The numbers of records. ``keeps``: there is a log. ``next_lsn``: log sequence number of the next record."""
 
     def __init__(self, keeps: bool = False, next_lsn: int = 0) -> None:
         self.keeps = keeps
         self.next_lsn = next_lsn
         self.safe_upto = next_lsn
-        """Records below are as safe as was asked for."""
+        """Records below this log sequence number are safe."""
         self.stalled = ""
-        """Why records wait, if they do."""
+        """Reason that records wait to become safe; empty if they do not."""
         self.full = ""
-        """Why nothing should be taken in that has to be written down."""
+        """Reason that no samples that need a record should be taken; empty if they may."""
 
     def append(self, record: Record, payload: Sequence[Any] = ()) -> list[Effect]:
-        """Write ``record``, of number ``next_lsn``; without a log nothing is done."""
+        """Number a record, and return the effect that writes it with its payload; no effect without a log."""
         if not self.keeps:
             return self.pass_over()
         self.next_lsn += 1
         return [Append(record, tuple(payload))]
 
     def pass_over(self) -> list[Effect]:
-        """Number a record that need not be made, since there is no log."""
+        """Number a record that is not built, because there is no log."""
         self.next_lsn += 1
         self.safe_upto = self.next_lsn
         return []
 
     def safe(self, upto: int, stalled: str = "", full: str = "") -> None:
-        """Records below ``upto`` are safe."""
+        """Record that the log is safe below ``upto``, and the reasons why it is ``stalled`` or ``full``."""
         self.safe_upto, self.stalled, self.full = max(self.safe_upto, upto), stalled, full

@@ -1,6 +1,6 @@
-"""What the log is asked to do, and what is heard of it.
+"""Effects that write, read and cut the log, and the events that answer.
 
-The journal asks; the shell writes, reads and cuts the log. Payload is opaque here.
+The core returns the effects; the shell performs them. Payload is opaque.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from streampack.core.protocol.events import Effect, Event
 
 
 class Safe(Event, frozen=True):
-    """The log has every record below ``upto``, as safely as was asked for; ``stalled`` is why the rest waits,
-    ``full`` why nothing should be taken in that has to be written down.
+    """Every record below ``upto`` is safe.
+
+    If the others wait, ``stalled`` says why. If no samples that need a record should be taken, ``full`` says why.
     """
 
     upto: int
@@ -22,7 +23,7 @@ class Safe(Event, frozen=True):
 
 
 class Recalled(Event, frozen=True):
-    """The record that ``Recall`` asked for, with its payload."""
+    """The record that ``Recall`` asked for was read, with its payload."""
 
     feed: str
     lsn: int
@@ -32,20 +33,20 @@ class Recalled(Event, frozen=True):
 
 
 class WasCut(Event, frozen=True):
-    """The log begins with record ``first_lsn``."""
+    """Records below ``first_lsn`` were deleted from the log."""
 
     first_lsn: int
 
 
 class Append(Effect, frozen=True):
-    """Write a record into the log; its number is the one after the last's. ``Safe`` says when it is there."""
+    """Write a record to the log, with the next log sequence number; ``Safe`` follows once the record is safe."""
 
     record: Record
     payload: tuple[Any, ...] = ()
 
 
 class Recall(Effect, frozen=True):
-    """Read a record back and say ``Recalled``, of the same ``generation``, before any other event."""
+    """Read a record, and answer with ``Recalled`` of the same ``generation`` before any other event."""
 
     feed: str
     lsn: int
@@ -53,6 +54,6 @@ class Recall(Effect, frozen=True):
 
 
 class Cut(Effect, frozen=True):
-    """Records below ``lsn`` are wanted no more."""
+    """Delete records below ``lsn`` from the log: they are not needed any more."""
 
     lsn: int

@@ -1,10 +1,9 @@
-"""What a broker writes into its log: every decision that is not a function of the data and the rules alone.
+"""The records of the log: every decision of a broker that does not follow from the data and the rules alone.
 
-The log is the only truth of a run: whoever reads it from its first record on knows which step holds
-which samples, and can go on. A record states a fact and is never changed; what it says of a step, a
-partition or a feed, a later one may only add to. Names of streams and feeds, not numbers, so that a
-record can be read without the one before it; arrays as little-endian bytes, as in messages.
-How a record becomes bytes is ``wire``'s, where they lie the log's.
+The log is the only truth of a run: its records tell which step holds which samples, and a broker can go on from them. A
+record states a fact, and is never changed; later records only add facts. Records name streams and feeds, instead of
+numbering them, so that each can be read without the one before. Arrays are little-endian bytes, as in messages.
+``wire`` encodes records.
 """
 
 from __future__ import annotations
@@ -20,14 +19,19 @@ from streampack.core.model.snapshot import Count, Cursor, Snapshot
 
 
 class Record(Struct, frozen=True, kw_only=True):
-    """The root of all records; ``TYPE`` is its number in the log, from 1 on."""
+    """Base class of all records; ``TYPE`` is the number of the record's kind in the log, from 1 on."""
 
     TYPE: ClassVar[int] = 0
 
 
 class StreamFacts(Struct, frozen=True, kw_only=True):
-    """What has been found out of a stream: the digest of its source, and by partition its samples where the end is
-    known (else None), samples and marks that are recorded.
+    """Facts of a stream, with one value for each partition in each list.
+
+    Attributes:
+        source_digest: Digest of the stream's source.
+        totals: Samples of the partition; None if its end is unknown.
+        recorded: Recorded samples of the partition.
+        marks: Recorded marks of the partition.
     """
 
     source_digest: str = ""
@@ -37,9 +41,15 @@ class StreamFacts(Struct, frozen=True, kw_only=True):
 
 
 class FeedFacts(Struct, frozen=True, kw_only=True):
-    """What must be known of a feed beside its steps: the rules it began with, how they changed, the step at which its
-    ``lineage`` begins, steps that are passed over (first, last), checkpoints that are kept, and the newest policy's
-    version that samples came with, where any did.
+    """Facts of a feed beside its steps.
+
+    Attributes:
+        rules: The rules with which the feed began.
+        lineage, lineage_step: Number of the lineage, and its first step.
+        changes: Changes of the rules.
+        skips: Skipped steps, as (first, last).
+        commits: Steps of the checkpoints that are kept.
+        newest_version: Newest version of the policies that made samples; absent if unknown.
     """
 
     rules: Rules
@@ -52,9 +62,9 @@ class FeedFacts(Struct, frozen=True, kw_only=True):
 
 
 class Base(Record, frozen=True, kw_only=True):
-    """All that is known and is not a step's: said again before the records that said it first may go.
+    """The facts of the run beside its steps, repeated so that the records before can be deleted.
 
-    ``released`` by feed: steps below are returned by every rank.
+    ``released`` has a step for each feed: every rank has returned the steps before.
     """
 
     TYPE: ClassVar[int] = 1
@@ -67,7 +77,7 @@ class Base(Record, frozen=True, kw_only=True):
 
 
 class SourceAccepted(Record, frozen=True, kw_only=True):
-    """A stream is what a source of this digest gives."""
+    """A stream's source has this digest; producers of other data are rejected."""
 
     TYPE: ClassVar[int] = 2
     stream: str
@@ -75,10 +85,10 @@ class SourceAccepted(Record, frozen=True, kw_only=True):
 
 
 class ChunkAdmitted(Record, frozen=True, kw_only=True):
-    """Samples taken in, in this order among all chunks of the feed (``merge: arrival``); columns as in ``Samples``.
+    """A chunk was admitted, next in the order of the feed's chunks (``merge: arrival``); columns as in ``Samples``.
 
-    Payload: that of the message, where the producer cannot send it again. ``stale``: when it came its
-    ``policy_version`` was too old, so that none of it is in any step.
+    The payload of a pushed chunk is in the record. If ``stale``, its ``policy_version`` was too old when it came, and
+    none of its samples is in a step.
     """
 
     TYPE: ClassVar[int] = 3
@@ -98,9 +108,9 @@ class ChunkAdmitted(Record, frozen=True, kw_only=True):
 
 
 class SamplesRejected(Record, frozen=True, kw_only=True):
-    """Quarantine: samples that are in no step, by their index in the stream, and how many for which reason.
+    """Samples were rejected, and are in no step: their indices in the stream, and the count of each reason.
 
-    Said again where they are read again: what counts is the set.
+    Samples that are read again may be recorded again; only the set of samples counts.
     """
 
     TYPE: ClassVar[int] = 4
@@ -110,7 +120,7 @@ class SamplesRejected(Record, frozen=True, kw_only=True):
 
 
 class BatchMarked(Record, frozen=True, kw_only=True):
-    """A partition has ended batch ``batch`` after its sample ``seq - 1``; ``number`` counts its marks from 0."""
+    """Batch ``batch`` of a pushed partition ends before sample ``seq``; ``number`` counts its marks from 0."""
 
     TYPE: ClassVar[int] = 5
     stream: str
@@ -121,7 +131,7 @@ class BatchMarked(Record, frozen=True, kw_only=True):
 
 
 class PartitionEnded(Record, frozen=True, kw_only=True):
-    """The partition has ``total`` samples."""
+    """A partition has ended after ``total`` samples."""
 
     TYPE: ClassVar[int] = 6
     stream: str
@@ -130,9 +140,16 @@ class PartitionEnded(Record, frozen=True, kw_only=True):
 
 
 class StepFormed(Record, frozen=True, kw_only=True):
-    """A step and all that is in it: ``counts_u32`` samples of each pack, ``rows`` the samples (``samples.ROW``, the
-    stream by its number in the rules then). ``released``: steps below are returned by every rank. ``keeps``, uint8:
-    what each sample says of the next, as in snapshots.
+    """A step was formed, with these samples.
+
+    Attributes:
+        digest: Digest of the step.
+        chain: Digest of all steps up to this one.
+        num_loss_tokens, num_samples: Totals of the step.
+        counts_u32: Samples of each pack.
+        rows: The samples, as ``samples.ROW``; a stream has its number in the rules of that time.
+        released: Every rank has returned the steps before this one.
+        keeps: uint8, how each sample stays together with the next, as in snapshots.
     """
 
     TYPE: ClassVar[int] = 7
@@ -150,7 +167,7 @@ class StepFormed(Record, frozen=True, kw_only=True):
 
 
 class SnapshotTaken(Record, frozen=True, kw_only=True):
-    """What decides all steps from ``snapshot.form.next_step`` on."""
+    """A snapshot, which decides all steps from ``snapshot.form.next_step`` on."""
 
     TYPE: ClassVar[int] = 8
     feed: str
@@ -159,7 +176,7 @@ class SnapshotTaken(Record, frozen=True, kw_only=True):
 
 
 class FeedEnded(Record, frozen=True, kw_only=True):
-    """No step follows; said once (R8)."""
+    """The feed has ended after ``num_steps`` steps; recorded once (R8)."""
 
     TYPE: ClassVar[int] = 9
     feed: str
@@ -169,7 +186,7 @@ class FeedEnded(Record, frozen=True, kw_only=True):
 
 
 class RulesChanged(Record, frozen=True, kw_only=True):
-    """From ``change.step`` on."""
+    """The rules of a feed change, from ``change.step`` on."""
 
     TYPE: ClassVar[int] = 10
     feed: str
@@ -177,7 +194,7 @@ class RulesChanged(Record, frozen=True, kw_only=True):
 
 
 class StepsSkipped(Record, frozen=True, kw_only=True):
-    """Steps ``first`` to ``last`` are passed over by every rank; what follows stays as it is."""
+    """Steps ``first`` to ``last`` are skipped by every rank; later steps stay the same."""
 
     TYPE: ClassVar[int] = 11
     feed: str
@@ -186,8 +203,9 @@ class StepsSkipped(Record, frozen=True, kw_only=True):
 
 
 class LineageBegan(Record, frozen=True, kw_only=True):
-    """What was recorded of steps from ``step`` on is of another lineage than what follows, and ``why``; pushed samples
-    of records from ``since`` on are dropped, if it is given.
+    """A new lineage begins at ``step``, for the reason ``why``: steps recorded before from there on are void.
+
+    Pushed samples of records from ``since`` on are dropped, if it is given.
     """
 
     TYPE: ClassVar[int] = 12
@@ -207,7 +225,7 @@ class CheckpointCommitted(Record, frozen=True, kw_only=True):
 
 
 class TailDropped(Record, frozen=True, kw_only=True):
-    """What ``tail: drop`` left over at the end of the feed, or of a pass, before step ``step`` (``samples.ROW``)."""
+    """Samples (``samples.ROW``) that ``tail: drop`` left out, at the end of the feed or of a pass, before ``step``."""
 
     TYPE: ClassVar[int] = 14
     feed: str

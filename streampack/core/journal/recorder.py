@@ -1,7 +1,7 @@
-"""What a feed decides, written down: each decision becomes a record and a line of its history, in one move.
+"""Records the decisions of a feed: each becomes a record of the log, and part of the feed's history.
 
-A broker that starts reads the records back and has the same history. What is decided again, since steps are formed
-again, is written once.
+A broker that starts reads the records, and gets the same history. When steps are formed again, their records are not
+written again.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from streampack.core.protocol.events import Effect, Report
 
 
 class Recorder:
-    """Keeps one feed's ``history`` and the log in step; samples are rows of ``table``."""
+    """Records the decisions of one feed in the log and in its ``history``; samples are rows of ``table``."""
 
     def __init__(self, feed: str, history: History, journal: Journal, table: SampleTable) -> None:
         self._feed, self._history, self._journal, self._table = feed, history, journal, table
 
     def contradicts(self, step: PlannedStep) -> bool:
-        """Did a step come out otherwise than it is recorded?"""
+        """Return whether a step differs from the recorded one of its number."""
         return self._history.chain_after(step.number) not in (None, step.chain)
 
-    def step(self, step: PlannedStep, released: int) -> list[Effect]:
-        """A step was formed; those below ``released`` were returned by every rank."""
+    def record_step(self, step: PlannedStep, released: int) -> list[Effect]:
+        """Record a formed step, unless it is recorded; every rank has returned the steps before ``released``."""
         history = self._history
         if history.is_gone(step.number) or history.chain_after(step.number) is not None:
             return []
@@ -51,13 +51,13 @@ class Recorder:
         )  # fmt: skip
         return self._journal.append(record)
 
-    def snapshot(self, taken: Snapshot) -> list[Effect]:
-        """A snapshot was taken, or brought."""
+    def record_snapshot(self, taken: Snapshot) -> list[Effect]:
+        """Record a snapshot that was taken, or that a trainer has sent."""
         self._history.add_snapshot(taken, self._journal.next_lsn)
         return self._journal.append(SnapshotTaken(feed=self._feed, lineage=taken.lineage, snapshot=taken))
 
-    def tail(self, step: int, dropped: I64) -> list[Effect]:
-        """Before ``step`` the samples ``dropped``, int64 [n], were left over."""
+    def record_tail(self, step: int, dropped: I64) -> list[Effect]:
+        """Record the samples ``dropped``, int64 [n] handles, that ``tail: drop`` leaves out before ``step``."""
         history = self._history
         rows = self._table.rows(dropped).tobytes()
         tail = step, rows[: ROW.itemsize]
@@ -66,8 +66,8 @@ class Recorder:
         history.tails.add(tail)
         return self._journal.append(TailDropped(feed=self._feed, lineage=history.lineage, step=step, rows=rows))
 
-    def end(self, num_steps: int, chain: bytes) -> list[Effect]:
-        """The feed has ended (R8: said once)."""
+    def record_end(self, num_steps: int, chain: bytes) -> list[Effect]:
+        """Record that the feed has ended after ``num_steps`` steps, once (R8)."""
         history = self._history
         if history.end is not None:
             return []
@@ -78,26 +78,26 @@ class Recorder:
         )
         return [*self._journal.append(ended), report]
 
-    def lineage(self, step: int, why: str, since: int | None = None) -> list[Effect]:
-        """Another lineage begins at ``step``, without what was pushed since record ``since``."""
+    def begin_lineage(self, step: int, why: str, since: int | None = None) -> list[Effect]:
+        """Record that a new lineage begins at ``step``, without samples pushed in records from LSN ``since`` on."""
         history = self._history
         history.branch(history.lineage + 1, step, since)
         began = LineageBegan(feed=self._feed, lineage=history.lineage, step=step, why=why, since=since)
         report = Report("warning", f"feed {self._feed!r}: {why}", feed=self._feed, step=step)
         return [*self._journal.append(began), report]
 
-    def change(self, change: RulesChange) -> list[Effect]:
-        """A change is asked for, or its position is known."""
+    def record_change(self, change: RulesChange) -> list[Effect]:
+        """Record a change of the rules that was asked for, or that now has its position."""
         self._history.note_change(change)
         return self._journal.append(RulesChanged(feed=self._feed, change=change))
 
-    def skip(self, first: int, last: int) -> list[Effect]:
-        """Steps ``first`` to ``last`` are passed over."""
+    def record_skip(self, first: int, last: int) -> list[Effect]:
+        """Record that steps ``first`` to ``last`` are skipped."""
         self._history.skips.append((first, last))
         return self._journal.append(StepsSkipped(feed=self._feed, first=first, last=last))
 
     def recover(self, lsn: int, record: Record) -> None:
-        """One of these records, read back before anything else happens."""
+        """Add a record of an earlier broker to the history, at the start."""
         history = self._history
         if isinstance(record, StepFormed):
             history.add_step(record.step, record.chain, lsn)

@@ -88,7 +88,7 @@ def test_what_is_dropped_follows_from_the_recorded_order_alone(
 def test_a_version_that_lags_by_as_much_as_is_allowed_is_taken() -> None:
     history = History(Rules(max_policy_lag=2), 1)
     assert not history.is_stale(0)
-    history.came(ChunkPlace(0, 0, 1, 0, version=7))
+    history.add_chunk(ChunkPlace(0, 0, 1, 0, version=7))
     assert [history.is_stale(version) for version in (-1, 4, 5, 9)] == [False, True, False, False]
     assert not History(Rules(), 1).is_stale(0)
 
@@ -96,7 +96,7 @@ def test_a_version_that_lags_by_as_much_as_is_allowed_is_taken() -> None:
 def test_the_newest_version_is_known_when_the_records_that_said_it_are_gone() -> None:
     history = History(Rules(max_policy_lag=2), 1)
     assert history.facts().newest_version is msgspec.UNSET, "and logs without versions are as they were"
-    history.came(ChunkPlace(0, 0, 1, 0, version=7))
+    history.add_chunk(ChunkPlace(0, 0, 1, 0, version=7))
     facts = msgspec.msgpack.decode(msgspec.msgpack.encode(history.facts()), type=type(history.facts()))
     other = History(Rules(max_policy_lag=2), 1)
     other.recover(facts, 0)
@@ -107,7 +107,7 @@ def test_policies_begin_again_where_rollouts_are_discarded() -> None:
     """The trainers went back to an older policy: what it makes is not too old for what is gone."""
     history = History(Rules(max_policy_lag=1), 1)
     for lsn, version in ((3, 4), (8, 9)):
-        history.came(ChunkPlace(0, lsn, 1, lsn, version=version))
+        history.add_chunk(ChunkPlace(0, lsn, 1, lsn, version=version))
     history.branch(1, 2, None)
     assert history.is_stale(5)
     history.branch(2, 2, 5)
