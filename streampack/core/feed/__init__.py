@@ -1,14 +1,19 @@
 """Feed: one feed, from the merge to the readers.
 
-- ``feed``: joins the parts of a feed; trainers connect to a feed.
-- ``planner``: merges admitted samples, and has steps formed of them.
-- ``merged_memory``: how much merged samples may take.
-- ``live_rules``: the rules, as they change while the feed runs.
-- ``outbox``: holds formed steps until their records are safe and their payload is there.
-- ``checkpoints``: the checkpoints that trainers keep, and what the log must keep for them.
-- ``resume``: takes snapshots, and goes on from one.
-- ``brought``: checks a snapshot that a trainer brings, before anything is changed.
+Admitted samples pass the files in this order:
 
-A feed touches no other feed. The package relies on ``intake``, ``merge``, ``form``, ``serve`` and ``journal``. It does
-not know sockets, files or time, beyond the events that it is told of.
+- ``feed``: owns the parts of a feed, and calls them in turn. Trainers connect to a feed.
+- ``planner``: merges admitted samples into a window, and gets steps formed from it.
+- ``merged_memory``: the limit of the memory for merged samples.
+- ``outbox``: holds formed steps until their records are safe (R2) and their payload has come; then readers get them.
+
+When trainers change the rules, keep checkpoints or go back, these come in:
+
+- ``live_rules``: the rules, as they change while the feed runs.
+- ``checkpoints``: the checkpoints that trainers keep, and the records that the log must keep for them.
+- ``resume``: takes snapshots, and restores them.
+- ``snapshot_check``: checks a snapshot that a trainer sends, before anything changes.
+
+A feed does not touch another feed. To go to a step, a feed restores a snapshot at or before it, and forms the steps in
+between again. The package relies on ``intake``, ``merge``, ``form``, ``serve`` and ``journal``.
 """

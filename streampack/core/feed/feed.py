@@ -1,14 +1,12 @@
-"""A feed: some streams under rules of their own, from the merge to the readers.
+"""A feed: streams with their own rules, from the merge to the readers. Trainers connect to a feed.
 
-What a trainer connects to. It merges its streams' samples, has steps formed of them (``planner``), writes down how
-each came out (``recorder``) and serves them to its ``readers`` (``outbox``); nothing of it touches another feed. Its
-streams belong to it alone, and are numbered among themselves, so that a run with more feeds has the same steps in
-this one.
+A feed merges its streams' samples, and gets steps formed from them (``planner``). It records each step (``recorder``),
+and serves it to its ``readers`` (``outbox``). It does not touch another feed. Its streams belong to it alone, and are
+numbered among themselves, so that a run with more feeds has the same steps in this one.
 
-To be at a step is to have gone there: from a snapshot not after it, whose window's samples are read again,
-and over the steps between, which are formed again and not served. So a broker that was killed goes
-on, trainers go back to a checkpoint, and a finite feed is iterated again, at step 0, which needs no
-snapshot.
+To go to a step, the feed restores a snapshot at or before it, and reads the samples of that window again. It forms the
+steps in between again, without serving them. So a broker goes on after a crash, and trainers go back to a checkpoint. A
+new iteration of a finite feed goes to step 0, which needs no snapshot.
 """
 
 from __future__ import annotations
@@ -16,11 +14,11 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from streampack.core.feed.brought import BroughtSnapshots
 from streampack.core.feed.checkpoints import Checkpoints
 from streampack.core.feed.merged_memory import MergedMemory
 from streampack.core.feed.outbox import Outbox
 from streampack.core.feed.planner import Planner
+from streampack.core.feed.snapshot_check import SnapshotCheck
 from streampack.core.form.form_stats import FormedFigures
 from streampack.core.intake.leases import Leases
 from streampack.core.journal.history import History
@@ -44,9 +42,9 @@ FORMING = Missing("forming", "the step is being packed")
 
 
 class Feed:
-    """One feed of a broker; ``table`` and ``leases`` are shared with the others.
+    """One feed of a broker; ``table``, ``leases`` and ``journal`` are shared with the other feeds.
 
-    ``steps_ahead`` bounds the steps formed and not yet returned by all ranks.
+    At most ``steps_ahead`` steps are formed that a rank has not returned.
     """
 
     def __init__(
@@ -68,48 +66,50 @@ class Feed:
             run, epoch, name, rules, plan.layout, table, self, plan.max_readers, plan.leaving_bytes
         )  # fmt: skip
         self.steps = self.readers.steps
-        """The steps that are served, and what each rank has had of them."""
+        """Keeps the formed steps, and sends them to ranks."""
         self._outbox = Outbox(self.readers, self.history, journal, leases)
         self._checkpoints = Checkpoints(name, rules, plan.keeps, self.history, journal, table)
-        self._brought = BroughtSnapshots(name, rules, self.history, self.planner.live, self.memory, leases.partitions)
+        self._snapshot_check = SnapshotCheck(
+            name, rules, self.history, self.planner.live, self.memory, leases.partitions
+        )
         self.figures = FormedFigures(plan.rules)
         self._waits_for: int | None = None
-        """The record of the snapshot to begin from, which is not at hand."""
+        """LSN of the snapshot to restore, while it is read from the log."""
         self.failed = ""
-        """Why nothing more can be served: the data are not what they were, or a batch does not fit in memory."""
+        """Error text, if nothing more can be served: the data have changed, or a batch does not fit in memory."""
         self._failed_code = ""
 
     @property
     def finished(self) -> bool:
-        """Every rank has returned every step, and no reader is attached any more."""
+        """True if every rank has returned every step, and no reader is attached any more."""
         steps = self.steps
         returned = steps.end is not None and steps.released_upto >= steps.end.num_steps
         return returned and not self.readers.num_readers
 
     @property
     def next_step(self) -> int:
-        """The step that is formed next."""
+        """Number of the step that is formed next."""
         return self.planner.former.next_step
 
     @property
     def waste(self) -> I64:
-        """Tokens of the packs delivered that are nobody's, int64 [waste.CAUSES]."""
+        """Padding of the delivered packs in tokens, by cause, int64 [``padding.CAUSES``]."""
         return self.figures.waste + self.steps.dealt.waste
 
     @property
     def delivered_tokens(self) -> int:
-        """Tokens of the packs delivered: real ones and ``waste``."""
+        """Tokens of the delivered packs: those of samples, and padding."""
         if depends_on_mesh(self.plan.rules):
             return self.steps.dealt.delivered_tokens
         return self.figures.totals.tokens + int(self.figures.waste.sum())
 
     @property
     def latest_rules(self) -> Rules:
-        """With every change that was asked for."""
+        """The rules with every change that was asked for."""
         return self.planner.live.latest
 
     def waiting_for(self) -> Missing:
-        """Why the next step is not there."""
+        """Return the cause of the wait for the next step."""
         planner = self.planner
         if self.failed:
             return Missing("failed", self.failed)
@@ -126,7 +126,7 @@ class Feed:
         if planner.blocked is not None:
             missing = self._partitions.of_feed(self.name)[planner.blocked]
             stream = self._partitions.name_of(missing)
-            if lost := self._lost(missing):
+            if lost := self._lost_text(missing):
                 return Missing("stream", lost, stream)
             end = f"end_of_batch {self._partitions.intakes[missing].num_marks}"
             if not self._ends_by_marks:
@@ -144,25 +144,25 @@ class Feed:
 
     @property
     def _ends_by_marks(self) -> bool:
-        """Whether a step waits until programs end their batch."""
+        """True if a step waits until pushing programs end their batch."""
         batch = self.plan.rules.batch
         return batch is not None and batch.samples is None
 
-    def _lost(self, p: int) -> str:
-        """What the log lacks of the steps before those that trainers read, where it lacks it; or empty."""
+    def _lost_text(self, p: int) -> str:
+        """Return an error text if the log lacks pushed samples of steps that trainers have had, or empty."""
         stream, begins = self._partitions.stream_of[p], self.steps.released_upto
         if not stream.terms.pushed or self._partitions.intakes[p].behind or self.planner.former.next_step >= begins:
             return ""
         return (
-            f"samples that were pushed to stream {stream.terms.name!r} are lost: trainers go on from step {begins}, "
-            f"but the log holds only the samples of the steps before {self.planner.former.next_step}: put back the "
-            f"state_dir that has them, or start a new run"
+            f"samples that were pushed to stream {stream.terms.name!r} are lost. Trainers go on from step {begins}, "
+            f"but the log holds only the samples of the steps before {self.planner.former.next_step}. Put back the "
+            f"state_dir that has them, or start a new run."
         )
 
     # Forming steps
 
     def advance(self) -> list[Effect]:
-        """Move on as far as can be: merge what may be merged, ask for a step to be formed."""
+        """Merge samples, request the packs of the next step, and serve steps, as far as possible now."""
         effects: list[Effect] = []
         planner = self.planner
         while not planner.ended and not self.steps.draining and not self.failed:
@@ -179,13 +179,13 @@ class Feed:
         return effects + self._outbox.hand_out() + self.steps.tell_starving(forming=False)
 
     def formed(self, event: Formed) -> list[Effect]:
-        """A packer's choice; one that was asked for before the feed went back is of no use."""
+        """Take a packer's choice, and serve its steps; drop a choice from before the feed went back or forward."""
         if event.generation != self.planner.generation:
             return []
         return self._publish(self.planner.formed(event))
 
     def settle(self, effects: list[Effect]) -> list[Effect]:
-        """Note the samples that are released. Effects are performed in order, so no part of a step still needs them."""
+        """Free the rows of samples that the effects release, and return the effects."""
         for effect in effects:
             if isinstance(effect, Release):
                 self.memory.release(effect.handles)
@@ -195,13 +195,15 @@ class Feed:
 
     @property
     def _is_ahead(self) -> bool:
+        """True if ``steps_ahead`` steps are formed that a rank has not returned."""
         return self.next_step >= self.steps.released_upto + self._steps_ahead
 
     def _publish(self, steps: list[PlannedStep]) -> list[Effect]:
+        """Record formed steps, put them into the outbox, and take a snapshot or end the pass if due."""
         effects: list[Effect] = []
         for step in steps:
             self.figures.add(step, self._table.length[step.packs.handles])
-            effects += self._note(step)
+            effects += self._record_step(step)
             if self.failed:
                 return effects
             self._outbox.put(step)
@@ -212,23 +214,23 @@ class Feed:
             effects += self._close()
         return effects + self._outbox.hand_out()
 
-    def _note(self, step: PlannedStep) -> list[Effect]:
-        """Record a step, or see that it is what was recorded."""
+    def _record_step(self, step: PlannedStep) -> list[Effect]:
+        """Record a step, or fail the feed if the step differs from the recorded one."""
         if not self._recorder.contradicts(step):
             return self._recorder.record_step(step, self.steps.released_upto)
         return self._fail(
             "diverged",
-            f"step {step.number} came out otherwise than the first time, though every sample that was compared is the "
-            f"same: the data, the tokenizer or streampack itself have changed: put them back, or start a new run",
+            f"step {step.number} came out otherwise than the first time, though every compared sample is the same. "
+            f"The data, the tokenizer or streampack itself have changed. Put them back, or start a new run.",
         )
 
     def _fail(self, code: str, why: str) -> list[Effect]:
-        """Nothing more can be served."""
+        """Fail the feed: log the error, and reject every reader with it."""
         self.failed, self._failed_code = why, code
         return [Report("error", f"feed {self.name!r}: {why}", feed=self.name), *self.readers.fail(code, why)]
 
     def _close(self) -> list[Effect]:
-        """Everything held is in a step: the pass has ended, or the feed."""
+        """End the pass, or the feed, once every merged sample is in a step; record the tail and the end."""
         effects: list[Effect] = []
         dropped = self.planner.end_pass()
         if len(dropped):
@@ -245,40 +247,48 @@ class Feed:
     # Going to a step
 
     def unfit(self, step: int, given: Snapshot | None) -> tuple[str, str] | None:
-        """Why the feed cannot go to ``step``, with a checkpoint's snapshot: (code, detail), or None."""
+        """Return why the feed cannot go to ``step`` with a snapshot: (code of the error, its text); None if it can."""
         if self.failed:
             return self._failed_code, self.failed
         oldest = self.history.oldest_step
         if step < oldest:
             return "step_gone", (
-                f"got a request to start at step {step}, expected {oldest} or later, the oldest that the "
-                f"log still has the order for: take a newer checkpoint (retain.checkpoints says how many are kept)"
+                f"got a request to start at step {step}, expected {oldest} or later, the oldest for which the log "
+                f"still has the order. Take a newer checkpoint (retain.checkpoints says how many are kept)."
             )
-        wrong = self._brought.wrong(given) if given is not None and given.step <= step else ""
+        wrong = self._snapshot_check.fault(given) if given is not None and given.step <= step else ""
         return ("snapshot", f"the checkpoint's snapshot: {wrong}") if wrong else None
 
     def knows(self, given: Snapshot) -> bool:
-        """Return whether all changes and skips of a checkpoint's snapshot are recorded here."""
+        """Return whether the log has all changes and skips of a checkpoint's snapshot."""
         return self.history.knows(given)
 
     def rewind(self, step: int, given: Snapshot | None, back: bool) -> list[Effect]:
-        """Trainers begin at ``step``, which is not the next. Those that have gone ``back`` had returned it: where that
-        is wanted, pushed samples that came since are dropped, and other steps follow, in another lineage. Others go on
-        where the broker before was killed: it had formed steps that nobody has returned, as far as the log knows.
+        """Go to ``step``, which trainers ask for and which is not the next one.
+
+        Args:
+            step: The step.
+            given: Snapshot of the trainers' checkpoint.
+            back: The trainers had returned the step before. If the rules ask for it, pushed samples that came since are
+                dropped, and other steps follow in a new lineage.
         """
         effects: list[Effect] = []
         self._checkpoints.go_back(step)
         discards = self.plan.discards and back and step < self.history.num_steps
         if discards:
             since = self.history.begin_of(step)
-            why = f"trainers went back to step {step} from {self.history.num_steps}, what was pushed since is dropped"
+            why = f"trainers went back to step {step} from {self.history.num_steps}, samples pushed since are dropped"
             effects += self._branch(step, why, since)
             effects += self._leases.records.discard(self.name)
         return effects + self.go_to(step, given, discards)
 
     def go_to(self, step: int, given: Snapshot | None = None, anew: bool = False) -> list[Effect]:
-        """Have ``step`` be the next that is served; the readers have let go of theirs. ``given`` is a checkpoint's;
-        ``anew``: what is merged is not what it would be.
+        """Go to a state from which ``step`` is the next served step; readers must keep no steps.
+
+        Args:
+            step: The step.
+            given: Snapshot of the trainers' checkpoint.
+            anew: Restore a snapshot even if the feed could go on from its state.
         """
         found, here = self.history.nearest(step), self.next_step
         nearest = max(found[0] if found is not None else 0, given.step if given is not None else 0)
@@ -288,7 +298,7 @@ class Feed:
             effects += self.readers.attempts.check(step, chain)
         if nearest <= here <= step and not self.planner.ended and not anew and not knows_more:
             return effects + self._outbox.hand_out()
-        held = np.concatenate([self.planner.let_go(), *self._outbox.let_go()])
+        held = np.concatenate([self.planner.reset(), *self._outbox.clear()])
         self._waits_for = None
         if len(held):
             effects.append(Release(held))
@@ -302,21 +312,19 @@ class Feed:
         return [*effects, Recall(self.name, found[1], self.planner.generation)]
 
     def recalled(self, event: Recalled) -> list[Effect]:
-        """A snapshot that was asked for: to go there, or for a checkpoint's state."""
+        """Take a snapshot that was read from the log, to restore it or to answer readers that asked for a state."""
         if not isinstance(event.record, SnapshotTaken):
             return []
         taken = event.record.snapshot
         self.history.keep(taken)
         effects = self.readers.tell_states()
         if event.generation == self.planner.generation and event.lsn == self._waits_for:
-            self._waits_for = None  # asked for again, later, it is for a state only
+            self._waits_for = None  # another read of this record is for a state only
             effects += self.planner.restore(taken)
         return effects
 
     def _adopt(self, given: Snapshot, step: int) -> list[Effect]:
-        """Restore the snapshot of a checkpoint that begins at ``step``, and record the changes and skips that the log
-        of this broker does not have.
-        """
+        """Restore the snapshot of a checkpoint at ``step``; record the changes and skips that the log lacks."""
         effects: list[Effect] = []
         history = self.history
         for number, change in enumerate(given.changes):
@@ -326,7 +334,7 @@ class Feed:
                 history.forget_after(change.position)
             else:  # no position yet: the trainers had the steps before ``step`` without this change
                 change = msgspec.structs.replace(change, step=max(change.step, step))
-            if change.step < history.num_steps:  # formed before a trainer came with it: nobody had them
+            if change.step < history.num_steps:  # steps formed before the trainer came, which no rank has had
                 effects += self._branch(change.step, f"a checkpoint knows of {change.note}")
             effects += self._recorder.record_change(change)
             self.planner.live.know(change.rules)
@@ -339,7 +347,7 @@ class Feed:
         return effects + self.planner.restore(given)
 
     def _branch(self, step: int, why: str, since: int | None = None) -> list[Effect]:
-        """Another lineage begins at ``step``."""
+        """Begin a new lineage at ``step``, without samples pushed in records from LSN ``since`` on."""
         effects = self._recorder.begin_lineage(step, why, since)
         self.steps.lineage = self.history.lineage
         self.steps.forget_chains(step)
@@ -348,12 +356,12 @@ class Feed:
     # The log
 
     def safe(self, upto: int) -> list[Effect]:
-        """Records below ``upto`` are safe."""
+        """Take note that the log is safe below ``upto``: confirm commits, and serve steps."""
         committed = self.readers.committed(self._checkpoints.safe(upto))
         return committed + self.readers.tell_states() + self._outbox.hand_out()
 
     def recover(self, lsn: int, record: Record) -> None:
-        """A record of the log, before anything else happens."""
+        """Take over a record of an earlier broker, at the start."""
         self._recorder.recover(lsn, record)
         if isinstance(record, RulesChanged):
             self.planner.live.know(record.change.rules)
@@ -361,7 +369,7 @@ class Feed:
             self._checkpoints.recover(record.step)
 
     def recover_facts(self, facts: FeedFacts, released: int) -> None:
-        """What survived of records that are gone. Raises ValueError for a feed of other rules."""
+        """Take over the facts that replace deleted records; raise ValueError if their rules differ."""
         differs = first_difference(self.rules, facts.rules)
         if differs:
             raise ValueError(f"feeds.{self.name}: {differs} as the log has it")
@@ -369,46 +377,56 @@ class Feed:
         self.planner.live.know(self.latest_rules)
 
     def begin(self) -> list[Effect]:
-        """Go to where the log ends: to the first step that some rank has not returned."""
+        """Begin after the records were read: go to the first step that a rank has not returned."""
         step = self.steps.formed_upto
         self.steps.lineage = self.history.lineage
-        effects = self._leases.records.discard(self.name)  # what the last broker was killed before it had counted
+        effects = self._leases.records.discard(self.name)  # lost samples that the last broker has not recorded
         return effects + self.go_to(step, anew=True) if self.history.order or step else []
 
     @property
     def wanted_lsn(self) -> int:
-        """Records below are wanted no more (R7)."""
+        """LSN below which the feed needs no records (R7)."""
         return self._checkpoints.wanted_lsn(self.steps.released_upto)
 
-    # What is asked of it
+    # Requests
 
     def change(self, rules: Rules, at_step: int | None, note: str) -> tuple[list[Effect], int]:
-        """Go by ``rules`` from a step on that is not formed yet; that step. Raises ValueError where memory is short."""
-        # while steps are formed again they stay as they are, and those that a trainer has had elsewhere
+        """Change to ``rules``, from ``at_step`` or a later step on.
+
+        Args:
+            rules: The new rules.
+            at_step: The step that was asked for; None for the first that no rank has had.
+            note: Text to record.
+
+        Returns:
+            The effects, and the step from which the rules hold.
+
+        Raises:
+            ValueError: The feed has ended, or memory is short.
+        """
+        # steps that are formed again, or that a trainer has had from another broker, keep their rules
         unformed = max(self.next_step, self.history.num_steps, self.readers.attempts.known_upto)
         effects, step = self.planner.live.ask(rules, unformed, at_step, note)
         return effects + self.advance(), step
 
     def skip(self, first: int, last: int) -> list[Effect]:
-        """Pass over steps ``first`` to ``last``; what follows stays as it is. Raises ValueError for steps that some
-        rank may have had.
-        """
+        """Skip steps ``first`` to ``last``; raise ValueError for steps that a rank may have had."""
         if not 0 <= first <= last:
             raise ValueError(f"got steps {first} to {last}, expected the first one first")
         if self.steps.joined and first < self.steps.formed_upto:
             raise ValueError(
-                f"got step {first}, expected {self.steps.formed_upto} or later, the first that no rank can have had: "
-                f"or stop the trainers, skip, and start them from a checkpoint before step {first}"
+                f"got step {first}, expected {self.steps.formed_upto} or later, the first that no rank can have had. "
+                f"Or stop the trainers, skip, and start them from a checkpoint before step {first}."
             )
         self.steps.skip(first, last)
         return self._recorder.record_skip(first, last)
 
     def state_of(self, step: int) -> State | list[Effect]:
-        """What a checkpoint that begins at ``step`` holds; or what is done to know it, nothing where nobody can."""
+        """Return the state of a checkpoint at ``step``, or the effects that fetch it; none if the step is unknown."""
         return self._checkpoints.state_of(step, self.planner.generation)
 
     def commit(self, step: int) -> list[Effect]:
-        """A checkpoint that begins at ``step`` is durable: keep what the last few need."""
+        """Record that the checkpoint at ``step`` is durable, and confirm it once the record is safe."""
         if step > max(self.history.num_steps, self.steps.formed_upto):
             text = f"feed {self.name!r}: got a commit of step {step}, which was never formed"
             return [Report("warning", text, feed=self.name, step=step)]

@@ -1,11 +1,11 @@
-"""The rules that a feed goes by, as they change while it runs.
+"""The rules of a feed, as they change while it runs.
 
-A change holds from a step on that no rank has had when the change is asked for. It is recorded at once, so that it is
-not forgotten, and again when that step is about to be formed. The position, in samples merged, is known then, and the
-merge follows the change whenever it comes to that position again. No position is inside a group, because a stream that
-is removed would leave a part of the group. No position is before that of the last snapshot, which was taken without
-the change. A stream that joins is known from the moment that it is asked for, since its producers may come. Its
-partitions take their quota from what may be merged.
+A change holds from a step on that no rank has had when the change is asked for. It is recorded at once, and again when
+that step is about to be formed. Then its position is known, in merged samples, and the merge follows the change
+whenever it comes to that position again. A position is never inside a group, because a removed stream would leave a
+part of the group. It is never before the last snapshot, which was taken without the change. A new stream is known as
+soon as it is asked for, since its producers may come. Its partitions take their quota from the memory of merged
+samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from streampack.core.protocol.events import Effect
 
 
 class LiveRules:
-    """The rules of one feed, which began with ``rules``; the changes themselves are in its ``history``."""
+    """The rules of one feed, which began with ``rules``; its ``history`` has the changes."""
 
     def __init__(
         self, feed: str, rules: Rules, history: History, admission: Admission, merge: FeedMerge,
@@ -51,17 +51,17 @@ class LiveRules:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are changes that the merge does not follow yet."""
+        """True if there are changes that the merge does not follow yet."""
         return self.applied < len(self._history.changes)
 
     @property
     def num_partitions(self) -> int:
-        """Number of partitions of all streams, with those that were asked for."""
+        """Number of partitions of all streams, with every change that was asked for."""
         return _partitions(self.latest)
 
     @property
     def spare_partitions(self) -> int:
-        """Number of partitions that may join before memory is short."""
+        """Number of partitions that still fit in the memory."""
         return max(self._memory.limit_tokens - self._memory.needed_tokens, 0) // self._leases.partitions.quota_tokens
 
     @property
@@ -107,7 +107,7 @@ class LiveRules:
         if left < (least := self._memory.needed_tokens):
             raise ValueError(
                 f"got {more} more partitions, which leaves {left} tokens of memory for the window and the steps, "
-                f"expected {least}: add fewer partitions, or start the broker with more memory"
+                f"expected {least}. Add fewer partitions, or start the broker with more memory."
             )
         step = max(unformed, at_step or 0, history.changes[-1].step if history.changes else 0)
         change = RulesChange(step=step, position=-1, rules=rules, note=f"{note}, asked at step {unformed}")
@@ -116,7 +116,7 @@ class LiveRules:
         return effects, step
 
     def know(self, rules: Rules) -> None:
-        """Add new streams, before the merge has them. Their partitions take their quota from what is merged."""
+        """Add the new streams of ``rules``, before the merge has them; they take memory from merged samples."""
         partitions = self._leases.partitions
         before = len(partitions.of_feed(self._feed))
         self._admission.extend(terms_of(rules))
@@ -127,11 +127,11 @@ class LiveRules:
             partitions.intakes[p].closed = True
 
     def apply(self, next_step: int, in_group: bool = False) -> list[Effect]:
-        """Have the merge follow the changes that are due, and record the position of each the first time.
+        """Apply the changes that are due to the merge, and record the position of each the first time.
 
         Args:
             next_step: The step that is about to be formed.
-            in_group: Whether the last sample merged has others of its group behind it.
+            in_group: True if the last merged sample has others of its group behind it.
         """
         effects: list[Effect] = []
         merge, changes = self._merge.current, self._history.changes
@@ -154,4 +154,5 @@ class LiveRules:
 
 
 def _partitions(rules: Rules) -> int:
+    """Return the number of partitions of all streams."""
     return sum(stream.partitions for stream in rules.streams)

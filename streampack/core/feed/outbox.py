@@ -1,8 +1,8 @@
-"""Steps that are formed and not yet with the readers.
+"""The outbox: formed steps that readers do not have yet.
 
-A step goes to them once the log has it, and everything that decided it (R2), and once the payload of its samples is
-there: after a restart they are read again. Those formed on the way to the step that is served next go to nobody: all
-that they are good for is that their digests are known.
+A step goes to the readers once its record, and all records that decided it, are safe (R2). The payload of its samples
+must be there, too: after a restart, samples are read again. Steps that are only formed again on the way to the next one
+that is served go to no reader; only their digests are used.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from streampack.core.serve.readers import Readers
 from streampack.core.stats.data_wait import Missing
 
 Ended = tuple[int, bytes]
-"""(steps, digest of all): no step follows."""
+"""The end of the feed: (number of steps, digest of all)."""
 
 
 class Outbox:
-    """One feed's; in the order in which steps were formed."""
+    """The formed steps of one feed that wait for the log or for payload, in order."""
 
     def __init__(self, readers: Readers, history: History, journal: Journal, leases: Leases) -> None:
         self._readers, self._history, self._journal, self._leases = readers, history, journal, leases
-        self._waiting: deque[tuple[int, PlannedStep | Ended]] = deque()  # behind which record each
+        self._waiting: deque[tuple[int, PlannedStep | Ended]] = deque()  # (LSN of the record that must be safe, step)
 
     def put(self, what: PlannedStep | Ended) -> None:
-        """A step, or the end, that everything in the log by now decides."""
+        """Add a step or the end; it waits until every record that was appended so far is safe."""
         self._waiting.append((self._journal.next_lsn - 1, what))
 
     def hand_out(self) -> list[Effect]:
-        """Give the readers what is safe and whole; steps before the one that was gone to have been served."""
+        """Give the readers the steps whose records are safe and whose payload has come; release those they have had."""
         effects: list[Effect] = []
         absent, readers = self._leases.accounts.absent, self._readers
         while self._waiting and self._waiting[0][0] < self._journal.safe_upto:
@@ -53,7 +53,7 @@ class Outbox:
         return effects
 
     def waiting_for(self) -> Missing | None:
-        """Why the first of them is not handed out; None where there is none."""
+        """Return the cause of the wait of the first step; None if no step waits."""
         if not self._waiting:
             return None
         lsn, step = self._waiting[0]
@@ -68,8 +68,8 @@ class Outbox:
             return Missing("stream", f"{again}, from {who}", stream)
         return Missing("stream", again)
 
-    def let_go(self) -> list[I64]:
-        """Forget them; the handles of each step, int64 [n]."""
+    def clear(self) -> list[I64]:
+        """Forget all steps, and return the handles of the samples of each, int64 [n]."""
         held = [step.packs.handles for _, step in self._waiting if isinstance(step, PlannedStep)]
         self._waiting.clear()
         return held

@@ -1,8 +1,8 @@
-"""Plan one feed's steps: merge admitted samples into a window, and have packs chosen from it.
+"""The planner of one feed's steps: merges admitted samples into a window, and gets packs chosen from it.
 
-The planner merges while the next step may need more and there is memory for it. It can go anywhere: to the place where
-a snapshot was taken, or to the first sample. ``generation`` counts these moves, so that packs that were asked for
-before a move are not used after it. The planner does not know readers, or what becomes of steps.
+The planner merges while the next step may need more samples, and there is memory for them. It can go back or forward,
+to a snapshot or to the first sample. ``generation`` counts these moves, so that packs requested before a move are not
+used after it. The planner does not know readers.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from streampack.core.protocol.effects import Form, Formed, Release
 from streampack.core.protocol.events import Effect
 
 SNAPSHOT_WINDOWS = 4
-"""A snapshot is taken when so many windows of samples are in steps since the last, which a restart forms again, and as
-many as that one holds: one for each step of many samples would be most of the log."""
+"""Windows of samples in steps after which the next snapshot is taken. A restart forms these steps again. More snapshots
+would fill the log."""
 
 
 class Planner:
-    """The planner of one feed; ``admission`` gets its samples from ``leases``, ``memory`` bounds what is merged."""
+    """The planner of one feed. Samples come from ``leases`` by ``admission``; ``memory`` bounds the merged ones."""
 
     def __init__(
         self, feed: str, rules: Rules, history: History, memory: MergedMemory, max_sample_tokens: int,
@@ -43,20 +43,21 @@ class Planner:
         self._feed, self._rules, self._history = feed, rules, history
         self._memory, self._table, self._leases = memory, table, leases
         self.merge = FeedMerge(rules)
-        """The feed's merge, which begins anew wherever the feed goes."""
+        """The feed's merge, which begins anew when the feed goes back or forward."""
         self.admission = Admission(terms_of(rules), rules.tokens, rules.fields, max_sample_tokens, table, self.merge)
         leases.open(feed, rules, self.admission, self.merge, history)
         self.live = LiveRules(feed, rules, history, self.admission, self.merge, memory, leases, recorder)
         self.former = Former(rules, table)
         self.generation = 0
+        """Number of moves to another position so far."""
         self.forming = False
-        """A choice of packs is being made."""
+        """True while the packer chooses packs."""
         self.ended = False
-        """Everything there ever was is in a step, or dropped."""
+        """True if every sample is in a step, or was dropped, and none will come."""
         self.blocked: int | None = None
-        """The partition, of the feed's own, whose next sample the merge waits for."""
+        """The feed's own number of the partition whose next sample the merge waits for."""
         self._since_snapshot = 0
-        """Samples in steps since the last one that is recorded."""
+        """Samples in steps since the last recorded snapshot."""
 
     # Forming steps
 
@@ -82,11 +83,12 @@ class Planner:
         return effects
 
     def _change_rules(self) -> list[Effect]:
+        """Apply changes of the rules that are due."""
         return self.live.apply(self.former.next_step, self.former.in_group) if self.live.waiting else []
 
     @property
     def _waits_for_group(self) -> bool:
-        """Whether a change of the rules for the next step waits for the rest of a group."""
+        """True if a change of the rules for the next step waits for the rest of a group."""
         if self.former.closed or not self.live.waiting:
             return False
         return self.live.waits_for_group(self.former.next_step, self.former.in_group)
@@ -99,13 +101,13 @@ class Planner:
             return ""
         return (
             f"got {former.queued_samples} samples of {former.queued_tokens} tokens for the batch of step "
-            f"{former.next_step}, which is not whole, and no more fit in memory: set memory to more, or make batches "
-            f"smaller, and start the broker again"
+            f"{former.next_step}, which is not whole, and no more fit in memory. Set memory to more, or make batches "
+            f"smaller, and start the broker again."
         )
 
     def request(self) -> list[Effect]:
         """Request the packs of the next step; return nothing if it needs more samples, or none are left."""
-        waits = self._waits_for_group and self._memory.room > 0  # else only a step makes room for the rest of it
+        waits = self._waits_for_group and self._memory.room > 0  # without room, only a step makes room for the rest
         request = None if waits else self.former.request()
         if request is None:
             return []
@@ -113,19 +115,19 @@ class Planner:
         return [Form(self._feed, request, self.generation)]
 
     def formed(self, event: Formed) -> list[PlannedStep]:
-        """Return the steps of a packer's choice."""
+        """Return the steps that a packer's choice completes."""
         self.forming = False
         return self._count(self.former.apply(event.choice))
 
     def cut(self) -> list[PlannedStep]:
-        """Return the last steps of a feed, or of a pass over it, whose samples are all there."""
+        """Return the last steps of the feed, or of a pass over it, once all of its samples were merged."""
         return self._count(self.former.cut())
 
     def end_pass(self) -> I64:
-        """Go on with the next pass, or end, once everything held is in a step.
+        """Begin the next pass, or end the feed, once every merged sample is in a step.
 
         Returns:
-            Handles of the samples that ``tail: drop`` has left over, int64 [n].
+            Handles of the samples that ``tail: drop`` leaves out, int64 [n].
         """
         dropped, self.former.dropped = self.former.dropped, self.former.dropped[:0]
         if self.merge.current.closed:
@@ -136,6 +138,7 @@ class Planner:
         return dropped
 
     def _count(self, steps: list[PlannedStep]) -> list[PlannedStep]:
+        """Count the samples of steps since the last snapshot, and return the steps."""
         recorded = self._history.last_snapshot
         self._since_snapshot += sum(step.num_samples for step in steps if step.number >= recorded)
         return steps
@@ -146,19 +149,19 @@ class Planner:
         return [*([Release(handles)] if len(handles) else []), *self._leases.close(self._feed)]
 
     def _drop_waiting(self) -> I64:
-        """Drop what waits for the merge, and count it as merged until it is released.
+        """Drop the samples that wait for the merge, and count them as merged until they are released.
 
         Returns:
-            Handles of its samples, int64 [n].
+            Handles of the samples, int64 [n].
         """
         handles = self.merge.current.drop()
         self._memory.hold(handles)
         return handles
 
-    # Being elsewhere
+    # Snapshots
 
     def snapshot(self) -> Snapshot | None:
-        """Return a snapshot of this place, between two steps; None where the last one is near enough, or beyond."""
+        """Return a snapshot of the state between two steps; None if the last snapshot is near enough."""
         history = self._history
         if self._since_snapshot < max(SNAPSHOT_WINDOWS * self._rules.window, history.in_last_snapshot):
             return None
@@ -169,8 +172,8 @@ class Planner:
             changes=list(history.changes), applied=self.live.applied, skips=list(history.skips),
         )  # fmt: skip
 
-    def let_go(self) -> I64:
-        """Forget this place, and return the handles of all samples held, int64 [n]."""
+    def reset(self) -> I64:
+        """Forget all samples and pending packs, and return the handles of the samples, int64 [n]."""
         held = np.concatenate([self._drop_waiting(), self.former.held()])
         self.merge.restart(self._rules)
         self.former = Former(self._rules, self._table)
@@ -180,7 +183,7 @@ class Planner:
         return held
 
     def restore(self, taken: Snapshot | None) -> list[Effect]:
-        """Go to the place where a snapshot was taken, or to the first sample, after ``let_go``."""
+        """Go to the state of a snapshot, or to the first sample without one, after ``reset``."""
         self.live.applied = taken.applied if taken is not None else 0
         rules = self.live.current
         merge = self.merge.restart(rules)

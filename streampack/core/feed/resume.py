@@ -1,7 +1,6 @@
-"""Taking snapshots of what a feed's steps are formed of, and going on from one.
+"""Takes and restores snapshots: everything from which a feed's next steps are formed.
 
-A snapshot comes from the log, whose records are what this broker has written, or from a trainer's checkpoint: of that
-nothing is believed before ``brought`` has found nothing wrong.
+A snapshot comes from the log or from a trainer's checkpoint. ``snapshot_check`` must check the latter first.
 """
 
 from __future__ import annotations
@@ -13,15 +12,19 @@ from streampack.core.model.snapshot import Floor, Snapshot
 
 
 def snapshot(rules: Rules, merge: AnyMerge, former: Former, floors: list[Floor] | None = None) -> Snapshot:
-    """Take one; not while a choice is being made."""
+    """Return a snapshot of a merge and a former, which must not wait for a packer's choice.
+
+    Args:
+        rules: The rules with which the feed began.
+        merge: The feed's merge.
+        former: The former, with the window and the pending packs.
+        floors: Place to read each partition from after a restart.
+    """
     return Snapshot(rules.digest, merge.state(), former.state(), floors or [])
 
 
 def restore(taken: Snapshot, rules: Rules, merge: AnyMerge, former: Former) -> None:
-    """Put ``taken`` into a merge and a former that have taken nothing.
-
-    Raises ValueError for a snapshot of other rules.
-    """
+    """Restore a snapshot into a new merge and a new former; raise ValueError if its rules differ."""
     if taken.rules != rules.digest:
         raise ValueError(f"got a snapshot of rules {taken.rules}, expected {rules.digest}: it is of another run")
     merge.load(taken.merge)

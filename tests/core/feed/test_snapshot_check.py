@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from msgspec.structs import asdict, replace
 
 from streampack.core.broker import Broker
-from streampack.core.feed.brought import problem
 from streampack.core.feed.resume import snapshot
+from streampack.core.feed.snapshot_check import problem
 from streampack.core.form.former import Former
 from streampack.core.merge.schedule import merge_of
 from streampack.core.model.capacity import Capacity, FeedPlan

@@ -1,7 +1,7 @@
-"""Check whether a feed can go on from a snapshot that a trainer has brought, with its checkpoint, over the network.
+"""Checks of a snapshot that a trainer sends with its checkpoint: can the feed go on from it?
 
-No field of the snapshot is trusted, and it is checked before anything changes. ``problem`` finds what the merge, FORM
-or the intake could not go on from. The feed's history and partitions show whether a sound snapshot is of this run.
+No field of the snapshot is trusted, and the checks come before any change. ``problem`` finds values that the merge,
+FORM or the intake cannot use. The feed's history and partitions show if a snapshot without such a fault is of this run.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from streampack.core.model.samples import KEEPS, ROW
 from streampack.core.model.snapshot import FormState, MergeState, Snapshot
 
 MAX_COUNT = 2**62
+"""Limit of every count and position in a snapshot."""
 MAX_AGE = 2**31
+"""Limit of a sample's age in the window, in steps."""
 MAX_SKIPS = 4096
+"""Most ranges of skipped steps in a snapshot."""
 _NAME_CHARS = 200
 
 
-class BroughtSnapshots:
-    """What may come to one feed: with its ``rules`` as it began, what it knows, and the memory it has."""
+class SnapshotCheck:
+    """Checks the snapshots that trainers send to one feed, which began with ``rules``."""
 
     def __init__(
         self, feed: str, rules: Rules, history: History, live: LiveRules, memory: MergedMemory,
@@ -36,10 +39,10 @@ class BroughtSnapshots:
     ) -> None:  # fmt: skip
         self._feed, self._rules, self._history = feed, rules, history
         self._live, self._memory, self._partitions = live, memory, partitions
-        self._sound: Snapshot | None = None  # the last that nothing was wrong with in itself: all ranks bring it
+        self._sound: Snapshot | None = None  # the last one without a fault in itself: all ranks send the same
 
-    def wrong(self, given: Snapshot) -> str:
-        """Why nobody can go on here from ``given``, one line; empty if the feed can."""
+    def fault(self, given: Snapshot) -> str:
+        """Return why the feed cannot go on from a snapshot, as an error text; empty if it can."""
         if given != self._sound:
             room = self._live.num_partitions + self._live.spare_partitions
             if wrong := problem(given, self._rules, self._memory.limit_tokens, room):
@@ -48,10 +51,10 @@ class BroughtSnapshots:
         return self._other_run(given) or self._other_changes(given) or self._other_streams(given)
 
     def _other_run(self, given: Snapshot) -> str:
-        """What differs of the steps before it, or of its lineage."""
+        """Return an error text if the snapshot's lineage or digest of steps is not this run's; empty if it is."""
         history, chain = self._history, self._history.chain_after(given.step - 1)
         found = history.nearest(given.step)
-        begins = chain is None and found is not None and found[0] == given.step  # what is recorded begins with it
+        begins = chain is None and found is not None and found[0] == given.step  # the recorded steps begin with it
         other = chain != given.form.chain and not begins
         if given.lineage < history.lineage and given.step > history.lineage_step and other:
             return (
@@ -67,30 +70,31 @@ class BroughtSnapshots:
 
     @property
     def _or_lost(self) -> str:
+        """Addition to the text of an error, if the feed has pushed samples."""
         pushed = any(stream.pushed for stream in self._rules.streams)
         return ", or the log that holds the pushed samples was lost or replaced (state_dir)" if pushed else ""
 
     def _other_changes(self, given: Snapshot) -> str:
-        """What differs of the changes of the rules that it knows of."""
+        """Return an error text if the snapshot's changes of the rules are not this run's; empty if they are."""
         history = self._history
         for known, change in zip(history.changes, given.changes, strict=False):
             moved = known.position != change.position and min(known.position, change.position) >= 0
             if moved or known.rules != change.rules:
                 return (
-                    f"got a change of the rules at step {change.step} ({change.note}), expected the one that is asked "
-                    f"for here at step {known.step} ({known.note}): give the run another state_dir"
+                    f"got a change of the rules at step {change.step} ({change.note}), expected the one of this run at "
+                    f"step {known.step} ({known.note}). Give the run another state_dir."
                 )
         merged = sum(given.merge.merged_samples)
         for known in history.changes[len(given.changes) :]:
             if 0 <= known.position < merged:
                 return (
-                    f"got one that does not know of the change at step {known.step} ({known.note}), expected one of "
-                    f"this run: give the broker another state_dir, and ask for changes once the trainers are attached"
+                    f"got one without the change at step {known.step} ({known.note}), expected one of this run. Give "
+                    f"the broker another state_dir, and ask for changes once the trainers are attached."
                 )
         return ""
 
     def _other_streams(self, given: Snapshot) -> str:
-        """What of its streams another feed has, or is not in the log."""
+        """Return an error text if another feed has its streams, or the log lacks its pushed samples; empty if not."""
         for name in {stream.name for change in given.changes for stream in change.rules.streams}:
             of = self._partitions.streams.get(name)
             if of is not None and of.feed != self._feed:
@@ -99,16 +103,20 @@ class BroughtSnapshots:
             recorded = self._partitions.intakes[p].recorded_seq
             if self._partitions.stream_of[p].terms.pushed and merged > recorded:
                 return (
-                    f"got {merged} samples that were pushed, but only {recorded} of them are in the log: samples were "
-                    f"lost with a state_dir: put back the one that has them, or start a new run"
+                    f"got {merged} samples that were pushed, but only {recorded} of them are in the log. The others "
+                    f"were lost with a state_dir: put back the one that has them, or start a new run."
                 )
         return ""
 
 
 def problem(taken: Snapshot, rules: Rules, max_tokens: int, max_partitions: int) -> str:
-    """Why a feed that began with ``rules`` cannot go on from ``taken``, one line; empty if it can.
+    """Return why a feed cannot go on from a snapshot, whatever its run, as an error text; empty if it can.
 
-    ``max_tokens`` is what memory holds of samples that are merged, ``max_partitions`` of how many partitions.
+    Args:
+        taken: The snapshot.
+        rules: The rules with which the feed began.
+        max_tokens: Tokens of merged samples that fit in the memory.
+        max_partitions: Partitions that fit in the memory.
     """
     if taken.rules != rules.digest:
         return f"got a snapshot of rules {taken.rules[:64]}, expected {rules.digest}: it is of other rules"
@@ -120,6 +128,7 @@ def problem(taken: Snapshot, rules: Rules, max_tokens: int, max_partitions: int)
 
 
 def _wrong_changes(taken: Snapshot, rules: Rules, max_partitions: int) -> str:
+    """Return an error text if the changes of the rules or the skipped steps cannot be; empty if they can."""
     if not 0 <= taken.applied <= len(taken.changes):
         return f"got {taken.applied} changes of the rules that hold, expected 0 to the {len(taken.changes)} there are"
     if len(taken.skips) > MAX_SKIPS or any(not 0 <= first <= last < MAX_COUNT for first, last in taken.skips):
@@ -142,7 +151,7 @@ def _wrong_changes(taken: Snapshot, rules: Rules, max_partitions: int) -> str:
 
 
 def _wrong_change(before: Rules, after: Rules) -> str:
-    """What cannot be of a change: all but weights and streams that join stays as it was."""
+    """Return an error text if a change alters more than weights and new streams; empty if it does not."""
     replace, known = msgspec.structs.replace, before.streams
     weights = zip(after.streams, known, strict=False)
     kept = tuple(replace(new, weight=old.weight) for new, old in weights)
@@ -162,6 +171,7 @@ def _wrong_change(before: Rules, after: Rules) -> str:
 
 
 def _wrong_merge(taken: Snapshot, rules: Rules) -> str:
+    """Return an error text if the state of the merge cannot be; empty if it can."""
     merge, streams = taken.merge, rules.streams
     partitions = sum(stream.partitions for stream in streams)
     clocks, turns = (0, partitions) if rules.merge == "arrival" else (len(streams), len(streams))
@@ -185,6 +195,7 @@ def _wrong_merge(taken: Snapshot, rules: Rules) -> str:
 
 
 def _wrong_ends(merge: MergeState, rules: Rules) -> str:
+    """Return an error text if ends of passes or of streams contradict the rules; empty if they do not."""
     if any(merge.at_barrier) and rules.between_passes != "drain" and rules.merge != "arrival":
         return "got a partition at the end of a pass, expected none: passes are not kept apart"
     if merge.stopped and not any(stream.on_exhaust == "stop" for stream in rules.streams):
@@ -193,7 +204,7 @@ def _wrong_ends(merge: MergeState, rules: Rules) -> str:
 
 
 def _wrong_places(taken: Snapshot) -> str:
-    """What cannot be of changes and floors, beside what was merged."""
+    """Return an error text if changes or floors contradict the number of merged samples; empty if they do not."""
     merged, position = taken.merge.merged_samples, sum(taken.merge.merged_samples)
     if any(change.position > position for change in taken.changes[: taken.applied]):
         return f"got rules that hold from a later sample on, expected changes up to the {position} that are merged"
@@ -204,6 +215,7 @@ def _wrong_places(taken: Snapshot) -> str:
 
 
 def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
+    """Return an error text if the window or the pending packs cannot be; empty if they can."""
     form = taken.form
     if not 0 <= form.next_step < MAX_COUNT or len(form.chain) != 16:
         return f"got step {form.next_step} and a chain of {len(form.chain)} bytes, expected a step and 16 bytes"
@@ -216,7 +228,7 @@ def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
     said = form.keeps or b""
     if len(said) not in (0, len(window) + len(pending)) or any(keep not in (0, *KEEPS.values()) for keep in said):
         return f"got {len(said)} bytes of groups, expected none, or one of each of {len(window) + len(pending)} samples"
-    most = rules.packs if rules.batch is None else 1  # a batch is packed whole: nothing of it is left over
+    most = rules.packs if rules.batch is None else 1  # a batch is packed whole, and leaves no packs
     if any(count < 0 for count in form.counts) or sum(form.counts) != len(pending) or len(form.counts) >= most:
         return (
             f"got {len(form.counts)} packs of {sum(form.counts)} samples, expected fewer than the {most} of a "
@@ -227,6 +239,7 @@ def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
 
 
 def _wrong_rows(rows: NDArray[np.void], taken: Snapshot, rules: Rules, max_tokens: int) -> str:
+    """Return an error text if a sample of the window or of a pack cannot be; empty if all can."""
     lengths, loss, stream = rows["length"].astype(np.int64), rows["loss_tokens"], rows["stream"]
     if ((lengths < 1) | (lengths > rules.budget) | (loss < 0) | (loss >= lengths)).any():
         return f"got samples of {lengths.min()} to {lengths.max()} tokens, expected 1 to {rules.budget}, one never lost"
@@ -246,6 +259,7 @@ def _wrong_rows(rows: NDArray[np.void], taken: Snapshot, rules: Rules, max_token
 
 
 def _wrong_packs(form: FormState, pending: NDArray[np.void], rules: Rules) -> str:
+    """Return an error text if a pending pack is over the budget; empty if none is."""
     align = rules.align.sample
     slots = np.concatenate([[0], np.cumsum(-(-pending["length"].astype(np.int64) // align) * align)])
     bounds = np.concatenate([[0], np.cumsum(form.counts)]).astype(np.int64).tolist()
