@@ -6,8 +6,7 @@ import numpy as np
 from crc32c import crc32c
 
 from streampack.core.form.former import Former
-from streampack.core.merge.schedule import change as change_merge
-from streampack.core.merge.schedule import merge_of
+from streampack.core.merge.schedule import change_merge, merge_of
 from streampack.core.model.rules import Rules, RulesChange
 from streampack.core.model.samples import ROW, SampleTable, index_of
 

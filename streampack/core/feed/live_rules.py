@@ -20,7 +20,7 @@ from streampack.core.journal.history import History
 from streampack.core.journal.recorder import Recorder
 from streampack.core.merge.feed_merge import FeedMerge
 from streampack.core.merge.queues import NOWHERE
-from streampack.core.merge.schedule import change as change_merge
+from streampack.core.merge.schedule import change_merge
 from streampack.core.model.rules import Rules, RulesChange
 from streampack.core.protocol.effects import Release
 from streampack.core.protocol.events import Effect

@@ -1,12 +1,13 @@
 """Merge: which stream gives the next sample.
 
-- ``entries``: memory for what waits, in blocks that all partitions share.
-- ``queues``: one queue for each partition; how passes and partitions end.
+- ``entries``: memory for waiting entries, in blocks that all partitions share.
+- ``queues``: one queue for each partition, and the ends of passes and partitions.
 - ``schedule``: the merge by weights: a function of seed, weights and position.
-- ``arrival``: the merge in the order in which samples came, as the log has it.
-- ``feed_merge``: the one owner of a feed's merge, which begins anew wherever the feed goes.
-- ``merge_kernels``: the hot loops of both.
+- ``arrival``: the merge in the order in which samples came, as the log records it.
+- ``feed_merge``: the owner of a feed's merge, which replaces the merge when the feed restarts.
+- ``merge_kernels``: the hot loops of both merges.
 
-The order never depends on which producer was faster. The merge knows handles, lengths and positions. It does not know
-tokens, packs or peers.
+The intake pushes admitted samples to the queue of their partition. ``take`` then removes samples in merge order, until
+one is missing, and returns them for FORM. The order never depends on which producer was faster. The merge knows
+handles, lengths and positions. It does not know tokens, packs or peers.
 """

@@ -1,17 +1,15 @@
-"""Arrival: the merge of a feed that takes samples in the order in which they came.
+"""The merge in order of arrival: samples are taken in the order in which their chunks were admitted.
 
-Whose turn it is says the *script*: runs of (partition, samples up to which sequence number), in the order
-in which chunks were admitted, over all streams. While the broker runs, a chunk that is pushed is the script's next
-run. A broker that comes back is told the script first, from the log (``script``, for every
-``ChunkAdmitted`` in its order); the samples may then come again in any order and are taken as they
-were, and what the script covers adds nothing to it when it is pushed. A sample that the script
-names next and that is not there yet holds up the rest, and ``blocked`` names its partition.
+The *script* is that order: runs of (partition, the sequence number at which the run ends), over all streams. While the
+broker runs, a pushed chunk is the script's next run. A broker that restarts first gets the script from the log
+(``script``, for every ``ChunkAdmitted`` in its order). Then the samples may come again in any order: they are taken in
+the order of the script, and pushing them adds nothing to it. A sample that is next in the script and missing blocks the
+others, and ``blocked`` names its partition.
 
-Runs are numbered, and each partition's are linked: next is the partition whose first run has the
-lowest number, of those that are not at a barrier. So what a partition sent ahead of the others' marks
-waits without being in anybody's way, and keeps its place in the script for the pass that it is of. What
-is taken is the script, sorted stably by pass: a function of script, marks and ends alone. A
-partition that has ended holds nobody up. Weights, units and ``on_exhaust`` have no say.
+Runs are numbered, and the runs of a partition are linked. The next partition is the one whose first run has the lowest
+number, of those that are not at a barrier. So entries behind a partition's barrier wait without blocking others, and
+keep their place in the script for their own pass. The order is the script, sorted stably by pass: a function of script,
+barriers and ends alone. A partition that has ended blocks no other. Weights, units and ``on_exhaust`` are not used.
 """
 
 from __future__ import annotations
@@ -29,8 +27,15 @@ NONE = -1
 
 
 class Script:
-    """Runs in their order, from number ``base`` on: ``stop`` int64 [n], the partition's sequence number that ends
-    it, and ``after``, the number of the partition's next run. ``current`` and ``last`` are each partition's.
+    """The order in which chunks were admitted: runs of samples of one partition each.
+
+    Attributes:
+        base: Number of the first run that is kept.
+        upto: Number of the next run to come.
+        stop: int64 [n], for run ``base + i``: the partition's sequence number at which the run ends.
+        after: int64 [n], for run ``base + i``: the number of the partition's next run; -1 if there is none.
+        current: int64 [partitions], the number of each partition's first run; -1 if there is none.
+        last: int64 [partitions], the number of each partition's last run.
     """
 
     def __init__(self, capacity: int = 1024) -> None:
@@ -42,7 +47,10 @@ class Script:
         self.last = np.zeros(0, np.int64)
 
     def add(self, partition: int, stop: int) -> None:
-        """The partition's samples up to ``stop`` are next; a run that goes on is not begun again."""
+        """Append a run: the partition's samples up to ``stop`` are next.
+
+        If the last run is of the same partition, it is extended.
+        """
         listed = self.current[partition] != NONE
         if listed and self.last[partition] == self.upto - 1:
             self.stop[self.upto - 1 - self.base] = stop
@@ -59,19 +67,19 @@ class Script:
         self.upto = number + 1
 
     def grow(self, partitions: int) -> None:
-        """So many more partitions, without runs."""
+        """Add ``partitions`` partitions without runs."""
         if not partitions:
             return
         more = np.full(partitions, NONE, np.int64)
         self.current, self.last = np.concatenate([self.current, more]), np.concatenate([self.last, more])
 
     def clear(self) -> None:
-        """Forget all runs."""
+        """Remove all runs."""
         self.base = self.upto
         self.current[:] = NONE
 
     def _make_room(self) -> None:
-        """Leave out the runs that everyone is past, and double if those left fill half of the room."""
+        """Drop the runs that all partitions are past, and double the memory if the others fill half of it."""
         listed = self.current[self.current != NONE]
         base = int(listed.min()) if len(listed) else self.upto
         left = self.upto - base
@@ -84,31 +92,32 @@ class Script:
 
 
 class Arrival(Queues):
-    """The merge of streams of ``partitions`` each, numbered through as in ``Merge``, in the order of arrival.
+    """The merge of streams in the order of arrival. Its state is the script, small integers and queues.
 
-    State is the script, small integers and queues of entries not yet merged.
+    Arguments are those of ``Queues``.
     """
 
     def __init__(self, partitions: Sequence[int], block: int = BLOCK, removed: Sequence[int] = ()) -> None:
         super().__init__(partitions, block, removed)
         self._script = Script()
+        # For each partition: barriers passed, barriers pushed, samples pushed, samples in the script.
         self._passed, self._marks = list[int](), list[int]()
         self._pushed, self._scripted = list[int](), list[int]()
         self._extend(sum(partitions))
 
     @property
     def marks(self) -> list[int]:
-        """Barriers said of each partition, those before a loaded state among them: who repeats recorded marks says
-        those whose number is not below it.
+        """Number of barriers pushed to each partition, those before a loaded state included.
+
+        To replay recorded barriers, push those whose number is not below this.
         """
         return list(self._marks)
 
     def script(self, partition: int, first_seq: int, count: int) -> None:
-        """Samples ``first_seq`` on of a partition, ``count`` of them, were admitted next; idempotent.
+        """Add to the script: ``count`` samples of a partition, from ``first_seq`` on, were admitted next. Idempotent.
 
-        Call it before anything is pushed, for all that was admitted since the loaded state or longer ago; the
-        partition may be of a stream that ``change`` adds later on. Raises ValueError where samples are missing
-        before ``first_seq``.
+        Call it before anything is pushed, for all chunks admitted since the loaded state or earlier. The partition may
+        be of a stream that ``change`` adds later. Raises ValueError if samples before ``first_seq`` are missing.
         """
         self._extend(partition + 1)
         known, stop = self._scripted[partition], first_seq + count
@@ -119,22 +128,25 @@ class Arrival(Queues):
             self._scripted[partition] = stop
 
     def push(self, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
-        """Entries that follow the partition's last, whole samples; all int64 [n], length 0 being a tombstone."""
-        self._enter(partition, handles, lengths, parts)
+        """Append entries of whole samples to a partition's queue, and to the script unless they are in it.
+
+        All int64 [n]. Length 0 is a tombstone; ``parts`` number the pieces of a sample from 0.
+        """
+        self._append(partition, handles, lengths, parts)
         before, count = self._pushed[partition], int(np.count_nonzero(parts == 0))
         self._pushed[partition] = before + count
         self.script(partition, before, count)
 
     def end_pass(self, partition: int) -> None:
-        """What follows is of the partition's next pass."""
+        """End a partition's pass: entries that follow belong to its next pass."""
         super().end_pass(partition)
         self._marks[partition] += 1
 
     def take(self, max_tokens: int, max_position: int = NOWHERE) -> Taken:
-        """All that can be merged now, until ``max_tokens`` are reached (the last sample may pass them), or a position.
+        """Take samples in merge order, until one is missing, or ``max_tokens`` or ``max_position`` is reached.
 
-        Where nothing is missing but more is to come, ``blocked`` is the partition that gave the fewest samples
-        of those that the pass still waits for.
+        The last sample may pass ``max_tokens``. If the script is at its end and more is to come, the pass still waits
+        for some partitions; ``blocked`` is the one of these that gave the fewest samples.
         """
         queues, script = self._queues, self._script
         bound = int((queues.tail - queues.head).sum())
@@ -152,15 +164,18 @@ class Arrival(Queues):
         return Taken(handles[:count], lengths[:count], None if blocked < 0 else int(blocked), moved)
 
     def change(self, weights: Sequence[float], partitions: Sequence[int], _: Sequence[int] = ()) -> I64:
-        """Other streams from here on, as ``Merge.change`` does it; weights matter no more than before."""
+        """Remove the streams with weight 0, and add new ones, as ``Merge.change`` does; other weights are not used.
+
+        Returns the handles of the dropped entries' samples, int64 [n].
+        """
         dropped = self._restream(partitions, [s for s, weight in enumerate(weights) if weight == 0])
         self._extend(len(self._ended))
         return dropped
 
     def state(self) -> MergeState:
-        """What decides, with the script, the order of all that is not merged yet.
+        """Return the state that decides, with the script, the order of all later samples.
 
-        ``clock`` and ``live`` are empty, ``turn`` counts the barriers that each partition went over.
+        The state's ``clock`` and ``live`` are empty; ``turn`` counts the barriers that each partition passed.
         """
         return MergeState(
             [], self._passed[: len(self._ended)], [], self._done.tolist(), self.merged_samples.tolist(),
@@ -169,10 +184,10 @@ class Arrival(Queues):
         )  # fmt: skip
 
     def load(self, state: MergeState) -> None:
-        """Go on from a state, in a merge of the same streams that has taken nothing and was pushed nothing.
+        """Resume from a state, in a merge of the same streams that has taken nothing and was pushed nothing.
 
-        Each partition's next entry is the one after its first ``merged_samples``; a barrier that it is at is not
-        said again. The script may have been told before or is afterwards, from its beginning or from here.
+        Each partition's next entry is the one after its first ``merged_samples``. A barrier that it is at is not pushed
+        again. The script may be given before or afterwards, from its beginning or from here.
         """
         self._ended[:], self._fresh, self._passes = state.ended, state.fresh, state.passes
         self.merged_samples[:], self.merged_tokens[:] = state.merged_samples, state.merged_tokens
@@ -184,24 +199,27 @@ class Arrival(Queues):
             self.end_pass(partition)
 
     def next_pass(self) -> None:
-        """Go over the barriers that all partitions are at; only ``between_passes``."""
+        """Remove the barriers that all partitions have reached. Call it only ``between_passes``."""
         for partition in np.flatnonzero(self._at_barrier).tolist():
             self._passed[partition] += 1
         super().next_pass()
 
     def drop(self) -> I64:
-        """Forget what waits, and the script; handles, int64 [n], of its samples. Nothing is pushed afterwards."""
+        """Drop all waiting entries and the script; return the samples' handles, int64 [n].
+
+        Nothing may be pushed afterwards.
+        """
         self._script.clear()
         return super().drop()
 
     def _extend(self, count: int) -> None:
-        """Keep books of ``count`` partitions at least."""
+        """Grow the accounts and the script to at least ``count`` partitions."""
         more = max(count - len(self._marks), 0)
         for each in (self._passed, self._marks, self._pushed, self._scripted):
             each += [0] * more
         self._script.grow(more)
 
     def _awaited(self) -> int:
-        """Of the partitions that may give more in this pass the one that gave the fewest samples, or -1."""
+        """Return the partition that gave the fewest samples, of those that may give more in this pass, or -1."""
         open_ = np.flatnonzero(~self._ended & ~self._at_barrier)
         return int(open_[np.argmin(self.merged_samples[open_])]) if len(open_) else NONE

@@ -1,8 +1,8 @@
-"""Memory for what waits for a merge: entries of all partitions, in blocks that they share.
+"""Memory for the entries of all partitions that wait for a merge, in blocks that the partitions share.
 
-Each partition is a queue, a chain of blocks; a block is free again once its last entry is taken. So memory follows
-what waits over all partitions, not the most that ever waited in one of them times their number. An entry is three
-numbers: a sample's handle, its length, and which piece of the sample it is. What they mean is ``queues``'s matter.
+Each partition is a queue, a chain of blocks; a block is free again once its last entry is taken. So memory grows with
+the entries that wait over all partitions, not with the longest queue times the number of partitions. An entry is three
+numbers: a sample's handle, its length, and the number of the piece of the sample. ``queues`` says what they mean.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ NO_BLOCK = -1
 
 
 class Entries(NamedTuple):
-    """Queues of ``partitions``: partition ``p`` holds its entries number ``head[p]`` to ``tail[p]``.
+    """The queues of all partitions. Arrays that are not described otherwise are int64 [partitions].
 
-    ``entry`` int32 [blocks, a power of two, 3]. Entry ``n`` of a partition is row ``n % size`` of a block; ``first``
-    and ``last`` are each partition's blocks, ``after`` the block that follows each block. ``free`` int64 [2]: the first
-    free block, and how many there are; ``after`` chains them, too.
+    Attributes:
+        head: Number of the first waiting entry; entries of a partition are numbered from 0 on.
+        tail: Number of the next entry to come.
+        first: Block of the first waiting entry.
+        last: Block of the last waiting entry.
+        entry: int32 [blocks, size, 3], ``size`` a power of two. Entry ``n`` of a partition is row ``n % size``.
+        after: int64 [blocks], the block that follows each block in its queue, or in the chain of free blocks.
+        free: int64 [2]: the first free block, and the number of free blocks.
     """
 
     head: I64
@@ -35,19 +40,19 @@ class Entries(NamedTuple):
 
     @property
     def num_entries(self) -> int:
-        """Entries that there is memory for."""
+        """Number of entries that the blocks have memory for."""
         return self.entry[..., 0].size
 
 
 def entries(partitions: int, block: int) -> Entries:
-    """Empty queues, in blocks of ``block`` entries, a power of two."""
+    """Return empty queues for so many partitions, in blocks of ``block`` entries, a power of two."""
     (head, tail), (first, last) = np.zeros((2, partitions), np.int64), np.full((2, partitions), NO_BLOCK, np.int64)
     free = np.array([NO_BLOCK, 0], np.int64)
     return Entries(head, tail, first, last, np.zeros((0, block, 3), np.int32), np.zeros(0, np.int64), free)
 
 
 def with_room(given: Entries, partition: int, count: int) -> Entries:
-    """The same queues, grown if need be so that ``count`` entries can be pushed to a partition."""
+    """Return the queues, with more blocks if needed, so that ``count`` entries can be pushed to ``partition``."""
     blocks, block, _ = given.entry.shape
     tail = int(given.tail[partition])
     missing = -(-(tail + count) // block) + (-tail // block) - int(given.free[1])
@@ -64,7 +69,7 @@ def with_room(given: Entries, partition: int, count: int) -> Entries:
 
 
 def with_partitions(given: Entries, count: int) -> Entries:
-    """The same queues, and empty ones after them, ``count`` in all."""
+    """Return the queues with empty queues appended, so that there are ``count`` partitions."""
     more = entries(count - len(given.head), 1)
     columns = {name: np.concatenate([getattr(given, name), getattr(more, name)]) for name in Entries._fields[:4]}
     return given._replace(**columns)

@@ -1,7 +1,7 @@
-"""The one owner of a feed's merge, which begins anew wherever the feed goes.
+"""The owner of a feed's merge, which replaces the merge when the feed restarts.
 
-All who need the merge hold this object. They take ``current`` from it each time and never keep it, because
-``restart`` puts another merge in its place.
+All users of the merge hold this object. They read ``current`` each time and never keep it, because ``restart`` puts
+another merge in its place.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class FeedMerge:
 
     @property
     def current(self) -> AnyMerge:
-        """The merge that holds what waits now."""
+        """The merge in use."""
         return self._current
 
     def restart(self, rules: Rules) -> AnyMerge:
-        """Begin under ``rules`` with an empty merge, at the first sample, and return it."""
+        """Replace the merge by an empty one under ``rules``, at the first sample, and return it."""
         self._current = merge_of(rules)
         return self._current

@@ -1,7 +1,7 @@
 """The hot loops of merging, compiled by numba where it is installed.
 
-Each is plain Python over numpy arrays, so that ``kernel.py_func`` (or the function itself where
-numba is missing) is the twin that the tests compare with. They hold no GIL and allocate nothing.
+Each loop is plain Python over numpy arrays. Tests compare a kernel with its ``kernel.py_func``, or use the function
+itself where numba is missing. The kernels do not hold the GIL and allocate nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from streampack.core.model.samples import I64
 
 @njit(nogil=True, cache=True)
 def push_entries(queues: Entries, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
-    """Append entries, int64 [n], to a partition; there is room for them."""
+    """Append entries, int64 [n], to a partition's queue; the caller ensures that there is room for them."""
     size = queues.entry.shape[1]
     tail = queues.tail[partition]
     block = queues.last[partition]
@@ -42,14 +42,14 @@ def push_entries(queues: Entries, partition: int, handles: I64, lengths: I64, pa
 
 @njit(nogil=True, cache=True)
 def of_first(queues: Entries, partition: int, column: int) -> Any:
-    """One number, int64, of the first entry of a partition that is not empty."""
+    """Return a ``column`` (HANDLE, LENGTH or PART) of the first entry of a partition, int64; it must not be empty."""
     row = queues.head[partition] & (queues.entry.shape[1] - 1)
     return np.int64(queues.entry[queues.first[partition], row, column])
 
 
 @njit(nogil=True, cache=True)
 def drop_first(queues: Entries, partition: int) -> None:
-    """Remove the first entry of a partition that is not empty."""
+    """Remove the first entry of a partition, which must not be empty."""
     queues.head[partition] += 1
     if queues.head[partition] & (queues.entry.shape[1] - 1) == 0:
         block = queues.first[partition]
@@ -61,9 +61,9 @@ def drop_first(queues: Entries, partition: int) -> None:
 
 @njit(nogil=True, cache=True)
 def drop_all(queues: Entries, partition: int, out: I64) -> tuple[int, int]:
-    """Remove all entries of a partition; their handles go to ``out``, but for those of no length.
+    """Remove all entries of a partition, and write the handles of those with a length above 0 to ``out``.
 
-    Returns how many handles there are, and how many entries had a length below 0.
+    Returns the number of handles, and the number of entries with a length below 0 (barriers).
     """
     count = negative = 0
     while queues.head[partition] < queues.tail[partition]:
@@ -78,7 +78,7 @@ def drop_all(queues: Entries, partition: int, out: I64) -> tuple[int, int]:
 
 @njit(nogil=True, cache=True)
 def sift_down(order: I64, size: int, clock: I64) -> None:
-    """Restore the heap ``order[:size]`` after its root's clock has run on or its root was replaced.
+    """Restore the heap ``order[:size]`` after its root's clock advanced or its root was replaced.
 
     ``order`` int64 [streams] holds streams by (clock, number): the root is the stream whose turn is next.
     """
@@ -124,14 +124,16 @@ def merge_take(
 ) -> tuple[int, int]:
     """Take samples in merge order until one is missing or ``max_tokens`` or ``max_samples`` are taken.
 
-    ``order[: num_ordered[0]]`` is a heap of the streams that are live and not paused, by (clock, number), so a sample
+    The streams that are live and not paused are the heap ``order[: num_ordered[0]]``, by (clock, number), so a sample
     costs the logarithm of their number. Stream ``s`` owns partitions ``first[s]:first[s + 1]``, whose entries wait in
-    ``queues``. ``out`` has room for all. Updates ``order``, ``clock``, ``turn``, ``live``, ``paused``, ``queues`` and
-    the counts by partition in place. An entry of length 0 is a tombstone: it takes its turn and gives nothing. An entry
-    of length -1 is a barrier: it stays, and a stream all of whose open partitions are at one is paused. Clocks run by
-    tokens, or one for each sample with ``by_sample``; ``now`` int64 [1] is the clock of the last stream taken from,
-    before its sample.
-    Returns (samples taken, partition waited for, or -1, or -2 if a stream of ``stops`` has ended).
+    ``queues``. There is room for all entries in ``out_handle`` and ``out_length``. The kernel updates ``order``,
+    ``clock``, ``turn``, ``live``, ``paused``, ``queues`` and the counts by partition in place.
+
+    An entry of length 0 is a tombstone: it takes its turn and gives nothing. An entry of length -1 is a barrier: it
+    stays in its queue, and a stream whose open partitions are all at barriers is paused. Clocks advance by tokens, or
+    with ``by_sample`` by samples. ``now`` int64 [1] is the clock of the last stream taken from, before its sample.
+
+    Returns (entries taken, partition whose sample is missing, or -1, or -2 if a stream of ``stops`` has ended).
     """
     taken = 0
     tokens = 0
@@ -203,11 +205,11 @@ def arrival_take(
 ) -> tuple[int, int]:
     """Take samples in the order of a script until one is missing or ``max_tokens`` or ``max_samples`` are taken.
 
-    Run ``r`` is in slot ``r - base``: it ends before its partition's sample ``stop``, and ``after`` is that partition's
-    next run, -1 if it has none; ``current`` is each one's first, also of partitions yet to come. Queues and counts are
-    as in ``merge_take``, and ``out`` has room for all entries. Updates ``current``, ``queues`` and the counts in place.
-    A partition at a barrier is passed over, and one that has ended and is empty.
-    Returns (samples taken, the partition whose sample is missing, or -1, or -2 at the script's end).
+    ``base``, ``stop``, ``after`` and ``current`` are those of ``arrival.Script``; queues, counts and ``out`` are as in
+    ``merge_take``. The kernel updates ``current``, ``queues`` and the counts in place. It skips a partition that is at a
+    barrier, or has ended and is empty.
+
+    Returns (entries taken, the partition whose sample is missing, or -1, or -2 at the script's end).
     """
     taken = 0
     tokens = 0

@@ -4,9 +4,9 @@ This is the part of a merge that does not depend on its order. An entry is a pie
 rejected sample (length 0), or a barrier at the end of the partition's pass. No entry of the next pass is taken until
 every partition that has not ended is at its barrier; ``next_pass`` then removes the barriers.
 
-A recorded change of rules holds from a *position*, the number of samples merged before it, over all
-partitions: a place that a run which is played again comes to as well. Streams and partitions keep their
-numbers for good: one that is removed stays, empty, and one that is added is the last.
+A recorded change of rules takes effect at a *position*: the number of samples merged before it, over all partitions. A
+run that is replayed reaches the same position. Streams and partitions keep their numbers for good. A removed stream
+stays, empty; an added one is the last.
 """
 
 from __future__ import annotations
@@ -22,17 +22,22 @@ from streampack.core.merge.merge_kernels import drop_all, drop_first, push_entri
 from streampack.core.model.samples import I64
 
 BARRIER = -1
-"""The length of an entry that is the end of a pass."""
+"""The length of a barrier: the entry that ends a pass."""
 BLOCK = 64
-"""Entries of a block: a partition that waits holds one at least."""
+"""Entries in a block; a partition with waiting entries holds at least one block."""
 NOWHERE = 2**62
 """A position that no run reaches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Samples in merge order: ``handles`` and ``lengths`` int64 [n]; the partition waited for, or None;
-    the partitions that moved on, int64 [k], be it over rejected samples alone.
+    """Samples taken from a merge, in merge order.
+
+    Attributes:
+        handles: int64 [n].
+        lengths: int64 [n], in tokens.
+        blocked: The partition whose sample is missing; None if the merge waits for none.
+        moved: int64 [k], the partitions that entries were taken from, also if all of these were rejected samples.
     """
 
     handles: I64
@@ -42,10 +47,16 @@ class Taken:
 
 
 class Queues:
-    """Entries that are not merged yet of streams of ``partitions`` each, numbered through, in blocks of ``block``
-    entries. ``removed`` are the numbers of streams that were taken out.
+    """The entries of all partitions that are not merged yet; the base class of both merges.
 
-    ``merged_samples`` and ``merged_tokens`` int64 [partitions] count what was taken.
+    Args:
+        partitions: Number of partitions of each stream. Partitions are numbered through, stream after stream.
+        block: Entries in a block.
+        removed: Numbers of streams that were removed.
+
+    Attributes:
+        merged_samples: int64 [partitions], samples taken so far, rejected ones included.
+        merged_tokens: int64 [partitions], tokens taken so far.
     """
 
     def __init__(self, partitions: Sequence[int], block: int, removed: Sequence[int] = ()) -> None:
@@ -53,10 +64,12 @@ class Queues:
         self._first = np.concatenate([[0], np.cumsum(partitions)]).astype(np.int64)
         self._queues = entries(count, block)
         self._ended = np.zeros(count, np.bool_)
-        self._num_barriers = 0  # that wait
-        self._stuck = False  # the sample that is next is missing, and nothing has come since
+        self._num_barriers = 0
+        """Number of barriers in the queues."""
+        self._stuck = False
+        """True while the next sample is missing and nothing has come since it was found missing."""
         self._fresh = True
-        """No entry of this pass was taken."""
+        """True while no entry of this pass has been taken."""
         self._passes = 0
         """Number of passes before this one, empty ones included."""
         self.merged_samples = np.zeros(count, np.int64)
@@ -66,11 +79,11 @@ class Queues:
 
     def push(self, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
         """Append entries to a partition's queue; all int64 [n]. Length 0 is a tombstone."""
-        self._enter(partition, handles, lengths, parts)
+        self._append(partition, handles, lengths, parts)
 
     def end_pass(self, partition: int) -> None:
         """End a partition's pass: entries that follow belong to its next pass."""
-        self._enter(partition, np.array([-1]), np.array([BARRIER]), np.array([0]))
+        self._append(partition, np.array([-1]), np.array([BARRIER]), np.array([0]))
         self._num_barriers += 1
 
     def end(self, partition: int) -> None:
@@ -83,27 +96,27 @@ class Queues:
 
     @property
     def position(self) -> int:
-        """Samples merged so far, rejected ones among them."""
+        """Number of samples merged so far, rejected ones included."""
         return int(self.merged_samples.sum())
 
     @property
     def stopped(self) -> bool:
-        """Whether a stream has ended that stops the rest, so that nothing more is merged."""
+        """True if a stream that stops the others has ended, so that nothing more is merged."""
         return False
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is merged any more: all streams are taken to their end, or one has stopped the rest."""
+        """True if no sample will be merged any more: all streams are merged to their end, or one stopped the others."""
         return self.stopped or bool(self._ended.all() and self._done.all())
 
     @property
     def has_barriers(self) -> bool:
-        """Whether a barrier waits: some partition has ended its pass, and others have not."""
+        """True if a barrier is in a queue: some partition has ended its pass, and others have not."""
         return self._num_barriers > 0
 
     @property
     def between_passes(self) -> bool:
-        """Whether every stream's pass is merged whole, so that ``next_pass`` may begin another."""
+        """True if the pass of every stream is merged whole, so that ``next_pass`` may begin another."""
         if not self._num_barriers or self.stopped:
             return False
         at_barrier = self._at_barrier
@@ -111,7 +124,7 @@ class Queues:
 
     @property
     def may_grow(self) -> bool:
-        """Whether a stream may join. Between two passes it may not: a position would not tell its first pass."""
+        """True if a stream may be added. Between two passes it may not: a position would not tell its first pass."""
         return not self._fresh or not self._passes
 
     def next_pass(self) -> None:
@@ -125,12 +138,13 @@ class Queues:
 
     def drop(self) -> I64:
         """Drop all waiting entries; return their samples' handles, int64 [n]. Nothing may be pushed afterwards."""
-        return self._forget(range(len(self._ended)))
+        return self._drop_entries(range(len(self._ended)))
 
     def _restream(self, partitions: Sequence[int], removed: Sequence[int]) -> I64:
-        """Take out the streams of numbers ``removed``, add those beyond the ones there are; handles of what waited.
+        """Remove the streams with the numbers ``removed``, and add the streams at the end of ``partitions``.
 
-        Raises ValueError where streams there are would have other partitions, or between two passes.
+        Returns the handles of the entries dropped with the removed streams, int64 [n]. Raises ValueError if a known
+        stream's number of partitions differs, or for a new stream between two passes.
         """
         known = np.diff(self._first).tolist()
         if list(partitions[: len(known)]) != known:
@@ -144,10 +158,10 @@ class Queues:
             setattr(self, name, np.concatenate([old, np.zeros(sum(partitions) - len(old), old.dtype)]))
         rows = [p for stream in removed for p in range(self._first[stream], self._first[stream + 1])]
         self._ended[rows] = True
-        return self._forget(rows)
+        return self._drop_entries(rows)
 
-    def _forget(self, rows: Sequence[int]) -> I64:
-        """Drop the waiting entries of some partitions; return their samples' handles, int64 [n]."""
+    def _drop_entries(self, rows: Sequence[int]) -> I64:
+        """Drop the waiting entries of the partitions ``rows``; return their samples' handles, int64 [n]."""
         waiting = [np.zeros(0, np.int64)]
         for p in rows:
             found = np.empty(self.waiting(p), np.int64)
@@ -159,19 +173,21 @@ class Queues:
 
     @property
     def _done(self) -> NDArray[np.bool_]:
-        """Whether each partition has ended and is merged, bool [partitions]."""
+        """For each partition, True if it has ended and all its entries are merged; bool [partitions]."""
         found: NDArray[np.bool_] = self._ended & (self._queues.head == self._queues.tail)
         return found
 
     @property
     def _at_barrier(self) -> NDArray[np.bool_]:
+        """For each partition, True if its next entry is a barrier; bool [partitions]."""
         head, tail, first, _, entry, *_ = self._queues
         found: NDArray[np.bool_] = head < tail
         waiting = np.flatnonzero(found)
         found[waiting] = entry[first[waiting], head[waiting] % entry.shape[1], LENGTH] == BARRIER
         return found
 
-    def _enter(self, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
+    def _append(self, partition: int, handles: I64, lengths: I64, parts: I64) -> None:
+        """Append entries to a partition's queue, with more memory if needed."""
         self._queues = with_room(self._queues, partition, len(handles))
         push_entries(self._queues, partition, handles, lengths, parts)
         self._stuck = False

@@ -1,23 +1,21 @@
-"""Merge: which stream gives the next sample, as a function of seed, weights and position.
+"""The merge by weights: which stream gives the next sample, as a function of seed, weights and position.
 
-Streams take turns by stride scheduling (Waldspurger and Weihl, 1995): each has a clock that runs
-on by ``stride * tokens`` for every sample it gives (or by ``stride``, where weights are shares of
-samples), and the stream whose clock is lowest is next, ties by number. Strides are integers,
-inversely proportional to the weights, so shares hold whatever the lengths, and nothing depends on
-which producer was faster. A stream that has ended drops out, or, if it is to stop the rest, ends the
-merge when its turn comes; one that is silent stalls the rest, and ``blocked`` names it.
+Streams take turns by stride scheduling (Waldspurger and Weihl, 1995). Each stream has a clock that advances by
+``stride * tokens`` for every sample it gives; or by ``stride``, where weights are shares of samples. The stream with
+the lowest clock is next; ties go by number. Strides are integers, inversely proportional to the weights. So shares hold
+whatever the lengths, and nothing depends on which producer was faster. A stream that has ended drops out, or ends the
+merge at its next turn if it stops the others. A silent stream blocks the others, and ``blocked`` names its partition.
 
-Within a stream its partitions take turns, those that ended being passed over. Entries wait in ``queues``.
+Within a stream its partitions take turns; those that ended are skipped. Entries wait in ``queues``.
 
-Where a pass over the data is to end before the next begins, a stream whose partitions are at their
-barriers pauses; once all have paused the merge gives nothing until ``next_pass``, which begins as the
-first pass did: with the clocks that the seed gives.
+Where a pass over the data ends before the next begins, a stream whose partitions are at their barriers pauses. Once all
+have paused the merge gives nothing until ``next_pass``. That begins as the first pass did: with the clocks that the
+seed gives.
 
-When weights change, each stream keeps the lead over the last sample's clock that it has, as a number of
-tokens (or samples): multiplied by new stride and divided by old (Waldspurger and Weihl's dynamic
-tickets). What it got before is neither made up for nor held against it, so from there on its share follows
-its new weight, as if it had always had it. All of it is a function of the position alone, never of what
-is known of ends that are still to come: so a change that is replayed at its position gives the same order.
+When weights change, each stream keeps its lead over the last sample's clock as a number of tokens (or samples). The
+lead is multiplied by the new stride and divided by the old (Waldspurger and Weihl's dynamic tickets). From there on its
+share follows its new weight, as if it had always had that weight. All of this is a function of the position alone,
+never of which ends are already known. So a change that is replayed at its position gives the same order.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from streampack.core.model.snapshot import MergeState
 STRIDE_ONE = 1 << 20
 PHASES = 1024
 MAX_CLOCK = 1 << 40
-"""Clocks are set back once they have come so far: far from 64 bits, whatever a sample's stride."""
+"""Clocks are rebased once they are above this, so that no sample's stride makes them overflow 64 bits."""
 _NOTHING = np.zeros(0, np.int64)
 
 
 def strides(weights: list[float]) -> I64:
-    """Integer strides, int64 [streams]: clock per token or sample, lowest for the heaviest stream.
+    """Return the streams' strides, int64 [streams]: clock per token or sample, lowest for the heaviest stream.
 
     Raises ValueError if a weight is not positive or the ratio of two exceeds 4096.
     """
@@ -54,7 +52,10 @@ def strides(weights: list[float]) -> I64:
 
 
 def phase(seed: int, stream: int) -> int:
-    """Where the seed lets a stream begin: splitmix64 of both, below 1024. Tokens, or 1024ths of a sample."""
+    """Return the offset at which a stream's clock begins: splitmix64 of seed and stream number, below 1024.
+
+    The unit is tokens, or 1024ths of a sample.
+    """
     z = (seed * 0x9E3779B97F4A7C15 + (stream + 1) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
@@ -62,11 +63,15 @@ def phase(seed: int, stream: int) -> int:
 
 
 class Merge(Queues):
-    """The merge of some streams; partitions are numbered through, streams in their order.
+    """The merge of streams by weights. Its state is small integers, and queues of entries not merged yet.
 
-    ``partitions`` int per stream; ``unit`` is what weights are shares of; ``stops`` are the numbers of streams
-    that end the merge with them. ``merged_samples`` and ``merged_tokens`` int64 [partitions] count
-    what was taken. State is small integers and queues of entries not yet merged.
+    Args:
+        weights: Weight of each stream; 0: it was removed.
+        partitions: Number of partitions of each stream. Partitions are numbered through, stream after stream.
+        seed: Seed of the clocks' beginnings.
+        block: Entries in a block of memory.
+        unit: Weights are shares of ``tokens`` or of ``samples``.
+        stops: Numbers of streams that end the merge when they end.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class Merge(Queues):
     ) -> None:  # fmt: skip
         super().__init__(partitions, block, _removed(weights))
         self._seed, self._by_sample = seed, unit == "samples"
-        self._weigh(weights, stops)
+        self._set_strides(weights, stops)
         self._clock = self._start.copy()
         self._paused = np.zeros(len(weights), np.bool_)
         self._stopped = False
@@ -84,21 +89,24 @@ class Merge(Queues):
         self._live = self._stride > 0
         self._num_ordered = np.zeros(1, np.int64)
         self._put_in_order()
-        self._out: I64 = np.empty((2, 0), np.int64)  # room for all that waits, which is not touched before it is used
+        self._out: I64 = np.empty((2, 0), np.int64)  # room for all waiting entries; memory is used when written to
         self._blocked = -1
 
-    def _weigh(self, weights: Sequence[float], stops: Sequence[int]) -> None:
-        """Strides (0 for what is removed), and where the clocks begin a pass."""
+    def _set_strides(self, weights: Sequence[float], stops: Sequence[int]) -> None:
+        """Set the strides (0 for a removed stream), the streams that stop the others, and a pass's first clocks."""
         left = [weight for weight in weights if weight] or list(weights)
         self._stride = np.zeros(len(weights), np.int64)
         self._stride[np.array(weights) != 0] = strides(left)
         self._stops = np.isin(np.arange(len(weights)), stops)
         phases = np.array([phase(self._seed, s) for s in range(len(weights))], np.int64)
-        # Those that stop the rest go first, so that a pass in which they are missing is not begun.
+        # Streams that stop the others go first, so that a pass in which they are missing is not begun.
         self._start = np.where(self._stops, -1, phases * (self._stride // (PHASES if self._by_sample else 1)))
 
     def take(self, max_tokens: int, max_position: int = NOWHERE) -> Taken:
-        """All that can be merged now, until ``max_tokens`` (the last sample may pass them) or a position is reached."""
+        """Take samples in merge order, until one is missing, or ``max_tokens`` or ``max_position`` is reached.
+
+        The last sample may pass ``max_tokens``. Rejected samples count in the position and are not returned.
+        """
         if self._stopped or self._stuck:
             return Taken(_NOTHING, _NOTHING, self._blocked if self._stuck else None, _NOTHING)
         if self._now[0] > MAX_CLOCK:
@@ -119,20 +127,26 @@ class Merge(Queues):
         return Taken(handles[:count].copy(), lengths[:count].copy(), None if blocked < 0 else int(blocked), moved)
 
     def change(self, weights: Sequence[float], partitions: Sequence[int], stops: Sequence[int] = ()) -> I64:
-        """Other weights from here on; arguments as for a new merge. Handles of what is dropped, int64 [n].
+        """Change the weights from the next sample on; arguments as for a new merge.
 
-        A weight of 0 removes a stream: what waits of it is dropped, and no more is pushed. New streams stand after
-        those there are and join at the clock of the last sample. In a run that is played again, call it at the same
-        position before anything else. Raises ValueError for weights that cannot be, a removed stream that comes
-        back, or a new one at the beginning of a later pass; nothing has changed then.
+        A weight of 0 removes a stream: its waiting entries are dropped, and nothing more is pushed to it. New streams
+        come behind the known ones and join at the clock of the last sample. In a run that is replayed, call it at the
+        same position before anything else.
+
+        Returns:
+            The handles of the dropped entries' samples, int64 [n].
+
+        Raises:
+            ValueError: A weight is not possible, a removed stream comes back, or a stream is new at the beginning of
+                a later pass. Then nothing has changed.
         """
         old, known, removed = self._stride, len(self._stride), _removed(weights)
         back = [s for s in range(known) if old[s] == 0 and weights[s]]
         if back:
             raise ValueError(f"got a weight for stream {back[0]}, expected 0: it was removed, add it anew")
-        strides([weight for weight in weights if weight] or list(weights))  # before anything changes
+        strides([weight for weight in weights if weight] or list(weights))  # raises before anything changes
         dropped = self._restream(partitions, removed)
-        self._weigh(weights, stops)
+        self._set_strides(weights, stops)
         self._rebase()
         clock = self._start.copy()
         if not self._fresh:
@@ -154,13 +168,13 @@ class Merge(Queues):
         self._num_ordered[0] = len(active)
 
     def _rebase(self) -> None:
-        """Clocks count from the last sample's on; those that will not be read again in this pass stand at 0."""
+        """Make all clocks relative to the last sample's; clocks that are not read again in this pass become 0."""
         active = self._live & ~self._paused
         self._clock = np.where(active, self._clock - self._now, 0)
         self._now[0] = 0
 
     def state(self) -> MergeState:
-        """What decides the order of all that is not merged yet; entries that wait are read again."""
+        """Return the state that decides the order of all later samples, without the waiting entries."""
         self._rebase()
         return MergeState(
             self._clock.tolist(), self._turn.tolist(), self._live.tolist(), self._done.tolist(),
@@ -169,7 +183,7 @@ class Merge(Queues):
         )  # fmt: skip
 
     def load(self, state: MergeState) -> None:
-        """Go on from a state, in a merge of the same streams that has taken nothing.
+        """Resume from a state, in a merge of the same streams that has taken nothing.
 
         Each partition's next entry is the one after its first ``merged_samples``.
         """
@@ -180,15 +194,18 @@ class Merge(Queues):
         self._stuck = False
         self._put_in_order()
         for partition in np.flatnonzero(at_barrier).tolist():
-            self.end_pass(partition)  # nobody will send it again: it came with the last sample before it
+            self.end_pass(partition)  # no producer sends the barrier again: it came with the last sample before it
 
     @property
     def stopped(self) -> bool:
-        """A stream that was to stop the rest has ended: what is not merged never will be."""
+        """True if a stream that stops the others has ended, so that nothing more is merged."""
         return self._stopped
 
     def next_pass(self) -> None:
-        """Go over the barriers that all streams are at; only ``between_passes``."""
+        """Remove the barriers that all streams have reached, and set the clocks as at the first pass.
+
+        Call it only ``between_passes``.
+        """
         super().next_pass()
         self._clock, self._now[0] = self._start.copy(), 0
         self._turn[:] = 0
@@ -200,15 +217,15 @@ AnyMerge = Merge | Arrival
 
 
 def merge_of(rules: Rules) -> AnyMerge:
-    """The merge of all streams of some rules; one of weight 0 was removed."""
-    weights, partitions, stops = _terms(rules)
+    """Return an empty merge of the streams of ``rules``; a stream of weight 0 was removed."""
+    weights, partitions, stops = _merge_terms(rules)
     if rules.merge == "arrival":
         return Arrival(partitions, removed=_removed(weights))
     return Merge(weights, partitions, rules.seed, unit=rules.weight_unit, stops=stops)
 
 
 def warm_up(rules: Rules) -> None:
-    """Merge a sample of each partition, over the end of a pass: kernels are compiled, or read from the disk."""
+    """Compile the merge's kernels, or load them from the disk, by merging one sample of each partition."""
     merge, one = merge_of(rules), np.ones(1, np.int64)
     for partition in range(len(merge.merged_samples)):
         merge.push(partition, one, one, one - 1)
@@ -218,17 +235,21 @@ def warm_up(rules: Rules) -> None:
     merge.drop()
 
 
-def change(merge: AnyMerge, rules: Rules) -> I64:
-    """Go on by other rules from the next sample on; ``Merge.change`` says how, what it raises and returns."""
-    return merge.change(*_terms(rules))
+def change_merge(merge: AnyMerge, rules: Rules) -> I64:
+    """Change the weights and streams of ``merge`` to those of ``rules``, from the next sample on.
+
+    Returns the handles of dropped entries, and raises ValueError, as ``Merge.change`` does.
+    """
+    return merge.change(*_merge_terms(rules))
 
 
-def _terms(rules: Rules) -> tuple[list[float], list[int], list[int]]:
-    """Of every stream weight and partitions, and the numbers of those that stop the rest."""
+def _merge_terms(rules: Rules) -> tuple[list[float], list[int], list[int]]:
+    """Return each stream's weight, each stream's partitions, and the numbers of streams that stop the others."""
     streams = rules.streams
     stops = [number for number, stream in enumerate(streams) if stream.on_exhaust == "stop"]
     return [stream.weight for stream in streams], [stream.partitions for stream in streams], stops
 
 
 def _removed(weights: Sequence[float]) -> list[int]:
+    """Return the numbers of the streams with weight 0, which were removed."""
     return [number for number, weight in enumerate(weights) if weight == 0]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streampack.core.merge.arrival import Arrival
 from streampack.core.merge.queues import BARRIER, NOWHERE
-from streampack.core.merge.schedule import AnyMerge, Merge, change, merge_of
+from streampack.core.merge.schedule import AnyMerge, Merge, change_merge, merge_of
 from streampack.core.model.rules import MergeOrder, Rules, StreamRules, WeightUnit
 
 Name = tuple[int, int]
@@ -311,6 +311,6 @@ def test_changed_rules_go_into_their_merge(kind: MergeOrder) -> None:
     merge = merge_of(begin)
     merge.push(0, np.array([4, 5]), np.array([3, 0]), np.array([0, 0]))
     streams = (StreamRules("a", 0.0, 1), StreamRules("b", 1.0, 2), StreamRules("c", 1.0, 3))
-    assert change(merge, Rules(merge=kind, streams=streams)).tolist() == [4]
+    assert change_merge(merge, Rules(merge=kind, streams=streams)).tolist() == [4]
     assert len(merge.merged_samples) == 6
     assert merge.state() == merge_of(Rules(merge=kind, streams=streams)).state()

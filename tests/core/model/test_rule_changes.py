@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack.core.broker import Broker
-from streampack.core.merge.schedule import change, merge_of
+from streampack.core.merge.schedule import change_merge, merge_of
 from streampack.core.model.capacity import Capacity, FeedPlan
 from streampack.core.model.rule_changes import Ask, Restream, Reweigh, Skip, apply_change, describe_change
 from streampack.core.model.rules import Rules, StreamRules
@@ -68,7 +68,7 @@ def test_what_is_not_refused_is_what_a_merge_can_do(weights: dict[str, float], d
         except ValueError:
             continue
         merge = merge_of(rules)
-        change(merge, after)
+        change_merge(merge, after)
         assert merge.state() == merge_of(after).state()
         rules = after
 
