@@ -18,7 +18,7 @@ from streampack.core.deal.assignment import deal_step, packs_of_mesh, split
 from streampack.core.model.rules import Positive, Rules
 from streampack.core.model.samples import I64
 from streampack.core.model.steps import PlannedStep
-from streampack.core.stats.padding import CAUSES, waste_of
+from streampack.core.stats.padding import CAUSES, padding_of
 from streampack.errors import UserError
 
 F64 = NDArray[np.float64]
@@ -96,7 +96,7 @@ def dealt(steps: list[PlannedStep], samples: FormSamples, dp: int, pp: int) -> D
     real = np.array([each.real for each in whole], np.float64)
     took = np.array([each.times.max(axis=1).sum() for each in whole], np.float64) * dp
     micro = [len(each.costs) for each in every]
-    wasted = [waste_of(each.tokens, each.slots, each.widths, samples.rules) for each in every]
+    wasted = [padding_of(each.tokens, each.slots, each.widths, samples.rules) for each in every]
     packs, filled = sum(len(each.slots) for each in every), sum(int((each.slots > 0).sum()) for each in every)
     formed = sum(each.formed for each in every)
     return Dealt(

@@ -23,7 +23,7 @@ from streampack.core.model.rules import Rules
 from streampack.core.model.samples import I64, PACK, SampleTable
 from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.core.protocol.trainer_messages import StepPart
-from streampack.core.stats.padding import depends_on_mesh, waste_of, waste_of_rows
+from streampack.core.stats.padding import depends_on_mesh, padding_of, padding_of_rows
 
 PART_BYTES = 2 << 20
 """Payload of one message, about: large steps travel as several."""
@@ -186,7 +186,7 @@ class KeptSteps:
         widths = rules.step_widths(packs.slots, mesh.pp)
         self.figures.add(packs.costs, packs.tokens, dealt)
         if is_first and depends_on_mesh(rules):
-            self.figures.deliver(packs.tokens, waste_of(packs.tokens, packs.slots, widths, rules))
+            self.figures.deliver(packs.tokens, padding_of(packs.tokens, packs.slots, widths, rules))
         return self._in_order(packs, dealt, widths, np.full(count, rules.align.sample), mesh)
 
     def _deal_padded(self, kept: _Kept, mesh: Mesh) -> _Dealt:
@@ -198,7 +198,7 @@ class KeptSteps:
         if is_first:
             held = np.diff(packs.bounds)
             self.figures.add_padded(found.figures, held, packs.tokens, packs.slots)
-            wasted = waste_of_rows(packs.tokens, packs.slots, held, found.rows, found.widths)
+            wasted = padding_of_rows(packs.tokens, packs.slots, held, found.rows, found.widths)
             self.figures.deliver(packs.tokens, wasted)
         return self._in_order(packs, dealt, widths, found.widths, mesh)
 

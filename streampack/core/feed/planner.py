@@ -65,7 +65,7 @@ class Planner:
         """Merge samples while the next step may need more and there is memory."""
         merge, target = self.merge.current, 2 * self._rules.packs * self._rules.budget
         effects = self._change_rules()
-        while (room := self._memory.room) > 0 and (self.former.hungry or self._waits_for_group):
+        while (room := self._memory.room) > 0 and (self.former.wants_samples or self._waits_for_group):
             taken = merge.take(1 if self._waits_for_group else min(room, target), self.live.next_position)
             self.blocked = taken.blocked
             if not len(taken.moved):

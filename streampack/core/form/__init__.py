@@ -1,10 +1,12 @@
-"""FORM: which samples make step k, in which packs, with which denominators.
+"""FORM, the first stage of planning: it decides which samples are in each step, and in which packs.
 
-- ``former``: holds admitted samples in merge order, asks a packer for packs, and makes steps of them.
-- ``form_kernels``: the loops over all samples held, once for each step.
-- ``waits``: how many steps samples wait in the window, and the bound that their packer promises.
-- ``form_stats``: what is counted of the steps formed.
+- ``former``: holds admitted samples in merge order, asks a packer for packs, and makes steps of the packs.
+- ``form_kernels``: loops over all samples held, once for each step.
+- ``waits``: statistics of how long samples wait in the window, and the packer's bound on it.
+- ``form_stats``: statistics of the steps formed.
 
-A step is a function of the admitted order and the rules, never of the mesh, the clock or the number of processes. The
-package relies on ``packers``. It does not know producers, trainers or the log.
+Samples enter with ``Former.admit``. ``request`` gives the arrays for the packer, the packer chooses, and ``apply``
+moves the chosen samples into packs and returns the steps that became whole. A step is a function of the admitted order
+and the rules, never of the mesh, the clock or the number of processes. The package relies on ``packers``. It does not
+know producers, trainers or the log.
 """

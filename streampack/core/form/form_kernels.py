@@ -1,6 +1,6 @@
-"""What FORM does for each step, in one go over all samples held: compiled by numba where it is installed.
+"""The hot loops of FORM, each one pass over all samples held: compiled by numba where it is installed.
 
-Plain Python over numpy arrays, so that the function itself is the twin that the tests compare with.
+Each is plain Python over numpy arrays, so tests compare a kernel with its ``py_func``.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ def describe(
     sums: I64,
     identities: U32,
 ) -> None:
-    """Of packs ``handles[bounds[i]:bounds[i + 1]]`` fill in ``sums`` int64 [4, packs], see ``steps.PlannedPacks``, and
-    ``identities`` uint32 [samples, 6], in little endian ``steps.IDENTITY``. The others are columns of a table; a
-    sample of s padded tokens costs ``a * s + b * s * s``.
+    """Compute the sums of packs, and the identities that their digests cover.
+
+    Pack i is ``handles[bounds[i]:bounds[i + 1]]``. The kernel fills in ``sums`` int64 [4, packs], see
+    ``steps.PlannedPacks``, and ``identities`` uint32 [samples, 6], which are ``steps.IDENTITY`` in little endian. The
+    columns from ``stream`` to ``crc`` are those of a ``SampleTable``. A sample of s padded tokens costs ``a * s + b * s
+    * s``.
     """
     for pack in range(len(bounds) - 1):
         tokens, slots, loss, cost = 0, 0, 0, 0
         for k in range(bounds[pack], bounds[pack + 1]):
             h = handles[k]
-            real = int(length[h])  # in 64 bits where this is not compiled, too
+            real = int(length[h])  # 64 bits also without numba
             slot = (real + align - 1) // align * align
             tokens += real
             slots += slot
@@ -68,14 +71,18 @@ def take_out(
     taken_bounds: I64,
     waited: I64,
 ) -> tuple[int, int, int]:
-    """Take what a packer chose for ``step`` out of what is held; what stays moves up, in place.
+    """Remove the items that a packer chose for ``step`` from the items held. Items that stay move up, in place.
 
-    ``indices``, ``bounds`` and ``new_ages`` are a ``Choice``'s. Of items there are ``sizes``, ``lengths``, ``ages`` and
-    ``since``, the step at which a packer first saw each, -1 before; ``handles`` are of their samples, one item's after
-    another's. Fills in ``taken`` with the handles of the samples taken, pack after pack, ``taken_bounds`` int64
-    [packs + 1] with where each pack begins there, and ``waited`` int64 [indices] with the steps that each item waited.
-    Returns how many items stay, of how many samples, and how many items the packer has seen; or -1 for the first, with
-    nothing moved, where a choice is of other items than these.
+    ``indices``, ``bounds`` and ``new_ages`` are those of a ``Choice``. The items held have ``sizes``, ``lengths``,
+    ``ages`` and ``since``, the step at which a packer first saw the item, or -1. ``handles`` are those of their
+    samples, one item after another.
+
+    The kernel fills in ``taken`` with the handles of the samples removed, pack after pack, and ``taken_bounds`` int64
+    [packs + 1] with the beginning of each pack in ``taken``. It fills in ``waited`` int64 [indices] with the steps that
+    each item waited.
+
+    Returns the items that stay, their samples, and the items that the packer has seen. The first is -1, with nothing
+    moved, if the choice has an index of no item or one twice.
     """
     begins = np.empty(len(sizes) + 1, np.int64)
     begins[0] = 0

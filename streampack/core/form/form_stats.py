@@ -1,7 +1,6 @@
-"""What a feed's steps were formed of, in figures that decide nothing.
+"""Statistics of the steps that a feed formed. They decide nothing.
 
-They are counted when someone asks for them, or enough has come together: counting takes the same ten or twenty calls
-for one step as for dozens.
+Steps are gathered, and counted on request or when there are enough: counting one step takes as long as counting dozens.
 """
 
 from __future__ import annotations
@@ -14,20 +13,21 @@ from streampack.core.model.samples import I32, I64
 from streampack.core.model.steps import PlannedPacks, PlannedStep
 from streampack.core.stats.fill import Totals
 from streampack.core.stats.length_histogram import LengthCounts
-from streampack.core.stats.padding import CAUSES, depends_on_mesh, waste_of_packs
+from streampack.core.stats.padding import CAUSES, depends_on_mesh, padding_of_packs
 
 AT_ONCE = 1 << 14
-"""Samples that are counted at once."""
+"""Samples gathered before they are counted."""
 FILL_BOUNDS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999, 1.0)
-"""Of a pack's real tokens over the budget: finer where packers are."""
+"""Histogram bounds of a pack's real tokens over the budget; finer near 1, where packs are."""
 Tail = tuple[int, int, int, bytes]
-"""What ``tail: drop`` left out: (iteration, lineage, the step that follows, the first sample's row)."""
+"""A tail that ``tail: drop`` dropped: (iteration, lineage, the step that follows, the first sample's row)."""
 SAMPLES_BOUNDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
 
 class ValueCounts:
-    """How often values were at most each of ``bounds`` and above the one before, and above all: ``counts`` int64
-    [bounds + 1]; and their ``sum``.
+    """A histogram of values. ``counts`` int64 [bounds + 1] are the values up to each bound, and above the last.
+
+    ``sum`` is the sum of all values.
 
     >>> spread = Spread((0.0, 0.5, 1.0))
     >>> spread.add(np.array([0.0, 0.5, 0.75, 1.0]))
@@ -47,7 +47,7 @@ class ValueCounts:
 
 
 class FormedFigures:
-    """Of steps formed by ``rules``, in all iterations."""
+    """Statistics of the steps formed by ``rules``, in all iterations."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -60,7 +60,7 @@ class FormedFigures:
         self._tails: set[Tail] = set()
 
     def add(self, step: PlannedStep, lengths: I32) -> None:
-        """A step was formed, of samples of ``lengths``, int32 [samples]."""
+        """Add a formed step; ``lengths`` int32 [samples] are the tokens of its samples."""
         self._packs.append(step.packs)
         self._of_samples.append(lengths)
         self._num_waiting += 1 + len(lengths)
@@ -68,9 +68,9 @@ class FormedFigures:
             self._count()
 
     def drop(self, lengths: I32, tail: Tail) -> None:
-        """Count samples that ``tail: drop`` left out, of ``lengths``, int32 [samples].
+        """Count samples that ``tail: drop`` dropped; ``lengths`` int32 [samples] are their tokens.
 
-        A feed that goes back forms the same steps again and leaves the same samples out again: they count once.
+        A feed that goes back forms the same steps again and drops the same samples again; they count once.
         """
         if tail in self._tails:
             return
@@ -80,41 +80,42 @@ class FormedFigures:
 
     @property
     def totals(self) -> Totals:
-        """Packs and tokens."""
+        """Totals of steps, packs, samples and tokens."""
         self._count()
         return self._totals
 
     @property
     def waste(self) -> I64:
-        """Tokens of the packs that are nobody's, where no mesh has a say, int64 [waste.CAUSES]."""
+        """Padding tokens of the packs by cause, int64 [padding.CAUSES]; 0 if the padding depends on the mesh."""
         self._count()
         return self._waste
 
     @property
     def fill(self) -> ValueCounts:
-        """Real tokens of the packs over the budget."""
+        """Histogram of the packs' real tokens over the budget."""
         self._count()
         return self._fill
 
     @property
     def samples(self) -> ValueCounts:
-        """Samples of the packs."""
+        """Histogram of the number of samples in a pack."""
         self._count()
         return self._samples
 
     @property
     def lengths(self) -> LengthCounts:
-        """How long the samples were."""
+        """Histogram of the samples' lengths."""
         self._count()
         return self._lengths
 
     def _count(self) -> None:
+        """Count the gathered steps."""
         if not self._packs:
             return
         packs = PlannedPacks.joined(self._packs)
         self._totals.add(packs, len(self._packs))
         if not depends_on_mesh(self._rules):
-            self._waste = self._waste + waste_of_packs(packs, self._rules)
+            self._waste = self._waste + padding_of_packs(packs, self._rules)
         self._fill.add(packs.tokens / self._rules.budget)
         self._samples.add(packs.counts.astype(np.float64))
         self._lengths.add(np.concatenate(self._of_samples).astype(np.int64))

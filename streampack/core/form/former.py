@@ -1,20 +1,20 @@
-"""FORM: which samples make step k, in which packs, with which denominators.
+"""The former, which makes steps of admitted samples: it decides which samples are in a step, and in which packs.
 
-A function of the admitted order and the recorded rules, never of the mesh, the clock or who was
-faster. The former holds the samples in merge order: the window and whatever waits behind it.
-Choosing packs is the costly part, so it may run on another thread: ``request`` gives the arrays
-that a packer needs and ``apply`` takes its choice; samples may be admitted in between, since
-they only join the end.
+Steps are a function of the admitted order and the recorded rules, never of the mesh, the clock or which producer was
+faster. The former holds the samples in merge order: the window and the samples behind it. Choosing packs is the costly
+part, so it may run on another thread. ``request`` gives the arrays that a packer needs and ``apply`` takes its choice.
+Samples may be admitted in between, since they only join the end.
 
-In batch mode (``Rules.batch``) a step is one batch, packed as a closed set: what waits behind it
-has no part in it, and there are as many packs as come out. A batch is the first samples held, so
-many of them, or all up to where the merge says that a batch ends.
+In batch mode (``Rules.batch``) a step is one batch, packed as a closed set. Samples behind it have no influence on it,
+and there are as many packs as come out. A batch is the first samples held: a fixed number, or all up to the place where
+the merge says that a batch ends.
 
-A group that is kept in one pack is one item of the packers (``items``): their window counts it as one sample, and
-nothing of it is packed before all of it is held. A batch of so many samples ends with the group that reaches them.
+A group that is kept in one pack is one item of the packers (``items``). Their window counts it as one sample, and none
+of it is packed before all of it is held. A batch of a fixed number of samples ends with the group that reaches the
+number.
 
-While the budget warms up, a sample that is longer than its step's is alone in its pack: none waits
-for a larger budget, and no pack is larger than the whole one.
+During warmup of the budget, a sample that is longer than its step's budget is alone in its pack. So no sample waits for
+a larger budget, and no pack is larger than the whole budget.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from streampack.errors import InternalError
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a packer is asked for: ``count`` packs of items of ``lengths`` (int64 [n]) and ``sizes`` samples (None: one
-    each); lengths and ``budget`` are in units of the sample alignment.
+    """The arguments of one call of a packer: see ``Packer.choose``.
+
+    ``lengths`` and ``budget`` are in units of the sample alignment. ``sizes``: samples in each item; None: one each.
     """
 
     packer: Packer
@@ -53,18 +54,21 @@ class Request:
     sizes: I64 | None = None
 
     def choose(self) -> Choice:
-        """Run the packer; pure, and without the GIL where its kernel is compiled."""
+        """Run the packer and return its choice. It is pure, and a compiled kernel does not hold the GIL."""
         return self.packer.choose(
             self.lengths, self.ages, self.budget, self.count, self.closed, window=self.window, sizes=self.sizes
         )
 
 
 UNSEEN = -1
-"""What ages and steps say of an item that no packer has seen."""
+"""Age, and step of the first sight, of an item that no packer has seen."""
 
 
 class Former:
-    """The samples admitted to a feed and not yet in a step, and the packs not yet in a step."""
+    """The samples admitted to a feed that are not in a step yet, and the packs that are not in a step yet.
+
+    Samples held outside packs are grouped to items; an item is one sample unless groups are kept in one pack.
+    """
 
     def __init__(self, rules: Rules, table: SampleTable) -> None:
         self._rules = rules
@@ -72,14 +76,14 @@ class Former:
         self._packer = rules.new_packer()
         self.waits = Waits(self._packer, rules.window, rules.packs if rules.batch is None else None)
         self._handles: I64 = np.zeros(0, np.int64)
-        self._sizes: I64 = np.zeros(0, np.int64)  # of the items that they are, as lengths and ages
+        self._sizes: I64 = np.zeros(0, np.int64)  # samples in each item; the next three are by item, too
         self._lengths: I64 = np.zeros(0, np.int64)
         self._ages: I64 = np.zeros(0, np.int64)
-        self._since: I64 = np.zeros(0, np.int64)  # the step at which a packer first saw each, or UNSEEN
-        self._arrived: list[tuple[I64, I64]] = []
+        self._since: I64 = np.zeros(0, np.int64)  # the step at which a packer first saw each item, or UNSEEN
+        self._arrived: list[tuple[I64, I64]] = []  # (handles, lengths) admitted and not grouped to items yet
         self._pending = PlannedPacks.empty()
-        self._asked_held = -1  # samples held when the packer last said that it needs more
-        self._asked_of = self._asked_count = 0
+        self._asked_held = -1  # samples held when the packer last returned fewer packs than requested
+        self._asked_of = self._asked_count = 0  # samples held and packs requested in the last request
         self.num_samples = 0
         """Samples held outside packs."""
         self.closed = False
@@ -88,26 +92,26 @@ class Former:
         self.queued_tokens = 0
         """Real tokens held outside packs."""
         self.queued_samples = 0
-        """Of batches, whole samples held outside packs: a split one counts once."""
+        """In batch mode, samples held outside packs; the pieces of a split sample count once."""
         self.dropped: I64 = np.zeros(0, np.int64)
-        """Handles of what ``tail: drop`` left over at the end, or at the ends of passes."""
+        """Handles of samples that ``tail: drop`` dropped at the end, or at the ends of passes."""
 
     @property
-    def starved(self) -> bool:
-        """The packer wanted more samples than are held, and none has come since."""
+    def lacks_samples(self) -> bool:
+        """True if the packer needed more samples than are held, and none has come since."""
         return self._asked_held == self.num_samples
 
     @property
-    def hungry(self) -> bool:
-        """Should more samples be admitted, for the next step and the one behind it?
+    def wants_samples(self) -> bool:
+        """True if more samples should be admitted, to have enough for the next step and the one behind it.
 
-        A step that finds too few beside the window takes two choices.
+        With too few samples behind the window, a step would take two choices of the packer.
         """
         rules, batch = self._rules, self._rules.batch
         if batch is None:
             step, samples = rules.packs * rules.budget, self.num_samples
-            behind_window = self.queued_tokens * (samples - rules.window) // max(samples, 1)  # if all are alike
-            return self.queued_tokens < 2 * step or behind_window < step or self.starved
+            behind_window = self.queued_tokens * (samples - rules.window) // max(samples, 1)  # an estimate
+            return self.queued_tokens < 2 * step or behind_window < step or self.lacks_samples
         if batch.samples is None or self.queued_samples < 2 * batch.samples:
             return True
         self._gather()
@@ -115,28 +119,28 @@ class Former:
 
     @property
     def too_few(self) -> bool:
-        """Where a batch ends that marks close: does it wait for the next one's samples?"""
+        """True if a batch that ends here, at a mark, would have fewer samples than ``min_samples``."""
         batch = self._rules.batch
         return batch is not None and batch.samples is None and self.queued_samples < batch.min_samples
 
     @property
     def in_group(self) -> bool:
-        """Is the last sample held of a group that has more to come?"""
+        """True if the last sample held belongs to a group that has more samples to come."""
         last = self._arrived[-1][0] if self._arrived else self._handles
         return bool(self._table.keep[last[-1:]].any())
 
     @property
     def finished(self) -> bool:
-        """Closed, and every sample is in a step or dropped."""
+        """True if the former is closed, and every sample is in a step or dropped."""
         return self.closed and not self.num_samples and not self._pending
 
     def held(self) -> I64:
-        """Handles of every sample that is not in a step yet, int64 [n]."""
+        """Return the handles of all samples that are not in a step yet, dropped ones included, int64 [n]."""
         waiting = [self._handles, *(handles for handles, _ in self._arrived)]
         return np.concatenate([*waiting, self._pending.handles, self.dropped])
 
     def admit(self, handles: I64, lengths: I64) -> None:
-        """Samples that follow in merge order; ``lengths`` int64 [n] are real tokens."""
+        """Add samples that follow in merge order; ``handles`` and ``lengths`` (real tokens) int64 [n]."""
         if len(handles):
             self._arrived.append((handles, lengths))
             self.num_samples += len(handles)
@@ -144,8 +148,8 @@ class Former:
             self.queued_samples += self._num_whole(handles)
 
     def request(self, max_steps: int = 1) -> Request | None:
-        """What to ask the packer for now, or None while nothing new could come of it."""
-        if not self.num_samples or (self.starved and not self.closed):
+        """Return the packer's next request, for up to ``max_steps`` steps; None if it could form no new pack now."""
+        if not self.num_samples or (self.lacks_samples and not self.closed):
             return None
         self._gather()
         rules, self._asked_of = self._rules, self.num_samples
@@ -164,7 +168,10 @@ class Former:
         return Request(self._packer, lengths, self._ages[:size], budget, count, closed, window, sizes)
 
     def apply(self, choice: Choice) -> list[PlannedStep]:
-        """Take the packer's choice over the samples of the last ``request``; the steps now whole."""
+        """Move the samples that the packer chose for the last ``request`` into packs; return the steps now whole.
+
+        Raises InternalError for a choice of items that are not held.
+        """
         num_held = len(self._handles)
         taken, waited = np.empty(num_held, np.int64), np.empty(len(choice.indices), np.int64)
         bounds = np.empty(len(choice.bounds), np.int64)
@@ -189,7 +196,7 @@ class Former:
         return self.cut()
 
     def cut(self) -> list[PlannedStep]:
-        """Whole steps out of the pending packs; once closed, the tail by its policy."""
+        """Return the whole steps that the pending packs make; once closed, treat the tail by ``Rules.tail``."""
         if self._rules.batch is not None:
             self._drop_tail()
             return []
@@ -208,24 +215,24 @@ class Former:
 
     @property
     def longest_wait(self) -> int:
-        """Steps that a sample has waited in the window, at most."""
+        """The most steps that a sample has waited in the window."""
         return self.waits.longest(self.next_step, self._since)
 
     @property
     def oldest_age(self) -> int:
-        """Steps that the oldest sample in the window has waited, since this broker first saw it."""
+        """Steps that the oldest sample in the window has waited since this broker first saw it."""
         seen = self._since[self._since >= 0]
         return self.next_step - int(seen.min(initial=self.next_step))
 
     @property
     def num_outliers(self) -> int | None:
-        """Samples in the window, as it is now, that wait for others alike; None where none ever does."""
+        """Number of outliers in the window, which wait for similar samples; None unless the packer is ``joint``."""
         if not isinstance(self._packer, Joint):
             return None
         return num_outliers(self._lengths[self._ages >= 0], self._rules.budget // self._rules.align.sample)
 
     def state(self) -> FormState:
-        """What decides every later step, beside samples that are yet to come. Not while a choice is being made."""
+        """Return the state that, with the samples to come, decides all later steps. Not between request and apply."""
         self._gather()
         pending = self._pending
         window = np.concatenate([self._handles, *(handles for handles, _ in self._arrived)])
@@ -239,18 +246,18 @@ class Former:
         )  # fmt: skip
 
     def load(self, state: FormState) -> None:
-        """Go on from a state, in a former of the same rules that has taken nothing; fills the table."""
+        """Resume from a state, in a former of the same rules that has no samples; add its samples to the table."""
         self.next_step, self.chain, self.closed = state.next_step, state.chain, state.closed
         rows = np.concatenate([np.frombuffer(each, ROW) for each in (state.window, state.pending)])
         handles, pending = np.split(self._table.enter(rows, state.keeps), [len(state.ages)])
         self.admit(handles, self._table.length[handles].astype(np.int64))
         self._gather()
         self._ages = np.array(state.ages, np.int64)[np.cumsum(self._sizes) - self._sizes]
-        self._since = np.where(self._ages >= 0, self.next_step, UNSEEN)  # the figures are of this broker
+        self._since = np.where(self._ages >= 0, self.next_step, UNSEEN)  # statistics begin with this broker
         self._pending = self._make_packs(pending, np.concatenate([[0], np.cumsum(state.counts)]).astype(np.int64))
 
     def _batch_size(self) -> int:
-        """How many of those held, pieces of samples, are the next batch; 0 while it is not whole."""
+        """Return the number of handles in the next batch, pieces of samples included; 0 while it is not whole."""
         batch, held = self._rules.batch, len(self._handles)
         if batch is None or batch.samples is None:
             return held if self.closed else 0
@@ -263,7 +270,7 @@ class Former:
         return held if self.closed and self._rules.tail == "pad" else 0
 
     def _drop_tail(self) -> None:
-        """Once closed, what is held and fills no batch goes by ``tail: drop``."""
+        """Once closed, drop the samples held that fill no batch, by ``tail: drop``."""
         self._gather()
         if self.closed and self.num_samples and not self._batch_size():
             self.dropped = np.concatenate([self.dropped, self._handles])
@@ -272,9 +279,11 @@ class Former:
             self.num_samples = self.queued_tokens = self.queued_samples = 0
 
     def _num_whole(self, handles: I64) -> int:
+        """Return the number of samples, the pieces of a split one counted once; 0 unless in batch mode."""
         return 0 if self._rules.batch is None else int(np.count_nonzero(self._table.part[handles] == 0))
 
     def _gather(self) -> None:
+        """Group the admitted samples to items; samples of a group that is not whole yet stay in ``_arrived``."""
         if not self._arrived:
             return
         rules, align = self._rules, self._rules.align.sample
@@ -291,7 +300,7 @@ class Former:
             sizes = item_sizes(keeps[:whole], units, rules.budget // align, rules.max_samples_per_pack)
             ends = np.cumsum(sizes)
             last = handles[ends - 1]
-            self._table.keep[last[self._table.keep[last] == PACK]] = 0  # what is torn is no group from here on
+            self._table.keep[last[self._table.keep[last] == PACK]] = 0  # a group that was torn apart ends here
             units = np.diff(np.concatenate([[0], np.cumsum(units)])[np.concatenate([[0], ends])])
         self._handles = np.concatenate([self._handles, handles])
         self._sizes = np.concatenate([self._sizes, sizes])
@@ -300,6 +309,7 @@ class Former:
         self._ages, self._since = np.concatenate([self._ages, unseen]), np.concatenate([self._since, unseen])
 
     def _make_packs(self, handles: I64, bounds: I64) -> PlannedPacks:
+        """Return packs with their sums and digests; pack i holds ``handles[bounds[i]:bounds[i + 1]]``."""
         if len(bounds) == 1:
             return PlannedPacks.empty()
         table, rules = self._table, self._rules
@@ -311,6 +321,7 @@ class Former:
         return PlannedPacks(handles, bounds, sums, digests_of(memoryview(identities.tobytes()), bounds))
 
     def _make_step(self, packs: PlannedPacks) -> PlannedStep:
+        """Return the next step, of these packs; advance the step number and the chain digest."""
         loss, samples = int(packs.loss_tokens.sum()), len(packs.handles)
         digest = step_digest(self.next_step, loss, samples, packs.digests)
         self.chain = chain_digest(self.chain, digest)
@@ -320,7 +331,7 @@ class Former:
 
 
 def warm_up(rules: Rules) -> None:
-    """Form a step of samples that are made up: kernels are compiled, or read from the disk."""
+    """Compile the kernels of FORM and the packer, or load them from the disk, by forming a made-up step."""
     table = SampleTable(64)
     handles, lengths = table.take(64), np.full(64, max(rules.budget // 8, 1), np.int64)
     table.length[handles] = lengths

@@ -1,8 +1,7 @@
-"""How many steps samples wait in the window, and the bound that their packer promises: figures that decide nothing.
+"""Statistics of the steps that samples wait in the window, and the packer's bound on the wait. They decide nothing.
 
-A sample waits from the step whose packs were being chosen when its packer first saw it (see ``window``: before that it
-is behind the window, whatever was read ahead) to the one that it is in. What was held when a feed began, from a
-snapshot, waits from there on: the figures are of this broker.
+A sample's wait begins with the step that was being formed when it entered the packer's window, and ends with its own
+step. Time behind the window does not count. For samples restored from a snapshot, the wait begins at the restart.
 """
 
 from __future__ import annotations
@@ -14,23 +13,27 @@ from streampack.core.packers.packer import Packer
 from streampack.core.stats.length_histogram import BUCKETS, bucket_of, least_of
 
 AT_ONCE = 1 << 14
-"""Samples that are counted at once."""
+"""Samples gathered before they are counted."""
 
 
 class Waits:
-    """Of the samples that a former holds, in their order; ``packs`` make a step, or None where batches do: whose
-    samples wait for none but each other.
+    """Counts of the steps that a former's samples waited.
+
+    ``window`` is the window's size in samples, ``packs`` the packs of a step; None in batch mode, which has no window.
     """
 
     def __init__(self, packer: Packer, window: int, packs: int | None) -> None:
         self._packer, self._window, self._packs = packer, window, packs
-        self._waited: list[I64] = []  # of the samples in steps, not counted yet
+        self._waited: list[I64] = []  # waits of samples that left, not counted yet
         self._num_waited = self._longest = 0
         self._most_held = 0
-        self._counts: I64 = np.zeros(BUCKETS, np.int64)  # of the samples in steps, by the steps that they waited
+        self._counts: I64 = np.zeros(BUCKETS, np.int64)  # samples that left, by the bucket of the steps they waited
 
     def chosen(self, waited: I64, seen: int) -> None:
-        """A choice was made: some leave that have ``waited`` so many steps, int64 [n]; so many were ``seen``."""
+        """Record a choice of the packer: ``waited`` int64 [n] are the waits of the samples that leave, in steps.
+
+        ``seen`` is the number of items in the packer's window.
+        """
         self._waited.append(waited)
         self._num_waited += len(waited)
         self._most_held = max(self._most_held, seen)
@@ -38,15 +41,16 @@ class Waits:
             self._count()
 
     def _count(self) -> None:
-        """Count those that have left: as many at once as have come together, which takes as long as one step's."""
+        """Count the gathered waits; counting many at once takes as long as counting those of one step."""
         waited = np.concatenate([*self._waited, np.zeros(0, np.int64)])
         self._counts += np.bincount(bucket_of(waited), minlength=BUCKETS)
         self._longest = max(self._longest, int(waited.max(initial=0)))
         self._waited, self._num_waited = [], 0
 
     def longest(self, step: int, since: I64) -> int:
-        """Steps that a sample has waited, at most, where ``step`` is formed next, and those held were first seen
-        ``since`` then, int64 [n], -1 for those that were not.
+        """Return the most steps that a sample has waited so far, held ones included.
+
+        ``step`` is the next step; ``since`` int64 [n], the step at which each item held entered the window, or -1.
         """
         self._count()
         seen = since[since >= 0]
@@ -54,15 +58,16 @@ class Waits:
 
     @property
     def p99(self) -> int:
-        """Steps that 99 of 100 samples waited at most: exact to 64, to one part in 32 above."""
+        """The 99th percentile of waits, in steps: exact up to 64, to one part in 32 above."""
         self._count()
         upto = np.cumsum(self._counts)
         return least_of(int(np.searchsorted(upto, 0.99 * upto[-1]))) if upto[-1] else 0
 
     @property
     def bound(self) -> int | None:
-        """Steps that no sample waits beyond, with as many held as there were at most; None where packers slide no
-        window, or promise nothing.
+        """The packer's bound on a sample's wait, in steps, for the largest window so far.
+
+        None in batch mode, and for packers without a bound.
         """
         if self._packs is None:
             return None

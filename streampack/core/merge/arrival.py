@@ -145,8 +145,8 @@ class Arrival(Queues):
     def take(self, max_tokens: int, max_position: int = NOWHERE) -> Taken:
         """Take samples in merge order, until one is missing, or ``max_tokens`` or ``max_position`` is reached.
 
-        The last sample may pass ``max_tokens``. If the script is at its end and more is to come, the pass still waits
-        for some partitions; ``blocked`` is the one of these that gave the fewest samples.
+        The last sample may pass ``max_tokens``. At the end of the script the pass may still wait for some partitions.
+        Then ``blocked`` is the one of these that gave the fewest samples.
         """
         queues, script = self._queues, self._script
         bound = int((queues.tail - queues.head).sum())

@@ -206,8 +206,8 @@ def arrival_take(
     """Take samples in the order of a script until one is missing or ``max_tokens`` or ``max_samples`` are taken.
 
     ``base``, ``stop``, ``after`` and ``current`` are those of ``arrival.Script``; queues, counts and ``out`` are as in
-    ``merge_take``. The kernel updates ``current``, ``queues`` and the counts in place. It skips a partition that is at a
-    barrier, or has ended and is empty.
+    ``merge_take``. The kernel updates ``current``, ``queues`` and the counts in place. It skips partitions that are at
+    a barrier, or have ended and are empty.
 
     Returns (entries taken, the partition whose sample is missing, or -1, or -2 at the script's end).
     """

@@ -26,7 +26,7 @@ def depends_on_mesh(rules: Rules) -> bool:
     return rules.batch is not None or rules.shape != "fixed"
 
 
-def waste_of(tokens: I64, slots: I64, widths: I64, rules: Rules) -> I64:
+def padding_of(tokens: I64, slots: I64, widths: I64, rules: Rules) -> I64:
     """Tokens wasted, by cause, int64 [CAUSES]: by packs that hold ``tokens``, take ``slots`` when aligned, and are
     delivered ``widths`` long; all int64 [packs].
     """
@@ -37,7 +37,7 @@ def waste_of(tokens: I64, slots: I64, widths: I64, rules: Rules) -> I64:
     return found
 
 
-def waste_of_rows(tokens: I64, slots: I64, held: I64, rows: I64, widths: I64) -> I64:
+def padding_of_rows(tokens: I64, slots: I64, held: I64, rows: I64, widths: I64) -> I64:
     """The same of padded micro-batches: ``rows`` of ``widths`` tokens each, of which ``held`` hold a sample; all int64
     [packs].
     """
@@ -45,6 +45,6 @@ def waste_of_rows(tokens: I64, slots: I64, held: I64, rows: I64, widths: I64) ->
     return np.array(sums, np.int64)
 
 
-def waste_of_packs(packs: PlannedPacks, rules: Rules) -> I64:
+def padding_of_packs(packs: PlannedPacks, rules: Rules) -> I64:
     """The same for a step as FORM made it, where no mesh has a say."""
-    return waste_of(packs.tokens, packs.slots, rules.own_widths(packs.slots), rules)
+    return padding_of(packs.tokens, packs.slots, rules.own_widths(packs.slots), rules)

@@ -209,7 +209,7 @@ def test_more_is_admitted_until_the_next_step_has_all_that_it_needs(case: tuple[
     rules, groups = case
     run = Run(rules, groups)
     run.admit(held)
-    while run.admitted < len(run.samples) and (run.form() or run.former.hungry):
+    while run.admitted < len(run.samples) and (run.form() or run.former.wants_samples):
         run.admit(1)
     if rules.batch is None or rules.batch.samples is not None:
         assert run.admitted == len(run.samples) or run.form()
@@ -221,7 +221,7 @@ def test_a_group_is_packed_as_soon_as_its_last_sample_is_there() -> None:
     for count in (4, 1):
         run.admit(count)
         assert not run.form()
-        assert run.former.hungry
+        assert run.former.wants_samples
     run.admit(1)
     assert run.form()
     run.admit(5)

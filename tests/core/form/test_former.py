@@ -334,7 +334,7 @@ def test_nothing_is_asked_again_until_something_new_could_come_of_it() -> None:
     assert not run.form(), "nothing is held"
     run.admit(2)
     assert run.form()
-    assert run.former.starved
+    assert run.former.lacks_samples
     assert not run.form(), "two samples are no window, and none has come since"
     run.admit(0)
     assert not run.form()
@@ -391,7 +391,7 @@ def test_what_is_admitted_is_enough_for_a_step_in_one_choice(packs: int, at_once
     run = Run(Rules(budget=512, packs=packs, window=256), samples_of(rng.integers(1, 64, 20_000).tolist()))
     choices = 0
     while run.admitted < len(run.samples):
-        while run.former.hungry and run.admitted < len(run.samples):
+        while run.former.wants_samples and run.admitted < len(run.samples):
             run.admit(at_once)
         choices += run.form()
     assert len(run.steps) * packs > 700

@@ -19,7 +19,7 @@ from streampack.core.model.rules import Align, Batch, Rules
 from streampack.core.model.shapes import Shape, Sizes
 from streampack.core.packers import make_packer
 from streampack.core.stats.length_histogram import BUCKETS, bucket_of, least_of
-from streampack.core.stats.padding import CAUSES, depends_on_mesh, waste_of
+from streampack.core.stats.padding import CAUSES, depends_on_mesh, padding_of
 from tests.core.model.test_shapes import BUDGET, SHAPES, formed, rules_of
 
 
@@ -47,7 +47,7 @@ def test_the_waste_of_a_step_by_hand(
     tokens, slots = np.array([5, 16, 3, 0]), np.array([8, 16, 4, 0])
     found = rules.step_widths(slots, pp)
     assert found.tolist() == widths
-    waste = dict(zip(CAUSES, waste_of(tokens, slots, found, rules).tolist(), strict=True))
+    waste = dict(zip(CAUSES, padding_of(tokens, slots, found, rules).tolist(), strict=True))
     assert {cause: count for cause, count in waste.items() if count} == expected
     assert sum(waste.values()) == sum(widths) - 24
 
