@@ -1,10 +1,13 @@
-"""Watch: a broker's status in a terminal.
+"""A broker's status in a terminal: ``streampack top`` and ``streampack status``.
 
-- ``top``: ``streampack top``: asks again and again, until a key ends it.
-- ``view_model``: the one view that both commands render: the last status, events, and what changed lately.
+Its files:
+
+- ``top``: ``streampack top``: fetches the status every second and shows it until a key ends it.
+- ``view_model``: the view that both commands show: the last status, events, and rates over the last seconds.
 - ``top_view``: the page of ``top``: blocks of lines that fit the terminal, and the table of streams.
-- ``top_ranks``, ``top_text``: the ranks as a table or a map; columns, bars and charts.
-- ``status_report``: ``streampack status``: the view of one status, printed once in full.
+- ``top_ranks``: the ranks as a table or a map.
+- ``top_text``: columns, bars and charts of characters.
+- ``status_report``: ``streampack status``: the view of one status, printed in full.
 
-The package asks over HTTP. It does not know the broker's objects.
+The package fetches everything over HTTP.
 """

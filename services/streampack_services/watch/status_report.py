@@ -1,4 +1,4 @@
-"""``streampack status``: the view of a broker, printed once in full. Streams and ranks are laid out as in ``top``."""
+"""``streampack status``: print the status of a broker in full. Streams and ranks look as in ``streampack top``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from streampack_services.amounts import count_text, counted, duration_text, size
 from streampack_services.broker.status import BrokerStatus, PackFigures
 from streampack_services.watch.top_ranks import rank_lines
 from streampack_services.watch.top_text import printable
-from streampack_services.watch.top_view import WORDS, stream_lines
+from streampack_services.watch.top_view import PADDING_LABELS, stream_lines
 from streampack_services.watch.view_model import FeedView, StreamView, Watch
 
 STREAM_COLUMNS = ("weight", "samples", "tokens", "buffered", "lag", "heard", "ended", "over-long", "lost", "rejected")
+"""Columns of the table of streams."""
 
 
 def show_status(status: BrokerStatus) -> None:
-    """Print a broker's status."""
+    """Print a broker's status: the broker, then each feed with its streams and ranks."""
     watch = Watch()
     watch.add(status)
     console, view = _console(), watch.view()
@@ -34,7 +35,7 @@ def show_status(status: BrokerStatus) -> None:
         free = f"; disk {size_text(log.free_bytes)} free"
         facts.add_row("log", f"{size_text(log.bytes)}, {log.records} records{safe}{free}")
         if log.stalled:
-            facts.add_row("", f"takes no more: {log.stalled}")
+            facts.add_row("", f"the log takes no more records: {log.stalled}")
     facts.add_row(
         "bad messages", ", ".join(f"{what} {count}" for what, count in msgspec.structs.asdict(status.messages).items())
     )
@@ -43,7 +44,7 @@ def show_status(status: BrokerStatus) -> None:
     for feed in view.feeds:
         _show_feed(console, feed)
         streams = view.streams_of(feed)
-        lines = stream_lines(streams, STREAM_COLUMNS, "lag: tokens that may be sent and have not come", console.width)
+        lines = stream_lines(streams, STREAM_COLUMNS, "lag: tokens that producers may still send", console.width)
         _print(console, lines, _rejected(streams), rank_lines(feed, "waits", console.width, None))
 
 
@@ -54,6 +55,7 @@ def _print(console: Console, *blocks: list[Text]) -> None:
 
 
 def _show_feed(console: Console, view: FeedView) -> None:
+    """Print the figures of a feed."""
     feed = view.status
     steps, figures = feed.steps, feed.figures
     console.print()
@@ -63,13 +65,13 @@ def _show_feed(console: Console, view: FeedView) -> None:
         console.print(feed.waiting_for.text)
     end = "" if steps.end is None else f" of {steps.end}"
     packed = f"{count_text(feed.totals.tokens)} tokens in {count_text(feed.totals.packs)} packs"
-    causes = {"alignment", "pack_tail"}  # and others where there are any
-    waste = [
-        f"{WORDS.get(cause, cause)} {count_text(tokens)}"
+    always = {"alignment", "pack_tail"}  # other causes only if they have tokens
+    padding = [
+        f"{PADDING_LABELS.get(cause, cause)} {count_text(tokens)}"
         for cause, tokens in feed.waste_tokens.items()
-        if tokens or cause in causes
+        if tokens or cause in always
     ]
-    cost = f"{figures.cost_max_over_mean:.3f}" if figures.cost_max_over_mean else "-"  # no rank has come yet
+    cost = f"{figures.cost_max_over_mean:.3f}" if figures.cost_max_over_mean else "-"  # no step was dealt yet
     if cost != "-":
         cost += f" by micro-batch, {figures.step_cost_max_over_mean:.3f} by step"
     lost = [f"{policy} {count_text(tokens)}" for policy, tokens in msgspec.structs.asdict(feed.lost_tokens).items()]
@@ -77,29 +79,30 @@ def _show_feed(console: Console, view: FeedView) -> None:
         f"{when} balancing {count_text(each.min)} to {count_text(each.max)}"
         for when, each in (("before", feed.rank_tokens.before), ("after", feed.rank_tokens.after))
     ]
-    starved = ", ".join(f"{cause} {share:.2%}" for cause, share in view.starved_by) or "nothing"
+    data_wait = ", ".join(f"{cause} {share:.2%}" for cause, share in view.waits_by_cause) or "none"
     waits = feed.waits
-    bound = "" if waits.bound_steps is None else f", none waits beyond {waits.bound_steps}"
-    longest = f"99 of 100 up to {waits.p99_steps}, all up to {counted(waits.longest_steps, 'step')}{bound}"
-    outliers = "" if waits.outliers is None else f"; {counted(waits.outliers, 'outlier')} there now"
+    bound = "" if waits.bound_steps is None else f", bound {waits.bound_steps}"
+    longest = f"p99 {counted(waits.p99_steps, 'step')}, longest {waits.longest_steps}{bound}"
+    outliers = "" if waits.outliers is None else f"; {counted(waits.outliers, 'outlier')} waiting now"
     rows = [
         ("steps", f"{steps.formed} formed{end}, {steps.returned} returned by every rank"),
         ("packed", f"{packed}, {count_text(feed.tokens_per_s)} tokens/s"),
         ("utilization", f"{_filled(figures)}; with alignment {_filled(feed.padded_figures)}"),
-        ("balance", f"{figures.bin_balance:.3f} of fill, cost max/mean {cost}"),
-        ("rank's tokens", ", ".join(ranks)),
-        ("wasted tokens", f"{', '.join(waste)}, of {count_text(feed.delivered_tokens)} delivered"),
+        ("bin balance", f"{figures.bin_balance:.3f}"),
+        ("load imbalance", f"{cost}; 1.0 is perfect"),
+        ("tokens per rank", ", ".join(ranks)),
+        ("padding", f"{', '.join(padding)}, of {count_text(feed.delivered_tokens)} tokens delivered"),
         ("lost tokens", ", ".join(lost)),
-        ("starved by", f"{starved}; of all ranks' time since the start"),
+        ("data wait", f"{data_wait}; of all ranks' time since the start"),
         ("window", f"{feed.window.samples} samples, {count_text(feed.window.tokens)} tokens"),
-        ("waited", f"{longest}{outliers}"),
+        ("window waits", f"{longest}{outliers}"),
         ("held", f"{count_text(feed.held_tokens)} of {count_text(feed.held_limit_tokens)} tokens"),
     ]
     if (padded := feed.dynamic_batching) is not None:
         removed = f"{count_text(padded.removed_padding_tokens)}, {padded.removed_padding_ratio:.2%}"
-        rows.insert(4, ("no padding", f"{removed} of batches as wide as their longest sample"))
+        rows.insert(5, ("removed padding", f"{removed} of batches as wide as their longest sample"))
     if feed.committed is not None:
-        rows.insert(1, ("checkpoint", f"step {feed.committed} is committed"))
+        rows.insert(1, ("checkpoint", f"committed at step {feed.committed}"))
     if (left := feed.steps_left) is not None:
         estimate, low, high = (f"{steps:,.0f}" for steps in (left.estimate, left.low, left.high))
         between = f", between {low} and {high}" if low != high else ""
@@ -111,11 +114,12 @@ def _show_feed(console: Console, view: FeedView) -> None:
 
 
 def _filled(figures: PackFigures) -> str:
+    """Return utilization and packing efficiency as text."""
     return f"{figures.utilization:.2%}, packing efficiency {figures.packing_efficiency:.2%}"
 
 
 def _rejected(streams: Sequence[StreamView]) -> list[Text]:
-    """Return a line for each stream with rejected samples: how many, by reason."""
+    """Return a line for each stream with rejected samples: their number by reason."""
     return [
         Text(
             f"{row.stream}: rejected {', '.join(f'{why} {count}' for why, count in row.rejected.items())}",
@@ -127,5 +131,5 @@ def _rejected(streams: Sequence[StreamView]) -> list[Text]:
 
 
 def _console() -> Console:
-    """Return a console that prints names as they are, with brackets and colons."""
+    """Return a console that prints text as it is: brackets and colons have no special meaning."""
     return Console(highlight=False, markup=False, emoji=False)

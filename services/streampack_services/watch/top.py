@@ -1,8 +1,8 @@
-"""``streampack top``: asks a broker again and again, and shows it until a key or Ctrl-C ends it.
+"""``streampack top``: show the status of a broker in the terminal until a key or Ctrl-C ends it.
 
-A thread asks; the one that shows waits for its news, for a key and for a terminal of another size. A broker that does
-not answer is said to be lost, with what was known last, until it answers again. Where nobody looks (a pipe), it is
-shown once.
+One thread fetches the status; the main thread waits for a new status, a key or a new terminal size, and draws. While
+the broker does not answer, the page shows its last status and the state "lost". If the output is not a terminal, the
+page is printed once.
 """
 
 from __future__ import annotations
@@ -26,30 +26,33 @@ from rich.live import Live
 from streampack.errors import StreampackError
 from streampack_services.http import http_client
 from streampack_services.watch.top_text import plain
-from streampack_services.watch.top_view import Look, page
+from streampack_services.watch.top_view import PageOptions, page
 from streampack_services.watch.view_model import HISTORY_S, SMOOTH_S, BrokerView, Watch, as_tree
 
 STUCK_AFTER_S = 5.0
-"""A snapshot is taken twice a second."""
+"""Time without a new snapshot after which the broker's main loop is shown as stuck, in seconds."""
 
 
-class Asking:
-    """A thread that asks a broker every ``interval_s``; ``view`` and ``trouble`` are what it knows."""
+class StatusPoller:
+    """Fetches a broker's status every ``interval_s`` seconds, in a thread of its own after ``start``."""
 
     def __init__(self, endpoint: str | None, interval_s: float, timeout_s: float) -> None:
         self._endpoint, self._interval_s, self._timeout_s = endpoint, interval_s, timeout_s
         self._watch = Watch()
         self._stopping = threading.Event()
         self.news, self._tell = os.pipe()
-        """Readable whenever something is new."""
+        """File descriptor that is readable when there is a new status or error."""
         self._taken_at, self._turned = 0.0, time.monotonic()
         self.view: BrokerView | None = None
+        """The last view."""
         self.trouble = ""
+        """The reason that there is no newer view; empty if there is none."""
         self.bug: Exception | None = None
+        """An unexpected error in the thread."""
         self._thread = threading.Thread(target=self._run, name="streampack-top", daemon=True)
 
-    def ask(self) -> BrokerView:
-        """Ask once. Raises StreampackError."""
+    def fetch(self) -> BrokerView:
+        """Fetch the status, events and history once, and return the new view. Raise StreampackError on failure."""
         status = http_client.read_status(self._endpoint, self._timeout_s)
         now, history = time.monotonic(), {}
         if status.taken_at != self._taken_at:
@@ -61,104 +64,115 @@ class Asking:
         self._watch.add(status, events, history)
         self.view = self._watch.view()
         stuck = now - self._turned
-        self.trouble = f"the broker's loop stands still, for {stuck:.0f} s" if stuck > STUCK_AFTER_S else ""
+        self.trouble = f"the broker's main loop has not turned for {stuck:.0f} s" if stuck > STUCK_AFTER_S else ""
         return self.view
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """End soon; an answer under way is not waited for."""
+        """Stop the thread after its current request, without waiting for it."""
         self._stopping.set()
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):
             try:
-                self.ask()
+                self.fetch()
             except StreampackError as error:
                 self.trouble = " ".join(str(error).split())
-            except Exception as error:  # of ours: who shows says so, instead of what was once
+            except Exception as error:  # a bug: the main thread raises it
                 self.bug = error
             os.write(self._tell, b"n")
 
 
 def top(endpoint: str | None, *, interval_s: float, timeout_s: float, once: bool, as_json: bool) -> None:
-    """Show it. Raises StreampackError if the broker does not answer at first; later it is waited for."""
-    asking = Asking(endpoint, interval_s, timeout_s)
-    asking.ask()
+    """Show a broker's status until the user ends it.
+
+    Args:
+        endpoint: HTTP address of the broker, or None.
+        interval_s: Seconds between two requests.
+        timeout_s: Seconds to wait for an answer.
+        once: Print the page once.
+        as_json: Print JSON, one object a line.
+
+    Raises:
+        StreampackError: The broker does not answer the first request. Later failures are shown on the page.
+    """
+    poller = StatusPoller(endpoint, interval_s, timeout_s)
+    poller.fetch()
     console = Console(highlight=False, markup=False, emoji=False)
     with contextlib.suppress(KeyboardInterrupt):
         if as_json:
-            _print_json(asking, interval_s, once)
+            _print_json(poller, interval_s, once)
         elif once or not console.is_terminal:
-            _print(console, asking)
+            _print(console, poller)
         else:
-            asking.start()
-            for name in (
-                "COLUMNS",
-                "LINES",
-            ):  # what a shell or readline has said once: the terminal may have grown since
+            poller.start()
+            for name in ("COLUMNS", "LINES"):  # set by the shell at its start: the terminal may have grown since
                 os.environ.pop(name, None)
             console = Console(highlight=False, markup=False, emoji=False)
             try:
-                _Screen(console, asking).show()
+                _Screen(console, poller).show()
             finally:
-                asking.stop()
+                poller.stop()
 
 
-def _print(console: Console, asking: Asking) -> None:
-    """Every feed."""
-    assert asking.view is not None
-    for number in range(len(asking.view.feeds)):
-        console.print(_lines(console, asking.view, Look(feed=number), None))
+def _print(console: Console, poller: StatusPoller) -> None:
+    """Print a page for every feed."""
+    assert poller.view is not None
+    for number in range(len(poller.view.feeds)):
+        console.print(_lines(console, poller.view, PageOptions(feed=number), None))
 
 
-def _print_json(asking: Asking, interval_s: float, once: bool) -> None:
-    """An object a line."""
+def _print_json(poller: StatusPoller, interval_s: float, once: bool) -> None:
+    """Print the view as JSON, one object a line; go on every ``interval_s`` unless ``once``."""
     while True:
-        assert asking.view is not None
-        sys.stdout.write(json.dumps(as_tree(asking.view)) + "\n")
+        assert poller.view is not None
+        sys.stdout.write(json.dumps(as_tree(poller.view)) + "\n")
         sys.stdout.flush()
         if once:
             return
         time.sleep(interval_s)
-        asking.ask()
+        poller.fetch()
 
 
-def _lines(console: Console, view: BrokerView, look: Look, height: int | None) -> Group:
-    lines = page(view, look, console.width, height)
+def _lines(console: Console, view: BrokerView, options: PageOptions, height: int | None) -> Group:
+    """Return the lines of a page, in ASCII if the terminal has only that."""
+    lines = page(view, options, console.width, height)
     return Group(*(map(plain, lines) if console.options.ascii_only else lines))
 
 
 class _Screen:
-    """A terminal, all of it, and its keys."""
+    """The page on the whole terminal, and its keys."""
 
-    def __init__(self, console: Console, asking: Asking) -> None:
-        self._console, self._asking = console, asking
-        self._look = Look(keys=sys.stdin.isatty())
+    def __init__(self, console: Console, poller: StatusPoller) -> None:
+        self._console, self._poller = console, poller
+        self._look = PageOptions(keys=sys.stdin.isatty())
 
     def show(self) -> None:
-        """Until q or Ctrl-C."""
+        """Draw the page until the user presses q or Ctrl-C."""
         resized, tell = os.pipe()
         with (
-            _keys_at_once(self._look.keys),
+            _cbreak(self._look.keys),
             _on(signal.SIGWINCH, lambda *_: os.write(tell, b"r")),
-            _on(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)),  # the terminal as it was before
+            _on(
+                signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+            ),  # leaves the block, which restores the terminal
             _on(signal.SIGHUP, lambda *_: sys.exit(128 + signal.SIGHUP)),
             Live(console=self._console, screen=True, auto_refresh=False) as live,
         ):
             keyboard = [sys.stdin.fileno()] if self._look.keys else []
             while True:
                 live.update(self._drawn(), refresh=True)
-                ready, _, _ = select.select([resized, self._asking.news, *keyboard], [], [])
+                ready, _, _ = select.select([resized, self._poller.news, *keyboard], [], [])
                 for each in ready:
                     pressed = os.read(each, 1024)
                     if each in keyboard and not self._press(pressed):
                         return
 
     def _press(self, pressed: bytes) -> bool:
-        """False at the end."""
-        for key in pressed.decode("ascii", "replace") or "q":  # an end of the input, too, ends it
+        """Handle pressed keys; return False if ``top`` is to end."""
+        for key in pressed.decode("ascii", "replace") or "q":  # the end of the input ends it, too
             if key == "q":
                 return False
             if key in "f\t":
@@ -168,16 +182,17 @@ class _Screen:
         return True
 
     def _drawn(self) -> Group:
-        assert self._asking.view is not None
-        if self._asking.bug is not None:
-            raise self._asking.bug
-        look = replace(self._look, trouble=self._asking.trouble)
-        return _lines(self._console, self._asking.view, look, self._console.height)
+        """Return the page for the current view; raise an error of the polling thread."""
+        assert self._poller.view is not None
+        if self._poller.bug is not None:
+            raise self._poller.bug
+        options = replace(self._look, trouble=self._poller.trouble)
+        return _lines(self._console, self._poller.view, options, self._console.height)
 
 
 @contextlib.contextmanager
-def _keys_at_once(wanted: bool) -> Iterator[None]:
-    """Each key as it is pressed, and not shown."""
+def _cbreak(wanted: bool) -> Iterator[None]:
+    """Make the terminal deliver each key at once, without echo, until the end of the block."""
     if not wanted:
         yield
         return
@@ -191,6 +206,7 @@ def _keys_at_once(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on(number: signal.Signals, handler: Callable[..., object]) -> Iterator[None]:
+    """Handle a signal until the end of the block."""
     before = signal.signal(number, handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The ranks of a feed on a terminal: a table of a few; of many a map, a cell a rank, and the worst by name."""
+"""The ranks of a feed in a terminal: a table of few ranks, or a map of many with the worst by name."""
 
 from __future__ import annotations
 
@@ -12,25 +12,35 @@ from streampack_services.watch.view_model import FeedView, Rank
 
 Measure = Literal["waits", "cost"]
 MOST_ROWS = 16
-"""Of a table."""
+"""Most ranks of a table; more ranks are a map."""
 LEAST = 0.001
-"""Who waits less waits for nothing."""
+"""Least share of its time that a rank waits for its cause to be shown."""
 _SHADES = ("·", "░", "▒", "▓", "█")
 _COLOURS = ("green", "green", "yellow", "dark_orange", "red")
 _BOUNDS: dict[Measure, tuple[float, ...]] = {"waits": (0.01, 0.05, 0.15, 0.40), "cost": (0.95, 1.02, 1.05, 1.15)}
-"""Between the shades."""
-_TITLES = {"waits": "share of its time that each waits", "cost": "cost of the last step, 1 is the mean"}
+"""Values from which on a cell has the next shade."""
+_TITLES = {"waits": "data wait, share of time", "cost": "cost of the last step / mean"}
 _WORST = 8
 
 
 def rank_lines(feed: FeedView, measure: Measure, width: int, room: int | None) -> list[Text]:
-    """In at most ``room`` lines, from 2 on."""
-    ranks, missing = feed.ranks, "" if feed.status.all_ranks_attached or not feed.ranks else ", more are to come"
+    """Return a title and the ranks.
+
+    Args:
+        feed: The feed.
+        measure: The figure that the cells of a map show.
+        width: Most characters of a line.
+        room: Most lines, at least 2; None for any number.
+    """
+    ranks, missing = (
+        feed.ranks,
+        "" if feed.status.all_ranks_attached or not feed.ranks else ", others are not attached yet",
+    )
     name = counted(len(ranks), "rank") + missing
     if not ranks:
         return [title(name, "", width)]
     if len(ranks) <= MOST_ROWS and (room is None or len(ranks) + 2 <= room):
-        return [title(name, "waits: share of its time", width), *_table(ranks, width)]
+        return [title(name, "data wait: share of time", width), *_table(ranks, width)]
     head = title(name, _TITLES[measure], width)
     left = None if room is None else room - 1
     worst = _worst(feed, measure, width)[: _WORST if left is None else max(min(_WORST, left // 2), 1)]
@@ -40,7 +50,7 @@ def rank_lines(feed: FeedView, measure: Measure, width: int, room: int | None) -
 
 
 def shade(value: float | None, measure: Measure) -> tuple[str, str]:
-    """A cell: its letter and its style."""
+    """Return the character and the style of a cell; ``?`` if the value is not known."""
     if value is None:
         return "?", "dim"
     n = sum(value >= bound for bound in _BOUNDS[measure])
@@ -56,7 +66,7 @@ def _value(rank: Rank, measure: Measure) -> float | None:
 
 
 def _table(ranks: tuple[Rank, ...], width: int) -> list[Text]:
-    header = ("rank", "where", "step", "ahead", "waits", "for", "cost", "next() p99")
+    header = ("rank", "host:pid", "step", "ahead", "data wait", "cause", "cost", "next() p99")
     rows: list[list[Cell]] = [
         [
             rank.name, rank.where, f"{rank.step:,}", str(rank.ahead),
@@ -70,8 +80,9 @@ def _table(ranks: tuple[Rank, ...], width: int) -> list[Text]:
 
 
 def _map(ranks: tuple[Rank, ...], measure: Measure, width: int, room: int | None) -> list[Text]:
-    """A line of cells for as many ranks as are named at its left on, and what the shades mean; where there is no room
-    for a cell each, one is the worst of some that follow each other.
+    """Return lines of cells, each line named by its first rank, and a legend.
+
+    Without room for a cell per rank, a cell shows the worst of several consecutive ranks.
     """
     label = max(len(rank.name) for rank in ranks) + 2
     for each, cell in ((1, 2), *((2**n, 1) for n in range(20))):
@@ -92,22 +103,24 @@ def _map(ranks: tuple[Rank, ...], measure: Measure, width: int, room: int | None
 
 
 def _legend(measure: Measure, each: int, width: int) -> Text:
+    """Return a line that explains the shades; ``each``: ranks of a cell."""
     bounds = _BOUNDS[measure]
     named = [f"{bound:.0%}" if measure == "waits" else f"{bound:g}" for bound in bounds]
     line = Text("", style="dim")
     for n, (mark, style) in enumerate(zip(_SHADES, _COLOURS, strict=True)):
         line.append(mark, style="not dim " + style)
         line.append(f" below {named[n]}  " if n == 0 else f" {named[n - 1]}+  ")
-    line.append("" if each == 1 else f"a cell is the worst of {each} ranks")
+    line.append("" if each == 1 else f"one cell: worst of {each} ranks")
     line.rstrip()
     return fitted(line, width)
 
 
 def _worst(feed: FeedView, measure: Measure, width: int) -> list[Text]:
+    """Return a line for each rank with the largest values, worst first."""
     if measure == "cost":
-        dear = sorted(((rank.cost, rank) for rank in feed.ranks if rank.cost is not None), key=lambda each: -each[0])
+        costly = sorted(((rank.cost, rank) for rank in feed.ranks if rank.cost is not None), key=lambda each: -each[0])
         rows: list[list[Cell]] = [
-            [rank.name, (f"{cost:.3f}", shade(cost, "cost")[1]), rank.where] for cost, rank in dear
+            [rank.name, (f"{cost:.3f}", shade(cost, "cost")[1]), rank.where] for cost, rank in costly
         ]
     else:
         rows = [
@@ -115,5 +128,5 @@ def _worst(feed: FeedView, measure: Measure, width: int) -> list[Text]:
             for rank in feed.worst
         ]
         if (least := feed.waited_for) is not None:
-            rows.insert(0, [least.name, (share_text(least.waits), "bold"), "others wait for it", least.where])
+            rows.insert(0, [least.name, (share_text(least.waits), "bold"), "the others wait for it", least.where])
     return table(("", "", "", "")[: len(rows[0])], rows, width, left=(0, 2, 3))[1:] if rows else []

@@ -1,4 +1,4 @@
-"""Lines of text for a terminal: cells in columns, bars, sparks. Knows widths and colors, not what it shows."""
+"""Lines of text for a terminal: tables, bars and charts of characters."""
 
 from __future__ import annotations
 
@@ -9,47 +9,56 @@ from rich.text import Text
 from streampack_services import logs
 
 Cell = Text | str | tuple[str, str]
-"""A text, or with its style."""
+"""A text, or a pair of text and style."""
 _EIGHTHS = "▁▂▃▄▅▆▇█"
 _FULL, _EMPTY = "█", "─"
 _PLAIN = str.maketrans("▁▂▃▄▅▆▇█▓▒░─·…→", "_..--==#@+:-.~>")
 GAP = 2
+"""Spaces between two columns of a table."""
 
 
 def plain(line: Text) -> Text:
-    """The same where a terminal has ASCII alone."""
+    """Return a line with its block characters replaced by ASCII."""
     found = Text(line.plain.translate(_PLAIN))
     found.spans = line.spans
     return found
 
 
 def printable(line: Text) -> Text:
-    """The same without what only a terminal would understand."""
+    """Remove control characters from a line, and return it."""
     line.plain = logs.printable(line.plain)
     return line
 
 
 def fitted(line: Text, width: int) -> Text:
-    """No wider than that."""
+    """Cut a line to ``width`` characters, with an ellipsis, and return it."""
     line.truncate(width, overflow="ellipsis")
     return line
 
 
 def row(*cells: Cell) -> Text:
-    """Cells one after the other; what is empty is left out."""
+    """Return the cells that are not empty as one line, with two spaces between them."""
     return Text("  ").join(text for text in map(_text, cells) if text)
 
 
 def title(name: str, note: str, width: int) -> Text:
-    """``name ─── note``."""
+    """Return the line ``name ─── note``, ``width`` characters wide."""
     note = f" {note}" if note else ""
     line = _EMPTY * max(width - len(name) - 1 - len(note), 1)
     return fitted(Text.assemble((name, "bold"), " ", (line + note, "dim")), width)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, left: Sequence[int] = (0,)) -> list[Text]:
-    """A header and rows of as many cells; columns ``left`` are set left, the first is cut where there is not room for
-    all, and then the last columns are left out.
+    """Return the lines of a table: a header and rows with as many cells.
+
+    If the table is wider than ``width``, the last columns are left out, then the first column is cut. Columns without
+    any text are left out.
+
+    Args:
+        header: Names of the columns.
+        rows: Cells of each row.
+        width: Most characters of a line.
+        left: Indices of the columns that are aligned left.
     """
     texts = [[_text((name, "dim")) for name in header]] + [[_text(cell) for cell in each] for each in rows]
     widths = [max(text.cell_len for text in column) for column in zip(*texts, strict=True)]
@@ -72,13 +81,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, lef
 
 
 def bar(share: float, width: int, style: str = "cyan") -> Text:
-    """``██████────``: how much of it is full."""
+    """Return a bar such as ``██████────`` that is full by ``share``, from 0 to 1."""
     full = round(min(max(share, 0.0), 1.0) * width)
     return Text.assemble((_FULL * full, style), (_EMPTY * (width - full), "dim"))
 
 
 def chart(values: Sequence[float | None], rows: int) -> list[Text]:
-    """``spark`` with ``rows`` lines for the highest."""
+    """Return a bar chart ``rows`` lines high, from 0 to the highest value; None values are empty."""
     most = max((value for value in values if value is not None), default=0.0) or 1.0
     heights = [0 if value is None else round(value / most * 8 * rows) for value in values]
     lines = []
@@ -89,7 +98,7 @@ def chart(values: Sequence[float | None], rows: int) -> list[Text]:
 
 
 def spark(values: Sequence[float | None]) -> Text:
-    """``▁▃▇█``, from 0 to the highest; a dot where nothing is known."""
+    """Return a bar chart of one line such as ``▁▃▇█``, from 0 to the highest value; a dot for None."""
     most = max((value for value in values if value is not None), default=0.0) or 1.0
     marks = ["·" if value is None else _EIGHTHS[min(int(value / most * 8), 7)] for value in values]
     return Text.assemble(*((mark, "dim" if mark == "·" else "cyan") for mark in marks))

@@ -1,8 +1,8 @@
 """The page of ``streampack top``: a view of ``view_model`` as lines of text that fit the terminal.
 
-A page is a head and blocks, each a title and its lines; a wide terminal has two columns of blocks. Each block gets the
-least lines that it needs, then, in order, what is left; a block without room for all says so. Color only repeats what
-letters and bars say.
+A page is a head and blocks of lines; a wide terminal has two columns of blocks. Each block first gets its least number
+of lines. The lines left go to the blocks in order. A block that leaves something out says so. Color is never the only
+sign of a state.
 """
 
 from __future__ import annotations
@@ -19,59 +19,65 @@ from streampack_services.watch.top_text import Cell, bar, chart, fitted, printab
 from streampack_services.watch.view_model import HISTORY_S, BrokerView, FeedView, StreamView, rates_of
 
 WIDE = 120
-"""Columns from which on there are two columns of blocks."""
+"""Characters of a line from which on the page has two columns of blocks."""
 GAP = 3
-LABEL = 13
+"""Spaces between two columns of blocks."""
+LABEL = 16
+"""Characters of the labels at the left."""
 BAR = 12
+"""Characters of a bar."""
 CHART = 6
 """Lines of the chart of tokens/s."""
 AT_ONCE = 10
-"""Events, where there is no end of a page."""
+"""Events on a page without a height."""
 FULL, LOW, LOW_BYTES = 0.9, 0.05, 2 << 30
-"""Memory that is fuller, a stream of which less is buffered and a disk with less space are marked."""
+"""Memory that is fuller than this, streams with a smaller buffered share, and disks with fewer bytes are marked."""
 LEVELS = {"info": "", "warning": "yellow", "error": "bold red", "critical": "bold red"}
 STATES = {"serving": "bold green", "ended": "bold cyan"} | dict.fromkeys(
     ("draining", "starting", "waiting"), "bold yellow"
 )
-WORDS = {"pack_tail": "tails", "empty_pack": "empty packs"}
-"""Of causes, where a person has another."""
+PADDING_LABELS = {"pack_tail": "end of pack", "empty_pack": "empty packs"}
+"""Words for causes of padding, if they differ from their keys."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What a person has chosen to see: which feed, and which figure of the ranks; ``trouble`` is why nothing newer is
-    known, ``keys`` whether there is anybody to press one.
-    """
+class PageOptions:
+    """Options of a page."""
 
     feed: int = 0
+    """Index of the feed to show; larger indices begin again at the first feed."""
     measure: Measure = "waits"
+    """The figure that the map of ranks shows."""
     trouble: str = ""
+    """The reason that there is no newer status; empty if there is none."""
     keys: bool = False
+    """Show the keys that the user can press."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Lines that are made for a number of them, None for all; fewer than ``least`` say little. What only a page with
-    room to spare has is ``extra``, and never part of all.
-    """
+    """A block of lines."""
 
     make: Callable[[int | None], list[Text]]
+    """Returns the lines, given the most lines that the block may have (None for any number)."""
     least: int
+    """Lines that the block needs."""
     extra: bool = False
+    """Show the block only if all other blocks are complete and all its lines fit, and never without a height."""
 
 
-def page(view: BrokerView, look: Look, width: int, height: int | None = None) -> list[Text]:
-    """At most ``height`` lines (None: as many as it takes) of at most ``width`` characters."""
-    feed, now = view.feeds[look.feed % len(view.feeds)], view.status
+def page(view: BrokerView, options: PageOptions, width: int, height: int | None = None) -> list[Text]:
+    """Return the lines of a page: at most ``height`` lines (None for any number) of at most ``width`` characters."""
+    feed, now = view.feeds[options.feed % len(view.feeds)], view.status
     streams = view.streams_of(feed)
-    head = _head(view, feed, look, width)
-    foot = [_keys(view, feed, look)] if look.keys else []
+    head = _head(view, feed, options, width)
+    foot = [_keys(view, feed, options)] if options.keys else []
     room = None if height is None else max(height - len(head) - len(foot), 0)
     wide = (width - GAP) * 11 // 20 if width >= WIDE else width
     narrow = width - wide - GAP if width >= WIDE else width
     facts = _Block(lambda _: _facts(view, feed, wide), 6)
     chart = _Block(lambda _: _chart(feed, wide), 0, extra=True)
-    ranks = _Block(lambda lines: rank_lines(feed, look.measure, wide, lines), 6)
+    ranks = _Block(lambda lines: rank_lines(feed, options.measure, wide, lines), 6)
     streamed = _Block(
         lambda lines: stream_lines(streams, STREAM_COLUMNS, counted(now.producers, "producer"), narrow, lines), 3
     )
@@ -87,7 +93,7 @@ def page(view: BrokerView, look: Look, width: int, height: int | None = None) ->
 
 
 def _stacked(blocks: Sequence[_Block], room: int | None) -> list[Text]:
-    """One beneath the other. What is left goes to those that are no extras first, and all of one or none of it."""
+    """Return the lines of blocks one below the other, at most ``room`` (None for any number)."""
     if room is None:
         return [line for block in blocks if not block.extra for line in block.make(None)]
     wanted = [len(block.make(room)) for block in blocks]
@@ -100,6 +106,7 @@ def _stacked(blocks: Sequence[_Block], room: int | None) -> list[Text]:
 
 
 def _beside(left: list[Text], right: list[Text], width: int) -> list[Text]:
+    """Return lines of two columns; the left column is ``width`` characters wide."""
     lines = []
     for n in range(max(len(left), len(right))):
         line = Text().append_text(left[n]) if n < len(left) else Text()
@@ -112,10 +119,13 @@ def _beside(left: list[Text], right: list[Text], width: int) -> list[Text]:
 # The head
 
 
-def _head(view: BrokerView, feed: FeedView, look: Look, width: int) -> list[Text]:
+def _head(view: BrokerView, feed: FeedView, options: PageOptions, width: int) -> list[Text]:
+    """Return three lines: the broker and its state, the feed and its steps, and the cause of a wait."""
     now, served = view.status, feed.status
     state = (
-        ("lost", "bold red") if look.trouble else (state_text(now.state, now.stalled_s), STATES.get(now.state, "bold"))
+        ("lost", "bold red")
+        if options.trouble
+        else (state_text(now.state, now.stalled_s), STATES.get(now.state, "bold"))
     )
     clock = time.strftime("%H:%M:%S", time.localtime(now.taken_at))
     first = row((now.run, "bold"), state, f"up {duration_text(now.uptime_s)}")
@@ -125,7 +135,7 @@ def _head(view: BrokerView, feed: FeedView, look: Look, width: int) -> list[Text
         first.append_text(about)
     steps = [f"{served.steps.formed:,} formed", f"{served.steps.returned:,} returned"]
     if served.steps.end is not None:
-        steps.append(f"{served.steps.end:,} in all")
+        steps.append(f"{served.steps.end:,} in total")
     if served.committed is not None:
         steps.append(f"{served.committed:,} committed")
     if served.steps_left is not None:
@@ -133,18 +143,18 @@ def _head(view: BrokerView, feed: FeedView, look: Look, width: int) -> list[Text
     again = f"iteration {served.round}" if served.round else ""
     second = row((f"feed {feed.name}", "bold"), again, "steps " + ", ".join(steps))
     waits = served.waiting_for
-    why = look.trouble or (waits.text if waits else "")
-    busy = (
-        waits is not None and waits.reason in ("peers", "forming") and served.all_ranks_attached
-    )  # they train, and it packs, as they should
-    third = Text(why, style="bold red" if look.trouble else "dim" if busy else "yellow")
+    why = options.trouble or (waits.text if waits else "")
+    # waiting for training or for FORM is normal while all ranks are attached
+    busy = waits is not None and waits.reason in ("peers", "forming") and served.all_ranks_attached
+    third = Text(why, style="bold red" if options.trouble else "dim" if busy else "yellow")
     return [first, second, third]
 
 
-def _keys(view: BrokerView, feed: FeedView, look: Look) -> Text:
-    other = "waits" if look.measure == "cost" else "cost"
-    feeds = "f another feed" if len(view.feeds) > 1 else ""
-    ranks = f"c ranks by {other}" if len(feed.ranks) > MOST_ROWS else ""  # a table has both
+def _keys(view: BrokerView, feed: FeedView, options: PageOptions) -> Text:
+    """Return a line with the keys that the user can press."""
+    other = "data wait" if options.measure == "cost" else "cost"
+    feeds = "f next feed" if len(view.feeds) > 1 else ""
+    ranks = f"c ranks by {other}" if len(feed.ranks) > MOST_ROWS else ""  # a table shows both
     return Text("  ".join(each for each in ("q quit", feeds, ranks) if each), style="dim")
 
 
@@ -152,32 +162,34 @@ def _keys(view: BrokerView, feed: FeedView, look: Look) -> Text:
 
 
 def _facts(view: BrokerView, feed: FeedView, width: int) -> list[Text]:
+    """Return six lines: throughput, utilization, padding, data wait, load imbalance and memory."""
     rest = width - LABEL
     rates = rates_of(feed.rates, max(min(rest - 18, 60), 10))
-    wasted = [_share(WORDS.get(cause, cause), share) for cause, share in feed.waste.items() if share]
-    now, starved = feed.status, feed.starved_by
-    cost = f"cost {now.figures.cost_max_over_mean:.3f} of the mean" if now.figures.cost_max_over_mean else ""
+    padding = [_share(PADDING_LABELS.get(cause, cause), share) for cause, share in feed.padding.items() if share]
+    now, waits = feed.status, feed.waits_by_cause
+    cost = f"{now.figures.cost_max_over_mean:.3f} max / mean cost" if now.figures.cost_max_over_mean else "-"
     oldest = f", oldest {counted(now.window.oldest_steps, 'step')}" if now.window.oldest_steps else ""
     window = f"window {counted(now.window.samples, 'sample')}{oldest}"
     rows = [
         ("tokens/s", row((count_text(now.tokens_per_s).rjust(6), "bold"), spark(rates), f"{HISTORY_S / 60:.0f} min")),
         ("utilization", row(bar(now.figures.utilization, BAR), f"{now.figures.utilization:.2%}",
                             f"packing efficiency {now.figures.packing_efficiency:.2%}")),
-        ("waste", Text(", ".join(wasted) or "none")),
-        ("starved", Text(", ".join(_share(*each) for each in starved) or ("no rank waits" if feed.ranks else "-"),
+        ("padding", Text(", ".join(padding) or "none")),
+        ("data wait", Text(", ".join(_share(*each) for each in waits) or ("none" if feed.ranks else "-"),
                          style="yellow" if max(feed.starved.values(), default=0.0) >= 0.05 else "")),
-        ("balance", Text(", ".join(each for each in (cost, window) if each))),
+        ("load imbalance", row(cost, window)),
         ("memory", _storage(view)),
     ]  # fmt: skip
     return [fitted(Text.assemble((label.ljust(LABEL), "dim"), text), width) for label, text in rows]
 
 
 def _share(what: str, share: float) -> str:
+    """Return a name and a share in percent."""
     return f"{what} {share:.2%}" if share < 0.1 else f"{what} {share:.1%}"
 
 
 def _chart(feed: FeedView, width: int) -> list[Text]:
-    """Tokens a second, of the last minutes."""
+    """Return a title and a chart of the tokens per second over the last minutes; nothing without two known values."""
     rates = rates_of(feed.rates, width - LABEL)
     known = [rate for rate in rates if rate is not None]
     if len(known) < 2:
@@ -187,17 +199,17 @@ def _chart(feed: FeedView, width: int) -> list[Text]:
         Text.assemble((label.rjust(LABEL - 2), "dim"), "  ", line)
         for label, line in zip(labels, chart(rates, CHART), strict=True)
     ]
-    return [title("tokens/s", f"of the last {HISTORY_S / 60:.0f} minutes", width), *lines]
+    return [title("tokens/s", f"last {HISTORY_S / 60:.0f} minutes", width), *lines]
 
 
 def _shares(feed: FeedView, width: int) -> list[Text]:
-    """Bars of what ranks wait for, and of what is wasted."""
-    wasted = [(WORDS.get(cause, cause), share) for cause, share in feed.waste.items() if share]
-    wasted.sort(key=lambda each: -each[1])
+    """Return bars of data wait by cause and of padding by cause."""
+    padding = [(PADDING_LABELS.get(cause, cause), share) for cause, share in feed.padding.items() if share]
+    padding.sort(key=lambda each: -each[1])
     lines = []
     for name, note, shares in (
-        ("starved by", "share of all ranks' time", feed.starved_by),
-        ("wasted by", "share of what was delivered", wasted),
+        ("data wait", "share of all ranks' time", feed.waits_by_cause),
+        ("padding", "share of delivered tokens", padding),
     ):
         rows: list[list[Cell]] = [
             [cause, f"{share:.2%}", bar(share, max(width - 30, 10), "magenta")] for cause, share in shares[:5]
@@ -208,6 +220,7 @@ def _shares(feed: FeedView, width: int) -> list[Text]:
 
 
 def _storage(view: BrokerView) -> Text:
+    """Return a line about memory, log and disk."""
     limit, log = view.status.memory.arena_bytes, view.status.log
     used = view.memory_bytes / max(limit, 1)
     memory = f"{size_text(view.memory_bytes)} of {size_text(limit)}"
@@ -218,7 +231,7 @@ def _storage(view: BrokerView) -> Text:
     line.append(f"  log {size_text(log.bytes)}")
     line.append(f", disk {size_text(free)} free", style="bold red" if free < LOW_BYTES else "")
     if log.stalled:
-        line.append(f", takes no more: {log.stalled}", style="bold red")
+        line.append(f", takes no more records: {log.stalled}", style="bold red")
     return line
 
 
@@ -238,14 +251,22 @@ _CELLS: dict[str, Callable[[StreamView], Cell]] = {
     "rejected": lambda stream: (f"{stream.rejected:,}", "yellow") if stream.rejected else "",
     "hosts": lambda stream: ", ".join(stream.status.hosts),
 }  # fmt: skip
-"""The cell of a stream in each column."""
+"""The cell of a stream in each column of the table of streams."""
 STREAM_COLUMNS = ("weight", "tokens", "tokens/s", "buffered", "lag", "heard", "rejected", "hosts")
 
 
 def stream_lines(
     streams: Sequence[StreamView], columns: Sequence[str], note: str, width: int, room: int | None = None
 ) -> list[Text]:
-    """Return a title and a row for each stream; where there is no room for all, silent streams come first."""
+    """Return a title and a row for each stream; without room for all, silent streams come first.
+
+    Args:
+        streams: The streams.
+        columns: Names of the columns.
+        note: Text at the right of the title.
+        width: Most characters of a line.
+        room: Most lines; None for any number.
+    """
     every = len(streams)
     if room is not None and every + 2 > room:
         streams = sorted(streams, key=lambda stream: not stream.is_silent)[: max(room - 3, 1)]
@@ -256,6 +277,7 @@ def stream_lines(
 
 
 def _heard(stream: StreamView) -> Cell:
+    """Return the time since the broker heard a producer of the stream."""
     seen = stream.status.last_seen_s
     if stream.ended:
         return "ended"
@@ -265,6 +287,7 @@ def _heard(stream: StreamView) -> Cell:
 
 
 def _events(view: BrokerView, width: int, room: int | None) -> list[Text]:
+    """Return a title and the last log events, oldest first."""
     wanted = AT_ONCE if room is None else max(room - 1, 0)
     lines = [title("events", f"{view.bad_messages} bad messages" if view.bad_messages else "", width)]
     for event in view.events[len(view.events) - min(wanted, len(view.events)) :]:

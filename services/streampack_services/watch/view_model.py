@@ -1,8 +1,8 @@
-"""The view of a broker that ``streampack top`` and ``streampack status`` render: its status, and what changed lately.
+"""The view of a broker that ``streampack top`` and ``streampack status`` show: its status, and rates lately.
 
-A status counts from the start. A figure of the *last seconds* is the difference to an earlier status of the same broker
-and of the same process of a rank; where there is none, it counts from the start. The view does not know terminals,
-addresses or clocks: time is the broker's uptime.
+A status counts from the start of the broker. A figure "lately" is the difference to a status about 10 s earlier, of the
+same broker and of the same process of a rank. Without an earlier status, it counts from the start. Time is the broker's
+uptime.
 """
 
 from __future__ import annotations
@@ -22,45 +22,52 @@ Point = tuple[float, float]
 """(uptime in seconds, tokens since the start)."""
 
 LATELY_S = 10.0
+"""Time over which figures "lately" are taken, in seconds."""
 HISTORY_S = 300.0
-"""Seconds that the line of tokens/s shows."""
+"""Time that the chart of tokens/s shows, in seconds."""
 SMOOTH_S = 10.0
-"""Least seconds that a point of that line covers: steps come at once, so tokens/s of less would jump."""
+"""Least time of a point of that chart, in seconds. Over less time, whole steps would make it jump."""
 STREAM_SILENT_S = 10.0
-"""A stream is silent when its producers were heard longer ago."""
+"""Time without a message of its producers after which a stream is silent, in seconds."""
 EVENTS = 200
+"""Last events that are kept."""
 DIMENSIONS = ("dp", "cp", "tp", "pp")
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank of a feed.
-
-    ``waits`` is the share of its time lately that it waited for a step (None: not known), ``cause`` the main cause, and
-    ``cost`` that of its last step over the mean of all ranks.
-    """
+    """A rank of a feed. Names of the fields are keys of ``streampack top --json``."""
 
     name: str
+    """Its place in the mesh: ``dp=0 cp=1``."""
     where: str
+    """``host:pid``."""
     step: int
+    """Steps returned in this iteration."""
     ahead: int
+    """Steps received and not returned."""
     waits: float | None
+    """Data wait lately, as a share of its time; None if not known."""
     cause: str
+    """Main cause of the data wait; empty without a wait."""
     cost: float | None
+    """Cost of its last step / mean of all ranks; None before a step."""
     p99_ms: float | None
+    """99th percentile of its wait for a step, in milliseconds; None if not known."""
     silent_s: float
+    """Seconds since the broker heard it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamView:
-    """A stream, and its tokens per second lately (None: not known)."""
+    """A stream, and its tokens per second lately (None if not known)."""
 
     status: StreamStatus
     tokens_per_s: float | None
 
     @property
     def buffered(self) -> float:
-        """The tokens that wait for the merge, as a share of those that may."""
+        """Tokens that wait for the merge / tokens that may wait."""
         return self.status.credits.used_tokens / max(self.status.credits.granted_tokens, 1)
 
     @property
@@ -70,37 +77,39 @@ class StreamView:
 
     @property
     def ended(self) -> bool:
-        """True when all partitions have ended."""
+        """True if all partitions have ended."""
         return self.status.ended_partitions == self.status.partitions
 
     @property
     def is_silent(self) -> bool:
-        """True when no producer of a stream that goes on was heard lately."""
+        """True if the stream has not ended and no producer of it was heard lately."""
         seen = self.status.last_seen_s
         return not self.ended and (seen is None or seen > STREAM_SILENT_S)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedView:
-    """A feed. ``starved`` (by cause) and ``starved_streams`` are shares of all ranks' time lately."""
+    """A feed."""
 
     name: str
     status: FeedStatus
     rates: tuple[Point, ...]
     """Points for ``rates_of``."""
     starved: dict[str, float]
+    """Data wait lately by cause, as a share of all ranks' time."""
     starved_streams: dict[str, float]
+    """The part of the cause ``stream``, by stream."""
     ranks: tuple[Rank, ...]
 
     @property
-    def waste(self) -> dict[str, float]:
+    def padding(self) -> dict[str, float]:
         """Padding by cause, as a share of the tokens delivered."""
         delivered = max(self.status.delivered_tokens, 1)
         return {cause: tokens / delivered for cause, tokens in self.status.waste_tokens.items()}
 
     @property
-    def starved_by(self) -> list[tuple[str, float]]:
-        """(cause, share of all ranks' time), the worst first; streams by name instead of the cause ``stream``."""
+    def waits_by_cause(self) -> list[tuple[str, float]]:
+        """(cause, data wait as a share of all ranks' time), largest first; ``stream NAME`` instead of ``stream``."""
         shares = {
             cause: share for cause, share in self.starved.items() if cause != "stream" or not self.starved_streams
         }
@@ -109,12 +118,12 @@ class FeedView:
 
     @property
     def worst(self) -> list[Rank]:
-        """The ranks that wait, the one that waits most first."""
+        """The ranks that wait for data, longest wait first."""
         return sorted((rank for rank in self.ranks if rank.waits), key=lambda rank: -(rank.waits or 0.0))
 
     @property
     def waited_for(self) -> Rank | None:
-        """The rank that waits least, if waiting for peers is the main cause of the others' waits."""
+        """The rank that waits least, if ``peers`` is the main cause of the others' waits; else None."""
         if max(self.starved, key=self.starved.__getitem__, default="") != "peers" or self.starved["peers"] < 0.01:
             return None
         known = [rank for rank in self.ranks if rank.waits is not None]
@@ -146,7 +155,7 @@ class BrokerView:
 
 
 class Watch:
-    """Collects what a broker says and makes a view of it."""
+    """Collects the statuses, events and history of a broker, and makes views of them."""
 
     def __init__(self) -> None:
         self._seen: deque[BrokerStatus] = deque()
@@ -154,17 +163,23 @@ class Watch:
         self._events: deque[Tree] = deque(maxlen=EVENTS)
 
     def knows(self, epoch: int) -> bool:
-        """Say whether the last status was of the broker of this epoch."""
+        """Return True if the last status was of the broker process of this epoch."""
         return bool(self._seen) and bool(self._seen[-1].epoch == epoch)
 
     def last_seq(self, epoch: int) -> int:
-        """Return the number of the last known event of the broker of this epoch, or 0."""
+        """Return the number of the last event of the broker process of this epoch, or 0."""
         return int(self._events[-1]["seq"]) if self.knows(epoch) and self._events else 0
 
     def add(
         self, status: BrokerStatus, events: Iterable[Tree] = (), history: Mapping[str, Iterable[Point]] = {}
     ) -> None:
-        """Add a later status, the events since the last one, and earlier points by feed; forget another broker's."""
+        """Add a later status; forget everything of another broker process.
+
+        Args:
+            status: The status.
+            events: Events since the last call.
+            history: Earlier points of each feed.
+        """
         if not self.knows(status.epoch):
             self._seen.clear()
             self._rates.clear()
@@ -179,6 +194,7 @@ class Watch:
         self._events.extend(event for event in events if event["seq"] > self.last_seq(status.epoch))
 
     def _add_points(self, feed: str, points: Iterable[Point]) -> None:
+        """Add points that are later than the last one; drop points that the chart does not need any more."""
         kept = self._rates.setdefault(feed, deque())
         kept.extend(point for point in points if not kept or point[0] > kept[-1][0])
         while kept[-1][0] - kept[0][0] > HISTORY_S + SMOOTH_S:
@@ -187,12 +203,14 @@ class Watch:
     def view(self) -> BrokerView:
         """Return the view of the last status; there must be one."""
         now, then = self._seen[-1], self._seen[0]
-        feeds = (_feed(name, feed, then.feeds.get(name), tuple(self._rates[name])) for name, feed in now.feeds.items())
-        return BrokerView(now, tuple(feeds), _streams(now, then), tuple(self._events))
+        feeds = (
+            _feed_view(name, feed, then.feeds.get(name), tuple(self._rates[name])) for name, feed in now.feeds.items()
+        )
+        return BrokerView(now, tuple(feeds), _stream_views(now, then), tuple(self._events))
 
 
 def rates_of(points: Sequence[Point], columns: int) -> list[float | None]:
-    """Return tokens per second in each of ``columns`` equal parts of the last ``HISTORY_S``; None where not known.
+    """Return the tokens per second in each of ``columns`` equal parts of the last ``HISTORY_S``; None if not known.
 
     >>> rates_of([(t, 100 * t) for t in range(0, 151)], 4)
     [None, None, 100.0, 100.0]
@@ -210,19 +228,19 @@ def rates_of(points: Sequence[Point], columns: int) -> list[float | None]:
     return found
 
 
-def _feed(name: str, now: FeedStatus, then: FeedStatus | None, rates: tuple[Point, ...]) -> FeedView:
+def _feed_view(name: str, now: FeedStatus, then: FeedStatus | None, rates: tuple[Point, ...]) -> FeedView:
     changes = [_Waited(row, before) for row, before in _same_ranks(now, then)]
     whole = sum(each.seconds for each in changes)
     starved, by_stream = (_shares((getattr(each, part) for each in changes), whole) for part in ("causes", "streams"))
-    return FeedView(name, now, rates, starved, by_stream, _ranks(now.readers, changes))
+    return FeedView(name, now, rates, starved, by_stream, _rank_views(now.readers, changes))
 
 
 class _Waited:
-    """Seconds that a rank waited, by cause, and that its trainer had a step, since ``before`` or since it began."""
+    """Data wait and total time of a rank since ``before``, or since its client began; in seconds, by cause."""
 
     def __init__(self, row: RankStatus, before: RankStatus | None) -> None:
-        self.causes = _less(row.starved_s, before.starved_s if before else {})
-        self.streams = _less(row.starved_streams, before.starved_streams if before else {})
+        self.causes = _increase(row.starved_s, before.starved_s if before else {})
+        self.streams = _increase(row.starved_streams, before.starved_streams if before else {})
         self.waited = sum(self.causes.values())
         self.seconds = self.waited + max(row.trainer_s - (before.trainer_s if before else 0.0), 0.0)
 
@@ -238,7 +256,7 @@ class _Waited:
 
 
 def _same_ranks(now: FeedStatus, then: FeedStatus | None) -> Iterable[tuple[RankStatus, RankStatus | None]]:
-    """Yield each rank's row, with its earlier row if that is of the same process and the rank has reported since."""
+    """Yield each rank's row, with its earlier row if it is of the same process and the rank has reported since."""
     before = {_process(row): row for row in (then.readers if then else ())}
     for row in now.readers:
         old = before.get(_process(row))
@@ -247,16 +265,17 @@ def _same_ranks(now: FeedStatus, then: FeedStatus | None) -> Iterable[tuple[Rank
 
 
 def _process(row: RankStatus) -> tuple[str, int, int, int, int]:
-    """Return the name of a rank in its process: one process may be several ranks, in threads."""
+    """Return ``host:pid`` and ranks, which name a rank in a process: one process may run several ranks in threads."""
     return row.where, row.dp_rank, row.cp_rank, row.tp_rank, row.pp_rank
 
 
-def _less(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+def _increase(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    """Return the increase of each value, at least 0."""
     return {key: max(value - before.get(key, 0.0), 0.0) for key, value in now.items()}
 
 
 def _shares(parts: Iterable[dict[str, float]], whole: float) -> dict[str, float]:
-    """Return the sums by key over ``whole``, without those that are 0."""
+    """Sum dicts by key, and return each sum / ``whole``, without sums of 0."""
     sums: dict[str, float] = {}
     for part in parts:
         for key, seconds in part.items():
@@ -264,7 +283,7 @@ def _shares(parts: Iterable[dict[str, float]], whole: float) -> dict[str, float]
     return {key: seconds / whole for key, seconds in sums.items() if seconds > 0}
 
 
-def _ranks(rows: Sequence[RankStatus], changes: Sequence[_Waited]) -> tuple[Rank, ...]:
+def _rank_views(rows: Sequence[RankStatus], changes: Sequence[_Waited]) -> tuple[Rank, ...]:
     places = [dict(zip(DIMENSIONS, _process(row)[1:], strict=True)) for row in rows]
     named = [name for name in DIMENSIONS if name == "dp" or any(place[name] for place in places)]
     return tuple(
@@ -279,7 +298,7 @@ def _ranks(rows: Sequence[RankStatus], changes: Sequence[_Waited]) -> tuple[Rank
     )  # fmt: skip
 
 
-def _streams(now: BrokerStatus, then: BrokerStatus) -> tuple[StreamView, ...]:
+def _stream_views(now: BrokerStatus, then: BrokerStatus) -> tuple[StreamView, ...]:
     seconds = now.uptime_s - then.uptime_s
     before = {(row.feed, row.stream): row.tokens for row in then.streams if seconds > 0}
     return tuple(
@@ -308,7 +327,7 @@ def _feed_tree(feed: FeedView) -> Tree:
         "returned": now.steps.returned, "end": now.steps.end, "committed": now.committed,
         "steps_left": msgspec.to_builtins(now.steps_left), "tokens_per_s": now.tokens_per_s, "packs": now.totals.packs,
         "utilization": now.figures.utilization, "packing_efficiency": now.figures.packing_efficiency,
-        "waste": feed.waste, "waits_for": now.waiting_for.reason if now.waiting_for else "",
+        "waste": feed.padding, "waits_for": now.waiting_for.reason if now.waiting_for else "",
         "waiting_for": now.waiting_for.text if now.waiting_for else "", "starved": feed.starved,
         "starved_streams": feed.starved_streams, "cost_max_over_mean": now.figures.cost_max_over_mean or None,
         "window_samples": now.window.samples, "oldest_steps": now.window.oldest_steps,

@@ -25,9 +25,9 @@ from rich.console import Console
 from streampack_services.http.http_client import fetch_events, parse_status
 from streampack_services.http.server import HttpServer
 from streampack_services.watch import status_report, top
-from streampack_services.watch.top import Asking, _Screen
+from streampack_services.watch.top import StatusPoller, _Screen
 from streampack_services.watch.top_ranks import Measure, rank_lines
-from streampack_services.watch.top_view import Look, page
+from streampack_services.watch.top_view import PageOptions, page
 from streampack_services.watch.view_model import HISTORY_S, BrokerView, Watch, rates_of
 
 import streampack as sp
@@ -119,7 +119,7 @@ def test_status_fits_a_screen_however_many_ranks_there_are(
     served: RunningBroker, snapshot: Tree, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = in_process("status", served.http).stdout
-    for text in ("starved by", "of all ranks' time", "buffered", "dp=0", "dp=1"):
+    for text in ("data wait", "of all ranks' time", "buffered", "dp=0", "dp=1"):
         assert text in shown
     status_report.show_status(parse_status(many(snapshot, 512)))
     lines = capsys.readouterr().out.splitlines()
@@ -138,7 +138,7 @@ def test_a_stall_and_how_long_it_lasts_are_in_the_status_and_at_the_top(
     assert stalled["run"] in run
     assert "feed train" in feed
     view = view_of(stalled, events=[])
-    first = page(view, Look(), 100)[0]
+    first = page(view, PageOptions(), 100)[0]
     assert "waiting for 1m15s" in first.plain
     assert "bold yellow" in {str(span.style) for span in first.spans}
 
@@ -176,7 +176,7 @@ def test_a_page_fits_every_terminal(
     snapshot: Tree, ranks: int, width: int, height: int, measure: Measure, keys: bool, trouble: str
 ) -> None:
     view = view_of(many(snapshot, ranks), events=[EVENT])
-    lines = page(view, Look(measure=measure, keys=keys, trouble=trouble), width, height)
+    lines = page(view, PageOptions(measure=measure, keys=keys, trouble=trouble), width, height)
     assert len(lines) == height
     assert max(line.cell_len for line in lines) <= width
     assert all(line.plain.isprintable() for line in lines)
@@ -186,11 +186,11 @@ def test_a_page_fits_every_terminal(
 @pytest.mark.parametrize("size", [(80, 24), (160, 50)])
 def test_of_many_ranks_the_worst_is_named_on_every_screen(snapshot: Tree, size: tuple[int, int]) -> None:
     view = view_of(many(snapshot, 512), events=[EVENT])
-    shown = [line.plain for line in page(view, Look(keys=True), *size)]
+    shown = [line.plain for line in page(view, PageOptions(keys=True), *size)]
     assert any(line.split()[:4] == ["dp=0", "cp=3", "100.0%", "peers"] for line in shown)
     assert "512 ranks" in "\n".join(shown)
     assert "error: producer n:1" in "\n".join(shown)
-    dear = [line.plain for line in page(view, Look(measure="cost", keys=True), *size)]
+    dear = [line.plain for line in page(view, PageOptions(measure="cost", keys=True), *size)]
     assert any(line.split()[:3] == ["dp=1", "cp=1", "2.000"] for line in dear)
 
 
@@ -199,7 +199,7 @@ def test_of_more_streams_than_lines_those_that_are_not_heard_are_shown(snapshot:
     rows = [row | {"stream": f"s{n}"} for n in range(1000)]
     rows[900] |= {"last_seen_s": 60.0}
     rows[950] |= {"last_seen_s": None}
-    shown = "\n".join(line.plain for line in page(view_of(snapshot | {"streams": rows}), Look(), 160, 40))
+    shown = "\n".join(line.plain for line in page(view_of(snapshot | {"streams": rows}), PageOptions(), 160, 40))
     assert "1000 streams" in shown
     assert all(name in shown for name in ("s900 ", "s950 ", "s0 "))
 
@@ -344,10 +344,10 @@ def test_on_a_terminal_top_follows_its_size_its_keys_and_a_broker_that_goes_and_
     try:
         terminal.wait_for("ranks by cost")
         terminal.press("c")
-        terminal.wait_for("ranks by waits")
+        terminal.wait_for("ranks by data wait")
         terminal.resize(50, 150)
         terminal.process.send_signal(signal.SIGWINCH)  # the kernel sends it to who has the terminal as its own
-        terminal.wait_for("starved by")
+        terminal.wait_for("share of all ranks' time")
         server.close()
         terminal.wait_for("got no answer")
         server = HttpServer(address, lambda: parse_status(later(snapshot, 1) | {"run": "again"}))
@@ -365,11 +365,11 @@ def test_on_a_terminal_top_follows_its_size_its_keys_and_a_broker_that_goes_and_
 
 def test_q_ends_it_and_a_table_of_ranks_has_no_key_of_its_own(snapshot: Tree) -> None:
     view = view_of(snapshot)
-    screen = _Screen(Console(), Asking(None, 1.0, 1.0))
+    screen = _Screen(Console(), StatusPoller(None, 1.0, 1.0))
     assert screen._press(b"fc\t")
     assert not screen._press(b"fq")
-    assert page(view, Look(keys=True), 80, 24)[-1].plain == "q quit"
-    assert page(view_of(many(snapshot, 17)), Look(keys=True), 80, 24)[-1].plain == "q quit  c ranks by cost"
+    assert page(view, PageOptions(keys=True), 80, 24)[-1].plain == "q quit"
+    assert page(view_of(many(snapshot, 17)), PageOptions(keys=True), 80, 24)[-1].plain == "q quit  c ranks by cost"
 
 
 def test_a_loop_that_stands_still_and_a_broker_of_another_version_are_said(
@@ -378,17 +378,17 @@ def test_a_loop_that_stands_still_and_a_broker_of_another_version_are_said(
     monkeypatch.setattr(top, "STUCK_AFTER_S", 0.0)
     said = [snapshot]
     with saying(lambda: said[-1]) as url:
-        asking = Asking(url, 1.0, PATIENCE_S)
-        asking.ask()
-        asking.ask()
-        assert "the broker's loop stands still, for 0 s" in asking.trouble
-        assert "stands still" in page(asking.ask(), Look(trouble=asking.trouble), 80, 24)[2].plain
+        poller = StatusPoller(url, 1.0, PATIENCE_S)
+        poller.fetch()
+        poller.fetch()
+        assert "the broker's main loop has not turned for 0 s" in poller.trouble
+        assert "has not turned" in page(poller.fetch(), PageOptions(trouble=poller.trouble), 80, 24)[2].plain
         said.append(later(snapshot, 1))
-        asking.ask()
-        assert not asking.trouble
+        poller.fetch()
+        assert not poller.trouble
         said.append(later(snapshot, 2) | {"version": "9.9", "memory": {}})
         with pytest.raises(PeerError, match=r"cannot read the status of a broker of 9\.9 .* the broker's version"):
-            asking.ask()
+            poller.fetch()
         assert "cannot read the status of a broker of 9.9" in the_error(in_process("status", url), 1)
 
 
