@@ -1,23 +1,23 @@
 """The core: events in, effects out. No clock, no I/O, no threads, no randomness, no logging.
 
-The packages stand in the order in which samples pass them:
+The folders stand in the order in which samples pass them:
 
-- ``model``: the nouns: samples, fields, steps, rules, snapshots.
-- ``intake``: the producers' side: who sends which partition, and whether a chunk is good.
-- ``merge``: whose sample is next.
-- ``packers``: which samples share a budget. Packers know lengths alone.
-- ``form``: FORM: from the window to a step.
-- ``deal``: DEAL: from a step to the ranks of a mesh.
-- ``layout``: where each token of a pack lies, and which rank holds it.
-- ``serve``: the trainers' side: who holds which rank, and who has had which step.
-- ``feed``: joins these into one feed, from the merge to the readers.
-- ``journal``: what is decided, written down.
-- ``protocol``: what peers say, and what the state machines hear and ask for.
+- ``model``: the data types: samples, fields, steps, rules, snapshots.
+- ``intake``: the producers' side: leases partitions, and checks and admits samples.
+- ``merge``: the order in which the samples of all partitions are taken.
+- ``packers``: the choice of samples that share a budget. Packers know only lengths.
+- ``form``: FORM, from the window to a step.
+- ``deal``: DEAL, from a step to the ranks of a mesh.
+- ``layout``: the place of each token in a pack, and the rank that holds it.
+- ``serve``: the trainers' side: gives ranks to readers, and sends them steps.
+- ``feed``: one feed, from the merge to the readers; it owns most of these parts.
+- ``journal``: the broker's decisions as records in a log.
+- ``protocol``: the messages between peers, and the events and effects of the state machines.
 - ``sessions``: the other ends of the protocol: producers and clients.
-- ``stats``: what is counted and decides nothing.
+- ``stats``: counts that decide nothing.
 
-``broker`` joins the feeds: it is the state machine of a broker. ``jit`` compiles kernels, ``shuffle`` gives orders that
-are the same on every machine. Begin with ``model`` and ``broker``.
+The state machine of a broker is in ``broker``, which owns the feeds. Kernels are compiled in ``jit``, and ``shuffle``
+returns orders that are the same on every machine. Begin to read with ``model`` and ``broker``.
 
 From a chunk's bytes to a pack's, function by function. The core asks for four things by an effect (Store, Form,
 SendShard, Deliver), and a process around it does them:
@@ -33,8 +33,8 @@ SendShard, Deliver), and a process around it does them:
 5. Trainer process: ``client.prefetch`` receives; ``ClientSession.handle``, ``_on_part`` ask for **Deliver**, of a whole
    step; ``packs.build.build_step``. ``Reading.next_pack`` takes it; ``Content.make`` builds the pack when it is read.
 
-Ten rules keep delivery exactly once. Modules cite them by number. ``tests/simulation/test_mutants.py`` takes each one
-out of the code in turn, and shows that the simulation notices.
+Ten rules keep delivery exactly once. Modules cite them by number. Each test of ``tests/simulation/test_mutants.py``
+breaks one rule in the code, and shows that the simulation notices.
 
 - R1. ``durable_seq`` covers only entries of the log that are safe. Until then the producer of a stream that cannot be
   read again keeps its samples.

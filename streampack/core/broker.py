@@ -1,8 +1,8 @@
 """The broker as a pure state machine: ``handle(event) -> effects``.
 
-It joins the pieces and decides nothing of its own that matters: ``leases`` takes samples in, each
-``feed`` makes steps of its streams and hands them out. A message is its sender's feed's, and only
-that feed is moved on by it. Time arrives as ``Tick``; nothing that is formed depends on it.
+The broker passes each event to the part that it concerns. ``leases`` takes samples from producers; each ``feed`` forms
+steps of its streams and serves them. Only the feed of a message's sender advances by it. Time comes as ``Tick``; no
+step depends on it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from streampack.core.serve.attempts import Departure
 OfStream = SourceAccepted | ChunkAdmitted | SamplesRejected | BatchMarked | PartitionEnded
 MAX_EPOCH = 2**62 - 1
 OUTBID_BY = 2**56
-"""Epochs are nanoseconds: a clock may have been two years ahead, but no peer can use up all that will ever be."""
+"""Most by which a peer's epoch may exceed this broker's. Epochs are nanoseconds, so a clock may be two years ahead."""
 
 
 class Broker:
-    """One run's broker. ``epoch`` is higher than that of any broker of this run before.
+    """The broker of one run; ``epoch`` is higher than the epoch of every earlier broker of the run.
 
-    With a ``journal`` that keeps a log: ``recover`` is told every record of it first, then ``begin``.
+    Call ``recover`` with each record of the log, if there is one, then ``begin``, then ``handle`` with events.
     """
 
     def __init__(
@@ -75,34 +75,35 @@ class Broker:
         self._base_lsn = self._cut = 0
         self._recovering = False
         self._early: list[tuple[int, OfStream]] = []
-        """Records of streams that joined before the log's first record: the Base that follows says so."""
+        """Records of streams that the rules do not have, until the ``Base`` that adds these streams."""
         self._answers: deque[tuple[int, Answer]] = deque()
-        """What is said of changes once they are in the log: behind which record."""
+        """Answers to changes, each with the LSN of the record that must be safe first."""
         self._used: set[str] = set()
         """Feeds that a reader ever attached to."""
         self._now = 0.0
         self.draining = False
+        """True if the broker stops."""
         self.foreign = 0
-        """Messages of another run or broker."""
+        """Number of messages of another run or a newer broker."""
         self._refused = 0  # clients, before they came to a feed
         self._highest_epoch = min(epoch + OUTBID_BY, MAX_EPOCH)
 
     def handle(self, event: Event) -> list[Effect]:
-        """What to do about an event; never performs it."""
+        """Return the effects of an event, for the shell to perform in order."""
         if isinstance(event, (FromProducer, FromTrainer)):
             if event.rights is not None and (why := self._forbidden(event, event.rights)):
                 return self._forbid(event, why)
             if isinstance(event.envelope.message, Attach) and 0 < event.envelope.epoch < self.epoch:
-                return self._send(event.peer, Who())  # R5: to an earlier broker; where it begins may be long past
-            self._outbid(event.envelope)
+                return self._send(event.peer, Who())  # R5: meant for an earlier broker, and may be out of date
+            self._raise_epoch(event.envelope)
             if event.envelope.run not in (0, self.run) or event.envelope.epoch > self.epoch:
                 self.foreign += 1
-                if self.foreign & (self.foreign - 1):  # said of the 1st, 2nd, 4th, 8th
+                if self.foreign & (self.foreign - 1):  # log only the 1st, 2nd, 4th, 8th
                     return []
                 text = f"dropped a message of another run or of a newer broker, of {self.foreign} so far"
                 return [Report("warning", text)]
             if isinstance(event, FromTrainer):
-                return self._trainer(event.peer, event.envelope)
+                return self._on_trainer(event.peer, event.envelope)
             effects = self.leases.receive(event.peer, event.envelope, self._now)
             message = event.envelope.message
             streams = self.leases.partitions.streams
@@ -111,27 +112,27 @@ class Broker:
             return effects + (feed.settle(feed.advance()) if feed is not None else [])
         if isinstance(event, Formed):
             feed = self.feeds[event.feed]
-            return self._moved(feed, feed.formed(event))
+            return self._advance(feed, feed.formed(event))
         if isinstance(event, Safe):
             self.journal.safe(event.upto, event.stalled, event.full)
-            effects = self.leases.credits.safe(event.upto) + self._answer()
-            return effects + [e for feed in self.feeds.values() for e in self._moved(feed, feed.safe(event.upto))]
+            effects = self.leases.credits.safe(event.upto) + self._answer_changes()
+            return effects + [e for feed in self.feeds.values() for e in self._advance(feed, feed.safe(event.upto))]
         if isinstance(event, Recalled):
             feed = self.feeds[event.feed]
             chunk = isinstance(event.record, ChunkAdmitted)
-            return self._moved(feed, self.leases.recalled(event) if chunk else feed.recalled(event))
+            return self._advance(feed, self.leases.recalled(event) if chunk else feed.recalled(event))
         if isinstance(event, Tick):
             self._now = event.now
-            effects = self.leases.tick(event.now) + self._trim()
+            effects = self.leases.tick(event.now) + self._cut_log()
             for feed in self.feeds.values():
-                effects += self._moved(feed, feed.readers.tick(event.now))
+                effects += self._advance(feed, feed.readers.tick(event.now))
             return effects
         if isinstance(event, NotSent):
             for feed in self.feeds.values():
                 feed.readers.steps.not_sent(event.peer, event.envelope)
             return []
         if isinstance(event, Change):
-            return self._change(event)
+            return self._on_change(event)
         if isinstance(event, WasCut):
             self.leases.records.forget_below(event.first_lsn)
             for feed in self.feeds.values():
@@ -142,13 +143,13 @@ class Broker:
         if isinstance(event, Drain):
             self.draining = True
             effects = self.leases.drain()
-            return effects + [e for feed in self.feeds.values() for e in self._moved(feed, feed.readers.drain())]
+            return effects + [e for feed in self.feeds.values() for e in self._advance(feed, feed.readers.drain())]
         return []
 
     # Rights
 
     def _forbidden(self, event: FromProducer | FromTrainer, rights: Rights) -> str:
-        """Why the key of a message may not say it; empty if it may."""
+        """Return why the key of a message may not send it, as an error text; empty if it may."""
         message = event.envelope.message
         why = forbidden(rights, message, "trainer" if isinstance(event, FromTrainer) else "producer")
         known = None
@@ -161,32 +162,41 @@ class Broker:
         return why
 
     def _forbid(self, event: FromProducer | FromTrainer, why: str) -> list[Effect]:
-        """Say so to whoever is forbidden something, who loses what it holds; nobody else notices."""
+        """Reject a peer whose key does not allow its message; it loses its leases or its rank."""
         self._refused += 1
         report = Report("warning", f"refused a peer: {why}")
-        return [report, *self._away(event.peer, isinstance(event, FromTrainer), Reject(code="forbidden", detail=why))]
+        return [
+            report,
+            *self._remove_peer(event.peer, isinstance(event, FromTrainer), Reject(code="forbidden", detail=why)),
+        ]
 
     def _withdraw(self, key: bytes) -> list[Effect]:
-        """Whoever came with the key is asked who it is: what it may not do any more is refused then."""
+        """Remove the peers of a key, which have to say hello or attach again with the rights that are left."""
         producers = [producer.peer for producer in self.leases.producers]
         trainers = [peer for feed in self.feeds.values() for peer in feed.readers.peers]
-        effects = [e for peer in producers if key_of(peer) == key for e in self._away(peer, False, Who())]
-        return effects + [e for peer in trainers if key_of(peer) == key for e in self._away(peer, True, Who())]
+        effects = [e for peer in producers if key_of(peer) == key for e in self._remove_peer(peer, False, Who())]
+        return effects + [e for peer in trainers if key_of(peer) == key for e in self._remove_peer(peer, True, Who())]
 
-    def _away(self, peer: bytes, is_trainer: bool, word: Message) -> list[Effect]:
-        """Whoever speaks from there holds nothing any more, and is told ``word``."""
+    def _remove_peer(self, peer: bytes, is_trainer: bool, word: Message) -> list[Effect]:
+        """Take the leases or the rank of a peer away, and send it the message ``word``."""
         if not is_trainer:
             effects = self.leases.leave(peer, ProducerDeparture.KEY_CHANGED)
             return effects + self.leases.credits.send(peer, word)
         reads = next((feed for feed in self.feeds.values() if feed.readers.knows(peer)), None)
-        effects = [] if reads is None else self._moved(reads, reads.readers.leave(peer, Departure.KEY_CHANGED))
+        effects = [] if reads is None else self._advance(reads, reads.readers.leave(peer, Departure.KEY_CHANGED))
         return effects + self._send(peer, word)
 
     # The log
 
     def recover(self, lsn: int, record: Record) -> None:
-        """A record of the log, in order, before anything else happens. Raises ValueError where it is another run's, or
-        of other rules: the message names what differs.
+        """Take over a record of the log, in order, before ``begin``.
+
+        Args:
+            lsn: Log sequence number of the record.
+            record: The record.
+
+        Raises:
+            ValueError: The record is of another run, or of other rules; the text names the difference.
         """
         if not self._recovering:
             self._recovering, self._cut = True, lsn
@@ -199,10 +209,11 @@ class Broker:
                 self.leases.records.recover(lsn, record)
             else:
                 self._early.append((lsn, record))
-        elif record.feed in self.feeds:  # type: ignore[attr-defined]  # all others are of a feed; see _recover_base
+        elif record.feed in self.feeds:  # type: ignore[attr-defined]  # every other record has a feed
             self.feeds[record.feed].recover(lsn, record)  # type: ignore[attr-defined]
 
     def _recover_base(self, base: Base) -> None:
+        """Take over the facts that replace deleted records, and check that they are of this run."""
         if base.run != self.run:
             raise ValueError(f"run: got {self.run_name!r}, expected {base.run_name!r}, whose log it is")
         if list(base.feeds) != list(self.feeds):
@@ -221,7 +232,7 @@ class Broker:
         self._early.clear()
 
     def begin(self) -> list[Effect]:
-        """Begin to work: where the log, if there is one, ends."""
+        """Begin where the log ends, or at the first step without a log; return the first effects."""
         self.leases.credits.epoch = self.epoch
         for feed in self.feeds.values():
             feed.readers.link.epoch = self.epoch
@@ -229,11 +240,11 @@ class Broker:
         self._base_lsn = self.journal.next_lsn
         effects = self.journal.append(self.base())
         for feed in self.feeds.values():
-            effects += self._moved(feed, feed.begin())
+            effects += self._advance(feed, feed.begin())
         return effects
 
     def base(self) -> Base:
-        """What must survive when the records before it go."""
+        """Return the record of all facts that must survive when the records before are deleted."""
         return Base(
             run=self.run, run_name=self.run_name, epoch=self.epoch,
             feeds={name: feed.history.facts() for name, feed in self.feeds.items()},
@@ -241,10 +252,8 @@ class Broker:
             released={name: feed.readers.steps.released_upto for name, feed in self.feeds.items()},
         )  # fmt: skip
 
-    def _trim(self) -> list[Effect]:
-        """Let records go that nobody wants (R7): no checkpoint kept and no rank. What must survive them is said again
-        first.
-        """
+    def _cut_log(self) -> list[Effect]:
+        """Cut the log below the records that a kept checkpoint or a rank needs (R7), after writing a new ``Base``."""
         wanted = min(feed.wanted_lsn for feed in self.feeds.values())
         wanted = self._base_lsn if wanted == NOWHERE else wanted
         if wanted <= self._cut or not self.journal.keeps:
@@ -259,22 +268,22 @@ class Broker:
 
     @property
     def refused(self) -> int:
-        """Producers and clients that were refused, so far."""
+        """Number of producers and clients that were rejected so far."""
         return self._refused + self.leases.refused + sum(feed.readers.link.refused for feed in self.feeds.values())
 
     @property
     def num_readers(self) -> int:
-        """Ranks attached, over all feeds."""
+        """Number of attached readers of all feeds."""
         return sum(feed.readers.num_readers for feed in self.feeds.values())
 
     @property
     def finished(self) -> bool:
-        """Every feed that was ever attached to has been read to its end, and no reader is attached any more."""
+        """True if every feed that had a reader was read to its end, and no reader is attached any more."""
         used = [self.feeds[name] for name in self._used]
         return bool(used) and all(feed.finished for feed in used)
 
-    def _outbid(self, envelope: Envelope) -> None:
-        """A broker that has just started takes an epoch above the one that peers of its run still know."""
+    def _raise_epoch(self, envelope: Envelope) -> None:
+        """Raise the epoch of a broker that has just started above the one that a peer of its run still has."""
         if envelope.run != self.run or envelope.epoch <= self.epoch:
             return
         formed = any(feed.next_step for feed in self.feeds.values())
@@ -284,29 +293,29 @@ class Broker:
             for feed in self.feeds.values():
                 feed.readers.link.epoch = self.epoch
 
-    def _change(self, event: Change) -> list[Effect]:
-        """What was asked for cannot be, or is its feed's matter."""
+    def _on_change(self, event: Change) -> list[Effect]:
+        """Apply a change of the rules to its feed, or refuse it with an ``Answer``."""
         feed = self.feeds.get(event.feed or next(iter(self.feeds)))
         if feed is None or (not event.feed and len(self.feeds) > 1):
             got = f"feed {event.feed!r}" if event.feed else "no feed"
             refusal = f"got {got}, expected one of: {', '.join(map(repr, self.feeds))}"
             return [Answer(event.token, refusal=refusal)]
         try:
-            effects, step = self._changed(feed, event)
+            effects, step = self._apply_change(feed, event)
         except ValueError as error:
             return [Answer(event.token, feed.name, refusal=str(error))]
         self._answers.append((self.journal.next_lsn - 1, Answer(event.token, feed.name, step)))
-        return self._moved(feed, effects) + self._answer()
+        return self._advance(feed, effects) + self._answer_changes()
 
-    def _answer(self) -> list[Effect]:
-        """Say that changes hold whose records are safe: not before (R2), or a broker that is killed forgets them."""
+    def _answer_changes(self) -> list[Effect]:
+        """Answer the changes whose records are safe; a killed broker would forget the others (R2)."""
         effects: list[Effect] = []
         while self._answers and self._answers[0][0] < self.journal.safe_upto:
             effects.append(self._answers.popleft()[1])
         return effects
 
-    def _changed(self, feed: Feed, event: Change) -> tuple[list[Effect], int]:
-        """Raises ValueError where a change cannot be."""
+    def _apply_change(self, feed: Feed, event: Change) -> tuple[list[Effect], int]:
+        """Apply a change, and return the effects and its first step; raise ValueError if it cannot be applied."""
         ask = event.ask
         if isinstance(ask, Skip):
             return feed.skip(ask.first, ask.last), ask.first
@@ -317,8 +326,8 @@ class Broker:
         note = describe_change(ask) + (f" ({event.note})" if event.note else "")
         return feed.change(apply_change(feed.latest_rules, ask), event.at_step, note)
 
-    def _trainer(self, peer: bytes, envelope: Envelope) -> list[Effect]:
-        """A client's message: for the feed that its peer reads, or asks for."""
+    def _on_trainer(self, peer: bytes, envelope: Envelope) -> list[Effect]:
+        """Pass a client's message to the feed that the client reads or asks for."""
         message = envelope.message
         reads = next((feed for feed in self.feeds.values() if feed.readers.knows(peer)), None)
         if isinstance(message, Attach):
@@ -328,8 +337,8 @@ class Broker:
                 return self._refuse(peer, "unknown_feed", f"got feed {message.feed!r}, expected one of: {known}")
             effects: list[Effect] = []
             if reads is not None and reads is not feed:
-                effects = self._moved(reads, reads.readers.leave(peer, Departure.OTHER_FEED))
-            effects += self._moved(feed, feed.readers.receive(peer, envelope, self._now))
+                effects = self._advance(reads, reads.readers.leave(peer, Departure.OTHER_FEED))
+            effects += self._advance(feed, feed.readers.receive(peer, envelope, self._now))
             if feed.readers.num_readers:
                 self._used.add(feed.name)
             return effects
@@ -342,21 +351,23 @@ class Broker:
         effects = reads.readers.receive(peer, envelope, self._now)
         if isinstance(message, Get | ReaderPing) and reads.readers.steps.released_upto == released:
             return effects  # the last rank to return a step moves its feed, not each of thousands
-        return self._moved(reads, effects)
+        return self._advance(reads, effects)
 
-    def _moved(self, feed: Feed, effects: list[Effect]) -> list[Effect]:
-        """What has happened to a feed, and what follows for it and, if it was the last to end, for the producers.
+    def _advance(self, feed: Feed, effects: list[Effect]) -> list[Effect]:
+        """Return the effects of an event on a feed, with those that follow: new steps, and the end of the producers.
 
-        With several feeds they stay: one that nobody reads yet may be wanted later, and begins where it is.
+        With several feeds the producers stay, because a feed without readers may get some later.
         """
         effects = feed.settle(effects)
         effects += feed.settle(feed.advance())
         return effects + self.leases.dismiss(self.finished and len(self.feeds) == 1)
 
     def _refuse(self, peer: bytes, code: str, detail: str) -> list[Effect]:
+        """Reject a client with an error, and log it."""
         self._refused += 1
         effects: list[Effect] = [Report("warning", f"refused a client: {detail}")]
         return effects + self._send(peer, Reject(code=code, detail=detail[:2000]))
 
     def _send(self, peer: bytes, message: Message) -> list[Effect]:
+        """Return the effect that sends a message to the client at ``peer``."""
         return [SendTrainer(peer, Envelope(run=self.run, epoch=self.epoch, fence=0, message=message))]

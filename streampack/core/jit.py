@@ -1,12 +1,12 @@
-"""How every kernel is compiled: by numba, cached on disk where there is a place to write to.
+"""Compiles kernels with numba, cached on disk if possible.
 
-numba looks for one when a function is decorated, and raises where neither the folder of the source nor the user's
-cache can be written to: a container with a read-only installation and no home. There kernels are compiled anew by
-each process.
+When a function is decorated, numba looks for a cache folder. It raises an error if it can write neither to the folder
+of the source nor to the user's cache. That happens in a container with a read-only installation and no home. Then each
+process compiles the kernels anew.
 
-Where numba is missing, ``njit`` returns the function unchanged, so a kernel runs as plain Python: a trainer's machine
-packs and plans without numba. A kernel that would be too slow so has a numpy form, which ``COMPILES`` chooses.
-Importing this module imports numba, which takes most of a second.
+Without numba, ``njit`` returns the function unchanged, and a kernel runs as plain Python, so that a trainer's machine
+does not need numba. A kernel that is too slow in Python also has a numpy form, which ``COMPILES`` chooses. Importing
+this module imports numba, which takes most of a second.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ except ImportError:
     numba = None
 
 COMPILES = numba is not None and not numba.config.DISABLE_JIT
-"""Whether ``njit`` compiles: False without numba, and where NUMBA_DISABLE_JIT is set."""
+"""True if ``njit`` compiles: numba is installed, and NUMBA_DISABLE_JIT is not set."""
 
 
 def njit(*types: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """``numba.njit`` of the same arguments, without ``cache`` where nothing can be kept; nothing without numba."""
+    """Return ``numba.njit`` with these arguments, without ``cache`` if there is no folder for it.
+
+    Without numba, return a decorator that leaves the function unchanged.
+    """
 
     def compiled(function: Callable[..., Any]) -> Any:
         if numba is None:

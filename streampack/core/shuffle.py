@@ -1,14 +1,12 @@
-"""Shuffles that are the same on every machine, Python and numpy: sorting by 64-bit keys.
+"""Shuffles that are the same on every machine and version of Python and numpy: sorts by 64-bit keys.
 
-Key ``i`` is output ``i`` of a splitmix64 generator (Steele, Lea, Flood, "Fast Splittable Pseudorandom
-Number Generators", OOPSLA 2014, section 5; the constants are those of Vigna's splitmix64.c) whose
-state is a hash of some ints: what is ordered, and the seed. Equal keys, which 64 bits make all but
-impossible, go by index.
+Key ``i`` is output ``i`` of a splitmix64 generator (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number
+Generators", OOPSLA 2014, section 5, with the constants of Vigna's splitmix64.c). Its state is a hash of integers: the
+kind of things that are ordered, and the seed. Equal keys, which are very unlikely with 64 bits, keep their order.
 
-Why this and not ``numpy.random``: NEP 19 keeps the bit streams of numpy's generators, but not
-``Generator.permutation``, from version to version. Here there is nothing but multiplication, shift
-and exclusive-or modulo 2**64 and a sort; the golden vectors of the tests hold it still.
-PYTHONHASHSEED does not enter: no ``hash()`` is taken.
+The module does not use ``numpy.random``, because NEP 19 does not keep ``Generator.permutation`` the same from version
+to version. Multiplication, shift and exclusive-or modulo 2**64 and a sort are the same everywhere. PYTHONHASHSEED has
+no influence, since ``hash()`` is not used.
 """
 
 from __future__ import annotations
@@ -20,11 +18,11 @@ MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 SHARDS, SAMPLES, BLOCKS, PACKED = 1, 2, 3, 4
-"""What is ordered, the first word of a state: they must never share keys."""
+"""The kinds of things that are ordered: the first word of a state, so that two kinds never share keys."""
 
 
 def shuffled(count: int, seed: int) -> list[int]:
-    """0..``count``-1 in the order in which ``seed``, any int (taken modulo 2**64), lets a packer see them.
+    """Return the numbers 0 to ``count`` - 1 in an order by ``seed``, any int, taken modulo 2**64.
 
     >>> shuffled(5, seed=0)
     [0, 1, 3, 4, 2]
@@ -34,9 +32,9 @@ def shuffled(count: int, seed: int) -> list[int]:
 
 
 def keys(count: int, state: int) -> NDArray[np.uint64]:
-    """The first ``count`` outputs of splitmix64 from ``state`` on."""
+    """Return the first ``count`` outputs of splitmix64 from ``state`` on, uint64 [count]."""
     keys = np.arange(1, count + 1, dtype=np.uint64)
-    keys *= np.uint64(GAMMA)  # array arithmetic wraps modulo 2**64 and says nothing, as wanted
+    keys *= np.uint64(GAMMA)  # array arithmetic wraps modulo 2**64 without a warning, as needed
     keys += np.uint64(state)
     keys ^= keys >> np.uint64(30)
     keys *= np.uint64(_MIX_1)
@@ -47,7 +45,7 @@ def keys(count: int, state: int) -> NDArray[np.uint64]:
 
 
 def state(*words: int) -> int:
-    """A 64-bit hash of some ints: each is folded in and mixed before the next, so that their places matter."""
+    """Return a 64-bit hash of integers, which depends on their order: each is mixed in before the next."""
     state = 0
     for word in words:
         state = mix((state + GAMMA ^ word) & MASK)
@@ -55,7 +53,7 @@ def state(*words: int) -> int:
 
 
 def mix(x: int) -> int:
-    """The finalizer of splitmix64: a bijection of 0..2**64-1."""
+    """Return the finalizer of splitmix64 at ``x``: a one-to-one map of the integers below 2**64."""
     x = (x ^ x >> 30) * _MIX_1 & MASK
     x = (x ^ x >> 27) * _MIX_2 & MASK
     return x ^ x >> 31
