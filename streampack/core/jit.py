@@ -31,7 +31,8 @@ def njit(*types: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     Without numba, return a decorator that leaves the function unchanged.
     """
 
-    def compiled(function: Callable[..., Any]) -> Any:
+    def decorate(function: Callable[..., Any]) -> Any:
+        """Return the compiled function, or the function itself without numba."""
         if numba is None:
             return function
         try:
@@ -41,4 +42,4 @@ def njit(*types: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
                 raise
             return numba.njit(*types, **{**options, "cache": False})(function)
 
-    return compiled
+    return decorate

@@ -32,7 +32,7 @@ def shuffled(count: int, seed: int) -> list[int]:
 
 
 def keys(count: int, state: int) -> NDArray[np.uint64]:
-    """Return the first ``count`` outputs of splitmix64 from ``state`` on, uint64 [count]."""
+    """Return random keys to sort by: the first ``count`` outputs of splitmix64 from ``state`` on, uint64 [count]."""
     keys = np.arange(1, count + 1, dtype=np.uint64)
     keys *= np.uint64(GAMMA)  # array arithmetic wraps modulo 2**64 without a warning, as needed
     keys += np.uint64(state)

@@ -24,7 +24,7 @@ class MergedMemory:
 
     @property
     def room(self) -> int:
-        """Tokens that may be merged now; one sample of any length more still fits."""
+        """Tokens that may be merged now, with a reserve for one more sample of any length."""
         return self.limit_tokens - self.held_tokens - self._max_sample_tokens
 
     def hold(self, handles: I64) -> None:

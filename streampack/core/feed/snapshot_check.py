@@ -128,7 +128,7 @@ def problem(taken: Snapshot, rules: Rules, max_tokens: int, max_partitions: int)
 
 
 def _wrong_changes(taken: Snapshot, rules: Rules, max_partitions: int) -> str:
-    """Return an error text if the changes of the rules or the skipped steps cannot be; empty if they can."""
+    """Return an error text if changes of the rules or skipped steps are out of range or order; empty if not."""
     if not 0 <= taken.applied <= len(taken.changes):
         return f"got {taken.applied} changes of the rules that hold, expected 0 to the {len(taken.changes)} there are"
     if len(taken.skips) > MAX_SKIPS or any(not 0 <= first <= last < MAX_COUNT for first, last in taken.skips):
@@ -171,7 +171,7 @@ def _wrong_change(before: Rules, after: Rules) -> str:
 
 
 def _wrong_merge(taken: Snapshot, rules: Rules) -> str:
-    """Return an error text if the state of the merge cannot be; empty if it can."""
+    """Return an error text if the merge's columns have wrong lengths or values out of range; empty if not."""
     merge, streams = taken.merge, rules.streams
     partitions = sum(stream.partitions for stream in streams)
     clocks, turns = (0, partitions) if rules.merge == "arrival" else (len(streams), len(streams))
@@ -215,7 +215,7 @@ def _wrong_places(taken: Snapshot) -> str:
 
 
 def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
-    """Return an error text if the window or the pending packs cannot be; empty if they can."""
+    """Return an error text if the window or the pending packs break the format or the rules; empty if not."""
     form = taken.form
     if not 0 <= form.next_step < MAX_COUNT or len(form.chain) != 16:
         return f"got step {form.next_step} and a chain of {len(form.chain)} bytes, expected a step and 16 bytes"
@@ -239,7 +239,7 @@ def _wrong_form(taken: Snapshot, rules: Rules, max_tokens: int) -> str:
 
 
 def _wrong_rows(rows: NDArray[np.void], taken: Snapshot, rules: Rules, max_tokens: int) -> str:
-    """Return an error text if a sample of the window or of a pack cannot be; empty if all can."""
+    """Return an error text if a sample of the window or of a pack has values out of range; empty if none has."""
     lengths, loss, stream = rows["length"].astype(np.int64), rows["loss_tokens"], rows["stream"]
     if ((lengths < 1) | (lengths > rules.budget) | (loss < 0) | (loss >= lengths)).any():
         return f"got samples of {lengths.min()} to {lengths.max()} tokens, expected 1 to {rules.budget}, one never lost"

@@ -100,7 +100,7 @@ class Leases:
         return [e for p in self.partitions.of_feed(feed) for e in self._close(p)]
 
     def join(self, feed: str, known: int) -> list[Effect]:
-        """Lease, from their beginning, the partitions added to the merge of ``feed`` after its first ``known``."""
+        """Lease, from their beginning, the partitions that the merge of ``feed`` has beyond its first ``known``."""
         more = self.accounts.join(feed, known)
         return self._read_from(more) if more else []
 
@@ -125,7 +125,7 @@ class Leases:
         return effects + self._pull(p) + self.credits.flow(p, repeat=not self.partitions.intakes[p].behind)
 
     def _read_from(self, mine: list[int]) -> list[Effect]:
-        """Read partitions from the positions of their intakes, in new sessions."""
+        """Begin new sessions that read partitions from the positions of their intakes on."""
         return self.rebalancer.begin(mine) + [e for p in mine for e in self._pull(p)]
 
     def _close(self, p: int) -> list[Effect]:

@@ -177,7 +177,7 @@ class PartitionAccounts:
         self._await(feed, held)
 
     def join(self, feed: str, known: int) -> list[int]:
-        """Read from their beginning the partitions added to the merge of ``feed`` after its first ``known``.
+        """Read from their beginning the partitions that the merge of ``feed`` has beyond its first ``known``.
 
         Returns:
             The numbers of these partitions.
@@ -214,7 +214,7 @@ class PartitionAccounts:
             self.absent[handle] = (p, seq)
 
     def forget(self, handles: I64) -> None:
-        """Do not wait any more for the payload of released samples, int64 [n]."""
+        """Do not wait any more for the payload of released samples, by handles, int64 [n]."""
         for handle in handles.tolist() if self.absent else ():
             p, seq = self.absent.pop(handle, (-1, 0))
             awaited = self._partitions.intakes[p].awaited if p >= 0 else {}

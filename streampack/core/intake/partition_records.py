@@ -51,7 +51,7 @@ class PartitionRecords:
         return self._journal.append(SourceAccepted(stream=stream, source_digest=digest))
 
     def forget_source(self, stream: str) -> None:
-        """Let the next producer read other data, if no sample of the stream was taken and the log is not kept."""
+        """Let the next producer read other data, if there is no log and no sample of the stream was taken."""
         of = self._partitions.streams[stream]
         if not self._journal.keeps and not of.admission.counts[of.number].samples:
             self.digests.pop(stream, None)

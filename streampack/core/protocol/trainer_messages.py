@@ -205,7 +205,7 @@ class StepPart(Message, frozen=True, kw_only=True):
         return widths
 
     def aligns(self, rules: Rules) -> I64:
-        """Return the tokens of which each sample takes a multiple, for each pack, int64 [p].
+        """Return the multiple of tokens to which the samples of each pack are padded, int64 [p].
 
         In padded packs that is the length of their rows. Raise ValueError for rows that the rules do not allow.
         """

@@ -139,7 +139,7 @@ class AttemptCoordinator:
 
     @property
     def _claim_s(self) -> tuple[float, float]:
-        """Seconds of silence after which a holder loses its rank: (in all, since the claim and its probe)."""
+        """Seconds after which a holder loses its rank: (of silence in all, since the rank was claimed)."""
         more = self.ping_s - 1.0
         return CLAIM_S + more, min(CLAIM_S, more)
 

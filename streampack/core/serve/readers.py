@@ -161,7 +161,7 @@ class Readers:
         return self.attempts.refuse(reader, code, detail)
 
     def knows(self, peer: bytes) -> bool:
-        """Return whether ``peer`` has attached here."""
+        """Return whether ``peer`` has attached to this feed."""
         return self.registry.at(peer) is not None
 
     def peer_of(self, name: str) -> bytes | None:

@@ -130,6 +130,7 @@ class _Assembly(Struct):
     upto: int = 0
 
     def add(self, part: int, envelope: Envelope) -> None:
+        """Add the part of this number."""
         self.parts[part] = envelope
         while self.upto in self.parts:
             self.upto += 1
@@ -273,7 +274,7 @@ class ClientSession:
 
     @property
     def cause(self) -> tuple[str, str | None]:
-        """Cause of the wait, one of ``starvation.CAUSES``, and the missing stream or None.
+        """Cause of the wait, one of ``data_wait.CAUSES``, and the missing stream or None.
 
         The cause is the broker's last report; it is ``network`` if part of the step has come since, or the broker is
         silent.
@@ -285,6 +286,7 @@ class ClientSession:
     # Events
 
     def _tick(self, now: float) -> list[Effect]:
+        """Repeat the messages that are due, and fail if the trainer has waited too long."""
         self._now = now
         self.patience.tick(now)
         if self.reached and (why := self.patience.reason_to_stop()):
@@ -392,7 +394,10 @@ class ClientSession:
         return self._request_steps()
 
     def _on_sent_upto(self, resend: int, step: int, part: int = 0) -> list[Effect]:
-        """Request lost parts again: for request ``resend``, the broker has sent all before ``part`` of ``step``."""
+        """Request lost parts again: the broker reports that it has sent all before ``part`` of ``step``.
+
+        The report counts only if it is about the newest request, ``resend``.
+        """
         if not self.phase.attached or not self._begun or resend != self._resend:
             return []
         self._get_again.answered(self._now)
@@ -542,6 +547,7 @@ class ClientSession:
         return [self._send(get)]
 
     def _send_question(self) -> list[Effect]:
+        """Send the trainer's question to the broker, again or for the first time."""
         assert self._question is not None
         self._ask_again.sent(self._now)
         return [self._send(self._question)]
@@ -552,4 +558,5 @@ class ClientSession:
         return [Broken(code, detail)]
 
     def _send(self, message: Message) -> Send:
+        """Return the effect that sends a message to the broker."""
         return Send(Envelope(run=self.run, epoch=self.epoch, fence=self.attempt, message=message))

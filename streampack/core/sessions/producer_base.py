@@ -104,7 +104,7 @@ class SendWindow(Struct):
     sent_bytes: int = 0
 
     def widen(self, flow: Flow) -> None:
-        """Raise the limits to those of a message of the broker; an older message lowers none."""
+        """Raise the limits to those of a ``Flow`` message; an older message lowers none."""
         self.grant_seq = max(self.grant_seq, flow.grant_seq)
         self.grant_bytes = max(self.grant_bytes, flow.grant_bytes)
         self.known_seq = max(self.known_seq, flow.expected_seq)

@@ -139,18 +139,22 @@ class ProducerSession(Sender):
 
     @property
     def _offered(self) -> list[Offer]:
+        """Streams that the hello offers."""
         return self.offers
 
     @property
     def _has_lease(self) -> bool:
+        """True if the producer holds a lease."""
         return bool(self.held)
 
     def _handle_own(self, event: Event) -> list[Effect]:
+        """Handle a chunk that was read, or the end of a partition."""
         if isinstance(event, Chunk):
             return self._hold_chunk(event)
         return self._end_partition(event) if isinstance(event, EndOfPartition) else []
 
     def _forget_sessions(self) -> list[Effect]:
+        """Drop the leases of the previous broker, and close their readers."""
         effects = [self._close_lease(key, held) for key, held in self.held.items()]
         self.held.clear()
         return effects
@@ -161,9 +165,11 @@ class ProducerSession(Sender):
         return Forget(key, held.session)
 
     def _repeat_unconfirmed(self) -> list[Effect]:
+        """Repeat messages about each lease that the broker may have missed."""
         return [e for held in self.held.values() for e in self._repeat_end_or_sent(held)]
 
     def _handle_message(self, message: Message, fence: int) -> list[Effect]:
+        """Handle a message of the current broker, of session number ``fence``."""
         if isinstance(message, Lease):
             return self._on_lease(message, fence)
         if isinstance(message, Flow):
@@ -265,5 +271,6 @@ class ProducerSession(Sender):
         return [self._send(Sent(stream=stream, partition=partition, next_seq=held.next_seq), held.session)]
 
     def _end_message(self, held: HeldLease) -> Effect:
+        """Return the effect that tells the broker the end of a leased partition."""
         eos = Eos(stream=held.lease.stream, partition=held.lease.partition, total=held.next_seq)
         return self._send(eos, held.session)

@@ -109,13 +109,16 @@ class PushSession(Sender):
 
     @property
     def _offered(self) -> list[Offer]:
+        """The partition that the hello offers."""
         return [Offer(stream=self.stream, source_digest=PUSHED, partition=self.partition)]
 
     @property
     def _has_lease(self) -> bool:
+        """True if the process holds the lease of its partition."""
         return self._session is not None
 
     def _handle_own(self, event: Event) -> list[Effect]:
+        """Handle a chunk, the end of a batch or the end of the partition from the program."""
         if isinstance(event, Push):
             self.buffer.put(event.chunk)
         elif isinstance(event, EndBatch):
@@ -127,10 +130,12 @@ class PushSession(Sender):
         return self._send_allowed()
 
     def _forget_sessions(self) -> list[Effect]:
+        """Drop the lease of the previous broker; the buffer keeps its samples."""
         self._session, self._stopping = None, False
         return []
 
     def _handle_message(self, message: Message, fence: int) -> list[Effect]:
+        """Handle a message of the current broker, of session number ``fence``."""
         if isinstance(message, Lease | Flow | Revoke) and (message.stream, message.partition) != self._key:
             return []
         if isinstance(message, Lease):
@@ -285,8 +290,10 @@ class PushSession(Sender):
 
     @property
     def _key(self) -> tuple[str, int]:
+        """The stream and the number of the partition."""
         return self.stream, self.partition
 
     @property
     def _name(self) -> str:
+        """Text that names the stream and the partition, for errors."""
         return f"stream {self.stream!r} partition {self.partition}"
