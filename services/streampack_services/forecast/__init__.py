@@ -1,11 +1,12 @@
-"""Forecast: what rules make of lengths, by the broker's own planning.
+"""Forecast: predict the steps that a broker forms from some lengths, by the broker's own planning.
 
-- ``lengths``: the lengths of samples of each stream, in the order of the broker.
-- ``sampling``: lengths out of sources: some samples of each stream, tokenized.
-- ``run_lengths``: lengths of what a run has served, out of its log or its status.
-- ``forecast``: forms and deals the lengths under some rules, and counts.
-- ``rank_loads``: what a mesh makes of the steps: useful time, padding, waiting.
-- ``pass_size``: how many steps a pass has of which only a sample is known.
+- ``lengths``: sample lengths of each stream, in the broker's order (``Workload``); read from a file of numbers.
+- ``sampling``: lengths from sources, by tokenizing some samples of each stream.
+- ``run_lengths``: lengths that a run has served, from its log or from its broker's status (``Served``).
+- ``forecast``: merges the lengths, forms steps and computes the figures (``Forecast``).
+- ``rank_loads``: deals the steps to the ranks of a mesh, and sums up padding, cost and useful time.
+- ``pass_size``: estimates the steps of a pass from a sample of it.
 
-FORM and DEAL are those of ``streampack.core``. The package knows lengths, never tokens.
+FORM and DEAL are those of ``streampack.core``, so the forecast of a whole pass is exact. The folder reads lengths and
+never needs tokens. ``plan`` uses it before a run, ``report`` after it.
 """

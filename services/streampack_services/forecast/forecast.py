@@ -1,13 +1,11 @@
-"""What a broker with some rules makes of some lengths: predicted by forming and dealing them as it does.
+"""Forecast the steps that a broker with some rules forms from some lengths, and compute their figures.
 
-Nothing here is another way of packing. The over-long policy, the merge by weights, FORM and DEAL are the broker's own,
-on lengths alone; so where all samples of a pass are given, the steps are those of a run with these rules.
+The overlong policy, the merge by weights, FORM and DEAL are the broker's own functions, applied to lengths. If the
+lengths are a whole pass, the steps are exactly those of a run with these rules.
 
-Where they are a sample of the pass, what holds in the long run is told: the figures are those of the steps that were
-formed while the window was full, or of whole batches, with the whole budget; and the steps of a pass are estimated
-(``pass_size``), those of a warm-up among them.
-
-``useful`` (``rank_loads``) sums up all that is lost; the empty packs that a pass of a stream ends with are told apart.
+If the lengths are a sample of a pass, the figures hold for the long run. They cover the steps that were formed while
+the window was full, or whole batches, with the whole budget. The number of steps of a pass, with a warm-up, is
+estimated by ``pass_size``.
 """
 
 from __future__ import annotations
@@ -34,18 +32,20 @@ from streampack_services.forecast.pass_size import PassSize, size_of_pass
 from streampack_services.forecast.rank_loads import Dealt, FormSamples, dealt, waste_shares
 
 ALONE = Balance("joint", group=1)
+"""The packer ``joint`` with groups of one pack."""
 AT_ONCE = 16_384
-"""Samples that are admitted together: each choice goes over all that are held."""
+"""Samples to admit at once; more make each choice of the packer slower."""
 FormedSteps = tuple[list[PlannedStep], int]
-"""Steps, and how many of them were formed before the end was known."""
+"""Steps, and the number of steps that were formed before the end of the samples."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """Samples as FORM gets them: ``lengths`` int64 [n] in merge order, and which ``parts`` of a split sample they are,
-    0 for a whole one. ``ended``: these are a whole pass.
+    """Samples in the order of the merge, after the overlong policy.
 
-    ``overlong`` samples were over the budget, and ``lost_share`` of all tokens went with them.
+    ``lengths``: tokens per sample, int64 [n]. ``parts``: index of each within its split sample, 0 for a whole sample.
+    ``ended``: the samples are a whole pass. ``overlong``: number of samples over the budget. ``lost_share``: share of
+    all tokens that the policy drops, 0 to 1.
     """
 
     lengths: I64
@@ -57,16 +57,24 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Figures of one setting; shares are of 1. ``waste`` by cause is a share of all that is delivered, and ``filled``
-    what real tokens are of it.
+    """Figures of one setting; shares are from 0 to 1.
 
-    ``utilization``, that of slots and ``bin_balance`` are of the packs that FORM makes, of the whole budget each; the
-    rest is of packs as ranks get them. ``useful``: see ``rank_loads``; ``useful_error`` is its standard error, from how
-    steps differ; 1 where there is but one. ``cost_max_over_mean`` is the broker's: of the packs of a micro-batch, over
-    the ranks, averaged; ``attention_`` that of b*s*s alone; ``step_cost_max_over_mean`` that of the ranks' sums over a
-    step. FORM makes ``formed_packs`` for a step, on the average; a rank's step has ``micro_batches_low`` to ``_high``,
-    and ``split_share`` of all packs are what DEAL splits off. ``packs`` (with samples) and ``steps`` are those of one
-    pass, the steps between ``steps_low`` and ``steps_high``; all are None where nobody knows how much a pass is.
+    Packs that FORM makes, as a share of their budget:
+    ``utilization``: real tokens. ``slot_utilization``: tokens with alignment. ``bin_balance``: see ``core.stats.fill``.
+
+    Packs that ranks get:
+    ``filled``: real tokens / capacity. ``waste``: padding / capacity, by cause.
+    ``useful``: share of the ranks' time spent on real tokens (see ``rank_loads``). ``useful_error``: its standard error
+    over the steps, 1 for a single step.
+    ``cost_max_over_mean``: load imbalance over the ranks of a micro-batch, averaged. ``attention_max_over_mean``: the
+    same of the cost b*s*s alone. ``step_cost_max_over_mean``: the same of the ranks' costs of a whole step.
+    ``micro_batches``: mean per rank and step, from ``micro_batches_low`` to ``micro_batches_high``.
+    ``formed_packs``: mean packs per step before DEAL. ``split_share``: share of packs that DEAL splits off others.
+
+    ``overlong`` samples are over the budget; the policy loses ``lost_share`` of all tokens.
+
+    One pass has ``packs`` with samples and ``steps``, with a 95% interval from ``steps_low`` to ``steps_high``. These
+    are None if the size of a pass is not known.
     """
 
     utilization: float
@@ -93,9 +101,9 @@ class Forecast:
 
 
 def planned_rules(rules: Rules, workload: Workload, overlong: Overlong, *, all_streams: bool = False) -> Rules:
-    """``rules`` for one pass over the streams of a workload; those that ``rules`` name keep weights and policies.
+    """Return ``rules`` for one pass over the streams of a workload; streams that ``rules`` name keep their weights.
 
-    ``overlong`` stands in for the policy ``error``, with which a run would stop, or for the policies of all streams.
+    ``overlong`` replaces the policy ``error``, which would stop a run; with ``all_streams`` it replaces every policy.
     """
     known = {stream.name: stream for stream in rules.streams}
     streams = []
@@ -112,10 +120,10 @@ def planned_rules(rules: Rules, workload: Workload, overlong: Overlong, *, all_s
 
 
 def with_packer(rules: Rules, packer: str, joint: Balance = ALONE, **changes: Any) -> Rules:
-    """``rules`` with another packer, without the keys that it does not have, and with other ``changes``.
+    """Return ``rules`` with another packer and other ``changes``, without the keys that the packer does not have.
 
-    ``joint`` is no packer in the rules, but a balance: it has the group and patience of ``joint`` then. Raises
-    ValueError where they contradict each other.
+    The packer ``"joint"`` is ``exact_fill`` with the balance ``joint``; its group and patience come from ``joint``.
+    Raises ValueError for rules that contradict each other.
     """
     foreign = {key: None for key in PACKER_KEYS if key not in parameters_of(packer)}
     kind = rules.balance.kind if rules.balance.kind != "joint" else "deal"
@@ -130,13 +138,13 @@ def with_packer(rules: Rules, packer: str, joint: Balance = ALONE, **changes: An
 
 
 def order_of(workload: Workload, rules: Rules) -> Order:
-    """The samples of a workload as the broker merges them; where a sample of a stream is at its end, it ends there."""
+    """Apply the overlong policy to the samples of a workload and merge the streams as the broker does."""
     merge = merge_of(rules)
     found, tokens, lost, overlong = list[I64](), 0, 0, 0
     for stream, terms in zip(workload.streams, rules.streams, strict=True):
         for partition, ended in zip(stream.partitions, stream.ended, strict=True):
             pieces = apply_overlong(partition, rules.budget, terms.overlong)
-            handles = np.where(pieces.length > 0, pieces.part, -1)  # which sample it is does not matter
+            handles = np.where(pieces.length > 0, pieces.part, -1)  # any handle will do, so it carries the part
             merge.push(len(found), handles, pieces.length, pieces.part)
             if ended:
                 merge.end(len(found))
@@ -151,16 +159,19 @@ def order_of(workload: Workload, rules: Rules) -> Order:
 def forecast(
     workload: Workload, order: Order, rules: Rules, dp: int, pp: int = 1, made: FormedSteps | None = None
 ) -> Forecast:
-    """What ``rules`` make of a workload on ``dp`` ranks and ``pp`` stages; ``order`` is ``order_of`` the same budget
-    and streams, ``made`` are the steps of ``steps_of``, where they were formed before.
+    """Forecast the figures of ``rules`` for a workload on ``dp`` data-parallel ranks and ``pp`` pipeline stages.
 
-    Raises UserError where the packer refuses, or a mesh is.
+    ``order``: the result of ``order_of`` for the same budget and streams. ``made``: the result of ``steps_of``, if
+    known. Raises UserError if the packer or the mesh is not possible, or if no step can be formed.
     """
     steps, full = made or steps_of(order, rules)
-    if not order.ended and full:  # what the end of the sample does is not what the end of the pass does
+    if not order.ended and full:  # the end of the sample is not the end of the pass
         steps = steps[:full]
     if not steps:
-        raise UserError(f"got {len(order.lengths):,} samples, expected enough for a step: tail: drop leaves nothing")
+        raise UserError(
+            f"Got {len(order.lengths):,} samples, which do not fill a step, and tail: drop drops the rest. Pass more "
+            "samples, or use tail: pad."
+        )
     tokens, slots = np.concatenate([step.packs.sums[:2] for step in steps], axis=1)
     num_filled = int((slots > 0).sum())
     on_mesh = dealt(steps, FormSamples.of(order.lengths, rules), dp, pp)
@@ -198,8 +209,9 @@ def forecast(
 
 
 def _waste(on_mesh: Dealt, rules: Rules, num_empty: float, pp: int, *, ended: bool) -> dict[str, float]:
-    """Shares of all that is delivered. Of a stream that was not read to its end so many packs are empty; else those
-    are that DEAL has.
+    """Return the padding by cause, as shares of the capacity that is delivered.
+
+    If the lengths are a sample of a pass, ``num_empty`` packs count as empty, in place of those that DEAL has.
     """
     if ended or rules.batch is not None:
         return waste_shares(on_mesh.waste, 0.0, on_mesh.delivered)
@@ -210,16 +222,16 @@ def _waste(on_mesh: Dealt, rules: Rules, num_empty: float, pp: int, *, ended: bo
 
 
 def steps_of(order: Order, rules: Rules) -> FormedSteps:
-    """The steps that a forecast is of: in the long run, where a pass is not all here, there is no warm-up."""
+    """Form the steps of an order; if it is only a sample of a pass, without the warm-up of the budget."""
     long_run = rules if order.ended else msgspec.structs.replace(rules, warmup=None)
     return formed(order.lengths, long_run, order.parts)
 
 
 def formed(lengths: I64, rules: Rules, parts: I64 | None = None, at_once: int = AT_ONCE) -> FormedSteps:
-    """The steps that FORM makes of samples of these lengths, which are whole ones where ``parts`` says nothing else.
+    """Form the steps of samples with these ``lengths``, int64 [n]; the steps' ``handles`` are indices into ``lengths``.
 
-    Packs know their samples by place: ``handles`` are positions in ``lengths``. Steps do not depend on how many are
-    admitted ``at_once``; the time that it takes does.
+    ``parts``: index of each sample within its split sample; None: all are whole samples. ``at_once``: samples to admit
+    at once, which changes the speed but not the steps.
     """
     table = SampleTable(max(len(lengths), 1))
     handles = table.take(len(lengths))

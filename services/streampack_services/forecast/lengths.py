@@ -1,8 +1,7 @@
-"""Lengths of samples: all that packing depends on, whatever they are the lengths of.
+"""Sample lengths of the streams of a run, and how to read them from a file of numbers.
 
-A ``Workload`` is what ``streampack plan`` and ``report`` work on: the streams of a run as lengths in tokens, of each
-partition in the order in which the broker would have it, and how much of one pass they are. Here they come from a file
-of integers; ``sampling`` tokenizes some of a source, ``run_lengths`` asks a broker or reads its log.
+A ``Workload`` is the input of a forecast. It holds the streams' sample lengths in tokens, by partition in the broker's
+order, and how much of one pass they are. Packing depends on lengths alone.
 """
 
 from __future__ import annotations
@@ -18,20 +17,22 @@ from streampack.core.model.samples import I64
 from streampack.errors import SampleError, UserError
 
 MAX_LENGTH = 2**31 - 1
+"""Tokens of the longest possible sample."""
 STRETCHES = 16
-"""Places of a long file that are packed, each a run of samples as they follow each other."""
+"""Number of stretches of consecutive samples that stand for a long list of lengths."""
 _SHOWN = 40
-"""Characters of what is no length, in a message."""
+"""Characters of a wrong word to show in an error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamLengths:
-    """A stream: ``partitions`` int64 [n] each, tokens by sample in order, 0 in the place of a rejected one.
+    """Sample lengths of one stream.
 
-    ``ended``: for each partition whether these are all that it has in a pass. ``total`` samples are in one pass, None
-    where nobody knows; ``shard_samples`` int64 [k] are those of the shards that were counted, where ``total`` is an
-    estimate from them. ``every`` int64 [2, k]: all lengths that a pass has and how many samples each, where those in
-    ``partitions`` are some of them.
+    ``partitions``: for each partition the tokens of its samples in order, int64 [n]; 0 for a rejected sample.
+    ``ended``: for each partition, whether these are all of its samples in a pass.
+    ``total``: samples in one pass; None if not known. ``shard_samples``: samples of each counted shard, int64 [k], if
+    ``total`` is estimated from them.
+    ``every``: all lengths of a pass and the samples that have each, int64 [2, k]; None if not known.
     """
 
     name: str
@@ -43,17 +44,17 @@ class StreamLengths:
 
     @property
     def whole(self) -> bool:
-        """One pass is all here."""
+        """True if the lengths of a whole pass are here."""
         return all(self.ended)
 
     @property
     def num_samples(self) -> int:
-        """How many are here, rejected ones among them."""
+        """Number of samples here, with rejected ones."""
         return sum(map(len, self.partitions))
 
     @property
     def share(self) -> float | None:
-        """Of one pass whose lengths are known, 0..1; None where its size is not."""
+        """Share of a pass whose lengths are known, 0 to 1; None if the size of a pass is not known."""
         if self.whole or self.every is not None:
             return 1.0
         return min(self.num_samples / self.total, 1.0) if self.total else None
@@ -61,7 +62,11 @@ class StreamLengths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """Streams, and for people ``what`` they are and ``notes`` on how they were got; ``rejected`` samples had no use."""
+    """Sample lengths of all streams of a run.
+
+    ``what``: name of the data, for people. ``notes``: sentences on how the lengths were read. ``rejected``: number of
+    samples that are not valid.
+    """
 
     what: str
     streams: tuple[StreamLengths, ...]
@@ -70,47 +75,53 @@ class Workload:
 
     @property
     def whole(self) -> bool:
-        """Every stream is all here."""
+        """True if the lengths of a whole pass of every stream are here."""
         return all(stream.whole for stream in self.streams)
 
     @property
     def lengths(self) -> I64:
-        """Of all samples that are here, in no order, int64 [n]."""
+        """Lengths of all samples here without rejected ones, stream by stream, int64 [n]."""
         return np.concatenate([each[each > 0] for stream in self.streams for each in stream.partitions])
 
 
 def samples_said(count: int) -> str:
-    """``1 sample``, ``2 samples``."""
+    """Return ``1 sample`` or ``2 samples``."""
     return f"{count:,} sample{'s' * (count != 1)}"
 
 
 def of_lengths(what: str, lengths: I64, most: int | None, total: float | None = None) -> Workload:
-    """A workload of one stream; of more than ``most`` lengths some stretches are packed. ``total`` samples are in a
-    pass, if these are a sample of it.
+    """Return a workload with one stream of these ``lengths``, int64 [n], named ``what``.
+
+    Only some stretches of more than ``most`` lengths are packed. ``total``: samples in a pass, if these are only some
+    of them. Raises UserError if ``total`` is less than the lengths.
     """
     if total is not None and total < len(lengths):
-        raise UserError(f"got a total of {total:,.0f} samples, expected at least the {len(lengths):,} lengths given")
+        raise UserError(
+            f"--total is {total:,.0f} samples, but the file has {len(lengths):,}. Pass at least {len(lengths)}."
+        )
     whole = total is None or total == len(lengths)
     if most is None or len(lengths) <= most:
         return Workload(what, (StreamLengths("data", (lengths,), (whole,), total or len(lengths)),))
     some = stretches(lengths, most)
-    note = f"packed and shown are {len(some):,} of the {len(lengths):,} lengths, in {STRETCHES} stretches (--samples)"
+    note = (
+        f"{len(some):,} of the {len(lengths):,} lengths are packed, in {STRETCHES} stretches (set --samples for more)"
+    )
     stream = StreamLengths("data", (some,), (False,), total or len(lengths), every=counted(lengths) if whole else None)
     return Workload(what, (stream,), [note])
 
 
 def counted(lengths: I64) -> I64:
-    """Each length that there is, and how many samples have it, int64 [2, k]."""
+    """Return the different lengths and how many samples have each, int64 [2, k]."""
     return np.stack(np.unique(lengths, return_counts=True)).astype(np.int64)
 
 
 def stretches(lengths: I64, most: int) -> I64:
-    """About ``most`` of them: evenly spaced runs, each as its samples follow each other."""
+    """Return about ``most`` of ``lengths``: STRETCHES evenly spaced runs of consecutive samples, one after another."""
     return np.concatenate(stretches_of(lengths, most))
 
 
 def stretches_of(values: I64, most: int) -> list[I64]:
-    """About ``most`` of ``values`` in runs that are evenly spaced; all of them in one if they are no more."""
+    """Return about ``most`` of ``values`` as evenly spaced runs of consecutive ones; one run if there are no more."""
     if len(values) <= most:
         return [values]
     size = max(most // STRETCHES, 1)
@@ -119,7 +130,7 @@ def stretches_of(values: I64, most: int) -> list[I64]:
 
 
 def is_lengths(path: Path) -> bool:
-    """Whether a file holds lengths: a .npy, or a text that begins with a number."""
+    """Return whether a file holds lengths: a .npy, or a text that begins with a number."""
     if path.suffix == ".npy":
         return True
     if path.suffix not in (".txt", ".json", ".jsonl", ".ndjson", ".csv", "") or not path.is_file():
@@ -136,12 +147,12 @@ def is_lengths(path: Path) -> bool:
 
 
 def read_lengths(path: Path) -> I64:
-    """Lengths of a file, int64 [n]: a .npy of integers, or a text (JSON lines, too) of whole numbers.
+    """Read lengths from a file, int64 [n]: a .npy of integers, or a text (also JSON lines) of whole numbers.
 
-    Raises UserError for a file that cannot be read or holds none, SampleError naming the first that is no length.
+    Raises UserError for a file that cannot be read or has no lengths, SampleError for the first wrong length.
     """
     try:
-        values = _of_array(path) if path.suffix == ".npy" else _of_text(path)
+        values = _read_array(path) if path.suffix == ".npy" else _read_text(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     if not len(values):
@@ -153,29 +164,29 @@ def read_lengths(path: Path) -> I64:
     return values.astype(np.int64)
 
 
-def _of_array(path: Path) -> NDArray[np.integer]:
+def _read_array(path: Path) -> NDArray[np.integer]:
     try:
         values = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise UserError(f"{path}: is no array of numpy's: {error}") from None
+        raise UserError(f"{path} is not a numpy array: {error}. Write one with numpy.save.") from None
     if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
         kind = f"shape {values.shape} and dtype {values.dtype}" if isinstance(values, np.ndarray) else "several arrays"
         raise SampleError(f"{path}: got {kind}, expected one array of integers of shape [samples]")
     return values
 
 
-def _of_text(path: Path) -> I64:
+def _read_text(path: Path) -> I64:
     try:
         words = path.read_text(encoding="utf-8-sig").split()
     except UnicodeDecodeError:
-        raise UserError(f"{path}: got bytes that are no text, expected a whole number for each sample") from None
+        raise UserError(f"{path}: got bytes that are not text, expected a whole number for each sample") from None
     try:
         return np.array(words, np.str_).astype(np.int64) if words else np.zeros(0, np.int64)
     except (ValueError, OverflowError):
         at, word = next((at, word) for at, word in enumerate(words) if not _is_length(word))
         raise SampleError(
-            f"{path}: sample {at}: got {word[:_SHOWN]!r}, expected a whole number of tokens; texts that begin with a "
-            f"number are read by -c producer.yaml"
+            f"{path}: sample {at}: got {word[:_SHOWN]!r}, expected a whole number of tokens. If the file holds texts, "
+            f"name it in a producer.yaml and pass -c producer.yaml."
         ) from None
 
 

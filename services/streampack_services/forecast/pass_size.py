@@ -1,10 +1,11 @@
-"""How many steps a pass has of which only a sample is known, and how sure that is.
+"""Estimate the number of steps in a pass from a sample of it, with a 95% interval.
 
-A pass has as many packs as its tokens divided by what a pack holds; or as many batches as its samples make. All are
-estimated from the sample, and so is the size of a source whose shards were not all counted. The interval is a block
-bootstrap (Künsch, "The jackknife and the bootstrap for general stationary observations", Ann. Statist. 17, 1989):
-samples, packs and shards are drawn again in blocks of neighbors, which are not independent, and 95 of 100 draws lie in
-it. What no sample shows it cannot know.
+A pass has as many packs as its tokens divided by the mean tokens of a pack. Its batches are its samples divided by the
+samples of a batch. Tokens and samples are estimated from the sample if the shards of a source were not all counted.
+
+The interval is a block bootstrap (Künsch, "The jackknife and the bootstrap for general stationary observations", Ann.
+Statist. 17, 1989). Samples, packs and shards are drawn again in blocks of neighbors, because neighbors are not
+independent. The interval holds 95% of the draws.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ from streampack.core.model.samples import I64
 from streampack_services.forecast.lengths import StreamLengths, Workload
 
 DRAWS = 400
+"""Draws of the bootstrap."""
 BLOCKS = 64
+"""Blocks of neighbors that each draw chooses from."""
 F64 = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class PassSize:
-    """Packs with samples, and steps, of one pass; ``empty_share`` empty packs for each that is not."""
+    """Size of one pass: ``packs`` with samples, and ``steps`` with a 95% interval from ``low`` to ``high``.
+
+    ``empty_share``: empty packs per pack with samples.
+    """
 
     packs: int
     steps: int
@@ -37,9 +43,9 @@ class PassSize:
 
 
 def size_of_pass(workload: Workload, rules: Rules, slots: I64, batch_packs: float) -> PassSize | None:
-    """What a pass comes to, of which a workload is a sample; None where nobody knows how many samples it has.
+    """Estimate the size of the pass that a workload is a sample of; None if the samples of a pass are not known.
 
-    ``slots`` int64 [p]: what packs hold in the long run, tokens with alignment; ``batch_packs``: how many a batch is.
+    ``slots``: tokens with alignment of each pack with samples, int64 [packs]. ``batch_packs``: mean packs per batch.
     """
     if any(stream.total is None for stream in workload.streams) or not len(slots):
         return None
@@ -66,13 +72,13 @@ def size_of_pass(workload: Workload, rules: Rules, slots: I64, batch_packs: floa
 
 
 def _interval(drawn: F64) -> tuple[float, float]:
-    """Where 95 of 100 are."""
+    """Return the interval that holds the middle 95% of the values, float64 [DRAWS]."""
     found = np.sort(drawn)
     return float(found[int(0.025 * DRAWS)]), float(found[int(0.975 * DRAWS) - 1])
 
 
 def _steps(rules: Rules, packs: float) -> int:
-    """Steps of so many packs of the whole budget; while it warms up a step is less."""
+    """Return the number of steps that hold ``packs`` packs of the whole budget, with the smaller steps of a warm-up."""
     need, warmup = packs / rules.packs, rules.warmup
     if warmup is None or warmup.init == rules.budget:
         return max(int(np.ceil(_exact(need))), 1)
@@ -84,19 +90,20 @@ def _steps(rules: Rules, packs: float) -> int:
 
 
 def _exact(value: float) -> float:
-    """Without what sums of floats are off a whole number by."""
+    """Remove the rounding error of a sum of floats before it is rounded up or down."""
     return round(value, 9)
 
 
 def _sum_over_pass(stream: StreamLengths, rules: Rules, overlong: str, draws: np.random.Generator) -> tuple[float, F64]:
-    """Of what steps are cut by, over one pass of a stream; and as many other guesses as there are draws, float64
-    [DRAWS].
+    """Estimate the sum of ``_step_units`` over one pass of a stream.
+
+    Return the estimate, and that of each draw of the bootstrap, float64 [DRAWS].
     """
     if stream.every is not None:
         lengths, counts = stream.every
-        known = float((_counted(lengths, rules, overlong) * counts).sum())
+        known = float((_step_units(lengths, rules, overlong) * counts).sum())
         return known, np.full(DRAWS, known)
-    read = _counted(np.concatenate(stream.partitions), rules, overlong)
+    read = _step_units(np.concatenate(stream.partitions), rules, overlong)
     have, total = float(read.sum()), float(stream.total or len(read))
     totals = np.full(DRAWS, total)
     if stream.shard_samples is not None and len(stream.shard_samples) > 1:
@@ -106,9 +113,10 @@ def _sum_over_pass(stream: StreamLengths, rules: Rules, overlong: str, draws: np
     return have + max(total - len(read), 0.0) * float(read.mean()), have + rest * _means_drawn(read, draws)
 
 
-def _counted(lengths: I64, rules: Rules, overlong: str) -> F64:
-    """What each sample adds to steps, float64 [n]: its aligned tokens; or one, where a batch counts samples. Nothing,
-    if it is rejected or dropped.
+def _step_units(lengths: I64, rules: Rules, overlong: str) -> F64:
+    """Return how much each sample fills steps, float64 [n]: its tokens with alignment, or 1 if steps are batches.
+
+    A rejected or dropped sample has 0.
     """
     pieces = apply_overlong(lengths, rules.budget, overlong)
     slots = -(-pieces.length // rules.align.sample) * rules.align.sample
@@ -117,7 +125,7 @@ def _counted(lengths: I64, rules: Rules, overlong: str) -> F64:
 
 
 def _means_drawn(values: F64, draws: np.random.Generator) -> F64:
-    """Means of ``values`` drawn again in blocks of neighbors, float64 [DRAWS]."""
+    """Draw ``values`` again in blocks of neighbors, DRAWS times; return the mean of each draw, float64 [DRAWS]."""
     bounds = np.linspace(0, len(values), min(BLOCKS, len(values)) + 1).astype(np.int64)
     sums, sizes = np.add.reduceat(values, bounds[:-1]), np.diff(bounds)
     chosen = draws.integers(0, len(sizes), (DRAWS, len(sizes)))

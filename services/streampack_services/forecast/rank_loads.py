@@ -1,8 +1,8 @@
-"""What a mesh makes of steps that FORM has made of lengths: dealt by the broker's own functions, and summed up.
+"""Deal formed steps to the ranks of a mesh, and sum up padding, load imbalance and the ranks' useful time.
 
-A rank needs a*T + b * (sum of s*s over its samples) for a pack that is T tokens long, by the rules' cost of a sample,
-and a micro-batch takes as long as its dearest pack. What real tokens cost is a share of that time: ``useful``. Padding
-and waiting for another rank have the rest.
+A pack of T tokens takes the time ``a*T + b * (sum of s*s)``, where s are the samples' lengths. The rules' cost of a
+sample gives a and b. A micro-batch takes as long as its most expensive pack. ``useful`` is the share of that time that
+real tokens need. The rest is padding and waiting for another rank.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ F64 = NDArray[np.float64]
 
 
 class PlanMesh(PlannedMesh, frozen=True, kw_only=True):
-    """With the ``pp`` stages of a pipeline: they decide no alignment, but how packs are dealt and how long they are."""
+    """A mesh with ``pp`` pipeline stages, which change how packs are dealt and how long they are."""
 
     pp: Positive = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FormSamples:
-    """Samples as FORM gets them, and what they come to by some rules: ``columns`` int64 [4, n], their tokens, slots
-    (tokens when aligned), cost as DEAL has it, and cost of their real tokens alone.
+    """Samples with their costs by some rules.
+
+    ``columns``, int64 [4, n]: for each sample its tokens, its tokens with alignment (slots), the cost of the slots, and
+    the cost of the tokens alone.
     """
 
     rules: Rules
@@ -41,7 +43,7 @@ class FormSamples:
 
     @classmethod
     def of(cls, lengths: I64, rules: Rules) -> FormSamples:
-        """Of these ``lengths``, int64 [n]."""
+        """Compute slots and costs of samples with these ``lengths``, int64 [n]."""
         slots = -(-lengths // rules.align.sample) * rules.align.sample
         costs = rules.balance.costs
         return cls(rules, np.stack([lengths, slots, costs(slots), costs(lengths)]))
@@ -49,12 +51,15 @@ class FormSamples:
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """Steps over a mesh. Max / mean over ranks, averaged: of cost by micro-batch and by step, of attention (b*s*s
-    alone) by micro-batch.
+    """Figures of steps that were dealt to a mesh.
 
-    ``useful``: see the module; ``useful_error`` is its standard error, from how steps differ, 1 where there is but one.
-    ``waste`` int64 [CAUSES] of ``delivered`` tokens, padding too. ``packs`` are all, the ``filled`` have samples, and
-    ``split`` of them are more than were formed. A step has ``micro_batches`` for each rank: least, mean, most.
+    ``micro_batch``: load imbalance (max / mean cost over the ranks) of micro-batches, averaged. ``step``: the same of
+    whole steps. ``attention``: the same of micro-batches, with the cost b*s*s alone.
+    ``useful``: share of the ranks' time that real tokens need. ``useful_error``: its standard error over the steps, 1
+    for a single step.
+    ``waste``: padding tokens by cause, int64 [CAUSES]. ``delivered``: all tokens with padding.
+    ``packs``: number of packs; ``filled``: those with samples; ``split``: those that DEAL splits off others.
+    ``micro_batches``: least, mean and most per rank and step.
     """
 
     micro_batch: float
@@ -72,8 +77,11 @@ class Dealt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OneStep:
-    """A step of ``formed`` packs, dealt. By pack, int64 [packs]: tokens, slots, widths; by [micro-batch, rank]: costs,
-    attention, times. ``real``: what its real tokens cost.
+    """One step after DEAL.
+
+    By pack, int64 [packs]: ``tokens``, ``slots`` (tokens with alignment), ``widths`` (tokens with all padding). By
+    [micro-batch, rank], int64: ``costs``, ``attention`` (cost b*s*s alone), ``times`` (cost of the whole width).
+    ``real``: cost of the real tokens. ``formed``: number of packs before DEAL.
     """
 
     tokens: I64
@@ -87,9 +95,10 @@ class _OneStep:
 
 
 def dealt(steps: list[PlannedStep], samples: FormSamples, dp: int, pp: int) -> Dealt:
-    """``steps`` whose handles are places in ``samples``, over ``dp`` ranks and ``pp`` stages.
+    """Deal ``steps`` to ``dp`` ranks and ``pp`` pipeline stages; return their figures.
 
-    Raises UserError where the rules forbid what the mesh would need.
+    The steps' handles are indices into ``samples``. Raises UserError if a batch has fewer samples than micro-batches
+    and the rules forbid empty ones.
     """
     every = [_deal(step, samples, dp, pp) for step in steps]
     whole = _without_tail(every, samples.rules)
@@ -115,27 +124,28 @@ def dealt(steps: list[PlannedStep], samples: FormSamples, dp: int, pp: int) -> D
 
 
 def _without_tail(steps: list[_OneStep], rules: Rules) -> list[_OneStep]:
-    """Those without the empty packs that a pass of a stream ends with; all, where they all have some."""
+    """Return the steps without empty packs, which only the end of a pass has; all steps if every one has some."""
     if rules.batch is not None:
         return steps
     return [each for each in steps if each.slots.all()] or steps
 
 
 def _deal(step: PlannedStep, samples: FormSamples, dp: int, pp: int) -> _OneStep:
+    """Deal one step; split its packs as DEAL does if the mesh needs more of them."""
     rules = samples.rules
     handles, bounds = step.packs.handles, step.packs.bounds
     columns = samples.columns[:, handles]
     count = packs_of_mesh(rules, len(step.packs), dp, pp)
     if rules.batch is not None and rules.batch.empty == "error" and len(handles) < count:
         raise UserError(
-            f"got a batch of {len(handles)} samples for dp={dp}, {count // dp} micro-batches each, expected {count} at "
-            f"least: with empty: error a run would stop there"
+            f"Got a batch of {len(handles)} samples for dp={dp} with {count // dp} micro-batches each, expected at "
+            f"least {count}. With empty: error, a run stops there; use larger batches or empty: pad."
         )
     if count == len(step.packs):
         sums = np.concatenate([np.zeros((4, 1), np.int64), np.cumsum(columns, axis=1)], axis=1)
         sums = np.stack([sums[:, end] - sums[:, begin] for begin, end in pairwise(bounds.tolist())], axis=1)
     else:
-        alone = np.zeros(len(handles), np.uint8)  # of groups nothing is forecast
+        alone = np.zeros(len(handles), np.uint8)  # groups are not forecast
         parts, _ = split(bounds, columns[2], alone, count)
         sums = np.stack([columns[:, part].sum(axis=1) for part in parts], axis=1)
     tokens, slots, costs, real = sums
@@ -149,20 +159,23 @@ def _deal(step: PlannedStep, samples: FormSamples, dp: int, pp: int) -> _OneStep
 
 
 def linear_cost(rules: Rules) -> int:
-    """What a token costs whatever its sample is: ``a`` of a*s + b*s*s."""
+    """Return ``a`` of the rules' cost a*s + b*s*s of a sample of s tokens."""
     one, two = rules.balance.costs(np.array([1, 2])).tolist()
     return int(one) - (int(two) - 2 * int(one)) // 2
 
 
 def _max_over_mean(found: list[I64]) -> float:
-    """The dearest of each row by its mean, averaged over the rows of all that are not empty; 1 if there are none."""
+    """Return max / mean of each row [rank], averaged over the rows that are not all 0; 1 if there are none."""
     rows = [each[each.any(axis=1)] for each in found]
     ratios: F64 = np.concatenate([each.max(axis=1) / each.mean(axis=1) for each in rows])
     return float(ratios.mean()) if len(ratios) else 1.0
 
 
 def waste_shares(waste: I64, empty: float, delivered: float) -> dict[str, float]:
-    """By cause, of all that is ``delivered`` and ``empty`` tokens more, in packs without samples."""
+    """Return padding as shares of all delivered tokens, by cause.
+
+    ``waste``: padding tokens by cause, int64 [CAUSES], of ``delivered`` tokens. ``empty``: more tokens, in empty packs.
+    """
     wasted = waste.astype(np.float64)
     wasted[CAUSES.index("empty_pack")] += empty
     return dict(zip(CAUSES, (wasted / max(delivered + empty, 1.0)).tolist(), strict=True))

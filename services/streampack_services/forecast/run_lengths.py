@@ -1,16 +1,14 @@
-"""Lengths of what a run has served: from its log, in the order in which the samples came, or from a broker's counts.
+"""Sample lengths that a run has served: from its log in their order, or from a broker's histogram.
 
-A ledger has every sample by pack; packs are in the order in which they were filled, and to pack them again in that
-order would find them full already. So samples are put back into the order of their streams, each sample where the
-furthest of its stream's packs up to it is: one stream is in its own order, and several are mixed as they were.
+A ledger lists samples by pack. To pack them again in that order would repeat the run's packs, so ``arrival_order`` puts
+the samples back into the order of their streams.
 
-What was closed on the way stays apart: each batch, and of a stream what came before a step that was padded with empty
-packs, at a mark of ``end_of_batch`` or the end of a pass. (A batch that filled its last step to the last pack is not
-told from the next one; of steps that are batches each is known.)
+Samples that the run kept apart stay apart (``Served.bounds``). A bound is the end of a batch or of a step with empty
+packs. Only a mark of ``end_of_batch`` or the end of a pass makes empty packs. A batch that ends with a full step cannot
+be told from the next one, unless steps are batches.
 
-A broker's status has lengths in buckets (``length_histogram``). Their order is lost: they are shuffled, so what is
-forecast from them holds for a stream that does not change; batches are cut out of them as large as they were on the
-average.
+A broker's status has lengths in buckets (``length_histogram``) without their order. They are shuffled, so a forecast
+from them holds for a stream that does not change over time. Batches are cut out of them with the mean size.
 """
 
 from __future__ import annotations
@@ -35,18 +33,21 @@ from streampack_services.ledger.state_dir import open_ledger, state_folder
 from streampack_services.ledger.step_rows import StepRows
 
 MOST = 500_000
-"""Samples that are taken from a ledger or a broker's counts; more are thinned out."""
+"""Samples to take from a ledger or a histogram; of more samples, only a part is taken."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """What a run's feed has served: ``lengths`` int64 [n] as they came, pieces of split samples each by itself.
+    """Samples and packs that a run's feed has served.
 
-    They are ``share`` of all ``samples`` in ``packs`` packs (empty ones among them) of ``tokens`` real tokens; those
-    with samples are ``pack_slots`` tokens long, as FORM made them (padded micro-batches: as they are). Nothing was
-    packed across ``bounds``, int64 [b + 1] in ``lengths``.
-    ``tokens_per_s``: real tokens that the run packs now, for all of its attached ``ranks``; 0 where nobody knows.
-    ``mesh``: theirs, once they are all there.
+    ``what``: name of the run, for people; ``note``: how the lengths are ordered.
+    ``lengths``: tokens per sample, int64 [n], a split sample's parts each by itself; all or some of the ``samples``.
+    ``packs``: number of packs, with ``empty_packs``. ``tokens``: real tokens in them.
+    ``pack_slots``: total length in tokens of the packs with samples, before DEAL (padded micro-batches: after it).
+    ``bounds``: indices into ``lengths`` that no pack crosses, int64 [b + 1], from 0 to n.
+    ``steps``: number of steps. ``ended``: the feed has ended.
+    ``tokens_per_s``: real tokens per second that the run packs now; 0 if not known. ``ranks``: attached ranks.
+    ``mesh``: mesh of the ranks; None until all are attached.
     """
 
     what: str
@@ -67,26 +68,27 @@ class Served:
 
     @property
     def filled_packs(self) -> int:
-        """Packs that hold samples."""
+        """Number of packs that hold samples."""
         return self.packs - self.empty_packs
 
     @property
     def share(self) -> float:
+        """Share of the samples whose lengths are here, 0 to 1."""
         return len(self.lengths) / self.samples
 
 
 def from_ledger(state_dir: Path, feed: str | None) -> Served:
-    """Of the steps that count in a state_dir's log, all in ``MOST`` samples, else some stretches of them.
+    """Read the steps that count from a state_dir's log; of more than ``MOST`` samples only some stretches of steps.
 
-    Raises UserError where there are none, LedgerDamaged.
+    ``feed``: name of the feed, None for the first one. Raises UserError if the feed has no steps, LedgerDamaged.
     """
     with open_ledger(state_folder(state_dir, None)) as ledger:
         of = why.feed_of(ledger, feed)
         rules, run = of.rules_at(NEVER), ledger.state.run
         if rules.padded:
             raise UserError(
-                f"{state_dir}: got feed {of.name!r}, which is padded, expected one that packs: a log knows no mesh, so "
-                f"name the running broker"
+                f"{state_dir}: feed {of.name!r} is padded, so its batches depend on the mesh, which a log does not "
+                f"have. Pass the address of the running broker."
             )
         numbers, sums = [], np.zeros(5, np.int64)
         for step in ledger.steps(of.name):
@@ -95,9 +97,7 @@ def from_ledger(state_dir: Path, feed: str | None) -> Served:
                 sums += _sums(step, rules)
         samples, packs, empty, tokens, slots = sums.tolist()
         if not samples:
-            raise UserError(
-                f"{state_dir}: got no step of feed {of.name!r}, expected some: wait until the run has begun"
-            )
+            raise UserError(f"{state_dir}: feed {of.name!r} has no step yet. Wait until the run has formed some.")
         wanted = max(MOST * len(numbers) // samples, STRETCHES)
         lengths, bounds = list[I64](), [0]
         for stretch in stretches_of(np.array(numbers), wanted):
@@ -113,7 +113,7 @@ def from_ledger(state_dir: Path, feed: str | None) -> Served:
 
 
 def _sums(step: StepRows, rules: Rules) -> I64:
-    """Samples, packs, empty ones of them, tokens, and how long the others are together, of a step."""
+    """Return a step's number of samples, packs, empty packs and tokens, and the total length of its other packs."""
     lengths, counts = step.rows["length"].astype(np.int64), np.diff(step.bounds)
     ends = np.concatenate([[0], np.cumsum(-(-lengths // rules.align.sample) * rules.align.sample)])
     slots = (ends[step.bounds[1:]] - ends[step.bounds[:-1]])[counts > 0]
@@ -122,7 +122,7 @@ def _sums(step: StepRows, rules: Rules) -> I64:
 
 
 def _apart(steps: list[StepRows], rules: Rules) -> Iterator[list[StepRows]]:
-    """Consecutive steps that may share what waits in the window."""
+    """Yield groups of consecutive steps; no sample could move between two groups."""
     found: list[StepRows] = []
     for step in steps:
         found.append(step)
@@ -134,12 +134,12 @@ def _apart(steps: list[StepRows], rules: Rules) -> Iterator[list[StepRows]]:
 
 
 def _closes(step: StepRows, rules: Rules) -> bool:
-    """Is nothing packed across its end?"""
+    """Return whether no sample after the step could have been in it: the step is a batch, or has empty packs."""
     return rules.batch is not None or bool((np.diff(step.bounds) == 0).any())
 
 
 def _in_order(steps: list[StepRows]) -> I64:
-    """Lengths of the samples of consecutive steps, int64 [n], as they came."""
+    """Return the lengths of the samples of consecutive steps, int64 [n], in the order of their arrival."""
     rows, counts = np.concatenate([step.rows for step in steps]), np.concatenate([np.diff(s.bounds) for s in steps])
     pack = np.repeat(np.arange(len(counts)), counts)
     order = arrival_order(rows["stream"], rows["index"], rows["part"], pack)
@@ -148,7 +148,11 @@ def _in_order(steps: list[StepRows]) -> I64:
 
 
 def arrival_order(stream: Any, index: Any, part: Any, pack: I64) -> I64:
-    """Positions of samples in the order in which they came, int64 [n], from what pack each is in."""
+    """Estimate the order in which samples arrived; return their positions in that order, int64 [n].
+
+    ``stream``, ``index``, ``part``: id of each sample. ``pack``: number of the pack that holds it. Each stream keeps
+    its own order. Streams are mixed by the furthest pack that holds a sample of the stream up to this one.
+    """
     by_stream = np.lexsort((part, index, stream))
     streams, furthest = stream[by_stream], np.empty(len(pack), np.int64)
     cuts = np.flatnonzero(np.diff(streams)) + 1
@@ -159,7 +163,9 @@ def arrival_order(stream: Any, index: Any, part: Any, pack: I64) -> I64:
 
 
 def from_status(status: BrokerStatus, feed: str | None) -> Served:
-    """Return what a broker's feed has served, by default its first.
+    """Return the samples and packs that a broker's feed has served, from the broker's status.
+
+    ``feed``: name of the feed, None for the first one.
 
     Raises UserError for a feed that the broker does not have, or that has formed no step.
     """
@@ -170,7 +176,7 @@ def from_status(status: BrokerStatus, feed: str | None) -> Served:
     found = feeds[name]
     totals, rules = found.totals, Rules(**{key: getattr(found.rules, key) for key in Rules.__struct_fields__})
     if not totals.samples:
-        raise UserError(f"got a broker whose feed {name!r} has formed no step yet, expected one that has")
+        raise UserError(f"Feed {name!r} of the broker has formed no step yet. Wait until it has formed some.")
     lengths, filled = spread(found.lengths, rules.seed), totals.packs - totals.empty_packs
     slots = rules.budget * filled
     if found.dynamic_batching is not None:
@@ -181,13 +187,13 @@ def from_status(status: BrokerStatus, feed: str | None) -> Served:
     return Served(
         f"{status.run}, feed {name}, {totals.steps:,} steps", lengths, rules, totals.samples, totals.packs,
         totals.empty_packs, totals.tokens, slots, np.linspace(0, len(lengths), batches + 1).astype(np.int64),
-        totals.steps, found.state == "ended", "in no order: shuffled, and by buckets of 3 %", found.tokens_per_s,
+        totals.steps, found.state == "ended", "shuffled, from a histogram with buckets of 3%", found.tokens_per_s,
         len(found.readers), _mesh_of(found),
     )  # fmt: skip
 
 
 def _mesh_of(feed: FeedStatus) -> PlanMesh | None:
-    """Return the mesh of the ranks that are attached, if all are."""
+    """Return the mesh of the attached ranks; None if some are missing."""
     if not feed.all_ranks_attached or not feed.readers:
         return None
     names = PlanMesh.__struct_fields__
@@ -195,7 +201,9 @@ def _mesh_of(feed: FeedStatus) -> PlanMesh | None:
 
 
 def spread(buckets: Sequence[Sequence[int]], seed: int) -> I64:
-    """Lengths, int64 [n], as (samples, tokens) of ``buckets`` say: each bucket's as equal as can be, shuffled.
+    """Return lengths with the (samples, tokens) of each bucket, as equal as possible within a bucket, shuffled.
+
+    At most about ``MOST`` lengths are returned, int64 [n], in proportion to the buckets. ``seed`` decides the order.
 
     >>> sorted(spread([[2, 6], [2, 201]], 0).tolist())
     [3, 3, 100, 101]

@@ -1,8 +1,8 @@
-"""Lengths out of sources: tokenizes some samples of each stream, spread over its shards, and says of how many.
+"""Tokenize some samples of each source, spread over its shards, and estimate how many samples a pass has.
 
-Reads as producers do, the shards of each partition in the order that (seed, pass) give: a source that is read to its
-end has its samples in the order of a run. One that is too large is read as if it had ``SPREAD`` partitions: a few
-samples of more shards say more about the whole. How many samples it has follows from the shards that were opened.
+Shards are read in the order of a producer, which seed and pass give. So a source that is read to its end has its
+samples in the order of a run. A larger source is read as if it had ``SPREAD`` partitions, because a few samples of many
+shards represent it better. Its size is estimated from the shards that were opened.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from streampack.sources.walk import ShardedSource
 from streampack_services.forecast.lengths import StreamLengths, Workload
 
 SPREAD = 16
+"""Partitions to read a large source in."""
 SAY_EVERY = 100
+"""Samples between two updates of the progress bar."""
 
 
 def sample(what: str, sources: Mapping[str, Source], partitions: Mapping[str, int], most: int, seed: int) -> Workload:
-    """At most ``most`` samples of each source, tokenized; ``partitions`` are those of a run.
+    """Tokenize at most ``most`` samples of each source, and return their lengths.
 
-    Raises SourceError for sources that cannot be read or hold no sample.
+    ``what``: name of the data, for people. ``sources``, ``partitions``: each stream's source and partitions in a run.
+    Raises SourceError for sources that cannot be read or hold no valid sample.
     """
     streams, notes, all_rejected = [], list[str](), 0
     with _progress() as progress:
         for name, source in sources.items():
             task = progress.add_task(name, total=most)
-            stream, rejected = _stream(name, source, partitions[name], most, seed, _to(progress, task))
+            stream, rejected = _stream(name, source, partitions[name], most, seed, _updater(progress, task))
             progress.update(task, total=stream.num_samples, completed=stream.num_samples)
             streams.append(stream)
             all_rejected += sum(rejected.values())
@@ -45,7 +48,10 @@ def sample(what: str, sources: Mapping[str, Source], partitions: Mapping[str, in
 def _stream(
     name: str, source: Source, partitions: int, most: int, seed: int, say: Callable[[int], None]
 ) -> tuple[StreamLengths, Counter[str]]:
-    """The first samples of each partition, in turn, and how many were rejected for which reason."""
+    """Read up to ``most`` samples, one of each partition in turn; count rejected ones by reason.
+
+    ``say`` is called with the number of samples that are read so far.
+    """
     count = _partitions(source, partitions, most, seed)
     lengths: list[list[int]] = [[] for _ in range(count)]
     rejected: Counter[str] = Counter()
@@ -64,14 +70,16 @@ def _stream(
             if num % SAY_EVERY == 0:
                 say(num)
     if sum(rejected.values()) == num:
-        raise SourceError(f"{name}: got {num} samples, all rejected ({dict(rejected)}), expected some that are good")
+        raise SourceError(
+            f"{name}: all {num} samples were rejected ({dict(rejected)}). Correct the source or its keys."
+        )
     total, counted = _total(source, num, whole=not live)
     ended = tuple(p not in live for p in range(count))
     return StreamLengths(name, tuple(np.array(each, np.int64) for each in lengths), ended, total, counted), rejected
 
 
 def _partitions(source: Source, partitions: int, most: int, seed: int) -> int:
-    """As many as the run has, where all of the source will be read; else more, up to ``SPREAD``."""
+    """Return the partitions to read a source in: the run's if all of it will be read, else more, up to ``SPREAD``."""
     spread = min(source.num_shards, max(partitions, SPREAD))
     if spread <= partitions:
         return partitions
@@ -82,7 +90,10 @@ def _partitions(source: Source, partitions: int, most: int, seed: int) -> int:
 
 
 def _total(source: Source, num: int, *, whole: bool) -> tuple[float | None, I64 | None]:
-    """Samples of one pass, and those of the shards that were opened if it is an estimate from them."""
+    """Return the samples of one pass, None if not known, after ``num`` samples were read.
+
+    If they are estimated, also return the samples of each shard that was opened, int64 [shards].
+    """
     if whole:
         return float(num), None
     if not isinstance(source, ShardedSource) or not source.shard_samples:
@@ -93,12 +104,13 @@ def _total(source: Source, num: int, *, whole: bool) -> tuple[float | None, I64 
     return max(float(counts.mean()) * source.num_shards, float(num)), counts
 
 
-def _to(progress: Progress, task: object) -> Callable[[int], None]:
+def _updater(progress: Progress, task: object) -> Callable[[int], None]:
+    """Return a function that sets how many samples of ``task`` are done."""
     return lambda num: progress.update(task, completed=num)  # type: ignore[arg-type]
 
 
 def _progress() -> Progress:
-    """On a terminal's standard error; elsewhere nothing is shown."""
+    """Return a progress bar on standard error, which shows nothing if that is not a terminal."""
     columns = (
         TextColumn("tokenizing {task.description}", markup=False),
         BarColumn(),

@@ -163,7 +163,7 @@ def _shape(found: Tree) -> list[str]:
             if abs(row["useful"] - base["useful"]) >= SAID]  # fmt: skip
     stages = base["mesh"]["pp"]
     pipeline = f" With {stages} pipeline stages, all packs of a step are as long as its longest." if stages > 1 else ""
-    shapes = f"Shape of packs {shape_text(base['shape'])}"
+    shapes = f"Packs of shape {shape_text(base['shape'])}"
     if not said:
         return [f"{shapes}: no other shape gains much.{pipeline}"] if stages > 1 or base["step_samples"] else []
     return [f"{shapes}: {', '.join(said)}. Compilers and CUDA graphs need few different shapes.{pipeline}"]

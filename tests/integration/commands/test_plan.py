@@ -170,7 +170,7 @@ def test_samples_that_cannot_be_used_are_counted(tmp_path: Path) -> None:
     assert "poison: drop}" in found["broker_yaml"]
     write_jsonl(tmp_path / "b.jsonl", [{"text": ""}] * 3)
     line = the_error(in_process("plan", "-c", producer(tmp_path, str(tmp_path / "b.jsonl"))), 1)
-    assert "data: got 3 samples, all rejected ({'empty': 3}), expected some that are good" in line
+    assert "data: all 3 samples were rejected ({'empty': 3})." in line
 
 
 def test_of_a_run_that_goes_on_nobody_knows_how_long_a_pass_is(files: Path) -> None:
@@ -394,7 +394,7 @@ def test_overlong_samples_are_an_error_where_they_should_be(lengths: Path) -> No
         (("--precision", "fp4"), "--precision is 'fp4'. Pass one of: fp8_blockwise, mxfp8, fp8"),
         (("--packs", "4", "--batch", "4"), "Got both --packs and --batch."),
         (("--window", "4", "--batch", "4"), "Got --window, but steps are batches"),
-        (("--total", "7"), "got a total of 7 samples, expected at least the 3,000 lengths given"),
+        (("--total", "7"), "--total is 7 samples, but the file has 3,000. Pass at least 3000."),
         (("--budget", "134217728"), "expected less than 134217728 with packer: exact_fill"),
     ],
 )
@@ -408,8 +408,8 @@ def test_what_is_missing_is_said(files: Path, tmp_path: Path) -> None:
     assert "cannot be read" in the_error(in_process("plan", tmp_path / "no.npy"), 2)
     for data in (tmp_path / "no.jsonl", files / "web-0.jsonl", files / "web-*.jsonl"):
         assert "name the files in a producer.yaml and pass -c producer.yaml" in the_error(in_process("plan", data), 2)
-    assert "got a folder without a log" in the_error(in_process("plan", tmp_path), 2)
-    assert "got a folder without a log" in the_error(in_process("report", tmp_path), 2)
+    assert "is a folder without a log" in the_error(in_process("plan", tmp_path), 2)
+    assert "is a folder without a log" in the_error(in_process("report", tmp_path), 2)
     for file in (tmp_path / "no.npy", files / "web-0.jsonl"):
         line = the_error(in_process("report", file), 2)
         assert "is neither a broker's state_dir nor its address. For a file of lengths, run 'streampack plan" in line

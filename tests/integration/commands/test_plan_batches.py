@@ -183,7 +183,7 @@ def test_how_large_batches_are_that_marks_close_is_to_be_said(files: Path, tmp_p
     base = found["settings"][0]
     assert (base["steps"], base["step_samples"]) == (10, 90)
     assert base["micro_batches_low"] % 2 == base["micro_batches_high"] % 2 == 0
-    assert found["notes"] == ["batches are taken to be of 90 samples each; those of a run end at marks"]
+    assert found["notes"] == ["the forecast assumes batches of 90 samples; those of a run end at marks"]
     assert "step: {end_of_batch: true, micro_batch_multiple: 2}" in found["broker_yaml"]
 
 
