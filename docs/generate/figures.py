@@ -1,8 +1,212 @@
-"""Diagrams of the site as SVG."""
+"""Figures of the site as SVG, in docs/assets: ``python -m docs.generate.figures`` writes them.
+
+An image on its own follows the system's light or dark colors. The site puts it into the page itself, where the figure
+follows the colors that the reader has chosen.
+"""
 
 from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from statistics import NormalDist
+
+import streampack
+
+ROOT = Path(__file__).parents[2]
+ASSETS = ROOT / "docs/assets"
+_LIGHT = "--ink:#1b222b;--quiet:#566170;--line:#b6c0cc;--card:#f4f6f9;--accent:#1f5fd6;--soft:#dbe7fb;--warm:#d9480f"
+_DARK = "--ink:#e8edf3;--quiet:#9aa7b5;--line:#46515f;--card:#161b22;--accent:#6aa5ff;--soft:#1d3358;--warm:#ff8c42"
+STYLE = (
+    f"svg.figure{{{_LIGHT}}}@media(prefers-color-scheme:dark){{svg.figure{{{_DARK}}}}}"
+    f"[data-md-color-scheme=default] svg.figure{{{_LIGHT}}}[data-md-color-scheme=slate] svg.figure{{{_DARK}}}"
+    "svg.figure text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;fill:var(--ink)}"
+)
 
 
 def all_figures() -> dict[str, str]:
     """Return the figures by name."""
-    return {}
+    return {"dataflow": dataflow(), "packs": packs(), "packers": packers()}
+
+
+def inlined(html: str) -> str:
+    """Return a page's HTML with the figures themselves in place of the images that name them."""
+
+    def figure(found: re.Match[str]) -> str:
+        path = ASSETS / f"{found['name']}.svg"
+        return f"<figure>{path.read_text()}</figure>" if path.exists() else found[0]
+
+    return re.sub(r'<p><img\b[^>]*\bsrc="[^"]*assets/(?P<name>\w+)\.svg"[^>]*></p>', figure, html)
+
+
+def _svg(width: int, height: int, label: str, *parts: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="figure" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{label}"><style>{STYLE}</style>{"".join(parts)}</svg>\n'
+    )
+
+
+def _text(
+    x: float, y: float, words: str, size: int = 14, anchor: str = "middle", color: str = "ink", bold: bool = False
+) -> str:
+    weight = ' font-weight="600"' if bold else ""
+    return (
+        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}"{weight} '
+        f'style="fill:var(--{color})">{words}</text>'
+    )
+
+
+def _box(
+    x: float, y: float, width: float, height: float, fill: str = "card", line: str = "line", radius: float = 8
+) -> str:
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" '
+        f'style="fill:var(--{fill});stroke:var(--{line})" stroke-width="1.3"/>'
+    )
+
+
+def _bar(x: float, y: float, width: float, height: float, color: str) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}" rx="2" style="fill:var(--{color})"/>'
+
+
+def _arrow(points: Sequence[tuple[float, float]], color: str = "accent", dashed: bool = False) -> str:
+    (before_x, before_y), (x, y) = points[-2], points[-1]
+    angle = math.degrees(math.atan2(y - before_y, x - before_x))
+    dash = ' stroke-dasharray="5 4"' if dashed else ""
+    line = " ".join(f"{a:g},{b:g}" for a, b in points)
+    return (
+        f'<polyline points="{line}" fill="none" style="stroke:var(--{color})" stroke-width="1.8"{dash}/>'
+        f'<path d="M0,0 L-9,-4.500 L-9,4.500 Z" transform="translate({x:g} {y:g}) rotate({angle:g})" '
+        f'style="fill:var(--{color})"/>'
+    )
+
+
+def dataflow() -> str:
+    """Draw the way of the data: producers, the stages of the broker, clients and trainers."""
+    parts = [
+        _box(178, 12, 404, 292), _text(330, 38, "broker", 16, bold=True),
+        _text(420, 38, "one per run", 13, color="quiet"), _text(145, 68, "chunks", 13, color="accent"),
+        _text(607, 171, "steps", 13, color="accent"),
+    ]  # fmt: skip
+    for y in (48, 124):
+        parts += [
+            _box(8, y, 104, 60), _text(60, y + 26, "producer", 15, bold=True),
+            _text(60, y + 46, "read, tokenize", 13, color="quiet"),
+        ]  # fmt: skip
+    parts += [
+        _arrow([(112, 78), (194, 78)]),
+        _arrow([(112, 154), (150, 154), (150, 78), (194, 78)]),
+    ]
+    stages = ("intake", "merge", "window", "FORM", "DEAL", "shards")
+    notes = ("check, store", "by weight", "of samples", "full packs", "to ranks", "one per rank")
+    for index, (name, note) in enumerate(zip(stages, notes, strict=True)):
+        x, y = 195 + index % 3 * 132, 50 + index // 3 * 102
+        strong = name in ("FORM", "DEAL")
+        parts += [
+            _box(x, y, 106, 56, fill="soft" if strong else "card", line="accent" if strong else "line"),
+            _text(x + 53, y + 24, name, 15, bold=True), _text(x + 53, y + 44, note, 13, color="quiet"),
+        ]  # fmt: skip
+        if index % 3:
+            parts.append(_arrow([(x - 26, y + 28), (x - 1, y + 28)]))
+    parts += [
+        _arrow([(512, 106), (512, 129), (248, 129), (248, 151)]),
+        _box(195, 248, 238, 36), _text(314, 271, "log: every decision, first", 13),
+        _arrow([(248, 208), (248, 247)], color="quiet"), _arrow([(380, 208), (380, 247)], color="quiet"),
+    ]  # fmt: skip
+    for y, rank in ((112, "dp 0"), (188, "dp 1")):
+        parts += [
+            _arrow([(565, 180), (634, 180), (634, y + 30), (647, y + 30)]),
+            _box(648, y, 104, 60), _text(700, y + 26, "trainer", 15, bold=True),
+            _text(700, y + 46, f"client, {rank}", 13, color="quiet"),
+        ]  # fmt: skip
+    parts += [
+        _arrow([(700, 248), (700, 330), (540, 330), (540, 305)], color="quiet", dashed=True),
+        _text(620, 350, "requests ahead, commits", 13, color="quiet"),
+        _arrow([(220, 304), (220, 330), (60, 330), (60, 185)], color="quiet", dashed=True),
+        _text(140, 350, "credits: a full broker waits", 13, color="quiet"),
+    ]  # fmt: skip
+    label = (
+        "Producers send chunks to the broker; the broker forms steps and deals them to the ranks; clients fetch them"
+    )
+    return _svg(760, 360, label, *parts)
+
+
+def lengths(number: int, stride: int) -> list[int]:
+    """Return lognormal lengths, the same on every machine: quantiles, in an order of ``stride`` apart."""
+    found = [
+        min(4096, max(16, round(math.exp(6.6 + 0.9 * NormalDist().inv_cdf((index + 0.5) / number)))))
+        for index in range(number)
+    ]
+    return [found[index * stride % number] for index in range(number)]
+
+
+def packs() -> str:
+    """Draw the same samples three times: padded, in greedy packs, in full packs."""
+    budget, samples = 4096, lengths(23, 7)
+    ways = [
+        ("padded to the longest", [[index] for index in range(len(samples))], max(samples)),
+        ("greedy: in order", streampack.pack_lengths(samples, budget, "concatenative"), budget),
+        ("exact_fill", streampack.pack_lengths(samples, budget), budget),
+    ]
+    parts = list[str]()
+    for column, (name, found, capacity) in enumerate(ways):
+        left, width = 8 + column * 255, 232
+        filled = sum(samples) / (capacity * len(found))
+        parts += [_text(left, 24, name, 15, anchor="start", bold=True)]
+        parts += [_text(left, 44, f"{filled:.0%} real tokens", 13, anchor="start", color="quiet")]
+        height = 9 if column == 0 else 22
+        for row, members in enumerate(found):
+            top = 58 + row * (height + 3)
+            scale = width / capacity
+            parts.append(_box(left, top, width, height, fill="card", line="warm", radius=2))
+            ends = list(accumulate(samples[index] for index in members))
+            for start, end in zip([0, *ends], ends, strict=False):
+                parts.append(
+                    _box(left + start * scale, top, (end - start) * scale, height, fill="soft", line="accent", radius=2)
+                )
+    parts += [
+        _box(263, 316, 14, 14, fill="soft", line="accent", radius=2), _text(283, 328, "a sample", 13, anchor="start"),
+        _box(370, 316, 14, 14, fill="card", line="warm", radius=2), _text(390, 328, "padding", 13, anchor="start"),
+    ]  # fmt: skip
+    return _svg(760, 344, "The same 23 samples padded, packed in order, and packed by exact_fill", *parts)
+
+
+SHOWN = (
+    "exact_fill*", "joint*", "buffer_first_fit", "sliding_ffd", "best_fit_decreasing", "first_fit_decreasing",
+    "greedy_knapsack", "first_fit_shuffle", "karmarkar_karp", "concatenative",
+)  # fmt: skip
+"""Packers as the tables of RESULTS.md name them."""
+
+
+def packers() -> str:
+    """Draw padding by packer and window, from the tables of benchmarks/RESULTS.md."""
+    text = (ROOT / "benchmarks/RESULTS.md").read_text().partition("\n## Every packer on the same streams")[2]
+    tables = [
+        {
+            cells[0].strip(): float(cells[2].split("/")[0])
+            for cells in re.findall(r"^\|([^|]+)\|([^|]+)\|([^|]+)\|", table, re.M)[2:]
+        }
+        for table in re.findall(r"(?:^\|.*\n)+", text, re.M)[:2]
+    ]
+    of_1024, of_256 = tables
+    parts = [_text(16, 24, "Padding by packer, percent of all tokens", 15, anchor="start", bold=True)]
+    scale = 480 / 17
+    for row, name in enumerate(SHOWN):
+        top = 44 + row * 38
+        parts.append(_text(180, top + 21, name.strip("*"), 13, anchor="end", bold=row == 0))
+        for place, (used, color) in enumerate(((of_1024[name], "accent"), (of_256[name], "warm"))):
+            width = max(1.5, (100 - used) * scale)
+            parts += [
+                _bar(190, top + place * 15, width, 13, color),
+                _text(196 + width, top + 11 + place * 15, f"{100 - used:.2f}", 12, anchor="start", color="quiet"),
+            ]
+    for x, words, color in ((500, "window 1,024", "accent"), (640, "window 256", "warm")):
+        parts += [_bar(x, 12, 14, 14, color), _text(x + 20, 24, words, 13, anchor="start")]
+    return _svg(760, 430, "Padding of each packer with windows of 1,024 and 256 samples", *parts)
+
+
+if __name__ == "__main__":
+    for name, svg in all_figures().items():
+        (ASSETS / f"{name}.svg").write_text(svg)

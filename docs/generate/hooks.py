@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: fill in generated parts, add figures, and keep links to files of the repository."""
+"""Hooks of mkdocs: fill in generated parts, put figures into pages, and keep links to files of the repository."""
 
 from __future__ import annotations
 
@@ -26,16 +26,26 @@ ICON = repository.ROOT / "services/streampack_services/web/icon.svg"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the icon, the figures and the files that pages link to."""
+    """Add the icon and the files that pages link to."""
     files.append(File.generated(config, "assets/icon.svg", abs_src_path=str(ICON)))
-    for name, svg in figures.all_figures().items():
-        files.append(File.generated(config, f"assets/{name}.svg", content=svg))
     for uri, path in repository.linked(files).items():
-        files.append(File.generated(config, uri, abs_src_path=str(path)))
+        if path.suffix in repository.SHOWN:
+            files.append(File.generated(config, uri, content=repository.listing(path)))
+        else:
+            files.append(File.generated(config, uri, abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Fill in what is generated, then point links into the repository to their copies on the site."""
-    markdown = _MARK.sub(lambda found: GENERATED[found[1]](), markdown)
-    return repository.relinked(markdown, page.file.src_uri)
+    return repository.relinked(filled(markdown), page.file.src_uri)
+
+
+def filled(markdown: str) -> str:
+    """Return a page's text with its generated parts."""
+    return _MARK.sub(lambda found: GENERATED[found[1]](), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Put figures into the page itself, where they follow its colors."""
+    return figures.inlined(html)

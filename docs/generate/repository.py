@@ -1,6 +1,6 @@
 """Links from pages to files of the repository outside ``docs/``, which work on the site, too.
 
-The site has a copy of each such file under ``repository/``: a Markdown file as a page, others as they are. A link to a
+The site has a copy of each such file under ``repository/``: Markdown and code as pages, others as they are. A link to a
 folder leads to its README.md.
 """
 
@@ -14,6 +14,8 @@ from pathlib import Path
 from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).parents[2]
+SHOWN = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".sh": "bash", ".json": "json"}
+"""Suffixes of files that become pages, and their languages."""
 _LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#|/)([^)\s#]+)")
 _CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
@@ -32,6 +34,12 @@ def linked(files: Files) -> dict[str, Path]:
                 if path.suffix == ".md":
                     texts[place] = path.read_text()
     return found
+
+
+def listing(path: Path) -> str:
+    """Return a page that shows a file; the search leaves it out."""
+    head = f"---\nsearch: {{exclude: true}}\n---\n# {path.name}\n\n`{path.relative_to(ROOT)}`\n\n"
+    return f"{head}~~~~{SHOWN[path.suffix]}\n{path.read_text()}\n~~~~\n"
 
 
 def relinked(text: str, uri: str) -> str:
@@ -68,4 +76,4 @@ def _place(path: Path) -> str | None:
     """The path of a copy on the site; None for what is on the site as it is."""
     if path.is_relative_to(ROOT / "docs"):
         return None
-    return f"repository/{path.relative_to(ROOT).as_posix()}"
+    return f"repository/{path.relative_to(ROOT).as_posix()}" + (".md" if path.suffix in SHOWN else "")

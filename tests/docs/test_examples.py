@@ -18,6 +18,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import streampack
+from docs.generate.hooks import filled
 from streampack.config.typed_yaml import convert
 from streampack.sources import SourceSettings, open_source
 from tests.docs.pages import BLOCKS, PAGES, ROOT, Block
@@ -385,7 +386,7 @@ def test_every_link_of_a_page_leads_somewhere() -> None:
         f"{path.name}: {to}#{anchor}"
         for path, to, anchor in links
         if not (path.parent / to).exists()
-        or (anchor and anchor not in anchors(PAGES[(path.parent / to).resolve() if to else path]))
+        or (anchor and anchor not in anchors(filled(PAGES[(path.parent / to).resolve() if to else path])))
     ]
     assert dead == []
 
